@@ -1,0 +1,178 @@
+"""Collectives over one `Axis`, blocking and asynchronous; the one place that handles an axis of size 1.
+
+Key property: on gloo, reduce-scatter and small all-reduces are an all-to-all followed by a local sum in rank order: the
+same bits on every run, bf16 accumulated in fp32, and 2-5 times faster than gloo's own once there are more ranks than
+cores. NCCL uses its native collectives. Rejected: calling `torch.distributed` from the rooms above, which scatters
+contiguity rules, deprecated names and size-1 shortcuts.
+
+All functions work on dim 0 and make their input contiguous (gloo reduces strided views silently wrong).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megacp.distributed.grid import Axis
+
+# torch 2.13 renames these two; older releases know only the second name.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_HALVES = (torch.bfloat16, torch.float16)
+_REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_SMALL_REDUCE, _SMALL_GATHER = 16_384, 262_144
+"""Elements up to which a gloo all-reduce, an all-gather is bound by latency: one round of messages beats its rings."""
+
+
+class Pending:
+    """A collective under way; `wait` returns its result and may be called again."""
+
+    def __init__(self, work: Any, finish: Callable[[], torch.Tensor]) -> None:
+        self._work = work
+        self._finish = finish
+        self._result: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        """Block until the result is ready and return it."""
+        if self._result is None:
+            if self._work is not None:
+                self._work.wait()
+            self._result = self._finish()
+            self._work = None
+            self._finish = None  # type: ignore[assignment]  # drops the buffers it holds
+        return self._result
+
+
+def _done(x: torch.Tensor) -> Pending:
+    return Pending(None, lambda: x)
+
+
+def _count(axis: Axis, name: str, elements: int, x: torch.Tensor) -> None:
+    axis.traffic.add(name, elements * x.element_size())
+
+
+def _exchange(x: torch.Tensor, axis: Axis) -> Pending:
+    """Even all-to-all of contiguous `x[size * n, ...]`."""
+    out = torch.empty_like(x)
+    work = dist.all_to_all_single(out, x, group=axis.group, async_op=True)
+    return Pending(work, lambda: out)
+
+
+def _sum_blocks(x: torch.Tensor, size: int) -> torch.Tensor:
+    """`[size * n, ...] -> [n, ...]`: sum of the blocks in rank order, halves accumulated in fp32."""
+    blocks = x.view(size, -1, *x.shape[1:])  # [size * n, ...] -> [size, n, ...]
+    if x.dtype in _HALVES:
+        return blocks.float().sum(0).to(x.dtype)
+    total = blocks[0].clone()
+    for block in blocks[1:]:
+        total += block
+    return total
+
+
+def start_all_gather(x: torch.Tensor, axis: Axis) -> Pending:
+    """`[n, ...] -> [size * n, ...]`, blocks in axis order."""
+    x = x.contiguous()
+    if axis.size == 1:
+        return _done(x)
+    _count(axis, "all_gather", x.numel() * (axis.size - 1), x)
+    if axis.backend == "gloo" and x.numel() <= _SMALL_GATHER:
+        return _exchange(x.repeat(axis.size, *[1] * (x.dim() - 1)), axis)
+    out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
+    return Pending(_all_gather_single(out, x, group=axis.group, async_op=True), lambda: out)
+
+
+def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Blocking `start_all_gather`."""
+    return start_all_gather(x, axis).wait()
+
+
+def start_reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
+    """`[size * n, ...] -> [n, ...]`: this rank's block of the sum over the axis."""
+    assert x.shape[0] % axis.size == 0, f"reduce-scatter of {tuple(x.shape)} over {axis.size} ranks"
+    x = x.contiguous()
+    if axis.size == 1:
+        return _done(x)
+    _count(axis, "reduce_scatter", x.numel() // axis.size * (axis.size - 1), x)
+    if axis.backend == "gloo":
+        exchange = _exchange(x, axis)
+        return Pending(None, lambda: _sum_blocks(exchange.wait(), axis.size))
+    out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
+    return Pending(_reduce_scatter_single(out, x, group=axis.group, async_op=True), lambda: out)
+
+
+def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Blocking `start_reduce_scatter`."""
+    return start_reduce_scatter(x, axis).wait()
+
+
+def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
+    """Elementwise reduction (`sum`, `max`, `min`) over the axis; identical bits on all ranks. Returns a tensor."""
+    if axis.size == 1:
+        return x
+    if axis.backend == "gloo":
+        flat = x.reshape(-1)
+        if op != "sum":
+            stacked = all_gather(flat, axis).view(axis.size, -1)  # [size * n] -> [size, n]
+            return (stacked.amax(0) if op == "max" else stacked.amin(0)).view(x.shape)
+        if flat.numel() <= _SMALL_REDUCE:
+            return _sum_blocks(all_gather(flat, axis), axis.size).view(x.shape)
+        if x.dtype in _HALVES:
+            padded = torch.nn.functional.pad(flat, (0, -flat.numel() % axis.size))
+            return all_gather(reduce_scatter(padded, axis), axis)[: flat.numel()].view(x.shape)
+    _count(axis, "all_reduce", 2 * x.numel() * (axis.size - 1) // axis.size, x)
+    x = x.contiguous().clone()
+    dist.all_reduce(x, op=_REDUCE[op], group=axis.group)
+    return x
+
+
+def start_all_to_all(
+    x: torch.Tensor, axis: Axis, in_splits: Sequence[int] | None = None, out_splits: Sequence[int] | None = None
+) -> Pending:
+    """Send `in_splits[r]` rows of dim 0 to rank r, receive `out_splits[r]` rows from it; even splits when None."""
+    x = x.contiguous()
+    if axis.size == 1:
+        return _done(x)
+    kept = x.shape[0] // axis.size if in_splits is None else in_splits[axis.rank]
+    _count(axis, "all_to_all", x.numel() // max(x.shape[0], 1) * (x.shape[0] - kept), x)
+    if in_splits is None or out_splits is None:
+        return _exchange(x, axis)
+    out = x.new_empty(sum(out_splits), *x.shape[1:])
+    work = dist.all_to_all_single(out, x, list(out_splits), list(in_splits), group=axis.group, async_op=True)
+    return Pending(work, lambda: out)
+
+
+def all_to_all(
+    x: torch.Tensor, axis: Axis, in_splits: Sequence[int] | None = None, out_splits: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Blocking `start_all_to_all`."""
+    return start_all_to_all(x, axis, in_splits, out_splits).wait()
+
+
+def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
+    """The tensor of the rank at index `source` of the axis; `x` gives shape and dtype elsewhere."""
+    if axis.size == 1:
+        return x
+    if axis.rank == source:
+        _count(axis, "broadcast", x.numel() * (axis.size - 1), x)
+    x = x.contiguous().clone()
+    dist.broadcast(x, src=axis.global_ranks[source], group=axis.group)
+    return x
+
+
+def gather_objects(value: Any, axis: Axis) -> list[Any]:
+    """Small picklable objects of all ranks, in axis order."""
+    if axis.size == 1:
+        return [value]
+    values: list[Any] = [None] * axis.size
+    dist.all_gather_object(values, value, group=axis.group)
+    return values
+
+
+def barrier(axis: Axis) -> None:
+    """Return once every rank of the axis has arrived."""
+    if axis.size > 1:
+        dist.barrier(group=axis.group)

@@ -1,0 +1,62 @@
+"""What a local parameter is in the global model: names, shapes and places, attached to the parameter itself.
+
+Key property: initialisation, gradient reduction, the optimizer, checkpoints and converters all read this one
+value, so none of them needs to know how a layer is cut. Rejected: name patterns, which every room would have to
+parse again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of one global tensor, stored in dim-0 rows `[start, start + shape[0])` of a local parameter."""
+
+    name: str
+    """Global name, for example `layers.3.attention.q.weight`; the layer index is global."""
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    """Where this rank's part begins in the global tensor."""
+    shape: tuple[int, ...]
+    """Shape of this rank's part: true rows only, padded vocabulary rows are in no piece."""
+    start: int = 0
+    """First dim-0 row of the local parameter that holds it."""
+
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        """The view of `local` (shaped like the parameter) that holds this piece."""
+        return local[self.start : self.start + self.shape[0]]
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """How one local parameter is initialised, reduced, counted and saved."""
+
+    pieces: tuple[Piece, ...]
+    init: str = "normal"
+    """`normal` (mean 0, `std`), `zeros` or `ones`."""
+    std: float = 0.02
+    weight_decay: bool = True
+    """False for norm weights and biases."""
+    partial_over: tuple[str, ...] = ()
+    """Axes beyond dp and cp over which the gradient is partial: `tp`, `embedding`."""
+    counted: bool = True
+    """Whether this rank counts the parameter in the global gradient norm: copies are counted once."""
+
+
+def attach(parameter: torch.nn.Parameter, spec: ParameterSpec) -> torch.nn.Parameter:
+    """Give a parameter its spec and return it."""
+    rows = sum(piece.shape[0] for piece in spec.pieces)
+    assert rows <= parameter.shape[0], f"{[p.name for p in spec.pieces]} hold {rows} rows of {tuple(parameter.shape)}"
+    parameter.megacp_spec = spec  # type: ignore[attr-defined]
+    return parameter
+
+
+def spec_of(parameter: torch.nn.Parameter) -> ParameterSpec:
+    """The spec attached to a parameter; every parameter of a megacp model has one."""
+    spec = getattr(parameter, "megacp_spec", None)
+    assert spec is not None, f"a parameter of shape {tuple(parameter.shape)} has no ParameterSpec"
+    return spec

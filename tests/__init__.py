@@ -1,0 +1,1 @@
+"""Tests mirror the tree of `megacp`; `ranks.py` runs a function on several ranks."""
