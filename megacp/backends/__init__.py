@@ -1,0 +1,1 @@
+"""Backends: the factories of layers that models are made of, one object chosen once per run."""

@@ -1,0 +1,50 @@
+"""What a model may ask of a backend: layers, core attention and the vocabulary loss, all bound to one grid.
+
+Key property: a model is written once against this protocol; parameter names and specs are the same for every backend, so a
+checkpoint moves between backends unchanged. Rejected: layers that look up process groups or options themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from megacp.context_parallel.plan import AttentionPlan
+from megacp.distributed.grid import Axis
+from megacp.tensor_parallel.embedding import VocabularyTable
+
+
+class Backend(Protocol):
+    """Factories of layers for one rank of one grid. Sizes are global; `tp` cuts them."""
+
+    name: str
+    tp: Axis
+    sequence_parallel: bool
+    dtype: torch.dtype
+
+    def column_linear(
+        self, prefix: str, outputs: Sequence[tuple[str, int]], in_features: int, *, bias: bool, std: float
+    ) -> nn.Module:
+        """Module of `x[t/tp, h] -> y[t, sum of rows / tp]` holding the global tensors `outputs` (name, rows)."""
+
+    def row_linear(self, name: str, in_features: int, out_features: int, *, bias: bool, std: float) -> nn.Module:
+        """Module of `x[t, f/tp] -> y[t/tp, h]`."""
+
+    def norm(self, name: str, size: int, epsilon: float, *, over_heads: bool = False) -> nn.Module:
+        """RMSNorm over the last dim; `over_heads` when tp ranks apply it to different heads of the same tokens."""
+
+    def vocabulary(
+        self, name: str, vocab_size: int, hidden_size: int, *, std: float, partial_over: tuple[str, ...], counted: bool
+    ) -> VocabularyTable:
+        """The embedding or head table."""
+
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
+    ) -> torch.Tensor:
+        """Core attention `q[t, heads/tp, d]`, `k, v[t, groups/tp, d]` -> `[t, heads/tp, d]`."""
+
+    def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, first: int) -> torch.Tensor:
+        """Loss per token `[t]` of vocabulary-parallel logits whose first column is global index `first`."""

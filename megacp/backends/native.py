@@ -1,0 +1,97 @@
+"""The native backend: our own layers in plain torch, on CPU and CUDA.
+
+Key property: every line runs on a laptop, so what trains there is what is proven. Rejected: a CPU emulation of a GPU backend,
+which proves the emulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from megacp.config.model import ModelConfig
+from megacp.config.parallel import ParallelConfig
+from megacp.context_parallel.attention import core_attention, select_transport
+from megacp.context_parallel.plan import AttentionPlan
+from megacp.distributed.grid import ProcessGrid
+from megacp.ops.norm import rms_norm
+from megacp.tensor_parallel.cross_entropy import cross_entropy
+from megacp.tensor_parallel.embedding import VocabularyTable
+from megacp.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    LinearOptions,
+    RowParallelLinear,
+    replicated_parameter,
+)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm with a weight that every tp rank holds."""
+
+    def __init__(self, name: str, size: int, epsilon: float, partial: bool | None, options: LinearOptions) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = replicated_parameter(f"{name}.weight", (size,), "ones", options, partial_over_tp=partial)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x[..., size]` to the same shape."""
+        return rms_norm(x, self.weight, self.epsilon)
+
+
+class NativeBackend:
+    """See `Backend`."""
+
+    name = "native"
+
+    def __init__(
+        self, grid: ProcessGrid, parallel: ParallelConfig, model: ModelConfig, *, dtype: str, attention_kernel: str
+    ) -> None:
+        self.tp = grid.tp
+        self.sequence_parallel = parallel.sequence_parallel and grid.tp.size > 1
+        self.dtype = DTYPES[dtype]
+        self.options = LinearOptions(grid.tp, self.sequence_parallel, self.dtype, grid.device)
+        self.rows_multiple = model.make_vocab_size_divisible_by
+        self.transport = select_transport(parallel.cp_comm_type, attention_kernel, grid.cp, grid.device)
+
+    def column_linear(
+        self, prefix: str, outputs: Sequence[tuple[str, int]], in_features: int, *, bias: bool, std: float
+    ) -> nn.Module:
+        """See `Backend.column_linear`."""
+        return ColumnParallelLinear(prefix, outputs, in_features, bias=bias, std=std, options=self.options)
+
+    def row_linear(self, name: str, in_features: int, out_features: int, *, bias: bool, std: float) -> nn.Module:
+        """See `Backend.row_linear`."""
+        return RowParallelLinear(name, in_features, out_features, bias=bias, std=std, options=self.options)
+
+    def norm(self, name: str, size: int, epsilon: float, *, over_heads: bool = False) -> nn.Module:
+        """See `Backend.norm`."""
+        return RMSNorm(name, size, epsilon, True if over_heads else None, self.options)
+
+    def vocabulary(
+        self, name: str, vocab_size: int, hidden_size: int, *, std: float, partial_over: tuple[str, ...], counted: bool
+    ) -> VocabularyTable:
+        """See `Backend.vocabulary`."""
+        return VocabularyTable(
+            name,
+            vocab_size,
+            hidden_size,
+            rows_multiple=self.rows_multiple,
+            std=std,
+            partial_over=partial_over,
+            counted=counted,
+            options=self.options,
+        )
+
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
+    ) -> torch.Tensor:
+        """See `Backend.attention`."""
+        return core_attention(q, k, v, transport=self.transport, plan=plan, scale=scale)
+
+    def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, first: int) -> torch.Tensor:
+        """See `Backend.cross_entropy`."""
+        return cross_entropy(logits, labels, first, self.tp)

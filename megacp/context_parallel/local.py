@@ -1,0 +1,64 @@
+"""Attention of one rank that holds the whole row: no message, one tile table; and the dense reference.
+
+Key property: the same kernels and the same merged-LSE backward as under context parallelism, so the one-process run is not
+a different program. Rejected: `scaled_dot_product_attention`, which needs a dense mask for packs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megacp.context_parallel.plan import AttentionPlan
+from megacp.distributed.grid import Axis
+from megacp.ops import attention as kernels
+from megacp.ops.mask import allowed
+
+
+class LocalAttention:
+    """Transport for a cp axis of one rank."""
+
+    name = "local"
+
+    def __init__(self, axis: Axis, kernel: kernels.Kernel) -> None:
+        assert axis.size == 1
+        self.kernel = kernel
+
+    def forward(self, qkv: kernels.QKV, plan: AttentionPlan, scale: float) -> kernels.Partial:
+        """See `Transport.forward`."""
+        partial = kernels.empty_partial(qkv[0])
+        kernels.attend(self.kernel, partial, qkv, plan.table_of_row, scale)
+        return partial
+
+    def backward(
+        self, saved: kernels.Saved, kv: tuple[torch.Tensor, torch.Tensor], plan: AttentionPlan, scale: float
+    ) -> kernels.QKV:
+        """See `Transport.backward`."""
+        wide = kernels.accumulation_dtype(saved.q.dtype)
+        dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (saved.q, *kv))
+        kernels.attend_backward(self.kernel, saved, kv, plan.table_of_row, scale, (dq, dk, dv))
+        return dq, dk, dv
+
+
+class DenseAttention:
+    """The reference for one process: an explicit bool mask from the rule itself, differentiated by autograd."""
+
+    name = "dense"
+
+    def __init__(self, axis: Axis, kernel: kernels.Kernel) -> None:
+        if axis.size != 1:
+            raise ValueError(f"--attention-kernel dense is the one-process reference, the cp axis has {axis.size} ranks")
+
+    def forward(self, qkv: kernels.QKV, plan: AttentionPlan, scale: float) -> kernels.Partial:
+        """See `Transport.forward`; the lse is not used by this backward."""
+        visible = torch.from_numpy(allowed(plan.metadata, plan.metadata)).to(qkv[0].device)
+        return kernels.Partial(kernels.dense_attention(*qkv, visible, scale), qkv[0].new_empty(0))
+
+    def backward(
+        self, saved: kernels.Saved, kv: tuple[torch.Tensor, torch.Tensor], plan: AttentionPlan, scale: float
+    ) -> kernels.QKV:
+        """See `Transport.backward`."""
+        with torch.enable_grad():
+            q, k, v = (x.detach().requires_grad_() for x in (saved.q, *kv))
+            out = self.forward((q, k, v), plan, scale).out
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), saved.dout)
+        return dq, dk, dv

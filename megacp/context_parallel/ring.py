@@ -1,0 +1,59 @@
+"""Ring attention (Liu et al., 2023): K/V travel around the cp axis, each rank attends to what passes by.
+
+Key property: the next K/V is on its way while the present one is used; tiles that a rank does not see cost no kernel; backward
+sends K/V round again together with their gradients, so nothing but `(q, k, v, out, lse)` is kept. Grouped K/V heads
+are never expanded on the wire. Rejected: keeping every visited K/V for backward, which undoes the memory saved.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megacp.context_parallel.plan import AttentionPlan
+from megacp.distributed.grid import Axis
+from megacp.distributed.p2p import Shift, start_shift
+from megacp.ops import attention as kernels
+
+
+class RingAttention:
+    """Transport `p2p`."""
+
+    name = "p2p"
+
+    def __init__(self, axis: Axis, kernel: kernels.Kernel) -> None:
+        self.axis = axis
+        self.kernel = kernel
+
+    def forward(self, qkv: kernels.QKV, plan: AttentionPlan, scale: float) -> kernels.Partial:
+        """See `Transport.forward`."""
+        q, k, v = qkv
+        partial = kernels.empty_partial(q)
+        kv = torch.stack([k, v])  # [t, groups, d] twice -> [2, t, groups, d]
+        for step in range(self.axis.size):
+            shift = start_shift(kv, self.axis) if step < self.axis.size - 1 else None
+            table = plan.table((self.axis.rank - step) % self.axis.size)
+            kernels.attend(self.kernel, partial, (q, kv[0], kv[1]), table, scale)
+            kv = shift.wait() if shift else kv
+        return partial
+
+    def backward(
+        self, saved: kernels.Saved, kv: tuple[torch.Tensor, torch.Tensor], plan: AttentionPlan, scale: float
+    ) -> kernels.QKV:
+        """See `Transport.backward`."""
+        wide = kernels.accumulation_dtype(saved.q.dtype)
+        dq = torch.zeros_like(saved.q, dtype=wide)
+        visiting = torch.stack(kv)  # [t, groups, d] twice -> [2, t, groups, d]
+        gradient: Shift | None = None  # of the visiting K/V, as summed by the ranks it visited before
+        for step in range(self.axis.size):
+            shift = start_shift(visiting, self.axis) if step < self.axis.size - 1 else None
+            table = plan.table((self.axis.rank - step) % self.axis.size)
+            dkv = torch.zeros_like(visiting, dtype=wide)
+            grads = (dq, dkv[0], dkv[1])
+            kernels.attend_backward(self.kernel, saved, (visiting[0], visiting[1]), table, scale, grads)
+            if gradient:
+                dkv += gradient.wait()
+            gradient = start_shift(dkv, self.axis)
+            visiting = shift.wait() if shift else visiting
+        assert gradient is not None
+        dk, dv = gradient.wait()  # the last step brings every gradient home
+        return dq, dk, dv

@@ -1,0 +1,60 @@
+"""Cutting a microbatch for one rank: every per-token array by the same indices, padding included.
+
+Key property: labels were shifted before (`collate`), so a cut never needs a neighbour's token; tokens added to make the row
+divisible are padding (document -1, weight 0) and are seen by nobody. Rejected: sharding inside the model, which
+would repeat the permutation for every tensor and every stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megacp.batch import PackedBatch
+from megacp.context_parallel.layout import Layout
+from megacp.context_parallel.plan import AttentionPlan
+from megacp.distributed.grid import Axis
+from megacp.ops.mask import Metadata
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """One rank's share of a microbatch: `t = padded tokens / cp` tokens, and the plan that relates them."""
+
+    tokens: torch.Tensor
+    """int64 `[t]`."""
+    labels: torch.Tensor
+    """int64 `[t]`, already shifted."""
+    loss_weights: torch.Tensor
+    """float32 `[t]`; 0 where nothing is predicted."""
+    position_ids: torch.Tensor
+    """int64 `[t]`, per document and branch."""
+    places: torch.Tensor
+    """int64 `[t]`: index of each token in the whole row."""
+    plan: AttentionPlan
+    key: int
+    """Names this microbatch on every grid; dropout masks are derived from it."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens on this rank, padding included."""
+        return len(self.plan.local)
+
+
+def mask_metadata(batch: PackedBatch) -> Metadata:
+    """What the mask must know of a whole row, in its own order."""
+    return Metadata(batch.document, batch.branch, batch.span, np.arange(len(batch.document)))
+
+
+def shard_batch(
+    batch: PackedBatch, cp: Axis, layout: Layout, *, multiple: int, key: int = 0, device: torch.device | str = "cpu"
+) -> LocalBatch:
+    """This cp rank's share of `batch[T]`, padded to a multiple of `multiple` tokens (see `Layout.multiple`)."""
+    padded = batch.with_padding_to(multiple)
+    places = np.arange(len(padded.tokens))
+    plan = AttentionPlan(layout.deal(len(places), cp.size), mask_metadata(padded), cp.rank)
+    fields = (padded.tokens, padded.labels, padded.loss_weights, padded.position_ids, places)
+    local = [torch.from_numpy(values[plan.local]).to(device, non_blocking=True) for values in fields]
+    return LocalBatch(*local, plan=plan, key=key)

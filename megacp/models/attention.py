@@ -1,0 +1,52 @@
+"""Self-attention of the decoder: fused q/k/v projection, optional per-head norms, rotary, core attention, output.
+
+Key property: heads are cut over tp and tokens over cp; nothing here communicates except through the backend. Rejected:
+separate projections, which would gather the sequence-parallel input three times.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megacp.backends.base import Backend
+from megacp.config.model import ModelConfig
+from megacp.context_parallel.plan import AttentionPlan
+from megacp.models.init import output_std
+from megacp.ops.rotary import rotate
+
+
+class SelfAttention(nn.Module):
+    """`x[t/tp, h] -> [t/tp, h]`."""
+
+    def __init__(self, prefix: str, config: ModelConfig, backend: Backend) -> None:
+        super().__init__()
+        self.backend = backend
+        self.head_dim = config.head_dim
+        self.scale = config.head_dim**-0.5
+        heads, groups = config.num_attention_heads * self.head_dim, config.query_groups * self.head_dim
+        self.qkv = backend.column_linear(
+            prefix,
+            [("q", heads), ("k", groups), ("v", groups)],
+            config.hidden_size,
+            bias=config.add_qkv_bias,
+            std=config.init_method_std,
+        )
+        self.widths = [heads // backend.tp.size, groups // backend.tp.size, groups // backend.tp.size]
+        self.output = backend.row_linear(
+            f"{prefix}.output", heads, config.hidden_size, bias=config.add_attention_output_bias, std=output_std(config)
+        )
+        norms = ("q_norm", "k_norm") if config.qk_layernorm else ()
+        self.norms = nn.ModuleList(
+            backend.norm(f"{prefix}.{name}", self.head_dim, config.norm_epsilon, over_heads=True) for name in norms
+        )
+
+    def forward(self, x: torch.Tensor, plan: AttentionPlan, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Attend under the plan; `rotary` is cos, sin `[t, 1, head_dim / 2]` of this rank's tokens."""
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x).split(self.widths, -1)
+        )  # [t, heads/tp * d] -> [t, heads/tp, d]
+        if self.norms:
+            q, k = self.norms[0](q), self.norms[1](k)
+        out = self.backend.attention(rotate(q, *rotary), rotate(k, *rotary), v, plan, self.scale)
+        return self.output(out.flatten(1))  # [t, heads/tp, d] -> [t, heads/tp * d]

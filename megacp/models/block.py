@@ -1,0 +1,71 @@
+"""One decoder block: pre-norm attention and MLP with residuals, dropout and recomputation.
+
+Key property: the three granularities of recomputation are three ways to call the same block, chosen once from a table. Rejected:
+flags read inside attention and MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megacp.backends.base import Backend
+from megacp.config.model import ModelConfig
+from megacp.context_parallel.plan import AttentionPlan
+from megacp.models.attention import SelfAttention
+from megacp.models.mlp import MLP
+from megacp.models.recompute import Recomputation, keep
+from megacp.ops.dropout import dropout
+
+
+@dataclass(frozen=True)
+class BlockInputs:
+    """What every block of a microbatch shares: the plan, rotary angles, and the names of its dropout bits."""
+
+    plan: AttentionPlan
+    rotary: tuple[torch.Tensor, torch.Tensor]
+    places: torch.Tensor
+    """int64 `[t/tp]`: places of the rows of the residual stream on this rank."""
+    key: int
+
+
+class Block(nn.Module):
+    """`x[t/tp, h] -> [t/tp, h]`; the layer index is global."""
+
+    def __init__(self, layer: int, config: ModelConfig, backend: Backend, recompute: str) -> None:
+        super().__init__()
+        prefix = f"layers.{layer}"
+        self.layer = layer
+        self.dropout = config.hidden_dropout
+        self.attention_norm = backend.norm(f"{prefix}.attention_norm", config.hidden_size, config.norm_epsilon)
+        self.attention = SelfAttention(f"{prefix}.attention", config, backend)
+        self.mlp_norm = backend.norm(f"{prefix}.mlp_norm", config.hidden_size, config.norm_epsilon)
+        self.mlp = MLP(f"{prefix}.mlp", config, backend)
+        self.run = {"none": self._plain, "selective": self._selective, "full": self._full}[recompute]
+
+    def forward(self, x: torch.Tensor, inputs: BlockInputs) -> torch.Tensor:
+        """Run the block; under no_grad nothing is stored anyway, so nothing is recomputed."""
+        return self.run(x, inputs) if torch.is_grad_enabled() else self._plain(x, inputs)
+
+    def _body(self, x: torch.Tensor, inputs: BlockInputs, remember: Callable[..., torch.Tensor]) -> torch.Tensor:
+        attended = self.attention(remember(self.attention_norm, x), inputs.plan, inputs.rotary)
+        x = x + self._drop(attended, inputs, 2 * self.layer)
+        return x + self._drop(self.mlp(remember(self.mlp_norm, x), remember), inputs, 2 * self.layer + 1)
+
+    def _drop(self, x: torch.Tensor, inputs: BlockInputs, site: int) -> torch.Tensor:
+        return dropout(x, inputs.key + site * 0x9E3779B97F4A7C15, inputs.places, self.dropout if self.training else 0.0)
+
+    def _plain(self, x: torch.Tensor, inputs: BlockInputs) -> torch.Tensor:
+        return self._body(x, inputs, keep)
+
+    def _selective(self, x: torch.Tensor, inputs: BlockInputs) -> torch.Tensor:
+        recomputation = Recomputation()
+        with recomputation.active():
+            return self._body(x, inputs, recomputation)
+
+    def _full(self, x: torch.Tensor, inputs: BlockInputs) -> torch.Tensor:
+        return checkpoint(self._plain, x, inputs, use_reentrant=False, preserve_rng_state=False)

@@ -1,0 +1,59 @@
+"""Initial weights that do not depend on the grid: every slab of a global tensor is drawn from its own seed.
+
+Key property: value (i, j) of a global tensor is a function of (seed, name, i, j) alone; a rank draws only the slabs of rows it
+holds. Rejected: one generator per rank (another model on every grid) and one for the whole model (every rank
+draws everything).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import nn
+
+from megacp.config.model import ModelConfig
+from megacp.distributed.parameter import ParameterSpec, Piece, spec_of
+
+SLAB = 64
+"""Rows drawn from one seed."""
+
+
+def output_std(config: ModelConfig) -> float:
+    """Std of the two linears that write to the residual stream: `std / sqrt(2 layers)` (GPT-2; Megatron)."""
+    return config.init_method_std / math.sqrt(2 * config.num_layers)
+
+
+def _slab(seed: int, name: str, index: int, columns: torch.Size | tuple[int, ...], rows: int) -> torch.Tensor:
+    digest = hashlib.blake2b(f"{seed}/{name}/{index}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.randn(rows, *columns, generator=generator)
+
+
+def _normal(piece: Piece, seed: int, std: float) -> torch.Tensor:
+    """This rank's box of the global tensor, float32."""
+    begin, stop = piece.offsets[0], piece.offsets[0] + piece.shape[0]
+    box = torch.empty(piece.shape)
+    inner = tuple(slice(o, o + n) for o, n in zip(piece.offsets[1:], piece.shape[1:], strict=True))
+    for index in range(begin // SLAB, -(-stop // SLAB)):
+        first = index * SLAB
+        rows = min(SLAB, piece.global_shape[0] - first)
+        slab = _slab(seed, piece.name, index, piece.global_shape[1:], rows)
+        low, high = max(begin, first), min(stop, first + rows)
+        box[low - begin : high - begin] = slab[(slice(low - first, high - first), *inner)]
+    return box * std
+
+
+def _fill(parameter: nn.Parameter, spec: ParameterSpec, seed: int) -> None:
+    parameter.fill_(1.0 if spec.init == "ones" else 0.0)  # rows outside every piece stay 0
+    if spec.init == "normal":
+        for piece in spec.pieces:
+            piece.of(parameter).copy_(_normal(piece, seed, spec.std))
+
+
+@torch.no_grad()
+def initialise(module: nn.Module, seed: int) -> None:
+    """Fill every parameter from its spec: normal, ones or zeros; the same global weights on any grid."""
+    for parameter in module.parameters():
+        _fill(parameter, spec_of(parameter), seed)

@@ -1,0 +1,74 @@
+"""The decoder as a chunk of a pipeline stage: optional embedding, some blocks, optional head with loss.
+
+Key property: one class is the whole model, a stage, or a virtual stage, by which layers it is given; what crosses a stage
+boundary is the hidden state alone. Rejected: separate first, middle and last stage classes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megacp.backends.base import Backend
+from megacp.config.model import ModelConfig
+from megacp.context_parallel.shard import LocalBatch
+from megacp.distributed.differentiable import slice_of
+from megacp.models.block import Block, BlockInputs
+from megacp.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
+
+
+class LanguageModelChunk(nn.Module):
+    """Layers `layers` of the decoder; the embedding when they begin at 0, the head when they end the model.
+
+    `tied_across` says that embedding and head are copies of one table on two stages.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layers: range, backend: Backend, *, recompute: str = "none", tied_across: bool = False
+    ) -> None:
+        super().__init__()
+        self.backend = backend
+        self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
+        tied = not config.untie_embeddings_and_output_weights
+        shared = ("embedding",) if tied and tied_across else ()
+        sizes, std = (config.vocab_size, config.hidden_size), config.init_method_std
+        if self.is_first:
+            self.embedding = backend.vocabulary("embedding.weight", *sizes, std=std, partial_over=shared, counted=True)
+        self.blocks = nn.ModuleList(Block(layer, config, backend, recompute) for layer in layers)
+        if self.is_last:
+            self.final_norm = backend.norm("final_norm", config.hidden_size, config.norm_epsilon)
+            if tied and self.is_first:
+                self.head = self.embedding
+            else:
+                name = "embedding.weight" if tied else "head.weight"
+                self.head = backend.vocabulary(name, *sizes, std=std, partial_over=shared, counted=not tied)
+        scaling = RotaryScaling(
+            config.rope_scaling,
+            config.rope_scaling_factor,
+            config.rope_low_freq_factor,
+            config.rope_high_freq_factor,
+            config.rope_original_max_positions,
+        )
+        self.frequencies = inverse_frequencies(config.head_dim, config.rotary_base, scaling)
+
+    def hidden(self, x: torch.Tensor | None, batch: LocalBatch) -> torch.Tensor:
+        """The hidden state `[t/tp, h]` after this chunk's blocks; `x` is None exactly on the first chunk."""
+        if self.is_first:
+            x = self.embedding.embed(batch.tokens)
+        assert x is not None
+        rotary = cos_sin(batch.position_ids, self.frequencies, self.backend.dtype)
+        places = slice_of(batch.places, self.backend.tp) if self.backend.sequence_parallel else batch.places
+        inputs = BlockInputs(batch.plan, rotary, places, batch.key)
+        for block in self.blocks:
+            x = block(x, inputs)
+        return x
+
+    def logits(self, x: torch.Tensor | None, batch: LocalBatch) -> torch.Tensor:
+        """Logits `[t, true vocabulary rows of this rank]`; only on the last chunk."""
+        return self.head.logits(self.final_norm(self.hidden(x, batch)))
+
+    def forward(self, x: torch.Tensor | None, batch: LocalBatch) -> torch.Tensor:
+        """The hidden state, or on the last chunk the loss per token `[t]` in fp32 or wider, replicated over tp."""
+        if not self.is_last:
+            return self.hidden(x, batch)
+        return self.backend.cross_entropy(self.logits(x, batch), batch.labels, self.head.first)

@@ -1,0 +1,61 @@
+"""Selective recomputation: cheap, large activations are remembered as recipes instead of tensors.
+
+Key property: while the context is open, autograd stores a recipe wherever it would store the registered output (the
+input of a linear), and runs it when backward asks; no matrix product and no message is ever repeated. Rejected:
+`torch.utils.checkpoint` around norm and activation, which cannot drop an output that the next linear saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+Recipe = Callable[[], torch.Tensor]
+Key = tuple[int, torch.Size, tuple[int, ...]]
+
+
+class Recomputation:
+    """Registers outputs that can be made again; used as `with recomputation.active():` around a block."""
+
+    def __init__(self) -> None:
+        self._recipes: dict[Key, Recipe] = {}
+        self._outputs: list[torch.Tensor] = []
+
+    def __call__(self, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        """`function(*inputs)`, stored by autograd as a recipe wherever the result is an input of something else."""
+        output = function(*inputs)
+        kept = [x.detach() for x in inputs]
+
+        def recipe() -> torch.Tensor:
+            with torch.no_grad():
+                return function(*kept)
+
+        self._recipes[self._key(output)] = recipe
+        self._outputs.append(output.detach())  # holds the address until the block is done, so no key is met twice
+        return output
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Route autograd's saved tensors through the recipes; forget the recipes at the end of the block."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+        self._recipes.clear()
+        self._outputs.clear()
+
+    @staticmethod
+    def _key(x: torch.Tensor) -> Key:
+        return x.data_ptr(), x.shape, x.stride()
+
+    def _pack(self, x: torch.Tensor) -> torch.Tensor | Recipe:
+        return self._recipes.get(self._key(x), x)
+
+    @staticmethod
+    def _unpack(stored: torch.Tensor | Recipe) -> torch.Tensor:
+        return stored if isinstance(stored, torch.Tensor) else stored()
+
+
+def keep(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    """The way of a block that recomputes nothing: just call the function."""
+    return function(*inputs)

@@ -1,0 +1,1 @@
+"""Mathematics of a layer on one device: mask, attention kernels, norms, rotary, activations. No communication."""

@@ -1,0 +1,34 @@
+"""Dropout whose mask is a function of (key, token, column): the same on any grid, and on recomputation.
+
+Key property: no generator state. Ranks of a cp or tp group that hold other tokens get other bits because the tokens
+differ, and full recomputation draws the same bits again. Rejected: per-rank CUDA generators with saved and
+restored states (Megatron's tracker), under which the result depends on the grid.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_MASK32 = 0xFFFFFFFF
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """The 32-bit finaliser of MurmurHash3 (Appleby), on int64 tensors holding 32-bit values."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B & _MASK32
+    x = (x ^ (x >> 13)) * 0xC2B2AE35 & _MASK32
+    return x ^ (x >> 16)
+
+
+def keep_mask(key: int, places: torch.Tensor, columns: int, probability: float) -> torch.Tensor:
+    """Bool `[n, columns]`, False with `probability`; `places[n]` int64 names each token within its microbatch."""
+    rows = _mix((places * 0x9E3779B1 + (key & _MASK32)) & _MASK32) + (key >> 32 & _MASK32)
+    column = torch.arange(columns, device=places.device) * 0x27D4EB2F
+    bits = _mix((rows[:, None] + column[None]) & _MASK32)  # [n, 1] + [1, columns] -> [n, columns]
+    return bits >= int(probability * 2**32)
+
+
+def dropout(x: torch.Tensor, key: int, places: torch.Tensor, probability: float) -> torch.Tensor:
+    """`x[n, h]` with elements zeroed with `probability` and the rest scaled by `1 / (1 - probability)`."""
+    if probability == 0.0:
+        return x
+    return x * keep_mask(key, places, x.shape[-1], probability) / (1.0 - probability)

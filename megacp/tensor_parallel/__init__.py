@@ -1,0 +1,1 @@
+"""Tensor parallelism with sequence parallelism: linears, vocabulary embedding and cross-entropy."""

@@ -1,0 +1,150 @@
+"""Column- and row-parallel linears (Shoeybi et al., 2019) with sequence parallelism (Korthikanti et al., 2022).
+
+Key property: a column-parallel linear saves its sharded input and gathers it again in backward, while the input
+gradient's reduce-scatter runs under the weight gradient's matrix product. Several global tensors (q, k, v or gate, up) share one
+local weight and one product, each cut by heads or rows of its own, so checkpoints never see the fusion. Rejected: one
+linear per tensor, three gathers where one does.
+
+Column: `y[t, f/tp] = x W^T`, with `dx[t, h] = dy W` partial over tp. Row: `y[t, h] = x[t, f/tp] W^T` partial over tp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megacp.distributed import collectives
+from megacp.distributed.differentiable import copy_to, reduce_from, reduce_scatter_to
+from megacp.distributed.grid import Axis
+from megacp.distributed.parameter import ParameterSpec, Piece, attach
+
+
+@dataclass(frozen=True)
+class LinearOptions:
+    """What all linears of a model share: the tp axis, sequence parallelism, parameter dtype and device."""
+
+    tp: Axis
+    sequence_parallel: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, *shape: int) -> nn.Parameter:
+        """An uninitialised parameter of the model's dtype and device."""
+        return nn.Parameter(torch.empty(*shape, dtype=self.dtype, device=self.device))
+
+
+class _GatherLinear(torch.autograd.Function):
+    """`x[t/tp, h] sharded, W[f, h] -> y[t, f]`; communication overlaps the products of backward."""
+
+    @staticmethod
+    def forward(ctx, x, weight, axis):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, weight)
+        ctx.axis = axis
+        return collectives.all_gather(x, axis) @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        x, weight = ctx.saved_tensors
+        gathering = collectives.start_all_gather(x, ctx.axis)
+        dx = grad @ weight  # [t, f] x [f, h] -> [t, h] partial over tp
+        scattering = collectives.start_reduce_scatter(dx, ctx.axis)
+        d_weight = grad.t() @ gathering.wait()
+        return scattering.wait(), d_weight, None
+
+
+def gather_linear(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """`x[t/tp, h] sharded`, `W[f, h]` -> `x_gathered W^T [t, f]`."""
+    return F.linear(x, weight) if axis.size == 1 else _GatherLinear.apply(x, weight, axis)
+
+
+def column_product(x: torch.Tensor, weight: torch.Tensor, options: LinearOptions) -> torch.Tensor:
+    """`y[t, f/tp]` from `x[t/tp, h]` (sequence parallel) or `x[t, h]` (replicated)."""
+    if options.sequence_parallel:
+        return gather_linear(x, weight, options.tp)
+    return F.linear(copy_to(x, options.tp), weight)
+
+
+class ColumnParallelLinear(nn.Module):
+    """`outputs` global tensors of shape `[rows, in_features]`, each cut by rows over tp, in one local product."""
+
+    def __init__(
+        self,
+        prefix: str,
+        outputs: Sequence[tuple[str, int]],
+        in_features: int,
+        *,
+        bias: bool,
+        std: float,
+        options: LinearOptions,
+    ) -> None:
+        super().__init__()
+        self.options = options
+        tp = options.tp
+        weights, biases, start = [], [], 0
+        for name, rows in outputs:
+            assert rows % tp.size == 0, f"{name}: {rows} rows over tp {tp.size}"
+            local = rows // tp.size
+            begin = tp.rank * local
+            weights.append(
+                Piece(f"{prefix}.{name}.weight", (rows, in_features), (begin, 0), (local, in_features), start)
+            )
+            biases.append(Piece(f"{prefix}.{name}.bias", (rows,), (begin,), (local,), start))
+            start += local
+        self.sizes = [piece.shape[0] for piece in weights]
+        self.weight = attach(options.empty(start, in_features), ParameterSpec(tuple(weights), "normal", std))
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = attach(options.empty(start), ParameterSpec(tuple(biases), "zeros", weight_decay=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x[t/tp, h]` under sequence parallelism, else `x[t, h]`, to `y[t, sum of local rows]`."""
+        y = column_product(x, self.weight, self.options)
+        return y if self.bias is None else y + self.bias
+
+
+class RowParallelLinear(nn.Module):
+    """One global tensor `[out_features, in_features]`, cut by columns over tp; the bias is added once, after the sum."""
+
+    def __init__(
+        self, name: str, in_features: int, out_features: int, *, bias: bool, std: float, options: LinearOptions
+    ) -> None:
+        super().__init__()
+        self.options = options
+        tp = options.tp
+        assert in_features % tp.size == 0, f"{name}: {in_features} columns over tp {tp.size}"
+        local = in_features // tp.size
+        shape = (out_features, in_features)
+        piece = Piece(f"{name}.weight", shape, (0, tp.rank * local), (out_features, local))
+        self.weight = attach(options.empty(out_features, local), ParameterSpec((piece,), "normal", std))
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = replicated_parameter(f"{name}.bias", (out_features,), "zeros", options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x[t, f/tp]` to `y[t/tp, h]` under sequence parallelism, else `y[t, h]`."""
+        y = F.linear(x, self.weight)
+        y = reduce_scatter_to(y, self.options.tp) if self.options.sequence_parallel else reduce_from(y, self.options.tp)
+        return y if self.bias is None else y + self.bias
+
+
+def replicated_parameter(
+    name: str, shape: tuple[int, ...], init: str, options: LinearOptions, *, partial_over_tp: bool | None = None
+) -> nn.Parameter:
+    """A parameter that every tp rank holds whole, such as a norm weight.
+
+    Its gradient is partial over tp when each tp rank sees other tokens (sequence parallelism, the default rule) or
+    other heads (`partial_over_tp=True`); it is counted in the norm by tp rank 0 alone.
+    """
+    partial = options.sequence_parallel if partial_over_tp is None else partial_over_tp
+    spec = ParameterSpec(
+        (Piece(name, shape, (0,) * len(shape), shape),),
+        init,
+        weight_decay=False,
+        partial_over=("tp",) if partial and options.tp.size > 1 else (),
+        counted=options.tp.rank == 0,
+    )
+    return attach(options.empty(*shape), spec)
