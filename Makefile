@@ -1,0 +1,61 @@
+# make help says what there is. PYTHON may name any Python >= 3.11; PIP_ARGS is added to every pip install.
+
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?= test,data,hf
+PIP_ARGS ?=
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast check format bench clean
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Several ranks share few cores: one thread each.
+export OMP_NUM_THREADS ?= 1
+
+help:
+	@echo 'make setup      create $(VENV) with everything the tests and the demo need (done by the targets below)'
+	@echo 'make demo       train a small model on 8 CPU ranks, stop and resume it, sample text (about 10 minutes)'
+	@echo 'make test       all tests'
+	@echo 'make test-fast  the tests that take seconds'
+	@echo 'make check      lint, layer contract, fences, types'
+	@echo 'make format     format and repair what a tool can'
+	@echo 'make bench      measure speed, memory and traffic; prints a table and JSON'
+	@echo 'make clean      remove $(VENV) and caches'
+	@echo
+	@echo 'PYTHON=python3.12 chooses the interpreter, PIP_ARGS adds to every pip install (another index, for example).'
+
+setup: $(STAMP)
+
+$(STAMP): setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+demo: $(STAMP)
+	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo_cpu.sh
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest -m 'not slow'
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python tools/benchmark.py
+
+clean:
+	rm -rf $(VENV) build megacp.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

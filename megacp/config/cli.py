@@ -1,0 +1,69 @@
+"""The command line: flags and YAML files, read left to right, the last one wins.
+
+Key property: a YAML file stands exactly where its `--config` stands among the flags, so `--config base.yaml --lr 1e-4`
+and `--lr 1e-4 --config base.yaml` mean what they say. Rejected: argparse with a second table of flags, which drifts
+from the dataclasses; here tyro derives flags, types and help from the fields and their docstrings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megacp.config.run import RunConfig, fields
+from megacp.config.yaml_file import nearest, read_yaml
+
+_HELP = ("-h", "--help")
+_DESCRIPTION = (
+    "Train a language model on packed sequences over a grid of ranks. `--config FILE.yaml` may stand anywhere and "
+    "more than once: its keys are these flags, and of flags and files the last one wins."
+)
+
+
+def parse(argv: Sequence[str], prog: str = "python -m megacp.train") -> RunConfig:
+    """The configuration said by command line arguments (without the program's name).
+
+    Raises ValueError for unknown flags (all of them, with the nearest name) and for a YAML file that is missing or
+    wrong. Exits with status 2 and tyro's message for a value of the wrong type, and with 0 after `--help`.
+    """
+    arguments = [argument for argument in argv if argument not in _HELP]
+    _refuse_unknown(arguments)
+    config = RunConfig()
+    segment: list[str] = []
+    position = 0
+    while position < len(arguments):
+        name, equals, path = arguments[position].partition("=")
+        position += 1
+        if name != "--config":
+            segment.append(arguments[position - 1])
+            continue
+        if not equals:
+            if position == len(arguments) or arguments[position].startswith("--"):
+                raise ValueError("--config needs the path of a YAML file")
+            path = arguments[position]
+            position += 1
+        config = read_yaml(path, _apply(segment, config, prog))
+        segment = []
+    asks_help = ["--help"] if len(arguments) != len(argv) else []
+    return _apply(segment + asks_help, config, prog)
+
+
+def _refuse_unknown(arguments: Sequence[str]) -> None:
+    known = {"config"} | set(fields()) | {f"no_{info.name}" for info in fields().values() if info.hint is bool}
+    reasons = []
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        plain = name[2:].replace("-", "_")
+        if name.startswith("--") and plain not in known:
+            reasons.append(f"unknown flag {name}{nearest(plain, known, as_flag=True)}")
+    if reasons:
+        raise ValueError("\n".join(reasons))
+
+
+def _apply(flags: Sequence[str], config: RunConfig, prog: str) -> RunConfig:
+    """The config with a run of flags applied by tyro."""
+    if not flags:
+        return config
+    import tyro
+
+    flat = tyro.conf.OmitArgPrefixes[RunConfig]
+    return tyro.cli(flat, args=list(flags), default=config, prog=prog, description=_DESCRIPTION)

@@ -1,0 +1,93 @@
+"""The architecture of the language model: a decoder with RMSNorm, rotary embedding, grouped queries and SwiGLU.
+
+Key property: every field is a number or a word of the checkpoint's architecture (Llama, Qwen3 and the Molmo2 text tower
+are settings of it), nothing here speaks of ranks. Rejected: one class per model family, which repeats the same block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and options of the decoder. Head counts and sizes are global, before tensor parallelism."""
+
+    num_layers: int = 4
+    """Decoder blocks."""
+
+    hidden_size: int = 256
+    """Width of the residual stream."""
+
+    ffn_hidden_size: int = 768
+    """Width of the SwiGLU hidden layer."""
+
+    num_attention_heads: int = 8
+    """Query heads."""
+
+    num_query_groups: int | None = None
+    """Key/value heads of grouped-query attention (default: as many as query heads)."""
+
+    kv_channels: int | None = None
+    """Width of one head (default: hidden size / attention heads)."""
+
+    vocab_size: int = 0
+    """Token ids of the vocabulary; 0 takes it from the tokenizer of the dataset."""
+
+    rotary_base: float = 10000.0
+    """Theta of the rotary position embedding."""
+
+    rope_scaling: Literal["none", "linear", "llama3"] = "none"
+    """Stretching of rotary frequencies for longer contexts: linear divides positions, llama3 only the slow
+    frequencies.
+    """
+
+    rope_scaling_factor: float = 1.0
+    """Factor by which rotary frequencies are slowed when scaling is on."""
+
+    rope_low_freq_factor: float = 1.0
+    """llama3 scaling: wavelengths above original positions / this factor are stretched fully."""
+
+    rope_high_freq_factor: float = 4.0
+    """llama3 scaling: wavelengths below original positions / this factor are left alone."""
+
+    rope_original_max_positions: int = 8192
+    """llama3 scaling: the context length the model was first trained with."""
+
+    norm_epsilon: float = 1e-5
+    """Epsilon inside RMSNorm."""
+
+    qk_layernorm: bool = False
+    """RMSNorm on each head of q and k before the rotary embedding (Qwen3)."""
+
+    add_qkv_bias: bool = False
+    """Bias on the query, key and value projections (Qwen2, Molmo2)."""
+
+    add_attention_output_bias: bool = False
+    """Bias on the attention's output projection."""
+
+    add_mlp_bias: bool = False
+    """Biases on the linears of the MLP."""
+
+    untie_embeddings_and_output_weights: bool = False
+    """Give the output head its own weight instead of the embedding's."""
+
+    init_method_std: float = 0.02
+    """Standard deviation of the initial weights; residual outputs use std / sqrt(2 x layers)."""
+
+    hidden_dropout: float = 0.0
+    """Dropout on the outputs of attention and MLP, in [0, 1)."""
+
+    make_vocab_size_divisible_by: int = 8
+    """Rows of the vocabulary on each tp rank are padded to a multiple of it; padding is in no checkpoint."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head: `kv_channels`, or hidden size / heads."""
+        return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Number of key/value heads: `num_query_groups`, or the number of heads."""
+        return self.num_query_groups if self.num_query_groups is not None else self.num_attention_heads

@@ -1,0 +1,114 @@
+"""The optimisation: batch, schedule, AdamW, precision, recomputation, validation, checkpoints and logs.
+
+Key property: the number of microbatches is no field, it follows from batch sizes and the grid. Rejected: counting steps
+in samples or tokens as a second way to say the same thing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """One training run. An iteration is one optimizer step over `global_batch_size` packs."""
+
+    micro_batch_size: int = 1
+    """Packs that one rank group computes at once, concatenated to one row."""
+
+    global_batch_size: int = 8
+    """Packs per optimizer step over all data-parallel ranks and microbatches."""
+
+    train_iters: int = 100
+    """Optimizer steps of the whole run."""
+
+    lr: float = 1e-3
+    """Highest learning rate."""
+
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+
+    lr_decay_style: Literal["cosine", "linear", "WSD", "constant"] = "cosine"
+    """Shape of the decay after warmup; WSD stays at the top and falls over the last --lr-wsd-decay-iters."""
+
+    lr_warmup_iters: int = 0
+    """Steps over which the learning rate rises linearly from 0."""
+
+    lr_decay_iters: int | None = None
+    """Step at which the decay ends (default: --train-iters)."""
+
+    lr_wsd_decay_iters: int | None = None
+    """Steps of the final fall of the WSD schedule."""
+
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of the final fall of the WSD schedule."""
+
+    weight_decay: float = 0.1
+    """Decoupled weight decay of AdamW; norms and biases have none."""
+
+    adam_beta1: float = 0.9
+    """Decay of AdamW's first moment."""
+
+    adam_beta2: float = 0.95
+    """Decay of AdamW's second moment."""
+
+    adam_eps: float = 1e-8
+    """Epsilon in AdamW's denominator."""
+
+    clip_grad: float = 1.0
+    """Largest global gradient norm; larger gradients are scaled down to it; 0 switches clipping off."""
+
+    seed: int = 1234
+    """Seed of initial weights, dropout and the order of the packs."""
+
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Type of weights and activations; with bfloat16 the optimizer keeps float32 master weights."""
+
+    recompute_granularity: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in backward: none, selective (cheap large ones), or full (all but each block's
+    input).
+    """
+
+    eval_interval: int = 0
+    """Steps between validation losses; 0 never validates."""
+
+    eval_iters: int = 10
+    """Global batches of one validation loss."""
+
+    attention_kernel: Literal["auto", "flash", "math", "dense"] = "auto"
+    """Kernel of core attention; auto takes the fastest exact one for the device and dtype."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Where checkpoints are written and read."""
+
+    save: str | None = None
+    """Directory for checkpoints; also written at the end of the run and on SIGTERM."""
+
+    load: str | None = None
+    """Checkpoint directory to resume from, on this or any other grid."""
+
+    save_interval: int = 0
+    """Steps between checkpoints; 0 saves only at the end."""
+
+    keep_last: int = 0
+    """Newest checkpoints to keep; 0 keeps all."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is reported and where. JSONL is always written."""
+
+    log_interval: int = 1
+    """Steps between lines on the console."""
+
+    log_file: str | None = None
+    """JSONL file with one line per step (default: log.jsonl in --save, else megacp_log.jsonl)."""
+
+    tensorboard_dir: str | None = None
+    """Directory for TensorBoard events (needs the extra `log`)."""
+
+    wandb_project: str | None = None
+    """Weights & Biases project (needs the extra `log`)."""

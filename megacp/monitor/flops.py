@@ -1,0 +1,66 @@
+"""Model FLOPs utilisation: the model's FLOPs over what the devices could have done in that time.
+
+Key property: the numerator comes from the planner (no recomputation counted: Chowdhery et al. 2022, PaLM, appendix B),
+the denominator is a vendor's dense peak for known GPUs and a measured matrix product for CPUs, whose peak no table
+knows. Rejected: hardware FLOPs including recomputation, which reward doing work twice.
+"""
+
+from __future__ import annotations
+
+import time
+
+PEAK_FLOPS: dict[str, dict[str, float]] = {
+    "B200": {"bfloat16": 2250e12, "float32": 1100e12, "float64": 37e12},
+    "GH200": {"bfloat16": 989e12, "float32": 494e12, "float64": 67e12},
+    "H200": {"bfloat16": 989e12, "float32": 494e12, "float64": 67e12},
+    "H100 PCIe": {"bfloat16": 756e12, "float32": 378e12, "float64": 51e12},
+    "H100 NVL": {"bfloat16": 835e12, "float32": 417e12, "float64": 60e12},
+    "H100": {"bfloat16": 989e12, "float32": 494e12, "float64": 67e12},
+    "A100": {"bfloat16": 312e12, "float32": 156e12, "float64": 19.5e12},
+    "L40S": {"bfloat16": 362e12, "float32": 183e12, "float64": 1.4e12},
+    "A10": {"bfloat16": 125e12, "float32": 62.5e12, "float64": 0.97e12},
+    "L4": {"bfloat16": 121e12, "float32": 60e12, "float64": 0.47e12},
+}
+"""Dense peaks in FLOP/s from the vendor's data sheets, by a part of the device's name; float32 means TF32 tensor
+cores.
+"""
+
+
+def gpu_peak(device_name: str, dtype: str) -> float | None:
+    """FLOP/s of a GPU by its name (`torch.cuda.get_device_name()`); None when it is in no table.
+
+    The longest matching name counts, so an L40S is no L4.
+    """
+    words = device_name.replace("-", " ")
+    matches = [name for name in PEAK_FLOPS if f" {name} " in f" {words} " or words.endswith(f" {name}")]
+    return PEAK_FLOPS[max(matches, key=len)][dtype] if matches else None
+
+
+def cpu_peak(dtype: str, size: int = 512, seconds: float = 0.05) -> float:
+    """FLOP/s of this process's threads, as the best of some square matrix products in about `seconds`."""
+    import torch
+
+    a = torch.ones(size, size, dtype=getattr(torch, dtype))
+    out = torch.empty_like(a)
+    best, end = float("inf"), time.perf_counter() + seconds
+    torch.mm(a, a, out=out)
+    while True:
+        begin = time.perf_counter()
+        torch.mm(a, a, out=out)
+        now = time.perf_counter()
+        best = min(best, now - begin)
+        if now >= end:
+            return 2 * size**3 / best
+
+
+def cpu_machine_peak(one_rank: float, ranks: int, threads: int, cores: int) -> float:
+    """FLOP/s of all ranks of one machine together: ranks beyond its cores add nothing.
+
+    `one_rank` is a rank's `cpu_peak` with `threads` threads, measured while the other ranks wait.
+    """
+    return one_rank * min(ranks, max(1, cores // threads))
+
+
+def utilisation(model_flops: float, seconds: float, peak: float | None) -> float | None:
+    """MFU in [0, 1] of a step of `model_flops` on devices of `peak` FLOP/s together; None without a known peak."""
+    return None if peak is None or seconds <= 0 else model_flops / (seconds * peak)

@@ -1,0 +1,116 @@
+"""Parameters and FLOPs of the decoder, by layer, embedding and head.
+
+Key property: the same few products give the parameter table of the dry run, the cut of the pipeline and the FLOPs
+behind the logged utilisation, so they cannot disagree. A multiply-add counts as two FLOPs. Rejected: `6 x parameters x
+tokens`, which forgets attention (most of the work of long rows) and counts the embedding, which multiplies nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megacp.config.model import ModelConfig
+
+MATMUL_BACKWARD = 2.0
+"""Backward of a linear over its forward: the gradients of input and weight."""
+ATTENTION_BACKWARD = 2.5
+"""Backward of core attention over its forward: five products against two (FlashAttention-2, Dao 2023)."""
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs of a forward pass: linear layers and core attention, whose backward passes cost differently."""
+
+    matmul: float
+    attention: float
+
+    @property
+    def forward(self) -> float:
+        """Forward alone."""
+        return self.matmul + self.attention
+
+    @property
+    def training(self) -> float:
+        """Forward and backward, nothing computed twice."""
+        return (1 + MATMUL_BACKWARD) * self.matmul + (1 + ATTENTION_BACKWARD) * self.attention
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(self.matmul + other.matmul, self.attention + other.attention)
+
+    def times(self, factor: float) -> Flops:
+        """The FLOPs of `factor` such passes."""
+        return Flops(self.matmul * factor, self.attention * factor)
+
+
+def causal_area(tokens: int) -> int:
+    """Allowed (query, key) pairs of one causal document: n (n + 1) / 2."""
+    return tokens * (tokens + 1) // 2
+
+
+def attention_weights(model: ModelConfig) -> int:
+    """Weights of the q, k, v and output projections of a layer."""
+    return model.hidden_size * model.head_dim * 2 * (model.num_attention_heads + model.query_groups)
+
+
+def mlp_weights(model: ModelConfig) -> int:
+    """Weights of the gate, up and down projections of a layer."""
+    return 3 * model.hidden_size * model.ffn_hidden_size
+
+
+def layer_parameters(model: ModelConfig, tp: int = 1) -> int:
+    """Parameters of one decoder block on one tp rank: sharded linears, replicated norms and row biases."""
+    sharded = attention_weights(model) + mlp_weights(model)
+    sharded += model.add_qkv_bias * model.head_dim * (model.num_attention_heads + 2 * model.query_groups)
+    sharded += model.add_mlp_bias * 2 * model.ffn_hidden_size
+    replicated = model.hidden_size * (2 + model.add_attention_output_bias + model.add_mlp_bias)
+    replicated += model.qk_layernorm * 2 * model.head_dim
+    return sharded // tp + replicated
+
+
+def vocabulary_rows(model: ModelConfig, tp: int = 1) -> int:
+    """Rows of the embedding and of the head on each tp rank, padding included; 0 while the vocabulary is unknown."""
+    multiple = model.make_vocab_size_divisible_by
+    return -(-model.vocab_size // (tp * multiple)) * multiple
+
+
+def embedding_parameters(model: ModelConfig, tp: int = 1) -> int:
+    """Parameters of the embedding on one tp rank, padded rows included."""
+    return vocabulary_rows(model, tp) * model.hidden_size
+
+
+def head_parameters(model: ModelConfig, tp: int = 1) -> int:
+    """Parameters of the final norm and the head on one tp rank, whether the head's weight is tied or not."""
+    return model.hidden_size + embedding_parameters(model, tp)
+
+
+def model_parameters(model: ModelConfig) -> int:
+    """Parameters of the whole model as a checkpoint counts them: no padding, a tied weight once."""
+    tables = 1 + model.untie_embeddings_and_output_weights
+    return (
+        model.num_layers * layer_parameters(model) + model.hidden_size + tables * model.vocab_size * model.hidden_size
+    )
+
+
+def layer_flops(model: ModelConfig, tokens: int, area: int) -> Flops:
+    """One block's forward over `tokens` tokens with `area` allowed (query, key) pairs."""
+    weights = attention_weights(model) + mlp_weights(model)
+    return Flops(2.0 * tokens * weights, 4.0 * area * model.num_attention_heads * model.head_dim)
+
+
+def head_flops(model: ModelConfig, tokens: int) -> Flops:
+    """The output head's forward."""
+    return Flops(2.0 * tokens * model.hidden_size * model.vocab_size, 0.0)
+
+
+def model_flops(model: ModelConfig, tokens: int, area: int) -> Flops:
+    """The whole model's forward over `tokens` tokens; `area` is summed over their documents."""
+    return layer_flops(model, tokens, area).times(model.num_layers) + head_flops(model, tokens)
+
+
+def stage_costs(model: ModelConfig, tokens: int, area: int) -> tuple[list[float], float, float]:
+    """What the pipeline is cut by: training FLOPs of each layer, of the embedding, and of final norm, head and loss.
+
+    The embedding multiplies nothing; it is counted as one operation per element written, forward and backward.
+    """
+    layer = layer_flops(model, tokens, area).training
+    return [layer] * model.num_layers, 2.0 * tokens * model.hidden_size, head_flops(model, tokens).training

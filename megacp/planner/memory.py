@@ -1,0 +1,157 @@
+"""Bytes on one rank, term by term: weights, gradients, optimizer state, activations, attention work, head.
+
+Key property: every term knows the axis that shrinks it. Weights and gradients fall with tp and pp; optimizer state also
+with dp x cp (ZeRO-1); activations with cp, and with tp (whole with sequence parallelism, without it only inside
+attention and MLP). Rejected: the common estimate without cp and sequence parallelism, which refuses the layouts long
+rows are trained on.
+
+Activations follow Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models"), table 2,
+with what our blocks save instead of theirs. Per layer and token, in elements of the model's dtype (h hidden, f FFN, a
+heads, g query groups, d head width; tp' is tp with sequence parallelism, else 1):
+
+    inputs of both norms and their outputs       4 h / tp', and one wide number per norm and token
+    q, k, v as one product                       (a + 2 g) d / tp     (a view of v keeps the product whole)
+    q, k after the rotary embedding              (a + g) d / tp       (+ a + g wide numbers / tp with q/k norm)
+    attention output, wide log-sum-exp           a d / tp, a / tp
+    gate and up, SwiGLU's output                 3 f / tp
+    dropout, when there is any                   2 h / tp' bytes
+
+"Wide" is fp32, float64 in a float64 model. There is no S x S term: attention saves the log-sum-exp per row
+(FlashAttention). `selective` computes the outputs of the norms and of SwiGLU again; `full` keeps one input per block,
+and one block's activations while its backward runs. A pipeline stage holds the activations of every microbatch in
+flight: stages - stage under 1F1B (Narayanan et al. 2021), 2 (stages - stage - 1) + (chunks - 1) stages + 1 chunks when
+interleaved.
+
+What the estimate leaves out: the framework itself, kernels' scratch space, fragmentation, and messages on their way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megacp.config.run import RunConfig
+from megacp.planner.costs import embedding_parameters, head_parameters, layer_parameters, vocabulary_rows
+
+BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+"""Bytes of an element of `--dtype`."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of each term on one rank of a pipeline stage."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    attention: int
+    """Working space of one layer's attention with its exchange of keys and values over cp."""
+    head: int
+    """Logits, softmax and final norm; only on the last stage."""
+
+    @property
+    def total(self) -> int:
+        """Sum of all terms."""
+        return sum(dataclasses.astuple(self))
+
+
+def accumulation_bytes(config: RunConfig) -> int:
+    """Bytes of an element of gradients, moments, softmax and log-sum-exp: fp32, or float64 for a float64 model."""
+    return max(4, BYTES[config.training.dtype])
+
+
+def stage_parameters(config: RunConfig, stage: int, chunks: Sequence[range]) -> int:
+    """Parameters on one tp rank of a pipeline stage that holds the layers `chunks`.
+
+    A tied embedding stands on the first and on the last stage (once where they are one stage).
+    """
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    last = config.parallel.pipeline_model_parallel_size - 1
+    count = sum(len(layers) for layers in chunks) * layer_parameters(model, tp)
+    if stage == 0:
+        count += embedding_parameters(model, tp)
+    if stage == last:
+        shared = stage == 0 and not model.untie_embeddings_and_output_weights
+        count += model.hidden_size if shared else head_parameters(model, tp)
+    return count
+
+
+def tokens_per_rank(config: RunConfig) -> int:
+    """Tokens of a microbatch's row on one cp rank."""
+    row = config.training.micro_batch_size * config.data.seq_length
+    return -(-row // config.parallel.context_parallel_size)
+
+
+def in_flight(config: RunConfig, stage: int, world_size: int) -> int:
+    """Most chunk activations a stage holds at once: forwards whose backward has not begun."""
+    p, microbatches = config.parallel, config.num_microbatches(world_size)
+    chunks, stages = p.num_virtual_stages_per_pipeline_rank, p.pipeline_model_parallel_size
+    before = stages - stage - 1
+    warmup = before if chunks == 1 else 2 * before + (chunks - 1) * stages
+    return min(warmup + 1, microbatches * chunks)
+
+
+def layer_activations(config: RunConfig, granularity: str) -> int:
+    """Bytes one layer keeps for the backward of one microbatch on one rank, under a recompute granularity."""
+    model, p = config.model, config.parallel
+    tp, size, tokens = p.tensor_model_parallel_size, BYTES[config.training.dtype], tokens_per_rank(config)
+    residual = tokens * model.hidden_size // (tp if p.sequence_parallel else 1)
+    if granularity == "full":
+        return residual * size
+    heads, groups, head_dim = model.num_attention_heads, model.query_groups, model.head_dim
+    cheap = granularity != "selective"  # the outputs that selective recomputation makes again
+    fused = heads + 2 * groups if model.qk_layernorm else groups  # what the q/k norms saw, else v alone
+    sharded = (fused + 2 * heads + groups) * head_dim  # and rotated q and k, and the output
+    sharded += (3 if cheap else 2) * model.ffn_hidden_size
+    wide_heads = heads + model.qk_layernorm * (heads + groups)
+    rows = residual // model.hidden_size
+    dropout_masks = 2 * residual if model.hidden_dropout > 0 else 0
+    elements = (4 if cheap else 2) * residual + tokens * sharded // tp
+    wide_elements = 2 * rows + tokens * wide_heads // tp
+    return elements * size + wide_elements * accumulation_bytes(config) + dropout_masks
+
+
+def attention_work(config: RunConfig) -> int:
+    """Bytes that one layer's attention needs while its backward runs: K/V of others and gradients.
+
+    p2p holds the K/V at hand and the next, with their gradients likewise; all_gather holds the whole row's.
+    """
+    model, p = config.model, config.parallel
+    tp, size, wide = p.tensor_model_parallel_size, BYTES[config.training.dtype], accumulation_bytes(config)
+    tokens, cp = tokens_per_rank(config), p.context_parallel_size
+    key_values = 2 * tokens * model.query_groups * model.head_dim // tp
+    copies = {"p2p": min(cp, 2), "all_gather": cp}[p.cp_comm_type]
+    queries = tokens * model.num_attention_heads * model.head_dim // tp
+    return copies * key_values * (size + wide) + queries * wide
+
+
+def head_work(config: RunConfig) -> int:
+    """Bytes of the last stage's head for one microbatch: final norm in and out, logits, softmax, their gradients."""
+    model, p = config.model, config.parallel
+    tp, size, tokens = p.tensor_model_parallel_size, BYTES[config.training.dtype], tokens_per_rank(config)
+    norm = 2 * tokens * model.hidden_size // (tp if p.sequence_parallel else 1) * size
+    return norm + 2 * tokens * vocabulary_rows(model, tp) * (size + accumulation_bytes(config))
+
+
+def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_size: int) -> RankMemory:
+    """Bytes on one rank of a pipeline stage that holds the layers `chunks` (one range for each model chunk)."""
+    p, granularity = config.parallel, config.training.recompute_granularity
+    size, wide = BYTES[config.training.dtype], accumulation_bytes(config)
+    parameters = stage_parameters(config, stage, chunks)
+    shards = config.data_parallel_size(world_size) * p.context_parallel_size
+    state = 2 * wide + (wide if config.training.dtype == "bfloat16" else 0)
+    largest = max(len(layers) for layers in chunks)
+    held = in_flight(config, stage, world_size)
+    activations = held * largest * layer_activations(config, granularity)
+    if granularity != "none":
+        activations += layer_activations(config, "none") - layer_activations(config, granularity)
+    return RankMemory(
+        weights=parameters * size,
+        gradients=parameters * wide,
+        optimizer=-(-parameters // shards) * state,
+        activations=activations,
+        attention=attention_work(config),
+        head=head_work(config) if stage == p.pipeline_model_parallel_size - 1 else 0,
+    )

@@ -1,0 +1,167 @@
+"""The text of a dry run: grid, rank order, stages, memory of a rank, work of a step.
+
+Key property: as long for 4,096 ranks as for 8, because rows that only continue a pattern are left out. Rejected: one
+line per rank, which nobody reads at the sizes where a dry run matters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from megacp.config.run import RunConfig
+from megacp.planner import costs, memory
+
+_SHOWN = 6
+"""Rows at each end of a table that is too long to be shown."""
+
+
+def describe(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]]) -> str:
+    """What a checked configuration means on `world_size` ranks; `stages[pp rank][chunk]` are its layers."""
+    parts = [
+        _heading(config, world_size),
+        _grid(config, world_size),
+        _rank_order(config, world_size),
+        _stages(config, world_size, stages),
+        _memory(config, world_size, stages),
+        _step(config, world_size),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def human_bytes(count: float) -> str:
+    """Bytes with a binary unit and three digits: 1536 -> "1.50 KiB"."""
+    return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def human_count(count: float, unit: str = "") -> str:
+    """A number with a decimal prefix and three digits: 7.24e9 -> "7.24 G"."""
+    return _scaled(count, 1000, (unit, f"k{unit}", f"M{unit}", f"G{unit}", f"T{unit}", f"P{unit}", f"E{unit}"))
+
+
+def _scaled(count: float, base: int, units: Sequence[str]) -> str:
+    value, place = float(count), 0
+    while abs(value) >= 999.5 and place < len(units) - 1:
+        value, place = value / base, place + 1
+    digits = 0 if place == 0 and value == int(value) else 2 - (abs(value) >= 9.995) - (abs(value) >= 99.95)
+    return f"{value:.{digits}f} {units[place]}".rstrip()
+
+
+def _axes(config: RunConfig, world_size: int) -> list[tuple[str, int]]:
+    """(name, size) of the axes, the fastest varying first."""
+    p = config.parallel
+    return [
+        ("tp", p.tensor_model_parallel_size),
+        ("cp", p.context_parallel_size),
+        ("dp", config.data_parallel_size(world_size)),
+        ("pp", p.pipeline_model_parallel_size),
+    ]
+
+
+def _table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Aligned columns, the first `left` of them to the left; a long table keeps its head and its tail."""
+    head, body = rows[0], list(rows[1:])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    if len(body) > 2 * _SHOWN + 2:
+        gap = [f"... {len(body) - 2 * _SHOWN} more"] + [""] * (len(head) - 1)
+        body = body[:_SHOWN] + [gap] + body[-_SHOWN:]
+        widths[0] = max(widths[0], len(gap[0]))
+    lines = []
+    for row in [head, *body]:
+        cells = [
+            text.ljust(width) if i < left else text.rjust(width)
+            for i, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append(("  " + "  ".join(cells)).rstrip())
+    return "\n".join(lines)
+
+
+def _heading(config: RunConfig, world_size: int) -> str:
+    m, t = config.model, config.training
+    product = " x ".join(f"{name} {size}" for name, size in reversed(_axes(config, world_size)))
+    lines = [
+        f"Dry run: {world_size:,} ranks = {product}",
+        f"Model: {human_count(costs.model_parameters(m))} parameters, {m.num_layers} layers, hidden {m.hidden_size}, "
+        f"ffn {m.ffn_hidden_size}, {m.num_attention_heads} heads / {m.query_groups} query groups of {m.head_dim}, "
+        f"vocabulary {m.vocab_size:,}, {t.dtype}",
+    ]
+    if m.vocab_size == 0:
+        lines.append("Note: --vocab-size is 0 (the dataset's tokenizer decides): embedding and head count as 0 below.")
+    return "\n".join(lines)
+
+
+def _grid(config: RunConfig, world_size: int) -> str:
+    rows = [["axis", "size", "stride", "group of rank 0"]]
+    stride = 1
+    for name, size in _axes(config, world_size):
+        members = [str(stride * index) for index in range(size)]
+        shown = members if size <= 8 else [*members[:4], "...", members[-1]]
+        rows.append([name, str(size), str(stride), " ".join(shown).ljust(0)])
+        stride *= size
+    width = max(len(row[3]) for row in rows)
+    return "Grid (tp varies fastest, pp slowest)\n" + _table([[*row[:3], row[3].ljust(width)] for row in rows])
+
+
+def _rank_order(config: RunConfig, world_size: int) -> str:
+    """One row per tp group: its ranks and their place on the other axes."""
+    axes = _axes(config, world_size)
+    tp = axes[0][1]
+    rows = [["ranks", "pp", "dp", "cp", "tp"]]
+    for first in range(0, world_size, tp):
+        if _SHOWN * 2 + 2 < world_size // tp and _SHOWN * tp <= first < world_size - _SHOWN * tp:
+            continue
+        place, rest = {}, first // tp
+        for name, size in axes[1:]:
+            rest, place[name] = divmod(rest, size)
+        span = f"{first}" if tp == 1 else f"{first}-{first + tp - 1}"
+        inside = "0" if tp == 1 else f"0-{tp - 1}"
+        rows.append([span, str(place["pp"]), str(place["dp"]), str(place["cp"]), inside])
+    hidden = world_size // tp - (len(rows) - 1)
+    if hidden:
+        rows.insert(1 + _SHOWN, [f"... {hidden} more", "", "", "", ""])
+    return "Rank order\n" + _table(rows)
+
+
+def _stages(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]]) -> str:
+    rows = [["stage", "layers", "also", "parameters/rank", "in flight"]]
+    last = len(stages) - 1
+    for stage, chunks in enumerate(stages):
+        layers = ", ".join(
+            f"{part.start}" if len(part) == 1 else f"{part.start}-{part.stop - 1}" for part in chunks if len(part)
+        )
+        also = ["embedding"] * (stage == 0) + ["norm, head"] * (stage == last)
+        count = memory.stage_parameters(config, stage, chunks)
+        held = memory.in_flight(config, stage, world_size)
+        rows.append([str(stage), layers, " + ".join(also), f"{count:,}", str(held)])
+    virtual = config.parallel.num_virtual_stages_per_pipeline_rank
+    kind = "1F1B" if virtual == 1 else f"interleaved 1F1B, {virtual} chunks a stage"
+    return f"Pipeline stages ({kind}; in flight: activations of a chunk held at once)\n" + _table(rows, left=3)
+
+
+def _memory(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]]) -> str:
+    names = [field.name for field in dataclasses.fields(memory.RankMemory)]
+    rows = [["stage", *names, "total"]]
+    for stage, chunks in enumerate(stages):
+        terms = memory.stage_memory(config, stage, chunks, world_size)
+        rows.append([str(stage), *(human_bytes(getattr(terms, name)) for name in names), human_bytes(terms.total)])
+    return f"Memory of one rank (estimate; recompute {config.training.recompute_granularity})\n" + _table(rows)
+
+
+def _step(config: RunConfig, world_size: int) -> str:
+    t, length = config.training, config.data.seq_length
+    tokens = t.global_batch_size * length
+    area = t.global_batch_size * costs.causal_area(length)
+    flops = costs.model_flops(config.model, tokens, area)
+    share = flops.attention * (1 + costs.ATTENTION_BACKWARD) / flops.training
+    pp = config.parallel.pipeline_model_parallel_size
+    work = config.num_microbatches(world_size) * config.parallel.num_virtual_stages_per_pipeline_rank
+    rows = [
+        ["packs", f"{t.global_batch_size:,} of {length:,} tokens = {human_count(tokens)} tokens"],
+        ["microbatches", f"{config.num_microbatches(world_size):,} a rank, {t.micro_batch_size} packs each"],
+        ["tokens on a rank", f"{memory.tokens_per_rank(config):,} a microbatch"],
+        ["model FLOPs", f"{human_count(flops.training, 'FLOP')} ({share:.0%} attention, one document a pack)"],
+        ["a rank's share", f"{human_count(flops.training / world_size, 'FLOP')}"],
+        ["pipeline bubble", f"{(pp - 1) / work:.1%} of the ideal time"],
+        ["the whole run", f"{t.train_iters:,} steps, {human_count(tokens * t.train_iters)} tokens"],
+    ]
+    return "One step\n" + "\n".join(f"  {name:<16}  {text}" for name, text in rows)

@@ -1,0 +1,52 @@
+"""Packaging of megacp: requirements and extras. Exact tested versions are in constraints.txt.
+
+Key property: nothing here needs a GPU. Transformer Engine is in the extra `gpu` alone, and apex in none: the real one
+is built from source (README), the package of that name on the public index is an unrelated web toolkit.
+"""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+EXTRAS = {
+    "test": [
+        "hypothesis",
+        "import-linter",
+        "matplotlib",
+        "megatron-core",
+        "mypy",
+        "pytest>=8",
+        "pytest-timeout",
+        "ruff",
+        "tensorboard",
+        "types-PyYAML",
+    ],
+    "data": ["gigatoken", "pyarrow", "zstandard"],
+    "video": ["av", "pillow"],
+    "hf": ["huggingface_hub", "safetensors"],
+    "log": ["matplotlib", "tensorboard", "wandb"],
+    "gpu": ["transformer_engine==2.20.2", "transformer_engine_cu13==2.20.2", "transformer_engine_torch==2.20.2"],
+}
+EXTRAS["all"] = sorted({name for extra, names in EXTRAS.items() if extra != "gpu" for name in names})
+README = Path(__file__).with_name("README.md")
+
+setup(
+    name="megacp",
+    version="0.1.0",
+    description="Training of language and vision-language models on long packed sequences over DP x TP x PP x CP ranks",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="MIT",
+    python_requires=">=3.11",
+    packages=find_packages(include=["megacp", "megacp.*"]),
+    install_requires=[
+        "numpy>=1.26",
+        "pyyaml>=6",
+        "regex",
+        "sentencepiece",
+        "tokenizers",
+        "torch>=2.11",
+        "tyro>=1.0",
+    ],
+    extras_require=EXTRAS,
+)

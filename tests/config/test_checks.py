@@ -1,0 +1,187 @@
+"""Every contradiction is refused with its numbers and its flag, all at once, and nothing that works is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megacp.config.checks import RULES, check, require
+from megacp.config.ranges import RANGES
+from megacp.config.run import RunConfig, fields, flag, with_values
+
+GOOD = with_values(RunConfig(), {"vocab_size": 64})
+
+TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+V = "num_virtual_stages_per_pipeline_rank"
+
+CONTRADICTIONS = [
+    ({TP: 2, PP: 2, CP: 2}, 12, ["12 ranks", "tp 2 x pp 2 x cp 2 = 8", "8 or 16 ranks"]),
+    ({TP: 4}, 2, ["a world of 2 ranks", "start 4 ranks"]),
+    ({"world_size": 8}, 1, ["--world-size 8", "--dry-run"]),
+    ({TP: 3, "ffn_hidden_size": 768, "seq_length": 513}, 3, ["--num-attention-heads 8", "parallel-size 3"]),
+    ({TP: 4, "num_query_groups": 2}, 4, ["--num-query-groups 2", "--tensor-model-parallel-size 4"]),
+    ({"num_query_groups": 3}, 1, ["--num-attention-heads 8", "--num-query-groups 3"]),
+    ({"hidden_size": 250}, 1, ["--hidden-size 250", "--num-attention-heads 8", "--kv-channels"]),
+    ({"kv_channels": 33}, 1, ["a head is 33 wide", "--kv-channels"]),
+    ({"hidden_size": 8 * 31}, 1, ["a head is 31 wide", "--hidden-size"]),
+    ({TP: 2, "ffn_hidden_size": 767}, 2, ["--ffn-hidden-size 767", "766 or 768"]),
+    ({"vocab_size": 0}, 1, ["--vocab-size 0", "--data-path"]),
+    ({"rope_scaling_factor": 8.0}, 1, ["--rope-scaling-factor 8", "--rope-scaling linear"]),
+    ({"rope_scaling": "llama3", "rope_low_freq_factor": 4.0}, 1, ["--rope-low-freq-factor 4", "factor 4"]),
+    ({PP: 4, V: 2}, 4, ["--num-layers 4", "8 stages", f"{flag(PP)} 4", f"{flag(V)} 2"]),
+    ({V: 2}, 1, [f"{flag(V)} 2", "--pipeline-model-parallel-size above 1"]),
+    ({"micro_batch_size": 3}, 1, ["--global-batch-size 8", "--micro-batch-size 3 x dp 1 = 3", "6 or 9"]),
+    ({"micro_batch_size": 2}, 6, ["--global-batch-size 8", "x dp 6 = 12", "use 12"]),
+    ({CP: 2, TP: 2, "seq_length": 500}, 4, ["--seq-length 500", "= 8", "496 or 504", "zigzag", f"{flag(CP)} 2"]),
+    ({CP: 2, "seq_length": 501, "cp_layout": "contiguous"}, 2, ["--seq-length 501", "= 2", "500 or 502"]),
+    ({TP: 2, "seq_length": 511}, 2, ["--seq-length 511", "--sequence-parallel", "510 or 512"]),
+    ({"seq_length": 2**30, "micro_batch_size": 2}, 1, ["2147483648 tokens", "--seq-length x --micro-batch-size"]),
+    ({"lr": 0.1, "min_lr": 0.2}, 1, ["--min-lr 0.2", "--lr 0.1"]),
+    ({"lr_warmup_iters": 101}, 1, ["--lr-warmup-iters 101", "--train-iters 100"]),
+    ({"lr_warmup_iters": 51, "lr_decay_iters": 50}, 1, ["--lr-warmup-iters 51", "--lr-decay-iters 50"]),
+    ({"lr_wsd_decay_iters": 5}, 1, ["--lr-wsd-decay-iters 5", "--lr-decay-style WSD"]),
+    ({"lr_decay_style": "WSD"}, 1, ["needs --lr-wsd-decay-iters"]),
+    (
+        {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 95, "lr_warmup_iters": 10},
+        1,
+        ["--lr-wsd-decay-iters 95", "--lr-warmup-iters 10", "step 100", "at most 90"],
+    ),
+    ({"save_interval": 5}, 1, ["--save-interval 5", "--save,"]),
+    ({"keep_last": 2}, 1, ["--keep-last 2", "--save,"]),
+    ({CP: 2, "attention_kernel": "dense"}, 2, ["--attention-kernel dense", "--context-parallel-size 2"]),
+    ({"seq_length": 16384, "attention_kernel": "dense"}, 1, ["--attention-kernel dense", "16384", "8192"]),
+    ({"cp_layout": "spiral"}, 1, ["--cp-layout: got 'spiral'", "zigzag, contiguous"]),
+    ({"hidden_dropout": 1.0}, 1, ["--hidden-dropout: got 1.0", "at least 0 and below 1"]),
+    ({"lr": float("nan")}, 1, ["--lr: got nan"]),
+    ({"lr": float("inf")}, 1, ["--lr: got inf"]),
+    ({"save": ""}, 1, ["--save: an empty string"]),
+    ({"seed": -1}, 1, ["--seed: got -1"]),
+]
+
+
+@pytest.mark.parametrize(("values", "world", "words"), CONTRADICTIONS)
+def test_a_contradiction_is_told_once_with_numbers_and_flag(values: dict, world: int, words: list[str]) -> None:
+    """Would catch a rule that is missing, says too little, or drags others along."""
+    (reason,) = check(with_values(GOOD, values), world)
+    assert [word for word in words if word not in reason] == []
+
+
+def test_every_rule_without_files_has_a_contradiction_above() -> None:
+    """Would catch a rule that never fires."""
+    fired = {
+        rule.find.__name__
+        for values, world, _ in CONTRADICTIONS
+        for rule in RULES
+        if not _out_of_range(values) and rule.find(with_values(GOOD, values), world)
+    }
+    names = {rule.find.__name__ for rule in RULES}
+    assert names - fired == {"find", "_log_file_is_a_file", "_validation_needs_data"}
+
+
+def _out_of_range(values: dict) -> bool:
+    return any(name in RANGES and value is not None and not RANGES[name].holds(value) for name, value in values.items())
+
+
+def test_all_reasons_are_told_at_once() -> None:
+    """Would catch a check that stops at the first reason."""
+    values = {TP: 3, "num_query_groups": 5, "lr": -1.0, "min_lr": 5.0, "save_interval": 1, "micro_batch_size": 0}
+    with pytest.raises(ValueError) as error:
+        require(with_values(GOOD, values), 4)
+    lines = str(error.value).splitlines()
+    assert lines[0] == f"this configuration cannot run, for {len(lines) - 1} reasons:"
+    starts = [
+        "--micro-batch-size: got 0",
+        "--lr: got -1",
+        "a world of 4",
+        "--num-attention-heads 8",
+        "--num-query-groups 5",
+    ]
+    assert [s for s in starts if not any(line.startswith(f"  - {s}") for line in lines)] == []
+    assert not any("--min-lr" in line for line in lines), "lr is out of range, comparing with it says nothing"
+
+
+@pytest.mark.parametrize("name", sorted(RANGES))
+def test_a_number_out_of_range_is_named(name: str) -> None:
+    """Would catch a number without a lower bound: nothing here may be negative."""
+    reasons = check(with_values(GOOD, {name: -1}), 1)
+    assert [reason for reason in reasons if reason.startswith(f"{flag(name)}: got -1, it must be")] == reasons
+
+
+def test_every_number_has_a_range_and_every_range_a_number() -> None:
+    """Would catch a new field without a range."""
+    numbers = {name for name, info in fields().items() if info.hint in (int, float, int | None, float | None)}
+    assert numbers == set(RANGES)
+
+
+def test_paths_that_do_not_exist_are_refused_except_in_a_dry_run(tmp_path) -> None:
+    """Would catch a run that starts for minutes before it looks for its data."""
+    (tmp_path / "file").write_text("")
+    file, missing = str(tmp_path / "file"), str(tmp_path / "missing")
+    values = {
+        "data_path": missing,
+        "valid_data_path": str(tmp_path),
+        "load": file,
+        "save": file,
+        "tensorboard_dir": file,
+        "log_file": str(tmp_path),
+    }
+    reasons = check(with_values(GOOD, values), 1)
+    assert reasons == [
+        f"--data-path {missing}: does not exist",
+        f"--valid-data-path {tmp_path}: holds no manifest.json; build it with tools/preprocess_data.py build",
+        f"--load {file}: is not a directory",
+        f"--save {file}: is a file, a directory is needed",
+        f"--tensorboard-dir {file}: is a file, a directory is needed",
+        f"--log-file {tmp_path}: is a directory, a file is needed",
+    ]
+    assert check(with_values(GOOD, {**values, "dry_run": True}), 1) == []
+
+
+def test_good_paths_are_accepted_and_validation_needs_data(tmp_path) -> None:
+    """Would catch a refusal of a finished dataset, and a validation loss without packs."""
+    (tmp_path / "manifest.json").write_text("{}")
+    values = {"data_path": str(tmp_path), "vocab_size": 0, "save": str(tmp_path / "new"), "load": str(tmp_path)}
+    assert check(with_values(GOOD, values), 1) == []
+    (reason,) = check(with_values(GOOD, {**values, "eval_interval": 10}), 1)
+    assert reason == "--eval-interval 10 needs --valid-data-path"
+
+
+def test_the_size_of_the_world_must_be_positive() -> None:
+    """Would catch a division by zero for --world-size 0."""
+    assert check(GOOD, 0) == ["the world size is 0, it must be at least 1"]
+
+
+@given(st.data())
+def test_layouts_built_to_fit_are_accepted(data: st.DataObject) -> None:
+    """Would catch a rule that refuses what works."""
+    draw = data.draw
+    tp, pp, cp, dp = (draw(st.sampled_from([1, 2, 4, 8])) for _ in range(4))
+    virtual = draw(st.integers(1, 3)) if pp > 1 else 1
+    micro, groups = draw(st.integers(1, 3)), tp * draw(st.sampled_from([1, 2, 3]))
+    values = {
+        TP: tp,
+        PP: pp,
+        CP: cp,
+        V: virtual,
+        "num_layers": pp * virtual + draw(st.integers(0, 5)),
+        "num_query_groups": groups,
+        "num_attention_heads": groups * draw(st.integers(1, 3)),
+        "kv_channels": 2 * draw(st.integers(1, 40)),
+        "hidden_size": draw(st.integers(1, 1000)),
+        "ffn_hidden_size": tp * draw(st.integers(1, 300)),
+        "seq_length": 2 * cp * tp * draw(st.integers(1, 100)),
+        "micro_batch_size": micro,
+        "global_batch_size": micro * dp * draw(st.integers(1, 9)),
+        "sequence_parallel": draw(st.booleans()),
+        "cp_layout": draw(st.sampled_from(["zigzag", "contiguous"])),
+    }
+    assert check(with_values(GOOD, values), tp * pp * cp * dp) == []
+
+
+@given(st.fixed_dictionaries({name: st.integers(-3, 40) for name in (TP, PP, CP, V, "num_layers", "hidden_size")}))
+def test_no_sizes_make_the_checks_themselves_fail(values: dict[str, int]) -> None:
+    """Would catch a ZeroDivisionError where a reason belongs."""
+    more = {"num_attention_heads": values[TP], "num_query_groups": values[CP], "micro_batch_size": values[V]}
+    for world in (0, 1, 8):
+        assert all(isinstance(reason, str) for reason in check(with_values(GOOD, {**values, **more}), world))

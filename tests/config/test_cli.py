@@ -1,0 +1,110 @@
+"""The command line: order of flags and files, spelling, refusals, help."""
+
+from __future__ import annotations
+
+import pytest
+
+from megacp.config.cli import parse
+from megacp.config.run import RunConfig, fields, flag, flatten, with_values
+
+
+def test_no_arguments_give_the_defaults() -> None:
+    """Would catch tyro filling in something of its own."""
+    assert parse([]) == RunConfig()
+
+
+def test_flags_are_megatrons_and_flat() -> None:
+    """Would catch prefixes of the room in the flag."""
+    config = parse(
+        "--tensor-model-parallel-size 2 --no-sequence-parallel --num-query-groups=4 --lr 3e-4 --cp-layout contiguous "
+        "--qk-layernorm --lr-decay-style WSD --kv_channels 64".split()
+    )
+    assert (config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel) == (2, False)
+    assert (config.model.num_query_groups, config.model.kv_channels, config.model.qk_layernorm) == (4, 64, True)
+    assert (config.training.lr, config.training.lr_decay_style) == (3e-4, "WSD")
+
+
+def test_of_flags_and_files_the_last_one_wins(tmp_path) -> None:
+    """Would catch files that are read before all flags, whatever their place."""
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text("lr: 1.0\nseed: 1\nnum_layers: 8\nsave: out\n")
+    second.write_text("lr: 2.0\nsave: null\n")
+    a, b = ["--config", str(first)], [f"--config={second}"]
+    assert parse([*a, *b]).training.lr == 2.0
+    assert parse([*b, *a]).training.lr == 1.0
+    assert parse([*a, *b, "--lr", "3"]).training.lr == 3.0
+    between = parse(["--lr", "3", "--seed", "5", *a, "--num-layers", "4", *b])
+    assert (between.training.lr, between.training.seed, between.model.num_layers) == (2.0, 1, 4)
+    assert between.checkpoint.save is None
+
+
+def test_every_field_can_be_given_as_a_flag() -> None:
+    """Would catch a field whose type the command line cannot read."""
+    changed = {}
+    for name, value in flatten(RunConfig()).items():
+        changed[name] = value + 1 if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+    argv = []
+    for name, value in changed.items():
+        if isinstance(value, bool):
+            argv.append(flag(name) if value else flag(f"no_{name}"))
+        else:
+            argv += [flag(name), str(value)]
+    assert parse(argv) == with_values(RunConfig(), changed)
+
+
+def test_unknown_flags_are_all_told_with_the_nearest_name() -> None:
+    """Would catch a mistyped flag that is ignored, and abbreviations that change meaning with the next flag added."""
+    with pytest.raises(ValueError) as error:
+        parse("--sequence-lenth 8 --lr 1 --tensor-model-parallel 2 --no-lr --xyzzy".split())
+    text = str(error.value)
+    assert "unknown flag --sequence-lenth, did you mean --seq-length?" in text
+    assert "unknown flag --tensor-model-parallel, did you mean --tensor-model-parallel-size?" in text
+    assert "unknown flag --no-lr" in text and text.splitlines()[-1] == "unknown flag --xyzzy"
+
+
+@pytest.mark.parametrize("argv", [["--config"], ["--seed", "1", "--config", "--lr", "2"]])
+def test_config_without_a_path_is_refused(argv: list[str]) -> None:
+    """Would catch a flag taken for a file."""
+    with pytest.raises(ValueError, match="--config needs the path"):
+        parse(argv)
+
+
+@pytest.mark.parametrize("argv", [["--num-layers", "two"], ["--cp-layout", "spiral"], ["--qk-layernorm", "true"]])
+def test_a_value_of_the_wrong_type_ends_with_status_2(argv: list[str], capsys) -> None:
+    """Would catch a value that is bent to fit."""
+    with pytest.raises(SystemExit) as stop:
+        parse(argv)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err
+
+
+def test_help_shows_every_flag_and_the_values_of_the_yaml_before_it(tmp_path, capsys) -> None:
+    """Would catch a field without its docstring in the help."""
+    (tmp_path / "a.yaml").write_text("seed: 987\n")
+    with pytest.raises(SystemExit) as stop:
+        parse(["--help", "--config", str(tmp_path / "a.yaml")])
+    text = " ".join(capsys.readouterr().out.split())
+    assert stop.value.code == 0
+    assert [name for name in fields() if flag(name) not in text] == []
+    assert "(default: 987)" in text and "may stand anywhere" in text
+
+
+def test_every_field_says_what_it_is() -> None:
+    """Would catch a flag without an explanation."""
+    import ast
+    import inspect
+    import sys
+
+    undocumented = []
+    for info in fields().values():
+        owner = type(getattr(RunConfig(), info.room)) if info.room else RunConfig
+        (body,) = (
+            node.body
+            for node in ast.parse(inspect.getsource(sys.modules[owner.__module__])).body
+            if isinstance(node, ast.ClassDef) and node.name == owner.__name__
+        )
+        for field, after in zip(body, body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and field.target.id == info.name:
+                documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                undocumented += [] if documented else [info.name]
+    assert undocumented == []

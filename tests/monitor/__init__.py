@@ -1,0 +1,1 @@
+"""Tests of logs, timers, utilisation and peak memory."""

@@ -1,0 +1,48 @@
+"""Peaks and utilisation."""
+
+from __future__ import annotations
+
+import pytest
+
+from megacp.monitor.flops import cpu_machine_peak, cpu_peak, gpu_peak, utilisation
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GeForce RTX 2060", None),
+        ("NVIDIA A10G", None),
+    ],
+)
+def test_a_gpu_is_known_by_its_name(name: str, peak: float | None) -> None:
+    """Would catch an L40S taken for an L4, or an unknown GPU given somebody else's peak."""
+    assert gpu_peak(name, "bfloat16") == peak
+
+
+def test_a_cpu_is_measured_and_float64_is_not_faster() -> None:
+    """Would catch a measurement off by orders of magnitude: every CPU here makes between 0.1 and 10,000 GFLOP/s."""
+    single, double = cpu_peak("float32", 256, 0.02), cpu_peak("float64", 256, 0.02)
+    assert 1e8 < double < 1.5 * single < 1.5e13
+
+
+def test_ranks_beyond_the_cores_add_nothing_to_a_machine() -> None:
+    """Would catch a utilisation that halves when 8 ranks share 2 cores at full speed."""
+    assert cpu_machine_peak(10.0, ranks=8, threads=1, cores=2) == 20.0
+    assert cpu_machine_peak(10.0, ranks=1, threads=1, cores=2) == 10.0
+    assert cpu_machine_peak(20.0, ranks=1, threads=2, cores=2) == 20.0
+    assert cpu_machine_peak(20.0, ranks=2, threads=4, cores=2) == 20.0
+
+
+def test_utilisation_is_work_over_what_could_be_done() -> None:
+    """Would catch a peak per device used for all, and a guess where the peak is unknown."""
+    assert utilisation(5e12, 2.0, 1e13) == 0.25
+    assert utilisation(5e12, 2.0, None) is None
+    assert utilisation(5e12, 0.0, 1e13) is None

@@ -1,0 +1,1 @@
+"""Tests of costs, memory and the dry run's text."""

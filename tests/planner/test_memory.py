@@ -1,0 +1,163 @@
+"""The memory terms: against the tensors a real block keeps, and by the axis that must shrink each of them."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from megacp.backends.native import NativeBackend
+from megacp.config.run import RunConfig, with_values
+from megacp.context_parallel.plan import AttentionPlan
+from megacp.distributed.grid import GridShape, build_grid
+from megacp.models import recompute
+from megacp.models.block import Block, BlockInputs
+from megacp.ops.mask import Metadata
+from megacp.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
+from megacp.planner import costs, memory
+
+TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+BASE = {"vocab_size": 4096, "seq_length": 1024, "num_layers": 8, "global_batch_size": 32}
+
+
+def config_of(**values) -> RunConfig:
+    return with_values(RunConfig(), {**BASE, **values})
+
+
+def stage(config: RunConfig, world: int, index: int = 0) -> memory.RankMemory:
+    layers = 8 // config.parallel.pipeline_model_parallel_size
+    return memory.stage_memory(config, index, [range(index * layers, (index + 1) * layers)], world)
+
+
+@contextmanager
+def kept_storages(found: dict[int, int]):
+    """Collect the bytes of every storage that autograd saves, by address, behind a recomputation's own hooks."""
+
+    def collect(x):
+        if isinstance(x, torch.Tensor):
+            found[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    pack = recompute.Recomputation._pack
+    through = mock.patch.object(recompute.Recomputation, "_pack", lambda self, x: collect(pack(self, x)))
+    with torch.autograd.graph.saved_tensors_hooks(collect, lambda x: x), through:
+        yield
+
+
+@pytest.mark.parametrize("granularity", ["none", "selective", "full"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize(
+    "values", [{}, {"qk_layernorm": True}, {"num_query_groups": 2, "kv_channels": 48}, {"hidden_dropout": 0.1}]
+)
+def test_activations_equal_what_a_real_block_keeps(granularity: str, dtype: str, values: dict) -> None:
+    """Would catch an estimate that drifts from the code: a tensor more or less per layer shows at once."""
+    tokens = 64
+    config = config_of(**values, dtype=dtype, seq_length=tokens)
+    backend = NativeBackend(
+        build_grid(GridShape(), 0), config.parallel, config.model, dtype=dtype, attention_kernel="auto"
+    )
+    block = Block(0, config.model, backend, granularity)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(0))
+    zeros, places = np.zeros(tokens, np.int32), np.arange(tokens)
+    plan = AttentionPlan(places[None], Metadata(zeros, zeros, zeros, places), 0)
+    frequencies = inverse_frequencies(config.model.head_dim, 1e4, RotaryScaling())
+    rotary = cos_sin(torch.arange(tokens), frequencies, backend.dtype)
+    shared = [*block.parameters(), *rotary]
+    found: dict[int, torch.UntypedStorage] = {}
+    with kept_storages(found):
+        x = torch.zeros(tokens, config.model.hidden_size, dtype=backend.dtype, requires_grad=True)
+        out = block(x, BlockInputs(plan, rotary, torch.arange(tokens), 1))
+    for tensor in shared:
+        found.pop(tensor.untyped_storage().data_ptr(), None)
+    assert out.requires_grad
+    assert sum(storage.nbytes() for storage in found.values()) == memory.layer_activations(config, granularity)
+
+
+def test_weights_and_gradients_are_the_parameters_of_the_stage() -> None:
+    """Would catch gradients in the model's dtype instead of fp32."""
+    terms = stage(config_of(dtype="bfloat16"), 1)
+    count = costs.model_parameters(config_of().model)
+    assert (terms.weights, terms.gradients, terms.optimizer) == (2 * count, 4 * count, 12 * count)
+    assert stage(config_of(), 1).optimizer == 8 * count
+    assert stage(config_of(dtype="float64"), 1).gradients == 8 * count
+
+
+def test_a_tied_embedding_stands_on_both_ends_of_a_pipeline() -> None:
+    """Would catch the last stage planned without its copy of the table."""
+    config = config_of(**{PP: 2})
+    table = 4096 * 256
+    layers = 4 * costs.layer_parameters(config.model)
+    ends = [memory.stage_parameters(config, index, [range(4)]) for index in (0, 1)]
+    assert ends == [layers + table, layers + table + 256]
+    one = config_of(untie_embeddings_and_output_weights=True)
+    assert memory.stage_parameters(one, 0, [range(8)]) == 2 * layers + 2 * table + 256
+
+
+def test_activations_fall_with_cp_and_optimizer_state_with_dp_x_cp() -> None:
+    """Would catch an estimate that knows tp and pp only, and refuses long rows on many cp ranks."""
+    one, cp4 = stage(config_of(), 1), stage(config_of(**{CP: 4}), 4)
+    assert cp4.activations * 4 == one.activations and cp4.head * 4 == one.head
+    assert (cp4.weights, cp4.gradients) == (one.weights, one.gradients)
+    dp2_cp4 = stage(config_of(**{CP: 4}), 8)
+    assert one.optimizer == pytest.approx(4 * cp4.optimizer, rel=1e-4) == pytest.approx(8 * dp2_cp4.optimizer, rel=1e-4)
+    assert dp2_cp4.activations == cp4.activations
+
+
+def test_activations_fall_with_tp_wholly_only_under_sequence_parallelism() -> None:
+    """Would catch norms' activations counted as sharded without sequence parallelism."""
+    one, tp4 = stage(config_of(), 4), stage(config_of(**{TP: 4}), 4)
+    assert tp4.activations * 4 == one.activations
+    apart = stage(config_of(**{TP: 4, "sequence_parallel": False}), 4)
+    residual = 8 * 1024 * (4 * 256 + 2) * 4
+    assert apart.activations == (one.activations - residual) // 4 + residual
+
+
+def test_recomputation_trades_activations_in_order() -> None:
+    """Would catch granularities that save nothing, and the working copy of the block being recomputed forgotten."""
+    none, selective, full = (
+        stage(config_of(recompute_granularity=name), 1).activations for name in ("none", "selective", "full")
+    )
+    assert none > selective > full > memory.layer_activations(config_of(), "none")
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "batch", "expected"),
+    [
+        (4, 1, 32, [4, 3, 2, 1]),
+        (4, 1, 2, [2, 2, 2, 1]),
+        (1, 1, 32, [1]),
+        (2, 2, 32, [5, 3]),
+        (4, 2, 32, [11, 9, 7, 5]),
+        (4, 2, 4, [8, 8, 7, 5]),
+    ],
+)
+def test_in_flight_activations_are_the_schedules(stages: int, chunks: int, batch: int, expected: list[int]) -> None:
+    """Would catch a first stage planned with one microbatch, or more microbatches than a step has."""
+    from megacp.pipeline_parallel.schedules import Kind, schedule, training_schedule_name
+
+    config = config_of(
+        **{PP: stages, "num_virtual_stages_per_pipeline_rank": chunks, "global_batch_size": batch, "num_layers": 16}
+    )
+    assert [memory.in_flight(config, index, stages) for index in range(stages)] == expected
+    for index in range(stages):
+        held = peak = 0
+        for action in schedule(training_schedule_name(chunks), index, stages, batch, chunks):
+            held += (action.kind == Kind.FORWARD) - (action.kind == Kind.BACKWARD)
+            peak = max(peak, held)
+        assert peak == expected[index]
+
+
+def test_gathering_keys_costs_the_whole_row_and_a_ring_two_parts() -> None:
+    """Would catch a transport whose buffers are not planned."""
+    ring, gathered = (memory.attention_work(config_of(**{CP: 8, "cp_comm_type": c})) for c in ("p2p", "all_gather"))
+    part = 2 * 128 * 256 * (4 + 4)
+    assert (ring, gathered) == (2 * part + 128 * 256 * 4, 8 * part + 128 * 256 * 4)
+
+
+def test_the_total_is_the_sum_of_the_terms() -> None:
+    """Would catch a term that is shown but not added."""
+    assert memory.RankMemory(1, 2, 4, 8, 16, 32).total == 63

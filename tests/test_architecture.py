@@ -1,0 +1,237 @@
+"""The fences of the house: rules about the source that lint and the layer contract cannot say.
+
+Key property: the rules read the syntax tree, so a comment or a string breaks none and an aliased import escapes none.
+Each rule is also shown to catch a sample that breaks it. Rejected: grep, which does both wrong.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_LINES = {"megacp": 400, "tools": 400, "tests": 500}
+MAX_FUNCTION_LINES = 60
+MAX_PARAMETERS = 8
+VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
+DISTRIBUTED_ROOM = "megacp/distributed/"
+CHECKPOINT_FORMAT = ("megacp/checkpoint/storage.py", "torch.distributed.checkpoint")
+"""The file format of torch.distributed.checkpoint, read and written without a process group."""
+ENVIRONMENT_FILE = "megacp/distributed/launch.py"
+PURE_ROOMS = ("megacp/config/", "megacp/planner/", "megacp/data/", "megacp/batch.py")
+GUESTS = ("transformer_engine", "apex")
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def sources(*tops: str) -> list[str]:
+    """Paths of all Python files below some top folders, relative to the root."""
+    return sorted(str(path.relative_to(ROOT)) for top in tops for path in (ROOT / top).rglob("*.py"))
+
+
+@functools.cache
+def tree_of(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"), path)
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
+    """Dotted names of everything imported, `from a import b` as `a.b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield from ((f"{node.module}.{alias.name}", node) for alias in node.names)
+
+
+def dotted_uses(tree: ast.AST) -> Iterator[str]:
+    """Dotted names as they are used (`torch.distributed.all_reduce`), imports' aliases resolved."""
+    aliases = {
+        alias.asname or alias.name.split(".")[0]: alias.name if alias.asname else alias.name.split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    for node in ast.walk(tree):
+        parts, inner = [], node
+        while isinstance(inner, ast.Attribute):
+            parts, inner = [inner.attr, *parts], inner.value
+        if parts and isinstance(inner, ast.Name):
+            yield ".".join([aliases.get(inner.id, inner.id), *parts])
+
+
+def is_within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def foreign_collectives(path: str, tree: ast.AST) -> list[str]:
+    """Uses of torch.distributed that do not belong to this file."""
+    if path.startswith(DISTRIBUTED_ROOM):
+        return []
+    names = {name for name, _ in imports(tree)} | set(dotted_uses(tree))
+    wrong = {name for name in names if is_within(name, "torch.distributed")}
+    if path == CHECKPOINT_FORMAT[0]:
+        wrong = {name for name in wrong if not is_within(name, CHECKPOINT_FORMAT[1])}
+    return sorted(wrong)
+
+
+def environment_uses(tree: ast.AST) -> list[str]:
+    names = {name for name, _ in imports(tree)} | set(dotted_uses(tree))
+    return sorted(n for n in names if any(is_within(n, f"os.{kind}") for kind in ("environ", "getenv", "putenv")))
+
+
+def guests_outside_functions(tree: ast.AST) -> list[str]:
+    """Guest packages that are imported when the module is."""
+    inside = {id(node) for function in functions(tree) for node in ast.walk(function)}
+    found = [(name.split(".")[0], node) for name, node in imports(tree)]
+    return sorted({name for name, node in found if name in GUESTS and id(node) not in inside})
+
+
+def torch_imports(tree: ast.AST) -> list[str]:
+    return sorted({name for name, _ in imports(tree) if is_within(name, "torch")})
+
+
+def functions(tree: ast.AST) -> list[Function]:
+    return [node for node in ast.walk(tree) if isinstance(node, Function)]
+
+
+def too_long(tree: ast.AST) -> list[str]:
+    lengths = {f.name: (f.end_lineno or f.lineno) - f.lineno + 1 for f in functions(tree)}
+    return [f"{name}: {length} lines" for name, length in lengths.items() if length > MAX_FUNCTION_LINES]
+
+
+def too_many_parameters(tree: ast.AST) -> list[str]:
+    found = []
+    for function in functions(tree):
+        arguments = function.args
+        names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        count = len(names) - (names[:1] in (["self"], ["cls"], ["ctx"]))
+        if count > MAX_PARAMETERS:
+            found.append(f"{function.name}: {count} parameters")
+    return found
+
+
+def global_statements(tree: ast.AST) -> list[int]:
+    return [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Global)]
+
+
+def broken(rule, *tops: str) -> dict[str, list]:
+    """Files that break a rule of the tree, with what breaks it."""
+    found = {path: rule(tree_of(path)) for path in sources(*tops)}
+    return {path: what for path, what in found.items() if what}
+
+
+def test_only_the_distributed_room_talks_to_torch_distributed() -> None:
+    """Would catch a collective in a layer, whose axis nobody passed to it."""
+    found = {path: foreign_collectives(path, tree_of(path)) for path in sources("megacp", "tools")}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_the_environment_is_read_in_one_file() -> None:
+    """Would catch behaviour that hangs on a variable no flag shows."""
+    found = broken(environment_uses, "megacp")
+    found.pop(ENVIRONMENT_FILE, None)
+    assert found == {}
+
+
+@pytest.mark.parametrize("guest", GUESTS)
+def test_a_guest_package_is_imported_in_at_most_one_file(guest: str) -> None:
+    """Would catch a second wall between us and a package whose signatures change with every release."""
+    users = [p for p in sources("megacp") if any(name.split(".")[0] == guest for name, _ in imports(tree_of(p)))]
+    assert len(users) <= 1
+
+
+def test_guest_packages_are_imported_inside_functions() -> None:
+    """Would catch an import that fails on every machine without the package."""
+    assert broken(guests_outside_functions, "megacp", "tools") == {}
+
+
+def test_pure_rooms_do_not_import_torch() -> None:
+    """Would catch preprocessing or a dry run that pays for torch, also inside a function."""
+    found = broken(torch_imports, "megacp")
+    assert {path: names for path, names in found.items() if path.startswith(PURE_ROOMS)} == {}
+
+
+def test_a_dry_run_text_and_a_parsed_command_line_need_no_torch() -> None:
+    """Would catch torch coming in through another package, for example through tyro's handlers."""
+    code = (
+        "import sys; from megacp.config import cli, checks, yaml_file; from megacp.planner import report; "
+        "c = cli.parse(['--vocab-size', '64']); checks.require(c, 1); yaml_file.to_yaml(c); "
+        "report.describe(c, 1, [[range(4)]]); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+def test_there_is_no_global_statement() -> None:
+    """Would catch hidden state, the first step to a global grid."""
+    assert broken(global_statements, "megacp", "tools") == {}
+
+
+def test_no_module_has_a_vague_name() -> None:
+    """Would catch a drawer for everything."""
+    assert [p for p in sources("megacp", "tools", "tests") if VAGUE_NAMES & set(Path(p).with_suffix("").parts)] == []
+
+
+def test_every_module_says_what_it_is() -> None:
+    """Would catch a module without a docstring."""
+    paths = sources("megacp", "tools", "tests", "examples")
+    assert [path for path in paths if not (ast.get_docstring(tree_of(path)) or "").strip()] == []
+
+
+def test_files_stay_short() -> None:
+    """Would catch a file that does two things."""
+    lengths = {p: len((ROOT / p).read_text(encoding="utf-8").splitlines()) for p in sources(*MAX_LINES)}
+    assert {p: n for p, n in lengths.items() if n > MAX_LINES[p.split("/")[0]]} == {}
+
+
+def test_functions_stay_short() -> None:
+    """Would catch a function that does two things."""
+    assert broken(too_long, "megacp", "tools") == {}
+
+
+def test_functions_take_few_parameters() -> None:
+    """Would catch a list of arguments that should be a dataclass."""
+    assert broken(too_many_parameters, "megacp", "tools") == {}
+
+
+def test_package_files_hold_a_docstring_only() -> None:
+    """Would catch re-exports, which let an import of one room run another (the top one also holds the version)."""
+    inits = [path for path in sources("megacp") if path.endswith("__init__.py") and path != "megacp/__init__.py"]
+    assert [path for path in inits if len(tree_of(path).body) != 1] == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "sample"),
+    [
+        (lambda tree: foreign_collectives("megacp/models/a.py", tree), "import torch\ntorch.distributed.barrier()"),
+        (lambda tree: foreign_collectives("megacp/models/a.py", tree), "import torch.distributed as d\nd.barrier()"),
+        (lambda tree: foreign_collectives("megacp/models/a.py", tree), "from torch import distributed"),
+        (lambda tree: foreign_collectives(CHECKPOINT_FORMAT[0], tree), "from torch.distributed import barrier"),
+        (environment_uses, "import os as o\no.environ['A'] = '1'"),
+        (environment_uses, "from os import getenv"),
+        (
+            guests_outside_functions,
+            "try:\n    import transformer_engine.pytorch as te\nexcept ImportError:\n    te = None",
+        ),
+        (torch_imports, "def f():\n    from torch import nn"),
+        (global_statements, "def f():\n    global x\n    x = 1"),
+        (too_long, "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
+        (too_many_parameters, "class A:\n    def f(self, a, b, c, d, e, f, g, *, h, i): ..."),
+    ],
+)
+def test_each_rule_catches_its_offence(rule, sample: str) -> None:
+    """Would catch a fence with a hole."""
+    assert rule(ast.parse(sample))
+
+
+def test_rules_let_lawful_code_pass() -> None:
+    """Would catch a fence that stands in the way: a guest inside a function, eight parameters besides self."""
+    guest = ast.parse("def f():\n    import transformer_engine.pytorch")
+    assert guests_outside_functions(guest) == []
+    assert too_many_parameters(ast.parse("class A:\n    def f(self, a, b, c, d, e, f, g, h): ...")) == []
+    assert foreign_collectives("megacp/data/a.py", ast.parse("# torch.distributed\nx = 'torch.distributed'")) == []
