@@ -1,0 +1,109 @@
+"""Cut the layers into virtual stages by cost: contiguous parts, the dearest part as cheap as can be, exactly.
+
+The embedding costs time on the first virtual stage and the head on the last one, so equal layer counts are not equal
+work. Costs are turned into integers first (every float is a fraction of a power of two), so "cheapest" and "equal" are
+exact and all ranks of a run, whatever machine they are on, cut alike.
+
+Rejected: an equal number of layers each (Megatron's default, with flags for the exceptions): the head of a small model
+with a large vocabulary outweighs several layers, and every other stage would wait for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+
+def partition(
+    layer_costs: Sequence[float], first_extra: float, last_extra: float, num_virtual_stages: int
+) -> list[range]:
+    """Layers of each virtual stage, in order; every virtual stage gets at least one.
+
+    `layer_costs[i]` is the cost of layer i, `first_extra` what the first virtual stage bears besides its layers
+    (embedding), `last_extra` what the last one bears (final norm, head, loss), all in one unit, finite and >= 0.
+    The largest cost of a part is minimal. Among such cuts the sum of the squared costs is minimal, then that of the
+    squared layer counts (even parts), then the earlier parts hold fewer layers (they hold more activations).
+    Raises ValueError when there are fewer layers than virtual stages.
+    """
+    if num_virtual_stages < 1 or len(layer_costs) < num_virtual_stages:
+        raise ValueError(
+            f"{len(layer_costs)} layers cannot fill {num_virtual_stages} virtual stages with at least one layer each: "
+            "--num-layers must be at least --pipeline-model-parallel-size x --num-virtual-stages-per-pipeline-rank, "
+            "and both at least 1"
+        )
+    # What the first and the last virtual stage bear, the first and the last layer bear: the parts are contiguous.
+    costs = _integers([*layer_costs, first_extra, last_extra])
+    last, first = costs.pop(), costs.pop()
+    costs[0] += first
+    costs[-1] += last
+    return _evenest(costs, num_virtual_stages, _smallest_limit(costs, num_virtual_stages))
+
+
+def stages(ranges: Sequence[range], num_stages: int, num_chunks: int) -> list[list[range]]:
+    """`result[stage][chunk]`: the layers of that stage's model chunk, from the layers of all virtual stages.
+
+    Virtual stage `chunk * num_stages + stage` is chunk `chunk` of stage `stage`.
+    """
+    assert len(ranges) == num_stages * num_chunks, f"{len(ranges)} virtual stages for {num_stages} x {num_chunks}"
+    return [[ranges[chunk * num_stages + stage] for chunk in range(num_chunks)] for stage in range(num_stages)]
+
+
+def _integers(costs: Sequence[float]) -> list[int]:
+    """The costs in the largest unit that makes all of them whole numbers."""
+    wrong = [cost for cost in costs if not (math.isfinite(cost) and cost >= 0)]
+    assert not wrong, f"costs must be finite and not negative, got {wrong}"
+    fractions = [Fraction(cost) for cost in costs]
+    unit = math.lcm(*(fraction.denominator for fraction in fractions))
+    return [int(fraction * unit) for fraction in fractions]
+
+
+def _smallest_limit(costs: list[int], num_parts: int) -> int:
+    """Smallest L such that the costs fall into at most `num_parts` contiguous parts of at most L each.
+
+    At most is enough: with at least `num_parts` layers a part can always be split further, and costs do not grow by it.
+    """
+    low, high = max(costs), sum(costs)
+    while low < high:
+        middle = (low + high) // 2
+        parts, filled = 1, 0
+        for cost in costs:
+            if filled + cost > middle:
+                parts, filled = parts + 1, 0
+            filled += cost
+        if parts <= num_parts:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _evenest(costs: list[int], num_parts: int, limit: int) -> list[range]:
+    """The evenest cut into exactly `num_parts` parts of at most `limit`, by dynamic programming from the last part.
+
+    `best[i]` is (sum of squared costs, sum of squared counts, end of the first part) for layers i.. in `k` parts.
+    """
+    num_layers = len(costs)
+    best: dict[int, tuple[int, int, int]] = {num_layers: (0, 0, num_layers)}
+    ends: list[dict[int, int]] = []  # ends[j][i]: end of the first of j + 1 parts that begin at layer i
+    for parts in range(1, num_parts + 1):
+        longer = {}
+        for begin in range(num_parts - parts, num_layers - parts + 1):
+            options = []
+            cost = 0
+            for end in range(begin + 1, num_layers - parts + 2):
+                cost += costs[end - 1]
+                if cost > limit:
+                    break
+                if end in best:
+                    squares, counts, _ = best[end]
+                    options.append((squares + cost * cost, counts + (end - begin) ** 2, end))
+            if options:
+                longer[begin] = min(options)
+        ends.append({begin: choice[2] for begin, choice in longer.items()})
+        best = longer
+    cuts = [0]
+    for parts in range(num_parts, 0, -1):
+        cuts.append(ends[parts - 1][cuts[-1]])
+    return [range(begin, end) for begin, end in itertools.pairwise(cuts)]

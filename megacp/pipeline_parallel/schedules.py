@@ -1,0 +1,232 @@
+"""Pipeline schedules as data: pure functions from (stage, sizes) to the list of actions this stage executes in order.
+
+A schedule is only an order of forwards and backwards; the messages follow from it: every input is received right
+before the compute that needs it and every output is sent right after the compute that made it (the runtime posts
+receives earlier than that by itself). Because every stage runs its forwards in one common order, and its backwards in
+one common order, the k-th send of a channel always meets the k-th receive: no message needs a tag.
+
+Virtual stage `v = chunk * num_stages + stage` holds the v-th part of the layers. Virtual stage 0 receives nothing in
+forward and sends nothing in backward; the last virtual stage sends nothing in forward and receives nothing in backward.
+
+Rejected: schedules written as loops that compute and communicate. They can only be tested by running them on ranks,
+and each new one repeats the communication; a list can be simulated, counted and printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """What one action does. The value is its name in messages for people."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    SEND_FORWARD = "send-forward"
+    RECV_FORWARD = "recv-forward"
+    SEND_BACKWARD = "send-backward"
+    RECV_BACKWARD = "recv-backward"
+
+
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD})
+SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
+RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One step of one stage. `chunk` is always the executing stage's own model chunk.
+
+    SEND_FORWARD sends the output of `chunk`, RECV_FORWARD receives the input of `chunk`,
+    SEND_BACKWARD sends the gradient of the input of `chunk`, RECV_BACKWARD receives the gradient of its output.
+    """
+
+    kind: Kind
+    microbatch: int
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} of microbatch {self.microbatch}, chunk {self.chunk}"
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """An ordered one-way stream of messages between two stages, one kind of message each.
+
+    With two stages and several chunks the next and the previous stage are the same rank, so outputs of the one and
+    inputs of the other cross on one pair of ranks; direction and source keep the streams apart.
+    """
+
+    direction: str  # "forward" carries hidden states, "backward" carries their gradients
+    source: int  # stage
+    destination: int  # stage
+
+    def __str__(self) -> str:
+        return f"{self.direction} channel from stage {self.source} to stage {self.destination}"
+
+
+def virtual_stage(stage: int, num_stages: int, chunk: int) -> int:
+    """Index of the part of the layers that model chunk `chunk` of `stage` holds."""
+    return chunk * num_stages + stage
+
+
+def channel_of(action: Action, stage: int, num_stages: int) -> Channel:
+    """The channel a send or receive of `stage` uses."""
+    before, after = (stage - 1) % num_stages, (stage + 1) % num_stages
+    match action.kind:
+        case Kind.SEND_FORWARD:
+            return Channel("forward", stage, after)
+        case Kind.RECV_FORWARD:
+            return Channel("forward", before, stage)
+        case Kind.SEND_BACKWARD:
+            return Channel("backward", stage, before)
+        case Kind.RECV_BACKWARD:
+            return Channel("backward", after, stage)
+    raise AssertionError(f"{action} moves no message")
+
+
+def one_f_one_b(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:
+    """1F1B (PipeDream-flush): `num_stages - stage - 1` forwards, then one forward and one backward in turn.
+
+    At most `num_stages - stage` activations are in flight and the bubble is `(num_stages - 1) / num_microbatches` of
+    the ideal time. Any number of microbatches works, also fewer than stages. Raises ValueError on impossible sizes.
+    """
+    if num_chunks != 1:
+        raise ValueError(
+            f"schedule 1f1b has one chunk on each stage, not {num_chunks}: use schedule interleaved or "
+            "--num-virtual-stages-per-pipeline-rank 1"
+        )
+    return _training_actions(stage, num_stages, num_microbatches, num_chunks)
+
+
+def interleaved_one_f_one_b(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Action]:
+    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): each stage holds `num_chunks` separate parts of the model.
+
+    Microbatches go in groups of `num_stages`: a group passes chunk 0, then chunk 1, ..., then the next group starts.
+    The bubble is `(num_stages - 1) / (num_chunks * num_microbatches)` of the ideal time when groups are full.
+
+    Any number of microbatches works. If the groups do not come out even, the first one is short: the list is that of
+    the next multiple of `num_stages` without the actions of the missing microbatches. Leaving out whole microbatches
+    removes waits and adds none, so the list ends whenever the full one does, and holds no more activations; the bubble
+    grows by at most the missing microbatches. (A short last group under the same warm-up deadlocks, for example with
+    4 stages, 3 chunks and 5 microbatches, and a short first group wastes less when backward is slower than forward.)
+    Raises ValueError on impossible sizes.
+    """
+    return _training_actions(stage, num_stages, num_microbatches, num_chunks)
+
+
+def forward_only(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:
+    """Forwards alone, for evaluation, in the order training runs them. Raises ValueError on impossible sizes."""
+    _check(stage, num_stages, num_microbatches, num_chunks)
+    order = _forward_order(num_stages, num_microbatches, num_chunks)
+    computes = [Action(Kind.FORWARD, microbatch, chunk) for microbatch, chunk in order]
+    return with_messages(computes, stage, num_stages, num_chunks)
+
+
+def with_messages(computes: list[Action], stage: int, num_stages: int, num_chunks: int) -> list[Action]:
+    """Any order of forwards and backwards made a full action list: each receive right before its compute, each send
+    right after it. Computes of negative microbatches, the missing ones of a short group, are dropped.
+    """
+    last = num_stages * num_chunks - 1
+    actions = []
+    for compute in computes:
+        if compute.microbatch < 0:
+            continue
+        place = virtual_stage(stage, num_stages, compute.chunk)
+        if compute.kind is Kind.FORWARD:
+            receive = Kind.RECV_FORWARD if place > 0 else None
+            send = Kind.SEND_FORWARD if place < last else None
+        else:
+            receive = Kind.RECV_BACKWARD if place < last else None
+            send = Kind.SEND_BACKWARD if place > 0 else None
+        if receive is not None:
+            actions.append(Action(receive, compute.microbatch, compute.chunk))
+        actions.append(compute)
+        if send is not None:
+            actions.append(Action(send, compute.microbatch, compute.chunk))
+    return actions
+
+
+def in_flight_bound(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> int:
+    """Most (microbatch, chunk) activations this stage holds at once in training, for the estimate of memory."""
+    return min(_warmup(stage, num_stages, num_chunks) + 1, num_microbatches * num_chunks)
+
+
+def _training_actions(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Action]:
+    _check(stage, num_stages, num_microbatches, num_chunks)
+    order = _forward_order(num_stages, num_microbatches, num_chunks)
+    forwards = [Action(Kind.FORWARD, microbatch, chunk) for microbatch, chunk in order]
+    # Backward passes the chunks of a group from the last to the first.
+    backwards = [Action(Kind.BACKWARD, microbatch, num_chunks - 1 - chunk) for microbatch, chunk in order]
+    warmup = min(_warmup(stage, num_stages, num_chunks), len(order))
+    computes = forwards[:warmup]
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        computes += [forward, backward]
+    computes += backwards[len(forwards) - warmup :]
+    return with_messages(computes, stage, num_stages, num_chunks)
+
+
+def _warmup(stage: int, num_stages: int, num_chunks: int) -> int:
+    """Forwards before the first backward of a stage when microbatches are plenty."""
+    if num_chunks == 1:
+        return num_stages - stage - 1
+    return (num_stages - stage - 1) * 2 + (num_chunks - 1) * num_stages
+
+
+def _forward_order(num_stages: int, num_microbatches: int, num_chunks: int) -> list[tuple[int, int]]:
+    """(microbatch, chunk) in the order of the forwards, the same on every stage.
+
+    With several chunks the missing microbatches of a short first group are there with negative numbers, because the
+    warm-up counts them.
+    """
+    missing = -num_microbatches % num_stages if num_chunks > 1 else 0
+    groups = range(-missing, num_microbatches, num_stages)
+    return [
+        (microbatch, chunk)
+        for first in groups
+        for chunk in range(num_chunks)
+        for microbatch in range(first, min(first + num_stages, num_microbatches))
+    ]
+
+
+def _check(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> None:
+    """Raise ValueError with all reasons why these sizes have no schedule."""
+    reasons = []
+    if num_stages < 1:
+        reasons.append(f"--pipeline-model-parallel-size is {num_stages}, it must be at least 1")
+    if num_chunks < 1:
+        reasons.append(f"--num-virtual-stages-per-pipeline-rank is {num_chunks}, it must be at least 1")
+    if num_stages == 1 and num_chunks > 1:
+        reasons.append(
+            f"--num-virtual-stages-per-pipeline-rank {num_chunks} needs --pipeline-model-parallel-size above 1: "
+            "with one stage there is no bubble to shrink"
+        )
+    if num_microbatches < 1:
+        reasons.append(
+            f"{num_microbatches} microbatches in a step, at least 1 is needed: raise --global-batch-size to at least "
+            "--micro-batch-size x the data-parallel size"
+        )
+    if reasons:
+        raise ValueError("no pipeline schedule: " + "; ".join(reasons))
+    assert 0 <= stage < num_stages, f"stage {stage} of {num_stages}"
+
+
+SCHEDULES: dict[str, Callable[[int, int, int, int], list[Action]]] = {
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved_one_f_one_b,
+    "forward_only": forward_only,
+}
+
+
+def schedule(name: str, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:
+    """The action list of one stage, by the schedule's name. Raises ValueError on unknown names or impossible sizes."""
+    if name not in SCHEDULES:
+        raise ValueError(f"unknown pipeline schedule {name!r}, one of: {', '.join(SCHEDULES)}")
+    return SCHEDULES[name](stage, num_stages, num_microbatches, num_chunks)
+
+
+def training_schedule_name(num_chunks: int) -> str:
+    """The schedule that trains `num_chunks` chunks a stage (--num-virtual-stages-per-pipeline-rank)."""
+    return "1f1b" if num_chunks == 1 else "interleaved"

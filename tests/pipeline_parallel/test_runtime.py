@@ -1,0 +1,321 @@
+"""The runtime on real ranks against all layers in one process, in float64."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megacp.distributed.grid import single_axis
+from megacp.pipeline_parallel.runtime import HiddenStates, PipelineLinks, links_of, open_channels, posting_plan, run
+from megacp.pipeline_parallel.schedules import (
+    COMPUTE,
+    RECEIVES,
+    Action,
+    Kind,
+    channel_of,
+    in_flight_bound,
+    schedule,
+    training_schedule_name,
+    virtual_stage,
+    with_messages,
+)
+from megacp.pipeline_parallel.simulate import simulate
+from tests.ranks import RankError, grid, run_ranks
+from tests.reference.pipeline import Part, make_batches, train_in_one_process
+
+WIDTH = 5
+LENGTHS = (7, 3, 9, 1, 4, 8, 2, 6)  # packs of different lengths in one step
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    """Equal to 1e-12: float64 through at most 12 layers by the same operations in the same order is generous."""
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def hidden_states(dtype: torch.dtype = torch.float64) -> HiddenStates:
+    return HiddenStates(lambda batch: tuple(batch["input"].shape), dtype, torch.device("cpu"))
+
+
+def my_parts(rank: int, num_stages: int, num_chunks: int, denominator: float) -> list[Part]:
+    places = [virtual_stage(rank, num_stages, chunk) for chunk in range(num_chunks)]
+    return [Part(place, num_stages * num_chunks, WIDTH, denominator) for place in places]
+
+
+def train_one_step(
+    rank: int, world_size: int, lengths: Sequence[int], num_chunks: int, slow_stage: int | None, lookahead: int
+) -> tuple[list[float], list[dict[str, Any]], list[float]]:
+    """Losses, gradients of each chunk, and the losses of the forward-only schedule. The slow stage also recomputes."""
+    window = 2 if slow_stage is None else 1
+    links = replace(links_of(grid(pp=world_size)), lookahead=lookahead, send_window=window)
+    parts = my_parts(rank, world_size, num_chunks, float(sum(lengths)))
+
+    def slowed(part: Part) -> Any:
+        def chunk(hidden: Tensor | None, batch: Any) -> Any:
+            if rank == slow_stage:
+                time.sleep(0.002)
+                return checkpoint(part, hidden, batch, use_reentrant=False)
+            return part(hidden, batch)
+
+        return chunk
+
+    chunks, batches = [slowed(part) for part in parts], make_batches(lengths, WIDTH)
+    name = training_schedule_name(num_chunks)
+    losses = run(schedule(name, rank, world_size, len(lengths), num_chunks), chunks, batches, links, hidden_states())
+    gradients = [{n: p.grad.numpy() for n, p in part.named_parameters() if p.grad is not None} for part in parts]
+    with torch.no_grad():
+        actions = schedule("forward_only", rank, world_size, len(lengths), num_chunks)
+        evaluated = run(actions, chunks, batches, links, hidden_states())
+    assert not any(loss.requires_grad for loss in losses + evaluated)
+    return [loss.item() for loss in losses], gradients, [loss.item() for loss in evaluated]
+
+
+def train_many(rank: int, world_size: int, cases: list[tuple[Any, ...]]) -> list[Any]:
+    return [train_one_step(rank, world_size, *case) for case in cases]
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+def test_losses_and_gradients_are_those_of_one_process(num_stages: int, num_chunks: int) -> None:
+    """1 to 8 microbatches, fewer than stages and short groups included, each of another length.
+
+    With 2 stages and several chunks the next and the previous peer are the same rank. A slow stage lets messages queue.
+    Would catch crossed messages, a gradient sent to the wrong chunk, a microbatch left out or counted twice.
+    """
+    cases = [
+        (LENGTHS[:count], num_chunks, slow, lookahead)
+        for count in range(1, len(LENGTHS) + 1)
+        for slow, lookahead in ((None, 1), (count % num_stages, count % 4))
+    ]
+    ranks = run_ranks(train_many, num_stages, cases)
+    for place, (lengths, *_) in enumerate(cases):
+        losses, gradients = train_in_one_process(lengths, WIDTH, num_stages * num_chunks)
+        for rank in range(num_stages):
+            found_losses, found_gradients, evaluated = ranks[rank][place]
+            expected = losses if rank == num_stages - 1 else []
+            assert len(found_losses) == len(evaluated) == len(expected)
+            assert_close(found_losses, expected)
+            assert_close(evaluated, expected)
+            for chunk, found in enumerate(found_gradients):
+                wanted = gradients[virtual_stage(rank, num_stages, chunk)]
+                assert found.keys() == wanted.keys()
+                for name in wanted:
+                    assert_close(found[name], wanted[name].numpy())
+
+
+def crossing_lists() -> list[list[Action]]:
+    """Two stages, two chunks, two microbatches: stage 0 sends all forwards first, stage 1 takes a gradient in between.
+
+    So stage 0 sends output, output, output, output, gradient and stage 1 takes the gradient fourth.
+    """
+    orders = ["F00 F10 F01 F11 B01 B00 B11 B10", "F00 F10 F01 B01 B00 F11 B11 B10"]
+    kinds = {"F": Kind.FORWARD, "B": Kind.BACKWARD}
+    computes = [[Action(kinds[w[0]], int(w[1]), int(w[2])) for w in order.split()] for order in orders]
+    return [with_messages(computes[stage], stage, 2, 2) for stage in range(2)]
+
+
+def train_crossing(rank: int, world_size: int) -> list[dict[str, Any]]:
+    parts = my_parts(rank, world_size, 2, float(sum(LENGTHS[:2])))
+    batches = make_batches(LENGTHS[:2], WIDTH)
+    run(crossing_lists()[rank], parts, batches, links_of(grid(pp=world_size)), hidden_states())
+    return [{n: p.grad.numpy() for n, p in part.named_parameters() if p.grad is not None} for part in parts]
+
+
+def test_outputs_and_gradients_that_cross_between_two_ranks_stay_apart() -> None:
+    """Would catch one stream of messages for a pair of ranks: outputs and gradients would be taken for each other."""
+    simulate(crossing_lists(), 2)
+    gradients = train_in_one_process(LENGTHS[:2], WIDTH, 4)[1]
+    for rank, chunks in enumerate(run_ranks(train_crossing, 2, timeout=20.0)):
+        for chunk, found in enumerate(chunks):
+            for name, expected in gradients[virtual_stage(rank, 2, chunk)].items():
+                assert_close(found[name], expected.numpy())
+
+
+def test_one_stage_needs_no_process_group() -> None:
+    """Gradients also accumulate over two steps, as over microbatches."""
+
+    def no_channel(direction: str, source: int) -> Any:
+        raise AssertionError("one stage has no messages")
+
+    links = PipelineLinks(single_axis("pp"), no_channel)
+    open_channels(links, 1, torch.device("cpu"))
+    part = Part(0, 1, WIDTH, float(sum(LENGTHS)))
+    losses, gradients = train_in_one_process(LENGTHS, WIDTH, 1)
+    for step in (1, 2):
+        found = run(schedule("1f1b", 0, 1, len(LENGTHS)), [part], make_batches(LENGTHS, WIDTH), links, hidden_states())
+        assert_close([loss.item() for loss in found], losses)
+        assert part.weight.grad is not None
+        assert_close(part.weight.grad.numpy(), step * gradients[0]["weight"].numpy())
+
+
+def record_last_backward(rank: int, world_size: int, num_chunks: int) -> list[tuple[str, int]]:
+    links = links_of(grid(pp=world_size))
+    parts = my_parts(rank, world_size, num_chunks, 1.0)
+    events: list[tuple[str, int]] = []
+    for chunk, part in enumerate(parts):
+        part.weight.register_hook(lambda _, chunk=chunk: events.append(("backward", chunk)))
+    run(
+        schedule(training_schedule_name(num_chunks), rank, world_size, 5, num_chunks),
+        parts,
+        make_batches(LENGTHS[:5], WIDTH),
+        links,
+        hidden_states(),
+        last_backward=lambda chunk: events.append(("last", chunk)),
+    )
+    return events
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_the_callback_comes_right_before_the_last_backward_of_each_chunk(num_chunks: int) -> None:
+    """Would catch a gradient bucket reduced before its last microbatch, or only at the end of the step."""
+    for events in run_ranks(record_last_backward, 2, num_chunks):
+        for chunk in range(num_chunks):
+            at = events.index(("last", chunk))
+            assert events.count(("last", chunk)) == 1
+            assert events[at + 1] == ("backward", chunk) and events[at + 2 :].count(("backward", chunk)) == 0
+            assert events.count(("backward", chunk)) == 5
+
+
+def count_live_tensors(rank: int, world_size: int, num_chunks: int, trains: bool) -> tuple[int, int]:
+    """Most inputs and most outputs alive at once."""
+    links = links_of(grid(pp=world_size))
+    inputs: list[weakref.ref[Any]] = []
+    outputs: list[weakref.ref[Any]] = []
+    peaks = [0, 0]
+
+    def alive(references: list[weakref.ref[Any]]) -> int:
+        return sum(reference() is not None for reference in references)
+
+    def counted(part: Part) -> Any:
+        def chunk(hidden: Tensor | None, batch: Any) -> Tensor:
+            x = batch["input"] * 1.0 if hidden is None else hidden
+            inputs.append(weakref.ref(x))
+            peaks[0] = max(peaks[0], alive(inputs))
+            y = torch.tanh(x @ part.weight.T + part.bias).sin()  # sin saves its input, so nothing saves the output
+            outputs.append(weakref.ref(y))
+            peaks[1] = max(peaks[1], alive(outputs))
+            return (y**2).sum() if part.last else y
+
+        return chunk
+
+    gc.disable()
+    try:
+        name = training_schedule_name(num_chunks) if trains else "forward_only"
+        with torch.set_grad_enabled(trains):
+            run(
+                schedule(name, rank, world_size, len(LENGTHS), num_chunks),
+                [counted(part) for part in my_parts(rank, world_size, num_chunks, 1.0)],
+                make_batches(LENGTHS, WIDTH),
+                links,
+                hidden_states(),
+            )
+    finally:
+        gc.enable()
+    return peaks[0], peaks[1]
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_activations_are_freed_right_after_their_backward(num_chunks: int) -> None:
+    """Live inputs never exceed the schedule's bound, and outputs live no longer than their send.
+
+    Would catch activations kept to the end of the step, and outputs kept beside the graph.
+    """
+    for rank, (inputs, outputs) in enumerate(run_ranks(count_live_tensors, 2, num_chunks, True)):
+        bound = in_flight_bound(rank, 2, len(LENGTHS), num_chunks)
+        assert inputs <= bound < len(LENGTHS) * num_chunks
+        # The last virtual stage's square saves its y; elsewhere the tensor object is gone after the forward.
+        assert outputs <= (bound if rank == 1 else 1)
+    for inputs, outputs in run_ranks(count_live_tensors, 2, num_chunks, False):
+        assert (inputs, outputs) == (1, 1)
+
+
+def raise_in_a_chunk(rank: int, world_size: int, failing: int) -> None:
+    def chunk(hidden: Tensor | None, batch: Any) -> Tensor:
+        raise ArithmeticError(f"a broken layer on stage {rank}")
+
+    parts: list[Any] = list(my_parts(rank, world_size, 2, 1.0))
+    if rank == failing:
+        parts[1] = chunk
+    actions = schedule("interleaved", rank, world_size, 4, 2)
+    run(actions, parts, make_batches(LENGTHS[:4], WIDTH), links_of(grid(pp=world_size)), hidden_states())
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_exception_in_a_chunk_is_reported_and_does_not_hang(failing: int) -> None:
+    with pytest.raises(RankError, match=f"ArithmeticError: a broken layer on stage {failing}"):
+        run_ranks(raise_in_a_chunk, 2, failing, timeout=20.0)
+
+
+def send_a_wrong_output(rank: int, world_size: int, fault: str) -> str:
+    """The message of the assertion on stage 0, whose output is not what stage 1 expects."""
+    links = links_of(grid(pp=world_size))
+    part = my_parts(rank, world_size, 1, 1.0)[0]
+
+    def chunk(hidden: Tensor | None, batch: Any) -> Tensor:
+        y = part(hidden, batch)
+        return y[:-1] if fault == "shape" else y.float()
+
+    if rank == 1:
+        return ""
+    with torch.no_grad(), pytest.raises(AssertionError) as caught:
+        run(schedule("forward_only", 0, 2, 1), [chunk], make_batches(LENGTHS[:1], WIDTH), links, hidden_states())
+    return str(caught.value)
+
+
+def test_an_output_the_peer_does_not_expect_is_never_sent() -> None:
+    """Would catch a silent mismatch: a shorter message fits a longer buffer."""
+    text = run_ranks(send_a_wrong_output, 2, "shape")[0]
+    assert "send-forward of microbatch 0, chunk 0: (6, 5)" in text and "the peer expects (7, 5)" in text
+    text = run_ranks(send_a_wrong_output, 2, "dtype")[0]
+    assert "torch.float32 computed" in text and "the peer expects (7, 5) torch.float64" in text
+
+
+def open_all(rank: int, world_size: int, num_chunks: int) -> bool:
+    open_channels(links_of(grid(pp=world_size)), num_chunks, torch.device("cpu"))
+    return True
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_every_channel_opens_in_one_common_order(num_stages: int) -> None:
+    """Every message here blocks until the peer takes it, as building an NCCL communicator does."""
+    for num_chunks in (1, 2):
+        assert all(run_ranks(open_all, num_stages, num_chunks, timeout=20.0))
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+@pytest.mark.parametrize("lookahead", [0, 1, 2, 100])
+def test_receives_are_posted_ahead_and_in_the_order_of_their_channel(num_chunks: int, lookahead: int) -> None:
+    """Would catch a receive posted after its wait, too early (memory), or out of order (another's message)."""
+    for stage in range(4):
+        actions = schedule(training_schedule_name(num_chunks), stage, 4, 6, num_chunks)
+        plan = posting_plan(actions, lookahead)
+        posted = [(place, receive) for place, receives in enumerate(plan) for receive in receives]
+        assert [r for _, r in posted] == [a for a in actions if a.kind in RECEIVES]
+        for place, receive in posted:
+            between = [a for a in actions[place : actions.index(receive)] if a.kind in COMPUTE]
+            assert place <= actions.index(receive)
+            assert len(between) == lookahead or (place == 0 and len(between) < lookahead)
+        for channel in {channel_of(r, stage, 4) for _, r in posted}:
+            order = [r for _, r in posted if channel_of(r, stage, 4) == channel]
+            assert order == [a for a in actions if a.kind in RECEIVES and channel_of(a, stage, 4) == channel]
+
+
+def test_batches_that_do_not_fit_the_actions_are_refused() -> None:
+    links = PipelineLinks(single_axis("pp"), lambda direction, source: single_axis("pp"))
+    part = Part(0, 1, WIDTH, 1.0)
+    with pytest.raises(AssertionError, match="2 batches"):
+        run(schedule("1f1b", 0, 1, 3), [part], make_batches(LENGTHS[:2], WIDTH), links, hidden_states())
+    with torch.no_grad(), pytest.raises(AssertionError, match="under no_grad"):
+        run(schedule("1f1b", 0, 1, 2), [part], make_batches(LENGTHS[:2], WIDTH), links, hidden_states())
+    wrong = [Action(Kind.FORWARD, 0, 0), Action(Kind.FORWARD, 1, 0), Action(Kind.BACKWARD, 0, 0)]
+    with pytest.raises(AssertionError, match="left work undone"):
+        run(wrong, [part], make_batches(LENGTHS[:2], WIDTH), links, hidden_states())

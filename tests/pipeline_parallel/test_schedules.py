@@ -1,0 +1,172 @@
+"""Every schedule, simulated: it ends, keeps its memory and its bubble, and does every piece of work once, in order."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megacp.pipeline_parallel.schedules import (
+    SCHEDULES,
+    Action,
+    Kind,
+    in_flight_bound,
+    schedule,
+    training_schedule_name,
+)
+from megacp.pipeline_parallel.simulate import simulate
+
+times = st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.5])
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> tuple[int, int, int]:
+    """(stages, microbatches, chunks)."""
+    num_stages = draw(st.integers(1, 9))
+    return num_stages, draw(st.integers(1, 30)), draw(st.integers(1, 5)) if num_stages > 1 else 1
+
+
+def training(num_stages: int, num_microbatches: int, num_chunks: int) -> list[list[Action]]:
+    name = training_schedule_name(num_chunks)
+    return [schedule(name, stage, num_stages, num_microbatches, num_chunks) for stage in range(num_stages)]
+
+
+def evaluation(num_stages: int, num_microbatches: int, num_chunks: int) -> list[list[Action]]:
+    return [schedule("forward_only", s, num_stages, num_microbatches, num_chunks) for s in range(num_stages)]
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(sizes(), st.randoms(use_true_random=False), st.sampled_from([None, 1, 2]))
+def test_any_sizes_end_within_the_stated_memory(size: tuple[int, int, int], random: Random, window: int | None) -> None:
+    """Would catch a deadlock (short groups under Megatron's warm-up have one), crossed messages and a warm-up too long.
+
+    Durations differ by microbatch and virtual stage as with packs of different lengths; a window of one send is the
+    strictest the runtime could have.
+    """
+    num_stages, num_microbatches, num_chunks = size
+    weights = [random.uniform(0.1, 2.0) for _ in range(num_microbatches * num_stages * num_chunks)]
+
+    def duration(place: int, microbatch: int) -> float:
+        return float(weights[place * num_microbatches + microbatch])
+
+    result = simulate(training(*size), num_chunks, duration, duration, message_time=0.1, send_window=window)
+    for stage, peak in enumerate(result.peak_in_flight):
+        assert peak <= in_flight_bound(stage, num_stages, num_microbatches, num_chunks)
+    simulate(evaluation(*size), num_chunks, duration, send_window=window)
+
+
+def test_every_small_size_ends() -> None:
+    """Exhaustive where the property test draws: short groups are the rare case."""
+    for num_stages in range(2, 6):
+        for num_chunks in range(1, 5):
+            for num_microbatches in range(1, 2 * num_stages + 2):
+                simulate(training(num_stages, num_microbatches, num_chunks), num_chunks, send_window=1)
+
+
+@settings(deadline=None, derandomize=True)
+@given(sizes())
+def test_every_chunk_runs_each_microbatch_once_in_one_order(size: tuple[int, int, int]) -> None:
+    """Would catch a forward left out, run twice, or gradients summed in another order."""
+    _, num_microbatches, num_chunks = size
+    for actions in training(*size):
+        for chunk in range(num_chunks):
+            for kind in (Kind.FORWARD, Kind.BACKWARD):
+                order = [a.microbatch for a in actions if a.kind is kind and a.chunk == chunk]
+                assert order == list(range(num_microbatches))
+    for actions in evaluation(*size):
+        assert {a.kind for a in actions} <= {Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECV_FORWARD}
+        for chunk in range(num_chunks):
+            forwards = [a.microbatch for a in actions if a.kind is Kind.FORWARD and a.chunk == chunk]
+            assert forwards == list(range(num_microbatches))
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.integers(1, 9), st.integers(1, 30), times, times)
+def test_the_bubble_of_1f1b_is_the_formula(stages: int, microbatches: int, forward: float, backward: float) -> None:
+    """(pp - 1) / m of the ideal time, for any ratio of backward to forward and m >= 1. Tolerance: float additions."""
+    result = simulate(training(stages, microbatches, 1), 1, forward, backward)
+    assert result.bubble == pytest.approx((stages - 1) / microbatches, abs=1e-9)
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.integers(2, 8), st.integers(1, 4), st.integers(2, 5), times, times)
+def test_the_bubble_of_interleaved_is_the_formula(
+    stages: int, groups: int, chunks: int, forward: float, backward: float
+) -> None:
+    """(pp - 1) / (v m) when groups are full. Would catch a wrong warm-up or order of chunks."""
+    result = simulate(training(stages, groups * stages, chunks), chunks, forward, backward)
+    assert result.bubble == pytest.approx((stages - 1) / (chunks * groups * stages), abs=1e-9)
+
+
+@settings(deadline=None, derandomize=True)
+@given(sizes(), times, times)
+def test_a_short_group_costs_at_most_its_missing_microbatches(
+    size: tuple[int, int, int], forward: float, backward: float
+) -> None:
+    num_stages, num_microbatches, num_chunks = size
+    missing = -num_microbatches % num_stages if num_chunks > 1 else 0
+    result = simulate(training(*size), num_chunks, forward, backward)
+    limit = (num_stages - 1 + missing * num_chunks) / (num_chunks * num_microbatches)
+    assert result.bubble <= limit + 1e-9
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 4))
+def test_the_bubble_of_evaluation_is_the_formula(stages: int, groups: int, chunks: int) -> None:
+    chunks = chunks if stages > 1 else 1
+    result = simulate(evaluation(stages, groups * stages, chunks), chunks)
+    assert result.bubble == pytest.approx((stages - 1) / (chunks * groups * stages), abs=1e-9)
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.integers(1, 8), st.integers(2, 4), st.integers(1, 4))
+def test_the_memory_bound_is_reached_and_not_padded(stages: int, groups: int, chunks: int) -> None:
+    """pp - stage for 1F1B, warm-up + 1 for interleaved: a memory estimate built on the bound is exact."""
+    chunks = chunks if stages > 1 else 1
+    result = simulate(training(stages, groups * stages, chunks), chunks)
+    bounds = [in_flight_bound(stage, stages, groups * stages, chunks) for stage in range(stages)]
+    assert list(result.peak_in_flight) == bounds
+    if chunks == 1:
+        assert bounds == [stages - stage for stage in range(stages)]
+    else:
+        warmup = [(stages - stage - 1) * 2 + (chunks - 1) * stages for stage in range(stages)]
+        assert bounds == [min(count + 1, groups * stages * chunks) for count in warmup]
+
+
+@settings(deadline=None, derandomize=True)
+@given(sizes())
+def test_the_ends_of_the_pipeline_send_and_receive_nothing(size: tuple[int, int, int]) -> None:
+    """Would catch a first stage waiting for hidden states before the embedding, or a loss sent on."""
+    num_stages, _, num_chunks = size
+    lists = training(*size)
+    at_first = {a.kind for a in lists[0] if a.chunk == 0}
+    at_last = {a.kind for a in lists[-1] if a.chunk == num_chunks - 1}
+    assert not at_first & {Kind.RECV_FORWARD, Kind.SEND_BACKWARD}
+    assert not at_last & {Kind.SEND_FORWARD, Kind.RECV_BACKWARD}
+    if num_stages == 1:
+        assert at_first == {Kind.FORWARD, Kind.BACKWARD}
+
+
+def test_the_lists_of_two_stages_are_these() -> None:
+    """A list to read: 1F1B of stage 0 of 2 with 3 microbatches."""
+    shown = [f"{a.kind.value} {a.microbatch}" for a in schedule("1f1b", 0, 2, 3)]
+    assert shown == [
+        "forward 0", "send-forward 0",
+        "forward 1", "send-forward 1", "recv-backward 0", "backward 0",
+        "forward 2", "send-forward 2", "recv-backward 1", "backward 1",
+        "recv-backward 2", "backward 2",
+    ]  # fmt: skip
+
+
+def test_impossible_sizes_name_the_numbers_and_all_flags() -> None:
+    with pytest.raises(ValueError, match=r"0 microbatches.*--global-batch-size"):
+        schedule("1f1b", 0, 2, 0)
+    with pytest.raises(ValueError, match="--num-virtual-stages-per-pipeline-rank 3 needs") as caught:
+        schedule("interleaved", 0, 1, 0, 3)
+    assert "--global-batch-size" in str(caught.value)
+    with pytest.raises(ValueError, match="1f1b has one chunk on each stage, not 2"):
+        schedule("1f1b", 0, 2, 4, 2)
+    with pytest.raises(ValueError, match=rf"'gpipe'.*{', '.join(SCHEDULES)}"):
+        schedule("gpipe", 0, 2, 4)
