@@ -1,0 +1,268 @@
+"""The payload of a checkpoint: `torch.distributed.checkpoint` (DCP) files written and read box by box.
+
+Key property: boxes of global tensors become DCP shards through two small planners, so the files are ordinary DCP (its
+own tools open them) while flat ZeRO slices need no sharded tensor type. The index, a pickle, is opened only after its
+hash was checked and only through an unpickler that knows the dozen classes it may hold. Loading talks to no other
+rank. Rejected: `state_dict` with DTensor, which cannot describe a slice that starts in the middle of a row.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import math
+import os
+import pickle
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megacp.checkpoint.names import TensorBox
+from megacp.distributed.grid import Axis
+
+INDEX_FILE = ".metadata"
+
+_DCP_METADATA = "torch.distributed.checkpoint.metadata"
+_ALLOWED_GLOBALS = {
+    *((_DCP_METADATA, name) for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties")),
+    *((_DCP_METADATA, name) for name in ("ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    *(("torch", name) for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32")),
+}
+"""Everything the index of a megacp checkpoint refers to."""
+
+
+class PayloadError(RuntimeError):
+    """Writing the payload failed on some rank; the message names rank and reason, the same on all ranks."""
+
+
+class _Writer(dcp.FileSystemWriter):
+    """DCP's file writer, without the path and the random id it would put in the index."""
+
+    def storage_meta(self) -> None:
+        return None
+
+
+class _SavePlanner(SavePlanner):
+    def __init__(self, boxes: Sequence[TensorBox]) -> None:
+        self._boxes = {(box.name, tuple(box.offsets)): box for box in boxes if box.tensor.numel()}
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        pass
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan([_write_item(box) for box in self._boxes.values()])
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        index: dict[str, TensorStorageMetadata] = {}
+        for plan in all_plans:
+            for item in plan.items:
+                data = item.tensor_data
+                assert data is not None
+                entry = index.setdefault(
+                    item.index.fqn, TensorStorageMetadata(properties=data.properties, size=data.size, chunks=[])
+                )
+                if (entry.size, entry.properties.dtype) != (data.size, data.properties.dtype):
+                    raise ValueError(f"ranks disagree on shape or dtype of {item.index.fqn}")
+                entry.chunks.append(data.chunk)
+        problems = [problem for name, entry in index.items() for problem in _coverage(name, entry)]
+        if problems:
+            raise ValueError("; ".join(problems[:20]))
+        return all_plans, Metadata(state_dict_metadata=dict(index))
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        assert write_item.index.offset is not None
+        return self._boxes[write_item.index.fqn, tuple(write_item.index.offset)].tensor.detach()
+
+
+def _write_item(box: TensorBox) -> WriteItem:
+    offsets = torch.Size(box.offsets)
+    data = TensorWriteData(
+        chunk=ChunkStorageMetadata(offsets=offsets, sizes=box.tensor.shape),
+        properties=TensorProperties(dtype=box.tensor.dtype),
+        size=torch.Size(box.global_shape),
+    )
+    return WriteItem(index=MetadataIndex(box.name, offsets), type=WriteItemType.SHARD, tensor_data=data)
+
+
+def _coverage(name: str, entry: TensorStorageMetadata) -> list[str]:
+    """Reasons why the boxes of a tensor are no exact tiling of it."""
+    held = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+    if held != math.prod(entry.size):
+        return [f"the ranks together write {held} elements of {name}, which has {math.prod(entry.size)}"]
+    return [f"two boxes of {name} that ranks write overlap"] if _overlap(entry.chunks) else []
+
+
+def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
+    """Whether two boxes share an element: a sweep along dim 0, in which few boxes are open at a time."""
+    opened: list[ChunkStorageMetadata] = []
+    for chunk in sorted(chunks, key=lambda chunk: tuple(chunk.offsets)):
+        opened = [o for o in opened if not o.sizes or o.offsets[0] + o.sizes[0] > chunk.offsets[0]]
+        for other in opened:
+            sides = zip(chunk.offsets, chunk.sizes, other.offsets, other.sizes, strict=True)
+            if all(a < b + m and b < a + n for a, n, b, m in sides):
+                return True
+        opened.append(chunk)
+    return False
+
+
+def write_payload(folder: Path, boxes: Sequence[TensorBox], world: Axis) -> list[Path]:
+    """Write every rank's boxes into an existing empty folder (shared by all ranks); returns the files of this rank.
+
+    Collective over `world`. Files are synced to disk. Raises PayloadError on all ranks when any rank fails.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*assuming the intent is to save in a single process.*")
+            dcp.save(
+                {},
+                storage_writer=_Writer(folder, overwrite=False),
+                planner=_SavePlanner(boxes),
+                process_group=world.group,
+                no_dist=world.size == 1,
+            )
+    except dcp.CheckpointException as failure:
+        reasons = (f"rank {rank}: {_describe(error)}" for rank, (error, _) in sorted(failure.failures.items()))
+        raise PayloadError("; ".join(reasons)) from failure
+    files = sorted(folder.glob(f"__{world.rank}_*"))
+    return [*files, folder / INDEX_FILE] if world.rank == 0 else files
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"{os.strerror(error.errno)} ({errno.errorcode.get(error.errno, error.errno)})"
+    return f"{type(error).__name__}: {error}"
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED_GLOBALS:
+            raise ValueError(f"the checkpoint index refers to {module}.{name}, which no megacp checkpoint does")
+        return super().find_class(module, name)
+
+
+class Payload:
+    """A written payload, opened for reading; `hashes` gives the sha256 of each of its files by name.
+
+    Raises ValueError when the index has another hash, refers to a file that `hashes` does not name, or to anything but
+    DCP's own data classes.
+    """
+
+    def __init__(self, folder: Path, hashes: Mapping[str, str]) -> None:
+        content = (folder / INDEX_FILE).read_bytes()
+        if hashlib.sha256(content).hexdigest() != hashes.get(INDEX_FILE):
+            raise ValueError(f"{folder / INDEX_FILE} is damaged: its sha256 is not the one in the manifest")
+        self._metadata: Metadata = _IndexUnpickler(io.BytesIO(content)).load()
+        unknown = {info.relative_path for info in self._metadata.storage_data.values()} - set(hashes)
+        if unknown:
+            raise ValueError(
+                f"{folder / INDEX_FILE} refers to files that the manifest does not list: {sorted(unknown)}"
+            )
+        self._reader = dcp.FileSystemReader(folder)
+        self._reader.set_up_storage_reader(self._metadata, True)
+
+    @property
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Global shape and dtype of every stored tensor by name."""
+        index = self._metadata.state_dict_metadata
+        return {name: (tuple(e.size), e.properties.dtype) for name, e in index.items()}  # type: ignore[union-attr]
+
+    def problems(self, boxes: Iterable[TensorBox]) -> list[str]:
+        """Why these boxes cannot be read, one line per tensor: missing, another shape, another dtype."""
+        found: dict[str, str] = {}
+        tensors = self.tensors
+        for box in boxes:
+            stored = tensors.get(box.name)
+            if stored is None:
+                found[box.name] = f"{box.name} is not in the checkpoint"
+            elif stored[0] != tuple(box.global_shape):
+                found[box.name] = f"{box.name} has shape {stored[0]} in the checkpoint, {tuple(box.global_shape)} here"
+            elif stored[1] != box.tensor.dtype:
+                found[box.name] = f"{box.name} is {stored[1]} in the checkpoint, {box.tensor.dtype} here"
+        return list(found.values())
+
+    def read(self, boxes: Iterable[TensorBox]) -> None:
+        """Fill the boxes' tensors; each stored box that overlaps one of them is read. `problems` must be empty."""
+        planner = _LoadPlanner(boxes, self._metadata)
+        self._reader.read_data(planner.create_local_plan(), planner).wait()
+
+    def read_whole(self, name: str) -> torch.Tensor:
+        """One tensor, whole, on the CPU."""
+        shape, dtype = self.tensors[name]
+        tensor = torch.empty(shape, dtype=dtype)
+        self.read([TensorBox(name, shape, (0,) * len(shape), tensor)])
+        return tensor
+
+
+class _LoadPlanner(LoadPlanner):
+    def __init__(self, boxes: Iterable[TensorBox], metadata: Metadata) -> None:
+        self._boxes: dict[str, list[TensorBox]] = defaultdict(list)
+        for box in boxes:
+            if box.tensor.numel():
+                self._boxes[box.name].append(box)
+        self._metadata = metadata
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        pass
+
+    def create_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        for name, boxes in self._boxes.items():
+            entry = self._metadata.state_dict_metadata[name]
+            assert isinstance(entry, TensorStorageMetadata)
+            wanted = [ChunkStorageMetadata(torch.Size(box.offsets), box.tensor.shape) for box in boxes]
+            reads = create_read_items_for_chunk_list(name, entry, wanted)
+            found = sum(math.prod(item.lengths) for item in reads)
+            if found != sum(box.tensor.numel() for box in boxes):
+                raise ValueError(f"the checkpoint index does not cover {name}: {found} elements found")
+            items += reads
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise ValueError(f"{read_item.storage_index.fqn} is no tensor")
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        index = read_item.dest_index
+        assert index.index is not None
+        target = self._boxes[index.fqn][index.index].tensor.detach()
+        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(dim, offset, length)
+        return target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass

@@ -1,0 +1,64 @@
+"""AdamW (Loshchilov and Hutter, arXiv 1711.05101) on flat slices: torch's fused kernel with its moments laid open.
+
+Key property: two parameter groups, decayed and not, over 1-D slices; the moments exist from the start, so a checkpoint
+can be read into them before the first update. Rejected: an own kernel; torch's fused one runs on CPU and CUDA, and its
+result does not depend on where an element lies in a slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class AdamWSettings:
+    """Hyperparameters of AdamW and of clipping; the names are those of the flags."""
+
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_grad: float = 1.0
+    """Largest global gradient norm that is left as it is; 0 switches clipping off."""
+
+
+class FlatAdamW:
+    """AdamW over 1-D tensors; `decayed[i]` says whether weight decay applies to `slices[i]`."""
+
+    def __init__(self, slices: Sequence[torch.Tensor], decayed: Sequence[bool], settings: AdamWSettings) -> None:
+        self.slices = list(slices)
+        groups = [
+            {"params": [s for s, d in zip(slices, decayed, strict=True) if d], "weight_decay": settings.weight_decay},
+            {"params": [s for s, d in zip(slices, decayed, strict=True) if not d], "weight_decay": 0.0},
+        ]
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            betas=(settings.adam_beta1, settings.adam_beta2),
+            eps=settings.adam_eps,
+            fused=True,
+        )
+        self.exp_avg = [torch.zeros_like(s) for s in slices]
+        """First moments, one 1-D tensor per slice, in its dtype."""
+        self.exp_avg_sq = [torch.zeros_like(s) for s in slices]
+        """Second moments."""
+        self._counts = [torch.zeros((), dtype=torch.float32, device=s.device) for s in slices]
+        for s, count, first, second in zip(self.slices, self._counts, self.exp_avg, self.exp_avg_sq, strict=True):
+            self._adamw.state[s] = {"step": count, "exp_avg": first, "exp_avg_sq": second}
+
+    def set_updates(self, updates: int) -> None:
+        """Say how many updates the moments have seen: the bias correction of the next one depends on it."""
+        for count in self._counts:
+            count.fill_(updates)
+
+    def update(self, gradients: Sequence[torch.Tensor], lr: float) -> None:
+        """One update in place; `gradients[i]` is shaped like `slices[i]` and of its dtype."""
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        for s, gradient in zip(self.slices, gradients, strict=True):
+            s.grad = gradient
+        self._adamw.step()
+        for s in self.slices:
+            s.grad = None

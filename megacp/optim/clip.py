@@ -1,0 +1,40 @@
+"""The global gradient norm over the shards of all ranks, each parameter counted once.
+
+Key property: sums of squares are taken in float64 and a copy (a parameter replicated over tp, the second tied
+embedding) adds 0 times its own sum, which is nothing while it is finite and NaN when it is not: a bad value on any rank
+shows in the one number that all ranks get. Rejected: `clip_grad_norm_`, which knows nothing of copies and shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from megacp.distributed.collectives import all_reduce
+from megacp.distributed.grid import Axis
+
+_BLOCK = 65_536
+"""Elements converted to float64 at a time: they stay in the cache, and no float64 copy of a bucket is made."""
+
+
+def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
+    """Sum of the squares of 1-D `x` as a float64 scalar on its device."""
+    blocks = x.split(_BLOCK) if x.device.type == "cpu" else (x,)
+    return torch.stack([torch.linalg.vector_norm(block, dtype=torch.float64).square() for block in blocks]).sum()
+
+
+def global_norm(shards: Iterable[tuple[torch.Tensor, bool]], world: Axis) -> float:
+    """L2 norm of all gradients; `shards` are (slice, counted) of this rank, `world` spans all ranks of the grid.
+
+    The same float on every rank; inf or NaN when any rank holds a non-finite value.
+    """
+    sums = [sum_of_squares(shard) * (1.0 if counted else 0.0) for shard, counted in shards]
+    assert sums, "a rank without parameters has no place in the grid"
+    total = torch.stack(sums).sum().reshape(1)
+    return all_reduce(total, world).sqrt().item()
+
+
+def clip_scale(norm: float, clip_grad: float) -> float:
+    """The factor that brings gradients of this norm to at most `clip_grad`; 1 when that is 0 (off)."""
+    return min(1.0, clip_grad / (norm + 1e-6)) if clip_grad > 0 else 1.0

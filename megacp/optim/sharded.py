@@ -1,0 +1,93 @@
+"""ZeRO stage 1 (Rajbhandari et al., arXiv 1910.02054): each rank of dp x cp updates its slice of every bucket.
+
+Key property: moments exist once in dp x cp; a float32 or float64 model is updated in place in its own flat buffer,
+and only a 16-bit model has float32 master slices. A step with a non-finite gradient anywhere is skipped by all ranks
+together, because all see the same global norm. Rejected: `ZeroRedundancyOptimizer`, which deals out whole parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from megacp.data_parallel.buckets import Bucket, FlatBuckets
+from megacp.data_parallel.layout import ParameterSlice, slices_of
+from megacp.distributed.grid import Axis
+from megacp.optim.adamw import AdamWSettings, FlatAdamW
+from megacp.optim.clip import clip_scale, global_norm
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one optimizer step did; equal on all ranks."""
+
+    grad_norm: float
+    """Global norm before clipping."""
+    skipped: bool
+    """True when a gradient was not finite: weights, moments and the count of updates are untouched."""
+
+
+class ShardedAdamW:
+    """AdamW over this rank's slices of `buckets`; `world` spans all ranks of the grid (for the norm)."""
+
+    def __init__(self, buckets: FlatBuckets, settings: AdamWSettings, world: Axis) -> None:
+        self.buckets = buckets
+        self._settings = settings
+        self._world = world
+        self.updates = 0
+        """Updates done so far; skipped steps do not count."""
+        trained = []
+        for bucket in buckets.buckets:
+            shard = bucket.parameter_shard
+            own_dtype = shard.dtype == bucket.gradients.dtype
+            trained.append(shard.detach() if own_dtype else shard.to(bucket.gradients.dtype))
+        self._adamw = FlatAdamW(trained, [b.plan.weight_decay for b in buckets.buckets], settings)
+
+    def step(self, lr: float) -> StepReport:
+        """Clip, update, gather the new parameters, zero the gradients; call it after `FlatBuckets.finish`."""
+        gradients = [self.buckets.grad_shard(i) for i in range(len(self.buckets.buckets))]
+        counted = [bucket.plan.counted for bucket in self.buckets.buckets]
+        norm = global_norm(zip(gradients, counted, strict=True), self._world)
+        finite = math.isfinite(norm)
+        if finite:
+            scale = clip_scale(norm, self._settings.clip_grad)
+            if scale < 1.0:
+                for gradient in gradients:
+                    gradient.mul_(scale)
+            self._adamw.update(gradients, lr)
+            self.updates += 1
+            for bucket, master in self._masters():
+                bucket.parameter_shard.copy_(master)
+            self.buckets.gather_parameters()
+        self.buckets.zero()
+        return StepReport(norm, skipped=not finite)
+
+    def _masters(self) -> list[tuple[Bucket, torch.Tensor]]:
+        pairs = zip(self.buckets.buckets, self._adamw.slices, strict=True)
+        return [(bucket, s) for bucket, s in pairs if s.dtype != bucket.parameters.dtype]
+
+    def reset_masters(self) -> None:
+        """Take the master slices from the parameters again, after somebody else has written those."""
+        for bucket, master in self._masters():
+            master.copy_(bucket.parameter_shard)
+
+    def state_slices(self) -> dict[str, list[ParameterSlice]]:
+        """This rank's share of the state by kind: `exp_avg`, `exp_avg_sq` and, for a 16-bit model, `master`."""
+        kinds = {"exp_avg": self._adamw.exp_avg, "exp_avg_sq": self._adamw.exp_avg_sq}
+        state = {kind: self.buckets.shard_slices(values) for kind, values in kinds.items()}
+        masters = [part for b, master in self._masters() for part in slices_of(b.plan, b.shard_start, master)]
+        return {**state, "master": masters} if masters else state
+
+    def clear(self) -> None:
+        """Zero parameters and state before a checkpoint is read into them: what it does not hold (padding) is 0."""
+        for bucket in self.buckets.buckets:
+            bucket.parameters.zero_()
+        for values in (*self._adamw.exp_avg, *self._adamw.exp_avg_sq, *self._adamw.slices):
+            values.zero_()
+
+    def set_updates(self, updates: int) -> None:
+        """Say how many updates the state has seen, after it was read from a checkpoint."""
+        self.updates = updates
+        self._adamw.set_updates(updates)

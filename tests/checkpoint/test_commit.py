@@ -1,0 +1,278 @@
+"""The commit protocol in one process and on two ranks: what counts, what is refused, what survives."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from megacp.checkpoint import commit as module
+from megacp.checkpoint.commit import (
+    LATEST_FILE,
+    LoadedCheckpoint,
+    SaveError,
+    committed,
+    load_checkpoint,
+    save_checkpoint,
+)
+from megacp.checkpoint.manifest import MANIFEST_FILE
+from megacp.checkpoint.names import TensorBox
+from megacp.distributed.grid import Axis, single_axis
+from tests.ranks import grid, run_ranks
+
+WORLD = single_axis("world")
+
+
+def boxes(value: float, world: Axis = WORLD, name: str = "model.w") -> list[TensorBox]:
+    """One row per rank of a global `[size, 3]` tensor."""
+    return [TensorBox(name, (world.size, 3), (world.rank, 0), torch.full((1, 3), float(value)))]
+
+
+def save(root: Path, step: int, world: Axis = WORLD, keep_last: int = 0) -> Path:
+    extra = {"samples": 10 * step}
+    return save_checkpoint(
+        root, step, boxes(step, world), extra=extra, config_yaml=f"step: {step}\n", world=world, keep_last=keep_last
+    )
+
+
+def value(loaded: LoadedCheckpoint) -> float:
+    target = boxes(-1.0, loaded.world)
+    loaded.read(target)
+    assert (target[0].tensor == target[0].tensor[0, 0]).all()
+    return target[0].tensor[0, 0].item()
+
+
+def test_a_saved_checkpoint_comes_back_with_everything(tmp_path: Path) -> None:
+    """Would catch a file that the manifest forgets, and extra state that is lost."""
+    path = save(tmp_path, 100)
+    assert path == tmp_path / "step_0000100"
+    assert (tmp_path / LATEST_FILE).read_text() == "step_0000100\n"
+    loaded = load_checkpoint(tmp_path, WORLD)
+    assert (loaded.step, loaded.extra, loaded.path, loaded.passed_over) == (100, {"samples": 1000}, path, ())
+    assert loaded.config_yaml == "step: 100\n"
+    assert value(loaded) == 100
+    assert set(loaded.manifest.files) | {MANIFEST_FILE} == {p.name for p in path.iterdir()}
+    assert [(n, t.tolist()) for n, t in loaded.whole_tensors()] == [("w", [[100.0] * 3])]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [LATEST_FILE, "step_0000100"]
+
+
+def test_latest_is_loaded_and_a_step_directory_can_be_asked_for(tmp_path: Path) -> None:
+    """Would catch the newest by name instead of `latest`, which a user may have set back."""
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    assert value(load_checkpoint(tmp_path, WORLD)) == 3
+    assert value(load_checkpoint(tmp_path / "step_0000001", WORLD)) == 1
+    (tmp_path / LATEST_FILE).write_text("step_0000002\n")
+    assert value(load_checkpoint(tmp_path, WORLD)) == 2
+    for content in ("../elsewhere", "step_0000009", ""):
+        (tmp_path / LATEST_FILE).write_text(content)
+        assert value(load_checkpoint(tmp_path, WORLD)) == 3
+
+
+def test_the_newest_is_the_last_written_not_the_highest_step(tmp_path: Path) -> None:
+    """Would catch a run that was set back to an earlier step and then resumes from the abandoned branch."""
+    for step in (1, 3, 2):
+        save(tmp_path, step)
+    (tmp_path / LATEST_FILE).unlink()
+    assert load_checkpoint(tmp_path, WORLD).step == 2
+    assert [p.name[-1] for p in committed(tmp_path)] == ["2", "3", "1"]
+
+
+def test_a_directory_is_never_written_to_twice(tmp_path: Path) -> None:
+    """Would catch a re-save into an existing directory, which a full disk turns into the loss of both."""
+    first = save(tmp_path, 5)
+    before = {p.name: p.read_bytes() for p in first.iterdir()}
+    second = save(tmp_path, 5)
+    assert second.name == "step_0000005.2"
+    assert {p.name: p.read_bytes() for p in first.iterdir()} == before
+    assert load_checkpoint(tmp_path, WORLD).path == second
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm", [_truncate, _flip, Path.unlink])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "config.yaml", MANIFEST_FILE])
+def test_damage_to_any_file_is_named_and_the_previous_checkpoint_is_loaded(
+    tmp_path: Path, name: str, harm: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Would catch a file that no hash covers, a silent fallback, and a restart from step 0."""
+    save(tmp_path, 1)
+    newest = save(tmp_path, 2)
+    harm(newest / name)  # type: ignore[operator]
+    with caplog.at_level(logging.WARNING):
+        loaded = load_checkpoint(tmp_path, WORLD)
+    assert value(loaded) == 1
+    assert str(newest / name) in loaded.passed_over[0]
+    assert str(newest / name) in caplog.text and "step_0000001" in caplog.text
+    with pytest.raises(ValueError, match=name):
+        load_checkpoint(newest, WORLD)
+
+
+def test_when_nothing_is_whole_every_damage_is_named(tmp_path: Path) -> None:
+    """Would catch a run that quietly starts anew because all its checkpoints are damaged."""
+    for step in (1, 2):
+        (save(tmp_path, step) / "__0_0.distcp").unlink()
+    with pytest.raises(ValueError, match=r"step_0000002.*step_0000001"):
+        load_checkpoint(tmp_path, WORLD)
+
+
+@pytest.mark.parametrize("name", ["missing", "empty", "file"])
+def test_a_place_without_checkpoints_is_refused(tmp_path: Path, name: str) -> None:
+    """Would catch a FileNotFoundError as the user's message."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="no committed checkpoint"):
+        load_checkpoint(tmp_path / name, WORLD)
+
+
+@pytest.mark.parametrize("call", ["write_payload", "hash_file", "_commit", "sync_folder"])
+def test_a_crash_at_any_point_before_the_rename_leaves_the_previous_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Would catch a directory that counts before it is complete. The crash is one that no `except` sees."""
+    save(tmp_path, 1)
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, call, killed)
+        with pytest.raises(Killed):
+            save(tmp_path, 2)
+    assert any(".tmp-" in p.name for p in tmp_path.iterdir())
+    assert value(load_checkpoint(tmp_path, WORLD)) == 1
+    save(tmp_path, 2)
+    assert value(load_checkpoint(tmp_path, WORLD)) == 2
+
+
+def test_a_crash_between_rename_and_latest_leaves_both_loadable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch a run that cannot save step 2 again after resuming from step 1."""
+    save(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_point_and_prune", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, 2)
+    assert value(load_checkpoint(tmp_path, WORLD)) == 1
+    assert value(load_checkpoint(tmp_path / "step_0000002", WORLD)) == 2
+    assert save(tmp_path, 2).name == "step_0000002.2"
+
+
+def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
+    """Would catch pruning by name (10 before 9), of the newest, or of something else in the directory."""
+    (tmp_path / "notes").mkdir()
+    for step in (8, 9, 10, 11):
+        save(tmp_path, step, keep_last=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [LATEST_FILE, "notes", "step_0000010", "step_0000011"]
+
+
+def test_extra_state_that_is_not_json_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """Would catch a half-written checkpoint because of a tensor in the loader state."""
+    with pytest.raises(SaveError, match="JSON"):
+        save_checkpoint(tmp_path / "new", 1, boxes(1), extra={"rng": torch.zeros(1)}, config_yaml="", world=WORLD)
+    assert not (tmp_path / "new").exists()
+
+
+def test_tensors_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
+    """Would catch a checkpoint of a deeper model, loaded without its upper layers."""
+    world = [*boxes(1.0), *boxes(2.0, name="model.v"), *boxes(3.0, name="optimizer.exp_avg.w")]
+    save_checkpoint(tmp_path, 1, world, extra={}, config_yaml="", world=WORLD)
+    loaded = load_checkpoint(tmp_path, WORLD)
+    with pytest.raises(ValueError, match=r"model\.v is in the checkpoint but not in this model"):
+        loaded.read(boxes(0.0))
+    loaded.read([*boxes(0.0), *boxes(0.0, name="model.v")])
+    with pytest.raises(ValueError, match=r"model\.u is not in the checkpoint"):
+        loaded.read([*boxes(0.0), *boxes(0.0, name="model.u")])
+
+
+def _ranks_save_and_load(rank: int, world_size: int, root: str) -> tuple[float, int]:
+    world = grid(dp=world_size).world
+    save(Path(root), 1, world)
+    save(Path(root), 2, world, keep_last=1)
+    loaded = load_checkpoint(root, world)
+    return value(loaded), len(loaded.manifest.files)
+
+
+def test_ranks_write_one_checkpoint_together(tmp_path: Path) -> None:
+    """Would catch files of a rank that the manifest lacks: one per rank, the index and the config."""
+    assert run_ranks(_ranks_save_and_load, 4, str(tmp_path)) == [(2.0, 6)] * 4
+    assert sorted(p.name for p in tmp_path.iterdir()) == [LATEST_FILE, "step_0000002"]
+
+
+def _one_disk_is_full(rank: int, world_size: int, root: str, broken: int) -> tuple[str, float]:
+    world = grid(dp=world_size).world
+    save(Path(root), 1, world)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == broken:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # writing beyond it fails like a full disk
+    try:
+        save(Path(root), 2, world)
+    except SaveError as error:
+        message = str(error)
+    else:
+        message = "saved"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return message, value(load_checkpoint(root, world))
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_disk_error_on_one_rank_is_raised_on_all_and_the_previous_one_stays(tmp_path: Path, broken: int) -> None:
+    """Would catch ranks that wait for ever for the one that failed, and a checkpoint committed without its file."""
+    results = run_ranks(_one_disk_is_full, 2, str(tmp_path), broken)
+    assert results[0] == results[1]
+    message, loaded = results[0]
+    assert f"rank {broken}: File too large" in message and "step 2" in message
+    assert loaded == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == [LATEST_FILE, "step_0000001"]
+
+
+def _damage_is_seen_by_all(rank: int, world_size: int, root: str) -> tuple[float, str]:
+    world = grid(dp=world_size).world
+    save(Path(root), 1, world)
+    path = save(Path(root), 2, world)
+    if rank == 1:
+        _flip(path / "__1_0.distcp")
+    torch.distributed.barrier()
+    loaded = load_checkpoint(root, world)
+    return value(loaded), loaded.passed_over[0]
+
+
+def test_all_ranks_agree_to_pass_over_a_damaged_checkpoint(tmp_path: Path) -> None:
+    """Would catch ranks that load different steps because only one of them hashed the bad file."""
+    results = run_ranks(_damage_is_seen_by_all, 2, str(tmp_path))
+    assert results[0] == results[1]
+    assert results[0][0] == 1 and "__1_0.distcp" in results[0][1]
+
+
+def _misfit(rank: int, world_size: int, root: str) -> str:
+    world = grid(dp=world_size).world
+    save(Path(root), 1, world)
+    wanted = boxes(0.0, world) if rank == 0 else [TensorBox("model.w", (9, 3), (0, 0), torch.zeros(1, 3))]
+    try:
+        load_checkpoint(root, world).read(wanted)
+    except ValueError as error:
+        return str(error)
+    return "read"
+
+
+def test_a_misfit_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    """Would catch a pipeline stage that loads while another has refused."""
+    results = run_ranks(_misfit, 2, str(tmp_path))
+    assert results[0] == results[1]
+    assert "rank 1" in results[0] and "shape (2, 3) in the checkpoint, (9, 3) here" in results[0]

@@ -1,0 +1,45 @@
+"""The global norm: every parameter once, non-finite values seen by all."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megacp.distributed.grid import single_axis
+from megacp.optim.clip import clip_scale, global_norm, sum_of_squares
+from tests.ranks import grid, run_ranks
+
+
+def _norm(rank: int, world_size: int, values: list[list[tuple[list[float], bool]]]) -> float:
+    shards = [(torch.tensor(x), counted) for x, counted in values[rank]]
+    return global_norm(shards, grid(tp=world_size).world)
+
+
+def test_a_parameter_that_two_ranks_hold_is_counted_once() -> None:
+    """Would catch a norm over everything every rank holds: sqrt(3^2 + 4^2 + 4^2) instead of 5."""
+    both = ([4.0], True), ([4.0], False)
+    assert run_ranks(_norm, 2, [[([3.0], True), both[0]], [([0.0], True), both[1]]]) == [5.0, 5.0]
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_bad_value_in_an_uncounted_copy_on_one_rank_shows_on_all(bad: float) -> None:
+    """Would catch ranks that disagree on skipping the step, and a copy whose values nobody looks at."""
+    norms = run_ranks(_norm, 2, [[([3.0], True)], [([1.0], True), ([bad], False)]])
+    assert not any(math.isfinite(norm) for norm in norms)
+
+
+def test_squares_are_summed_in_float64() -> None:
+    """Would catch sums in float32, where 1e30 squared overflows and small terms are lost."""
+    assert sum_of_squares(torch.full((300_000,), 1e30)).item() == pytest.approx(3e65, rel=1e-6)
+    x = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
+    assert sum_of_squares(x).item() == pytest.approx(x.double().square().sum().item(), rel=1e-12)
+
+
+def test_the_scale_clips_only_above_the_limit() -> None:
+    """Would catch gradients that are scaled up, and a limit of 0 taken for `clip everything away`."""
+    assert clip_scale(0.5, 1.0) == 1.0
+    assert clip_scale(4.0, 1.0) == pytest.approx(0.25, rel=1e-6)
+    assert clip_scale(4.0, 0.0) == 1.0
+    assert global_norm([(torch.tensor([3.0, 4.0]), True)], single_axis("world")) == 5.0

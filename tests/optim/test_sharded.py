@@ -1,0 +1,199 @@
+"""Sharded AdamW on several grids against `torch.optim.AdamW` in one process."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megacp.data_parallel.buckets import FlatBuckets
+from megacp.data_parallel.layout import ParameterSlice
+from megacp.distributed.grid import ProcessGrid, single_axis
+from megacp.distributed.parameter import ParameterSpec, Piece, attach
+from megacp.optim.adamw import AdamWSettings
+from megacp.optim.sharded import ShardedAdamW
+from tests.ranks import grid, run_ranks
+from tests.reference.sharded_toy import Toy, WholeToy, local_of, values
+
+SETTINGS = AdamWSettings(adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, weight_decay=0.1, clip_grad=10.0)
+STEPS, LR = 3, 0.01
+
+
+def build(place: ProcessGrid, dtype: torch.dtype, bucket_elements: int = 200) -> tuple[Toy, FlatBuckets, ShardedAdamW]:
+    model = Toy(place.tp.size, place.tp.rank, place.pp.size, place.pp.rank, dtype)
+    axes = {"tp": place.tp, "embedding": place.embedding}
+    buckets = FlatBuckets([model], place.over("dp", "cp"), axes, bucket_elements)
+    return model, buckets, ShardedAdamW(buckets, SETTINGS, place.world)
+
+
+def train(place: ProcessGrid, dtype: torch.dtype) -> tuple[Toy, ShardedAdamW, list[float]]:
+    model, buckets, optimizer = build(place, dtype)
+    norms = []
+    for step in range(STEPS):
+        buckets.start_last_backward(0)
+        model.loss(values((step, buckets.axis.rank), dtype)).backward()
+        buckets.finish()
+        norms.append(optimizer.step(LR).grad_norm)
+    return model, optimizer, norms
+
+
+def difference(parts: list[ParameterSlice], whole: dict[str, torch.Tensor], model: Toy) -> float:
+    """Largest difference of flat slices from the global tensors."""
+    parameters = {id(p.megacp_spec): p for p in model.parameters()}  # type: ignore[attr-defined]
+    worst = 0.0
+    for part in parts:
+        expected = local_of(parameters[id(part.spec)], whole).flatten()[part.start : part.start + part.values.numel()]
+        worst = max(worst, (part.values.double() - expected.double()).abs().max().item())
+    return worst
+
+
+def whole_run(ranks: int) -> tuple[WholeToy, list[float]]:
+    whole = WholeToy((SETTINGS.adam_beta1, SETTINGS.adam_beta2), SETTINGS.adam_eps, 0.1, SETTINGS.clip_grad)
+    norms = [whole.step([values((step, rank)) for rank in range(ranks)], LR) for step in range(STEPS)]
+    return whole, norms
+
+
+def _differences(rank: int, world_size: int, shape: dict[str, int]) -> list[float]:
+    place = grid(**shape)
+    model, optimizer, norms = train(place, torch.float64)
+    whole, expected = whole_run(place.over("dp", "cp").size)
+    state = optimizer.state_slices()
+    assert set(state) == {"exp_avg", "exp_avg_sq"}
+    found = [abs(a - b) / b for a, b in zip(norms, expected, strict=True)]
+    found.append(difference(optimizer.buckets.whole_parameters(), dict(whole.parameters), model))
+    return found + [difference(parts, whole.state(kind), model) for kind, parts in state.items()]
+
+
+GRIDS = [
+    {"dp": 2},
+    {"cp": 2},
+    {"tp": 2},
+    {"pp": 2},
+    {"dp": 4},
+    {"dp": 2, "cp": 2},
+    {"tp": 2, "dp": 2},
+    {"pp": 2, "dp": 2},
+]
+
+
+@pytest.mark.parametrize("shape", GRIDS, ids=lambda shape: "_".join(f"{k}{v}" for k, v in shape.items()))
+def test_every_grid_trains_like_torch_adamw_in_one_process(shape: dict[str, int]) -> None:
+    """Would catch a reduction with another factor, a parameter counted twice, decay on a norm weight, a stale gather.
+
+    Tolerance: float64 sums in another order, over three updates.
+    """
+    results = run_ranks(_differences, math.prod(shape.values()), shape)
+    assert max(max(found) for found in results) < 1e-12
+
+
+def _copies(rank: int, world_size: int, shape: dict[str, int], dtype: torch.dtype) -> dict[str, list[bytes]]:
+    model, _, _ = train(grid(**shape), dtype)
+    found = {"embedding": [], "replicated": []}  # type: dict[str, list[bytes]]
+    for name, parameter in model.named_parameters():
+        content = parameter.detach().float().numpy().tobytes()
+        if name in ("embedding", "head"):
+            found["embedding"].append(content)
+        elif name.endswith(("norm", "filter")):
+            found["replicated"].append(content)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_stay_bitwise_equal(dtype: torch.dtype) -> None:
+    """Would catch tied embeddings, or replicated weights on tp ranks, that drift apart by a rounding error."""
+    tied = run_ranks(_copies, 4, {"pp": 2, "dp": 2}, dtype)
+    assert len({found["embedding"][0] for found in tied}) == 1
+    replicated = run_ranks(_copies, 4, {"tp": 2, "dp": 2}, dtype)
+    assert len({tuple(found["replicated"]) for found in replicated}) == 1
+
+
+def _half_gradient(master: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    leaf = master.bfloat16().requires_grad_()
+    (leaf * c + 0.5 * leaf * leaf).sum().backward()
+    assert leaf.grad is not None
+    return leaf.grad.float()
+
+
+def _half_precision(rank: int, world_size: int) -> tuple[float, bool, bool]:
+    place = grid(dp=world_size)
+    model, optimizer, _ = train(place, torch.bfloat16)
+    master = {name: v.float() for name, v in values("start", torch.bfloat16).items()}
+    parameters = {name: torch.nn.Parameter(v) for name, v in master.items()}
+    groups = [
+        {"params": [p for n, p in parameters.items() if not n.endswith(("bias", "norm.weight"))], "weight_decay": 0.1},
+        {"params": [p for n, p in parameters.items() if n.endswith(("bias", "norm.weight"))], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
+    for step in range(STEPS):
+        for name, parameter in parameters.items():
+            parameter.grad = sum(
+                _half_gradient(parameter.detach(), values((step, r), torch.bfloat16)[name]) for r in (0, 1)
+            )
+        torch.nn.utils.clip_grad_norm_(parameters.values(), SETTINGS.clip_grad)
+        adamw.step()
+    state = optimizer.state_slices()
+    worst = difference(state["master"], dict(parameters), model)
+    rounded = {name: p.detach().bfloat16() for name, p in parameters.items()}
+    close = difference(optimizer.buckets.whole_parameters(), rounded, model) <= 2**-7 * 4
+    mine = [p.values for p in optimizer.buckets.parameter_slices()]
+    follows = all(torch.equal(m.values.bfloat16(), p) for m, p in zip(state["master"], mine, strict=True))
+    return worst, close, follows
+
+
+def test_a_bfloat16_model_trains_through_float32_master_slices() -> None:
+    """Would catch updates in bfloat16 (lost below 2^-8 relative) and parameters that are not the rounded master.
+
+    Tolerance: float32 sums in another order; gradients pass through bfloat16 alike in both.
+    """
+    for worst, close, follows in run_ranks(_half_precision, 2):
+        assert worst < 1e-6
+        assert close and follows
+
+
+def _skips(rank: int, world_size: int, shape: dict[str, int]) -> list[object]:
+    model, buckets, optimizer = build(grid(**shape), torch.float32)
+    before = [p.detach().clone() for p in model.parameters()]
+    coefficients = values((0, rank), torch.float32)
+    if rank == world_size - 1:
+        coefficients["layers.1.norm.weight"][2] = math.nan
+    model.loss(coefficients).backward()
+    buckets.finish()
+    report = optimizer.step(LR)
+    same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    untouched = all(not part.values.any() for parts in optimizer.state_slices().values() for part in parts)
+    model.loss(values((1, rank), torch.float32)).backward()
+    buckets.finish()
+    return [report.skipped, same, untouched, optimizer.step(LR).skipped, optimizer.updates]
+
+
+@pytest.mark.parametrize("shape", [{"dp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
+def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(shape: dict[str, int]) -> None:
+    """Would catch ranks that update while others skip, poisoned moments, and a skipped step counted as an update."""
+    assert run_ranks(_skips, 2, shape) == [[True, True, True, False, 1]] * 2
+
+
+def test_a_float32_model_is_updated_in_place_without_a_second_copy() -> None:
+    """Would catch master weights that a float32 model does not need."""
+    model, buckets, optimizer = build(grid(), torch.float32)
+    assert "master" not in optimizer.state_slices()
+    pointers = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert pointers == {b.parameters.untyped_storage().data_ptr() for b in buckets.buckets}
+    assert {s.untyped_storage().data_ptr() for s in optimizer._adamw.slices} == pointers
+
+
+def test_masters_follow_parameters_that_were_written_from_outside() -> None:
+    """Would catch a model initialised after its optimizer, whose first update restores the old weights."""
+    weight = attach(
+        torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)), ParameterSpec((Piece("w", (3,), (0,), (3,)),))
+    )
+    model = torch.nn.ParameterList([weight])
+    world = single_axis("world")
+    buckets = FlatBuckets([model], world, {}, 100)
+    optimizer = ShardedAdamW(buckets, SETTINGS, world)
+    weight.data.fill_(2.0)
+    optimizer.reset_masters()
+    (weight * 0).sum().backward()
+    buckets.finish()
+    optimizer.step(0.0)
+    assert weight.tolist() == [2.0] * 3

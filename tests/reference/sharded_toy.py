@@ -1,0 +1,153 @@
+"""A model of parameters only, cut like a transformer over tp and pp, and the same model whole in one process.
+
+Its loss is `sum(p * c + p * p / 2)` with given coefficients c per data-parallel rank and step, so the true gradient is
+known without a forward pass. It has every kind of parameter: cut by rows, by columns, three pieces fused in one, a
+padded vocabulary tied between first and last stage, replicated vectors and one with three dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from megacp.distributed.parameter import ParameterSpec, Piece, attach, spec_of
+
+VOCABULARY, HIDDEN, LAYERS, VOCABULARY_MULTIPLE = 13, 6, 2, 4
+LAYER_SHAPES = {
+    "attention.q.weight": (8, HIDDEN),
+    "attention.k.weight": (4, HIDDEN),
+    "attention.v.weight": (4, HIDDEN),
+    "attention.q.bias": (8,),
+    "mlp.down.weight": (HIDDEN, 12),
+    "norm.weight": (HIDDEN,),
+    "filter.weight": (4, 3, 5),
+}
+
+
+def global_shapes() -> dict[str, tuple[int, ...]]:
+    """Global shape of every parameter by name."""
+    layers = {f"layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in LAYER_SHAPES.items()}
+    return {"embedding.weight": (VOCABULARY, HIDDEN), **layers}
+
+
+def decayed(name: str) -> bool:
+    """Whether weight decay applies."""
+    return not name.endswith(("bias", "norm.weight"))
+
+
+def values(salt: object, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """Random global tensors, a function of name and salt only."""
+    found = {}
+    for name, shape in global_shapes().items():
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name}/{salt}".encode()))
+        found[name] = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return found
+
+
+class Toy(nn.Module):
+    """The parameters of one (tp rank, stage); `of(rank)` in the order in which a model would construct them."""
+
+    def __init__(self, tp: int, tp_rank: int, stages: int, stage: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.tp, self.tp_rank, self.dtype = tp, tp_rank, dtype
+        tied = ("embedding",) if stages > 1 else ()
+        if stage == 0:
+            self.embedding = self._vocabulary(tied, counted=True)
+        for layer in range(stage * LAYERS // stages, (stage + 1) * LAYERS // stages):
+            self._layer(layer)
+        if stages > 1 and stage == stages - 1:
+            self.head = self._vocabulary(tied, counted=False)
+        start = values("start", dtype)
+        for parameter in self.parameters():
+            parameter.data.copy_(local_of(parameter, start))
+
+    def _vocabulary(self, tied: tuple[str, ...], counted: bool) -> nn.Parameter:
+        rows = math.ceil(VOCABULARY / self.tp / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        first = min(self.tp_rank * rows, VOCABULARY)
+        true = min(rows, VOCABULARY - first)
+        piece = Piece("embedding.weight", (VOCABULARY, HIDDEN), (first, 0), (true, HIDDEN))
+        spec = ParameterSpec((piece,), partial_over=tied, counted=counted)
+        return attach(nn.Parameter(torch.zeros(rows, HIDDEN, dtype=self.dtype)), spec)
+
+    def _layer(self, layer: int) -> None:
+        prefix = f"layers.{layer}"
+        names = [f"{prefix}.attention.{part}.weight" for part in "qkv"]
+        self._add(f"{layer}_qkv", names, dim=0)
+        self._add(f"{layer}_bias", [f"{prefix}.attention.q.bias"], dim=0)
+        self._add(f"{layer}_down", [f"{prefix}.mlp.down.weight"], dim=1)
+        self._add(f"{layer}_norm", [f"{prefix}.norm.weight"], dim=None)
+        self._add(f"{layer}_filter", [f"{prefix}.filter.weight"], dim=None)
+
+    def _add(self, attribute: str, names: list[str], dim: int | None) -> None:
+        pieces = []
+        start = 0
+        for name in names:
+            whole = global_shapes()[name]
+            shape, offsets = list(whole), [0] * len(whole)
+            if dim is not None:
+                shape[dim] //= self.tp
+                offsets[dim] = shape[dim] * self.tp_rank
+            pieces.append(Piece(name, whole, tuple(offsets), tuple(shape), start))
+            start += shape[0]
+        copied = dim is None
+        spec = ParameterSpec(
+            tuple(pieces),
+            weight_decay=decayed(names[0]),
+            partial_over=("tp",) if copied and self.tp > 1 else (),
+            counted=not copied or self.tp_rank == 0,
+        )
+        local = torch.zeros(start, *pieces[0].shape[1:], dtype=self.dtype)
+        self.register_parameter(attribute, attach(nn.Parameter(local), spec))
+
+    def loss(self, coefficients: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """This rank's part of the loss: parameters with a partial gradient share it with their copies."""
+        total = torch.zeros((), dtype=self.dtype)
+        for parameter in self.parameters():
+            partial = spec_of(parameter).partial_over
+            share = (1 / self.tp if "tp" in partial else 1.0) * (0.5 if "embedding" in partial else 1.0)
+            c = local_of(parameter, coefficients)
+            total = total + (share * (parameter * c + 0.5 * parameter * parameter)).sum()
+        return total
+
+
+def local_of(parameter: nn.Parameter, whole: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The local tensor, in their dtype, whose pieces are cut from global ones; zero elsewhere."""
+    local = torch.zeros(parameter.shape, dtype=next(iter(whole.values())).dtype)
+    for piece in spec_of(parameter).pieces:
+        box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.shape, strict=True))
+        local[piece.start : piece.start + piece.shape[0]] = whole[piece.name][box]
+    return local
+
+
+class WholeToy:
+    """The same model in one process, trained by `torch.optim.AdamW` and `clip_grad_norm_`."""
+
+    def __init__(self, betas: tuple[float, float], eps: float, weight_decay: float, clip_grad: float) -> None:
+        self.parameters = {name: nn.Parameter(value) for name, value in values("start").items()}
+        groups = [
+            {"params": [p for n, p in self.parameters.items() if decayed(n)], "weight_decay": weight_decay},
+            {"params": [p for n, p in self.parameters.items() if not decayed(n)], "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(groups, betas=betas, eps=eps)
+        self.clip_grad = clip_grad
+
+    def step(self, coefficients: list[dict[str, torch.Tensor]], lr: float) -> float:
+        """One update on the losses of all data-parallel ranks; returns the gradient norm before clipping."""
+        for name, parameter in self.parameters.items():
+            parameter.grad = torch.zeros_like(parameter)
+            for of_rank in coefficients:
+                parameter.grad += of_rank[name] + parameter.detach()
+        limit = self.clip_grad or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit).item()
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step()
+        return norm
+
+    def state(self, kind: str) -> dict[str, torch.Tensor]:
+        """`exp_avg` or `exp_avg_sq` by global name."""
+        return {name: self.adamw.state[p][kind] for name, p in self.parameters.items()}
