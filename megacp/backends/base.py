@@ -1,7 +1,7 @@
 """What a model may ask of a backend: layers, core attention and the vocabulary loss, all bound to one grid.
 
-Key property: a model is written once against this protocol; parameter names and specs are the same for every backend, so a
-checkpoint moves between backends unchanged. Rejected: layers that look up process groups or options themselves.
+Key property: a model is written once against this protocol; parameter names and specs are the same for every backend,
+so a checkpoint moves between backends unchanged. Rejected: layers that look up process groups or options themselves.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The native backend: our own layers in plain torch, on CPU and CUDA.
 
-Key property: every line runs on a laptop, so what trains there is what is proven. Rejected: a CPU emulation of a GPU backend,
-which proves the emulation.
+Key property: every line runs on a laptop, so what trains there is what is proven. Rejected: a CPU emulation of a GPU
+backend, which proves the emulation.
 """
 
 from __future__ import annotations

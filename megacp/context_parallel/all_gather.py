@@ -1,7 +1,8 @@
 """All-gather attention (Llama 3, 2024): every rank gathers all K/V and attends with its own queries.
 
-Key property: gathered keys are put back into the row's order, so neighbouring tiles join and a document costs few kernel calls;
-backward gathers again and reduce-scatters the gradients. Rejected: saving the gathered K/V, cp times the memory.
+Key property: gathered keys are put back into the row's order, so neighbouring tiles join and a document costs few
+kernel calls; backward gathers again and reduce-scatters the gradients. Rejected: saving the gathered K/V, cp times the
+memory.
 """
 
 from __future__ import annotations
@@ -45,9 +46,7 @@ class AllGatherAttention:
         dk, dv = mine.chunk(2, -1)  # [t, groups, 2d] -> [t, groups, d] twice
         return dq, dk, dv
 
-    def _gather_row(
-        self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gather_row(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """`k, v[t, groups, d]` of all ranks in row order: `[T, groups, d]` each."""
         both = all_gather(torch.cat([k, v], -1), self.axis)  # [t, groups, 2d] -> [T, groups, 2d] in rank order
         row = both[torch.from_numpy(plan.to_row_order).to(k.device)]

@@ -1,8 +1,8 @@
 """Core attention: one autograd function over a table of transports, one of which is chosen once per run.
 
-Key property: a transport is an object with a forward and a backward over plain tensors; a new one is a row of the table, and what is
-saved for backward, `(q, k, v, out, lse)`, is the same for all. Rejected: a function with a branch per transport, where
-masks and layouts end up special to each branch.
+Key property: a transport is an object with a forward and a backward over plain tensors; a new one is a row of the
+table, and what is saved for backward, `(q, k, v, out, lse)`, is the same for all. Rejected: a function with a branch
+per transport, where masks and layouts end up special to each branch.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ class Transport(Protocol):
     def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> Partial:
         """`q[t, heads, d]`, `k, v[t, groups, d]` -> `out[t, heads, d]`, `lse[t, heads]`."""
 
-    def backward(
-        self, saved: Saved, kv: tuple[torch.Tensor, torch.Tensor], plan: AttentionPlan, scale: float
-    ) -> QKV:
+    def backward(self, saved: Saved, kv: tuple[torch.Tensor, torch.Tensor], plan: AttentionPlan, scale: float) -> QKV:
         """`dq, dk, dv` of this rank's tokens, in the accumulation dtype."""
 
 

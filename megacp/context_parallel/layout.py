@@ -1,8 +1,8 @@
 """Layouts: which tokens of a padded row each cp rank holds, as a table of pure functions.
 
-Key property: a layout is a permutation of the row dealt in equal parts; any permutation is exact, because position ids, labels
-and mask metadata move by the same indices. Rejected: layouts implied by rank arithmetic inside attention, which only
-work for the one mask they were derived for.
+Key property: a layout is a permutation of the row dealt in equal parts; any permutation is exact, because position ids,
+labels and mask metadata move by the same indices. Rejected: layouts implied by rank arithmetic inside attention, which
+only work for the one mask they were derived for.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ def _zigzag(tokens: int, cp: int) -> np.ndarray:
     return np.stack([np.concatenate([chunks[rank], chunks[2 * cp - 1 - rank]]) for rank in range(cp)])
 
 
-LAYOUTS = {
-    layout.name: layout for layout in (Layout("contiguous", 1, _contiguous), Layout("zigzag", 2, _zigzag))
-}
+LAYOUTS = {layout.name: layout for layout in (Layout("contiguous", 1, _contiguous), Layout("zigzag", 2, _zigzag))}
 
 
 def select_layout(name: str) -> Layout:

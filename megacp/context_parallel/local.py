@@ -1,7 +1,7 @@
 """Attention of one rank that holds the whole row: no message, one tile table; and the dense reference.
 
-Key property: the same kernels and the same merged-LSE backward as under context parallelism, so the one-process run is not
-a different program. Rejected: `scaled_dot_product_attention`, which needs a dense mask for packs.
+Key property: the same kernels and the same merged-LSE backward as under context parallelism, so the one-process run is
+not a different program. Rejected: `scaled_dot_product_attention`, which needs a dense mask for packs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DenseAttention:
 
     def __init__(self, axis: Axis, kernel: kernels.Kernel) -> None:
         if axis.size != 1:
-            raise ValueError(f"--attention-kernel dense is the one-process reference, the cp axis has {axis.size} ranks")
+            raise ValueError(f"--attention-kernel dense is the one-process reference, cp has {axis.size} ranks")
 
     def forward(self, qkv: kernels.QKV, plan: AttentionPlan, scale: float) -> kernels.Partial:
         """See `Transport.forward`; the lse is not used by this backward."""

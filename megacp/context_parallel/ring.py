@@ -1,8 +1,8 @@
 """Ring attention (Liu et al., 2023): K/V travel around the cp axis, each rank attends to what passes by.
 
-Key property: the next K/V is on its way while the present one is used; tiles that a rank does not see cost no kernel; backward
-sends K/V round again together with their gradients, so nothing but `(q, k, v, out, lse)` is kept. Grouped K/V heads
-are never expanded on the wire. Rejected: keeping every visited K/V for backward, which undoes the memory saved.
+Key property: the next K/V is on its way while the present one is used; tiles that a rank does not see cost no kernel;
+backward sends K/V round again together with their gradients, so nothing but `(q, k, v, out, lse)` is kept. Grouped K/V
+heads are never expanded on the wire. Rejected: keeping every visited K/V for backward, which undoes the memory saved.
 """
 
 from __future__ import annotations

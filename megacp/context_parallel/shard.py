@@ -1,7 +1,7 @@
 """Cutting a microbatch for one rank: every per-token array by the same indices, padding included.
 
-Key property: labels were shifted before (`collate`), so a cut never needs a neighbour's token; tokens added to make the row
-divisible are padding (document -1, weight 0) and are seen by nobody. Rejected: sharding inside the model, which
+Key property: labels were shifted before (`collate`), so a cut never needs a neighbour's token; tokens added to make the
+row divisible are padding (document -1, weight 0) and are seen by nobody. Rejected: sharding inside the model, which
 would repeat the permutation for every tensor and every stage.
 """
 

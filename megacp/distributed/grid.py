@@ -115,7 +115,8 @@ class GridShape:
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """All groups over `axes`: a partition of the ranks, ordered by their first rank."""
-        return sorted({self.members(rank, axes) for rank in range(self.world_size)})
+        places = ((rank, self.coordinates(rank)) for rank in range(self.world_size))
+        return [self.members(rank, axes) for rank, place in places if not any(place[name] for name in axes)]
 
 
 @dataclass(frozen=True)
@@ -194,11 +195,15 @@ def build_grid(
         return Axis(name, len(members), members.index(rank), members, group, dist.get_backend(group))
 
     combinations = (("tp",), ("cp",), ("dp",), ("pp",), ("cp", "dp"), ("tp", "cp"))
-    axes = {names: axis("_".join(names), shape.members(rank, names)) for names in combinations}
+    axes: dict[tuple[str, ...], Axis] = {
+        names: axis("_".join(names), shape.members(rank, names)) for names in combinations
+    }
     stages = axes["pp",].global_ranks
     ends = (stages[0], stages[-1])
     channels = {
-        (direction, parity): axis(f"pp_{direction}", stages) for direction in ("forward", "backward") for parity in (0, 1)
+        (direction, parity): axis(f"pp_{direction}", stages)
+        for direction in ("forward", "backward")
+        for parity in (0, 1)
     }
     if len(stages) > 1 and rank not in ends:
         # torch names a locally synchronised group after how many this rank has made: all ranks must make equally many.

@@ -27,30 +27,40 @@ class World:
 
 
 def world_from_environment() -> World:
-    """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; a single process when they are absent."""
-    keys = {"rank": ("RANK", 0), "size": ("WORLD_SIZE", 1), "local_rank": ("LOCAL_RANK", 0)}
-    values = {}
-    for field_name, (key, default) in keys.items():
-        text = os.environ.get(key, str(default))
-        if not text.isdigit():
-            raise ValueError(f"environment variable {key}={text!r} is not a number; start with torchrun or unset it")
-        values[field_name] = int(text)
-    return World(**values, local_size=int(os.environ.get("LOCAL_WORLD_SIZE", values["size"])))
+    """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; a single process when they are absent.
+
+    Raises ValueError naming every variable that is no number, or a rank outside its world.
+    """
+    size = os.environ.get("WORLD_SIZE", "1")
+    defaults = {"RANK": "0", "WORLD_SIZE": size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": size}
+    texts = {key: os.environ.get(key, default) for key, default in defaults.items()}
+    wrong = [f"{key}={text!r} is not a number" for key, text in texts.items() if not text.isdecimal()]
+    values = {} if wrong else {key: int(text) for key, text in texts.items()}
+    for key, limit in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if values and not values[key] < values[limit]:
+            wrong.append(f"{key}={values[key]} is not below {limit}={values[limit]}")
+    if wrong:
+        raise ValueError(f"environment variables: {', '.join(wrong)}; start with torchrun or unset them")
+    return World(values["RANK"], values["WORLD_SIZE"], values["LOCAL_RANK"], values["LOCAL_WORLD_SIZE"])
 
 
 def pick_device(world: World) -> torch.device:
-    """The GPU of this local rank when there are enough of them, else the CPU (then with one thread a rank)."""
+    """The GPU of this local rank when there are enough of them, else the CPU, whose cores the local ranks share as
+    threads.
+    """
     if torch.cuda.is_available() and torch.cuda.device_count() >= world.local_size:
         device = torch.device("cuda", world.local_rank)
         torch.cuda.set_device(device)
         return device
-    threads = max(1, (os.cpu_count() or 1) // world.local_size)
-    torch.set_num_threads(threads)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
     return torch.device("cpu")
 
 
 def start(shape: GridShape, timeout_minutes: float = 10.0) -> ProcessGrid:
-    """Join the run: device, process group (gloo on CPU, NCCL on CUDA), grid. Raises ValueError on a wrong world size."""
+    """Join the run: device, process group (gloo on CPU, NCCL on CUDA), grid. Raises ValueError on a wrong world
+    size.
+    """
     world = world_from_environment()
     device = pick_device(world)
     timeout = datetime.timedelta(minutes=timeout_minutes)

@@ -47,6 +47,8 @@ class SelfAttention(nn.Module):
             part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x).split(self.widths, -1)
         )  # [t, heads/tp * d] -> [t, heads/tp, d]
         if self.norms:
-            q, k = self.norms[0](q), self.norms[1](k)
+            q, k = self.norms[0](q), self.norms[1](k)  # their backward keeps the fused product, and v with it
+        else:
+            v = v.contiguous()  # a view would keep the whole fused product alive for backward
         out = self.backend.attention(rotate(q, *rotary), rotate(k, *rotary), v, plan, self.scale)
         return self.output(out.flatten(1))  # [t, heads/tp, d] -> [t, heads/tp * d]

@@ -1,7 +1,7 @@
 """One decoder block: pre-norm attention and MLP with residuals, dropout and recomputation.
 
-Key property: the three granularities of recomputation are three ways to call the same block, chosen once from a table. Rejected:
-flags read inside attention and MLP.
+Key property: the three granularities of recomputation are three ways to call the same block, chosen once from a table.
+Rejected: flags read inside attention and MLP.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Initial weights that do not depend on the grid: every slab of a global tensor is drawn from its own seed.
 
-Key property: value (i, j) of a global tensor is a function of (seed, name, i, j) alone; a rank draws only the slabs of rows it
-holds. Rejected: one generator per rank (another model on every grid) and one for the whole model (every rank
+Key property: value (i, j) of a global tensor is a function of (seed, name, i, j) alone; a rank draws only the slabs of
+rows it holds. Rejected: one generator per rank (another model on every grid) and one for the whole model (every rank
 draws everything).
 """
 

@@ -1,7 +1,7 @@
 """The decoder as a chunk of a pipeline stage: optional embedding, some blocks, optional head with loss.
 
-Key property: one class is the whole model, a stage, or a virtual stage, by which layers it is given; what crosses a stage
-boundary is the hidden state alone. Rejected: separate first, middle and last stage classes.
+Key property: one class is the whole model, a stage, or a virtual stage, by which layers it is given; what crosses a
+stage boundary is the hidden state alone. Rejected: separate first, middle and last stage classes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ class LanguageModelChunk(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, layers: range, backend: Backend, *, recompute: str = "none", tied_across: bool = False
+        self,
+        config: ModelConfig,
+        layers: range,
+        backend: Backend,
+        *,
+        recompute: str = "none",
+        tied_across: bool = False,
     ) -> None:
         super().__init__()
         self.backend = backend

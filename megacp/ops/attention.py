@@ -1,8 +1,8 @@
 """Attention kernels behind one interface: they walk a tile table, merge forward parts and accumulate gradients.
 
-Key property: forward and backward see only non-empty tiles; backward starts from the merged `(out, lse)`, so a transport
-may call it once per source of keys and the sum is exact. Partial sums are held in fp32 or wider. Rejected: one
-masked call over all keys, which pays for emptiness and needs an S x S mask.
+Key property: forward and backward see only non-empty tiles; backward starts from the merged `(out, lse)`, so a
+transport may call it once per source of keys and the sum is exact. Partial sums are held in fp32 or wider. Rejected:
+one masked call over all keys, which pays for emptiness and needs an S x S mask.
 
 Tensors are token-major: `q[n, heads, d]`, `k, v[m, groups, d]` with `heads % groups == 0` (grouped queries).
 """
@@ -16,7 +16,6 @@ import torch
 
 from megacp.ops.mask import CAUSAL, TileTable
 from megacp.ops.merge import merge_into
-
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries, keys and values, or their gradients."""
@@ -160,9 +159,7 @@ def empty_partial(q: torch.Tensor) -> Partial:
     return Partial(torch.zeros_like(q, dtype=dtype), torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device))
 
 
-def attend(
-    kernel: Kernel, partial: Partial, qkv: QKV, table: TileTable, scale: float
-) -> None:
+def attend(kernel: Kernel, partial: Partial, qkv: QKV, table: TileTable, scale: float) -> None:
     """Merge into `partial` what `q` sees of these keys; rows that see nothing are left alone."""
     q, k, v = qkv
     for row in table.rows:

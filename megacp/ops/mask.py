@@ -80,7 +80,7 @@ class TileTable:
         for row in self.rows:
             for tile in row.tiles:
                 block = dense[row.q_start : row.q_stop, tile.k_start : tile.k_stop]
-                block |= np.tri(*block.shape, dtype=bool) if tile.kind == CAUSAL else True
+                block |= np.tri(*block.shape).astype(bool) if tile.kind == CAUSAL else True
         return dense
 
 

@@ -1,7 +1,7 @@
 """RMSNorm (Zhang and Sennrich, 2019) that saves its input and one scale per row, nothing else.
 
-Key property: statistics in fp32 or wider whatever the model dtype, as Llama, Qwen3 and Molmo2 do. Rejected: the composite
-torch form, whose autograd keeps three copies of the activations.
+Key property: statistics in fp32 or wider whatever the model dtype, as Llama, Qwen3 and Molmo2 do. Rejected: the
+composite torch form, whose autograd keeps three copies of the activations.
 """
 
 from __future__ import annotations

@@ -42,7 +42,9 @@ def inverse_frequencies(head_dim: int, base: float, scaling: RotaryScaling) -> t
     raise ValueError(f"--rope-scaling {scaling.kind} is unknown; choose none, linear or llama3")
 
 
-def cos_sin(positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def cos_sin(
+    positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`cos, sin [n, 1, head_dim / 2]` of int `positions[n]`, computed in float64 and rounded once."""
     angles = positions.double()[:, None, None] * frequencies.to(positions.device)
     return angles.cos().to(dtype), angles.sin().to(dtype)

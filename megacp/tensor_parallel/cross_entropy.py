@@ -1,6 +1,6 @@
 """Cross-entropy over a vocabulary sharded over tp: softmax in fp32 or wider, one collective per call.
 
-Key property: the three numbers per token that ranks must share (maximum, sum of exponentials, target logit) travel in
+Key property: the two numbers per token that ranks must share (log-sum-exp and target logit of their columns) travel in
 one all-gather, and backward needs no message at all. Rejected: three all-reduces, and gathered logits.
 """
 

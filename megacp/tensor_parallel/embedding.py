@@ -1,8 +1,8 @@
 """The vocabulary-parallel embedding, and the table that a tied or untied head multiplies with.
 
-Key property: the global vocabulary keeps its true size; each rank pads its rows for fast kernels and those rows are in no
-checkpoint, never looked up and masked out of the softmax, so a checkpoint does not depend on tp. Rejected: a padded global
-vocabulary (Megatron), whose size changes with tp.
+Key property: the global vocabulary keeps its true size; each rank pads its rows for fast kernels and those rows are in
+no checkpoint, never looked up and masked out of the softmax, so a checkpoint does not depend on tp. Rejected: a padded
+global vocabulary (Megatron), whose size changes with tp.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class VocabularyTable(nn.Module):
         if self.options.tp.size == 1:
             return x
         x = x.masked_fill(elsewhere[:, None], 0.0)  # [t, h], partial over tp: one rank holds each row
-        return reduce_scatter_to(x, self.options.tp) if self.options.sequence_parallel else reduce_from(x, self.options.tp)
+        return (
+            reduce_scatter_to(x, self.options.tp) if self.options.sequence_parallel else reduce_from(x, self.options.tp)
+        )
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """`x[t/tp, h]` or `x[t, h]` -> `[t, true rows of this rank]`."""

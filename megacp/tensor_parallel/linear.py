@@ -1,9 +1,9 @@
 """Column- and row-parallel linears (Shoeybi et al., 2019) with sequence parallelism (Korthikanti et al., 2022).
 
 Key property: a column-parallel linear saves its sharded input and gathers it again in backward, while the input
-gradient's reduce-scatter runs under the weight gradient's matrix product. Several global tensors (q, k, v or gate, up) share one
-local weight and one product, each cut by heads or rows of its own, so checkpoints never see the fusion. Rejected: one
-linear per tensor, three gathers where one does.
+gradient's reduce-scatter runs under the weight gradient's matrix product. Several global tensors (q, k, v or gate, up)
+share one local weight and one product, each cut by heads or rows of its own, so checkpoints never see the fusion.
+Rejected: one linear per tensor, three gathers where one does.
 
 Column: `y[t, f/tp] = x W^T`, with `dx[t, h] = dy W` partial over tp. Row: `y[t, h] = x[t, f/tp] W^T` partial over tp.
 """
@@ -107,7 +107,9 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """One global tensor `[out_features, in_features]`, cut by columns over tp; the bias is added once, after the sum."""
+    """One global tensor `[out_features, in_features]`, cut by columns over tp; the bias is added once, after the
+    sum.
+    """
 
     def __init__(
         self, name: str, in_features: int, out_features: int, *, bias: bool, std: float, options: LinearOptions
