@@ -1,0 +1,128 @@
+"""From stored packs to one PackedBatch: padding inside segments, shifted labels, weights, positions, mask metadata.
+
+Key property: labels are shifted here, per document, before anything is cut over ranks (DESIGN rule 8), so a token at a
+rank's edge never needs its neighbour's. Rejected: shifting logits against labels in the loss, which is wrong at every
+chunk edge of a context-parallel layout.
+
+The last token of a document predicts nothing. Neither does the last token of a prefix that has branches (each branch
+would be a different answer) nor the last of a branch. A loss weight belongs to the token that is predicted, so it moves
+with the label to the place before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megacp.batch import PADDING, PackedBatch
+from megacp.data.store import Pack
+
+ATTENTION_MASKS = ("packed", "causal")
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Runs of true tokens that are shifted and numbered on their own: whole documents, or a prefix and its branches.
+
+    All int64 [r]: length; place of the first token in the padded row; position id of the first token; document number;
+    branch number.
+    """
+
+    length: np.ndarray
+    place: np.ndarray
+    position: np.ndarray
+    document: np.ndarray
+    branch: np.ndarray
+
+
+def collate(packs: Sequence[Pack], attention_mask: str = "packed") -> PackedBatch:
+    """One microbatch from its packs (at least one), concatenated; T is the sum of their padded lengths.
+
+    attention_mask "packed": each segment is a document, numbered over all packs; labels and positions stay inside it.
+    "causal": each pack is one document; labels and positions run on over its segments, and over padding inside it as
+    if that were not there. Padding has document -1, weight 0, and positions 0, 1, ... in each gap.
+    ValueError: an unknown mask; "causal" for a pack with branches (one answer would see the others).
+    """
+    if attention_mask not in ATTENTION_MASKS:
+        raise ValueError(f"--attention-mask is {attention_mask!r}, allowed are {', '.join(ATTENTION_MASKS)}")
+    assert packs, "a microbatch has at least one pack"
+    if attention_mask == "causal":
+        branched = [pack.index for pack in packs if pack.branches is not None]
+        if branched:
+            raise ValueError(f"packs {branched} have branches, which --attention-mask causal cannot keep apart")
+    segments = packs[0].segments if len(packs) == 1 else np.concatenate([pack.segments for pack in packs])
+    true = segments["true_length"].astype(np.int64)
+    padded = segments["padded_length"].astype(np.int64)
+    begin = np.cumsum(padded) - padded  # first place of each segment in the padded row
+    pack_of = np.repeat(np.arange(len(packs)), [len(pack.segments) for pack in packs])
+    if attention_mask == "packed":
+        runs = _document_runs(packs, segments, begin)
+        last = np.cumsum(runs.length) - 1  # of true tokens: the last of each run predicts nothing
+    else:
+        before = np.cumsum(true) - true
+        first_of_pack = np.searchsorted(pack_of, np.arange(len(packs)))
+        runs = _Runs(true, begin, before - before[first_of_pack][pack_of], pack_of, np.zeros(len(true), np.int64))
+        last = np.cumsum(np.bincount(pack_of, weights=true).astype(np.int64)) - 1
+    return _fill(packs, runs, last, _padding_positions(true, padded))
+
+
+def _document_runs(packs: Sequence[Pack], segments: np.ndarray, begin: np.ndarray) -> _Runs:
+    """One run a segment, or, where it has branches, one for the prefix and one for each branch."""
+    documents = np.arange(len(segments))
+    zeros = np.zeros(len(segments), np.int64)
+    tables = [pack.branches for pack in packs if pack.branches is not None]
+    if not tables:
+        return _Runs(segments["true_length"].astype(np.int64), begin, zeros, documents, zeros)
+    branches = np.concatenate(tables)
+    count, prefix = segments["num_branches"], segments["prefix_length"].astype(np.int64)
+    owner = np.repeat(documents, count)
+    number = np.arange(len(owner)) - (np.cumsum(count) - count)[owner] + 1
+    order = np.argsort(np.concatenate((documents, owner)), kind="stable")  # a prefix, then its branches in order
+    return _Runs(
+        length=np.concatenate((prefix, branches["length"]))[order],
+        place=np.concatenate((begin, begin[owner] + branches["start"]))[order],
+        position=np.concatenate((zeros, prefix[owner]))[order],
+        document=np.concatenate((documents, owner))[order],
+        branch=np.concatenate((zeros, number))[order],
+    )
+
+
+def _padding_positions(true: np.ndarray, padded: np.ndarray) -> np.ndarray:
+    """Position ids of a row in which every token is padding: in each segment 0, 1, ... from its true length on."""
+    place = np.arange(int(padded.sum()), dtype=np.int64)
+    positions: np.ndarray = np.maximum(place - np.repeat(np.cumsum(padded) - padded + true, padded), 0)
+    return positions
+
+
+def _fill(packs: Sequence[Pack], runs: _Runs, last: np.ndarray, position_ids: np.ndarray) -> PackedBatch:
+    """Scatter the true tokens into the padded row. last: numbers of the true tokens that predict nothing."""
+    stored = np.concatenate([pack.tokens for pack in packs]).astype(np.int64)
+    weights = np.concatenate(
+        [np.ones(len(pack.tokens), np.float32) if pack.weights is None else pack.weights for pack in packs]
+    )
+    # label and weight of the next true token; the last of all is cleared below
+    labels, label_weights = np.roll(stored, -1), np.roll(weights, -1)
+    labels[last], label_weights[last] = 0, 0
+    run = np.repeat(np.arange(len(runs.length)), runs.length)  # of each true token
+    offset = np.arange(len(stored)) - (np.cumsum(runs.length) - runs.length)[run]
+    place = runs.place[run] + offset
+    total = len(position_ids)
+    position_ids[place] = runs.position[run] + offset
+
+    def scattered(values: np.ndarray, dtype: type, empty: int = 0) -> np.ndarray:
+        row: np.ndarray = np.full(total, empty, dtype)
+        row[place] = values
+        return row
+
+    return PackedBatch(
+        tokens=scattered(stored, np.int64),
+        labels=scattered(labels, np.int64),
+        loss_weights=scattered(label_weights, np.float32),
+        position_ids=position_ids,
+        document=scattered(runs.document[run], np.int32, PADDING),
+        branch=scattered(runs.branch[run], np.int32),
+        span=np.zeros(total, np.int32),
+        pack_ids=tuple(pack.index for pack in packs),
+    )

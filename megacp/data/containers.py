@@ -1,0 +1,173 @@
+"""Reads records from Parquet files and WebDataset tars.
+
+Key property: both give the same `Record`s and `Refusal`s as JSONL, one row or one group of members at a time, so
+nothing behind the reader knows where a record came from. Rejected: the webdataset package, which pairs members by
+their order and skips broken archives silently.
+
+WebDataset: members of one record follow each other and share their name up to the first dot of the last component;
+`.json` is the record, `.txt` its text. Parquet: a row is a record, columns are its keys.
+"""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from megacp.data.jsonl import Record, Refusal
+from megacp.data.sample import RecordError, decode_json
+
+TEXT_MEMBERS = ("txt", "text")
+RECORD_MEMBERS = ("json",)
+_TAR_BLOCK = 512
+_ROWS = 1024
+
+
+def read_parquet(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]:
+    """Rows of a Parquet file as records: `line` is the row from 1, `offset` the row from 0, `size` about its bytes.
+
+    ValueError when pyarrow is missing; a file that cannot be read gives a Refusal.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError("reading Parquet needs the package pyarrow: pip install 'megacp[data]'") from error
+    row = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_ROWS):
+                size = max(1, batch.nbytes // max(1, batch.num_rows))
+                for value in batch.to_pylist():
+                    yield _checked_row(path, row, size, value, max_record_bytes)
+                    row += 1
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        yield Refusal(path, row + 1, row, f"the Parquet file is damaged or cut short ({_one_line(error)})")
+
+
+def _checked_row(path: str, row: int, size: int, value: dict[str, Any], max_record_bytes: int) -> Record | Refusal:
+    # a null column is an absent key, and so are nulls inside structs (Parquet fills them in)
+    value = {key: item for key, item in value.items() if item is not None}
+    length = sum(len(item) for item in value.values() if isinstance(item, str))
+    if length > max_record_bytes:
+        return Refusal(
+            path, row + 1, row, f"a row of {length} characters, more than --max-line-bytes {max_record_bytes}"
+        )
+    return Record(row + 1, row, size, value)
+
+
+@dataclass
+class _Group:
+    """Members of one record of a tar."""
+
+    key: str
+    offset: int
+    size: int = 0
+    members: dict[str, bytes | None] = field(default_factory=dict)
+    """Content by extension; None for kinds that are not read."""
+    problem: str | None = None
+
+
+def read_tar(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]:
+    """Records of a WebDataset tar; `line` is the record's number from 1, `offset` where its first member begins.
+
+    Refusals: unsafe or nameless members, members that are no files, images, a record without text, a cut archive.
+    """
+    number = 0
+    group: _Group | None = None
+    try:
+        with tarfile.open(path, "r:") as archive:
+            for member in archive:
+                if member.isdir():
+                    continue
+                name = PurePosixPath(member.name)
+                stem, _, extension = name.name.partition(".")
+                key = str(name.with_name(stem)) if stem else member.name
+                if group is None or group.key != key:
+                    if group is not None:
+                        number += 1
+                        yield _finish(path, number, group)
+                    group = _Group(key, member.offset)
+                _add(archive, member, extension, group, max_record_bytes)
+        whole = _has_end(path)
+    except (tarfile.TarError, OSError, EOFError) as error:
+        yield Refusal(path, number + 1, group.offset if group else 0, _cut(error))
+        return
+    if group is not None and whole:
+        yield _finish(path, number + 1, group)
+    if not whole:
+        yield Refusal(path, number + 1, group.offset if group else 0, _cut("no end-of-archive block"))
+
+
+def _add(archive: tarfile.TarFile, member: tarfile.TarInfo, extension: str, group: _Group, limit: int) -> None:
+    group.size += member.size
+    if member.name.startswith("/") or ".." in PurePosixPath(member.name).parts:
+        group.problem = f"member {member.name!r} is named outside the archive"
+    elif not member.isfile():
+        group.problem = f"member {member.name!r} is a link or a device, not a file"
+    elif extension in group.members:
+        group.problem = f"member {member.name!r} occurs twice"
+    elif extension not in (*TEXT_MEMBERS, *RECORD_MEMBERS):
+        group.members[extension] = None
+    elif member.size > limit:
+        group.problem = f"member {member.name!r} has {member.size} bytes, more than --max-line-bytes {limit}"
+    else:
+        stream = archive.extractfile(member)
+        content = stream.read() if stream else b""
+        if len(content) != member.size:
+            raise tarfile.ReadError(f"member {member.name!r} has {len(content)} of {member.size} bytes")
+        group.members[extension] = content
+
+
+def _finish(path: str, number: int, group: _Group) -> Record | Refusal:
+    try:
+        if group.problem:
+            raise RecordError(group.problem)
+        others = [name for name, content in group.members.items() if content is None]
+        if others:
+            raise RecordError(
+                f"record {group.key!r} has members of kind {', '.join(others)}: this build makes text datasets "
+                f"(json, {', '.join(TEXT_MEMBERS)}), images need the vision build"
+            )
+        value: Any = {}
+        for name in RECORD_MEMBERS:
+            if (content := group.members.get(name)) is not None:
+                value = decode_json(content)
+        for name in TEXT_MEMBERS:
+            if (content := group.members.get(name)) is not None:
+                if not isinstance(value, dict) or "text" in value:
+                    raise RecordError(
+                        f"record {group.key!r} has its text in both .json and .{name}, or .json is no object"
+                    )
+                value["text"] = content.decode()
+    except UnicodeDecodeError as error:
+        return Refusal(
+            path, number, group.offset, f"record {group.key!r}: not UTF-8 at byte {error.start + 1} of its text"
+        )
+    except RecordError as error:
+        return Refusal(path, number, group.offset, str(error))
+    return Record(number, group.offset, group.size, value)
+
+
+def _has_end(path: str) -> bool:
+    """Whether the archive ends with a block of zeros; tarfile accepts one that is cut between members."""
+    size = os.path.getsize(path)
+    if size < _TAR_BLOCK:
+        return False
+    with open(path, "rb") as stream:
+        stream.seek(size - _TAR_BLOCK)
+        return not any(stream.read(_TAR_BLOCK))
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())
+
+
+def _cut(error: object) -> str:
+    return f"the tar is damaged or cut short, nothing after this record can be read ({_one_line(error)})"
+
+
+READERS: dict[str, Callable[[str, int], Iterator[Record | Refusal]]] = {".parquet": read_parquet, ".tar": read_tar}

@@ -1,0 +1,145 @@
+"""A packed dataset in words: one pack (`inspect`), or all of it (`stats`).
+
+Key property: everything shown is read from the dataset itself, through the readers training uses. Rejected: a second
+parser of the files for display.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megacp.data import tables
+from megacp.data.journal import REJECTS_NAME
+from megacp.data.store import Pack, PackedDataset
+from megacp.data.tables import FLAG_SPLIT, FLAG_TRUNCATED
+from megacp.data.tokenizer import Tokenizer
+
+_BAR = 40
+_BEGINNING_TOKENS = 24
+
+
+def describe_pack(dataset: PackedDataset, index: int, tokenizer: Tokenizer | None, characters: int = 60) -> str:
+    """One pack: a line for each document with its length, loss weights, source, and decoded beginning.
+
+    ValueError when there is no such pack. Without a tokenizer the beginning is shown as ids.
+    """
+    if not 0 <= index < len(dataset):
+        raise ValueError(f"--pack {index}: the dataset has packs 0 to {len(dataset) - 1}")
+    pack, manifest = dataset.pack(index), dataset.manifest
+    padded = int(pack.segments["padded_length"].sum())
+    lines = [
+        f"pack {index} of {len(dataset)}: {len(pack.segments)} documents, {len(pack.tokens)} tokens, "
+        f"{padded} padded, {padded / manifest.seq_length:.2%} of --seq-length {manifest.seq_length}"
+    ]
+    start = 0
+    branch = 0
+    for number, row in enumerate(pack.segments):
+        stop = start + int(row["true_length"])
+        lines.append(
+            f"  [{number}] {stop - start} tokens{_marks(row)}  {_weights(pack, start, stop)}  "
+            f"{manifest.sources[row['source_file']]} @ {row['source_offset']}"
+        )
+        lines.append(f"      {_beginning(pack.tokens[start:stop], tokenizer, characters)}")
+        for i in range(int(row["num_branches"])):
+            assert pack.branches is not None, "segments with branches have a branch table"
+            first, length = (int(value) for value in pack.branches[branch].tolist()[:2])
+            here = slice(start + first, start + first + length)
+            lines.append(
+                f"      branch {i + 1}: {length} tokens  {_beginning(pack.tokens[here], tokenizer, characters)}"
+            )
+            branch += 1
+        start = stop
+    return "\n".join(lines)
+
+
+def _marks(row: np.void) -> str:
+    marks = {FLAG_SPLIT: f" (piece from token {row['source_start']})", FLAG_TRUNCATED: " (truncated)"}
+    return "".join(text for flag, text in marks.items() if int(row["flags"]) & flag)
+
+
+def _weights(pack: Pack, start: int, stop: int) -> str:
+    if pack.weights is None:
+        return "weights all 1"
+    weights = pack.weights[start:stop]
+    counted = int((weights > 0).sum())
+    return f"weights {float(weights.min()):g}..{float(weights.max()):g}, {counted} counted"
+
+
+def _beginning(tokens: np.ndarray, tokenizer: Tokenizer | None, characters: int) -> str:
+    if tokenizer is None:
+        return " ".join(map(str, tokens[:12].tolist())) + (" ..." if len(tokens) > 12 else "")
+    text = tokenizer.decode(tokens[: max(_BEGINNING_TOKENS, characters)])
+    return repr(text if len(text) <= characters else text[:characters] + "...")
+
+
+def statistics(directory: str | Path) -> dict[str, Any]:
+    """Counts, efficiencies, the histogram of document lengths and the reasons of refusals, as builtin types."""
+    dataset = PackedDataset(directory)
+    manifest = dataset.manifest
+    segments = [
+        tables.read_table(dataset.directory / shard.name / "segments.npy", tables.SEGMENT_DTYPE)
+        for shard in manifest.shards
+    ]
+    lengths = np.concatenate([table["true_length"] for table in segments]).astype(np.int64)
+    flags = np.concatenate([table["flags"] for table in segments])
+    places = len(dataset) * manifest.seq_length
+    padded = sum(shard.num_padded_tokens for shard in manifest.shards)
+    bins = np.bincount(np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64))
+    quantiles = np.quantile(lengths, [0.0, 0.1, 0.5, 0.9, 1.0], method="nearest")
+    return {
+        "directory": str(directory),
+        "tokenizer": manifest.tokenizer.kind,
+        "vocab_size": manifest.tokenizer.vocab_size,
+        "seq_length": manifest.seq_length,
+        "pad_multiple": manifest.pad_multiple,
+        "shards": len(manifest.shards),
+        "packs": len(dataset),
+        "documents": len(lengths),
+        "tokens": manifest.num_tokens,
+        "packing_efficiency": manifest.packing_efficiency,
+        "padded_share": padded / places if places else 0.0,
+        "length_quantiles": dict(zip(("min", "p10", "median", "p90", "max"), quantiles.tolist(), strict=True)),
+        "length_histogram": {f"<= {1 << i}": count for i, count in enumerate(bins.tolist()) if count},
+        "split_pieces": int(((flags & FLAG_SPLIT) > 0).sum()),
+        "truncated": int(((flags & FLAG_TRUNCATED) > 0).sum()),
+        "rejected": manifest.num_rejected,
+        "rejected_for": _reasons(Path(directory) / REJECTS_NAME),
+    }
+
+
+def _reasons(path: Path) -> dict[str, int]:
+    """How often records were refused for what; numbers and quoted words are left out so that like goes to like."""
+    if not path.is_file():
+        return {}
+    reasons: Counter[str] = Counter()
+    with open(path, encoding="utf-8") as stream:
+        for line in stream:
+            reason = json.loads(line)["reason"].split(":")[0].split("'")[0].strip(" ,")
+            reasons["".join("N" if c.isdigit() else c for c in reason)] += 1
+    return dict(reasons.most_common())
+
+
+def statistics_text(values: dict[str, Any]) -> str:
+    """What `statistics` returns, for people."""
+    lines = [
+        f"{values['directory']}",
+        f"  tokenizer   {values['tokenizer']}, {values['vocab_size']:,} ids",
+        f"  packs       {values['packs']:,} of {values['seq_length']:,} tokens in {values['shards']} shards",
+        f"  documents   {values['documents']:,} ({values['split_pieces']:,} pieces of split ones, "
+        f"{values['truncated']:,} truncated)",
+        f"  tokens      {values['tokens']:,}",
+        f"  efficiency  {values['packing_efficiency']:.3%} of all places hold a token, "
+        f"{values['padded_share']:.3%} with padding to {values['pad_multiple']}",
+        f"  rejected    {values['rejected']:,}",
+    ]
+    lines += [f"              {count:>8,}  {reason}" for reason, count in values["rejected_for"].items()]
+    lines.append("  lengths     " + ", ".join(f"{name} {n:,}" for name, n in values["length_quantiles"].items()))
+    most = max(values["length_histogram"].values(), default=1)
+    for name, count in values["length_histogram"].items():
+        lines.append(f"    {name:>12}  {count:>10,}  {'#' * -(-_BAR * count // most)}")
+    return "\n".join(lines)

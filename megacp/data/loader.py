@@ -1,0 +1,209 @@
+"""The loader: which packs each data-parallel rank reads in each step, read ahead in a thread.
+
+Key property: step = f(dataset, seed, samples consumed, dp rank, dp size), nothing else; so a run resumes from one
+integer, on any number of ranks, and sees every sample exactly once. The samples of a step are the same set for every
+dp size: rank r's j-th microbatch holds the step's samples (j * dp_size + r) * m onward. Rejected: sampler and worker
+state in the checkpoint, which ties a run to its number of ranks.
+
+The rank and size of data parallelism come as integers; ranks that differ only in tensor, context or pipeline place
+read the same packs, and compare `PackedBatch.fingerprint()`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from megacp.batch import PackedBatch
+from megacp.data.collate import ATTENTION_MASKS, collate
+from megacp.data.order import samples
+from megacp.data.store import Pack
+
+
+class PackSource(Protocol):
+    """What the loader reads from: a PackedDataset, or anything else with numbered packs."""
+
+    def __len__(self) -> int: ...
+
+    def pack(self, i: int) -> Pack:
+        """Pack `i`, 0 <= i < len; called from the loader's threads."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """How packs become steps; equal on all ranks. ValueError lists all that is wrong."""
+
+    micro_batch_size: int = 1
+    """Packs concatenated into one microbatch."""
+    global_batch_size: int = 1
+    """Packs of one optimizer step over all data-parallel ranks."""
+    seed: int = 0
+    """Of the order of samples."""
+    shuffle: bool = True
+    """A new permutation each epoch; false = stored order."""
+    attention_mask: str = "packed"
+    """packed: documents do not see each other; causal: a pack is one document."""
+    pad_to_multiple: int = 1
+    """Microbatches are padded at the end to a multiple of it (what the grid needs to cut a row)."""
+    prefetch: int = 2
+    """Steps made ahead of time; 0 makes each step when it is asked for."""
+    num_threads: int = 1
+    """Threads that make steps ahead; the order does not depend on it."""
+
+    def __post_init__(self) -> None:
+        least = {"micro_batch_size": 1, "global_batch_size": 1, "pad_to_multiple": 1, "prefetch": 0, "num_threads": 1}
+        reasons = [
+            f"{name} is {getattr(self, name)}, it must be at least {minimum}"
+            for name, minimum in least.items()
+            if getattr(self, name) < minimum
+        ]
+        if self.attention_mask not in ATTENTION_MASKS:
+            reasons.append(f"--attention-mask is {self.attention_mask!r}, allowed are {', '.join(ATTENTION_MASKS)}")
+        if reasons:
+            raise ValueError("; ".join(reasons))
+
+
+@dataclass(frozen=True)
+class DataRank:
+    """Place of this process on the data-parallel axis: 0 <= index < size."""
+
+    index: int = 0
+    size: int = 1
+
+
+def weight_sum(batches: Sequence[PackedBatch]) -> float:
+    """Sum of the loss weights of a step's microbatches on this rank; summed over the dp ranks, the loss denominator."""
+    return float(sum(batch.weight_sum for batch in batches))
+
+
+def _check(source: PackSource, options: LoaderOptions, place: DataRank) -> None:
+    reasons = []
+    if not len(source):
+        reasons.append("the dataset has no pack")
+    if not 0 <= place.index < place.size:
+        reasons.append(f"data-parallel rank {place.index} of {place.size} does not exist")
+    per_round = options.micro_batch_size * place.size
+    if options.global_batch_size % per_round:
+        reasons.append(
+            f"--global-batch-size {options.global_batch_size} is not a multiple of --micro-batch-size "
+            f"{options.micro_batch_size} x data-parallel size {place.size} = {per_round}"
+        )
+    if reasons:
+        raise ValueError("; ".join(reasons))
+
+
+def _microbatches(chosen: np.ndarray, options: LoaderOptions, place: DataRank) -> np.ndarray:
+    """This rank's part [j, m] of a step's samples [global_batch_size]."""
+    # [global_batch_size] -> [microbatch, dp rank, m] -> [microbatch, m]
+    return chosen.reshape(-1, place.size, options.micro_batch_size)[:, place.index]
+
+
+def _batch(source: PackSource, numbers: Sequence[int], options: LoaderOptions) -> PackedBatch:
+    batch = collate([source.pack(i) for i in numbers], options.attention_mask)
+    return batch.with_padding_to(options.pad_to_multiple)
+
+
+def step_batches(source: PackSource, options: LoaderOptions, place: DataRank, consumed: int) -> list[PackedBatch]:
+    """The microbatches of one rank for the step that begins after `consumed` samples; a pure function."""
+    chosen = samples(consumed, options.global_batch_size, len(source), options.seed, options.shuffle)
+    return [_batch(source, numbers, options) for numbers in _microbatches(chosen, options, place).tolist()]
+
+
+class PackedLoader:
+    """Endless optimizer steps from a pack source, made ahead in threads. Close it, or use it as a context manager.
+
+    Typical use:
+        with PackedLoader(dataset, options, DataRank(dp_rank, dp_size), consumed_samples) as loader:
+            batches = loader.next_step()
+    """
+
+    def __init__(
+        self, source: PackSource, options: LoaderOptions, place: DataRank | None = None, consumed_samples: int = 0
+    ) -> None:
+        """`consumed_samples`, any number >= 0, is the state to resume from; it need not be a multiple of the batch.
+
+        ValueError: an empty dataset, or a global batch that does not divide by micro batch x dp size.
+        """
+        self._source, self._options, self._place = source, options, place or DataRank()
+        _check(source, options, self._place)
+        if consumed_samples < 0:
+            raise ValueError(f"consumed_samples is {consumed_samples}, it must not be negative")
+        self._consumed = self._requested = consumed_samples
+        self._pending: deque[Future[list[PackedBatch]]] = deque()
+        self._pool = ThreadPoolExecutor(options.num_threads, "pack-loader") if options.prefetch else None
+        self._request_ahead()
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples in the steps handed out so far, over all ranks: the loader's whole state."""
+        return self._consumed
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the dataset so far."""
+        return self._consumed / len(self._source)
+
+    def _request_ahead(self) -> None:
+        while self._pool is not None and len(self._pending) < self._options.prefetch:
+            arguments = (self._source, self._options, self._place, self._requested)
+            self._pending.append(self._pool.submit(step_batches, *arguments))
+            self._requested += self._options.global_batch_size
+
+    def next_step(self) -> list[PackedBatch]:
+        """This rank's microbatches of the next step, global_batch_size / (micro_batch_size x dp size) of them.
+
+        An error met while reading ahead is raised here, in the step it belongs to, and again at every further call.
+        """
+        if self._pool is not None:
+            if not self._pending:
+                raise RuntimeError("the loader is closed")
+            batches = self._pending[0].result()
+            self._pending.popleft()
+            self._request_ahead()
+        else:
+            batches = step_batches(self._source, self._options, self._place, self._consumed)
+        self._consumed += self._options.global_batch_size
+        return batches
+
+    def close(self) -> None:
+        """Stop reading ahead and wait for the threads; may be called twice."""
+        if self._pool is not None:
+            self._pending.clear()
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> PackedLoader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def validation_steps(
+    source: PackSource, options: LoaderOptions, place: DataRank, num_steps: int
+) -> Iterator[list[PackedBatch]]:
+    """The first num_steps x global_batch_size packs in stored order, each once: the same for every evaluation.
+
+    Ends early when the dataset does. Its last step may be short of packs: every rank still gets the same number of
+    microbatches (the ranks run in lockstep), where a microbatch without a pack is pack 0 with all loss weights 0.
+    """
+    _check(source, options, place)
+    size = options.global_batch_size
+    for start in range(0, min(num_steps * size, len(source)), size):
+        chosen = np.arange(start, start + size)
+        batches = []
+        for numbers in _microbatches(chosen, options, place).tolist():
+            present = [i for i in numbers if i < len(source)]
+            batch = _batch(source, present or [0], options)
+            batches.append(batch if present else _weightless(batch))
+        yield batches
+
+
+def _weightless(batch: PackedBatch) -> PackedBatch:
+    return dataclasses.replace(batch, loss_weights=np.zeros_like(batch.loss_weights))

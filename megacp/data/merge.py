@@ -1,0 +1,106 @@
+"""Several datasets made with the same tokenizer and lengths become one directory.
+
+Key property: packs are copied, not repacked, and every byte is checked against its manifest on the way, so a damaged
+part cannot get in. Rejected: a manifest that points into other directories, which breaks when one of them moves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megacp.data import tables
+from megacp.data.build import copy_tokenizer
+from megacp.data.indexed import HashedFile, sync_directory
+from megacp.data.journal import REJECTS_NAME, TOKENIZER_DIRECTORY, Journal, is_dataset, locked, prepare_directory
+from megacp.data.manifest import FileEntry, Manifest, ShardEntry, write_atomically
+from megacp.data.store import PackedDataset
+from megacp.data.unit import shard_name
+
+_BLOCK = 1 << 20
+_MUST_AGREE = ("tokenizer", "seq_length", "pad_multiple", "image_rules", "cp_degrees")
+
+
+def merge(inputs: Sequence[str], output: str, overwrite: bool = False) -> Manifest:
+    """Copy the shards of `inputs`, in that order, into `output`, numbered anew, and write its manifest.
+
+    ValueError: fewer than two inputs, all mismatches between them, a damaged input, an output that is not empty.
+    """
+    if len(inputs) < 2:
+        raise ValueError(f"merge needs at least two datasets, got {len(inputs)}")
+    directory = Path(output)
+    if directory.resolve() in [Path(path).resolve() for path in inputs]:
+        raise ValueError(f"--output {output} is one of the datasets to merge")
+    manifests = [PackedDataset(path).manifest for path in inputs]
+    first = manifests[0]
+    mismatches = [
+        f"{path}: {name} is {getattr(manifest, name)}, {inputs[0]} has {getattr(first, name)}"
+        for path, manifest in zip(inputs[1:], manifests[1:], strict=True)
+        for name in _MUST_AGREE
+        if getattr(manifest, name) != getattr(first, name)
+    ]
+    if mismatches:
+        raise ValueError("these datasets cannot be merged: " + "; ".join(mismatches))
+    prepare_directory(directory, overwrite)
+    if is_dataset(directory):
+        raise ValueError(f"--output {output} holds a dataset; nothing was overwritten, give --overwrite to replace it")
+    with locked(directory):
+        parts = [manifest.fingerprint for manifest in manifests]
+        Journal(directory, {"merged from": parts})  # a later `build` into this directory is refused
+        shards: list[ShardEntry] = []
+        shift = 0
+        for path, manifest in zip(inputs, manifests, strict=True):
+            for entry in manifest.shards:
+                shards.append(_copy_shard(Path(path) / entry.name, entry, directory / shard_name(len(shards)), shift))
+            shift += len(manifest.sources)
+        rejects = [Path(path) / REJECTS_NAME for path in inputs]
+        write_atomically(directory / REJECTS_NAME, b"".join(p.read_bytes() for p in rejects if p.exists()))
+        copy_tokenizer(sorted((Path(inputs[0]) / TOKENIZER_DIRECTORY).glob("*")), directory)
+        result = Manifest(
+            config_fingerprint=hashlib.sha256("\n".join(parts).encode()).hexdigest(),
+            tokenizer=first.tokenizer,
+            seq_length=first.seq_length,
+            pad_multiple=first.pad_multiple,
+            sources=tuple(source for manifest in manifests for source in manifest.sources),
+            shards=tuple(shards),
+            num_rejected=sum(manifest.num_rejected for manifest in manifests),
+            image_rules=first.image_rules,
+            cp_degrees=first.cp_degrees,
+        )
+        result.write(directory)
+    return result
+
+
+def _copy_shard(source: Path, entry: ShardEntry, target: Path, shift: int) -> ShardEntry:
+    """Copy one shard; its segments' `source_file` grows by `shift`."""
+    temporary = target.with_name(f".{target.name}.partial")
+    temporary.mkdir()
+    files = []
+    for file in entry.files:
+        copied = _copy(source / file.name, temporary / file.name)
+        if copied != file:
+            raise ValueError(f"{source / file.name}: sha256 is {copied.sha256}, the manifest says {file.sha256}")
+        if file.name == "segments.npy" and shift:
+            table = np.array(tables.read_table(source / file.name, tables.SEGMENT_DTYPE))
+            table["source_file"] += shift
+            path, size, sha256 = tables.write_table(temporary / file.name, table)
+            copied = FileEntry(path.name, size, sha256)
+        files.append(copied)
+    sync_directory(temporary)
+    temporary.rename(target)
+    sync_directory(target.parent)
+    return ShardEntry(
+        target.name, entry.num_packs, entry.num_segments, entry.num_tokens, entry.num_padded_tokens, tuple(files)
+    )
+
+
+def _copy(source: Path, target: Path) -> FileEntry:
+    copy = HashedFile(target)
+    with open(source, "rb") as stream:
+        while block := stream.read(_BLOCK):
+            copy.write(block)
+    sha256 = copy.close()
+    return FileEntry(target.name, copy.size, sha256)

@@ -1,0 +1,58 @@
+"""In which order samples are seen: a pure function of (seed, number of samples before it), endless over epochs.
+
+Key property: O(1) time and memory for any place of any epoch, so a resumed run jumps to its place, and every epoch
+holds every sample exactly once. A Feistel network over the numbers 0 .. 4^h - 1 is a permutation whatever its round
+function; results outside the dataset are sent through again ("cycle walking") until they are inside. Rejected:
+numpy's permutation, which costs 8 bytes a pack in every process and whose stream may change between numpy versions,
+which would break the order of a resumed run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+_ROUNDS = 8
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """The finalizer of splitmix64 (Steele, Lea, Flood 2014): a bijection of uint64 that avalanches."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: np.ndarray = values ^ (values >> np.uint64(31))
+    return mixed
+
+
+def permuted(places: np.ndarray, length: int, seed: int, epoch: int) -> np.ndarray:
+    """The sample at each of `places` (int64, 0 <= place < length) of one epoch's permutation of 0..length-1, int64."""
+    half = np.uint64(max(1, -(-(length - 1).bit_length() // 2)))  # bits of each half; 4^half >= length
+    mask = np.uint64((1 << int(half)) - 1)
+    digest = hashlib.blake2b(f"{seed} {epoch} {length}".encode(), digest_size=8 * _ROUNDS).digest()
+    keys = np.frombuffer(digest, "<u8")
+    result = np.asarray(places).astype(np.uint64)
+    outside = np.arange(len(result))
+    while len(outside):
+        values = result[outside]
+        left, right = values >> half, values & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right + key) & mask)
+        values = left << half | right
+        result[outside] = values
+        outside = outside[values >= np.uint64(length)]
+    return result.astype(np.int64)
+
+
+def samples(start: int, count: int, length: int, seed: int, shuffle: bool = True) -> np.ndarray:
+    """Samples number `start` .. `start + count - 1` of the endless order over `length` samples, int64 [count].
+
+    Epoch e is the places e*length .. (e+1)*length - 1 and holds each sample once; without `shuffle` in stored order.
+    """
+    epochs, places = np.divmod(np.arange(start, start + count, dtype=np.int64), length)
+    if not shuffle:
+        return places
+    result = np.empty(count, np.int64)
+    for epoch in np.unique(epochs).tolist():
+        here = epochs == epoch
+        result[here] = permuted(places[here], length, seed, epoch)
+    return result

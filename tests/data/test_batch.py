@@ -1,0 +1,80 @@
+"""PackedBatch: what it refuses, its hash, its padding."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megacp.batch import PackedBatch
+
+ROOT = Path(__file__).parents[2]
+
+
+def make(length: int = 5, **changes: np.ndarray) -> PackedBatch:
+    values: dict[str, np.ndarray] = {
+        "tokens": np.arange(length, dtype=np.int64),
+        "labels": np.arange(1, length + 1, dtype=np.int64),
+        "loss_weights": np.ones(length, np.float32),
+        "position_ids": np.arange(length, dtype=np.int64),
+        "document": np.zeros(length, np.int32),
+        "branch": np.zeros(length, np.int32),
+        "span": np.zeros(length, np.int32),
+    }
+    return PackedBatch(**{**values, **changes}, pack_ids=(7,))
+
+
+def test_every_wrong_field_is_named_at_once() -> None:
+    with pytest.raises(ValueError, match=r"labels must be int64.*int32.*span must be int32.*\(4,\)"):
+        make(labels=np.zeros(5, np.int32), span=np.zeros(4, np.int32))
+
+
+def test_weight_on_padding_is_refused() -> None:
+    document = np.array([0, 0, 0, 0, -1], np.int32)
+    with pytest.raises(ValueError, match="1 padding tokens have a loss weight"):
+        make(document=document)
+    with pytest.raises(ValueError, match="finite and not negative"):
+        make(loss_weights=np.array([1, 1, np.nan, 1, 1], np.float32))
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(PackedBatch) if f.name != "pack_ids"])
+def test_fingerprint_sees_one_changed_value_in_any_field(name: str) -> None:
+    batch = make()
+    changed = getattr(batch, name).copy()
+    changed[3] += 1
+    assert dataclasses.replace(batch, **{name: changed}).fingerprint() != batch.fingerprint()
+    assert make().fingerprint() == batch.fingerprint()
+    assert dataclasses.replace(batch, pack_ids=(8,)).fingerprint() != batch.fingerprint()
+
+
+def test_fingerprint_is_the_same_in_another_process_and_fits_int64() -> None:
+    # catches Python's hash(), which is salted per process
+    code = "from tests.data.test_batch import make; print(make().fingerprint())"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert int(other.stdout) == make().fingerprint()
+    assert -(2**63) <= make().fingerprint() < 2**63
+
+
+def test_fingerprint_covers_fields_of_a_subclass() -> None:
+    @dataclasses.dataclass(frozen=True, eq=False)
+    class WithPatches(PackedBatch):
+        patches: np.ndarray | None = None
+
+    base = {field.name: getattr(make(), field.name) for field in dataclasses.fields(PackedBatch)}
+    one, two = (WithPatches(**base, patches=np.full((2, 3), value, np.float32)) for value in (0, 1))
+    assert one.fingerprint() != two.fingerprint()
+    assert one.with_padding_to(8).patches is one.patches
+
+
+def test_padding_is_inert_and_at_the_end() -> None:
+    batch = make(5)
+    padded = batch.with_padding_to(4)
+    assert len(padded) == 8 and padded.document.tolist()[5:] == [-1, -1, -1]
+    assert padded.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert padded.weight_sum == batch.weight_sum == 5.0
+    assert not padded.tokens[5:].any() and not padded.labels[5:].any()
+    assert batch.with_padding_to(5) is batch

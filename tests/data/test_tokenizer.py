@@ -1,0 +1,194 @@
+"""Tokenizers: ids equal to each kind's reference, whatever the engine, and clear words for what cannot be loaded."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megacp.data.bpe import byte_characters, has_newer_characters
+from megacp.data.tokenizer import PROBE, Tokenizer, load_tokenizer
+
+tokenizers = pytest.importorskip("tokenizers")
+sentencepiece = pytest.importorskip("sentencepiece")
+
+KINDS = ("byte", "sentencepiece", "huggingface", "gpt2")
+SOURCES = [Path(json.__file__), Path(np.__file__)]
+CORPUS = [path.read_text(encoding="utf-8") for path in SOURCES]
+AWKWARD = [*PROBE, "<s> <unk> </s> <0x41>", "<|endoftext|>x<|endoftext|>", "\U000323b0\U0001e5d0 x", "\U00011de0a1"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small tokenizer of each kind, trained here."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator([*CORPUS, *PROBE], trainer)
+    bpe.save(str(folder / "tokenizer.json"))
+    bpe.model.save(str(folder))
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([line for text in CORPUS for line in text.splitlines() if line]),
+        model_prefix=str(folder / "sp"),
+        vocab_size=500,
+        model_type="bpe",
+        byte_fallback=True,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        minloglevel=2,
+    )
+    return folder
+
+
+def load(kind: str, folder: Path, engine: str = "auto") -> Tokenizer:
+    names = {
+        "byte": "byte",
+        "sentencepiece": f"{folder}/sp.model",
+        "huggingface": f"{folder}/tokenizer.json",
+        "gpt2": f"{folder}/vocab.json,{folder}/merges.txt",
+    }
+    return load_tokenizer(names[kind], engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_ids_of_the_fast_engine_are_those_of_the_reference(folder: Path, kind: str) -> None:
+    fast, reference = load(kind, folder), load(kind, folder, "reference")
+    assert fast.kind == kind and reference.engine == "reference"
+    texts = [*AWKWARD, *CORPUS, "\n".join(AWKWARD)]
+    for text, a, b in zip(texts, fast.encode(texts), reference.encode(texts), strict=True):
+        assert a.tolist() == b.tolist(), text
+        assert a.ndim == 1 and a.dtype.kind in "iu"
+        assert len(a) == 0 or 0 <= a.min() <= a.max() < fast.vocab_size
+    assert fast.info() == reference.info()
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface", "gpt2"])
+def test_the_fast_engine_is_used_where_it_is_installed(folder: Path, kind: str) -> None:
+    pytest.importorskip("gigatoken")
+    assert load(kind, folder).engine == "gigatoken"
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface", "gpt2"])
+@settings(max_examples=80, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_any_text_has_the_same_ids_in_both_engines(folder: Path, kind: str, text: str) -> None:
+    tokenizer = _cached(kind, folder)
+    assert tokenizer.disagreement([text]) is None
+
+
+_LOADED: dict[str, Tokenizer] = {}
+
+
+def _cached(kind: str, folder: Path) -> Tokenizer:
+    return _LOADED.setdefault(kind, load(kind, folder))
+
+
+@pytest.mark.parametrize("kind", ["byte", "gpt2", "sentencepiece"])
+def test_decoding_gives_the_text_back(folder: Path, kind: str) -> None:
+    tokenizer = load(kind, folder)
+    for text in [*PROBE, *CORPUS]:
+        assert tokenizer.decode(tokenizer.encode([text])[0]) == text
+
+
+def test_gpt2_ids_are_those_of_the_tokenizers_package(folder: Path) -> None:
+    ours = load("gpt2", folder, "reference")
+    theirs = tokenizers.ByteLevelBPETokenizer(f"{folder}/vocab.json", f"{folder}/merges.txt")
+    for text in [*PROBE, *CORPUS]:
+        assert ours.encode([text])[0].tolist() == theirs.encode(text).ids
+
+
+def test_gpt2_splits_as_its_pattern_does(folder: Path) -> None:
+    """Words found by hand: a space goes with the word behind it, the last of several spaces too."""
+    tokenizer = load("gpt2", folder, "reference")
+    words = ["it", "'s", " a", "  ", " 12", "!?", "\n"]
+    alone = [i for word in words for i in tokenizer.encode([word])[0].tolist()]
+    assert tokenizer.encode(["".join(words)])[0].tolist() == alone
+
+
+def test_characters_newer_than_python_go_to_the_reference() -> None:
+    """U+11DE0 became a digit in Unicode 17: older engines split it off as a symbol."""
+    if sys.version_info < (3, 15):
+        assert has_newer_characters("a\U00011de0")
+    assert not has_newer_characters("plain") and not has_newer_characters("\u00e9\u6f22\U0001f642")
+
+
+def test_an_engine_that_disagrees_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gigatoken = pytest.importorskip("gigatoken")
+    right = gigatoken.Tokenizer.from_json
+
+    class Wrong:
+        vocab_size = 10
+
+        def encode(self, text: str) -> np.ndarray:
+            return np.zeros(len(text), np.uint32)
+
+    monkeypatch.setattr(gigatoken.Tokenizer, "from_json", lambda text: type("T", (), {"backend": Wrong()})())
+    assert load("huggingface", folder).engine == "reference"
+    monkeypatch.setattr(gigatoken.Tokenizer, "from_json", right)
+    assert load("huggingface", folder).engine == "gigatoken"
+
+
+def test_special_ids_are_found(folder: Path) -> None:
+    assert (load("byte", folder).vocab_size, load("byte", folder).eos_id) == (257, 256)
+    assert load("huggingface", folder).eos_id == 0 == load("gpt2", folder).eos_id
+    assert (load("sentencepiece", folder).eos_id, load("sentencepiece", folder).bos_id) == (2, 1)
+    assert load("sentencepiece", folder).pad_id is None
+
+
+def test_tokenizer_config_and_eod_token_name_the_end_of_document(folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "tokenizer.json").read_text())
+    config["added_tokens"][0]["content"] = "<stop>"
+    vocabulary = config["model"]["vocab"]
+    vocabulary["<stop>"] = vocabulary.pop("<|endoftext|>")
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(config))
+    assert load_tokenizer(str(path)).eos_id is None
+    assert load_tokenizer(str(path), eod_token="<stop>").eos_id == 0
+    with pytest.raises(ValueError, match="--eod-token '<none>' is not in the vocabulary"):
+        load_tokenizer(str(path), eod_token="<none>")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<stop>"}}')
+    assert load_tokenizer(str(path)).eos_id == 0
+
+
+@pytest.mark.parametrize(
+    ("specification", "message"),
+    [
+        ("gpt-4", r"'gpt-4', allowed are byte \| FILE.model .* nothing is downloaded"),
+        ("openai/gpt2", "allowed are byte"),
+        ("none/tokenizer.json", "no such file: none/tokenizer.json"),
+        ("none/vocab.json,none/merges.txt", "no such file: none/vocab.json, none/merges.txt"),
+    ],
+)
+def test_what_is_no_tokenizer_is_refused_with_what_is_allowed(specification: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(specification)
+
+
+@pytest.mark.parametrize("name", ["a.model", "a.json"])
+def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match=f"{name}: not a "):
+        load_tokenizer(str(tmp_path / name))
+
+
+def test_a_vocabulary_without_all_bytes_or_merges_is_refused(tmp_path: Path) -> None:
+    ids = {c: i for i, c in enumerate(byte_characters())}
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    (tmp_path / "vocab.json").write_text(json.dumps(ids))
+    with pytest.raises(ValueError, match="1 tokens missing .'ab'."):
+        load_tokenizer(f"{tmp_path}/vocab.json,{tmp_path}/merges.txt")
+
+
+def test_an_unknown_engine_is_refused() -> None:
+    with pytest.raises(ValueError, match="--tokenizer-engine is 'fast', allowed are auto, reference"):
+        load_tokenizer("byte", "fast")

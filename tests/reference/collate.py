@@ -1,0 +1,38 @@
+"""Collation one token at a time, from the sentences of the format: slow and obvious.
+
+A document here is (tokens, weights, padded_length, branch_starts).
+"""
+
+from __future__ import annotations
+
+Document = tuple[list[int], list[float], int, tuple[int, ...]]
+
+
+def collate(packs: list[list[Document]], attention_mask: str) -> dict[str, list[float]]:
+    """The fields of a PackedBatch as lists."""
+    names = ("tokens", "labels", "loss_weights", "position_ids", "document", "branch")
+    rows: dict[str, list[float]] = {name: [] for name in names}
+    number = -1
+    for pack_number, pack in enumerate(packs):
+        in_pack = 0
+        following = [(tokens, weights, i) for tokens, weights, *_ in pack for i in range(len(tokens))]
+        for tokens, weights, padded_length, starts in pack:
+            number += 1
+            for i, token in enumerate(tokens):
+                branch = sum(start <= i for start in starts)
+                if attention_mask == "causal":
+                    after = following[in_pack + 1] if in_pack + 1 < len(following) else None
+                    place = (pack_number, in_pack, 0)
+                else:
+                    ends = i + 1 == len(tokens) or i + 1 in starts
+                    after = None if ends else (tokens, weights, i + 1)
+                    position = i if branch == 0 else starts[0] + i - starts[branch - 1]
+                    place = (number, position, branch)
+                in_pack += 1
+                label, weight = (after[0][after[2]], after[1][after[2]]) if after else (0, 0.0)
+                for name, value in zip(names, (token, label, weight, place[1], place[0], place[2]), strict=True):
+                    rows[name].append(value)
+            for j in range(padded_length - len(tokens)):
+                for name, value in zip(names, (0, 0, 0.0, j, -1, 0), strict=True):
+                    rows[name].append(value)
+    return rows
