@@ -1,0 +1,62 @@
+"""Real text that every machine has: the Python standard library's own sources as JSONL, split into training and
+validation.
+
+    python examples/stdlib_to_jsonl.py --output out/text --megabytes 8
+
+Every tenth file (by a hash of its name) goes to validation, so the split is the same on every machine with the same
+Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def sources(root: Path) -> Iterator[tuple[str, str]]:
+    """Relative name and text of every readable module below `root`, tests and installed packages left out."""
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if {"site-packages", "test", "tests", "idle_test", "lib2to3"} & set(path.relative_to(root).parts):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if text.strip():
+            yield name, text
+
+
+def main() -> int:
+    """Write OUTPUT/train.jsonl and OUTPUT/valid.jsonl and say how much they hold."""
+    parser = argparse.ArgumentParser(description="Standard library sources as JSONL records with `id` and `text`.")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--megabytes", type=float, default=8.0, metavar="N", help="stop after about N MB (default 8)")
+    arguments = parser.parse_args()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    sizes = {"train": 0, "valid": 0}
+    counts = {"train": 0, "valid": 0}
+    with (
+        (arguments.output / "train.jsonl").open("w", encoding="utf-8") as train,
+        (arguments.output / "valid.jsonl").open("w", encoding="utf-8") as valid,
+    ):
+        files = {"train": train, "valid": valid}
+        for name, text in sources(Path(sysconfig.get_path("stdlib"))):
+            split = "valid" if hashlib.sha256(name.encode()).digest()[0] % 10 == 0 else "train"
+            files[split].write(json.dumps({"id": name, "text": text}, ensure_ascii=False) + "\n")
+            sizes[split] += len(text.encode())
+            counts[split] += 1
+            if sum(sizes.values()) > arguments.megabytes * 1e6:
+                break
+    for split in sizes:
+        print(f"{arguments.output / split}.jsonl: {counts[split]} files, {sizes[split] / 1e6:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

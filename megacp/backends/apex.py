@@ -1,0 +1,38 @@
+"""Is NVIDIA's apex here? It has no wheel, and the package called `apex` on the public index is an unrelated web
+toolkit.
+
+Key property: nothing is imported to find out; an impostor's code never runs. Rejected: `import apex` in a try block,
+which succeeds for the impostor and fails later with an attribute error.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+BUILD = (
+    "build it from the source repository NVIDIA/apex, in an environment that has CUDA torch: "
+    "pip install -v --no-build-isolation --config-settings '--build-option=--cpp_ext' "
+    "--config-settings '--build-option=--cuda_ext' ."
+)
+
+
+def apex_status() -> str:
+    """`nvidia`, `nvidia without extensions`, `impostor` or `absent`."""
+    spec = find_spec("apex")
+    if spec is None:
+        return "absent"
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    if not any((folder / "multi_tensor_apply").is_dir() for folder in folders):
+        return "impostor"
+    return "nvidia" if find_spec("amp_C") else "nvidia without extensions"
+
+
+def describe_apex() -> str:
+    """One line for a person: what is installed and, where it is wrong, how to put it right."""
+    return {
+        "nvidia": "apex: NVIDIA's, with its CUDA extensions",
+        "nvidia without extensions": f"apex: NVIDIA's, but without its CUDA extensions (no amp_C); {BUILD}",
+        "impostor": f"apex: the installed package is not NVIDIA's but a web toolkit: pip uninstall apex, then {BUILD}",
+        "absent": "apex: not installed, and not needed",
+    }[apex_status()]

@@ -1,0 +1,187 @@
+"""Does a grid train like one process? Runs both on the same random packs and compares every gradient and parameter.
+
+Key property: the grid runs the very `Trainee` of a training run, one process runs it with a dense explicit mask, and
+each rank's shares are held against the full tensors by global name, copies included; an element that no rank holds
+counts as wrong. Rejected: comparing losses, which look right under half of all gradient mistakes.
+
+Differences are relative: largest error of a tensor over its largest value (of a tensor below a thousandth of the
+model's largest: over that thousandth, since its noise comes from the large ones).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megacp.batch import PackedBatch
+from megacp.checkpoint.names import boxes_of_slice
+from megacp.config.run import RunConfig
+from megacp.data.mock import MockRules, mock_batch
+from megacp.data_parallel.layout import ParameterSlice
+from megacp.distributed.grid import build_grid
+from megacp.models.build import grid_shape
+from megacp.optim.lr_schedule import learning_rate
+from megacp.training.loss import agree
+from megacp.training.step import Trainee
+
+TOLERANCES = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 0.25}
+"""Largest relative difference that is rounding.
+
+float64: a sum in another order moves 1e-16 of its largest term; depth and AdamW's division by small second moments make
+1e-12 of it at most. float32 and bfloat16 round at 6e-8 and 4e-3 instead of 1e-16; the largest differences measured on the
+named models are 1e-4 and 0.1. A lost or doubled gradient differs by 0.5 or more.
+"""
+_FLOOR = 1e-3
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of one global tensor: a rank's share of a gradient or a parameter."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    values: np.ndarray
+
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """Where the box lies in the global tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.values.shape, strict=True))
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """What one rank saw of one step."""
+
+    loss: float
+    grad_norm: float
+    gradients: tuple[Box, ...]
+    """Its slices of the summed gradients, before clipping."""
+    parameters: tuple[Box, ...]
+    """All its parameters after the update."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest relative difference over some tensors, and in which one it is."""
+
+    value: float
+    name: str
+
+
+@dataclass(frozen=True)
+class StepComparison:
+    """One step of the grid beside the same step of one process; differences are relative, the largest of all ranks."""
+
+    step: int
+    loss: float
+    """Of the one process."""
+    loss_difference: float
+    grad_norm: float
+    grad_norm_difference: float
+    gradient: Difference
+    parameter: Difference
+
+    def beyond(self, tolerance: float) -> list[str]:
+        """What differs by more than the tolerance, as words."""
+        figures = {
+            "the loss": self.loss_difference,
+            "the gradient norm": self.grad_norm_difference,
+            f"the gradient of {self.gradient.name}": self.gradient.value,
+            f"the parameter {self.parameter.name}": self.parameter.value,
+        }
+        return [f"{what} by {value:.1e}" for what, value in figures.items() if not value <= tolerance]
+
+
+def microbatches(config: RunConfig, rules: MockRules, step: int, dp_rank: int, dp_size: int) -> list[PackedBatch]:
+    """One data-parallel rank's mock microbatches of a step, dealt as the loader deals packs: every dp-th one."""
+    size = config.training.micro_batch_size
+    count = config.training.global_batch_size // size
+    first = (step - 1) * config.training.global_batch_size
+    return [
+        mock_batch(range(first + number * size, first + (number + 1) * size), rules)
+        for number in range(dp_rank, count, dp_size)
+    ]
+
+
+def train_rank(rank: int, world_size: int, config: RunConfig, rules: MockRules, steps: int) -> list[StepTrace]:
+    """Train on this rank (a process group of `world_size` ranks exists) and record every step."""
+    grid = build_grid(grid_shape(config, world_size), rank)
+    trainee = Trainee(config, grid)
+    traces = []
+    for step in range(1, steps + 1):
+        batches = microbatches(config, rules, step, grid.dp.rank, grid.dp.size)
+        loss = trainee.gradients(batches, step, agree(batches, grid).denominator)
+        shards = [trainee.buckets.grad_shard(i) for i in range(len(trainee.buckets.buckets))]
+        gradients = _boxes(trainee.buckets.shard_slices(shards))
+        report = trainee.optimizer.step(learning_rate(step, trainee.schedule))
+        traces.append(StepTrace(loss, report.grad_norm, gradients, _boxes(trainee.buckets.whole_parameters())))
+    return traces
+
+
+def _boxes(slices: Iterable[ParameterSlice]) -> tuple[Box, ...]:
+    """Copies of the boxes that slices of local parameters hold, as float32 or float64."""
+    boxes = []
+    for part in slices:
+        for box in boxes_of_slice("parity", part):
+            wide = box.tensor.detach().to(torch.promote_types(box.tensor.dtype, torch.float32))
+            name = box.name.partition(".")[2]
+            boxes.append(Box(name, box.global_shape, box.offsets, wide.cpu().numpy().copy()))
+    return tuple(boxes)
+
+
+def assemble(boxes: Iterable[Box]) -> dict[str, np.ndarray]:
+    """Full tensors by global name; elements that no box holds are NaN."""
+    full: dict[str, np.ndarray] = {}
+    for box in boxes:
+        tensor = full.setdefault(box.name, np.full(box.global_shape, np.nan, box.values.dtype))
+        tensor[box.place] = box.values
+    return full
+
+
+def largest_difference(reference: Mapping[str, np.ndarray], ranks: Sequence[Sequence[Box]]) -> Difference:
+    """How far the boxes of all ranks are from the full tensors; inf for what is missing, unknown, or not finite."""
+    errors = dict.fromkeys(reference, 0.0)
+    covered = {name: np.zeros(tensor.shape, bool) for name, tensor in reference.items()}
+    for box in (box for boxes in ranks for box in boxes):
+        if box.name not in reference or box.global_shape != reference[box.name].shape:
+            return Difference(math.inf, f"{box.name} (not in the one process with this name and shape)")
+        covered[box.name][box.place] = True
+        error = float(np.abs(box.values - reference[box.name][box.place]).max(initial=0.0))
+        errors[box.name] = max(errors[box.name], error if math.isfinite(error) else math.inf)
+    for name, held in covered.items():
+        if not held.all():
+            return Difference(math.inf, f"{name} ({held.size - np.count_nonzero(held)} elements on no rank)")
+    scales = {name: float(np.abs(tensor).max(initial=0.0)) for name, tensor in reference.items()}
+    floor = max(_FLOOR * max(scales.values()), np.finfo(np.float64).tiny)
+    relative = {name: error / max(scales[name], floor) for name, error in errors.items()}
+    worst = max(relative, key=lambda name: relative[name])
+    return Difference(relative[worst], worst)
+
+
+def _relative(values: Iterable[float], expected: float) -> float:
+    largest = max(abs(value - expected) for value in values)
+    return largest / max(abs(expected), np.finfo(np.float64).tiny) if math.isfinite(largest) else math.inf
+
+
+def compare(reference: Sequence[StepTrace], ranks: Sequence[Sequence[StepTrace]]) -> list[StepComparison]:
+    """Step by step: `reference` of the one process against `ranks[rank]` of the grid."""
+    comparisons = []
+    for number, expected in enumerate(reference):
+        seen = [trace[number] for trace in ranks]
+        comparisons.append(
+            StepComparison(
+                step=number + 1,
+                loss=expected.loss,
+                loss_difference=_relative((trace.loss for trace in seen), expected.loss),
+                grad_norm=expected.grad_norm,
+                grad_norm_difference=_relative((trace.grad_norm for trace in seen), expected.grad_norm),
+                gradient=largest_difference(assemble(expected.gradients), [trace.gradients for trace in seen]),
+                parameter=largest_difference(assemble(expected.parameters), [trace.parameters for trace in seen]),
+            )
+        )
+    return comparisons

@@ -1,0 +1,143 @@
+"""One optimizer step, or one validation batch, on any grid: shard, run the pipeline, reduce, update.
+
+Key property: the same lines run on one process and on 4D grids; the grid only decides what the objects they call
+contain. Rejected: a fast path for one rank, which would leave the tested program and the trained one different.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from megacp.batch import PackedBatch
+from megacp.config.run import RunConfig
+from megacp.context_parallel.layout import select_layout
+from megacp.context_parallel.shard import LocalBatch, shard_batch
+from megacp.data_parallel.buckets import FlatBuckets
+from megacp.distributed.collectives import all_reduce
+from megacp.distributed.grid import ProcessGrid
+from megacp.models.build import build_chunks
+from megacp.models.language import LanguageModelChunk
+from megacp.optim.adamw import AdamWSettings
+from megacp.optim.lr_schedule import LrSchedule, learning_rate
+from megacp.optim.sharded import ShardedAdamW
+from megacp.pipeline_parallel.runtime import HiddenStates, ModelChunk, links_of, open_channels, run
+from megacp.pipeline_parallel.schedules import schedule, training_schedule_name
+from megacp.training.loss import weighted_loss
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did; equal on all ranks."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    """A gradient was not finite: no rank changed anything."""
+
+
+def lr_schedule(config: RunConfig) -> LrSchedule:
+    """The learning-rate schedule of a config."""
+    training = config.training
+    return LrSchedule(
+        lr=training.lr,
+        min_lr=training.min_lr,
+        lr_decay_style=training.lr_decay_style,
+        lr_warmup_iters=training.lr_warmup_iters,
+        lr_decay_iters=training.lr_decay_iters or training.train_iters,
+        lr_wsd_decay_iters=training.lr_wsd_decay_iters or 0,
+        lr_wsd_decay_style=training.lr_wsd_decay_style,
+    )
+
+
+class Trainee:
+    """This rank's share of the model, its gradients and its optimizer, and how to step them."""
+
+    def __init__(self, config: RunConfig, grid: ProcessGrid) -> None:
+        training, parallel = config.training, config.parallel
+        self.config = config
+        self.grid = grid
+        self.chunks = build_chunks(config, grid)
+        reduced_over = grid.over("dp", "cp")
+        self.buckets = FlatBuckets(
+            self.chunks, reduced_over, {"tp": grid.tp, "embedding": grid.embedding}, parallel.ddp_bucket_size
+        )
+        settings = AdamWSettings(
+            adam_beta1=training.adam_beta1,
+            adam_beta2=training.adam_beta2,
+            adam_eps=training.adam_eps,
+            weight_decay=training.weight_decay,
+            clip_grad=training.clip_grad,
+        )
+        self.optimizer = ShardedAdamW(self.buckets, settings, grid.world)
+        self.schedule = lr_schedule(config)
+        self.layout = select_layout(parallel.cp_layout)
+        self.sharded_tokens = grid.tp.size if parallel.sequence_parallel else 1
+        self.links = links_of(grid)
+        dtype = next(self.chunks[0].parameters()).dtype
+        self.hidden = HiddenStates(self._hidden_shape, dtype, grid.device)
+        open_channels(self.links, len(self.chunks), grid.device)
+
+    def _hidden_shape(self, batch: LocalBatch) -> tuple[int, int]:
+        return batch.num_tokens // self.sharded_tokens, self.config.model.hidden_size
+
+    def shard(self, batch: PackedBatch, step: int) -> LocalBatch:
+        """This rank's share of a microbatch; its dropout key names seed, step and packs, not ranks."""
+        text = f"{self.config.training.seed}/{step}/{batch.pack_ids}"
+        key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        multiple = self.layout.multiple(self.grid.cp.size, self.sharded_tokens)
+        return shard_batch(batch, self.grid.cp, self.layout, multiple=multiple, key=key, device=self.grid.device)
+
+    def train(self, batches: Sequence[PackedBatch], step: int, denominator: float) -> StepResult:
+        """One update from this data-parallel rank's microbatches; `step` counts from 1."""
+        losses = self._run(batches, step, denominator, training=True)
+        self.buckets.finish()
+        lr = learning_rate(step, self.schedule)
+        report = self.optimizer.step(lr)
+        return StepResult(self._total(losses), report.grad_norm, lr, report.skipped)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[PackedBatch], denominator: float) -> float:
+        """The loss of a validation batch: the same sum over the same kind of denominator, nothing updated.
+
+        Dropout is off: chunks are switched to evaluation and back.
+        """
+        for chunk in self.chunks:
+            chunk.eval()
+        losses = self._run(batches, 0, denominator, training=False)
+        for chunk in self.chunks:
+            chunk.train()
+        return self._total(losses)
+
+    def gradients(self, batches: Sequence[PackedBatch], step: int, denominator: float) -> float:
+        """Loss and summed gradients without an update: `buckets.grad_shard` is valid until `buckets.zero`."""
+        losses = self._run(batches, step, denominator, training=True)
+        self.buckets.finish()
+        return self._total(losses)
+
+    def _run(self, batches: Sequence[PackedBatch], step: int, denominator: float, training: bool) -> list[torch.Tensor]:
+        local = [self.shard(batch, step) for batch in batches]
+        name = training_schedule_name(len(self.chunks)) if training else "forward_only"
+        actions = schedule(name, self.grid.pp.rank, self.grid.pp.size, len(local), len(self.chunks))
+        chunks: list[ModelChunk] = [partial(_chunk_output, chunk, denominator) for chunk in self.chunks]
+        last_backward = self.buckets.start_last_backward if training else None
+        return run(actions, chunks, local, self.links, self.hidden, last_backward)
+
+    def _total(self, losses: Sequence[torch.Tensor]) -> float:
+        """Sum of all microbatch losses over dp and cp, on every rank."""
+        counted = self.grid.tp.rank == 0  # tp ranks hold the same loss; other stages hold none
+        mine = sum(loss.item() for loss in losses) if counted else 0.0
+        return all_reduce(torch.tensor([mine], dtype=torch.float64, device=self.grid.device), self.grid.world).item()
+
+
+def _chunk_output(
+    chunk: LanguageModelChunk, denominator: float, x: torch.Tensor | None, batch: LocalBatch
+) -> torch.Tensor:
+    """The hidden state, or on the last chunk this rank's share of the loss."""
+    output = chunk(x, batch)
+    return weighted_loss(output, batch.loss_weights, denominator) if chunk.is_last else output

@@ -1,0 +1,172 @@
+"""The training loop: packs in, steps, lines out, validation, checkpoints, and an orderly end when asked to stop.
+
+Key property: every decision that all ranks must take alike (stop, save, validate) follows from numbers that all ranks
+hold. Rejected: callbacks and hooks, whose order nobody can read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from types import FrameType
+
+import torch
+
+from megacp.batch import PackedBatch
+from megacp.config.run import RunConfig, flatten
+from megacp.context_parallel.shard import mask_metadata
+from megacp.data.loader import DataRank, PackedLoader, validation_steps
+from megacp.distributed.collectives import barrier
+from megacp.distributed.grid import ProcessGrid
+from megacp.monitor.flops import cpu_machine_peak, cpu_peak, gpu_peak, utilisation
+from megacp.monitor.log import LogTargets, RunLog, StepRecord
+from megacp.monitor.memory import peak_bytes
+from megacp.monitor.timers import Timers
+from megacp.ops.mask import tile_table
+from megacp.planner.costs import model_flops
+from megacp.training.loss import RankNews, StepAgreement, agree
+from megacp.training.sources import Sources, loader_options
+from megacp.training.state import Progress, load, save
+from megacp.training.step import StepResult, Trainee
+
+STOPPED = 3
+"""Exit status of a run that was asked to stop and saved first: start it again with --load to go on."""
+
+
+class StopSignal:
+    """Remembers SIGTERM and SIGUSR1 until the next step boundary."""
+
+    def __init__(self) -> None:
+        self.received = False
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._remember)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+
+
+def step_flops(batches: list[PackedBatch], config: RunConfig) -> float:
+    """Model FLOPs of training on these rows, attention counted by the allowed pairs of their masks."""
+    total = 0.0
+    for batch in batches:
+        metadata = mask_metadata(batch)
+        area = tile_table(metadata, metadata).area
+        total += model_flops(config.model, int((batch.document >= 0).sum()), area).training
+    return total
+
+
+class Trainer:
+    """One rank of a run. `config` is resolved and checked."""
+
+    def __init__(self, config: RunConfig, grid: ProcessGrid, sources: Sources) -> None:
+        self.config, self.grid, self.sources = config, grid, sources
+        self.stop = StopSignal()
+        self.trainee = Trainee(config, grid)
+        self.progress = Progress(data_fingerprint=sources.fingerprint, seed=config.training.seed)
+        resumed_from = None
+        if config.checkpoint.load is not None:
+            self.progress, resumed_from = load(self.trainee, self.progress, config)
+        self.log = self._open_log()
+        if resumed_from is not None:
+            self.log.say(f"resumed from {resumed_from} after step {self.progress.step}")
+        self.timers = Timers(torch.cuda.synchronize if grid.device.type == "cuda" else lambda: None)
+        self.data_rank = DataRank(grid.dp.rank, grid.dp.size)
+        self.leads_replica = grid.tp.rank == grid.cp.rank == grid.pp.rank == 0
+        self.peak_flops = self._peak_flops()
+
+    def run(self) -> int:
+        """Train to the end or until asked to stop; the exit status."""
+        training, checkpoint = self.config.training, self.config.checkpoint
+        options = loader_options(self.config)
+        with PackedLoader(self.sources.train, options, self.data_rank, self.progress.consumed_samples) as loader:
+            while self.progress.step < training.train_iters:
+                if not self._train_step(loader):
+                    self._save("stopped on request")
+                    self.log.close()
+                    return STOPPED
+                step = self.progress.step
+                if training.eval_interval and (step % training.eval_interval == 0 or step == training.train_iters):
+                    self._validate()
+                if checkpoint.save_interval and step % checkpoint.save_interval == 0 and step < training.train_iters:
+                    self._save("saved")
+        self._save("finished")
+        self.log.close()
+        return 0
+
+    def _train_step(self, loader: PackedLoader) -> bool:
+        """One step; False when some rank was asked to stop, before anything of the step was done."""
+        with self.timers.measure("step"):
+            with self.timers.measure("data"):
+                batches = loader.next_step()
+            news = RankNews(
+                self.stop.received,
+                step_flops(batches, self.config) if self.leads_replica else 0.0,
+                peak_bytes(self.grid.device.type),
+                self.timers.seconds("data"),
+            )
+            agreed = agree(batches, self.grid, news)
+            if agreed.news.stop:
+                return False
+            step = self.progress.step + 1
+            result = self.trainee.train(batches, step, agreed.denominator)
+        self.progress = dataclasses.replace(self.progress, step=step, consumed_samples=loader.consumed_samples)
+        self._report(result, agreed, self.timers.take()["step"])
+        return True
+
+    def _report(self, result: StepResult, agreed: StepAgreement, seconds: float) -> None:
+        if result.skipped:
+            norm = result.grad_norm
+            self.log.say(f"step {self.progress.step}: gradient norm {norm}, all ranks skipped the update")
+        self.log.step(
+            StepRecord(
+                step=self.progress.step,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=result.lr,
+                tokens_per_second=agreed.tokens / seconds,
+                mfu=utilisation(agreed.news.flops, seconds, self.peak_flops),
+                peak_memory=agreed.news.peak_bytes,
+                data_wait=agreed.news.data_wait,
+                seconds=seconds,
+                consumed_samples=self.progress.consumed_samples,
+            )
+        )
+
+    def _validate(self) -> None:
+        assert self.sources.valid is not None
+        steps = validation_steps(
+            self.sources.valid, loader_options(self.config), self.data_rank, self.config.training.eval_iters
+        )
+        weighted, weights = 0.0, 0.0
+        for batches in steps:
+            denominator = agree(batches, self.grid).denominator
+            weighted += self.trainee.evaluate(batches, denominator) * denominator
+            weights += denominator
+        self.log.validation(self.progress.step, weighted / weights)
+
+    def _save(self, reason: str) -> None:
+        if self.config.checkpoint.save is None:
+            self.log.say(f"{reason} after step {self.progress.step}; no --save, so nothing was written")
+            return
+        path = save(self.trainee, self.progress, self.config)
+        self.log.say(f"{reason} after step {self.progress.step}: {path}")
+
+    def _open_log(self) -> RunLog:
+        targets = LogTargets()
+        if self.grid.rank == 0:
+            log = self.config.log
+            targets = LogTargets(True, self.config.log_path, log.tensorboard_dir, log.wandb_project, log.log_interval)
+        return RunLog(targets, self.config.training.train_iters, self.progress.step, flatten(self.config))
+
+    def _peak_flops(self) -> float | None:
+        """FLOP/s of all devices of the run together; on CPU measured by rank 0 while the others wait."""
+        dtype, peak = self.config.training.dtype, None
+        if self.grid.device.type == "cuda":
+            one = gpu_peak(torch.cuda.get_device_name(self.grid.device), dtype)
+            peak = one * self.grid.world.size if one is not None else None
+        elif self.grid.rank == 0:
+            threads, cores = torch.get_num_threads(), os.cpu_count() or 1
+            peak = cpu_machine_peak(cpu_peak(dtype), self.grid.world.size, threads, cores)
+        barrier(self.grid.world)
+        return peak

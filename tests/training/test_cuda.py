@@ -1,0 +1,57 @@
+"""The same training step on a GPU. Run with `pytest -m gpu` on a machine that has one; skipped with the reason
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megacp.config.run import RunConfig, with_values
+from megacp.data.mock import MockRules, mock_batch
+from megacp.distributed.grid import GridShape, build_grid
+from megacp.training.step import Trainee
+
+SIZES = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "ffn_hidden_size": 96,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "vocab_size": 101,
+    "seq_length": 128,
+    "hidden_dropout": 0.1,
+}
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, torch sees none"),
+]
+
+
+def train(device: str, **settings: object) -> tuple[list[float], list[np.ndarray]]:
+    """Losses and parameters of two steps on mixed masks."""
+    trainee = Trainee(with_values(RunConfig(), {**SIZES, **settings}), build_grid(GridShape(), 0, device))
+    rules = MockRules(SIZES["vocab_size"], SIZES["seq_length"], mask="mixed", ragged=True)
+    losses = []
+    for step in (1, 2):
+        batches = [mock_batch([2 * step], rules), mock_batch([2 * step + 1], rules)]
+        losses.append(trainee.train(batches, step, sum(batch.weight_sum for batch in batches)).loss)
+    return losses, [p.detach().float().cpu().numpy() for chunk in trainee.chunks for p in chunk.parameters()]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_gpu_trains_like_the_cpu_in_float64(recompute: str) -> None:
+    settings = {"dtype": "float64", "recompute_granularity": recompute}
+    losses, parameters = train("cuda", **settings)
+    expected_losses, expected = train("cpu", **settings)
+    assert losses == pytest.approx(expected_losses, rel=1e-10)
+    for actual, reference in zip(parameters, expected, strict=True):
+        np.testing.assert_allclose(actual, reference, rtol=1e-5, atol=1e-7)  # compared after rounding to float32
+
+
+def test_bfloat16_on_a_gpu_stays_near_float64() -> None:
+    losses, _ = train("cuda", dtype="bfloat16")
+    expected, _ = train("cpu", dtype="float64")
+    assert losses == pytest.approx(expected, rel=2e-2)  # 8 bits of mantissa over two layers

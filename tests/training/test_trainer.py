@@ -1,0 +1,183 @@
+"""The training loop end to end: resume is bitwise, any grid resumes any other, bad input ends before anything is
+written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megacp.train import main, prepare
+from tests.ranks import run_ranks
+
+TINY = [
+    *("--num-layers", "4", "--hidden-size", "32", "--ffn-hidden-size", "48", "--num-attention-heads", "4"),
+    *("--num-query-groups", "2", "--vocab-size", "61", "--seq-length", "64", "--global-batch-size", "4"),
+    *("--train-iters", "4", "--lr", "0.01", "--lr-warmup-iters", "2", "--dtype", "float64", "--hidden-dropout", "0.1"),
+]
+AXES = {"tp": "tensor_model", "cp": "context", "pp": "pipeline_model"}
+
+
+def grid_flags(**sizes: int) -> list[str]:
+    """`tp=2` to `--tensor-model-parallel-size 2`."""
+    return [
+        text for axis, size in sizes.items() for text in (f"--{AXES[axis]}-parallel-size".replace("_", "-"), str(size))
+    ]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Training losses by step from the JSONL log, all digits."""
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if row["kind"] == "train"}
+
+
+def train_on_rank(rank: int, world_size: int, flags: Sequence[str]) -> int:
+    """Run `main`'s work on the pool's process group."""
+    from megacp.config.cli import parse
+    from megacp.models.build import grid_shape
+    from megacp.training.trainer import Trainer
+    from tests import ranks
+
+    config, sources = prepare(parse(flags), world_size)
+    shape = grid_shape(config, world_size)
+    grid = ranks.grid(tp=shape.tp, cp=shape.cp, dp=shape.dp, pp=shape.pp)
+    return Trainer(config, grid, sources).run()
+
+
+def run(world_size: int, flags: Sequence[str]) -> None:
+    """Train on `world_size` ranks; every rank must finish."""
+    results = run_ranks(train_on_rank, world_size, flags) if world_size > 1 else [main(flags)]
+    assert results == [0] * world_size
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sizes"), [(1, {}), (2, {"cp": 2}), (4, {"tp": 2, "pp": 2})], ids=["one process", "cp2", "tp2 pp2"]
+)
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
+    tmp_path: Path, world_size: int, sizes: dict[str, int]
+) -> None:
+    flags = [*TINY, *grid_flags(**sizes)]
+    run(world_size, [*flags, "--save", str(tmp_path / "whole")])
+    halved = [*flags, "--save", str(tmp_path / "halved")]
+    run(world_size, [*halved, "--lr-decay-iters", "4", "--train-iters", "2"])
+    assert sorted(losses(tmp_path / "halved")) == [1, 2]
+    run(world_size, [*halved, "--load", str(tmp_path / "halved")])
+    assert losses(tmp_path / "halved") == losses(tmp_path / "whole")
+
+
+def test_any_grid_resumes_the_checkpoint_of_another_with_the_same_losses(tmp_path: Path) -> None:
+    run(1, [*TINY, "--save", str(tmp_path / "whole")])
+    first = [*TINY, "--save", str(tmp_path / "moved"), "--lr-decay-iters", "4", "--train-iters", "2"]
+    run(4, [*first, *grid_flags(pp=2), "--num-virtual-stages-per-pipeline-rank", "2"])
+    run(4, [*TINY, *grid_flags(tp=2, cp=2), "--save", str(tmp_path / "moved"), "--load", str(tmp_path / "moved")])
+    whole, moved = losses(tmp_path / "whole"), losses(tmp_path / "moved")
+    assert moved == pytest.approx(whole, rel=1e-10)  # float64; only the order of sums differs
+
+
+def test_validation_leaves_training_as_it_was_and_does_not_depend_on_the_grid(
+    tmp_path: Path, packed_dataset: Path
+) -> None:
+    data = ["--data-path", str(packed_dataset), "--valid-data-path", str(packed_dataset)]
+    base = [text for text in TINY if text not in ("--vocab-size", "61")] + data
+    run(1, [*base, "--save", str(tmp_path / "plain")])
+    validated = ["--eval-interval", "2", "--eval-iters", "2"]
+    run(1, [*base, *validated, "--save", str(tmp_path / "one")])
+    run(2, [*base, *validated, "--save", str(tmp_path / "two")])
+    assert losses(tmp_path / "one") == losses(tmp_path / "plain")
+    values = []
+    for name in ("one", "two"):
+        rows = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        values.append([row["loss"] for row in rows if row["kind"] == "valid"])
+    assert len(values[0]) == 2
+    assert values[1] == pytest.approx(values[0], rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--load", "nowhere"], "--load nowhere"),
+        (["--tensor-model-parallel-size", "3"], "--tensor-model-parallel-size"),
+        (["--sequence-lenght", "64"], "did you mean --seq-length"),
+        (["--data-path", "nowhere"], "--data-path nowhere"),
+        (["--global-batch-size", "3", "--micro-batch-size", "2"], "--global-batch-size 3"),
+    ],
+)
+def test_bad_input_ends_with_one_message_and_status_2_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert main([*TINY, "--save", str(tmp_path / "out"), *flags]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.startswith("error: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dataset_of_another_vocabulary_or_row_length_is_refused_with_both_numbers(
+    packed_dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*TINY, "--data-path", str(packed_dataset), "--seq-length", "128"]) == 2
+    message = capsys.readouterr().err
+    assert "257" in message and "--vocab-size 61" in message
+    assert "rows of 64 tokens" in message and "--seq-length is 128" in message
+
+
+def test_another_seed_or_dataset_than_the_checkpoints_is_refused(
+    tmp_path: Path, packed_dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(1, [*TINY, "--save", str(tmp_path), "--train-iters", "2"])
+    load = ["--load", str(tmp_path)]
+    assert main([*TINY, *load, "--seed", "7"]) == 2
+    assert "--seed 1234" in capsys.readouterr().err
+    assert main([*TINY, *load, "--data-path", str(packed_dataset), "--vocab-size", "257"]) == 2
+    assert "another dataset" in capsys.readouterr().err
+
+
+def test_a_truncated_checkpoint_names_its_file_and_the_one_before_it_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    run(1, [*TINY, "--save", str(tmp_path), "--save-interval", "2"])
+    newest = tmp_path / "step_0000004"
+    payload = next(newest.glob("*.distcp"))
+    payload.write_bytes(payload.read_bytes()[:-100])
+    run(1, [*TINY, "--load", str(tmp_path), "--save", str(tmp_path / "again")])
+    assert payload.name in caplog.text
+    assert "after step 2" in capsys.readouterr().out
+    assert main([*TINY, "--load", str(newest)]) == 2
+    assert payload.name in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_torchrun_stops_on_sigterm_saves_and_resumes_on_another_grid(tmp_path: Path) -> None:
+    def torchrun(ranks: int, *flags: str) -> list[str]:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        return [*launcher, "-m", "megacp.train", *TINY, "--save", str(tmp_path), *flags]
+
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    endless = ["--train-iters", "100000", "--lr-decay-iters", "100000"]
+    first = subprocess.Popen(
+        torchrun(4, *grid_flags(tp=2, pp=2), *endless), env=environment, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + 90
+        while not (tmp_path / "log.jsonl").exists() or len(losses(tmp_path)) < 3:
+            assert time.monotonic() < deadline and first.poll() is None
+            time.sleep(0.1)
+        first.send_signal(signal.SIGTERM)
+        output, _ = first.communicate(timeout=60)
+    finally:
+        first.kill()
+    assert "stopped on request after step" in output
+    done = max(losses(tmp_path))
+    flags = [*grid_flags(cp=2), "--load", str(tmp_path), "--train-iters", str(done + 2), "--lr-decay-iters", "100000"]
+    second = subprocess.run(torchrun(2, *flags), env=environment, capture_output=True, text=True, timeout=120)
+    assert second.returncode == 0, second.stderr
+    assert f"after step {done}" in second.stdout
+    assert sorted(losses(tmp_path)) == list(range(1, done + 3))
