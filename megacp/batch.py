@@ -1,6 +1,6 @@
 """PackedBatch: the one value that travels from the loader to the loss, one row of T tokens with everything per token.
 
-Key property: mask, positions, labels and weights are data beside the tokens (DESIGN: the mask is data), so that any
+Key property: mask, positions, labels and weights are data beside the tokens, so that any
 permutation or cut of the row by one index array keeps its meaning; the class checks itself, is never changed in
 place, and has a hash by which ranks compare what they read. Rejected: a dict of tensors whose keys and shapes every
 consumer has to guess.

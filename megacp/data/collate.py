@@ -1,6 +1,6 @@
 """From stored packs to one PackedBatch: padding inside segments, shifted labels, weights, positions, mask metadata.
 
-Key property: labels are shifted here, per document, before anything is cut over ranks (DESIGN rule 8), so a token at a
+Key property: labels are shifted here, per document, before anything is cut over ranks, so a token at a
 rank's edge never needs its neighbour's. Rejected: shifting logits against labels in the loss, which is wrong at every
 chunk edge of a context-parallel layout.
 
