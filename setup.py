@@ -19,6 +19,7 @@ EXTRAS = {
         "pytest-timeout",
         "ruff",
         "tensorboard",
+        "transformers",
         "types-PyYAML",
     ],
     "data": ["gigatoken", "pyarrow", "zstandard"],

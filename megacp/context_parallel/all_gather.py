@@ -42,12 +42,12 @@ class AllGatherAttention:
         dkv = torch.zeros(*keys.shape[:-1], 2 * keys.shape[-1], dtype=wide, device=keys.device)
         dk, dv = dkv.chunk(2, -1)
         kernels.attend_backward(self.kernel, saved, (keys, values), plan.table_of_row, scale, (dq, dk, dv))
-        mine = reduce_scatter(dkv[torch.from_numpy(plan.to_rank_order).to(dkv.device)], self.axis)
+        mine = reduce_scatter(dkv[plan.to_rank_order(dkv.device)], self.axis)
         dk, dv = mine.chunk(2, -1)  # [t, groups, 2d] -> [t, groups, d] twice
         return dq, dk, dv
 
     def _gather_row(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """`k, v[t, groups, d]` of all ranks in row order: `[T, groups, d]` each."""
         both = all_gather(torch.cat([k, v], -1), self.axis)  # [t, groups, 2d] -> [T, groups, 2d] in rank order
-        row = both[torch.from_numpy(plan.to_row_order).to(k.device)]
+        row = both[plan.to_row_order(k.device)]
         return row[..., : k.shape[-1]], row[..., k.shape[-1] :]

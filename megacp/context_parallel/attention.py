@@ -58,8 +58,9 @@ def core_attention(
 
 
 TRANSPORTS: dict[str, type[Transport]] = {
-    transport.name: transport for transport in (RingAttention, AllGatherAttention, DenseAttention)
+    transport.name: transport for transport in (RingAttention, AllGatherAttention)
 }
+"""The values of `--cp-comm-type`."""
 
 
 def select_transport(comm_type: str, kernel: str, axis: Axis, device: torch.device) -> Transport:
@@ -67,10 +68,9 @@ def select_transport(comm_type: str, kernel: str, axis: Axis, device: torch.devi
 
     The kernel `dense` is the one-process reference and ignores the transport.
     """
-    name = "dense" if kernel == "dense" else comm_type
-    if name not in TRANSPORTS:
-        raise ValueError(f"--cp-comm-type {name} is unknown; choose {', '.join(TRANSPORTS)}")
-    implementation = select_kernel("math" if kernel == "dense" else kernel, device)
-    if axis.size == 1 and name != "dense":
-        return LocalAttention(axis, implementation)
-    return TRANSPORTS[name](axis, implementation)
+    if kernel == "dense":
+        return DenseAttention(axis)
+    if comm_type not in TRANSPORTS:
+        raise ValueError(f"--cp-comm-type {comm_type} is unknown; choose {', '.join(TRANSPORTS)}")
+    transport = LocalAttention if axis.size == 1 else TRANSPORTS[comm_type]
+    return transport(axis, select_kernel(kernel, device))

@@ -44,7 +44,7 @@ class DenseAttention:
 
     name = "dense"
 
-    def __init__(self, axis: Axis, kernel: kernels.Kernel) -> None:
+    def __init__(self, axis: Axis) -> None:
         if axis.size != 1:
             raise ValueError(f"--attention-kernel dense is the one-process reference, cp has {axis.size} ranks")
 

@@ -8,8 +8,10 @@ spans.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from megacp.ops.mask import Metadata, TileTable, tile_table
 
@@ -22,6 +24,7 @@ class AttentionPlan:
         self.metadata = metadata
         self.cp_rank = cp_rank
         self._tables: dict[int, TileTable] = {}
+        self._tensors: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     @property
     def local(self) -> np.ndarray:
@@ -40,12 +43,16 @@ class AttentionPlan:
         """Tiles between this rank's queries and the whole row in its natural order."""
         return tile_table(self.metadata.take(self.local), self.metadata)
 
-    @functools.cached_property
-    def to_row_order(self) -> np.ndarray:
-        """`gathered[to_row_order]` puts tokens gathered in rank order back into the row's order."""
-        return np.argsort(self.indices.reshape(-1))
+    def to_row_order(self, device: torch.device) -> torch.Tensor:
+        """int64 `[T]` on `device`: `gathered[to_row_order]` puts tokens gathered in rank order back into the row's."""
+        return self._on_device("row", device, lambda: np.argsort(self.indices.reshape(-1)))
 
-    @functools.cached_property
-    def to_rank_order(self) -> np.ndarray:
+    def to_rank_order(self, device: torch.device) -> torch.Tensor:
         """The inverse of `to_row_order`."""
-        return self.indices.reshape(-1)
+        return self._on_device("rank", device, lambda: self.indices.reshape(-1))
+
+    def _on_device(self, name: str, device: torch.device, make: Callable[[], np.ndarray]) -> torch.Tensor:
+        """Index arrays travel to the device once, not in every layer."""
+        if (name, device) not in self._tensors:
+            self._tensors[name, device] = torch.from_numpy(make()).to(device)
+        return self._tensors[name, device]

@@ -15,16 +15,17 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx, gate_up):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(gate_up)
         gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate) * up
+        return F.silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, -1)
-        sigmoid = torch.sigmoid(gate)
-        silu = gate * sigmoid
-        d_gate = grad * up * (sigmoid + silu * (1 - sigmoid))
-        return torch.cat([d_gate, grad * silu], -1)
+        out = gate_up.new_empty(gate_up.shape)
+        d_gate, d_up = out.chunk(2, -1)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=d_gate)
+        torch.mul(grad, F.silu(gate), out=d_up)
+        return out
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:

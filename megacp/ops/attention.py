@@ -27,6 +27,8 @@ class Partial:
 
     out: torch.Tensor
     lse: torch.Tensor
+    untouched: bool = True
+    """No row has seen a key yet, so the first tile of each row is written instead of merged."""
 
 
 @dataclass(frozen=True)
@@ -164,10 +166,14 @@ def attend(kernel: Kernel, partial: Partial, qkv: QKV, table: TileTable, scale: 
     q, k, v = qkv
     for row in table.rows:
         rows = slice(row.q_start, row.q_stop)
-        for tile in row.tiles:
+        for number, tile in enumerate(row.tiles):
             keys = slice(tile.k_start, tile.k_stop)
             out, lse = kernel.forward(q[rows], k[keys], v[keys], tile.kind == CAUSAL, scale)
-            merge_into(partial.out[rows], partial.lse[rows], out, lse)
+            if partial.untouched and number == 0:
+                partial.out[rows], partial.lse[rows] = out, lse
+            else:
+                merge_into(partial.out[rows], partial.lse[rows], out, lse)
+    partial.untouched &= not table.rows
 
 
 def attend_backward(

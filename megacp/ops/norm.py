@@ -15,18 +15,20 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, epsilon):  # type: ignore[no-untyped-def]
         wide = x.to(accumulation_dtype(x.dtype))
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = torch.rsqrt(length.square() / x.shape[-1] + epsilon)
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).to(x.dtype) * weight
+        return (wide * scale).to(x.dtype).mul_(weight)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         x, weight, scale = ctx.saved_tensors
         normed = x.to(scale.dtype) * scale
-        wide = grad.to(scale.dtype)
-        d_weight = (wide * normed).flatten(0, -2).sum(0)  # [..., h] -> [h]
-        wide = wide * weight.to(scale.dtype)
-        dx = scale * (wide - normed * (wide * normed).mean(-1, keepdim=True))
+        wide, wide_weight = grad.to(scale.dtype), weight.to(scale.dtype)
+        product = wide * normed
+        d_weight = product.flatten(0, -2).sum(0)  # [..., h] -> [h]
+        mean = (product @ wide_weight).unsqueeze(-1) / x.shape[-1]  # of grad * weight * normed, [..., 1]
+        dx = (wide * wide_weight).addcmul_(normed, mean, value=-1).mul_(scale)
         return dx.to(x.dtype), d_weight.to(weight.dtype), None
 
 

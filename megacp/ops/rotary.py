@@ -54,17 +54,21 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
+        return _rotate(x, cos, sin, 1)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin), None, None  # a rotation's transpose turns the other way
+        return _rotate(grad, cos, sin, -1), None, None  # a rotation's transpose turns the other way
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
+    """Rotate by the angles, or back by them when `sign` is -1; written straight into the halves of the result."""
+    out = x.new_empty(x.shape)
+    (first, second), (to_first, to_second) = x.chunk(2, -1), out.chunk(2, -1)
+    torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-sign)
+    torch.mul(second, cos, out=to_second).addcmul_(first, sin, value=sign)
+    return out
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

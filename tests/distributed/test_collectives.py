@@ -1,0 +1,218 @@
+"""Every plain collective on real ranks against its definition over the list of all ranks' inputs."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from megacp.distributed import collectives
+from megacp.distributed.grid import Axis, single_axis
+from tests.ranks import grid, run_ranks
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32)
+# Lengths on both sides of the sizes where gloo's own rings take over from one round of messages.
+SIZES = (1, 7, 8_000)
+
+
+def inputs(world_size: int, shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    """What each rank holds; every rank can draw the inputs of all."""
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(*shape, generator=generator) * 100).to(dtype) for _ in range(world_size)]
+
+
+def world(world_size: int) -> Axis:
+    return grid(dp=world_size).world
+
+
+def total(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum in rank order; bf16 accumulated in fp32 and rounded once."""
+    wide = torch.float32 if parts[0].dtype == torch.bfloat16 else parts[0].dtype
+    result = parts[0].to(wide)
+    for part in parts[1:]:
+        result = result + part.to(wide)
+    return result.to(parts[0].dtype)
+
+
+def assert_sum(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """fp32/64 may be summed by gloo's ring in another order: a few units in the last place; the rest is exact."""
+    assert found.dtype == expected.dtype
+    tolerance = {torch.float64: 1e-14, torch.float32: 5e-6}.get(found.dtype, 0.0)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=100 * tolerance)
+
+
+def check_reductions(rank: int, world_size: int) -> None:
+    axis = world(world_size)
+    for dtype in DTYPES:
+        for n in SIZES:
+            parts = inputs(world_size, (n, 3), dtype)
+            mine = parts[rank]
+            before = mine.clone()
+            assert_sum(collectives.all_reduce(mine, axis), total(parts))
+            stacked = torch.stack(parts)
+            assert torch.equal(collectives.all_reduce(mine, axis, "max"), stacked.amax(0))
+            assert torch.equal(collectives.all_reduce(mine, axis, "min"), stacked.amin(0))
+            parts = inputs(world_size, (world_size * n, 3), dtype, seed=1)
+            block = slice(rank * n, (rank + 1) * n)
+            assert_sum(collectives.reduce_scatter(parts[rank], axis), total(parts)[block])
+            assert torch.equal(mine, before), "an input was changed in place"
+    scalar = torch.tensor(float(rank))
+    assert collectives.all_reduce(scalar, axis).shape == () and collectives.all_reduce(scalar, axis) == sum(
+        range(world_size)
+    )
+
+
+def check_moves(rank: int, world_size: int) -> None:
+    axis = world(world_size)
+    for dtype in DTYPES:
+        for n in (0, *SIZES, 100_000):
+            parts = inputs(world_size, (n, 3), dtype)
+            assert torch.equal(collectives.all_gather(parts[rank], axis), torch.cat(parts))
+            for source in range(world_size):
+                assert torch.equal(collectives.broadcast(parts[rank], axis, source), parts[source])
+            even = inputs(world_size, (world_size * n, 2), dtype, seed=2)
+            expected = torch.cat([part[rank * n : (rank + 1) * n] for part in even])
+            assert torch.equal(collectives.all_to_all(even[rank], axis), expected)
+    objects = collectives.gather_objects({"rank": rank, "text": "x" * rank}, axis)
+    assert objects == [{"rank": r, "text": "x" * r} for r in range(world_size)]
+    collectives.barrier(axis)
+
+
+def check_strided_views(rank: int, world_size: int) -> None:
+    """gloo reduces strided views silently wrong and refuses to exchange them."""
+    axis = world(world_size)
+    for n in (2 * world_size, 20_000):
+        wide = inputs(world_size, (n, world_size, 6), torch.float64)
+        for view in (lambda x: x[..., ::2], lambda x: x.transpose(0, 1), lambda x: x[::2], lambda x: x[:, :, 1]):
+            parts = [view(x) for x in wide]
+            mine = parts[rank]
+            assert not mine.is_contiguous()
+            assert_sum(collectives.all_reduce(mine, axis), total(parts))
+            other_strides = mine.contiguous() if rank == 0 else mine
+            assert_sum(collectives.all_reduce(other_strides, axis), total(parts))
+            assert torch.equal(collectives.broadcast(other_strides, axis, 1), parts[1])
+            assert torch.equal(collectives.all_gather(mine, axis), torch.cat(parts))
+            rows = mine.shape[0] // world_size
+            block = slice(rank * rows, (rank + 1) * rows)
+            assert_sum(collectives.reduce_scatter(mine, axis), total(parts)[block])
+            assert torch.equal(collectives.all_to_all(mine, axis), torch.cat([part[block] for part in parts]))
+
+
+def check_uneven_all_to_all(rank: int, world_size: int) -> None:
+    """Random splits with zeros, ranks that send nothing at all, and rows of several dims."""
+    axis = world(world_size)
+    for seed in range(6):
+        generator = torch.Generator().manual_seed(seed)
+        splits = torch.randint(0, 4, (world_size, world_size), generator=generator)  # [from, to]
+        splits[seed % world_size] = 0
+        rows = [inputs(1, (int(splits[r].sum()), 2, 3), torch.bfloat16, seed=10 + r)[0] for r in range(world_size)]
+        expected = torch.cat([rows[r].split(splits[r].tolist())[rank] for r in range(world_size)])
+        pending = collectives.start_all_to_all(rows[rank], axis, splits[rank].tolist(), splits[:, rank].tolist())
+        assert torch.equal(pending.wait(), expected)
+        back = collectives.all_to_all(pending.wait(), axis, splits[:, rank].tolist(), splits[rank].tolist())
+        assert torch.equal(back, rows[rank])
+
+
+def check_bf16_accumulates_in_fp32(rank: int, world_size: int) -> None:
+    """256 + 1 is 256 in bf16: a sum of one 256 and ones held in bf16 loses every one of them."""
+    axis = world(world_size)
+    for n in (4, 20_000):
+        x = torch.full((world_size * n,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
+        expected = torch.tensor(256.0 + world_size - 1).to(torch.bfloat16)
+        assert expected != 256.0 or world_size == 2
+        assert (collectives.all_reduce(x, axis) == expected).all()
+        assert (collectives.reduce_scatter(x, axis) == expected).all()
+
+
+def reduced_bits(rank: int, world_size: int) -> list[bytes]:
+    axis = world(world_size)
+    bits = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for n in SIZES:
+            mine = inputs(world_size, (world_size * n,), dtype)[rank]
+            scattered = collectives.all_gather(collectives.reduce_scatter(mine, axis), axis)
+            for x in (collectives.all_reduce(mine, axis), scattered):
+                bits.append(pickle.dumps(x.view(torch.int16).tolist()))
+    return bits
+
+
+def check_async(rank: int, world_size: int) -> None:
+    """Several under way at once, waited for in another order, twice; inputs dropped in between."""
+    axis = world(world_size)
+    for n in (5, 90_000):
+        parts = inputs(world_size, (world_size * n, 3), torch.float32)
+        started = [
+            collectives.start_all_gather(parts[rank].clone(), axis),
+            collectives.start_reduce_scatter(parts[rank].clone(), axis),
+            collectives.start_all_to_all(parts[rank].clone(), axis),
+        ]
+        block = slice(rank * n, (rank + 1) * n)
+        assert torch.equal(started[2].wait(), torch.cat([part[block] for part in parts]))
+        assert_sum(started[1].wait(), total(parts)[block])
+        assert torch.equal(started[0].wait(), torch.cat(parts))
+        assert all(pending.wait() is pending.wait() for pending in started)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    "check",
+    [
+        check_reductions,
+        check_moves,
+        check_strided_views,
+        check_uneven_all_to_all,
+        check_bf16_accumulates_in_fp32,
+        check_async,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_collectives_equal_their_definition(check: object, world_size: int) -> None:
+    run_ranks(check, world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_reductions_give_the_same_bits_on_every_rank_and_every_run(world_size: int) -> None:
+    first, second = run_ranks(reduced_bits, world_size), run_ranks(reduced_bits, world_size)
+    assert all(bits == first[0] for bits in first + second)
+
+
+def test_size_one_is_the_identity_without_a_process_group() -> None:
+    axis = single_axis("tp")
+    x = torch.arange(6.0).view(3, 2)
+    for collective in (
+        collectives.all_reduce,
+        collectives.all_gather,
+        collectives.reduce_scatter,
+        collectives.all_to_all,
+        collectives.broadcast,
+    ):
+        assert torch.equal(collective(x, axis), x)
+    assert torch.equal(collectives.all_to_all(x, axis, [3], [3]), x)
+    assert collectives.gather_objects("a", axis) == ["a"]
+    collectives.barrier(axis)
+    assert axis.traffic.total == 0
+
+
+def count_traffic(rank: int, world_size: int) -> dict[str, int]:
+    axis = world(world_size)
+    axis.traffic.clear()
+    x = torch.ones(world_size * 10, 2, dtype=torch.float64)
+    collectives.all_gather(x, axis)
+    collectives.reduce_scatter(x, axis)
+    collectives.all_to_all(x, axis)
+    counted = dict(axis.traffic.bytes_by_name)
+    axis.traffic.clear()
+    return counted
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_traffic_counts_the_bytes_of_the_textbook_formulas(world_size: int) -> None:
+    whole = world_size * 10 * 2 * 8
+    expected = {
+        "all_gather": whole * (world_size - 1),
+        "reduce_scatter": whole * (world_size - 1) // world_size,
+        "all_to_all": whole * (world_size - 1) // world_size,
+    }
+    assert run_ranks(count_traffic, world_size) == [expected] * world_size

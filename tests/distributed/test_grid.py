@@ -1,0 +1,121 @@
+"""Rank arithmetic as properties up to 4,096 ranks, and real groups on shapes that once hung."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megacp.distributed.collectives import all_reduce
+from megacp.distributed.grid import AXES, Axis, GridShape, build_grid, single_axis
+from tests.ranks import grid, run_ranks
+from tests.reference import grid as reference
+
+
+@st.composite
+def shapes(draw: st.DrawFn, limit: int = 4096) -> GridShape:
+    """Any grid of at most `limit` ranks, its axes filled in a random order."""
+    sizes, left = {}, limit
+    for name in draw(st.permutations(AXES)):
+        sizes[name] = draw(st.integers(1, min(left, 64) if left > 1 else 1))
+        left //= sizes[name]
+    return GridShape(**sizes)
+
+
+def subsets() -> st.SearchStrategy[tuple[str, ...]]:
+    return st.sampled_from([axes for n in range(1, 5) for axes in combinations(AXES, n)])
+
+
+@given(shapes(), st.data())
+def test_coordinates_and_rank_of_are_inverse(shape: GridShape, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, shape.world_size - 1))
+    place = shape.coordinates(rank)
+    assert shape.rank_of(**place) == rank
+    assert all(0 <= place[name] < getattr(shape, name) for name in AXES)
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes(), subsets())
+def test_groups_partition_the_ranks_and_equal_megatrons_order(shape: GridShape, axes: tuple[str, ...]) -> None:
+    groups = shape.groups(*axes)
+    assert sorted(rank for group in groups for rank in group) == list(range(shape.world_size))
+    assert {len(group) for group in groups} == {math.prod(getattr(shape, name) for name in axes)}
+    sizes = {**{name: getattr(shape, name) for name in AXES}, "ep": 1}
+    assert groups == reference.groups(sizes, axes)
+
+
+@given(shapes(limit=512), subsets(), st.data())
+def test_members_are_the_group_of_the_rank_in_ascending_order(
+    shape: GridShape, axes: tuple[str, ...], data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(0, shape.world_size - 1))
+    members = shape.members(rank, axes)
+    assert rank in members and list(members) == sorted(set(members))
+    assert all(shape.members(peer, axes) == members for peer in members)
+
+
+def test_megatrons_documented_example_of_tp2_cp2_dp2_pp2() -> None:
+    shape = GridShape(tp=2, cp=2, dp=2, pp=2)
+    assert shape.groups("tp")[:2] == [(0, 1), (2, 3)]
+    assert shape.groups("cp")[:2] == [(0, 2), (1, 3)]
+    assert shape.groups("dp")[:2] == [(0, 4), (1, 5)]
+    assert shape.groups("pp")[:2] == [(0, 8), (1, 9)]
+    assert shape.groups("dp", "cp")[0] == (0, 2, 4, 6)
+
+
+def test_bad_sizes_and_places_are_refused_with_their_numbers() -> None:
+    with pytest.raises(ValueError, match="tp=0, dp=-1"):
+        GridShape(tp=0, dp=-1)
+    with pytest.raises(ValueError, match="rank 4 is outside the grid of 4"):
+        GridShape(tp=4).coordinates(4)
+    with pytest.raises(ValueError, match="cp index 2 is outside the axis of size 2"):
+        GridShape(cp=2).rank_of(cp=2)
+
+
+def test_an_axis_of_many_ranks_without_a_process_group_cannot_exist() -> None:
+    with pytest.raises(AssertionError, match="no process group"):
+        Axis("tp", 2, 0, (0, 1))
+    assert single_axis("tp", 7).global_ranks == (7,)
+
+
+def test_one_process_needs_no_process_group_and_a_wrong_world_is_refused() -> None:
+    one = build_grid(GridShape(), 0)
+    assert {axis.size for axis in one.all_axes()} == {1} and one.over("dp", "cp").size == 1
+    with pytest.raises(ValueError, match="tp 2 x cp 1 x dp 1 x pp 2 needs 4 ranks, the world has 1; change --nproc"):
+        build_grid(GridShape(tp=2, pp=2), 0)
+
+
+def sum_ranks_over_every_axis(rank: int, world_size: int, shape: dict[str, int]) -> list[tuple[object, ...]]:
+    import torch
+
+    mine = grid(**shape)
+    channels = [mine.pipeline_channel(way, stage) for way in ("forward", "backward") for stage in (0, 1)]
+    named = {**{"_".join(k): v for k, v in mine.axes.items()}, "embedding": mine.embedding, "world": mine.world}
+    named |= {f"channel{i}": axis for i, axis in enumerate(channels)}
+    sums = []
+    for name, axis in named.items():
+        assert axis.global_ranks[axis.rank] == rank
+        sums.append((name, axis.global_ranks, all_reduce(torch.tensor([float(rank)]), axis).item()))
+    return sums
+
+
+@pytest.mark.parametrize(
+    "shape",
+    # With three stages or more only the first and the last have an embedding group: torch names groups after how many a
+    # rank has made, so a group that others lack makes every later one hang.
+    [{"pp": 4}, {"tp": 2, "cp": 2}, {"dp": 2, "pp": 2}, {"cp": 4}],
+    ids=lambda shape: "x".join(f"{k}{v}" for k, v in shape.items()),
+)
+def test_every_group_of_a_grid_reaches_exactly_its_members(shape: dict[str, int]) -> None:
+    pure = GridShape(**shape)
+    for rank, sums in enumerate(run_ranks(sum_ranks_over_every_axis, 4, shape, timeout=30)):
+        for name, members, total in sums:
+            assert total == sum(members), (rank, name)
+            if name not in ("world", "embedding") and not name.startswith("channel"):
+                assert members == pure.members(rank, name.split("_"))
+        ends = pure.members(rank, ("pp",))[:: max(1, pure.pp - 1)]
+        embedding = next(members for name, members, _ in sums if name == "embedding")
+        assert embedding == (ends if rank in ends and pure.pp > 1 else (rank,))

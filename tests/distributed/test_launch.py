@@ -1,0 +1,84 @@
+"""Reading torchrun's environment: what is absent, wrong, and wrong together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megacp.distributed.grid import GridShape
+from megacp.distributed.launch import World, pick_device, start, stop, world_from_environment
+
+KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment without torchrun."""
+    for key in KEYS:
+        monkeypatch.delenv(key, raising=False)
+    return monkeypatch
+
+
+def test_without_torchrun_there_is_one_process(environment: pytest.MonkeyPatch) -> None:
+    assert world_from_environment() == World(0, 1, 0, 1)
+
+
+def test_torchruns_variables_are_read(environment: pytest.MonkeyPatch) -> None:
+    for key, value in zip(KEYS, ("5", "8", "1", "4"), strict=True):
+        environment.setenv(key, value)
+    assert world_from_environment() == World(rank=5, size=8, local_rank=1, local_size=4)
+
+
+def test_every_variable_that_is_no_number_is_named_at_once(environment: pytest.MonkeyPatch) -> None:
+    for key, value in zip(KEYS, ("one", "8", "", "-4"), strict=True):
+        environment.setenv(key, value)
+    with pytest.raises(ValueError, match="RANK='one'") as caught:
+        world_from_environment()
+    text = str(caught.value)
+    assert "LOCAL_RANK=''" in text and "LOCAL_WORLD_SIZE='-4'" in text and "torchrun" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        (("8", "8", "0", "8"), "RANK=8 .* WORLD_SIZE=8"),
+        (("0", "0", "0", "1"), "WORLD_SIZE=0"),
+        (("0", "8", "4", "4"), "LOCAL_RANK=4 .* LOCAL_WORLD_SIZE=4"),
+    ],
+)
+def test_ranks_outside_their_world_are_refused(
+    environment: pytest.MonkeyPatch, values: tuple[str, ...], named: str
+) -> None:
+    for key, value in zip(KEYS, values, strict=True):
+        environment.setenv(key, value)
+    with pytest.raises(ValueError, match=named):
+        world_from_environment()
+
+
+def test_on_a_cpu_the_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    threads = torch.get_num_threads()
+    try:
+        assert pick_device(World(0, 4096, 0, 4096)).type == "cpu"
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_one_process_starts_and_stops_without_a_process_group(environment: pytest.MonkeyPatch) -> None:
+    threads = torch.get_num_threads()
+    try:
+        assert start(GridShape()).world.size == 1
+        assert not torch.distributed.is_initialized()
+        stop()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_grid_larger_than_the_world_is_refused(environment: pytest.MonkeyPatch) -> None:
+    threads = torch.get_num_threads()
+    try:
+        with pytest.raises(ValueError, match="needs 2 ranks, the world has 1"):
+            start(GridShape(tp=2))
+    finally:
+        torch.set_num_threads(threads)

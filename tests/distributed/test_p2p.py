@@ -1,0 +1,75 @@
+"""Messages between pairs of ranks: the ring, handles that may be waited for twice, tensors kept alive."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from megacp.distributed.p2p import irecv, isend, start_shift
+from tests.ranks import RankError, grid, run_ranks
+
+
+def pass_around(rank: int, world_size: int) -> list[list[float]]:
+    """`size` shifts bring every tensor home; each rank sees the tensors of the ranks before it, nearest first."""
+    axis = grid(cp=world_size).cp
+    x = torch.full((3, 2), float(rank), dtype=torch.float64)
+    seen = []
+    for _ in range(world_size):
+        shift = start_shift(x, axis)
+        x = shift.wait()
+        assert shift.wait() is x, "a second wait must return at once"
+        assert (x == x[0, 0]).all()
+        seen.append(x[0, 0].item())
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_shift_passes_to_the_next_rank_and_receives_from_the_previous(world_size: int) -> None:
+    for rank, seen in enumerate(run_ranks(pass_around, world_size)):
+        assert seen == [(rank - step) % world_size for step in range(1, world_size + 1)]
+
+
+def shift_views_and_overlap(rank: int, world_size: int) -> None:
+    """Strided input, two shifts under way at once, the sent tensors dropped before the wait."""
+    axis = grid(cp=world_size).cp
+    first = start_shift(torch.full((2, 50_000), float(rank)).t(), axis)
+    second = start_shift(torch.full((7,), 10.0 + rank, dtype=torch.bfloat16), axis)
+    gc.collect()
+    before = (rank - 1) % world_size
+    assert (second.wait() == 10.0 + before).all()
+    assert (first.wait() == before).all() and first.wait().shape == (50_000, 2)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_shifts_may_overlap_and_take_strided_tensors(world_size: int) -> None:
+    run_ranks(shift_views_and_overlap, world_size)
+
+
+def messages_in_order(rank: int, world_size: int) -> list[float]:
+    """Rank 0 sends three messages and forgets the tensors; rank 1 has its buffers posted in the same order."""
+    axis = grid(pp=world_size).pp
+    if rank == 0:
+        handles = [isend(torch.full((4, 1000), float(i)).t()[:, :2], axis, 1) for i in range(3)]
+        gc.collect()
+        for handle in handles + handles:
+            assert handle.wait() is handle.tensor
+        return []
+    handles = [irecv(torch.empty(1000, 2), axis, 0) for _ in range(3)]
+    values = [handle.wait() for handle in handles]
+    assert all(handle.wait() is value for handle, value in zip(handles, values, strict=True))
+    return [value.unique().item() for value in values]
+
+
+def test_messages_arrive_in_order_and_waits_may_be_repeated() -> None:
+    assert run_ranks(messages_in_order, 2) == [[], [0.0, 1.0, 2.0]]
+
+
+def send_to_oneself(rank: int, world_size: int) -> None:
+    isend(torch.ones(1), grid(pp=world_size).pp, rank)
+
+
+def test_a_message_to_oneself_is_refused_at_once() -> None:
+    with pytest.raises(RankError, match="rank 1 of axis pp sends to itself"):
+        run_ranks(send_to_oneself, 2)

@@ -1,0 +1,65 @@
+"""Ranks that a tool starts itself: results come back, failures come back with their traceback, nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megacp.distributed.spawn import RankFailure, RankPool, run_ranks
+
+
+def total(rank: int, world_size: int, factor: int) -> tuple[int, int]:
+    x = torch.tensor([rank * factor])
+    if world_size > 1:
+        dist.all_reduce(x)
+    return int(x), torch.get_num_threads()
+
+
+def fails(rank: int, world_size: int) -> None:
+    if rank == 1:
+        raise KeyError("of rank one")
+    dist.barrier()
+
+
+def waits(rank: int, world_size: int) -> None:
+    time.sleep(60)
+
+
+def pid(rank: int, world_size: int) -> int:
+    return os.getpid()
+
+
+def test_ranks_talk_and_answer_in_rank_order() -> None:
+    """Would catch a group of the wrong size, or ranks with all the machine's threads each."""
+    assert run_ranks(total, 3, 10) == [(30, 1)] * 3
+
+
+def test_one_rank_needs_no_process_group_and_gets_its_threads() -> None:
+    """Would catch a benchmark of two threads that runs on one."""
+    with RankPool(1, threads=2) as pool:
+        assert pool.run(total, 5) == [(0, 2)]
+
+
+def test_a_raise_is_reported_and_ends_the_pool() -> None:
+    """Would catch a tool that waits for the ranks that wait for the broken one."""
+    begin = time.monotonic()
+    with RankPool(2) as pool:
+        pids = pool.run(pid)
+        with pytest.raises(RankFailure, match=r"(?s)rank 1 failed:\nTraceback.*KeyError: 'of rank one'"):
+            pool.run(fails)
+        for process in pids:
+            with pytest.raises(ProcessLookupError):
+                os.kill(process, 0)
+    assert time.monotonic() - begin < 30
+
+
+def test_a_hang_is_reported_with_the_place_where_it_hangs() -> None:
+    """Would catch a hang that ends without a word about where."""
+    with RankPool(2) as pool:
+        pool.run(pid)
+        with pytest.raises(RankFailure, match=r"(?s)rank 0 did not finish within 1 s.*in waits"):
+            pool.run(waits, timeout=1.0)

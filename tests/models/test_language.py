@@ -1,0 +1,186 @@
+"""One process equals a naive decoder in plain torch; initial weights, recomputation and dropout keep their promises."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megacp.models import block
+from megacp.models.build import build_chunks
+from megacp.training.step import Trainee
+from tests.ranks import grid, run_ranks
+from tests.reference import decoder
+from tests.reference.sharding import Pieces, assemble, pieces_of
+from tests.reference.training import Values, config_of, parameter_pieces, step_batches, train
+
+MODELS: dict[str, Values] = {
+    "tied, grouped queries": {"num_query_groups": 2},
+    "untied, q/k norms": {"untie_embeddings_and_output_weights": True, "qk_layernorm": True, "kv_channels": 10},
+    "all biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True, "rotary_base": 500.0},
+}
+
+
+def initial_weights(values: Values) -> dict[str, torch.Tensor]:
+    found = assemble([parameter_pieces(Trainee(config_of(values, {}), grid()))])
+    return {name: torch.from_numpy(array) for name, array in found.items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kernel", ["auto", "dense"])
+def test_one_process_equals_the_naive_decoder_over_two_steps(name: str, kernel: str) -> None:
+    """Loss, gradient norm, every gradient and every weight; float64 through 4 layers, so 1e-10 relative is generous."""
+    values = {**MODELS[name], "attention_kernel": kernel}
+    config, steps = config_of(values, {}), [step_batches(3, 1), step_batches(3, 2)]
+    reports, gradients, weights, _ = train(grid(), config, steps)
+    losses, norms, first, expected = decoder.train(initial_weights(values), steps, config.model, config.training)
+    np.testing.assert_allclose(reports, list(zip(losses, norms, strict=True)), rtol=1e-11)
+    assert norms[0] > config.training.clip_grad, "clipping belongs to the test"
+    for found, twin in ((assemble([gradients[0]]), first), (assemble([weights]), expected)):
+        assert found.keys() == twin.keys()
+        for key, value in found.items():
+            np.testing.assert_allclose(value, twin[key], rtol=1e-10, atol=1e-10 * twin[key].abs().max(), err_msg=key)
+
+
+def weights_of_a_grid(rank: int, world_size: int, shape: dict[str, int], values: Values) -> Pieces:
+    chunks = build_chunks(config_of(values, shape), grid(**shape))
+    found: Pieces = {}
+    for chunk in chunks:
+        found |= pieces_of(chunk, {p: p.data for p in chunk.parameters()})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "extra"),
+    [
+        ({"tp": 4}, {}),
+        ({"tp": 2, "pp": 2}, {"untie_embeddings_and_output_weights": True}),
+        ({"pp": 2, "cp": 2}, {"num_virtual_stages_per_pipeline_rank": 2}),
+        ({"pp": 4}, {}),
+    ],
+    ids=str,
+)
+def test_the_same_seed_gives_the_same_bits_on_any_grid(shape: dict[str, int], extra: Values) -> None:
+    values = {"qk_layernorm": True, "add_mlp_bias": True, "vocab_size": 131, "ffn_hidden_size": 160, **extra}
+    one = {k: v for k, v in values.items() if k != "num_virtual_stages_per_pipeline_rank"}
+    whole = {name: tensor.numpy() for name, tensor in initial_weights(one).items()}
+    found = assemble(run_ranks(weights_of_a_grid, 4, shape, values))
+    assert found.keys() == whole.keys()
+    assert all(np.array_equal(found[name], whole[name]) for name in whole)
+
+
+def test_initial_weights_have_their_standard_deviation_and_other_seeds_other_bits() -> None:
+    weights = initial_weights({"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 2, "init_method_std": 0.02})
+    for name, tensor in weights.items():
+        if "norm" in name:
+            assert (tensor == 1).all()
+            continue
+        std = 0.02 / 2 if name.endswith(("output.weight", "down.weight")) else 0.02  # sqrt(2 x 2 layers) = 2
+        assert abs(tensor.std() / std - 1) < 0.05 and abs(tensor.mean()) < std / 20, name
+    gates = [weights[f"layers.{i}.mlp.gate.weight"] for i in range(2)]
+    assert not torch.equal(*gates) and not torch.equal(gates[0][:64], gates[0][64:128])
+    other = initial_weights({"seed": 1})["embedding.weight"]
+    assert not torch.equal(other, initial_weights({"seed": 2})["embedding.weight"])
+
+
+class Created(TorchDispatchMode):
+    """Remembers every tensor storage that operations make, without keeping it alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return out
+
+    def alive(self, weights: set[int]) -> int:
+        """Bytes of the storages that something still holds, the weights left out."""
+        return sum(
+            size for key, (reference, size) in self._made.items() if key not in weights and not reference.expired()
+        )
+
+
+def gradients_and_stored_bytes(
+    rank: int, world_size: int, shape: dict[str, int], values: Values
+) -> tuple[list[np.ndarray], int]:
+    """Summed gradients, and the bytes that autograd keeps from forward to backward."""
+    trainee = Trainee(config_of({"dtype": "float32", "ffn_hidden_size": 128, **values}, shape), grid(**shape))
+    (chunk,), (batch,) = trainee.chunks, step_batches(1, 3)
+    local = trainee.shard(batch, 1)
+    with Created() as created:
+        hidden = chunk.hidden(None, local)
+    stored = created.alive({p.untyped_storage()._cdata for p in chunk.parameters()})
+    (chunk.head.logits(chunk.final_norm(hidden)).float().square().mean()).backward()
+    trainee.buckets.finish()
+    return [trainee.buckets.grad_shard(i).numpy().copy() for i in range(len(trainee.buckets.buckets))], stored
+
+
+def of_each_granularity(shape: dict[str, int], values: Values) -> dict[str, list]:
+    world_size, found = 2 if shape else 1, {}
+    for granularity in ("none", "selective", "full"):
+        arguments = (shape, {**values, "recompute_granularity": granularity})
+        found[granularity] = (
+            run_ranks(gradients_and_stored_bytes, 2, *arguments)
+            if world_size == 2
+            else [gradients_and_stored_bytes(0, 1, *arguments)]
+        )
+    return found
+
+
+@pytest.mark.parametrize("shape", [{}, {"tp": 2}, {"cp": 2}], ids=str)
+def test_recomputation_gives_the_same_bits_of_every_gradient(shape: dict[str, int]) -> None:
+    """Also with dropout: the second forward must draw the bits of the first."""
+    found = of_each_granularity(shape, {"hidden_dropout": 0.2, "qk_layernorm": True, "add_mlp_bias": True})
+    for granularity in ("selective", "full"):
+        for (gradients, _), (plain, _) in zip(found[granularity], found["none"], strict=True):
+            assert any(x.any() for x in plain)
+            assert all(np.array_equal(*pair) for pair in zip(gradients, plain, strict=True)), granularity
+
+
+@pytest.mark.parametrize("shape", [{}, {"tp": 2}], ids=str)
+def test_recomputation_really_stores_less(shape: dict[str, int]) -> None:
+    """Selective drops the two norm outputs (2 h) and the activation (f) of each token and layer; full keeps only h."""
+    found = {name: max(size for _, size in ranks) for name, ranks in of_each_granularity(shape, {}).items()}
+    tokens, layers, h, f = len(step_batches(1, 3)[0]), 4, 32, 128
+    tokens += -tokens % (2 * len(shape) or 2)
+    # With tp 2 every one of these is halved: norm outputs by sequence parallelism, the activation by its columns.
+    dropped = 4 * tokens * layers * (2 * h + f) // (2 if shape else 1)
+    assert found["none"] - found["selective"] == dropped
+    # Full keeps each block's input, and what is shared by all blocks (angles, indices).
+    inputs = 4 * tokens * layers * h // (2 if shape else 1)
+    assert inputs <= found["full"] <= inputs + found["none"] // 10
+
+
+def test_every_layer_and_sublayer_draws_its_own_dropout_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+
+    def spy(x: torch.Tensor, key: int, places: torch.Tensor, probability: float) -> torch.Tensor:
+        keys.append(key & (2**64 - 1))
+        return x
+
+    monkeypatch.setattr(block, "dropout", spy)
+    trainee = Trainee(config_of({"hidden_dropout": 0.5}, {}), grid())
+    trainee.chunks[0](None, trainee.shard(step_batches(1, 4)[0], 1))
+    assert len(keys) == len(set(keys)) == 2 * 4
+
+
+def evaluated(rank: int, world_size: int, shape: dict[str, int], dropout: float = 0.5) -> list[float]:
+    trainee = Trainee(config_of({"hidden_dropout": dropout}, shape), grid(**shape))
+    batches = step_batches(2, 4)
+    weight = sum(batch.weight_sum for batch in batches)
+    return [trainee.evaluate(batches, weight), trainee.evaluate(batches, weight), trainee.gradients(batches, 1, weight)]
+
+
+def test_validation_has_no_dropout_and_leaves_training_as_it_was() -> None:
+    first, second, trained = evaluated(0, 1, {})
+    assert first == second == evaluated(0, 1, {}, dropout=0.0)[0] != trained
+    for shape in ({"cp": 2}, {"tp": 2}, {"pp": 2}):
+        for found in run_ranks(evaluated, 2, shape):
+            np.testing.assert_allclose(found, (first, second, trained), rtol=1e-12)

@@ -1,0 +1,178 @@
+"""Attention kernels over tile tables against masked attention by autograd, and the merge that joins their parts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megacp.ops import attention as kernels
+from megacp.ops.mask import Metadata, allowed, tile_table
+from megacp.ops.merge import merge_into
+from tests.reference import attention as reference
+from tests.reference.packs import metadata, random_batch
+
+KERNELS = {"flash": kernels.FlashKernel(), "math": kernels.MathKernel(), "math in blocks of 5": kernels.MathKernel(5)}
+HEADS = [(4, 4), (4, 2), (6, 1)]
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def draw(n: int, m: int, heads: int, groups: int, seed: int = 0) -> list[torch.Tensor]:
+    """float64 `q[n, heads, 8]`, `k, v[m, groups, 8]`, `dout[n, heads, 8]`."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = [(n, heads, 8), (m, groups, 8), (m, groups, 8), (n, heads, 8)]
+    return [torch.randn(*shape, generator=g, dtype=torch.float64) for shape in shapes]
+
+
+def by_autograd(tensors: list[torch.Tensor], visible: np.ndarray, scale: float) -> Tensors:
+    """out, dq, dk, dv of the dense reference."""
+    q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
+    out = kernels.dense_attention(q, k, v, torch.from_numpy(visible), scale)
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])
+
+
+def by_tiles(kernel: kernels.Kernel, tensors: list[torch.Tensor], sources: list[tuple], scale: float) -> Tensors:
+    """out, dq, dk, dv from several sources of keys `(indices, table)`: merged forward, summed backward."""
+    q, k, v, dout = tensors
+    partial = kernels.empty_partial(q)
+    for index, table in sources:
+        kernels.attend(kernel, partial, (q, k[index], v[index]), table, scale)
+    saved = kernels.Saved(q, partial.out.to(q.dtype), partial.lse, dout)
+    wide = kernels.accumulation_dtype(q.dtype)
+    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+    for index, table in sources:
+        part = (dq, torch.zeros_like(dk[index]), torch.zeros_like(dv[index]))
+        kernels.attend_backward(kernel, saved, (k[index], v[index]), table, scale, part)
+        dk[index], dv[index] = dk[index] + part[1], dv[index] + part[2]
+    return partial.out, dq, dk, dv
+
+
+def pack(seed: int, tokens: int = 40) -> Metadata:
+    return metadata(random_batch(np.random.default_rng(seed), tokens, branches=True, images=True, padding=True))
+
+
+@pytest.mark.parametrize(("heads", "groups"), HEADS)
+def test_the_dense_reference_equals_one_row_at_a_time(heads: int, groups: int) -> None:
+    meta = pack(1, 20)
+    mask = allowed(meta, meta)
+    assert not mask.any(1).all(), "a row that sees nothing belongs to the test"
+    tensors = draw(20, 20, heads, groups)
+    q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
+    out = reference.attention(q, k, v, mask, 0.3)
+    naive = (out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3]))
+    for found, expected in zip(by_autograd(tensors, mask, 0.3), naive, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)  # float64, sums of 20 terms
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("heads", "groups"), HEADS)
+def test_a_kernel_over_tiles_equals_the_dense_mask_forward_and_backward(name: str, heads: int, groups: int) -> None:
+    for seed in range(4):
+        meta = pack(seed)
+        tensors = draw(40, 40, heads, groups, seed)
+        found = by_tiles(KERNELS[name], tensors, [(np.arange(40), tile_table(meta, meta))], 8**-0.5)
+        for got, expected in zip(found, by_autograd(tensors, allowed(meta, meta), 8**-0.5), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)  # float64, sums of 40 terms
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_keys_in_several_parts_and_any_order_give_the_same(name: str) -> None:
+    meta = pack(5)
+    order = np.random.default_rng(0).permutation(40)
+    tensors = draw(40, 40, 4, 2)
+    parts = [order[:7], order[7:8], order[8:30], order[30:]]
+    sources = [(index, tile_table(meta, meta.take(index))) for index in parts]
+    found = by_tiles(KERNELS[name], tensors, sources, 0.4)
+    for got, expected in zip(found, by_autograd(tensors, allowed(meta, meta), 0.4), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_rows_that_see_nothing_give_zero_output_lse_minus_infinity_and_zero_gradients(name: str) -> None:
+    meta = Metadata(np.array([0, -1, 0, -1, 1]), np.zeros(5, int), np.zeros(5, int), np.arange(5))
+    tensors = draw(5, 5, 4, 2)
+    partial = kernels.empty_partial(tensors[0])
+    kernels.attend(KERNELS[name], partial, tuple(tensors[:3]), tile_table(meta, meta), 1.0)
+    assert (partial.out[[1, 3]] == 0).all() and (partial.lse[[1, 3]] == -torch.inf).all()
+    assert partial.out.isfinite().all()
+    _, *grads = by_tiles(KERNELS[name], tensors, [(np.arange(5), tile_table(meta, meta))], 1.0)
+    for grad in grads:
+        assert grad.isfinite().all() and (grad[[1, 3]] == 0).all()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    # fp32: 2^-24 times sums of 300 terms; bf16: inputs and output rounded to 2^-9, gradients of order 1 to 10.
+    [(torch.float32, 2e-5), (torch.bfloat16, 4e-2)],
+    ids=["fp32", "bf16"],
+)
+def test_lower_precisions_stay_near_float64(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    meta = metadata(random_batch(np.random.default_rng(3), 300, documents=3, images=True))
+    tensors = [x.to(dtype) for x in draw(300, 300, 4, 2)]
+    exact = by_autograd([x.double() for x in tensors], allowed(meta, meta), 8**-0.5)
+    found = by_tiles(KERNELS[name], tensors, [(np.arange(300), tile_table(meta, meta))], 8**-0.5)
+    for got, expected in zip(found, exact, strict=True):
+        assert got.dtype == torch.float32, "partial results are held in fp32"
+        assert (got.double() - expected).abs().max() < tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_strided_keys_values_and_gradients_are_read_rightly(name: str) -> None:
+    meta = pack(2)
+    table = tile_table(meta, meta)
+    q, k, v, dout = draw(40, 40, 4, 2)
+    both = torch.cat([k, v], -1)
+    strided = [
+        torch.cat([q, q], -1)[..., :8],
+        both[..., :8],
+        both[..., 8:],
+        torch.stack([dout, dout], 1)[:, 0],
+    ]
+    assert not any(x.is_contiguous() for x in strided)
+    plain = by_tiles(KERNELS[name], [q, k, v, dout], [(np.arange(40), table)], 0.5)
+    kernel, saved_table = KERNELS[name], table
+    partial = kernels.empty_partial(q)
+    kernels.attend(kernel, partial, tuple(strided[:3]), saved_table, 0.5)
+    grads = tuple(torch.zeros(x.shape, dtype=x.dtype) for x in (q, k, v))
+    saved = kernels.Saved(strided[0], partial.out, partial.lse, strided[3])
+    kernels.attend_backward(kernel, saved, (strided[1], strided[2]), saved_table, 0.5, grads)
+    for got, expected in zip((partial.out, *grads), plain, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-14)
+
+
+def test_merging_parts_in_any_order_is_the_softmax_over_all_of_them() -> None:
+    g = torch.Generator().manual_seed(0)
+    scores = torch.randn(3, 12, generator=g, dtype=torch.float64) * 30
+    values = torch.randn(12, 5, generator=g, dtype=torch.float64)
+    scores[1, :8] = -torch.inf
+    scores[2] = -torch.inf
+    expected = torch.softmax(scores, -1).nan_to_num(0.0) @ values
+    for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
+        out, lse = torch.zeros(3, 1, 5, dtype=torch.float64), torch.full((3, 1), -torch.inf, dtype=torch.float64)
+        for part in order:
+            index = slice(4 * part, 4 * part + 4)
+            part_lse = torch.logsumexp(scores[:, index], -1)
+            weights = torch.softmax(scores[:, index], -1).nan_to_num(0.0)
+            merge_into(out, lse, (weights @ values[index])[:, None], part_lse[:, None])
+        torch.testing.assert_close(out[:, 0], expected, rtol=1e-13, atol=1e-13)
+        assert torch.equal(lse[:, 0] == -torch.inf, torch.tensor([False, False, True]))
+
+
+def test_a_bf16_part_is_merged_in_fp32() -> None:
+    out, lse = torch.zeros(2, 1, 4), torch.full((2, 1), -torch.inf)
+    for _ in range(64):
+        merge_into(out, lse, torch.ones(2, 1, 4, dtype=torch.bfloat16), torch.zeros(2, 1))
+    torch.testing.assert_close(out, torch.ones(2, 1, 4), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lse, torch.full((2, 1), np.log(64.0), dtype=torch.float32))
+
+
+def test_kernels_are_chosen_from_a_table_and_the_choices_are_named() -> None:
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    assert isinstance(kernels.select_kernel("auto", cpu), kernels.FlashKernel)
+    assert isinstance(kernels.select_kernel("auto", meta), kernels.MathKernel)
+    with pytest.raises(ValueError, match="--attention-kernel fast is unknown; choose auto, flash, math"):
+        kernels.select_kernel("fast", cpu)
+    with pytest.raises(ValueError, match="--attention-kernel flash runs on the CPU, this run is on meta"):
+        kernels.select_kernel("flash", meta)

@@ -1,0 +1,142 @@
+"""The tile table is exactly the mask, for any pack and any cut of it, and small where the mask is simple."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megacp.ops.mask import CAUSAL, FULL, Metadata, allowed, tile_table
+from tests.reference import attention as reference
+from tests.reference.packs import metadata, random_batch
+
+
+@st.composite
+def packs(draw: st.DrawFn, branches: bool | None = None, images: bool | None = None) -> Metadata:
+    """Metadata of a random pack of 2 to 48 tokens."""
+    tokens = draw(st.integers(2, 48))
+    return metadata(
+        random_batch(
+            np.random.default_rng(draw(st.integers(0, 2**32 - 1))),
+            tokens,
+            documents=draw(st.integers(1, min(tokens, 6))),
+            branches=draw(st.booleans()) if branches is None else branches,
+            images=draw(st.booleans()) if images is None else images,
+            padding=draw(st.booleans()),
+        )
+    )
+
+
+def plain(*lengths: int) -> Metadata:
+    """Documents of these lengths, no branches, no spans."""
+    n = sum(lengths)
+    return Metadata(np.repeat(np.arange(len(lengths)), lengths), np.zeros(n, int), np.zeros(n, int), np.arange(n))
+
+
+@settings(max_examples=200, deadline=None)
+@given(packs())
+def test_the_rule_equals_its_pairwise_twin(meta: Metadata) -> None:
+    assert np.array_equal(allowed(meta, meta), reference.visible(meta, meta))
+
+
+@settings(max_examples=300, deadline=None)
+@given(packs(), st.data())
+def test_tiles_cover_exactly_the_allowed_pairs_for_any_permutation_cut_into_ranks(
+    meta: Metadata, data: st.DataObject
+) -> None:
+    n = len(meta)
+    kind = data.draw(st.sampled_from(["any", "rotated", "natural"]))
+    seed = data.draw(st.integers(0, 2**32 - 1))
+    order = {
+        "any": np.random.default_rng(seed).permutation(n),
+        "rotated": np.roll(np.arange(n), seed % n),
+        "natural": np.arange(n),
+    }[kind]
+    low, high = sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n))))
+    parts = [meta.take(order[:low]), meta.take(order[low:high]), meta.take(order[high:]), meta]
+    for q in parts:
+        for k in parts:
+            table = tile_table(q, k)
+            dense = allowed(q, k)
+            assert np.array_equal(table.to_dense(), dense)
+            assert table.area == dense.sum(), "tiles overlap or the area is wrong"
+
+
+@settings(max_examples=200, deadline=None)
+@given(packs())
+def test_rows_are_ordered_disjoint_and_tiles_lie_inside_the_table(meta: Metadata) -> None:
+    table = tile_table(meta, meta)
+    stop = 0
+    for row in table.rows:
+        assert stop <= row.q_start < row.q_stop <= table.queries
+        stop, key = row.q_stop, 0
+        assert row.tiles
+        for tile in row.tiles:
+            assert key <= tile.k_start < tile.k_stop <= table.keys and tile.kind in (FULL, CAUSAL)
+            assert tile.kind == FULL or tile.k_stop - tile.k_start == row.q_stop - row.q_start
+            key = tile.k_stop
+
+
+@settings(max_examples=300, deadline=None)
+@given(packs())
+def test_the_mask_equals_the_published_molmo2_rule(meta: Metadata) -> None:
+    """Where one span per document means `every image token of an example sees every other`."""
+    span = np.where((meta.span > 0) & (meta.document >= 0), 1 + meta.document, 0)
+    ours = Metadata(meta.document, meta.branch, span, meta.place)
+    subsegment = 100_000 * meta.document + np.where(meta.branch == 0, 10_000, meta.branch)
+    subsegment = np.where(meta.document >= 0, subsegment, -1)
+    theirs = reference.molmo2_visible(subsegment, span > 0)
+    assert np.array_equal(allowed(ours, ours), theirs)
+    assert np.array_equal(tile_table(ours, ours).to_dense(), allowed(ours, ours))
+
+
+def test_a_branch_sees_its_prefix_and_itself_only() -> None:
+    branch = np.array([0, 0, 1, 1, 2, 2])
+    mask = allowed(*[Metadata(np.zeros(6, int), branch, np.zeros(6, int), np.arange(6))] * 2)
+    assert mask.astype(int).tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 0, 0, 1, 0],
+        [1, 1, 0, 0, 1, 1],
+    ]
+
+
+def test_padding_sees_nothing_and_is_seen_by_nobody() -> None:
+    meta = Metadata(np.array([0, -1, 0, -1]), np.zeros(4, int), np.array([1, 1, 1, 0]), np.arange(4))
+    mask = tile_table(meta, meta).to_dense()
+    assert not mask[[1, 3]].any() and not mask[:, [1, 3]].any() and mask[0, 2]
+    nothing = Metadata(*[np.full(4, -1)] * 3, np.arange(4))
+    assert tile_table(nothing, nothing).rows == () and tile_table(nothing, nothing).area == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40))
+def test_a_plain_pack_on_one_process_costs_one_kernel_call_per_document(lengths: list[int]) -> None:
+    table = tile_table(plain(*lengths), plain(*lengths))
+    assert [len(row.tiles) for row in table.rows] == [1] * len(lengths)
+    assert all(tile.kind == CAUSAL for row in table.rows for tile in row.tiles)
+    assert table.area == sum(n * (n + 1) // 2 for n in lengths)
+
+
+@pytest.mark.parametrize("cp", [2, 4, 8])
+def test_the_number_of_tiles_grows_with_documents_not_with_tokens(cp: int) -> None:
+    for scale in (1, 50):
+        lengths = [scale * n for n in (64, 16, 128, 8, 40)]
+        meta = plain(*lengths)
+        chunks = np.arange(len(meta)).reshape(2 * cp, -1)
+        for rank in range(cp):
+            mine = meta.take(np.concatenate([chunks[rank], chunks[2 * cp - 1 - rank]]))
+            tiles = sum(len(row.tiles) for row in tile_table(mine, meta).rows)
+            assert tiles <= 2 * len(lengths) + 2 * 2, "each document, and each of the two cuts, adds at most two tiles"
+
+
+def test_a_long_mixed_pack_is_planned_in_milliseconds_without_a_quadratic_mask() -> None:
+    meta = plain(*[37] * 2000)
+    table = tile_table(meta, meta)
+    assert sum(len(row.tiles) for row in table.rows) == 2000
+    image = random_batch(np.random.default_rng(0), 100_000, documents=50, branches=True, images=True)
+    whole = metadata(image)
+    assert tile_table(whole, whole).area > 0  # a mask of 100,000 x 100,000 would be 10 GB

@@ -1,0 +1,114 @@
+"""A naive decoder and trainer in plain torch: a dict of global tensors, an explicit mask, autograd, torch's AdamW.
+
+It shares no code with megacp beyond the config's numbers; the rule of the mask is written out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Weights = Mapping[str, Tensor]
+
+
+def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon) * weight
+
+
+def linear(x: Tensor, weights: Weights, name: str) -> Tensor:
+    bias = weights.get(f"{name}.bias")
+    return F.linear(x, weights[f"{name}.weight"], bias)
+
+
+def mask_of(batch: Any) -> Tensor:
+    """Bool `[T, T]` from the three integers of each token."""
+    document, branch, span = (torch.from_numpy(x) for x in (batch.document, batch.branch, batch.span))
+    place = torch.arange(len(document))
+    same = (document[:, None] == document[None]) & (document >= 0)[None]
+    branches = (branch[None] == 0) | (branch[:, None] == branch[None])
+    spans = (span[:, None] == span[None]) & (span != 0)[None]
+    return same & branches & ((place[:, None] >= place[None]) | spans)
+
+
+def turn(x: Tensor, positions: Tensor, base: float) -> Tensor:
+    """Half-rotation of `x[T, heads, d]`."""
+    dim = x.shape[-1]
+    angles = positions.double()[:, None] / base ** (torch.arange(0, dim, 2).double() / dim)
+    cos, sin = (torch.cat([f(angles)] * 2, -1)[:, None].to(x.dtype) for f in (torch.cos, torch.sin))
+    first, second = x[..., : dim // 2], x[..., dim // 2 :]
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def attention(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) -> Tensor:
+    heads, groups = model.num_attention_heads, model.num_query_groups or model.num_attention_heads
+    dim = model.kv_channels or model.hidden_size // heads
+    q, k, v = (linear(x, weights, f"{name}.{part}").view(len(x), -1, dim) for part in "qkv")
+    if model.qk_layernorm:
+        q = norm(q, weights[f"{name}.q_norm.weight"], model.norm_epsilon)
+        k = norm(k, weights[f"{name}.k_norm.weight"], model.norm_epsilon)
+    positions = torch.from_numpy(batch.position_ids)
+    q, k = turn(q, positions, model.rotary_base), turn(k, positions, model.rotary_base)
+    mask, outs = mask_of(batch), []
+    for head in range(heads):
+        group = head // (heads // groups)
+        scores = (q[:, head] @ k[:, group].t() / dim**0.5).masked_fill(~mask, -torch.inf)
+        # a padding row sees nothing: softmax gives NaN there, which must not reach the gradient
+        scores = torch.where(mask.any(1)[:, None], scores, torch.zeros_like(scores))
+        outs.append(torch.softmax(scores, -1) * mask.any(1)[:, None] @ v[:, group])
+    return linear(torch.cat(outs, -1), weights, f"{name}.output")
+
+
+def logits(weights: Weights, batch: Any, model: Any) -> Tensor:
+    """`[T, vocabulary]`."""
+    x = weights["embedding.weight"][torch.from_numpy(batch.tokens)]
+    for layer in range(model.num_layers):
+        name = f"layers.{layer}"
+        h = norm(x, weights[f"{name}.attention_norm.weight"], model.norm_epsilon)
+        x = x + attention(h, weights, f"{name}.attention", batch, model)
+        h = norm(x, weights[f"{name}.mlp_norm.weight"], model.norm_epsilon)
+        gate, up = linear(h, weights, f"{name}.mlp.gate"), linear(h, weights, f"{name}.mlp.up")
+        x = x + linear(F.silu(gate) * up, weights, f"{name}.mlp.down")
+    head = weights["head.weight" if model.untie_embeddings_and_output_weights else "embedding.weight"]
+    return norm(x, weights["final_norm.weight"], model.norm_epsilon) @ head.t()
+
+
+def loss(weights: Weights, batches: Sequence[Any], model: Any) -> Tensor:
+    """Weighted mean over all tokens of all batches."""
+    total = sum(
+        (
+            F.cross_entropy(logits(weights, batch, model), torch.from_numpy(batch.labels), reduction="none")
+            * torch.from_numpy(batch.loss_weights)
+        ).sum()
+        for batch in batches
+    )
+    return total / sum(float(np.float64(batch.loss_weights).sum()) for batch in batches)
+
+
+def train(
+    weights: Weights, steps: Sequence[Sequence[Any]], model: Any, training: Any
+) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Constant learning rate. Returns losses and gradient norms per step, the first step's gradients, final weights."""
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
+    plain = [p for name, p in leaves.items() if name.endswith(".bias") or "norm" in name]
+    decayed = [p for p in leaves.values() if not any(p is q for q in plain)]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": training.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+        lr=training.lr,
+        betas=(training.adam_beta1, training.adam_beta2),
+        eps=training.adam_eps,
+    )
+    losses, norms, first = [], [], {}
+    for batches in steps:
+        optimizer.zero_grad()
+        value = loss(leaves, batches, model)
+        value.backward()
+        first = first or {name: p.grad.clone() for name, p in leaves.items() if p.grad is not None}
+        norms.append(torch.nn.utils.clip_grad_norm_(leaves.values(), training.clip_grad or float("inf")).item())
+        losses.append(value.item())
+        optimizer.step()
+    return losses, norms, first, {name: p.detach() for name, p in leaves.items()}

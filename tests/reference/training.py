@@ -1,0 +1,102 @@
+"""Running a `Trainee` inside a test and reading what it holds as global tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from megacp.batch import PackedBatch
+from megacp.config.run import RunConfig, with_values
+from megacp.distributed.grid import ProcessGrid
+from megacp.training.step import Trainee
+from tests.reference.packs import random_batch
+from tests.reference.sharding import Pieces, pieces_of
+
+Values = dict[str, Any]
+
+SMALL: Values = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_query_groups": 4,
+    "vocab_size": 53,
+    "make_vocab_size_divisible_by": 4,
+    "seq_length": 48,
+    "dtype": "float64",
+    "init_method_std": 0.1,
+    "lr": 1e-2,
+    "lr_decay_style": "constant",
+    "adam_eps": 1e-4,
+    "clip_grad": 0.5,
+}
+"""A model small enough for every grid. AdamW's epsilon is large: with 1e-8 a gradient near 0 has a sign, not a size,
+and the last bit of a sum would turn into a whole step. The gradients are above the clipping norm.
+"""
+
+AXIS_FLAGS = {
+    "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+}
+
+
+def config_of(values: Mapping[str, Any], shape: Mapping[str, int]) -> RunConfig:
+    """The config of some flat values on a grid."""
+    axes = {flag: shape.get(axis, 1) for axis, flag in AXIS_FLAGS.items()}
+    return with_values(RunConfig(), {**SMALL, **values, **axes})
+
+
+def step_batches(count: int, seed: int, vocab_size: int = 53, tokens: int = 48) -> list[PackedBatch]:
+    """Packs of different lengths with documents, branches, spans, padding and partial, unequal loss weights."""
+    rng = np.random.default_rng(seed)
+    kinds = [{}, {"branches": True}, {"images": True, "branches": True}, {"padding": True}]
+    return [
+        random_batch(
+            rng, tokens - int(rng.integers(0, 14)), vocab_size, documents=3, number=1000 * seed + i, **kinds[i % 4]
+        )
+        for i in range(count)
+    ]
+
+
+def gradient_pieces(trainee: Trainee) -> Pieces:
+    """The summed gradients that this rank's optimizer would use, as pieces of flat local parameters.
+
+    Padding rows of the vocabulary are left out; the ranks of dp x cp hold different slices, so each rank fills its
+    own elements and leaves NaN elsewhere.
+    """
+    values = {p: torch.full_like(p, torch.nan) for chunk in trainee.chunks for p in chunk.parameters()}
+    shards = [trainee.buckets.grad_shard(i) for i in range(len(trainee.buckets.buckets))]
+    slices = iter(trainee.buckets.shard_slices(shards))
+    by_spec = {id(p.megacp_spec): p for p in values}  # type: ignore[attr-defined]
+    for part in slices:
+        flat = values[by_spec[id(part.spec)]].view(-1)
+        flat[part.start : part.start + part.values.numel()] = part.values
+    return {key: value for chunk in trainee.chunks for key, value in pieces_of(chunk, values).items()}
+
+
+def parameter_pieces(trainee: Trainee) -> Pieces:
+    """This rank's parts of the global weights."""
+    found: Pieces = {}
+    for chunk in trainee.chunks:
+        found |= pieces_of(chunk, {p: p.data for p in chunk.parameters()})
+    return found
+
+
+def train(
+    grid: ProcessGrid, config: RunConfig, steps: Sequence[Sequence[PackedBatch]]
+) -> tuple[list[tuple[float, float]], list[Pieces], Pieces, float]:
+    """Loss and gradient norm per step, gradients per step, final weights, and the last step's validation loss."""
+    trainee = Trainee(config, grid)
+    reports, gradients = [], []
+    for number, batches in enumerate(steps, 1):
+        mine = batches[grid.dp.rank :: grid.dp.size]
+        denominator = sum(batch.weight_sum for batch in batches)
+        loss = trainee.gradients(mine, number, denominator)
+        gradients.append(gradient_pieces(trainee))
+        report = trainee.optimizer.step(config.training.lr)
+        reports.append((loss, report.grad_norm))
+    return reports, gradients, parameter_pieces(trainee), trainee.evaluate(mine, denominator)

@@ -1,0 +1,158 @@
+"""Golden gradients: in float64 any grid, with any options, equals one process that uses an explicit dense mask.
+
+Loss, gradient norm, every gradient of two steps, every weight after them and the validation loss, to 1e-10 relative:
+sums in another order move the last bits of float64 (1e-16), depth and AdamW leave about 1e-12. A lost, doubled or
+misplaced gradient differs by far more. Copies (replicated weights, tied embeddings) must have the same bits anywhere.
+
+The options are dealt to the grids by a fixed covering design: every option meets every axis, not every other option.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.ranks import grid, run_ranks
+from tests.reference.sharding import assemble
+from tests.reference.training import Values, config_of, step_batches, train
+
+MICROBATCHES = 8
+TOLERANCE = 1e-10
+
+MODELS: dict[str, Values] = {
+    "tied, biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True},
+    "untied, q/k norms": {"untie_embeddings_and_output_weights": True, "qk_layernorm": True, "kv_channels": 6},
+    "tied, dropout": {"hidden_dropout": 0.15, "qk_layernorm": True, "clip_grad": 0.0},
+}
+Shape = dict[str, int]
+
+
+def shapes(ranks: int) -> list[Shape]:
+    """Every factorization of `ranks` over the four axes."""
+    axes = ("dp", "tp", "pp", "cp")
+    found = itertools.product(*[[n for n in range(1, ranks + 1) if ranks % n == 0]] * 4)
+    return [dict(zip(axes, sizes, strict=True)) for sizes in found if np.prod(sizes) == ranks]
+
+
+def cases_of(shape: Shape, count: int) -> list[tuple[str, Values, Values]]:
+    """`count` cases for a grid: (model, what the reference needs too, options of the grid alone)."""
+    start = [s for n in (1, 2, 4, 8) for s in shapes(n)].index(shape)
+    cases = []
+    for number in range(start, start + count):
+        bits = [(number * 5 + number // 2) >> i & 1 for i in range(4)]
+        name = list(MODELS)[number % len(MODELS)]
+        stages = shape["pp"] * 2
+        virtual = shape["pp"] > 1 and number % 2 == 0 and shape["pp"] < 8
+        layers = 8 if max(shape["pp"], stages if virtual else 1) > 4 else 4
+        groups = 8 if shape["tp"] == 8 or bits[3] else max(2, shape["tp"])
+        options: Values = {
+            "num_virtual_stages_per_pipeline_rank": 2 if virtual else 1,
+            "recompute_granularity": ("none", "selective", "full")[(number + start) % 3],
+            "sequence_parallel": bool(bits[0]),
+            "cp_comm_type": ("p2p", "all_gather")[bits[1]],
+            "cp_layout": ("zigzag", "contiguous")[bits[2]],
+            "ddp_bucket_size": 25_000_000 if bits[0] else 3000,
+            "attention_kernel": ("flash", "math")[bits[3]],
+        }
+        cases.append((name, {"num_layers": layers, "num_query_groups": groups, "num_attention_heads": 8}, options))
+    return cases
+
+
+def steps() -> list[list[Any]]:
+    """Two steps of packs that differ in length, documents, branches, spans, padding and loss weights."""
+    return [step_batches(MICROBATCHES, seed) for seed in (1, 2)]
+
+
+@functools.cache
+def one_process(name: str, sizes: tuple[tuple[str, int], ...]) -> tuple[Any, ...]:
+    config = config_of({**MODELS[name], **dict(sizes), "attention_kernel": "dense"}, {})
+    reports, gradients, weights, validation = train(grid(), config, steps())
+    return reports, [assemble([pieces]) for pieces in gradients], assemble([weights]), validation
+
+
+def on_ranks(rank: int, world_size: int, shape: Shape, cases: list[tuple[str, Values, Values]]) -> list[Any]:
+    configs = [config_of({**MODELS[name], **sizes, **options}, shape) for name, sizes, options in cases]
+    return [train(grid(**shape), config, steps()) for config in configs]
+
+
+def compare(what: str, found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        largest = np.abs(expected[name]).max()
+        error = np.abs(value - expected[name]).max()
+        assert error <= TOLERANCE * largest + 1e-15, f"{what} of {name}: off by {error:.1e} of {largest:.1e}"
+
+
+def check(shape: Shape, count: int, done: int = 0) -> None:
+    """Compare the first `count` cases of a grid, leaving out those that another test has done."""
+    cases = cases_of(shape, count)[done:]
+    ranks = run_ranks(on_ranks, int(np.prod(list(shape.values()))), shape, cases, timeout=240)
+    for number, (name, sizes, options) in enumerate(cases):
+        results = [rank[number] for rank in ranks]
+        reports, gradients, weights, validation = one_process(name, tuple(sizes.items()))
+        what = f"{shape} {name} {sizes} {options}"
+        for found_reports, _, _, found_validation in results:
+            np.testing.assert_allclose(found_reports, reports, rtol=TOLERANCE, err_msg=f"loss, norm: {what}")
+            np.testing.assert_allclose(found_validation, validation, rtol=TOLERANCE, err_msg=what)
+        for step in range(2):
+            found = assemble(result[1][step] for result in results)
+            compare(f"step {step + 1} gradient, {what}", found, gradients[step])
+        compare(f"weight, {what}", assemble(result[2] for result in results), weights)
+
+
+def name_of(shape: Shape) -> str:
+    return "-".join(f"{axis}{size}" for axis, size in shape.items() if size > 1)
+
+
+@pytest.mark.parametrize("shape", shapes(2), ids=name_of)
+def test_two_ranks_equal_one_process(shape: Shape) -> None:
+    check(shape, 2)
+
+
+@pytest.mark.parametrize("shape", shapes(4), ids=name_of)
+def test_every_factorization_of_four_ranks_equals_one_process(shape: Shape) -> None:
+    check(shape, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", shapes(4), ids=name_of)
+def test_more_options_on_four_ranks_equal_one_process(shape: Shape) -> None:
+    check(shape, 6, done=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", shapes(8), ids=name_of)
+def test_every_factorization_of_eight_ranks_equals_one_process(shape: Shape) -> None:
+    check(shape, 2)
+
+
+def test_the_design_covers_every_option_on_every_axis_it_acts_on() -> None:
+    cases = [
+        (shape, case) for n, count in ((2, 2), (4, 6), (8, 2)) for shape in shapes(n) for case in cases_of(shape, count)
+    ]
+    wanted = {
+        "recompute_granularity": ("none", "selective", "full"),
+        "sequence_parallel": (False, True),
+        "cp_comm_type": ("p2p", "all_gather"),
+        "cp_layout": ("zigzag", "contiguous"),
+        "attention_kernel": ("flash", "math"),
+    }
+    for axis, (option, values) in itertools.product(("dp", "tp", "pp", "cp"), wanted.items()):
+        met = {options[option] for shape, (_, _, options) in cases if shape[axis] > 1}
+        assert met == set(values), (axis, option)
+    for axis in ("dp", "tp", "pp", "cp"):
+        on_axis = [case for shape, case in cases if shape[axis] > 1]
+        assert {name for name, _, _ in on_axis} == set(MODELS)
+        assert any(sizes["num_query_groups"] < 8 for _, sizes, _ in on_axis)
+    on_pipeline = {
+        (s["pp"], name, o["num_virtual_stages_per_pipeline_rank"]) for s, (name, _, o) in cases if s["pp"] > 1
+    }
+    assert {(2, name, v) for name in MODELS for v in (1, 2)} <= on_pipeline
+    ring = {
+        (o["cp_comm_type"], o["cp_layout"], o["sequence_parallel"]) for s, (_, _, o) in cases if s["cp"] > 1 < s["tp"]
+    }
+    assert len(ring) >= 6

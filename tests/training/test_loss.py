@@ -1,0 +1,179 @@
+"""Token-exact loss normalisation, agreement on the packs of a step, and the traps of loss and tied weights."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from megacp.batch import PackedBatch
+from megacp.config.run import RunConfig, with_values
+from megacp.context_parallel.layout import LAYOUTS
+from megacp.context_parallel.shard import shard_batch
+from megacp.distributed.collectives import all_reduce
+from megacp.distributed.parameter import spec_of
+from megacp.ops.dropout import keep_mask
+from megacp.training.loss import RankNews, agree, weighted_loss
+from megacp.training.step import Trainee, lr_schedule
+from tests.ranks import RankError, grid, run_ranks
+from tests.reference.training import Values, config_of, step_batches
+
+
+def eight_tokens() -> PackedBatch:
+    """Eight tokens of one document of which the last three are counted."""
+    zeros = np.zeros(8, np.int32)
+    weights = (np.arange(8) >= 5).astype(np.float32)
+    return PackedBatch(np.arange(8), np.arange(8), weights, np.arange(8), zeros, zeros, zeros, (0,))
+
+
+def gradient_of_eight_tokens(rank: int, world_size: int, shape: dict[str, int], layout: str) -> tuple[float, float]:
+    """d/dw of the mean of `w * (place + 1)` over the counted tokens, and the same by averaging means of ranks."""
+    mine = grid(**shape)
+    batch = eight_tokens()
+    local = shard_batch(batch, mine.cp, LAYOUTS[layout], multiple=2 * mine.cp.size)
+    values = local.places.double() + 1
+    w = torch.ones((), dtype=torch.float64, requires_grad=True)
+    weighted_loss(w * values, local.loss_weights, agree([batch], mine).denominator).backward()
+    over = mine.over("dp", "cp")
+    counted = local.loss_weights.sum().item()
+    trap = (values * local.loss_weights).sum() / counted if counted else torch.zeros((), dtype=torch.float64)
+    return all_reduce(w.grad, over).item(), all_reduce(trap, over).item() / mine.cp.size
+
+
+@pytest.mark.parametrize(("cp", "trap"), [(2, 6.75), (4, 5.25)])
+def test_the_last_three_of_eight_tokens_give_exactly_seven(cp: int, trap: float) -> None:
+    """The mean of 6, 7 and 8. Dividing by the tokens of each rank and averaging gives the other number."""
+    assert run_ranks(gradient_of_eight_tokens, cp, {"cp": cp}, "zigzag") == [(7.0, trap)] * cp
+    assert {found for found, _ in run_ranks(gradient_of_eight_tokens, cp, {"cp": cp}, "contiguous")} == {7.0}
+    assert gradient_of_eight_tokens(0, 1, {}, "zigzag")[0] == 7.0
+
+
+def agreement(rank: int, world_size: int, shape: dict[str, int], wrong: int | None, stopper: int | None) -> object:
+    mine = grid(**shape)
+    batches = step_batches(4, 1)[mine.dp.rank :: mine.dp.size]
+    if rank == wrong:
+        tokens = batches[-1].tokens.copy()
+        tokens[3] += 1
+        batches[-1] = dataclasses.replace(batches[-1], tokens=tokens)
+    first = mine.tp.rank == mine.cp.rank == mine.pp.rank == 0
+    news = RankNews(stop=rank == stopper, flops=10.0 if first else 0.0, peak_bytes=100 - rank, data_wait=rank / 4)
+    try:
+        found = agree(batches, mine, news)
+    except ValueError as error:
+        return str(error)
+    return found.denominator, found.tokens, found.news
+
+
+@pytest.mark.parametrize("shape", [{"tp": 4}, {"dp": 2, "cp": 2}, {"pp": 2, "tp": 2}, {"dp": 4}], ids=str)
+def test_all_ranks_know_the_tokens_and_news_of_the_whole_step(shape: dict[str, int]) -> None:
+    batches = step_batches(4, 1)
+    weight = sum(batch.weight_sum for batch in batches)
+    tokens = sum(int((batch.document >= 0).sum()) for batch in batches)
+    assert tokens < sum(len(batch) for batch in batches), "padding belongs to the test"
+    for stopper in (None, 2):
+        news = RankNews(stop=stopper is not None, flops=10.0 * shape.get("dp", 1), peak_bytes=100, data_wait=0.75)
+        assert run_ranks(agreement, 4, shape, None, stopper) == [(weight, tokens, news)] * 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "wrong", "pair"), [({"tp": 2, "pp": 2}, 3, "0 and 3"), ({"dp": 2, "cp": 2}, 3, "2 and 3")], ids=str
+)
+def test_every_rank_raises_when_peers_read_different_packs(shape: dict[str, int], wrong: int, pair: str) -> None:
+    """One token of one pack differs on one rank; nobody may go on alone into a collective."""
+    messages = run_ranks(agreement, 4, shape, wrong, None)
+    assert len(set(messages)) == 1
+    assert f"ranks {pair} of data-parallel rank {int('dp' in shape)} read different packs" in str(messages[0])
+    assert "--data-path" in str(messages[0])
+
+
+def test_data_parallel_ranks_may_read_different_packs_and_order_matters_to_peers() -> None:
+    assert isinstance(run_ranks(agreement, 4, {"dp": 4}, 2, None)[0], tuple)
+    one, two = step_batches(2, 1)
+    assert agree([one, two], grid()) == agree([two, one], grid())  # alone, any order is right
+
+
+def test_a_step_without_counted_tokens_divides_by_one() -> None:
+    batch = dataclasses.replace(eight_tokens(), loss_weights=np.zeros(8, np.float32))
+    assert agree([batch], grid()).denominator == 1.0
+    trainee = Trainee(config_of({"vocab_size": 8}, {}), grid())
+    result = trainee.train([batch], 1, 1.0)
+    assert result.loss == 0.0 and result.grad_norm == 0.0 and not result.skipped
+
+
+def cp_masks(rank: int, world_size: int) -> tuple[int, list[int], bytes]:
+    trainee = Trainee(config_of({"hidden_dropout": 0.5}, {"cp": world_size}), grid(cp=world_size))
+    local = trainee.shard(step_batches(1, 1)[0], 1)
+    return local.key, local.places.tolist(), keep_mask(local.key, local.places, 32, 0.5).numpy().tobytes()
+
+
+def test_context_parallel_peers_share_the_key_but_no_dropout_mask() -> None:
+    results = run_ranks(cp_masks, 4)
+    assert len({key for key, _, _ in results}) == 1
+    assert len({mask for _, _, mask in results}) == 4
+    assert len({place for _, places, _ in results for place in places}) == sum(len(places) for _, places, _ in results)
+
+
+def test_the_dropout_key_names_seed_step_and_packs() -> None:
+    batch = step_batches(1, 1)[0]
+
+    def key(step: int, batch: PackedBatch = batch, **values: int) -> int:
+        return Trainee(config_of(values, {}), grid()).shard(batch, step).key
+
+    other = dataclasses.replace(batch, pack_ids=(7,))
+    assert len({key(1), key(2), key(1, seed=5), key(1, other)}) == 4 and key(1) == key(1)
+
+
+def ends_of_a_tied_model(rank: int, world_size: int, shape: dict[str, int], values: Values) -> list[bytes]:
+    """The bits of this rank's copies of the embedding table after three steps."""
+    mine = grid(**shape)
+    trainee = Trainee(config_of(values, shape), mine)
+    for step in (1, 2, 3):
+        batches = step_batches(4, step)
+        trainee.train(batches[mine.dp.rank :: mine.dp.size], step, sum(b.weight_sum for b in batches))
+    tables = [p for c in trainee.chunks for p in c.parameters() if spec_of(p).pieces[0].name == "embedding.weight"]
+    return [table.detach().float().numpy().tobytes() for table in tables]
+
+
+@pytest.mark.parametrize(
+    ("shape", "values"),
+    [
+        ({"pp": 2, "tp": 2}, {"dtype": "float32"}),
+        ({"pp": 2, "cp": 2}, {"dtype": "bfloat16", "num_virtual_stages_per_pipeline_rank": 2}),
+        ({"pp": 2, "dp": 2}, {"dtype": "float32", "num_virtual_stages_per_pipeline_rank": 2}),
+        ({"pp": 4}, {"dtype": "bfloat16"}),
+    ],
+    ids=str,
+)
+def test_tied_tables_of_first_and_last_stage_stay_bitwise_equal(shape: dict[str, int], values: Values) -> None:
+    found = run_ranks(ends_of_a_tied_model, 4, shape, {"vocab_size": 2048, "lr": 1e-2, **values})
+    stages = shape["pp"]
+    per_stage = [found[i * (4 // stages) : (i + 1) * (4 // stages)] for i in range(stages)]
+    assert all(len(tables) == 1 for tables in per_stage[0] + per_stage[-1])
+    assert per_stage[0] == per_stage[-1]
+    assert not any(tables for stage in per_stage[1:-1] for tables in stage)
+
+
+def fail_on_one_rank(rank: int, world_size: int) -> None:
+    trainee = Trainee(config_of({}, {"tp": 2}), grid(tp=2))
+    trainee.train(step_batches(1, 1 + rank), 1, 1.0)
+
+
+def test_without_agreement_different_lengths_on_tp_peers_are_noticed_by_the_pool() -> None:
+    with pytest.raises(RankError):
+        run_ranks(fail_on_one_rank, 2, timeout=5)
+
+
+def test_every_setting_of_the_learning_rate_reaches_the_schedule() -> None:
+    values = {
+        "lr": 0.5,
+        "min_lr": 0.1,
+        "lr_decay_style": "WSD",
+        "lr_warmup_iters": 3,
+        "lr_decay_iters": 70,
+        "lr_wsd_decay_iters": 20,
+        "lr_wsd_decay_style": "cosine",
+    }
+    assert dataclasses.asdict(lr_schedule(with_values(RunConfig(), values))) == values
+    assert lr_schedule(with_values(RunConfig(), {"train_iters": 9})).lr_decay_iters == 9
