@@ -10,7 +10,7 @@ each byte is written as one printable character, `merges.txt` lists pairs from f
 
 from __future__ import annotations
 
-import re
+import heapq
 import sys
 import unicodedata
 from functools import cache
@@ -19,6 +19,7 @@ import numpy as np
 
 PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CACHE_ENTRIES = 1 << 18
+CACHED_CHARACTERS = 64
 
 
 @cache
@@ -33,21 +34,26 @@ def byte_characters() -> tuple[str, ...]:
 
 
 @cache
-def _newer_characters() -> re.Pattern[str]:
-    """Characters whose class only `regex` knows, because they are newer than this Python's Unicode tables.
+def _is_newer() -> np.ndarray:
+    """bool [code points]: characters whose class only `regex` knows, because this Python's Unicode tables are older.
 
-    Native engines may be as old as Python, and then split them differently: such text is left to `ByteLevelBPE`.
+    Two engines with tables of different age split them differently: such text is left to a kind's reference.
     """
     import regex
 
     everything = "".join(map(chr, [*range(0xD800), *range(0xE000, sys.maxunicode + 1)]))
-    newer = [c for c in regex.findall(r"[\p{L}\p{N}\s]", everything) if unicodedata.category(c) == "Cn"]
-    return re.compile(f"[{''.join(newer)}]" if newer else r"(?!)")
+    newer = [ord(c) for c in regex.findall(r"[\p{L}\p{N}\s]", everything) if unicodedata.category(c) == "Cn"]
+    table = np.zeros(sys.maxunicode + 1, dtype=bool)
+    table[newer] = True
+    return table
 
 
 def has_newer_characters(text: str) -> bool:
-    """Whether native engines with older Unicode tables could split `text` differently."""
-    return not text.isascii() and _newer_characters().search(text) is not None
+    """Whether engines with Unicode tables of different age could split `text` differently."""
+    if text.isascii():
+        return False
+    # a table, not a character class: `re` walks a class beyond U+FFFF item by item, thousands for each character
+    return bool(_is_newer()[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")].any())
 
 
 class ByteLevelBPE:
@@ -80,30 +86,36 @@ class ByteLevelBPE:
         for word in self._find(text):
             found = known.get(word)
             if found is None:
-                if len(known) >= CACHE_ENTRIES:
-                    known.clear()
-                found = known[word] = self._merge(word)
+                found = self._merge(word)
+                if len(word) <= CACHED_CHARACTERS:
+                    if len(known) >= CACHE_ENTRIES:
+                        known.clear()
+                    known[word] = found
             ids += found
         return np.array(ids, dtype=np.int32)
 
     def _merge(self, word: str) -> list[int]:
+        """Merge the best pair, leftmost first, until none is left: O(n log n), since a "word" can be a long line."""
         parts = [self._to_character[byte] for byte in word.encode()]
-        worst = len(self._rank)
-        while len(parts) > 1:
-            ranks = [self._rank.get(pair, worst) for pair in zip(parts, parts[1:], strict=False)]
-            best = min(ranks)
-            if best == worst:
-                break
-            merged, i = [], 0
-            while i < len(parts):  # every occurrence of the best pair, left to right
-                if i < len(ranks) and ranks[i] == best:
-                    merged.append(parts[i] + parts[i + 1])
-                    i += 2
-                else:
-                    merged.append(parts[i])
-                    i += 1
-            parts = merged
-        return [self._ids[part] for part in parts]
+        stop = len(parts)
+        following = list(range(1, stop + 1))
+        preceding = list(range(-1, stop - 1))
+        rank = self._rank
+        waiting = [(rank[pair], i, pair) for i, pair in enumerate(zip(parts, parts[1:], strict=False)) if pair in rank]
+        heapq.heapify(waiting)
+        while waiting:
+            _, left, pair = heapq.heappop(waiting)
+            right = following[left]
+            if right == stop or (parts[left], parts[right]) != pair:
+                continue  # one of the two has been merged since
+            parts[left], parts[right] = pair[0] + pair[1], ""
+            following[left] = after = following[right]
+            if after != stop:
+                preceding[after] = left
+            for i, j in ((preceding[left], left), (left, after)):
+                if i >= 0 and j != stop and (found := (parts[i], parts[j])) in rank:
+                    heapq.heappush(waiting, (rank[found], i, found))
+        return [self._ids[part] for part in parts if part]
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         """The bytes of `ids`; a token that is not written in byte characters (a special one) gives its own text."""

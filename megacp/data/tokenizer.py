@@ -107,7 +107,7 @@ class _Accelerated(Tokenizer):
             self._fast = None
 
     def _needs_reference(self, text: str) -> bool:
-        return False
+        return has_newer_characters(text)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """As Tokenizer.encode, with the fast engine where its ids are the reference's."""
@@ -251,9 +251,6 @@ class GPT2Tokenizer(_Accelerated):
             {"version": "1.0", "added_tokens": [], "pre_tokenizer": byte_level, "decoder": byte_level, "model": model}
         )
         self._accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_json(as_json))
-
-    def _needs_reference(self, text: str) -> bool:
-        return has_newer_characters(text)
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its text; None when there is none."""

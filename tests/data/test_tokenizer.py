@@ -122,6 +122,54 @@ def test_characters_newer_than_python_go_to_the_reference() -> None:
     assert not has_newer_characters("plain") and not has_newer_characters("\u00e9\u6f22\U0001f642")
 
 
+def test_a_character_newer_than_some_engine_has_the_ids_of_the_reference(tmp_path: Path) -> None:
+    """A merge of "1" with the first byte of the new digit U+11DE0 applies only where it is known to be a digit."""
+    first = byte_characters()["\U00011de0".encode()[0]]
+    ids = {token: i for i, token in enumerate([*byte_characters(), f"1{first}"])}
+    (tmp_path / "vocab.json").write_text(json.dumps(ids))
+    (tmp_path / "merges.txt").write_text(f"1 {first}\n")
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(ids, [("1", first)]))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.save(str(tmp_path / "tokenizer.json"))
+    for names in (f"{tmp_path}/vocab.json,{tmp_path}/merges.txt", f"{tmp_path}/tokenizer.json"):
+        assert load_tokenizer(names).disagreement(["1\U00011de0"]) is None
+
+
+def test_a_very_long_word_takes_no_quadratic_time(folder: Path) -> None:
+    """A line of one character repeated, and text beyond U+FFFF, both once took minutes."""
+    text = "x" * 100_000 + " " + "\U0001f642\u6f22" * 50_000
+    for engine in ("auto", "reference"):
+        tokenizer = load("gpt2", folder, engine)
+        assert tokenizer.decode(tokenizer.encode([text])[0]) == text
+
+
+def textbook_merge(word: str, ids: dict[str, int], merges: list[str]) -> list[int]:
+    """The obvious loop: merge every occurrence of the best pair, then look again."""
+    parts = [byte_characters()[byte] for byte in word.encode()]
+    while True:
+        best = min(
+            (merges.index(f"{a} {b}") for a, b in zip(parts, parts[1:], strict=False) if f"{a} {b}" in merges),
+            default=None,
+        )
+        if best is None:
+            return [ids[part] for part in parts]
+        a, b = merges[best].split(" ")
+        i = 0
+        while i < len(parts) - 1:
+            if parts[i] == a and parts[i + 1] == b:
+                parts[i : i + 2] = [a + b]
+            i += 1
+
+
+def test_merging_is_that_of_the_textbook_loop(folder: Path) -> None:
+    ids = json.loads((folder / "vocab.json").read_text())
+    merges = [line for line in (folder / "merges.txt").read_text().splitlines() if not line.startswith("#version")]
+    tokenizer = load("gpt2", folder, "reference")
+    for word in sorted(set(CORPUS[0].split()))[:300] + ["a" * 50, "ab" * 30, "------------"]:
+        if word.isalpha() or len(set(word)) < 3:
+            assert tokenizer.encode([word])[0].tolist() == textbook_merge(word, ids, merges), word
+
+
 def test_an_engine_that_disagrees_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gigatoken = pytest.importorskip("gigatoken")
     right = gigatoken.Tokenizer.from_json

@@ -1,0 +1,71 @@
+"""tools/train_tokenizer.py: what it writes is what the data tools read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megacp.data.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+def train(*args: object) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-c", f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'tools')]!r}\n" + CHECK]
+    return subprocess.run([*program, *map(str, args)], capture_output=True, text=True, timeout=60, check=False)
+
+
+CHECK = """
+import train_tokenizer
+code = train_tokenizer.main(sys.argv[1:])
+assert "torch" not in sys.modules
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> list[Path]:
+    text = Path(json.__file__).read_text(encoding="utf-8")
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in text.splitlines() if line))
+    return [tmp_path / "a.txt", tmp_path / "b.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "small.model"])
+def test_a_trained_tokenizer_is_loaded_ends_documents_and_is_repeatable(
+    corpus: list[Path], tmp_path: Path, name: str
+) -> None:
+    for folder in ("one", "two"):
+        done = train("--input", *corpus, "--output", tmp_path / folder / name, "--vocab-size", 400)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    tokenizer = load_tokenizer(str(tmp_path / "one" / name))
+    assert tokenizer.vocab_size == 400 and tokenizer.eos_id is not None
+    text = corpus[0].read_text()
+    ids = tokenizer.encode([text])[0]
+    assert tokenizer.decode(ids) == text and len(ids) < 0.8 * len(text)
+
+
+def test_errors_are_one_line_and_nothing_is_overwritten(corpus: list[Path], tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    kept.write_text("mine")
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    (tmp_path / "empty.txt").write_text("")
+    wrong = {
+        "exists; nothing was overwritten": [corpus[0], kept, 300],
+        "must end in one of .json, .model": [corpus[0], tmp_path / "x.bin", 300],
+        "no such file": [tmp_path / "none.txt", tmp_path / "x.json", 300],
+        "needs at least 257": [corpus[0], tmp_path / "x.json", 200],
+        "bad.jsonl:1: invalid JSON": [tmp_path / "bad.jsonl", tmp_path / "x.json", 300],
+        "hold no text": [tmp_path / "empty.txt", tmp_path / "x.json", 300],
+        "--vocab-size 100000": [corpus[0], tmp_path / "x.model", 100000],
+    }
+    for message, (source, output, size) in wrong.items():
+        failed = train("--input", source, "--output", output, "--vocab-size", size)
+        assert failed.returncode == 2 and message in failed.stderr, (message, failed.stderr)
+        assert "Traceback" not in failed.stderr and not (tmp_path / "x.json").exists()
+    assert kept.read_text() == "mine"
