@@ -52,6 +52,10 @@ MAX_PARAMETERS = 20_000_000
 _DEFAULT_VOCABULARY = 211
 _ROW, _ROW_OF_CONFIG = 64, 256
 """Tokens of a row: of the named models, and the most that is left of a config's."""
+_EPSILONS = {"float64": 1e-4, "float32": 1e-4, "bfloat16": 1e-2}
+"""Least epsilon of AdamW: with 1e-8 its first update is the gradient's sign, and a gradient that is all rounding would
+make a whole update of it.
+"""
 _SET_ASIDE: dict[str, Value] = {
     "data_path": None,
     "valid_data_path": None,
@@ -78,6 +82,8 @@ class ParitySetup:
     """Of the one process: no parallelism, dense mask, nothing recomputed."""
     rules: MockRules
     world_size: int
+    model: str | None
+    """The name in `MODELS` of the sizes; None when they are the config's own."""
     notes: tuple[str, ...]
 
 
@@ -114,7 +120,7 @@ def prepare(config: RunConfig, request: Request) -> ParitySetup:
     if request.has_config:
         require(config, world_size)
     before = flatten(config)
-    for name, value in _smaller(config, world_size, request.has_config).items():
+    for name, value in _smaller(config, world_size, request).items():
         if name in request.given or before[name] == value:
             continue
         config = with_values(config, {name: value})
@@ -126,33 +132,33 @@ def prepare(config: RunConfig, request: Request) -> ParitySetup:
     _refuse_large(config)
     mask = request.mask or config.data.attention_mask
     rules = MockRules(config.model.vocab_size, config.data.seq_length, mask, ragged=True, seed=config.training.seed)
-    return ParitySetup(config, reference, rules, world_size, tuple(notes))
+    return ParitySetup(config, reference, rules, world_size, model, tuple(notes))
 
 
 def _refuse_large(config: RunConfig) -> None:
     parameters = model_parameters(config.model)
     if parameters > MAX_PARAMETERS:
         raise ValueError(
-            f"the model has {human_count(parameters)} parameters, a parity check trains it whole in one process: at most "
-            f"{human_count(MAX_PARAMETERS)}. Keep the layout and give a small model: --model tiny_llm, or "
+            f"the model has {human_count(parameters)} parameters, a parity check trains it whole in one process: "
+            f"at most {human_count(MAX_PARAMETERS)}. Keep the layout and give a small model: --model tiny_llm, or "
             f"--num-layers, --hidden-size, --ffn-hidden-size and --vocab-size"
         )
 
 
-def _smaller(config: RunConfig, world_size: int, has_config: bool) -> dict[str, Value]:
+def _smaller(config: RunConfig, world_size: int, request: Request) -> dict[str, Value]:
     """What a check uses unless it is given: float64, a short row, few microbatches, an epsilon above rounding."""
     p, t = config.parallel, config.training
     step = 2 * p.context_parallel_size * p.tensor_model_parallel_size
-    length = min(_ROW_OF_CONFIG, config.data.seq_length) if has_config else _ROW
+    length = min(_ROW_OF_CONFIG, config.data.seq_length) if request.has_config else _ROW
     # more microbatches than stages, and no multiple of them: warmup, steady state and drain all occur
     replicas = t.micro_batch_size * max(1, config.data_parallel_size(world_size))
     batch = replicas * max(2, p.pipeline_model_parallel_size + 1)
+    dtype = t.dtype if "dtype" in request.given else "float64"
     return {
-        "dtype": "float64",
+        "dtype": dtype,
         "seq_length": -(-length // step) * step,
-        "global_batch_size": min(batch, t.global_batch_size) if has_config else batch,
-        # with 1e-8 the first update is the gradient's sign: rounding of a gradient near 0 would be a whole update
-        "adam_eps": max(t.adam_eps, 1e-4),
+        "global_batch_size": min(batch, t.global_batch_size) if request.has_config else batch,
+        "adam_eps": max(t.adam_eps, _EPSILONS[dtype]),
     }
 
 

@@ -1,0 +1,253 @@
+"""The parity tool: says the same where it is the same, and finds mistakes that are put into a rank."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megacp.config.run import RunConfig, with_values
+from megacp.data.mock import MockRules
+from megacp.distributed import spawn
+from megacp.training.parity import Box, StepTrace, compare, largest_difference, train_rank
+from megacp.training.parity_setup import MAX_PARAMETERS, Request, prepare
+
+TP, CP, PP = "--tensor-model-parallel-size", "--context-parallel-size", "--pipeline-model-parallel-size"
+SMALL = ["--num-layers", "2", "--steps", "2", "--seq-length", "32", "--timeout", "120"]
+
+
+def load_tool() -> ModuleType:
+    path = Path(__file__).resolve().parents[2] / "tools" / "check_parity.py"
+    spec = importlib.util.spec_from_file_location("check_parity", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tool = load_tool()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [TP, "2", "--mask", "mixed", "--model", "tiny_biased"],
+        [CP, "2", "--mask", "images", "--cp-comm-type", "all_gather"],
+        ["--nproc", "2", "--mask", "causal", "--micro-batch-size", "2"],
+        pytest.param([PP, "2", "--num-virtual-stages-per-pipeline-rank", "2", "--num-layers", "4"], id="pp2_virtual"),
+        pytest.param([CP, "2", TP, "2", "--mask", "branches", "--cp-layout", "contiguous"], id="tp2_cp2"),
+        pytest.param([CP, "4", "--mask", "mixed", "--recompute-granularity", "full"], marks=pytest.mark.slow, id="cp4"),
+        pytest.param(
+            [TP, "2", CP, "2", PP, "2", "--mask", "mixed", "--model", "tiny_llama"], marks=pytest.mark.slow, id="8"
+        ),
+    ],
+)
+def test_grids_are_the_same_as_one_process(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Would catch any layout that trains another model, and a tool that cries wolf."""
+    path = tmp_path / "result.json"
+    assert tool.main([*SMALL, *flags, "--json", str(path)]) == 0
+    assert "THE SAME: within 1e-10 (float64" in capsys.readouterr().out
+    result = json.loads(path.read_text())
+    assert result["passed"] and len(result["steps"]) == 2
+    assert all(step["gradient"]["value"] < 1e-11 for step in result["steps"])
+
+
+def lost_norm_gradient(rank: int, world_size: int, *args: Any) -> list[StepTrace]:
+    """A rank that forgets to sum the gradients of norms over tp."""
+    from megacp.data_parallel import buckets
+
+    right = buckets.all_reduce
+    buckets.all_reduce = lambda x, axis: x  # type: ignore[assignment]
+    try:
+        return train_rank(rank, world_size, *args)
+    finally:
+        buckets.all_reduce = right
+
+
+def half_mask(rank: int, world_size: int, *args: Any) -> list[StepTrace]:
+    """A rank that leaves out the second tile of every row of the mask."""
+    import dataclasses
+
+    from megacp.ops import attention
+
+    right = attention.attend
+
+    def attend(kernel, partial, qkv, table, scale):  # type: ignore[no-untyped-def]
+        rows = tuple(dataclasses.replace(row, tiles=row.tiles[:1]) for row in table.rows)
+        right(kernel, partial, qkv, dataclasses.replace(table, rows=rows), scale)
+
+    attention.attend = attend
+    try:
+        return train_rank(rank, world_size, *args)
+    finally:
+        attention.attend = right
+
+
+def raises_on_rank_one(rank: int, world_size: int, *args: Any) -> list[StepTrace]:
+    if rank == 1:
+        raise ArithmeticError("the second rank is broken")
+    return train_rank(rank, world_size, *args)
+
+
+def hangs_on_rank_one(rank: int, world_size: int, *args: Any) -> list[StepTrace]:
+    if rank == 1:
+        time.sleep(600)
+    return train_rank(rank, world_size, *args)
+
+
+def dies_on_rank_one(rank: int, world_size: int, *args: Any) -> list[StepTrace]:
+    if rank == 1:
+        os._exit(7)
+    return train_rank(rank, world_size, *args)
+
+
+def with_fault(monkeypatch: pytest.MonkeyPatch, faulty: Callable[..., Any]) -> None:
+    """The tool's grid (not its one process) runs `faulty` instead of `train_rank`."""
+
+    def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float) -> list[Any]:
+        return spawn.run_ranks(faulty if world_size > 1 else function, world_size, *args, timeout=timeout)
+
+    monkeypatch.setattr(tool, "run_ranks", run_ranks)
+
+
+@pytest.mark.parametrize(
+    ("faulty", "flags", "named"),
+    [(lost_norm_gradient, [TP, "2"], "norm.weight"), (half_mask, [CP, "2"], "layers.")],
+    ids=["lost_norm_gradient", "half_mask"],
+)
+def test_a_fault_in_the_ranks_is_found_and_a_parameter_named(
+    faulty: Callable[..., Any],
+    flags: list[str],
+    named: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """Would catch a tool that always says yes."""
+    with_fault(monkeypatch, faulty)
+    assert tool.main([*SMALL, *flags, "--steps", "1"]) == 1
+    out = capsys.readouterr().out
+    assert "DIFFERENT: beyond 1e-10" in out
+    (line,) = [line for line in out.splitlines() if line.strip().startswith("step 1: the gradient of")]
+    assert named in line
+
+
+@pytest.mark.parametrize(
+    ("faulty", "timeout", "message"),
+    [
+        (raises_on_rank_one, "60", "rank 1 failed:\nTraceback (most recent call last)"),
+        (dies_on_rank_one, "60", "rank 1 failed:\nthe process died with exit code 7"),
+        (hangs_on_rank_one, "6", "rank 1 did not finish within 6 s"),
+    ],
+    ids=["raises", "dies", "hangs"],
+)
+def test_a_rank_that_fails_ends_the_tool_with_its_own_words(
+    faulty: Callable[..., Any],
+    timeout: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """Would catch a parent that waits for ever, or hides the traceback of the rank that began it."""
+    with_fault(monkeypatch, faulty)
+    assert tool.main([*SMALL, TP, "2", "--timeout", timeout]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([TP, "3"], "--num-attention-heads 8 is no multiple of --tensor-model-parallel-size 3"),
+        (["--nproc", "3", TP, "2"], "a world of 3 ranks is no multiple of"),
+        (["--hidden-sise", "32"], "did you mean --hidden-size?"),
+        (["--num-layers", "4", "--hidden-size", "1024", "--vocab-size", "50000"], "--model tiny_llm"),
+        (["--config", "/no/such/file.yaml"], "--config /no/such/file.yaml: cannot be read"),
+    ],
+)
+def test_contradictions_are_refused_before_a_process_starts(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture
+) -> None:
+    """Would catch a contradiction that comes back as eight tracebacks."""
+    assert tool.main(flags) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_config_of_a_user_keeps_its_layout_and_tells_what_was_made_smaller(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Would catch a check that tests another layout than the file's, and silent changes."""
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "num_layers: 2\nhidden_size: 64\nnum_attention_heads: 4\nffn_hidden_size: 96\nvocab_size: 0\n"
+        "context_parallel_size: 2\ncp_layout: contiguous\ndtype: bfloat16\nseq_length: 2048\nglobal_batch_size: 64\n"
+        "data_path: /data/on/the/cluster\nsave: /checkpoints\nsave_interval: 100\nlr_warmup_iters: 50\n"
+    )
+    assert tool.main(["--config", str(path), "--steps", "1", "--seq-length", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "cp 2" in out and "contiguous" in out
+    for note in (
+        "not those of --data-path /data/on/the/cluster",
+        "--dtype float64 instead of bfloat16",
+        "--global-batch-size 2 instead of 64",
+        "--vocab-size 211",
+    ):
+        assert note in out
+    assert "--seq-length" not in out
+
+
+def test_the_one_process_is_dense_and_plain_and_the_grid_is_not_touched() -> None:
+    """Would catch a reference that shares the code path under test."""
+    values = {"context_parallel_size": 2, "pipeline_model_parallel_size": 2, "recompute_granularity": "full"}
+    values["num_virtual_stages_per_pipeline_rank"] = 2
+    setup = prepare(with_values(RunConfig(), values), Request(frozenset(), mask="mixed"))
+    assert setup.world_size == 4
+    assert {name: getattr(setup.config.parallel, name) for name in values if name != "recompute_granularity"} == {
+        name: value for name, value in values.items() if name != "recompute_granularity"
+    }
+    assert setup.reference.training.attention_kernel == "dense"
+    assert setup.reference.training.recompute_granularity == "none"
+    assert setup.reference.model_ranks == setup.reference.parallel.num_virtual_stages_per_pipeline_rank == 1
+    assert setup.reference.model == setup.config.model
+
+
+def test_a_huge_model_is_refused_and_a_named_one_put_in_its_place() -> None:
+    """Would catch a check that fills the memory of the machine."""
+    huge = with_values(RunConfig(), {"hidden_size": 8192, "num_layers": 80, "vocab_size": 128_000})
+    with pytest.raises(ValueError, match=f"at most {MAX_PARAMETERS / 1e6:.1f} M"):
+        prepare(huge, Request(frozenset(), has_config=True))
+    assert prepare(huge, Request(frozenset(), has_config=True, model="tiny_llm")).config.model.num_layers == 4
+
+
+def one_rank_traces() -> list[StepTrace]:
+    config = with_values(RunConfig(), {"num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 16, "vocab_size": 31})
+    config = with_values(config, {"num_attention_heads": 2, "seq_length": 16, "global_batch_size": 2})
+    return train_rank(0, 1, config, MockRules(31, 16, ragged=True), 1)
+
+
+def test_a_changed_missing_or_unknown_element_is_a_difference() -> None:
+    """Would catch a comparison that looks only at what both sides have."""
+    (trace,) = one_rank_traces()
+    same = compare([trace], [[trace]])[0]
+    assert same.gradient.value == same.parameter.value == same.loss_difference == 0.0
+    boxes = list(trace.parameters)
+    scale = max(float(np.abs(box.values).max()) for box in boxes if box.name == boxes[0].name)
+    changed = boxes[0].values.copy()
+    changed.reshape(-1)[-1] += 1e-3 * scale
+    full = {box.name: box.values for box in boxes}
+    wrong = Box(boxes[0].name, boxes[0].global_shape, boxes[0].offsets, changed)
+    found = largest_difference(full, [[wrong, *boxes[1:]]])
+    assert found.name == boxes[0].name and found.value == pytest.approx(1e-3, rel=1e-3)
+    missing = largest_difference(full, [boxes[1:]])
+    assert missing.value == math.inf and "elements on no rank" in missing.name
+    unknown = Box("layers.9.extra", (1,), (0,), np.zeros(1))
+    assert largest_difference(full, [[*boxes, unknown]]).value == math.inf
+    lost = Box(boxes[0].name, boxes[0].global_shape, boxes[0].offsets, np.full_like(changed, np.nan))
+    assert largest_difference(full, [[lost, *boxes[1:]]]).value == math.inf
