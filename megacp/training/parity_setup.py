@@ -7,6 +7,8 @@ check, which would test a layout that nobody runs.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megacp.config.checks import require
@@ -111,7 +113,8 @@ def prepare(config: RunConfig, request: Request) -> ParitySetup:
     notes: list[str] = []
     if config.data.data_path is not None:
         notes.append(f"random packs are used, not those of --data-path {config.data.data_path}")
-    sizes = {} if model is None else {name: v for name, v in MODELS[model].items() if name not in request.given}
+    named = {} if model is None else _fitting(MODELS[model], config)
+    sizes = {name: value for name, value in named.items() if name not in request.given}
     config = with_values(config, {**_SET_ASIDE, **sizes})
     if config.model.vocab_size == 0:
         config = with_values(config, {"vocab_size": _DEFAULT_VOCABULARY})
@@ -124,7 +127,7 @@ def prepare(config: RunConfig, request: Request) -> ParitySetup:
         if name in request.given or before[name] == value:
             continue
         config = with_values(config, {name: value})
-        if request.has_config:
+        if request.has_config or name == "adam_eps":
             notes.append(f"{flag(name)} {value} instead of {before[name]} (as a flag yours is kept)")
     require(config, world_size)
     reference = _one_process(config)
@@ -133,6 +136,20 @@ def prepare(config: RunConfig, request: Request) -> ParitySetup:
     mask = request.mask or config.data.attention_mask
     rules = MockRules(config.model.vocab_size, config.data.seq_length, mask, ragged=True, seed=config.training.seed)
     return ParitySetup(config, reference, rules, world_size, model, tuple(notes))
+
+
+def _fitting(sizes: Mapping[str, Value], config: RunConfig) -> dict[str, Value]:
+    """The sizes of a named model, with heads and layers enough for any tp and any number of stages."""
+    p, groups, heads = config.parallel, int(sizes["num_query_groups"] or 1), int(sizes["num_attention_heads"] or 1)
+    tp, stages = p.tensor_model_parallel_size, p.pipeline_model_parallel_size * p.num_virtual_stages_per_pipeline_rank
+    wide = math.lcm(groups, max(tp, 1))
+    return {
+        **sizes,
+        "num_query_groups": wide,
+        "num_attention_heads": wide * (heads // groups),
+        "ffn_hidden_size": math.lcm(int(sizes["ffn_hidden_size"] or 1), max(tp, 1)),
+        "num_layers": max(int(sizes["num_layers"] or 1), stages),
+    }
 
 
 def _refuse_large(config: RunConfig) -> None:

@@ -251,3 +251,13 @@ def test_a_changed_missing_or_unknown_element_is_a_difference() -> None:
     assert largest_difference(full, [[*boxes, unknown]]).value == math.inf
     lost = Box(boxes[0].name, boxes[0].global_shape, boxes[0].offsets, np.full_like(changed, np.nan))
     assert largest_difference(full, [[lost, *boxes[1:]]]).value == math.inf
+
+
+def test_a_named_model_grows_heads_and_layers_for_a_layout_that_is_larger_than_it() -> None:
+    layout = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 3, "context_parallel_size": 2}
+    setup = prepare(
+        with_values(RunConfig(), {**layout, "num_virtual_stages_per_pipeline_rank": 2}), Request(frozenset())
+    )
+    model = setup.config.model
+    assert (model.query_groups, model.num_attention_heads, model.num_layers) == (8, 16, 6)
+    assert any(note.startswith("--adam-eps") for note in setup.notes)
