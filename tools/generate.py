@@ -34,10 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         tokenizer = load_tokenizer(arguments.tokenizer)
         generator = Generator(arguments.checkpoint)
-        if tokenizer.vocab_size > generator.config.model.vocab_size:
+        if tokenizer.vocab_size > generator.config.model.embedding_rows:
             raise ValueError(
                 f"--tokenizer {arguments.tokenizer} has {tokenizer.vocab_size} ids, "
-                f"the model was trained with {generator.config.model.vocab_size}"
+                f"the model was trained with {generator.config.model.embedding_rows}"
             )
         print(f"{generator.path} after step {generator.step}")
         for index, prompt in enumerate(arguments.prompt):

@@ -163,6 +163,17 @@ def _vocabulary_is_known(config: RunConfig, world: int) -> str | None:
     return "--vocab-size 0 takes the vocabulary from the dataset, but no --data-path is given: give one of them"
 
 
+@_rule("additional_vocab_size", "untie_embeddings_and_output_weights")
+def _tied_tables_have_equal_rows(config: RunConfig, world: int) -> str | None:
+    m = config.model
+    if m.additional_vocab_size == 0 or m.untie_embeddings_and_output_weights:
+        return None
+    return (
+        f"--additional-vocab-size {m.additional_vocab_size} gives the embedding more rows than the head: "
+        "it needs --untie-embeddings-and-output-weights"
+    )
+
+
 @_rule("rope_scaling", "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor")
 def _rope_scaling(config: RunConfig, world: int) -> str | None:
     m = config.model

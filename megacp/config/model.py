@@ -33,7 +33,11 @@ class ModelConfig:
     """Width of one head (default: hidden size / attention heads)."""
 
     vocab_size: int = 0
-    """Token ids of the vocabulary; 0 takes it from the tokenizer of the dataset."""
+    """Token ids that can be predicted: rows of the output head; 0 takes it from the tokenizer of the dataset."""
+
+    additional_vocab_size: int = 0
+    """Further rows of the embedding, for tokens that are read but never predicted (Molmo2's image tokens); needs
+    --untie-embeddings-and-output-weights."""
 
     rotary_base: float = 10000.0
     """Theta of the rotary position embedding."""
@@ -86,6 +90,11 @@ class ModelConfig:
     def head_dim(self) -> int:
         """Width of one head: `kv_channels`, or hidden size / heads."""
         return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
+
+    @property
+    def embedding_rows(self) -> int:
+        """Rows of the embedding: all token ids that can be read."""
+        return self.vocab_size + self.additional_vocab_size
 
     @property
     def query_groups(self) -> int:

@@ -57,6 +57,7 @@ RANGES: dict[str, Range] = {
     "num_query_groups": POSITIVE,
     "kv_channels": POSITIVE,
     "vocab_size": NOT_NEGATIVE,
+    "additional_vocab_size": NOT_NEGATIVE,
     "rotary_base": Range(low=1, low_open=True, high=math.inf, high_open=True),
     "rope_scaling_factor": Range(low=1, high=math.inf, high_open=True),
     "rope_low_freq_factor": ABOVE_ZERO,

@@ -6,6 +6,7 @@ arguments. One process needs no process group and no torchrun.
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import os
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megacp.distributed.grid import GridShape, ProcessGrid, build_grid
+
+_M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 4 << 20
+"""glibc's name for the option (malloc.h), and the bytes from which on a block gets a map of its own."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,21 @@ def pick_device(world: World) -> torch.device:
         device = torch.device("cuda", world.local_rank)
         torch.cuda.set_device(device)
         return device
+    steady_heap()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
     return torch.device("cpu")
+
+
+def steady_heap() -> None:
+    """Give large CPU tensors memory maps of their own, so that a long run does not grow.
+
+    gloo keeps small blocks between the large outputs of collectives; in glibc's heap the freed outputs then cannot be
+    used again and a rank grows by about one output a call. A no-op where the C library has no `mallopt`.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
 
 
 def start(shape: GridShape, timeout_minutes: float = 10.0) -> ProcessGrid:

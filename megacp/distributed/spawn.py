@@ -26,6 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megacp.distributed.launch import steady_heap
+
 _GRACE = 2.0
 """Seconds the other ranks get to report their own failure after the first one."""
 
@@ -39,6 +41,7 @@ def _serve(rank: int, world_size: int, folder: str, threads: int, pipe: Connecti
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     with open(f"{folder}/stack_{rank}", "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        steady_heap()
         torch.set_num_threads(threads)
         if world_size > 1:
             store = dist.FileStore(f"{folder}/store", world_size)

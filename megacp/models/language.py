@@ -37,9 +37,12 @@ class LanguageModelChunk(nn.Module):
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
         tied = not config.untie_embeddings_and_output_weights
         shared = ("embedding",) if tied and tied_across else ()
-        sizes, std = (config.vocab_size, config.hidden_size), config.init_method_std
+        hidden, std = config.hidden_size, config.init_method_std
         if self.is_first:
-            self.embedding = backend.vocabulary("embedding.weight", *sizes, std=std, partial_over=shared, counted=True)
+            rows = config.embedding_rows
+            self.embedding = backend.vocabulary(
+                "embedding.weight", rows, hidden, std=std, partial_over=shared, counted=True
+            )
         self.blocks = nn.ModuleList(Block(layer, config, backend, recompute) for layer in layers)
         if self.is_last:
             self.final_norm = backend.norm("final_norm", config.hidden_size, config.norm_epsilon)
@@ -47,7 +50,8 @@ class LanguageModelChunk(nn.Module):
                 self.head = self.embedding
             else:
                 name = "embedding.weight" if tied else "head.weight"
-                self.head = backend.vocabulary(name, *sizes, std=std, partial_over=shared, counted=not tied)
+                rows = config.vocab_size
+                self.head = backend.vocabulary(name, rows, hidden, std=std, partial_over=shared, counted=not tied)
         scaling = RotaryScaling(
             config.rope_scaling,
             config.rope_scaling_factor,

@@ -67,28 +67,26 @@ def layer_parameters(model: ModelConfig, tp: int = 1) -> int:
     return sharded // tp + replicated
 
 
-def vocabulary_rows(model: ModelConfig, tp: int = 1) -> int:
-    """Rows of the embedding and of the head on each tp rank, padding included; 0 while the vocabulary is unknown."""
+def vocabulary_rows(model: ModelConfig, rows: int, tp: int = 1) -> int:
+    """Rows of a table of `rows` on each tp rank, padding included; 0 while the vocabulary is unknown."""
     multiple = model.make_vocab_size_divisible_by
-    return -(-model.vocab_size // (tp * multiple)) * multiple
+    return -(-rows // (tp * multiple)) * multiple
 
 
 def embedding_parameters(model: ModelConfig, tp: int = 1) -> int:
     """Parameters of the embedding on one tp rank, padded rows included."""
-    return vocabulary_rows(model, tp) * model.hidden_size
+    return vocabulary_rows(model, model.embedding_rows, tp) * model.hidden_size
 
 
 def head_parameters(model: ModelConfig, tp: int = 1) -> int:
     """Parameters of the final norm and the head on one tp rank, whether the head's weight is tied or not."""
-    return model.hidden_size + embedding_parameters(model, tp)
+    return model.hidden_size + vocabulary_rows(model, model.vocab_size, tp) * model.hidden_size
 
 
 def model_parameters(model: ModelConfig) -> int:
     """Parameters of the whole model as a checkpoint counts them: no padding, a tied weight once."""
-    tables = 1 + model.untie_embeddings_and_output_weights
-    return (
-        model.num_layers * layer_parameters(model) + model.hidden_size + tables * model.vocab_size * model.hidden_size
-    )
+    rows = model.embedding_rows + model.untie_embeddings_and_output_weights * model.vocab_size
+    return model.num_layers * layer_parameters(model) + (1 + rows) * model.hidden_size
 
 
 def layer_flops(model: ModelConfig, tokens: int, area: int) -> Flops:

@@ -132,7 +132,7 @@ def head_work(config: RunConfig) -> int:
     model, p = config.model, config.parallel
     tp, size, tokens = p.tensor_model_parallel_size, BYTES[config.training.dtype], tokens_per_rank(config)
     norm = 2 * tokens * model.hidden_size // (tp if p.sequence_parallel else 1) * size
-    return norm + 2 * tokens * vocabulary_rows(model, tp) * (size + accumulation_bytes(config))
+    return norm + 2 * tokens * vocabulary_rows(model, model.vocab_size, tp) * (size + accumulation_bytes(config))
 
 
 def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_size: int) -> RankMemory:

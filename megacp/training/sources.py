@@ -48,7 +48,7 @@ def _misfits(flag: str, path: str, dataset: PackedDataset, config: RunConfig) ->
     manifest = dataset.manifest
     if not len(dataset):
         reasons.append(f"{flag} {path} holds no packs")
-    if manifest.tokenizer.vocab_size > config.model.vocab_size:
+    if manifest.tokenizer.vocab_size > config.model.embedding_rows:
         reasons.append(
             f"{flag} {path} has ids of a vocabulary of {manifest.tokenizer.vocab_size}, "
             f"--vocab-size {config.model.vocab_size} is smaller; leave it out to take the dataset's"

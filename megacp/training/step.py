@@ -88,10 +88,22 @@ class Trainee:
 
     def shard(self, batch: PackedBatch, step: int) -> LocalBatch:
         """This rank's share of a microbatch; its dropout key names seed, step and packs, not ranks."""
+        self._refuse_foreign_ids(batch)
         text = f"{self.config.training.seed}/{step}/{batch.pack_ids}"
         key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
         multiple = self.layout.multiple(self.grid.cp.size, self.sharded_tokens)
         return shard_batch(batch, self.grid.cp, self.layout, multiple=multiple, key=key, device=self.grid.device)
+
+    def _refuse_foreign_ids(self, batch: PackedBatch) -> None:
+        """An id outside the tables would be looked up on no tp rank and silently become a zero row."""
+        model = self.config.model
+        counted = batch.labels[batch.loss_weights > 0]
+        for name, ids, rows in (("token", batch.tokens, model.embedding_rows), ("label", counted, model.vocab_size)):
+            if len(ids) and ids.max() >= rows:
+                raise ValueError(
+                    f"packs {batch.pack_ids} hold the {name} id {ids.max()}, the model's table has {rows} rows: "
+                    "was --data-path built for another --vocab-size?"
+                )
 
     def train(self, batches: Sequence[PackedBatch], step: int, denominator: float) -> StepResult:
         """One update from this data-parallel rank's microbatches; `step` counts from 1."""

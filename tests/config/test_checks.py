@@ -16,6 +16,7 @@ TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "cont
 V = "num_virtual_stages_per_pipeline_rank"
 
 CONTRADICTIONS = [
+    ({"additional_vocab_size": 128}, 1, ["--additional-vocab-size 128", "--untie-embeddings-and-output-weights"]),
     ({TP: 2, PP: 2, CP: 2}, 12, ["12 ranks", "tp 2 x pp 2 x cp 2 = 8", "8 or 16 ranks"]),
     ({TP: 4}, 2, ["a world of 2 ranks", "start 4 ranks"]),
     ({"world_size": 8}, 1, ["--world-size 8", "--dry-run"]),

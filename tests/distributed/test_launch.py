@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
+from megacp.distributed.collectives import all_gather
 from megacp.distributed.grid import GridShape
 from megacp.distributed.launch import World, pick_device, start, stop, world_from_environment
+from tests.ranks import grid, run_ranks
 
 KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -82,3 +87,19 @@ def test_a_grid_larger_than_the_world_is_refused(environment: pytest.MonkeyPatch
             start(GridShape(tp=2))
     finally:
         torch.set_num_threads(threads)
+
+
+def grown_by_collectives(rank: int, world_size: int) -> float:
+    """MiB that a hundred all-gathers of fresh 8 MiB outputs leave behind."""
+    axis, x = grid(dp=world_size).dp, torch.zeros(1 << 20)
+    sizes = []
+    for _ in range(2):
+        for _ in range(50):
+            all_gather(x, axis)
+        sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20)
+    return sizes[1] - sizes[0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+def test_a_rank_does_not_grow_with_the_number_of_collectives() -> None:
+    assert max(run_ranks(grown_by_collectives, 2)) < 20  # 60 to 180 with glibc's own threshold

@@ -1,7 +1,9 @@
-"""Tiny random Llama and Qwen3 of Hugging Face transformers give the same logits when their weights are copied in."""
+"""Tiny random Llama, Qwen3 and Molmo2 text models of Hugging Face give the same logits with their weights copied in."""
 
 from __future__ import annotations
 
+import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -81,12 +83,37 @@ def qwen3(tied: bool) -> tuple[Any, Values]:
     return transformers.Qwen3ForCausalLM(config), {**values, "untie_embeddings_and_output_weights": not tied}
 
 
+class Molmo2Text(torch.nn.Module):
+    """Molmo2's text tower with its head, under the names of the other models."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        modeling = importlib.import_module("transformers.models.molmo2.modeling_molmo2")
+        self.model = modeling.Molmo2TextModel(config)
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return SimpleNamespace(logits=self.lm_head(self.model(tokens).last_hidden_state))
+
+
+def molmo2() -> tuple[Any, Values]:
+    """The tower of Molmo2 4B and 8B: Qwen3's norms, and an embedding of more rows than the head."""
+    sizes = {**SIZES, "vocab_size": VOCAB - 8, "additional_vocab_size": 8, "head_dim": 16, "rms_norm_eps": 1e-6}
+    rope = {"rope_type": "default", "rope_theta": 5_000.0}
+    config = transformers.Molmo2Config(text_config={**sizes, "rope_parameters": rope}).text_config
+    config._attn_implementation = "eager"
+    values = {**OURS, "qk_layernorm": True, "kv_channels": 16, "norm_epsilon": 1e-6, "rotary_base": 5_000.0}
+    extra = {"vocab_size": VOCAB - 8, "additional_vocab_size": 8, "untie_embeddings_and_output_weights": True}
+    return Molmo2Text(config), {**values, **extra}
+
+
 MODELS = {
     "llama": lambda: llama(tied=False, scaled=False),
     "llama tied, llama3 scaling": lambda: llama(tied=True, scaled=True),
     "llama with biases, llama3 scaling": lambda: llama(tied=False, scaled=True, biased=True),
     "qwen3": lambda: qwen3(tied=False),
     "qwen3 tied": lambda: qwen3(tied=True),
+    "molmo2 text": molmo2,
 }
 
 

@@ -55,8 +55,8 @@ def test_layers_shrink_with_tp_except_what_every_rank_holds() -> None:
 def test_vocabulary_rows_are_padded_on_each_rank() -> None:
     """Would catch padding of the whole vocabulary instead of each rank's part."""
     model = ModelConfig(vocab_size=1001, make_vocab_size_divisible_by=8)
-    assert [costs.vocabulary_rows(model, tp) for tp in (1, 2, 4, 16)] == [1008, 504, 256, 64]
-    assert costs.vocabulary_rows(ModelConfig()) == 0
+    assert [costs.vocabulary_rows(model, model.vocab_size, tp) for tp in (1, 2, 4, 16)] == [1008, 504, 256, 64]
+    assert costs.vocabulary_rows(ModelConfig(), 0) == 0
 
 
 def test_flops_of_a_tiny_layer_equal_the_count_by_hand() -> None:
