@@ -43,8 +43,14 @@ tool = load_tool()
         [TP, "2", "--mask", "mixed", "--model", "tiny_biased"],
         [CP, "2", "--mask", "images", "--cp-comm-type", "all_gather"],
         ["--nproc", "2", "--mask", "causal", "--micro-batch-size", "2"],
-        pytest.param([PP, "2", "--num-virtual-stages-per-pipeline-rank", "2", "--num-layers", "4"], id="pp2_virtual"),
-        pytest.param([CP, "2", TP, "2", "--mask", "branches", "--cp-layout", "contiguous"], id="tp2_cp2"),
+        pytest.param(
+            [PP, "2", "--num-virtual-stages-per-pipeline-rank", "2", "--num-layers", "4"],
+            marks=pytest.mark.slow,
+            id="pp2_virtual",
+        ),
+        pytest.param(
+            [CP, "2", TP, "2", "--mask", "branches", "--cp-layout", "contiguous"], marks=pytest.mark.slow, id="tp2_cp2"
+        ),
         pytest.param([CP, "4", "--mask", "mixed", "--recompute-granularity", "full"], marks=pytest.mark.slow, id="cp4"),
         pytest.param(
             [TP, "2", CP, "2", PP, "2", "--mask", "mixed", "--model", "tiny_llama"], marks=pytest.mark.slow, id="8"
@@ -143,11 +149,10 @@ def test_a_fault_in_the_ranks_is_found_and_a_parameter_named(
 @pytest.mark.parametrize(
     ("faulty", "timeout", "message"),
     [
-        (raises_on_rank_one, "60", "rank 1 failed:\nTraceback (most recent call last)"),
-        (dies_on_rank_one, "60", "rank 1 failed:\nthe process died with exit code 7"),
-        (hangs_on_rank_one, "6", "rank 1 did not finish within 6 s"),
+        pytest.param(raises_on_rank_one, "60", "rank 1 failed:\nTraceback (most recent call last)", id="raises"),
+        pytest.param(dies_on_rank_one, "60", "rank 1 failed:\nthe process died with exit code 7", id="dies"),
+        pytest.param(hangs_on_rank_one, "6", "rank 1 did not finish within 6 s", marks=pytest.mark.slow, id="hangs"),
     ],
-    ids=["raises", "dies", "hangs"],
 )
 def test_a_rank_that_fails_ends_the_tool_with_its_own_words(
     faulty: Callable[..., Any],
@@ -165,7 +170,10 @@ def test_a_rank_that_fails_ends_the_tool_with_its_own_words(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([TP, "3"], "--num-attention-heads 8 is no multiple of --tensor-model-parallel-size 3"),
+        (
+            [TP, "3", "--num-attention-heads", "8"],
+            "--num-attention-heads 8 is no multiple of --tensor-model-parallel-size 3",
+        ),
         (["--nproc", "3", TP, "2"], "a world of 3 ranks is no multiple of"),
         (["--hidden-sise", "32"], "did you mean --hidden-size?"),
         (["--num-layers", "4", "--hidden-size", "1024", "--vocab-size", "50000"], "--model tiny_llm"),

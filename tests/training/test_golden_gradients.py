@@ -113,6 +113,7 @@ def test_two_ranks_equal_one_process(shape: Shape) -> None:
     check(shape, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", shapes(4), ids=name_of)
 def test_every_factorization_of_four_ranks_equals_one_process(shape: Shape) -> None:
     check(shape, 2)
