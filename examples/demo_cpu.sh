@@ -7,6 +7,7 @@ cd "$(dirname "$0")/.."
 OUT=${OUT:-demo_out}
 STEPS=${STEPS:-300}
 export OMP_NUM_THREADS=1
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120 # torchrun kills ranks that still save 30 s after SIGTERM otherwise
 if [ -e "$OUT" ]; then
     echo "error: $OUT exists; remove it or choose another place: OUT=somewhere make demo" >&2
     exit 2

@@ -24,7 +24,8 @@ from megacp.training.trainer import Trainer
 
 REFUSED = 2
 SECONDS_FOR_RANK_0 = 5.0
-"""torchrun ends all ranks when the first one exits; the others leave rank 0 the time to say what is wrong."""
+"""torchrun ends all ranks when the first one exits: the others leave rank 0 the time to say what is wrong, and speak
+only if they are still there, because rank 0 found nothing."""
 
 
 def prepare(config: RunConfig, world_size: int) -> tuple[RunConfig, Sources]:
@@ -58,10 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         grid = launch.start(grid_shape(config, world.size), config.parallel.distributed_timeout_minutes)
         trainer = Trainer(config, grid, sources)
     except ValueError as error:
-        if rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        else:
+        if rank > 0:
             time.sleep(SECONDS_FOR_RANK_0)
+        place = f" on rank {rank}" if rank else ""
+        print(f"error{place}: {error}", file=sys.stderr, flush=True)
         return REFUSED
     status = trainer.run()
     launch.stop()

@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         tokenizer = load_tokenizer(arguments.tokenizer)
         generator = Generator(arguments.checkpoint)
+        if generator.tokenizer_sha256 and tokenizer.sha256 != generator.tokenizer_sha256:
+            raise ValueError(f"--tokenizer {arguments.tokenizer} is not the one that {generator.path} was trained with")
         if tokenizer.vocab_size > generator.config.model.embedding_rows:
             raise ValueError(
                 f"--tokenizer {arguments.tokenizer} has {tokenizer.vocab_size} ids, "

@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     merge = commands.add_parser("merge", help="copy several datasets of one tokenizer and length into one")
     merge.add_argument("dataset", nargs="+", help="at least two, in order")
     merge.add_argument("--output", required=True, metavar="DIR")
-    merge.add_argument("--overwrite", action="store_true", help="replace a dataset in DIR")
+    merge.add_argument("--overwrite", action="store_true", help="delete the dataset in DIR first")
     return parser
 
 
@@ -70,7 +70,7 @@ def _add_build(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--input", nargs="+", required=True, metavar="F", help=".jsonl, .gz, .zst, .parquet or .tar files"
     )
     what.add_argument("--output", required=True, metavar="DIR", help="directory of the dataset")
-    what.add_argument("--overwrite", action="store_true", help="replace a dataset begun with other settings")
+    what.add_argument("--overwrite", action="store_true", help="delete the dataset in DIR first, finished or not")
     what.add_argument("--text-key", default="text", metavar="KEY", help="key of plain text in a record (text)")
     how = build.add_argument_group("tokens")
     how.add_argument(

@@ -7,6 +7,7 @@ checks inside the rooms that use the values, which tell the first problem only, 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -277,9 +278,16 @@ def _wsd_decay(config: RunConfig, world: int) -> str | None:
 
 @_rule("eval_interval", "valid_data_path")
 def _validation_needs_data(config: RunConfig, world: int) -> str | None:
-    if config.training.eval_interval == 0 or config.data.valid_data_path is not None or config.data.data_path is None:
+    if config.training.eval_interval == 0 or config.data.valid_data_path is not None:
         return None
     return f"--eval-interval {config.training.eval_interval} needs --valid-data-path"
+
+
+@_rule("valid_data_path", "data_path")
+def _validation_needs_training_data(config: RunConfig, world: int) -> str | None:
+    if config.data.valid_data_path is None or config.data.data_path is not None:
+        return None
+    return f"--valid-data-path {config.data.valid_data_path} needs --data-path, packs of the same tokenizer"
 
 
 @_rule("save_interval", "save")
@@ -330,15 +338,34 @@ _rule("load", "dry_run")(_missing_folder("load", ""))
 def _blocked_folder(name: str) -> Finder:
     def find(config: RunConfig, world: int) -> str | None:
         path = flatten(config)[name]
-        if path is None or config.dry_run or Path(str(path)).is_dir() or not Path(str(path)).exists():
+        if path is None or config.dry_run:
             return None
-        return f"{flag(name)} {path}: is a file, a directory is needed"
+        folder = Path(str(path)).absolute()
+        if folder.exists() and not folder.is_dir():
+            return f"{flag(name)} {path}: is a file, a directory is needed"
+        parent = next(place for place in (folder, *folder.parents) if place.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            return f"{flag(name)} {path}: cannot be written, {parent} does not allow it"
+        return None
 
     return find
 
 
 _rule("save", "dry_run")(_blocked_folder("save"))
 _rule("tensorboard_dir", "dry_run")(_blocked_folder("tensorboard_dir"))
+
+
+@_rule("save", "load", "dry_run")
+def _checkpoints_of_another_run(config: RunConfig, world: int) -> str | None:
+    save, load = config.checkpoint.save, config.checkpoint.load
+    if save is None or config.dry_run or not any(Path(save).glob("step_*/manifest.json")):
+        return None
+    folder = Path(save).resolve()
+    if load is not None and folder in (Path(load).resolve(), Path(load).resolve().parent):
+        return None
+    return (
+        f"--save {save} holds the checkpoints of a run: choose a new directory, or go on with that run by --load {save}"
+    )
 
 
 @_rule("log_file", "dry_run")

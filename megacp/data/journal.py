@@ -114,7 +114,11 @@ class Journal:
             raise ValueError(f"{self.path} is damaged ({error}); --overwrite starts again") from error
         if not before.keys() & decisive.keys():
             raise ValueError(f"{directory} holds a merged dataset; nothing was overwritten, --overwrite replaces it")
-        if differences := _differences(before, decisive):
+        differences = _differences(before, decisive)
+        if differences and not results:  # nothing was finished, so nothing is lost
+            write_atomically(self.path, _line(header))
+            return
+        if differences:
             raise ValueError(
                 f"{directory} was begun with other settings or other input; nothing was overwritten, "
                 "--overwrite starts again. " + "; ".join(differences)

@@ -36,7 +36,7 @@ def gpu_peak(device_name: str, dtype: str) -> float | None:
     return PEAK_FLOPS[max(matches, key=len)][dtype] if matches else None
 
 
-def cpu_peak(dtype: str, size: int = 512, seconds: float = 0.05) -> float:
+def cpu_peak(dtype: str, size: int = 512, seconds: float = 0.3) -> float:
     """FLOP/s of this process's threads, as the best of some square matrix products in about `seconds`."""
     import torch
 

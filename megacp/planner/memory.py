@@ -38,6 +38,10 @@ BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes of an element of `--dtype`."""
 
 
+MATH_BLOCK = 1024
+"""Query rows that the `math` kernel takes at once."""
+
+
 @dataclass(frozen=True)
 class RankMemory:
     """Bytes of each term on one rank of a pipeline stage."""
@@ -116,7 +120,8 @@ def layer_activations(config: RunConfig, granularity: str) -> int:
 def attention_work(config: RunConfig) -> int:
     """Bytes that one layer's attention needs while its backward runs: K/V of others and gradients.
 
-    p2p holds the K/V at hand and the next, with their gradients likewise; all_gather holds the whole row's.
+    p2p holds the K/V at hand and the next, with their gradients likewise; all_gather holds the whole row's. The kernel
+    `math`, which `auto` takes off the CPU, adds scores, weights and their gradients of one block of queries.
     """
     model, p = config.model, config.parallel
     tp, size, wide = p.tensor_model_parallel_size, BYTES[config.training.dtype], accumulation_bytes(config)
@@ -124,7 +129,11 @@ def attention_work(config: RunConfig) -> int:
     key_values = 2 * tokens * model.query_groups * model.head_dim // tp
     copies = {"p2p": min(cp, 2), "all_gather": cp}[p.cp_comm_type]
     queries = tokens * model.num_attention_heads * model.head_dim // tp
-    return copies * key_values * (size + wide) + queries * wide
+    scores = 0
+    if config.training.attention_kernel in ("auto", "math"):
+        keys = tokens * (cp if p.cp_comm_type == "all_gather" else 1)
+        scores = 3 * (model.num_attention_heads // tp) * min(MATH_BLOCK, tokens) * keys * wide
+    return copies * key_values * (size + wide) + queries * wide + scores
 
 
 def head_work(config: RunConfig) -> int:

@@ -40,6 +40,7 @@ class Generator:
         self.grid = build_grid(GridShape(), 0)
         loaded = load_checkpoint(checkpoint, self.grid.world)
         self.path, self.step = loaded.path, loaded.step
+        self.tokenizer_sha256: str = loaded.extra["tokenizer_sha256"]
         self.config: RunConfig = with_values(from_yaml(loaded.config_yaml), _ONE_PROCESS)
         self.model: LanguageModelChunk = build_chunks(self.config, self.grid)[0].eval()
         places = {

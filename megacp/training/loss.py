@@ -38,12 +38,17 @@ class RankNews:
 class StepAgreement:
     """What all ranks know before the first forward of a step."""
 
-    denominator: float
-    """Sum of the loss weights over dp and microbatches; 1 when nothing is counted."""
+    weight: float
+    """Sum of the loss weights over dp and microbatches."""
     tokens: int
     """Tokens of the step over dp, padding left out."""
     news: RankNews
     """Any wish to stop, the sum of FLOPs, the fullest rank's memory, the longest wait."""
+
+    @property
+    def denominator(self) -> float:
+        """What every summed loss is divided by: the weight, or 1 when nothing is counted."""
+        return self.weight or 1.0
 
 
 def agree(batches: Sequence[PackedBatch], grid: ProcessGrid, news: RankNews | None = None) -> StepAgreement:
@@ -61,9 +66,9 @@ def agree(batches: Sequence[PackedBatch], grid: ProcessGrid, news: RankNews | No
     table = torch.tensor([row], dtype=torch.float64, device=grid.device)
     table = all_gather(table, grid.world).cpu()  # [1, 8] -> [world, 8]
     first = _first_rank_of_each_replica(table)
-    denominator, total, flops = (float(table[first, column].sum()) for column in (2, 3, 4))
+    weight, total, flops = (float(table[first, column].sum()) for column in (2, 3, 4))
     stop, peak, wait = (float(table[:, column].max()) for column in (5, 6, 7))
-    return StepAgreement(denominator or 1.0, int(total), RankNews(bool(stop), flops, int(peak), wait))
+    return StepAgreement(weight, int(total), RankNews(bool(stop), flops, int(peak), wait))
 
 
 def _first_rank_of_each_replica(table: torch.Tensor) -> list[int]:

@@ -21,6 +21,8 @@ class Sources:
     train: PackSource
     valid: PackSource | None
     fingerprint: str
+    tokenizer_sha256: str = ""
+    """Of the training data; empty for mock packs."""
 
 
 def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
@@ -40,7 +42,7 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
             reasons.append("--valid-data-path was built with another tokenizer than --data-path")
     if reasons:
         raise ValueError("\n".join(reasons))
-    return config, Sources(train, valid, train.fingerprint)
+    return config, Sources(train, valid, train.fingerprint, train.manifest.tokenizer.sha256)
 
 
 def _misfits(flag: str, path: str, dataset: PackedDataset, config: RunConfig) -> list[str]:

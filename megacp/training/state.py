@@ -12,8 +12,8 @@ from pathlib import Path
 
 from megacp.checkpoint.commit import load_checkpoint, save_checkpoint
 from megacp.checkpoint.names import boxes_to_load, boxes_to_save
-from megacp.config.run import RunConfig
-from megacp.config.yaml_file import to_yaml
+from megacp.config.run import RunConfig, fields, flag, flatten
+from megacp.config.yaml_file import from_yaml, to_yaml
 from megacp.training.step import Trainee
 
 
@@ -25,6 +25,22 @@ class Progress:
     consumed_samples: int = 0
     data_fingerprint: str = ""
     seed: int = 0
+    tokenizer_sha256: str = ""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a checkpoint said: how far the run is, where that stands, and which flags are not what they were."""
+
+    progress: Progress
+    path: Path
+    changed: tuple[str, ...]
+
+
+_NOT_THE_FUNCTION = {"make_vocab_size_divisible_by", "init_method_std", "hidden_dropout"}
+"""Fields of the model that may change on resume: the weights still mean the same function."""
+_OF_THE_RUN = {"save", "load", "train_iters", "log_file", "log_interval", "dry_run", "world_size"}
+"""Flags that differ between a run and its resumption as a matter of course."""
 
 
 def save(trainee: Trainee, progress: Progress, config: RunConfig) -> Path:
@@ -44,11 +60,12 @@ def save(trainee: Trainee, progress: Progress, config: RunConfig) -> Path:
     )
 
 
-def load(trainee: Trainee, progress: Progress, config: RunConfig) -> tuple[Progress, Path]:
-    """Fill the trainee from `--load`, saved by any grid; where the run goes on and which checkpoint it was. Collective.
+def load(trainee: Trainee, progress: Progress, config: RunConfig) -> Resumed:
+    """Fill the trainee from `--load`, saved by any grid. Collective over all ranks.
 
-    `progress` is that of a fresh run. Raises ValueError when the checkpoint is of other data or another seed: the run
-    would repeat some samples and miss others without saying so.
+    `progress` is that of a fresh run. Raises ValueError with all reasons when the checkpoint is of another model, also
+    one whose tensors have the same shapes, of other data or another seed: the run would be another one, or repeat some
+    samples and miss others, without saying so.
     """
     assert config.checkpoint.load is not None
     loaded = load_checkpoint(config.checkpoint.load, trainee.grid.world)
@@ -58,10 +75,15 @@ def load(trainee: Trainee, progress: Progress, config: RunConfig) -> tuple[Progr
         reasons.append(f"{loaded.path} was trained on another dataset than --data-path {config.data.data_path}")
     if extra["seed"] != progress.seed:
         reasons.append(f"{loaded.path} was trained with --seed {extra['seed']}, this run has --seed {progress.seed}")
+    before, now = flatten(from_yaml(loaded.config_yaml)), flatten(config)
+    differing = [name for name in now if now[name] != before[name] and name not in _OF_THE_RUN]
+    function = [name for name in differing if fields()[name].room == "model" and name not in _NOT_THE_FUNCTION]
+    reasons += [f"{loaded.path} has {flag(name)} {before[name]}, this run {now[name]}" for name in function]
     if reasons:
-        raise ValueError("; ".join(reasons))
+        raise ValueError("\n".join(reasons))
     trainee.optimizer.clear()
     loaded.read(boxes_to_load(trainee.buckets.whole_parameters(), trainee.optimizer.state_slices()))
     trainee.optimizer.set_updates(extra["updates"])
     kept = {name: extra[name] for name in asdict(progress)}
-    return Progress(**kept), loaded.path
+    changed = tuple(f"{flag(name)} {now[name]} (was {before[name]})" for name in differing)
+    return Resumed(Progress(**kept), loaded.path, changed)

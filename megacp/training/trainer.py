@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -24,7 +25,8 @@ from megacp.monitor.log import LogTargets, RunLog, StepRecord
 from megacp.monitor.memory import peak_bytes
 from megacp.monitor.timers import Timers
 from megacp.ops.mask import tile_table
-from megacp.planner.costs import model_flops
+from megacp.planner.costs import model_flops, model_parameters
+from megacp.planner.report import human_count
 from megacp.training.loss import RankNews, StepAgreement, agree
 from megacp.training.sources import Sources, loader_options
 from megacp.training.state import Progress, load, save
@@ -35,15 +37,17 @@ STOPPED = 3
 
 
 class StopSignal:
-    """Remembers SIGTERM and SIGUSR1 until the next step boundary."""
+    """Remembers SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 until the next step boundary; a second SIGINT ends at once."""
 
     def __init__(self) -> None:
         self.received = False
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._remember)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.received = True
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
 
 
 def step_flops(batches: list[PackedBatch], config: RunConfig) -> float:
@@ -63,13 +67,22 @@ class Trainer:
         self.config, self.grid, self.sources = config, grid, sources
         self.stop = StopSignal()
         self.trainee = Trainee(config, grid)
-        self.progress = Progress(data_fingerprint=sources.fingerprint, seed=config.training.seed)
-        resumed_from = None
+        self.progress = Progress(
+            data_fingerprint=sources.fingerprint,
+            seed=config.training.seed,
+            tokenizer_sha256=sources.tokenizer_sha256,
+        )
+        self.safe_in: Path | None = None  # the checkpoint of just this step, where there is one
+        changed: tuple[str, ...] = ()
         if config.checkpoint.load is not None:
-            self.progress, resumed_from = load(self.trainee, self.progress, config)
+            resumed = load(self.trainee, self.progress, config)
+            self.progress, self.safe_in, changed = resumed.progress, resumed.path, resumed.changed
         self.log = self._open_log()
-        if resumed_from is not None:
-            self.log.say(f"resumed from {resumed_from} after step {self.progress.step}")
+        self.log.say(self._heading())
+        if self.safe_in is not None:
+            self.log.say(f"resumed from {self.safe_in} after step {self.progress.step}")
+        for change in changed:
+            self.log.say(f"changed since the checkpoint: {change}")
         self.timers = Timers(torch.cuda.synchronize if grid.device.type == "cuda" else lambda: None)
         self.data_rank = DataRank(grid.dp.rank, grid.dp.size)
         self.leads_replica = grid.tp.rank == grid.cp.rank == grid.pp.rank == 0
@@ -109,6 +122,7 @@ class Trainer:
             if agreed.news.stop:
                 return False
             step = self.progress.step + 1
+            self.safe_in = None
             result = self.trainee.train(batches, step, agreed.denominator)
         self.progress = dataclasses.replace(self.progress, step=step, consumed_samples=loader.consumed_samples)
         self._report(result, agreed, self.timers.take()["step"])
@@ -138,26 +152,42 @@ class Trainer:
         steps = validation_steps(
             self.sources.valid, loader_options(self.config), self.data_rank, self.config.training.eval_iters
         )
-        weighted, weights = 0.0, 0.0
+        total, weight = 0.0, 0.0
         for batches in steps:
-            denominator = agree(batches, self.grid).denominator
-            weighted += self.trainee.evaluate(batches, denominator) * denominator
-            weights += denominator
-        self.log.validation(self.progress.step, weighted / weights)
+            agreed = agree(batches, self.grid)
+            total += self.trainee.evaluate(batches, agreed.denominator) * agreed.denominator
+            weight += agreed.weight
+        if weight == 0.0:
+            self.log.say(f"step {self.progress.step}: no token of --valid-data-path has a loss weight")
+            return
+        self.log.validation(self.progress.step, total / weight)
 
     def _save(self, reason: str) -> None:
         if self.config.checkpoint.save is None:
             self.log.say(f"{reason} after step {self.progress.step}; no --save, so nothing was written")
             return
-        path = save(self.trainee, self.progress, self.config)
-        self.log.say(f"{reason} after step {self.progress.step}: {path}")
+        if self.safe_in is None:
+            self.safe_in = save(self.trainee, self.progress, self.config)
+        self.log.say(f"{reason} after step {self.progress.step}: {self.safe_in}")
 
     def _open_log(self) -> RunLog:
         targets = LogTargets()
         if self.grid.rank == 0:
             log = self.config.log
             targets = LogTargets(True, self.config.log_path, log.tensorboard_dir, log.wandb_project, log.log_interval)
-        return RunLog(targets, self.config.training.train_iters, self.progress.step, flatten(self.config))
+        try:
+            return RunLog(targets, self.config.training.train_iters, self.progress.step, flatten(self.config))
+        except OSError as error:
+            raise ValueError(f"the log cannot be written: {error}") from error
+
+    def _heading(self) -> str:
+        """One line: what runs where."""
+        shape, training = self.grid.shape, self.config.training
+        return (
+            f"{shape.world_size} ranks = pp {shape.pp} x dp {shape.dp} x cp {shape.cp} x tp {shape.tp} on "
+            f"{self.grid.device.type}, {human_count(model_parameters(self.config.model))} parameters in "
+            f"{training.dtype}, {training.global_batch_size} packs of up to {self.config.data.seq_length} tokens a step"
+        )
 
     def _peak_flops(self) -> float | None:
         """FLOP/s of all devices of the run together; on CPU measured by rank 0 while the others wait."""

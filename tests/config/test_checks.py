@@ -16,6 +16,7 @@ TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "cont
 V = "num_virtual_stages_per_pipeline_rank"
 
 CONTRADICTIONS = [
+    ({"eval_interval": 2}, 1, ["--eval-interval 2", "--valid-data-path"]),
     ({"additional_vocab_size": 128}, 1, ["--additional-vocab-size 128", "--untie-embeddings-and-output-weights"]),
     ({TP: 2, PP: 2, CP: 2}, 12, ["12 ranks", "tp 2 x pp 2 x cp 2 = 8", "8 or 16 ranks"]),
     ({TP: 4}, 2, ["a world of 2 ranks", "start 4 ranks"]),
@@ -77,7 +78,12 @@ def test_every_rule_without_files_has_a_contradiction_above() -> None:
         if not _out_of_range(values) and rule.find(with_values(GOOD, values), world)
     }
     names = {rule.find.__name__ for rule in RULES}
-    assert names - fired == {"find", "_log_file_is_a_file", "_validation_needs_data"}
+    assert names - fired == {
+        "find",
+        "_log_file_is_a_file",
+        "_checkpoints_of_another_run",
+        "_validation_needs_training_data",
+    }
 
 
 def _out_of_range(values: dict) -> bool:
@@ -186,3 +192,29 @@ def test_no_sizes_make_the_checks_themselves_fail(values: dict[str, int]) -> Non
     more = {"num_attention_heads": values[TP], "num_query_groups": values[CP], "micro_batch_size": values[V]}
     for world in (0, 1, 8):
         assert all(isinstance(reason, str) for reason in check(with_values(GOOD, {**values, **more}), world))
+
+
+def test_a_directory_with_the_checkpoints_of_another_run_is_only_gone_on_with(tmp_path) -> None:
+    """Would catch two runs mixed in one directory, and one whose --keep-last deletes the other's checkpoints."""
+    step = tmp_path / "step_0000002"
+    step.mkdir()
+    (step / "manifest.json").write_text("{}")
+    (reason,) = check(with_values(GOOD, {"save": str(tmp_path)}), 1)
+    assert reason.startswith(f"--save {tmp_path} holds the checkpoints of a run") and "--load" in reason
+    for load in (tmp_path, step):
+        assert check(with_values(GOOD, {"save": str(tmp_path), "load": str(load)}), 1) == []
+    assert check(with_values(GOOD, {"save": str(tmp_path), "dry_run": True}), 1) == []
+
+
+def test_validation_packs_without_training_packs_are_refused(tmp_path) -> None:
+    """Would catch a validation dataset that is silently ignored."""
+    (tmp_path / "manifest.json").write_text("{}")
+    (reason,) = check(with_values(GOOD, {"valid_data_path": str(tmp_path), "data_path": None}), 1)
+    assert "--valid-data-path" in reason and "--data-path" in reason
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_run(tmp_path, monkeypatch) -> None:
+    """Would catch a run that trains first and finds out when it saves."""
+    monkeypatch.setattr("megacp.config.checks.os.access", lambda path, mode: False)
+    reasons = check(with_values(GOOD, {"save": str(tmp_path / "a" / "b")}), 1)
+    assert reasons == [f"--save {tmp_path / 'a' / 'b'}: cannot be written, {tmp_path} does not allow it"]

@@ -153,9 +153,21 @@ def test_in_flight_activations_are_the_schedules(stages: int, chunks: int, batch
 
 def test_gathering_keys_costs_the_whole_row_and_a_ring_two_parts() -> None:
     """Would catch a transport whose buffers are not planned."""
-    ring, gathered = (memory.attention_work(config_of(**{CP: 8, "cp_comm_type": c})) for c in ("p2p", "all_gather"))
+    flash = {CP: 8, "attention_kernel": "flash"}
+    ring, gathered = (memory.attention_work(config_of(**flash, cp_comm_type=c)) for c in ("p2p", "all_gather"))
     part = 2 * 128 * 256 * (4 + 4)
     assert (ring, gathered) == (2 * part + 128 * 256 * 4, 8 * part + 128 * 256 * 4)
+
+
+def test_the_plain_kernel_costs_a_block_of_scores_and_never_a_square() -> None:
+    """Would catch an estimate that fits a GPU on which the run then does not."""
+    extra = [
+        memory.attention_work(config_of(attention_kernel="math", seq_length=tokens))
+        - memory.attention_work(config_of(attention_kernel="flash", seq_length=tokens))
+        for tokens in (512, 4096, 8192)
+    ]
+    heads = config_of().model.num_attention_heads
+    assert extra == [3 * heads * min(1024, tokens) * tokens * 4 for tokens in (512, 4096, 8192)]
 
 
 def test_the_total_is_the_sum_of_the_terms() -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from megacp.train import main, prepare
 from tests.ranks import run_ranks
+from tools import preprocess_data
 
 TINY = [
     *("--num-layers", "4", "--hidden-size", "32", "--ffn-hidden-size", "48", "--num-attention-heads", "4"),
@@ -152,6 +153,43 @@ def test_a_truncated_checkpoint_names_its_file_and_the_one_before_it_is_taken(
     assert "after step 2" in capsys.readouterr().out
     assert main([*TINY, "--load", str(newest)]) == 2
     assert payload.name in capsys.readouterr().err
+
+
+def test_another_model_of_the_same_shapes_is_refused_and_other_changes_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(1, [*TINY, "--save", str(tmp_path), "--lr-decay-iters", "4", "--train-iters", "2"])
+    load = [*TINY, "--load", str(tmp_path), "--log-file", str(tmp_path / "other.jsonl")]
+    assert main([*load, "--num-attention-heads", "8", "--num-query-groups", "4", "--rotary-base", "500"]) == 2
+    message = capsys.readouterr().err
+    assert "--num-attention-heads 4, this run 8" in message and "--rotary-base 10000.0, this run 500.0" in message
+    run(1, [*load, "--weight-decay", "0.2"])
+    assert "changed since the checkpoint: --weight-decay 0.2 (was 0.1)" in capsys.readouterr().out
+
+
+def test_a_finished_run_that_is_resumed_writes_no_second_copy(tmp_path: Path) -> None:
+    run(1, [*TINY, "--save", str(tmp_path)])
+    run(1, [*TINY, "--save", str(tmp_path), "--load", str(tmp_path)])
+    assert [path.name for path in tmp_path.glob("step_*")] == ["step_0000004"]
+
+
+def test_validation_counts_only_tokens_with_a_weight(tmp_path: Path, packed_dataset: Path) -> None:
+    """Would catch a batch without counted tokens that weighs as one token of loss 0."""
+    records = [{"text": "seven times eight is fifty-six, of course it is", "weight": weight} for weight in (1.0, 0.0)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    for name, count in (("both", 2), ("one", 1)):
+        lines = (tmp_path / "text.jsonl").read_text().splitlines(keepends=True)[:count]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+        build = ["build", "--input", str(tmp_path / f"{name}.jsonl"), "--output", str(tmp_path / name)]
+        assert preprocess_data.main([*build, "--tokenizer", "byte", "--seq-length", "64", "--workers", "1"]) == 0
+    found = []
+    for name in ("both", "one"):
+        data = ["--data-path", str(packed_dataset), "--valid-data-path", str(tmp_path / name), "--eval-interval", "4"]
+        flags = [text for text in TINY if text not in ("--vocab-size", "61")] + data
+        run(1, [*flags, "--global-batch-size", "1", "--save", str(tmp_path / f"out_{name}")])
+        rows = [json.loads(line) for line in (tmp_path / f"out_{name}" / "log.jsonl").read_text().splitlines()]
+        found += [row["loss"] for row in rows if row["kind"] == "valid"]
+    assert len(found) == 2 and found[0] == pytest.approx(found[1], rel=1e-12)
 
 
 @pytest.mark.slow
