@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -164,10 +165,11 @@ def write_text(path: Path, megabytes: float) -> tuple[int, list[str]]:
             size += len(text.encode())
         if size > megabytes * 1e6:
             break
+    copies = max(1, math.ceil(megabytes * 1e6 / size))
     with path.open("w", encoding="utf-8") as file:
-        for text in texts:
+        for text in texts * copies:
             file.write(json.dumps({"text": text}) + "\n")
-    return size, texts
+    return size * copies, texts
 
 
 def preprocessing(megabytes: float, rounds: int) -> list[dict[str, Any]]:
@@ -231,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result[name] = summary(group)
         print(f"\n{name}: {group[0].steps[0][0].tokens:,} tokens a step\n{table(result[name])}", flush=True)
     if "preprocess" in arguments.only:
-        result["preprocess"] = preprocessing(2.0 if arguments.quick else 16.0, rounds=1 if arguments.quick else 2)
+        result["preprocess"] = preprocessing(2.0 if arguments.quick else 120.0, rounds=1 if arguments.quick else 2)
         print("\npreprocessing (MB of text per second, start-up included)")
         for row in result["preprocess"]:
             print(f"  {row['tokenizer']:<16}{row['workers']} workers {row['megabytes_per_second']:>8.1f}")
