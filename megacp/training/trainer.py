@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import time
 from pathlib import Path
 from types import FrameType
 
@@ -37,17 +38,31 @@ STOPPED = 3
 
 
 class StopSignal:
-    """Remembers SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 until the next step boundary; a second SIGINT ends at once."""
+    """Remembers SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 until the next step boundary.
+
+    A second Ctrl-C ends the run at once; within two seconds it counts as the first, since a terminal and torchrun may
+    both pass one on.
+    """
 
     def __init__(self) -> None:
         self.received = False
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self._remember)
+        self._interrupted: float | None = None
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        self._before = {number: signal.signal(number, self._remember) for number in numbers}
+
+    def release(self) -> None:
+        """Give the signals back to whoever had them."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.received = True
-        if number == signal.SIGINT:
-            signal.signal(number, signal.default_int_handler)
+        if number != signal.SIGINT:
+            return
+        now = time.monotonic()
+        if self._interrupted is not None and now - self._interrupted > 2.0:
+            raise KeyboardInterrupt
+        self._interrupted = self._interrupted or now
 
 
 def step_flops(batches: list[PackedBatch], config: RunConfig) -> float:
@@ -90,13 +105,19 @@ class Trainer:
 
     def run(self) -> int:
         """Train to the end or until asked to stop; the exit status."""
+        try:
+            return self._run()
+        finally:
+            self.stop.release()
+            self.log.close()
+
+    def _run(self) -> int:
         training, checkpoint = self.config.training, self.config.checkpoint
         options = loader_options(self.config)
         with PackedLoader(self.sources.train, options, self.data_rank, self.progress.consumed_samples) as loader:
             while self.progress.step < training.train_iters:
                 if not self._train_step(loader):
                     self._save("stopped on request")
-                    self.log.close()
                     return STOPPED
                 step = self.progress.step
                 if training.eval_interval and (step % training.eval_interval == 0 or step == training.train_iters):
@@ -104,7 +125,6 @@ class Trainer:
                 if checkpoint.save_interval and step % checkpoint.save_interval == 0 and step < training.train_iters:
                     self._save("saved")
         self._save("finished")
-        self.log.close()
         return 0
 
     def _train_step(self, loader: PackedLoader) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from megacp.train import main, prepare
+from megacp.training.trainer import StopSignal
 from tests.ranks import run_ranks
 from tools import preprocess_data
 
@@ -190,6 +191,28 @@ def test_validation_counts_only_tokens_with_a_weight(tmp_path: Path, packed_data
         rows = [json.loads(line) for line in (tmp_path / f"out_{name}" / "log.jsonl").read_text().splitlines()]
         found += [row["loss"] for row in rows if row["kind"] == "valid"]
     assert len(found) == 2 and found[0] == pytest.approx(found[1], rel=1e-12)
+
+
+def test_ctrl_c_stops_in_order_and_a_later_second_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a Ctrl-C that torchrun passes on once more and that then ends the run before it has saved."""
+    before = signal.getsignal(signal.SIGINT)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        stop = StopSignal()
+        assert not stop.received
+        signal.raise_signal(number)
+        assert stop.received
+        stop.release()
+    stop = StopSignal()
+    try:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        later = time.monotonic() + 3.0
+        monkeypatch.setattr("megacp.training.trainer.time.monotonic", lambda: later)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        stop.release()
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.slow
