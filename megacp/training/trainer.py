@@ -21,6 +21,7 @@ from megacp.context_parallel.shard import mask_metadata
 from megacp.data.loader import DataRank, PackedLoader, validation_steps
 from megacp.distributed.collectives import barrier
 from megacp.distributed.grid import ProcessGrid
+from megacp.distributed.launch import trim_heap
 from megacp.monitor.flops import cpu_machine_peak, cpu_peak, gpu_peak, utilisation
 from megacp.monitor.log import LogTargets, RunLog, StepRecord
 from megacp.monitor.memory import peak_bytes
@@ -35,6 +36,10 @@ from megacp.training.step import StepResult, Trainee
 
 STOPPED = 3
 """Exit status of a run that was asked to stop and saved first: start it again with --load to go on."""
+
+STEPS_BETWEEN_TRIMS = 10
+"""Optimizer steps after which a CPU rank gives free heap back: milliseconds, and without it a small run grows by MiB a
+step."""
 
 
 class StopSignal:
@@ -146,6 +151,8 @@ class Trainer:
             result = self.trainee.train(batches, step, agreed.denominator)
         self.progress = dataclasses.replace(self.progress, step=step, consumed_samples=loader.consumed_samples)
         self._report(result, agreed, self.timers.take()["step"])
+        if self.grid.device.type == "cpu" and step % STEPS_BETWEEN_TRIMS == 0:
+            trim_heap()
         return True
 
     def _report(self, result: StepResult, agreed: StepAgreement, seconds: float) -> None:

@@ -41,8 +41,8 @@ tool = load_tool()
     "flags",
     [
         [TP, "2", "--mask", "mixed", "--model", "tiny_biased"],
-        [CP, "2", "--mask", "images", "--cp-comm-type", "all_gather"],
-        ["--nproc", "2", "--mask", "causal", "--micro-batch-size", "2"],
+        pytest.param([CP, "2", "--mask", "images", "--cp-comm-type", "all_gather"], marks=pytest.mark.slow, id="cp2"),
+        pytest.param(["--nproc", "2", "--mask", "causal", "--micro-batch-size", "2"], marks=pytest.mark.slow, id="dp2"),
         pytest.param(
             [PP, "2", "--num-virtual-stages-per-pipeline-rank", "2", "--num-layers", "4"],
             marks=pytest.mark.slow,
@@ -150,7 +150,13 @@ def test_a_fault_in_the_ranks_is_found_and_a_parameter_named(
     ("faulty", "timeout", "message"),
     [
         pytest.param(raises_on_rank_one, "60", "rank 1 failed:\nTraceback (most recent call last)", id="raises"),
-        pytest.param(dies_on_rank_one, "60", "rank 1 failed:\nthe process died with exit code 7", id="dies"),
+        pytest.param(
+            dies_on_rank_one,
+            "60",
+            "rank 1 failed:\nthe process died with exit code 7",
+            marks=pytest.mark.slow,
+            id="dies",
+        ),
         pytest.param(hangs_on_rank_one, "6", "rank 1 did not finish within 6 s", marks=pytest.mark.slow, id="hangs"),
     ],
 )

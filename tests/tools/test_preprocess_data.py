@@ -155,6 +155,7 @@ def started(args: list[object], output: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds worker processes in /proc")
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_a_build_that_is_killed_or_loses_a_worker_ends_and_can_be_continued(tmp_path: Path) -> None:
     corpus = big_corpus(tmp_path / "corpus.jsonl")
     size = ["--oversize", "split", "--unit-bytes", 300_000, "--seq-length", 64, "--tokenizer-engine", "reference"]
