@@ -13,8 +13,9 @@ from torch import nn
 
 from megacp.config.model import ModelConfig
 from megacp.config.parallel import ParallelConfig
-from megacp.context_parallel.attention import core_attention, select_transport
+from megacp.context_parallel.attention import TransportOptions, core_attention, select_transport
 from megacp.context_parallel.plan import AttentionPlan
+from megacp.context_parallel.shard import row_axis
 from megacp.distributed.grid import ProcessGrid
 from megacp.ops.norm import rms_norm
 from megacp.tensor_parallel.cross_entropy import cross_entropy
@@ -55,7 +56,9 @@ class NativeBackend:
         self.dtype = DTYPES[dtype]
         self.options = LinearOptions(grid.tp, self.sequence_parallel, self.dtype, grid.device)
         self.rows_multiple = model.make_vocab_size_divisible_by
-        self.transport = select_transport(parallel.cp_comm_type, attention_kernel, grid.cp, grid.device)
+        axis = row_axis(grid, parallel)
+        options = TransportOptions(parallel.hierarchical_context_parallel_sizes or (), parallel.cp_exchange_stages)
+        self.transport = select_transport(parallel.cp_comm_type, attention_kernel, axis, grid.device, options)
 
     def column_linear(
         self, prefix: str, outputs: Sequence[tuple[str, int]], in_features: int, *, bias: bool, std: float

@@ -8,11 +8,11 @@ checks inside the rooms that use the values, which tell the first problem only, 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
+from megacp.config.context_checks import CONTEXT_RULES
 from megacp.config.ranges import problem_of_value
+from megacp.config.rules import Finder, Rule, registrar
 from megacp.config.run import RunConfig, fields, flag, flatten
 
 MAX_ROW_TOKENS = 2**31 - 1
@@ -21,30 +21,8 @@ MAX_DENSE_ROW_TOKENS = 8192
 """The dense kernel holds heads x T x T scores: 256 MiB a head in float32 at this length."""
 
 
-Finder = Callable[[RunConfig, int], str | None]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One comparison of fields: `find` gives the reason or None; it runs when all fields in `reads` are in range."""
-
-    find: Finder
-    reads: tuple[str, ...]
-
-
-RULES: list[Rule] = []
-
-
-def _rule(*reads: str) -> Callable[[Finder], Finder]:
-    unknown = [name for name in reads if name not in fields()]
-    assert not unknown, f"a rule reads unknown fields {unknown}"
-
-    def add(find: Finder) -> Finder:
-        RULES.append(Rule(find, reads))
-        return find
-
-    return add
-
+_OWN_RULES: list[Rule] = []
+_rule = registrar(_OWN_RULES)
 
 _GRID = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 _BATCH = (*_GRID, "micro_batch_size", "global_batch_size")
@@ -226,7 +204,7 @@ def _global_batch_over_micro_batch(config: RunConfig, world: int) -> str | None:
 def _sequence_over_cp_and_tp(config: RunConfig, world: int) -> str | None:
     length, p = config.data.seq_length, config.parallel
     tp = p.tensor_model_parallel_size if p.sequence_parallel else 1
-    halves = 2 if p.cp_layout == "zigzag" and p.context_parallel_size > 1 else 1
+    halves = 2 if p.cp_layout not in ("contiguous", "balanced") and p.context_parallel_size > 1 else 1
     step = halves * p.context_parallel_size * tp
     if length % step == 0:
         return None
@@ -373,3 +351,7 @@ def _log_file_is_a_file(config: RunConfig, world: int) -> str | None:
     if config.dry_run or not config.log_path.is_dir():
         return None
     return f"--log-file {config.log_path}: is a directory, a file is needed"
+
+
+RULES: tuple[Rule, ...] = (*_OWN_RULES, *CONTEXT_RULES)
+"""Every comparison of fields."""

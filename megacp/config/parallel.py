@@ -29,11 +29,27 @@ class ParallelConfig:
     sequence_parallel: bool = True
     """Shard the activations between the linear layers over tp as well; acts only when tp is above 1."""
 
-    cp_comm_type: Literal["p2p", "all_gather"] = "p2p"
-    """How keys and values travel over cp: p2p passes them around a ring, all_gather collects them at once."""
+    cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p", "kv_exchange", "auto"] = "p2p"
+    """How attention crosses the cp ranks: p2p passes keys and values around a ring, all_gather collects them at once,
+    a2a swaps tokens for heads, a2a+p2p does that inside groups with a ring between them, kv_exchange sends each rank
+    just the keys that it needs, auto measures and chooses."""
 
-    cp_layout: Literal["zigzag", "contiguous"] = "zigzag"
-    """Which tokens a cp rank holds: zigzag deals 2 x cp chunks so that causal work is even, contiguous one stretch."""
+    hierarchical_context_parallel_sizes: tuple[int, int] | None = None
+    """Of a2a+p2p: ranks of a group that swaps tokens for heads, and number of groups in the ring; A x B = cp."""
+
+    cp_exchange_stages: int = 1
+    """Messages in which kv_exchange brings the keys: from 2 on the next ones travel while the last are used."""
+
+    cp_layout: Literal["zigzag", "zigzag_document", "contiguous", "balanced", "auto"] = "zigzag"
+    """Which tokens a cp rank holds: zigzag deals 2 x cp chunks of the row, zigzag_document of each document, contiguous
+    one stretch, balanced equal tokens and equal attention work for any mask, auto chooses after measuring."""
+
+    dynamic_context_parallel: bool = False
+    """Lay out the packs of all dp ranks together over dp x cp ranks: a document stays on few ranks when it is short and
+    spreads over many when it is long. Needs --cp-comm-type kv_exchange and --cp-layout balanced."""
+
+    cp_calibration: str | None = None
+    """JSON file with what --cp-comm-type auto has measured of the machine (default: in the user's cache folder)."""
 
     ddp_bucket_size: int = 25_000_000
     """Gradient elements that are reduced together over dp x cp while backward still runs."""

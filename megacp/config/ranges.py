@@ -48,6 +48,8 @@ RANGES: dict[str, Range] = {
     "pipeline_model_parallel_size": POSITIVE,
     "context_parallel_size": POSITIVE,
     "num_virtual_stages_per_pipeline_rank": POSITIVE,
+    "hierarchical_context_parallel_sizes": POSITIVE,
+    "cp_exchange_stages": POSITIVE,
     "ddp_bucket_size": POSITIVE,
     "distributed_timeout_minutes": ABOVE_ZERO,
     "num_layers": POSITIVE,
@@ -106,4 +108,10 @@ def problem_of_value(info: FieldInfo, value: Value) -> str | None:
         return "an empty string is no name" if value == "" else None
     if isinstance(value, (bool, str)):
         return f"expected a number, got {value!r}"
+    if isinstance(value, tuple):
+        return None if all(map(allowed.holds, value)) else f"got {_words(value)}, each must be {allowed}"
     return None if allowed.holds(value) else f"got {value}, it must be {allowed}"
+
+
+def _words(values: tuple[int, ...]) -> str:
+    return " ".join(map(str, values))

@@ -20,7 +20,7 @@ from megacp.config.model import ModelConfig
 from megacp.config.parallel import ParallelConfig
 from megacp.config.training import CheckpointConfig, LogConfig, TrainingConfig
 
-Value = bool | int | float | str | None
+Value = bool | int | float | str | tuple[int, ...] | None
 """What a flag can hold."""
 
 

@@ -47,7 +47,7 @@ def to_yaml(config: RunConfig) -> str:
     values = flatten(config)
     parts = []
     for room in dict.fromkeys(info.room for info in fields().values()):
-        rows = {info.name: values[info.name] for info in fields().values() if info.room == room}
+        rows = {info.name: _plain(values[info.name]) for info in fields().values() if info.room == room}
         parts.append(f"# {room or 'run'}\n" + yaml.dump(rows, Dumper=_Dumper, sort_keys=False, width=4096))
     return "\n".join(parts)
 
@@ -97,6 +97,11 @@ def nearest(name: str, names: Iterable[str], as_flag: bool = False) -> str:
     return f", did you mean {flag(close[0]) if as_flag else close[0]}?" if close else ""
 
 
+def _plain(value: Value) -> Any:
+    """YAML has lists, no tuples."""
+    return list(value) if isinstance(value, tuple) else value
+
+
 def _convert(value: Any, hint: Any) -> tuple[Value, str | None]:
     """The value as the field's type, or the reason why it is not of it."""
     if isinstance(hint, types.UnionType):
@@ -104,6 +109,9 @@ def _convert(value: Any, hint: Any) -> tuple[Value, str | None]:
             return None, None
         (hint,) = [part for part in typing.get_args(hint) if part is not type(None)]
     choices = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple:
+        fits = isinstance(value, (list, tuple)) and len(value) == len(choices) and all(type(x) is int for x in value)
+        return (tuple(value), None) if fits else (None, f"expected {len(choices)} whole numbers, got {value!r}")
     if choices:
         known = isinstance(value, str) and value in choices
         return value, None if known else f"got {value!r}, allowed are {', '.join(choices)}"

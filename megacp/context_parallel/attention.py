@@ -1,53 +1,40 @@
 """Core attention: one autograd function over a table of transports, one of which is chosen once per run.
 
 Key property: a transport is an object with a forward and a backward over plain tensors; a new one is a row of the
-table, and what is saved for backward, `(q, k, v, out, lse)`, is the same for all. Rejected: a function with a branch
-per transport, where masks and layouts end up special to each branch.
+table. Rejected: a function with a branch per transport, where masks and layouts end up special to each branch.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
+from megacp.context_parallel.a2a import HeadsForSequence
 from megacp.context_parallel.all_gather import AllGatherAttention
+from megacp.context_parallel.kv_exchange import KVExchange
 from megacp.context_parallel.local import DenseAttention, LocalAttention
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.ring import RingAttention
-from megacp.distributed.grid import Axis
-from megacp.ops.attention import QKV, Kernel, Partial, Saved, select_kernel
-
-
-class Transport(Protocol):
-    """Attention over the tokens of a cp axis; tensors are sharded over it by the plan."""
-
-    name: str
-
-    def __init__(self, axis: Axis, kernel: Kernel) -> None: ...
-
-    def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> Partial:
-        """`q[t, heads, d]`, `k, v[t, groups, d]` -> `out[t, heads, d]`, `lse[t, heads]`."""
-
-    def backward(self, saved: Saved, kv: tuple[torch.Tensor, torch.Tensor], plan: AttentionPlan, scale: float) -> QKV:
-        """`dq, dk, dv` of this rank's tokens, in the accumulation dtype."""
+from megacp.context_parallel.transport import Transport
+from megacp.distributed.grid import Axis, single_axis, split_axis
+from megacp.ops.attention import Kernel, select_kernel
 
 
 class _CoreAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, transport, plan, scale):  # type: ignore[no-untyped-def]
-        partial = transport.forward((q, k, v), plan, scale)
-        out = partial.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, partial.lse)
+        out, kept = transport.forward((q, k, v), plan, scale)
+        ctx.save_for_backward(*kept)
         ctx.transport, ctx.plan, ctx.scale = transport, plan, scale
+        ctx.dtypes = (q.dtype, k.dtype, v.dtype)
         return out
 
     @staticmethod
     def backward(ctx, dout):  # type: ignore[no-untyped-def]
-        q, k, v, out, lse = ctx.saved_tensors
-        saved = Saved(q, out, lse, dout.contiguous())
-        grads = ctx.transport.backward(saved, (k, v), ctx.plan, ctx.scale)
-        return *(grad.to(q.dtype) for grad in grads), None, None, None
+        grads = ctx.transport.backward(ctx.saved_tensors, dout.contiguous(), ctx.plan, ctx.scale)
+        return *(grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)), None, None, None
 
 
 def core_attention(
@@ -57,20 +44,54 @@ def core_attention(
     return _CoreAttention.apply(q, k, v, transport, plan, scale)
 
 
-TRANSPORTS: dict[str, type[Transport]] = {
-    transport.name: transport for transport in (RingAttention, AllGatherAttention)
+@dataclass(frozen=True)
+class TransportOptions:
+    """What some transports want to know besides their axis."""
+
+    hierarchy: tuple[int, ...] = ()
+    """`--hierarchical-context-parallel-sizes`: ranks of the inner all-to-all, ranks of the outer ring."""
+    exchange_stages: int = 1
+    """`--cp-exchange-stages`: all-to-alls of kv_exchange."""
+
+
+def _a2a(axis: Axis, kernel: Kernel, options: TransportOptions) -> Transport:
+    return HeadsForSequence("a2a", axis, LocalAttention(single_axis("cp_outer"), kernel))
+
+
+def _a2a_p2p(axis: Axis, kernel: Kernel, options: TransportOptions) -> Transport:
+    if len(options.hierarchy) != 2 or options.hierarchy[0] * options.hierarchy[1] != axis.size:
+        raise ValueError(
+            f"--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A B with A x B = "
+            f"--context-parallel-size {axis.size}, got {' '.join(map(str, options.hierarchy)) or 'none'}"
+        )
+    inner, outer = split_axis(axis, options.hierarchy[0])
+    ring = RingAttention(outer, kernel) if outer.size > 1 else LocalAttention(outer, kernel)
+    return HeadsForSequence("a2a+p2p", inner, ring)
+
+
+TRANSPORTS: dict[str, Callable[[Axis, Kernel, TransportOptions], Transport]] = {
+    "p2p": lambda axis, kernel, options: RingAttention(axis, kernel),
+    "all_gather": lambda axis, kernel, options: AllGatherAttention(axis, kernel),
+    "a2a": _a2a,
+    "a2a+p2p": _a2a_p2p,
+    "kv_exchange": lambda axis, kernel, options: KVExchange(axis, kernel, options.exchange_stages),
 }
 """The values of `--cp-comm-type`."""
 
 
-def select_transport(comm_type: str, kernel: str, axis: Axis, device: torch.device) -> Transport:
+def select_transport(
+    comm_type: str, kernel: str, axis: Axis, device: torch.device, options: TransportOptions | None = None
+) -> Transport:
     """The transport of `--cp-comm-type` with the kernel of `--attention-kernel`; raises ValueError when unknown.
 
-    The kernel `dense` is the one-process reference and ignores the transport.
+    The kernel `dense` is the one-process reference and ignores the transport. `a2a+p2p` makes process groups: all ranks
+    of the world must call this alike.
     """
     if kernel == "dense":
         return DenseAttention(axis)
     if comm_type not in TRANSPORTS:
         raise ValueError(f"--cp-comm-type {comm_type} is unknown; choose {', '.join(TRANSPORTS)}")
-    transport = LocalAttention if axis.size == 1 else TRANSPORTS[comm_type]
-    return transport(axis, select_kernel(kernel, device))
+    chosen = select_kernel(kernel, device)
+    if axis.size == 1:
+        return LocalAttention(axis, chosen)
+    return TRANSPORTS[comm_type](axis, chosen, options or TransportOptions())

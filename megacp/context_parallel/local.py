@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from megacp.context_parallel.plan import AttentionPlan
+from megacp.context_parallel.transport import Kept, Tensors, finished
 from megacp.distributed.grid import Axis
 from megacp.ops import attention as kernels
 from megacp.ops.mask import allowed
@@ -23,19 +24,19 @@ class LocalAttention:
         assert axis.size == 1
         self.kernel = kernel
 
-    def forward(self, qkv: kernels.QKV, plan: AttentionPlan, scale: float) -> kernels.Partial:
+    def forward(self, qkv: kernels.QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
         """See `Transport.forward`."""
         partial = kernels.empty_partial(qkv[0])
-        kernels.attend(self.kernel, partial, qkv, plan.table_of_row, scale)
-        return partial
+        self.kernel.attend(partial, qkv, plan.table_of_row, scale)
+        return finished(qkv, partial)
 
-    def backward(
-        self, saved: kernels.Saved, kv: tuple[torch.Tensor, torch.Tensor], plan: AttentionPlan, scale: float
-    ) -> kernels.QKV:
+    def backward(self, kept: Tensors, dout: torch.Tensor, plan: AttentionPlan, scale: float) -> kernels.QKV:
         """See `Transport.backward`."""
-        wide = kernels.accumulation_dtype(saved.q.dtype)
-        dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (saved.q, *kv))
-        kernels.attend_backward(self.kernel, saved, kv, plan.table_of_row, scale, (dq, dk, dv))
+        mine = Kept(*kept)
+        wide = kernels.accumulation_dtype(mine.q.dtype)
+        dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (mine.q, mine.k, mine.v))
+        saved = mine.with_gradient(dout)
+        self.kernel.attend_backward(saved, (mine.k, mine.v), plan.table_of_row, scale, (dq, dk, dv))
         return dq, dk, dv
 
 
@@ -48,17 +49,16 @@ class DenseAttention:
         if axis.size != 1:
             raise ValueError(f"--attention-kernel dense is the one-process reference, cp has {axis.size} ranks")
 
-    def forward(self, qkv: kernels.QKV, plan: AttentionPlan, scale: float) -> kernels.Partial:
-        """See `Transport.forward`; the lse is not used by this backward."""
-        visible = torch.from_numpy(allowed(plan.metadata, plan.metadata)).to(qkv[0].device)
-        return kernels.Partial(kernels.dense_attention(*qkv, visible, scale), qkv[0].new_empty(0))
+    def forward(self, qkv: kernels.QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
+        """See `Transport.forward`."""
+        mine = plan.metadata.take(plan.local)
+        visible = torch.from_numpy(allowed(mine, mine)).to(qkv[0].device)
+        return kernels.dense_attention(*qkv, visible, scale), qkv
 
-    def backward(
-        self, saved: kernels.Saved, kv: tuple[torch.Tensor, torch.Tensor], plan: AttentionPlan, scale: float
-    ) -> kernels.QKV:
+    def backward(self, kept: Tensors, dout: torch.Tensor, plan: AttentionPlan, scale: float) -> kernels.QKV:
         """See `Transport.backward`."""
         with torch.enable_grad():
-            q, k, v = (x.detach().requires_grad_() for x in (saved.q, *kv))
-            out = self.forward((q, k, v), plan, scale).out
-        dq, dk, dv = torch.autograd.grad(out, (q, k, v), saved.dout)
+            q, k, v = (x.detach().requires_grad_() for x in kept)
+            out, _ = self.forward((q, k, v), plan, scale)
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
         return dq, dk, dv

@@ -9,22 +9,61 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from megacp.ops.mask import Metadata, TileTable, tile_table
 
+Part = TypeVar("Part")
+
+
+def text_before_images(metadata: Metadata) -> np.ndarray:
+    """Indices `[T]` of a row with the text of each document before its images, otherwise in place order."""
+    return np.lexsort((metadata.place, metadata.span != 0, metadata.document))
+
+
+def key_order(metadata: Metadata) -> np.ndarray:
+    """The order `[T]` in which tokens of a row stand side by side: as they are, or sorted by type inside documents.
+
+    Sorted when that makes fewer tiles: images that see each other across text between them (the frames of a video)
+    then are one stretch of keys instead of one for each image.
+    """
+    natural = np.arange(len(metadata))
+    if not metadata.span.any():
+        return natural
+    order = text_before_images(metadata)
+    by_type = metadata.take(order)
+    fewer = tile_table(by_type, by_type).num_tiles < tile_table(metadata, metadata).num_tiles
+    return order if fewer else natural
+
 
 class AttentionPlan:
-    """What one cp rank must know to attend: `indices[cp, t]` into the row, metadata of all tokens, lazy tile tables."""
+    """What one cp rank must know to attend: `indices[cp, t]` into the row, metadata of all tokens, lazy tile tables.
 
-    def __init__(self, indices: np.ndarray, metadata: Metadata, cp_rank: int) -> None:
-        self.indices = indices
+    `order[T]` is how a whole row stands once it is gathered; each rank's tokens follow the same order unless the
+    layout's own is kept because `order` is the natural one.
+    """
+
+    def __init__(self, indices: np.ndarray, metadata: Metadata, cp_rank: int, order: np.ndarray | None = None) -> None:
         self.metadata = metadata
         self.cp_rank = cp_rank
+        self.order = key_order(metadata) if order is None else order
+        sorted_by_type = bool((np.diff(self.order) < 0).any())
+        self._position = np.argsort(self.order)  # of each token of the row
+        self.indices = np.stack([self._arranged(tokens) for tokens in indices]) if sorted_by_type else indices
         self._tables: dict[int, TileTable] = {}
         self._tensors: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self._parts: dict[str, object] = {}
+
+    def _arranged(self, tokens: np.ndarray) -> np.ndarray:
+        return tokens[np.argsort(self._position[tokens])]
+
+    @property
+    def cp(self) -> int:
+        """Number of ranks."""
+        return len(self.indices)
 
     @property
     def local(self) -> np.ndarray:
@@ -40,19 +79,42 @@ class AttentionPlan:
 
     @functools.cached_property
     def table_of_row(self) -> TileTable:
-        """Tiles between this rank's queries and the whole row in its natural order."""
-        return tile_table(self.metadata.take(self.local), self.metadata)
+        """Tiles between this rank's queries and the whole row in the order `order`."""
+        return tile_table(self.metadata.take(self.local), self.metadata.take(self.order))
 
-    def to_row_order(self, device: torch.device) -> torch.Tensor:
-        """int64 `[T]` on `device`: `gathered[to_row_order]` puts tokens gathered in rank order back into the row's."""
-        return self._on_device("row", device, lambda: np.argsort(self.indices.reshape(-1)))
+    def grouped(self, size: int) -> AttentionPlan:
+        """The plan of groups of `size` neighbouring ranks that hold their tokens together."""
 
-    def to_rank_order(self, device: torch.device) -> torch.Tensor:
-        """The inverse of `to_row_order`."""
-        return self._on_device("rank", device, lambda: self.indices.reshape(-1))
+        def build() -> AttentionPlan:
+            together = self.indices.reshape(self.cp // size, -1)  # [cp, t] -> [cp / size, size * t]
+            arranged = np.stack([self._arranged(tokens) for tokens in together])
+            return AttentionPlan(arranged, self.metadata, self.cp_rank // size, self.order)
 
-    def _on_device(self, name: str, device: torch.device, make: Callable[[], np.ndarray]) -> torch.Tensor:
+        return self.part(f"groups of {size}", build)
+
+    def arrival(self, size: int, device: torch.device) -> torch.Tensor:
+        """int64 `[size * t]`: puts tokens gathered over this rank's group in rank order into `grouped(size)`'s."""
+
+        def build() -> np.ndarray:
+            first = self.cp_rank // size * size
+            return np.argsort(self._position[self.indices[first : first + size].reshape(-1)])
+
+        return self.on_device(f"arrival of {size}", device, build)
+
+    def departure(self, size: int, device: torch.device) -> torch.Tensor:
+        """The inverse of `arrival`."""
+        return self.on_device(
+            f"departure of {size}", device, lambda: np.argsort(self.arrival(size, torch.device("cpu")).numpy())
+        )
+
+    def part(self, name: str, build: Callable[[], Part]) -> Part:
+        """What a transport derives from this plan, built once for all layers."""
+        if name not in self._parts:
+            self._parts[name] = build()
+        return self._parts[name]  # type: ignore[return-value]
+
+    def on_device(self, name: str, device: torch.device, build: Callable[[], np.ndarray]) -> torch.Tensor:
         """Index arrays travel to the device once, not in every layer."""
         if (name, device) not in self._tensors:
-            self._tensors[name, device] = torch.from_numpy(make()).to(device)
+            self._tensors[name, device] = torch.from_numpy(build()).to(device)
         return self._tensors[name, device]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from megacp.context_parallel.plan import AttentionPlan
+from megacp.context_parallel.transport import Kept, Tensors, finished
 from megacp.distributed.grid import Axis
 from megacp.distributed.p2p import Shift, start_shift
 from megacp.ops import attention as kernels
@@ -24,7 +25,7 @@ class RingAttention:
         self.axis = axis
         self.kernel = kernel
 
-    def forward(self, qkv: kernels.QKV, plan: AttentionPlan, scale: float) -> kernels.Partial:
+    def forward(self, qkv: kernels.QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
         """See `Transport.forward`."""
         q, k, v = qkv
         partial = kernels.empty_partial(q)
@@ -32,24 +33,24 @@ class RingAttention:
         for step in range(self.axis.size):
             shift = start_shift(kv, self.axis) if step < self.axis.size - 1 else None
             table = plan.table((self.axis.rank - step) % self.axis.size)
-            kernels.attend(self.kernel, partial, (q, kv[0], kv[1]), table, scale)
+            self.kernel.attend(partial, (q, kv[0], kv[1]), table, scale)
             kv = shift.wait() if shift else kv
-        return partial
+        return finished(qkv, partial)
 
-    def backward(
-        self, saved: kernels.Saved, kv: tuple[torch.Tensor, torch.Tensor], plan: AttentionPlan, scale: float
-    ) -> kernels.QKV:
+    def backward(self, kept: Tensors, dout: torch.Tensor, plan: AttentionPlan, scale: float) -> kernels.QKV:
         """See `Transport.backward`."""
-        wide = kernels.accumulation_dtype(saved.q.dtype)
-        dq = torch.zeros_like(saved.q, dtype=wide)
-        visiting = torch.stack(kv)  # [t, groups, d] twice -> [2, t, groups, d]
+        mine = Kept(*kept)
+        saved = mine.with_gradient(dout)
+        wide = kernels.accumulation_dtype(mine.q.dtype)
+        dq = torch.zeros_like(mine.q, dtype=wide)
+        visiting = torch.stack([mine.k, mine.v])  # [t, groups, d] twice -> [2, t, groups, d]
         gradient: Shift | None = None  # of the visiting K/V, as summed by the ranks it visited before
         for step in range(self.axis.size):
             shift = start_shift(visiting, self.axis) if step < self.axis.size - 1 else None
             table = plan.table((self.axis.rank - step) % self.axis.size)
             dkv = torch.zeros_like(visiting, dtype=wide)
             grads = (dq, dkv[0], dkv[1])
-            kernels.attend_backward(self.kernel, saved, (visiting[0], visiting[1]), table, scale, grads)
+            self.kernel.attend_backward(saved, (visiting[0], visiting[1]), table, scale, grads)
             if gradient:
                 dkv += gradient.wait()
             gradient = start_shift(dkv, self.axis)

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from megacp.batch import PackedBatch
-from megacp.context_parallel.layout import Layout
+from megacp.config.parallel import ParallelConfig
+from megacp.context_parallel.layout import LAYOUTS, Layout
 from megacp.context_parallel.plan import AttentionPlan
-from megacp.distributed.grid import Axis
+from megacp.distributed.grid import Axis, ProcessGrid
 from megacp.ops.mask import Metadata
 
 
@@ -43,18 +44,26 @@ class LocalBatch:
         return len(self.plan.local)
 
 
+def row_axis(grid: ProcessGrid, parallel: ParallelConfig) -> Axis:
+    """The ranks over which the tokens of a row are dealt: cp, or dp x cp with `--dynamic-context-parallel`."""
+    return grid.over("dp", "cp") if parallel.dynamic_context_parallel else grid.cp
+
+
 def mask_metadata(batch: PackedBatch) -> Metadata:
     """What the mask must know of a whole row, in its own order."""
     return Metadata(batch.document, batch.branch, batch.span, np.arange(len(batch.document)))
 
 
 def shard_batch(
-    batch: PackedBatch, cp: Axis, layout: Layout, *, multiple: int, key: int = 0, device: torch.device | str = "cpu"
+    batch: PackedBatch, cp: Axis, layout: Layout, *, tp: int = 1, key: int = 0, device: torch.device | str = "cpu"
 ) -> LocalBatch:
-    """This cp rank's share of `batch[T]`, padded to a multiple of `multiple` tokens (see `Layout.multiple`)."""
-    padded = batch.with_padding_to(multiple)
+    """This cp rank's share of `batch[T]`, padded as the layout needs it; `tp` > 1 with sequence parallelism."""
+    if cp.size == 1:
+        layout = LAYOUTS["contiguous"]  # one rank holds the row as it is
+    padded = batch.with_padding_to(layout.padded_length(mask_metadata(batch), cp.size, tp))
     places = np.arange(len(padded.tokens))
-    plan = AttentionPlan(layout.deal(len(places), cp.size), mask_metadata(padded), cp.rank)
+    metadata = mask_metadata(padded)
+    plan = AttentionPlan(layout.deal(metadata, cp.size), metadata, cp.rank)
     fields = (padded.tokens, padded.labels, padded.loss_weights, padded.position_ids, places)
     local = [torch.from_numpy(values[plan.local]).to(device, non_blocking=True) for values in fields]
     return LocalBatch(*local, plan=plan, key=key)

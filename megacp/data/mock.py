@@ -21,7 +21,7 @@ from megacp.data.collate import collate
 from megacp.data.store import Pack
 from megacp.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE
 
-MASKS = ("causal", "packed", "branches", "images", "mixed")
+MASKS = ("causal", "packed", "branches", "image", "mixed")
 """What a mock row's attention mask is made of: one document; several; several with branches, with image spans, with
 both.
 """
@@ -126,7 +126,7 @@ def mock_batch(numbers: Sequence[int], rules: MockRules) -> PackedBatch:
     them.
     """
     batch = collate([mock_pack(i, rules) for i in numbers])
-    if rules.mask not in ("images", "mixed"):
+    if rules.mask not in ("image", "mixed"):
         return batch
     rng = np.random.default_rng([rules.seed, *numbers, len(numbers)])
     return dataclasses.replace(batch, span=_spans(rng, batch.document, batch.branch))

@@ -211,3 +211,26 @@ def build_grid(
     embedding = axis("embedding", ends) if rank in ends and len(stages) > 1 else single_axis("embedding", rank)
     world = axis("world", tuple(range(shape.world_size)))
     return ProcessGrid(shape, rank, torch.device(device), axes, embedding, channels, world)
+
+
+def split_axis(axis: Axis, inner: int) -> tuple[Axis, Axis]:
+    """Two axes out of one: `inner` neighbouring ranks, and the ranks at the same place of each such group.
+
+    Makes process groups, with the world's timeout: all ranks of the world must call it alike. Raises ValueError when
+    `inner` does not divide the axis.
+    """
+    if inner < 1 or axis.size % inner:
+        raise ValueError(f"an axis of {axis.size} ranks cannot be split into groups of {inner}")
+    first = axis.rank // inner * inner
+    members = (
+        axis.global_ranks[first : first + inner],
+        axis.global_ranks[axis.rank % inner :: inner],
+    )
+    return _part_of(axis, "inner", members[0]), _part_of(axis, "outer", members[1])
+
+
+def _part_of(axis: Axis, name: str, members: tuple[int, ...]) -> Axis:
+    """The axis over some ranks of `axis`; its traffic counts as that of the whole axis."""
+    mine = axis.global_ranks[axis.rank]
+    group = dist.new_group(list(members), use_local_synchronization=True) if len(members) > 1 else None
+    return Axis(f"{axis.name}_{name}", len(members), members.index(mine), members, group, axis.backend, axis.traffic)

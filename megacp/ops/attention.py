@@ -14,11 +14,15 @@ from typing import Protocol
 
 import torch
 
-from megacp.ops.mask import CAUSAL, TileTable
+from megacp.ops.mask import CAUSAL, FULL, Row, TileTable
 from megacp.ops.merge import merge_into
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries, keys and values, or their gradients."""
+
+
+GATHERED_ELEMENTS = 16_384
+"""Elements of K up to which a tile is copied beside others into one kernel call (about 30 microseconds either way)."""
 
 
 @dataclass
@@ -47,26 +51,99 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Kernel(Protocol):
-    """One tile of attention, forward and backward."""
+    """Attention of queries over one table of tiles: forward merges into a running result, backward adds gradients."""
+
+    def attend(self, partial: Partial, qkv: QKV, table: TileTable, scale: float) -> None:
+        """Merge into `partial` what `q` sees of these keys; rows that see nothing are left alone."""
+
+    def attend_backward(
+        self, saved: Saved, kv: tuple[torch.Tensor, torch.Tensor], table: TileTable, scale: float, grads: QKV
+    ) -> None:
+        """Add this table's share to `grads = (dq, dk, dv)`, held in the accumulation dtype."""
+
+
+KeySource = tuple[tuple[slice, ...], bool]
+"""Slices of keys that one kernel call sees together, and whether they are a causal triangle."""
+
+
+def key_sources(row: Row, width: int) -> list[KeySource]:
+    """How the tiles of a row become kernel calls; `width` is the number of elements of a key.
+
+    Small full tiles are copied together, as a call costs more than the copy; large ones are used where they are.
+    """
+    sources: list[KeySource] = []
+    small: list[slice] = []
+    for tile in row.tiles:
+        keys = slice(tile.k_start, tile.k_stop)
+        if tile.kind == FULL and (tile.k_stop - tile.k_start) * width <= GATHERED_ELEMENTS:
+            small.append(keys)
+        else:
+            sources.append(((keys,), tile.kind == CAUSAL))
+    if small:
+        sources.append((tuple(small), False))
+    return sources
+
+
+def _gather(x: torch.Tensor, slices: tuple[slice, ...]) -> torch.Tensor:
+    return x[slices[0]] if len(slices) == 1 else torch.cat([x[part] for part in slices])
+
+
+def _scatter_add(x: torch.Tensor, slices: tuple[slice, ...], values: torch.Tensor) -> None:
+    lengths = [part.stop - part.start for part in slices]
+    for part, piece in zip(slices, values.split(lengths), strict=True):
+        x[part] += piece
+
+
+class TileKernel:
+    """A kernel that walks the table and computes one full or causal block of keys at a time."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`out[n, heads, d]`, `lse[n, heads]` of one full or causal tile."""
+        """`out[n, heads, d]`, `lse[n, heads]` of one full or causal block."""
+        raise NotImplementedError
 
     def backward(
         self, saved: Saved, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`dq, dk, dv` of one tile, shaped like q, k, v."""
+        """`dq, dk, dv` of one block, shaped like q, k, v."""
+        raise NotImplementedError
+
+    def attend(self, partial: Partial, qkv: QKV, table: TileTable, scale: float) -> None:
+        """See `Kernel.attend`."""
+        q, k, v = qkv
+        for row in table.rows:
+            rows = slice(row.q_start, row.q_stop)
+            for number, (slices, causal) in enumerate(key_sources(row, k.shape[1] * k.shape[2])):
+                out, lse = self.forward(q[rows], _gather(k, slices), _gather(v, slices), causal, scale)
+                if partial.untouched and number == 0:
+                    partial.out[rows], partial.lse[rows] = out, lse
+                else:
+                    merge_into(partial.out[rows], partial.lse[rows], out, lse)
+        partial.untouched &= not table.rows
+
+    def attend_backward(
+        self, saved: Saved, kv: tuple[torch.Tensor, torch.Tensor], table: TileTable, scale: float, grads: QKV
+    ) -> None:
+        """See `Kernel.attend_backward`."""
+        (k, v), (dq, dk, dv) = kv, grads
+        for row in table.rows:
+            rows = slice(row.q_start, row.q_stop)
+            part = Saved(saved.q[rows], saved.out[rows], saved.lse[rows], saved.dout[rows])
+            for slices, causal in key_sources(row, k.shape[1] * k.shape[2]):
+                found = self.backward(part, _gather(k, slices), _gather(v, slices), causal, scale)
+                dq[rows] += found[0]
+                _scatter_add(dk, slices, found[1])
+                _scatter_add(dv, slices, found[2])
 
 
-class FlashKernel:
+class FlashKernel(TileKernel):
     """torch's flash attention for CPU: fp32, bf16, float64, grouped queries, returns the LSE."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Kernel.forward`; the op wants [1, heads, n, d] views and returns lse [1, heads, n]."""
+        """See `TileKernel.forward`; the op wants [1, heads, n, d] views and returns lse [1, heads, n]."""
         batch = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [n, heads, d] -> [1, heads, n, d]
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*batch, 0.0, causal, scale=scale)
         return out[0].transpose(0, 1), lse[0].transpose(0, 1)
@@ -74,7 +151,7 @@ class FlashKernel:
     def backward(
         self, saved: Saved, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `Kernel.backward`."""
+        """See `TileKernel.backward`."""
         dout, q, key, value, out = (
             x.transpose(0, 1).unsqueeze(0) for x in (saved.dout, saved.q, k, v, saved.out)
         )  # [n, heads, d] -> [1, heads, n, d]
@@ -86,7 +163,7 @@ class FlashKernel:
         return dq, dk, dv
 
 
-class MathKernel:
+class MathKernel(TileKernel):
     """Plain torch on any device, in blocks of query rows: memory `block x m` per head, never n x m."""
 
     def __init__(self, block: int = 1024) -> None:
@@ -95,7 +172,7 @@ class MathKernel:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Kernel.forward`."""
+        """See `TileKernel.forward`."""
         outs, lses = [], []
         for start in range(0, len(q), self.block):
             scores = self._scores(q, k, start, causal, scale)  # [groups, heads/groups, b, m]
@@ -109,7 +186,7 @@ class MathKernel:
     def backward(
         self, saved: Saved, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `Kernel.backward`; formulas of FlashAttention-2 (Dao, 2023), section 3.1."""
+        """See `TileKernel.backward`; formulas of FlashAttention-2 (Dao, 2023), section 3.1."""
         groups, wide = k.shape[1], accumulation_dtype(saved.q.dtype)
         dq = torch.empty_like(saved.q, dtype=wide)
         dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
@@ -159,42 +236,6 @@ def empty_partial(q: torch.Tensor) -> Partial:
     """The result of having seen no key: out 0, lse -inf."""
     dtype = accumulation_dtype(q.dtype)
     return Partial(torch.zeros_like(q, dtype=dtype), torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device))
-
-
-def attend(kernel: Kernel, partial: Partial, qkv: QKV, table: TileTable, scale: float) -> None:
-    """Merge into `partial` what `q` sees of these keys; rows that see nothing are left alone."""
-    q, k, v = qkv
-    for row in table.rows:
-        rows = slice(row.q_start, row.q_stop)
-        for number, tile in enumerate(row.tiles):
-            keys = slice(tile.k_start, tile.k_stop)
-            out, lse = kernel.forward(q[rows], k[keys], v[keys], tile.kind == CAUSAL, scale)
-            if partial.untouched and number == 0:
-                partial.out[rows], partial.lse[rows] = out, lse
-            else:
-                merge_into(partial.out[rows], partial.lse[rows], out, lse)
-    partial.untouched &= not table.rows
-
-
-def attend_backward(
-    kernel: Kernel,
-    saved: Saved,
-    kv: tuple[torch.Tensor, torch.Tensor],
-    table: TileTable,
-    scale: float,
-    grads: QKV,
-) -> None:
-    """Add this table's share to `grads = (dq, dk, dv)`, held in the accumulation dtype."""
-    (k, v), (dq, dk, dv) = kv, grads
-    for row in table.rows:
-        rows = slice(row.q_start, row.q_stop)
-        part = Saved(saved.q[rows], saved.out[rows], saved.lse[rows], saved.dout[rows])
-        for tile in row.tiles:
-            keys = slice(tile.k_start, tile.k_stop)
-            d_query, d_key, d_value = kernel.backward(part, k[keys], v[keys], tile.kind == CAUSAL, scale)
-            dq[rows] += d_query
-            dk[keys] += d_key
-            dv[keys] += d_value
 
 
 def dense_attention(

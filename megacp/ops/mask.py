@@ -2,7 +2,8 @@
 
 Key property: nothing of size S x S is ever made. Both sides are cut into runs of equal metadata whose places are
 consecutive, cut again at each other's ends; two runs then either cover the same places or are disjoint, so
-every pair of runs is empty, full, or one causal triangle. Rejected: boolean masks (10 GiB at 36,864 tokens in fp32 over
+every pair of runs is empty, full, or one causal triangle: no tile is ever partly masked. All of it is arithmetic on
+arrays, without a loop over documents or tiles. Rejected: boolean masks (10 GiB at 36,864 tokens in fp32 over
 8 heads) and fixed-size blocks with partial masks (every document boundary pays for a masked block).
 
     allow(q, k) =  document[k] >= 0 and document[q] == document[k]
@@ -12,13 +13,16 @@ every pair of runs is empty, full, or one causal triangle. Rejected: boolean mas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from dataclasses import dataclass
 
 import numpy as np
 
 FULL, CAUSAL = 1, 2
 """Kinds of tiles: every pair allowed, or `k_index - k_start <= q_index - q_start` on a square."""
+
+_PAIRS_AT_ONCE = 1 << 20
+"""Pairs of runs looked at together: bounds the memory of planning to some tens of MiB."""
 
 
 @dataclass(frozen=True)
@@ -49,30 +53,85 @@ class Tile:
 
 @dataclass(frozen=True)
 class Row:
-    """Queries `[q_start, q_stop)` and every tile they see, in key order."""
+    """Queries `[q_start, q_stop)` and every tile they see, in key order; at most one is CAUSAL."""
 
     q_start: int
     q_stop: int
     tiles: tuple[Tile, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TileTable:
-    """The non-empty part of a mask between `q` queries and `k` keys. Query ranges without a row see nothing."""
+    """The non-empty part of a mask between queries `q` and keys `k`, as arrays over rows and tiles.
 
-    queries: int
-    keys: int
-    rows: tuple[Row, ...]
+    Row i holds the queries `[row_start[i], row_stop[i])`, rows are disjoint and ascending; its tiles are numbered
+    `first[i]` to `first[i + 1]` in key order. Queries without a row see nothing.
+    """
+
+    q: Metadata
+    k: Metadata
+    row_start: np.ndarray
+    row_stop: np.ndarray
+    first: np.ndarray
+    k_start: np.ndarray
+    k_stop: np.ndarray
+    kind: np.ndarray
 
     @property
+    def queries(self) -> int:
+        """Number of query tokens, seen or not."""
+        return len(self.q)
+
+    @property
+    def keys(self) -> int:
+        """Number of key tokens."""
+        return len(self.k)
+
+    @property
+    def num_tiles(self) -> int:
+        """Number of tiles, all of them non-empty."""
+        return len(self.kind)
+
+    @functools.cached_property
+    def row_of_tile(self) -> np.ndarray:
+        """int64 `[tiles]`: the row of each tile."""
+        return np.repeat(np.arange(len(self.row_start)), np.diff(self.first))
+
+    @functools.cached_property
     def area(self) -> int:
         """Number of allowed (query, key) pairs."""
-        total = 0
-        for row in self.rows:
-            n = row.q_stop - row.q_start
-            for tile in row.tiles:
-                total += n * (n + 1) // 2 if tile.kind == CAUSAL else n * (tile.k_stop - tile.k_start)
-        return total
+        n = (self.row_stop - self.row_start)[self.row_of_tile]
+        pairs = np.where(self.kind == CAUSAL, n * (n + 1) // 2, n * (self.k_stop - self.k_start))
+        return int(pairs.sum())
+
+    @functools.cached_property
+    def keys_per_query(self) -> np.ndarray:
+        """int64 `[queries]`: how many keys each query token sees; the sum is `area`."""
+        full = np.where(self.kind == FULL, self.k_stop - self.k_start, 0)
+        bounds = np.concatenate([[0], np.cumsum(full)])
+        width = bounds[self.first[1:]] - bounds[self.first[:-1]]
+        rows = _with_causal_tile(self)
+        seen = np.zeros(self.queries, np.int64)
+        index, row = expand(self.row_start, self.row_stop)
+        seen[index] = width[row] + np.where(rows[row], index - self.row_start[row] + 1, 0)
+        return seen
+
+    @functools.cached_property
+    def needed_keys(self) -> np.ndarray:
+        """bool `[keys]`: which keys some query sees."""
+        steps = np.zeros(self.keys + 1, np.int64)
+        np.add.at(steps, self.k_start, 1)
+        np.add.at(steps, self.k_stop, -1)
+        return np.cumsum(steps[:-1]) > 0
+
+    @functools.cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """The table as objects, for kernels that walk it."""
+        columns = (self.k_start.tolist(), self.k_stop.tolist(), self.kind.tolist())
+        tiles = [Tile(*numbers) for numbers in zip(*columns, strict=True)]
+        bounds = self.first.tolist()
+        ends = zip(self.row_start.tolist(), self.row_stop.tolist(), bounds[:-1], bounds[1:], strict=True)
+        return tuple(Row(start, stop, tuple(tiles[low:high])) for start, stop, low, high in ends)
 
     def to_dense(self) -> np.ndarray:
         """The mask as bool `[queries, keys]`; for tests and pictures of small tables."""
@@ -84,13 +143,28 @@ class TileTable:
         return dense
 
 
+def _with_causal_tile(table: TileTable) -> np.ndarray:
+    """bool `[rows]`: which rows have a causal tile."""
+    rows = np.zeros(len(table.row_start), bool)
+    rows[table.row_of_tile[table.kind == CAUSAL]] = True
+    return rows
+
+
 def allowed(q: Metadata, k: Metadata) -> np.ndarray:
-    """The rule itself, as bool `[len(q), len(k)]`: the obvious form, for references and tests only."""
+    """The rule itself, as bool `[len(q), len(k)]`: the obvious form, for references, tests and single small tiles."""
     same_document = (k.document[None] >= 0) & (q.document[:, None] == k.document[None])
     same_branch = (k.branch[None] == 0) | (q.branch[:, None] == k.branch[None])
     causal = k.place[None] <= q.place[:, None]
     same_span = (q.span[:, None] != 0) & (q.span[:, None] == k.span[None])
     return same_document & same_branch & (causal | same_span)
+
+
+def expand(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """All integers of the intervals `[start, stop)`, one interval after the other, and the interval of each."""
+    count = stop - start
+    owner = np.repeat(np.arange(len(count)), count)
+    within = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
+    return start[owner] + within, owner
 
 
 @dataclass(frozen=True)
@@ -145,39 +219,78 @@ def _ends(runs: _Runs) -> np.ndarray:
     return np.unique(np.concatenate([runs.place, runs.place + runs.stop - runs.start]))
 
 
-def _tiles_of_document(q: _Runs, k: _Runs) -> list[Row]:
-    """Rows of one document: classify every pair of runs, then join full neighbours."""
-    earlier = k.place[None] < q.place[:, None]
-    same = k.place[None] == q.place[:, None]
-    same_span = (q.span[:, None] != 0) & (q.span[:, None] == k.span[None])
-    visible = (k.branch[None] == 0) | (k.branch[None] == q.branch[:, None])
-    full = visible & (earlier | same_span)
-    causal = visible & same & ~same_span
-    rows = []
-    for i in range(len(q.start)):
-        tiles: list[Tile] = []
-        for j in np.flatnonzero(full[i] | causal[i]):
-            start, stop, kind = int(k.start[j]), int(k.stop[j]), FULL if full[i, j] else CAUSAL
-            if tiles and kind == FULL == tiles[-1].kind and tiles[-1].k_stop == start:
-                tiles[-1] = Tile(tiles[-1].k_start, stop, FULL)
-            else:
-                tiles.append(Tile(start, stop, kind))
-        if tiles:
-            rows.append(Row(int(q.start[i]), int(q.stop[i]), tuple(tiles)))
-    return rows
+def _pairs(q: _Runs, k: _Runs, first: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Non-empty pairs (run of q, run of k, kind); q's run i may see the `count[i]` runs of k from `first[i]` on."""
+    j, i = expand(first, first + count)
+    same_span = (q.span[i] != 0) & (q.span[i] == k.span[j])
+    visible = (k.branch[j] == 0) | (k.branch[j] == q.branch[i])
+    full = visible & ((k.place[j] < q.place[i]) | same_span)
+    causal = visible & (k.place[j] == q.place[i]) & ~same_span
+    kept = np.flatnonzero(full | causal)
+    return i[kept], j[kept], np.where(full[kept], FULL, CAUSAL)
 
 
-def _join(rows: Sequence[Row]) -> list[Row]:
-    """Join neighbouring query ranges that see exactly the same full tiles."""
-    joined: list[Row] = []
-    for row in rows:
-        last = joined[-1] if joined else None
-        full = all(tile.kind == FULL for tile in row.tiles)
-        if last and full and last.q_stop == row.q_start and last.tiles == row.tiles:
-            joined[-1] = Row(last.q_start, row.q_stop, row.tiles)
-        else:
-            joined.append(row)
-    return joined
+def _chunks(count: np.ndarray) -> list[slice]:
+    """Slices of the q runs with at most about `_PAIRS_AT_ONCE` pairs each."""
+    group = np.cumsum(count) // _PAIRS_AT_ONCE
+    bounds = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(count)]
+    return [slice(low, high) for low, high in zip(bounds[:-1], bounds[1:], strict=True) if high > low]
+
+
+def _tiles(q: _Runs, k: _Runs) -> tuple[np.ndarray, ...]:
+    """(run of q, k_start, k_stop, kind) of every tile: all pairs of runs, full neighbours joined.
+
+    `q` is sorted by start, `k` by document, then start.
+    """
+    first = np.searchsorted(k.document, q.document, side="left")
+    count = np.searchsorted(k.document, q.document, side="right") - first
+    found: list[tuple[np.ndarray, ...]] = []
+    for part in _chunks(count):
+        i, j, kind = _pairs(q.take(np.arange(len(count))[part]), k, first[part], count[part])
+        head = np.ones(len(i), bool)
+        joins = (i[1:] == i[:-1]) & (kind[1:] == FULL) & (kind[:-1] == FULL) & (k.start[j[1:]] == k.stop[j[:-1]])
+        head[1:] = ~joins
+        heads = np.flatnonzero(head)
+        tails = np.append(heads[1:], len(i))[: len(heads)] - 1
+        found.append((i[heads] + part.start, k.start[j[heads]], k.stop[j[tails]], kind[heads]))
+    if not found:
+        return tuple(np.zeros(0, np.int64) for _ in range(4))
+    return tuple(np.concatenate(arrays) for arrays in zip(*found, strict=True))
+
+
+def _equal_to_previous(table: TileTable) -> np.ndarray:
+    """bool `[rows]`: the row touches the one before and sees exactly the same tiles, all full."""
+    rows, count = len(table.row_start), np.diff(table.first)
+    equal = np.zeros(rows, bool)
+    equal[1:] = (table.row_start[1:] == table.row_stop[:-1]) & (count[1:] == count[:-1])
+    candidate = equal[table.row_of_tile]
+    tile = np.flatnonzero(candidate)
+    before = tile - count[table.row_of_tile[tile]]
+    same = (table.k_start[tile] == table.k_start[before]) & (table.k_stop[tile] == table.k_stop[before])
+    same &= (table.kind[tile] == FULL) & (table.kind[before] == FULL)
+    equal[table.row_of_tile[tile[~same]]] = False
+    return equal
+
+
+def _join_rows(table: TileTable) -> TileTable:
+    """Join neighbouring rows that see exactly the same full tiles."""
+    equal = _equal_to_previous(table)
+    if not equal.any():
+        return table
+    kept = np.flatnonzero(~equal)
+    last = np.append(kept[1:], len(equal)) - 1
+    tiles = np.flatnonzero(~equal[table.row_of_tile])
+    first = np.concatenate([[0], np.cumsum(np.diff(table.first)[kept])])
+    return TileTable(
+        table.q,
+        table.k,
+        table.row_start[kept],
+        table.row_stop[last],
+        first,
+        table.k_start[tiles],
+        table.k_stop[tiles],
+        table.kind[tiles],
+    )
 
 
 def tile_table(q: Metadata, k: Metadata) -> TileTable:
@@ -187,10 +300,9 @@ def tile_table(q: Metadata, k: Metadata) -> TileTable:
     """
     q_runs, k_runs = _runs(q), _runs(k)
     q_runs, k_runs = _cut(q_runs, _ends(k_runs)), _cut(k_runs, _ends(q_runs))
-    k_runs = k_runs.take(np.argsort(k_runs.start, kind="stable"))
-    rows: list[Row] = []
-    for document in np.intersect1d(q_runs.document, k_runs.document):
-        mine = q_runs.take(np.flatnonzero(q_runs.document == document))
-        theirs = k_runs.take(np.flatnonzero(k_runs.document == document))
-        rows += _tiles_of_document(mine, theirs)
-    return TileTable(len(q), len(k), tuple(_join(sorted(rows, key=lambda row: row.q_start))))
+    q_runs = q_runs.take(np.argsort(q_runs.start, kind="stable"))
+    k_runs = k_runs.take(np.lexsort((k_runs.start, k_runs.document)))
+    run, k_start, k_stop, kind = _tiles(q_runs, k_runs)
+    seen, first = np.unique(run, return_index=True)
+    bounds = np.append(first, len(run)).astype(np.int64)
+    return _join_rows(TileTable(q, k, q_runs.start[seen], q_runs.stop[seen], bounds, k_start, k_stop, kind))

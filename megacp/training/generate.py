@@ -68,7 +68,7 @@ class Generator:
             span=zeros,
             pack_ids=(),
         )
-        local = shard_batch(batch, self.grid.cp, select_layout("contiguous"), multiple=1)
+        local = shard_batch(batch, self.grid.cp, select_layout("contiguous"))
         logits = self.model.logits(None, local)
         return logits if logits.dtype == torch.float64 else logits.float()
 

@@ -28,7 +28,7 @@ class RankNews:
     stop: bool = False
     """It was asked to stop (SIGTERM)."""
     flops: float = 0.0
-    """Model FLOPs of its packs; told by tp, cp, pp rank 0 of each data-parallel rank."""
+    """Model FLOPs of its packs; told by one rank of each replica."""
     peak_bytes: int = 0
     data_wait: float = 0.0
     """Seconds it waited for its packs."""
@@ -39,9 +39,9 @@ class StepAgreement:
     """What all ranks know before the first forward of a step."""
 
     weight: float
-    """Sum of the loss weights over dp and microbatches."""
+    """Sum of the loss weights over all rows of the step."""
     tokens: int
-    """Tokens of the step over dp, padding left out."""
+    """Tokens of the step, padding left out."""
     news: RankNews
     """Any wish to stop, the sum of FLOPs, the fullest rank's memory, the longest wait."""
 
@@ -51,10 +51,13 @@ class StepAgreement:
         return self.weight or 1.0
 
 
-def agree(batches: Sequence[PackedBatch], grid: ProcessGrid, news: RankNews | None = None) -> StepAgreement:
-    """One all-gather over the world: loss denominator, equality of the packs of model-parallel peers, news.
+def agree(
+    batches: Sequence[PackedBatch], grid: ProcessGrid, news: RankNews | None = None, *, replica: int | None = None
+) -> StepAgreement:
+    """One all-gather over the world: loss denominator, equality of the packs of ranks that read the same, news.
 
-    Raises ValueError on every rank when the tp, cp and pp peers of one data-parallel rank read different packs.
+    `replica` names the ranks that read the same packs (default: those of one dp rank). Raises ValueError on every rank
+    when the ranks of one replica read different packs.
     """
     fingerprint = 0
     for batch in batches:
@@ -62,7 +65,16 @@ def agree(batches: Sequence[PackedBatch], grid: ProcessGrid, news: RankNews | No
     weights = sum(batch.weight_sum for batch in batches)
     tokens = sum(int((batch.document >= 0).sum()) for batch in batches)
     own = news or RankNews()
-    row = [grid.dp.rank, fingerprint, weights, tokens, own.flops, own.stop, own.peak_bytes, own.data_wait]
+    row = [
+        grid.dp.rank if replica is None else replica,
+        fingerprint,
+        weights,
+        tokens,
+        own.flops,
+        own.stop,
+        own.peak_bytes,
+        own.data_wait,
+    ]
     table = torch.tensor([row], dtype=torch.float64, device=grid.device)
     table = all_gather(table, grid.world).cpu()  # [1, 8] -> [world, 8]
     first = _first_rank_of_each_replica(table)
@@ -72,14 +84,14 @@ def agree(batches: Sequence[PackedBatch], grid: ProcessGrid, news: RankNews | No
 
 
 def _first_rank_of_each_replica(table: torch.Tensor) -> list[int]:
-    """The first rank of each data-parallel rank; raises when its peers' fingerprints (column 1) differ."""
+    """The first rank of each replica; raises when its peers' fingerprints (column 1) differ."""
     first: dict[float, int] = {}
     for rank, (replica, fingerprint) in enumerate(table[:, :2].tolist()):
         leader = first.setdefault(replica, rank)
         expected = float(table[leader, 1])
         if fingerprint != expected:
             raise ValueError(
-                f"ranks {leader} and {rank} of data-parallel rank {int(replica)} read different packs (fingerprints "
+                f"ranks {leader} and {rank} of replica {int(replica)} read different packs (fingerprints "
                 f"{int(expected):012x} and {int(fingerprint):012x}); do all machines see the same --data-path?"
             )
     return list(first.values())

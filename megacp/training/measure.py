@@ -15,6 +15,7 @@ import torch
 
 from megacp.config.run import RunConfig
 from megacp.context_parallel.layout import select_layout
+from megacp.context_parallel.shard import mask_metadata
 from megacp.data.mock import MockRules
 from megacp.distributed.collectives import barrier
 from megacp.distributed.grid import ProcessGrid, build_grid
@@ -60,19 +61,19 @@ class Subject:
     def measure(self) -> StepMeasure:
         """Train one more step."""
         self.step += 1
-        dp, cp = self.grid.dp, self.grid.cp
-        batches = microbatches(self.config, self.rules, self.step, dp.rank, dp.size)
+        axis = self.trainee.rows.axis
+        batches = microbatches(self.config, self.rules, self.step, self.trainee.rows)
         for axis in self.grid.all_axes():
             axis.traffic.clear()
         barrier(self.grid.world)
         begin, cpu_begin = time.perf_counter(), time.process_time()
-        agreed = agree(batches, self.grid)
+        agreed = agree(batches, self.grid, replica=self.trainee.rows.place.index)
         result = self.trainee.train(batches, self.step, agreed.denominator)
         barrier(self.grid.world)
         seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
         layout = select_layout(self.config.parallel.cp_layout)
-        multiple = layout.multiple(cp.size, self.trainee.sharded_tokens)
-        rows = [len(batch) + -len(batch) % multiple for batch in batches]
+        tp = self.trainee.sharded_tokens
+        rows = [layout.padded_length(mask_metadata(batch), axis.size, tp) for batch in batches]
         stage = self.grid.pp.rank
         formula = stage_traffic(self.config, self.world_size, stage, stage_layers(self.config)[stage], rows)
         memory = peak_bytes() - self.before

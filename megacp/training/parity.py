@@ -26,6 +26,7 @@ from megacp.distributed.grid import build_grid
 from megacp.models.build import grid_shape
 from megacp.optim.lr_schedule import learning_rate
 from megacp.training.loss import agree
+from megacp.training.rows import Rows
 from megacp.training.step import Trainee
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 0.25}
@@ -97,14 +98,14 @@ class StepComparison:
         return [f"{what} by {value:.1e}" for what, value in figures.items() if not value <= tolerance]
 
 
-def microbatches(config: RunConfig, rules: MockRules, step: int, dp_rank: int, dp_size: int) -> list[PackedBatch]:
-    """One data-parallel rank's mock microbatches of a step, dealt as the loader deals packs: every dp-th one."""
-    size = config.training.micro_batch_size
+def microbatches(config: RunConfig, rules: MockRules, step: int, rows: Rows) -> list[PackedBatch]:
+    """One rank's mock microbatches of a step, dealt as the loader deals packs."""
+    size = rows.packs
     count = config.training.global_batch_size // size
     first = (step - 1) * config.training.global_batch_size
     return [
         mock_batch(range(first + number * size, first + (number + 1) * size), rules)
-        for number in range(dp_rank, count, dp_size)
+        for number in range(rows.place.index, count, rows.place.size)
     ]
 
 
@@ -114,8 +115,9 @@ def train_rank(rank: int, world_size: int, config: RunConfig, rules: MockRules, 
     trainee = Trainee(config, grid)
     traces = []
     for step in range(1, steps + 1):
-        batches = microbatches(config, rules, step, grid.dp.rank, grid.dp.size)
-        loss = trainee.gradients(batches, step, agree(batches, grid).denominator)
+        batches = microbatches(config, rules, step, trainee.rows)
+        agreed = agree(batches, grid, replica=trainee.rows.place.index)
+        loss = trainee.gradients(batches, step, agreed.denominator)
         shards = [trainee.buckets.grad_shard(i) for i in range(len(trainee.buckets.buckets))]
         gradients = _boxes(trainee.buckets.shard_slices(shards))
         report = trainee.optimizer.step(learning_rate(step, trainee.schedule))

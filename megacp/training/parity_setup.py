@@ -130,7 +130,7 @@ def prepare(config: RunConfig, request: Request) -> ParitySetup:
         if request.has_config or name == "adam_eps":
             notes.append(f"{flag(name)} {value} instead of {before[name]} (as a flag yours is kept)")
     require(config, world_size)
-    reference = _one_process(config)
+    reference = _one_process(config, world_size)
     require(reference, 1)
     _refuse_large(config)
     mask = request.mask or config.data.attention_mask
@@ -179,7 +179,9 @@ def _smaller(config: RunConfig, world_size: int, request: Request) -> dict[str, 
     }
 
 
-def _one_process(config: RunConfig) -> RunConfig:
+def _one_process(config: RunConfig, world_size: int) -> RunConfig:
+    """One process, on the same rows: dynamic context parallelism joins the packs of dp ranks in one."""
+    joined = config.data_parallel_size(world_size) if config.parallel.dynamic_context_parallel else 1
     return with_values(
         config,
         {
@@ -189,5 +191,11 @@ def _one_process(config: RunConfig) -> RunConfig:
             "num_virtual_stages_per_pipeline_rank": 1,
             "recompute_granularity": "none",
             "attention_kernel": "dense",
+            "cp_comm_type": "p2p",
+            "cp_layout": "contiguous",
+            "hierarchical_context_parallel_sizes": None,
+            "cp_exchange_stages": 1,
+            "dynamic_context_parallel": False,
+            "micro_batch_size": config.training.micro_batch_size * joined,
         },
     )

@@ -63,10 +63,10 @@ def _misfits(flag: str, path: str, dataset: PackedDataset, config: RunConfig) ->
     return reasons
 
 
-def loader_options(config: RunConfig) -> LoaderOptions:
-    """How the loader reads for a config; equal on all ranks."""
+def loader_options(config: RunConfig, packs: int) -> LoaderOptions:
+    """How the loader reads for a config in rows of `packs` packs; equal on all ranks."""
     return LoaderOptions(
-        micro_batch_size=config.training.micro_batch_size,
+        micro_batch_size=packs,
         global_batch_size=config.training.global_batch_size,
         seed=config.training.seed,
         attention_mask=config.data.attention_mask,

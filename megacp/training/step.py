@@ -28,6 +28,7 @@ from megacp.optim.sharded import ShardedAdamW
 from megacp.pipeline_parallel.runtime import HiddenStates, ModelChunk, links_of, open_channels, run
 from megacp.pipeline_parallel.schedules import schedule, training_schedule_name
 from megacp.training.loss import weighted_loss
+from megacp.training.rows import rows_of
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Trainee:
         )
         self.optimizer = ShardedAdamW(self.buckets, settings, grid.world)
         self.schedule = lr_schedule(config)
+        self.rows = rows_of(config, grid)
         self.layout = select_layout(parallel.cp_layout)
         self.sharded_tokens = grid.tp.size if parallel.sequence_parallel else 1
         self.links = links_of(grid)
@@ -91,8 +93,7 @@ class Trainee:
         self._refuse_foreign_ids(batch)
         text = f"{self.config.training.seed}/{step}/{batch.pack_ids}"
         key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-        multiple = self.layout.multiple(self.grid.cp.size, self.sharded_tokens)
-        return shard_batch(batch, self.grid.cp, self.layout, multiple=multiple, key=key, device=self.grid.device)
+        return shard_batch(batch, self.rows.axis, self.layout, tp=self.sharded_tokens, key=key, device=self.grid.device)
 
     def _refuse_foreign_ids(self, batch: PackedBatch) -> None:
         """An id outside the tables would be looked up on no tp rank and silently become a zero row."""

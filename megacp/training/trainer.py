@@ -18,7 +18,7 @@ import torch
 from megacp.batch import PackedBatch
 from megacp.config.run import RunConfig, flatten
 from megacp.context_parallel.shard import mask_metadata
-from megacp.data.loader import DataRank, PackedLoader, validation_steps
+from megacp.data.loader import PackedLoader, validation_steps
 from megacp.distributed.collectives import barrier
 from megacp.distributed.grid import ProcessGrid
 from megacp.distributed.launch import trim_heap
@@ -104,8 +104,8 @@ class Trainer:
         for change in changed:
             self.log.say(f"changed since the checkpoint: {change}")
         self.timers = Timers(torch.cuda.synchronize if grid.device.type == "cuda" else lambda: None)
-        self.data_rank = DataRank(grid.dp.rank, grid.dp.size)
-        self.leads_replica = grid.tp.rank == grid.cp.rank == grid.pp.rank == 0
+        self.rows = self.trainee.rows
+        self.leads_replica = grid.tp.rank == self.rows.axis.rank == grid.pp.rank == 0
         self.peak_flops = self._peak_flops()
 
     def run(self) -> int:
@@ -118,8 +118,8 @@ class Trainer:
 
     def _run(self) -> int:
         training, checkpoint = self.config.training, self.config.checkpoint
-        options = loader_options(self.config)
-        with PackedLoader(self.sources.train, options, self.data_rank, self.progress.consumed_samples) as loader:
+        options = loader_options(self.config, self.rows.packs)
+        with PackedLoader(self.sources.train, options, self.rows.place, self.progress.consumed_samples) as loader:
             while self.progress.step < training.train_iters:
                 if not self._train_step(loader):
                     self._save("stopped on request")
@@ -143,7 +143,7 @@ class Trainer:
                 peak_bytes(self.grid.device.type),
                 self.timers.seconds("data"),
             )
-            agreed = agree(batches, self.grid, news)
+            agreed = agree(batches, self.grid, news, replica=self.rows.place.index)
             if agreed.news.stop:
                 return False
             step = self.progress.step + 1
@@ -176,12 +176,11 @@ class Trainer:
 
     def _validate(self) -> None:
         assert self.sources.valid is not None
-        steps = validation_steps(
-            self.sources.valid, loader_options(self.config), self.data_rank, self.config.training.eval_iters
-        )
+        options = loader_options(self.config, self.rows.packs)
+        steps = validation_steps(self.sources.valid, options, self.rows.place, self.config.training.eval_iters)
         total, weight = 0.0, 0.0
         for batches in steps:
-            agreed = agree(batches, self.grid)
+            agreed = agree(batches, self.grid, replica=self.rows.place.index)
             total += self.trainee.evaluate(batches, agreed.denominator) * agreed.denominator
             weight += agreed.weight
         if weight == 0.0:

@@ -14,6 +14,7 @@ GOOD = with_values(RunConfig(), {"vocab_size": 64})
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 V = "num_virtual_stages_per_pipeline_rank"
+SIZES = "hierarchical_context_parallel_sizes"
 
 CONTRADICTIONS = [
     ({"eval_interval": 2}, 1, ["--eval-interval 2", "--valid-data-path"]),
@@ -53,7 +54,19 @@ CONTRADICTIONS = [
     ({"keep_last": 2}, 1, ["--keep-last 2", "--save,"]),
     ({CP: 2, "attention_kernel": "dense"}, 2, ["--attention-kernel dense", "--context-parallel-size 2"]),
     ({"seq_length": 16384, "attention_kernel": "dense"}, 1, ["--attention-kernel dense", "16384", "8192"]),
-    ({"cp_layout": "spiral"}, 1, ["--cp-layout: got 'spiral'", "zigzag, contiguous"]),
+    ({"cp_layout": "spiral"}, 1, ["--cp-layout: got 'spiral'", "zigzag, zigzag_document, contiguous, balanced, auto"]),
+    ({CP: 16, "cp_comm_type": "a2a"}, 16, ["--context-parallel-size 16 is above 8 heads", "first size of at most 8"]),
+    ({CP: 8, TP: 2, "cp_comm_type": "a2a"}, 16, ["above 4 heads", "--num-attention-heads 8 / tp 2"]),
+    ({CP: 4, "cp_comm_type": "a2a+p2p"}, 4, ["--hierarchical-context-parallel-sizes A B", "A x B = 4"]),
+    ({CP: 4, "cp_comm_type": "a2a+p2p", SIZES: (2, 4)}, 4, [f"{flag(SIZES)} 2 4 make 8", "-size is 4"]),
+    ({CP: 16, "cp_comm_type": "a2a+p2p", SIZES: (16, 1)}, 16, [f"{flag(SIZES)} 16 1", "has 8;", "at most 8"]),
+    ({CP: 4, SIZES: (2, 2)}, 4, [f"{flag(SIZES)} 2 2", "--cp-comm-type a2a+p2p", "has p2p"]),
+    ({SIZES: (0, 2)}, 1, [f"{flag(SIZES)}: got 0 2, each must be at least 1"]),
+    ({CP: 4, "cp_exchange_stages": 2}, 4, ["--cp-exchange-stages 2", "--cp-comm-type kv_exchange"]),
+    ({CP: 4, "cp_exchange_stages": 4, "cp_comm_type": "kv_exchange"}, 4, ["--cp-exchange-stages 4", "at most 3"]),
+    ({"dynamic_context_parallel": True}, 2, ["--dynamic-context-parallel", "has zigzag and p2p"]),
+    ({"cp_calibration": "a.json"}, 1, ["--cp-calibration a.json", "--cp-comm-type auto"]),
+    ({"attention_kernel": "dense", "cp_comm_type": "auto"}, 1, ["--attention-kernel dense", "--cp-comm-type auto"]),
     ({"hidden_dropout": 1.0}, 1, ["--hidden-dropout: got 1.0", "at least 0 and below 1"]),
     ({"lr": float("nan")}, 1, ["--lr: got nan"]),
     ({"lr": float("inf")}, 1, ["--lr: got inf"]),
@@ -87,7 +100,8 @@ def test_every_rule_without_files_has_a_contradiction_above() -> None:
 
 
 def _out_of_range(values: dict) -> bool:
-    return any(name in RANGES and value is not None and not RANGES[name].holds(value) for name, value in values.items())
+    given = [(RANGES[name], value) for name, value in values.items() if name in RANGES and value is not None]
+    return not all(range_.holds(x) for range_, value in given for x in (value if isinstance(value, tuple) else [value]))
 
 
 def test_all_reasons_are_told_at_once() -> None:
@@ -117,7 +131,8 @@ def test_a_number_out_of_range_is_named(name: str) -> None:
 
 def test_every_number_has_a_range_and_every_range_a_number() -> None:
     """Would catch a new field without a range."""
-    numbers = {name for name, info in fields().items() if info.hint in (int, float, int | None, float | None)}
+    kinds = (int, float, int | None, float | None, tuple[int, int] | None)
+    numbers = {name for name, info in fields().items() if info.hint in kinds}
     assert numbers == set(RANGES)
 
 

@@ -28,6 +28,8 @@ def values_of(hint: typing.Any) -> st.SearchStrategy:
     if isinstance(hint, types.UnionType):
         (inner,) = [part for part in typing.get_args(hint) if part is not type(None)]
         return st.none() | values_of(inner)
+    if typing.get_origin(hint) is tuple:
+        return st.tuples(*map(values_of, typing.get_args(hint)))
     if typing.get_args(hint):
         return st.sampled_from(typing.get_args(hint))
     return BY_TYPE[hint]
@@ -72,7 +74,10 @@ def test_values_not_in_the_file_are_kept_from_the_base() -> None:
         ("num_layers: null", "num_layers: expected a whole number, got None (NoneType)"),
         ("sequence_parallel: 1", "sequence_parallel: expected true or false, got 1 (int)"),
         ("data_path: 7", "data_path: expected a string (quote it), got 7 (int)"),
-        ("cp_layout: spiral", "cp_layout: got 'spiral', allowed are zigzag, contiguous"),
+        (
+            "cp_layout: spiral",
+            "cp_layout: got 'spiral', allowed are zigzag, zigzag_document, contiguous, balanced, auto",
+        ),
         ("cp_layout: [zigzag]", "cp_layout: got ['zigzag'], allowed are"),
         ("training:\n  lr: 1", "unknown key 'training'"),
         ("- lr", "expected lines of `flag: value`, got a list"),

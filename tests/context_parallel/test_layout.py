@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacp.batch import PackedBatch
+from megacp.context_parallel.balance import density_order, keys_crossing
 from megacp.context_parallel.layout import LAYOUTS, select_layout
+from megacp.context_parallel.plan import AttentionPlan, key_order
 from megacp.context_parallel.shard import LocalBatch, shard_batch
 from megacp.distributed.grid import Axis
-from megacp.ops.mask import allowed
-from tests.reference.packs import random_batch
+from megacp.ops.mask import Metadata, allowed, tile_table
+from tests.reference.packs import metadata, random_batch, video_batch
 
 FIELDS = ("tokens", "labels", "loss_weights", "position_ids")
 
@@ -23,20 +25,34 @@ def cp_axis(size: int, rank: int) -> Axis:
     return Axis("cp", size, rank, tuple(range(size)), group=None if size == 1 else object())  # type: ignore[arg-type]
 
 
+def random_row(tokens: int, seed: int) -> PackedBatch:
+    """Everything a row can hold; a single token is a document of its own."""
+    rng = np.random.default_rng([tokens, seed])
+    if tokens > 1:
+        return random_batch(rng, tokens, documents=1 + seed % 5, branches=True, images=True, padding=seed % 2 == 0)
+    return video_batch(0, 0, 0, after=1)
+
+
+def plain(*lengths: int) -> Metadata:
+    """Causal documents of these lengths."""
+    n = sum(lengths)
+    return Metadata(np.repeat(np.arange(len(lengths)), lengths), np.zeros(n, int), np.zeros(n, int), np.arange(n))
+
+
 def all_shards(batch: PackedBatch, name: str, cp: int, tp: int) -> list[LocalBatch]:
     layout = select_layout(name)
-    return [
-        shard_batch(batch, cp_axis(cp, rank), layout, multiple=layout.multiple(cp, tp), key=5) for rank in range(cp)
-    ]
+    return [shard_batch(batch, cp_axis(cp, rank), layout, tp=tp, key=5) for rank in range(cp)]
 
 
-@given(st.sampled_from(sorted(LAYOUTS)), st.integers(1, 16), st.integers(1, 8), st.integers(1, 5))
-def test_a_layout_is_a_permutation_dealt_in_equal_parts(name: str, cp: int, tp: int, times: int) -> None:
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(sorted(LAYOUTS)), st.integers(1, 16), st.integers(1, 8), st.integers(1, 90), st.integers(0, 99))
+def test_a_layout_is_a_permutation_dealt_in_equal_parts(name: str, cp: int, tp: int, tokens: int, seed: int) -> None:
     layout = LAYOUTS[name]
-    tokens = layout.multiple(cp, tp) * times
-    dealt = layout.deal(tokens, cp)
-    assert dealt.shape == (cp, tokens // cp) and (tokens // cp) % tp == 0
-    assert np.array_equal(np.sort(dealt.reshape(-1)), np.arange(tokens))
+    row = random_row(tokens, seed)
+    padded = row.with_padding_to(layout.padded_length(metadata(row), cp, tp))
+    dealt = layout.deal(metadata(padded), cp)
+    assert dealt.shape == (cp, len(padded) // cp) and (len(padded) // cp) % tp == 0
+    assert np.array_equal(np.sort(dealt.reshape(-1)), np.arange(len(padded)))
 
 
 @settings(max_examples=60, deadline=None)
@@ -44,34 +60,83 @@ def test_a_layout_is_a_permutation_dealt_in_equal_parts(name: str, cp: int, tp: 
     st.sampled_from(sorted(LAYOUTS)),
     st.sampled_from([1, 2, 3, 4, 8]),
     st.integers(1, 4),
-    st.integers(2, 70),
+    st.integers(1, 70),
     st.integers(0, 99),
 )
 def test_shards_put_together_are_the_padded_row(name: str, cp: int, tp: int, tokens: int, seed: int) -> None:
-    batch = random_batch(np.random.default_rng(seed), tokens, documents=2, branches=True, images=True)
+    """Shard, then gather is the identity for everything that belongs to a token."""
+    batch = random_row(tokens, seed)
     shards = all_shards(batch, name, cp, tp)
-    padded = batch.with_padding_to(LAYOUTS[name].multiple(cp, tp))
-    assert len({shard.num_tokens for shard in shards}) == 1 and len(padded) - tokens < LAYOUTS[name].multiple(cp, tp)
-    order = shards[0].plan.to_row_order(torch.device("cpu"))
+    padded = batch.with_padding_to(sum(shard.num_tokens for shard in shards))
+    assert len({shard.num_tokens for shard in shards}) == 1
+    if name != "zigzag_document" or cp == 1:
+        assert len(padded) - tokens < LAYOUTS[name].multiple(cp, tp)
+    order = np.argsort(shards[0].plan.indices.reshape(-1))
     for field in (*FIELDS, "places"):
         gathered = torch.cat([getattr(shard, field) for shard in shards]).numpy()
         expected = np.arange(len(padded)) if field == "places" else getattr(padded, field)
         assert np.array_equal(gathered[order], expected) and gathered.dtype == expected.dtype
-        assert np.array_equal(expected[shards[0].plan.to_rank_order(torch.device("cpu"))], gathered)
+    together = shards[0].plan.arrival(cp, torch.device("cpu"))
+    gathered = torch.cat([shard.tokens for shard in shards])
+    assert np.array_equal(gathered[together].numpy(), padded.tokens[shards[0].plan.order])
+    assert torch.equal(gathered[together][shards[0].plan.departure(cp, torch.device("cpu"))], gathered)
 
 
 def test_zigzag_gives_each_rank_one_early_and_one_late_chunk_of_equal_causal_area() -> None:
-    assert LAYOUTS["zigzag"].deal(16, 4).tolist() == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
+    expected = [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
+    assert LAYOUTS["zigzag"].deal(plain(16), 4).tolist() == expected
     batch = random_batch(np.random.default_rng(0), 64, documents=1)
     areas = {shard.plan.table_of_row.area for shard in all_shards(batch, "zigzag", 4, 1)}
     assert areas == {64 * 65 // 2 // 4}
+
+
+def test_zigzag_per_document_fills_each_document_and_keeps_the_order_of_its_chunks() -> None:
+    """The order that packed kernels with padded cumulative lengths expect; fillers come from the end of the row."""
+    meta = plain(5, 8)
+    layout = LAYOUTS["zigzag_document"]
+    assert layout.padded_length(meta, 2, 1) == 8 + 8
+    row = Metadata(np.repeat([0, 1, -1], [5, 8, 3]), np.zeros(16, int), np.zeros(16, int), np.arange(16))
+    # chunks of two: 0-1, 2-3, 4 and filler 13, fillers 14-15; then 5-6, 7-8, 9-10, 11-12
+    assert layout.deal(row, 2).tolist() == [[0, 1, 14, 15, 5, 6, 11, 12], [2, 3, 4, 13, 7, 8, 9, 10]]
+    inside = Metadata(np.array([0, 0, -1, -1, 1, 1, 1, 1]), np.zeros(8, int), np.zeros(8, int), np.arange(8))
+    assert layout.padded_length(inside, 2, 1) == 8, "padding that the row has serves as filler"
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4, 8, 16])
+def test_balanced_deals_one_causal_document_as_zigzag_and_one_bidirectional_one_in_stretches(cp: int) -> None:
+    n = 16 * cp
+    zigzag = LAYOUTS["zigzag"].deal(plain(n), cp)
+    assert np.array_equal(LAYOUTS["balanced"].deal(plain(n), cp), np.sort(zigzag))
+    both_ways = Metadata(np.zeros(n, int), np.zeros(n, int), np.ones(n, int), np.arange(n))
+    assert np.array_equal(LAYOUTS["balanced"].deal(both_ways, cp), np.arange(n).reshape(cp, -1))
+
+
+@pytest.mark.parametrize("cp", [2, 4, 8, 16])
+def test_balanced_evens_out_the_area_of_mixed_packs(cp: int) -> None:
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        row = metadata(random_batch(rng, 4096, documents=20, branches=True, images=True, padding=True))
+        cost = tile_table(row, row).keys_per_query
+        areas = cost[LAYOUTS["balanced"].deal(row, cp)].sum(1)
+        assert areas.max() <= 1.03 * areas.mean(), (seed, areas)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 60), st.integers(0, 999))
+def test_the_keys_that_cross_a_cut_are_counted_exactly(tokens: int, seed: int) -> None:
+    row = metadata(random_row(tokens, seed))
+    order = density_order(row, tile_table(row, row).keys_per_query)
+    lined_up = row.take(order)
+    mask = allowed(lined_up, lined_up)
+    expected = [mask[cut:, :cut].any(0).sum() + mask[:cut, cut:].any(0).sum() for cut in range(tokens + 1)]
+    assert keys_crossing(lined_up).tolist() == expected
 
 
 def test_positions_and_labels_travel_with_their_tokens() -> None:
     """A row of two documents under zigzag: positions made from the rank, or for the whole row, would differ."""
     batch = random_batch(np.random.default_rng(1), 16, documents=2)
     for rank, shard in enumerate(all_shards(batch, "zigzag", 4, 1)):
-        index = LAYOUTS["zigzag"].deal(16, 4)[rank]
+        index = LAYOUTS["zigzag"].deal(plain(16), 4)[rank]
         assert np.array_equal(shard.position_ids.numpy(), batch.position_ids[index])
         assert np.array_equal(shard.labels.numpy(), batch.labels[index])
         assert not np.array_equal(batch.position_ids[index], index) or rank == 0
@@ -79,31 +144,51 @@ def test_positions_and_labels_travel_with_their_tokens() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(sorted(LAYOUTS)), st.sampled_from([1, 2, 4]), st.integers(2, 60), st.integers(0, 99))
+@given(st.sampled_from(sorted(LAYOUTS)), st.sampled_from([1, 2, 4]), st.integers(1, 60), st.integers(0, 99))
 def test_tables_of_all_sources_and_of_the_row_cover_the_mask_once(name: str, cp: int, tokens: int, seed: int) -> None:
-    batch = random_batch(np.random.default_rng(seed), tokens, documents=2, branches=True, images=True, padding=True)
+    batch = random_row(tokens, seed)
     shards = all_shards(batch, name, cp, 1)
     meta = shards[0].plan.metadata
     whole = allowed(meta, meta)
     assert sum(shard.plan.table_of_row.area for shard in shards) == whole.sum()
     for shard in shards:
-        assert np.array_equal(shard.plan.table_of_row.to_dense(), whole[shard.plan.local])
+        plan = shard.plan
+        assert np.array_equal(plan.table_of_row.to_dense(), whole[plan.local][:, plan.order])
         for source in range(cp):
-            expected = whole[shard.plan.local][:, shard.plan.indices[source]]
-            assert np.array_equal(shard.plan.table(source).to_dense(), expected)
-        assert shard.plan.table(0) is shard.plan.table(0), "a table is computed once for all layers"
+            expected = whole[plan.local][:, plan.indices[source]]
+            assert np.array_equal(plan.table(source).to_dense(), expected)
+        assert plan.table(0) is plan.table(0), "a table is computed once for all layers"
+        pairs = plan.grouped(2) if cp > 1 else plan
+        assert np.array_equal(pairs.table_of_row.to_dense(), whole[pairs.local][:, pairs.order])
+
+
+def test_frames_that_see_each_other_across_text_are_sorted_together() -> None:
+    """Tiles then grow with the number of frames, not with its square; where it saves nothing the order stays."""
+    for frames in (8, 64):
+        row = metadata(video_batch(frames, 3, 6))
+        plan = AttentionPlan(np.arange(len(row))[None], row, 0)
+        assert plan.table_of_row.num_tiles <= 6 * frames
+        assert tile_table(row, row).num_tiles > frames * frames / 2
+        assert np.array_equal(plan.local, plan.order)
+        dense = allowed(row, row)
+        assert np.array_equal(plan.table_of_row.to_dense(), dense[plan.order][:, plan.order])
+    for same in (plain(5, 9), metadata(random_batch(np.random.default_rng(3), 40, documents=2, branches=True))):
+        assert np.array_equal(key_order(same), np.arange(len(same)))
 
 
 def test_padding_is_seen_by_nobody_and_counts_nothing() -> None:
     batch = random_batch(np.random.default_rng(2), 13, documents=2)
-    shards = all_shards(batch, "zigzag", 4, 2)
-    weights = torch.cat([shard.loss_weights for shard in shards])[shards[0].plan.to_row_order(torch.device("cpu"))]
-    assert len(weights) == 16 and (weights[13:] == 0).all()
-    meta = shards[0].plan.metadata
-    mask = allowed(meta, meta)
-    assert not mask[13:].any() and not mask[:, 13:].any()
+    for name in LAYOUTS:
+        shards = all_shards(batch, name, 4, 2)
+        weights = torch.cat([shard.loss_weights for shard in shards])[np.argsort(shards[0].plan.indices.reshape(-1))]
+        assert len(weights) >= 16 and (weights[13:] == 0).all()
+        meta = shards[0].plan.metadata
+        mask = allowed(meta, meta)
+        assert not mask[13:].any() and not mask[:, 13:].any()
 
 
 def test_an_unknown_layout_is_refused_by_its_flag() -> None:
-    with pytest.raises(ValueError, match="--cp-layout balanced is unknown; choose contiguous, zigzag"):
-        select_layout("balanced")
+    with pytest.raises(
+        ValueError, match="--cp-layout spiral is unknown; choose contiguous, zigzag, zigzag_document, balanced"
+    ):
+        select_layout("spiral")

@@ -36,7 +36,7 @@ def test_masks_hold_what_their_names_say() -> None:
     spanned = {mask for mask, batches in rows.items() if any(batch.span.any() for batch in batches)}
     assert documents["causal"] == 0 and all(count > 0 for mask, count in documents.items() if mask != "causal")
     assert branched == {"branches", "mixed"}
-    assert spanned == {"images", "mixed"}
+    assert spanned == {"image", "mixed"}
 
 
 def test_some_images_share_a_span_and_some_do_not() -> None:

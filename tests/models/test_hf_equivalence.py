@@ -152,7 +152,7 @@ def our_logits(
     (chunk,) = build_chunks(config, mine)
     fill(chunk, Renamed(state))
     layout = LAYOUTS["zigzag"]
-    batch = shard_batch(one_document(), mine.cp, layout, multiple=layout.multiple(mine.cp.size, mine.tp.size))
+    batch = shard_batch(one_document(), mine.cp, layout, tp=mine.tp.size)
     with torch.no_grad():
         return batch.places.numpy(), chunk.logits(None, batch).numpy()
 

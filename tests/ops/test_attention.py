@@ -37,13 +37,13 @@ def by_tiles(kernel: kernels.Kernel, tensors: list[torch.Tensor], sources: list[
     q, k, v, dout = tensors
     partial = kernels.empty_partial(q)
     for index, table in sources:
-        kernels.attend(kernel, partial, (q, k[index], v[index]), table, scale)
+        kernel.attend(partial, (q, k[index], v[index]), table, scale)
     saved = kernels.Saved(q, partial.out.to(q.dtype), partial.lse, dout)
     wide = kernels.accumulation_dtype(q.dtype)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
     for index, table in sources:
         part = (dq, torch.zeros_like(dk[index]), torch.zeros_like(dv[index]))
-        kernels.attend_backward(kernel, saved, (k[index], v[index]), table, scale, part)
+        kernel.attend_backward(saved, (k[index], v[index]), table, scale, part)
         dk[index], dv[index] = dk[index] + part[1], dv[index] + part[2]
     return partial.out, dq, dk, dv
 
@@ -93,7 +93,7 @@ def test_rows_that_see_nothing_give_zero_output_lse_minus_infinity_and_zero_grad
     meta = Metadata(np.array([0, -1, 0, -1, 1]), np.zeros(5, int), np.zeros(5, int), np.arange(5))
     tensors = draw(5, 5, 4, 2)
     partial = kernels.empty_partial(tensors[0])
-    kernels.attend(KERNELS[name], partial, tuple(tensors[:3]), tile_table(meta, meta), 1.0)
+    KERNELS[name].attend(partial, tuple(tensors[:3]), tile_table(meta, meta), 1.0)
     assert (partial.out[[1, 3]] == 0).all() and (partial.lse[[1, 3]] == -torch.inf).all()
     assert partial.out.isfinite().all()
     _, *grads = by_tiles(KERNELS[name], tensors, [(np.arange(5), tile_table(meta, meta))], 1.0)
@@ -134,10 +134,10 @@ def test_strided_keys_values_and_gradients_are_read_rightly(name: str) -> None:
     plain = by_tiles(KERNELS[name], [q, k, v, dout], [(np.arange(40), table)], 0.5)
     kernel, saved_table = KERNELS[name], table
     partial = kernels.empty_partial(q)
-    kernels.attend(kernel, partial, tuple(strided[:3]), saved_table, 0.5)
+    kernel.attend(partial, tuple(strided[:3]), saved_table, 0.5)
     grads = tuple(torch.zeros(x.shape, dtype=x.dtype) for x in (q, k, v))
     saved = kernels.Saved(strided[0], partial.out, partial.lse, strided[3])
-    kernels.attend_backward(kernel, saved, (strided[1], strided[2]), saved_table, 0.5, grads)
+    kernel.attend_backward(saved, (strided[1], strided[2]), saved_table, 0.5, grads)
     for got, expected in zip((partial.out, *grads), plain, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-14)
 

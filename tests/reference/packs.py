@@ -65,6 +65,23 @@ def random_batch(
     )
 
 
+def video_batch(frames: int, text: int, tokens_of_frame: int, after: int = 3) -> PackedBatch:
+    """One document: frames that all see each other, `text` causal tokens in front of each, `after` behind the last."""
+    one = [0] * text + [1] * tokens_of_frame
+    span = np.array(one * frames + [0] * after, np.int32)
+    zeros = np.zeros(len(span), np.int32)
+    return PackedBatch(
+        tokens=np.arange(len(span)),
+        labels=np.zeros(len(span), np.int64),
+        loss_weights=np.ones(len(span), np.float32),
+        position_ids=np.arange(len(span)),
+        document=zeros,
+        branch=zeros,
+        span=span,
+        pack_ids=(0,),
+    )
+
+
 def metadata(batch: PackedBatch) -> Metadata:
     """What the mask knows of a batch."""
     return Metadata(batch.document, batch.branch, batch.span, np.arange(len(batch)))

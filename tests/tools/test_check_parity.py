@@ -41,7 +41,7 @@ tool = load_tool()
     "flags",
     [
         [TP, "2", "--mask", "mixed", "--model", "tiny_biased"],
-        pytest.param([CP, "2", "--mask", "images", "--cp-comm-type", "all_gather"], marks=pytest.mark.slow, id="cp2"),
+        pytest.param([CP, "2", "--mask", "image", "--cp-comm-type", "all_gather"], marks=pytest.mark.slow, id="cp2"),
         pytest.param(["--nproc", "2", "--mask", "causal", "--micro-batch-size", "2"], marks=pytest.mark.slow, id="dp2"),
         pytest.param(
             [PP, "2", "--num-virtual-stages-per-pipeline-rank", "2", "--num-layers", "4"],

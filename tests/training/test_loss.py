@@ -32,7 +32,7 @@ def gradient_of_eight_tokens(rank: int, world_size: int, shape: dict[str, int], 
     """d/dw of the mean of `w * (place + 1)` over the counted tokens, and the same by averaging means of ranks."""
     mine = grid(**shape)
     batch = eight_tokens()
-    local = shard_batch(batch, mine.cp, LAYOUTS[layout], multiple=2 * mine.cp.size)
+    local = shard_batch(batch, mine.cp, LAYOUTS[layout])
     values = local.places.double() + 1
     w = torch.ones((), dtype=torch.float64, requires_grad=True)
     weighted_loss(w * values, local.loss_weights, agree([batch], mine).denominator).backward()
@@ -84,7 +84,7 @@ def test_every_rank_raises_when_peers_read_different_packs(shape: dict[str, int]
     """One token of one pack differs on one rank; nobody may go on alone into a collective."""
     messages = run_ranks(agreement, 4, shape, wrong, None)
     assert len(set(messages)) == 1
-    assert f"ranks {pair} of data-parallel rank {int('dp' in shape)} read different packs" in str(messages[0])
+    assert f"ranks {pair} of replica {int('dp' in shape)} read different packs" in str(messages[0])
     assert "--data-path" in str(messages[0])
 
 

@@ -1,0 +1,119 @@
+"""Heads for sequence (DeepSpeed-Ulysses, Jacobs et al., 2023): an all-to-all gives each rank some heads of all tokens.
+
+Key property: whatever works on few heads of many tokens can be inside: the whole row on one rank (`a2a`), or any other
+transport over the outer axis of a hierarchy (`a2a+p2p`). q, k and v travel in one message a pair; a K/V head goes to
+every rank that has a query head of its group and to no other. What is kept for backward is the head-sharded side, so
+backward sends gradients only. Rejected: expanding K/V to all query heads, and padding heads to a multiple of the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megacp.context_parallel.plan import AttentionPlan
+from megacp.context_parallel.transport import Tensors, Transport
+from megacp.distributed.collectives import start_exchange
+from megacp.distributed.grid import Axis
+from megacp.ops.attention import QKV, accumulation_dtype
+
+
+@dataclass(frozen=True)
+class HeadShare:
+    """The query heads `[h0, h1)` and K/V heads (groups) `[g0, g1)` of one rank; each group serves as many heads."""
+
+    heads: slice
+    groups: slice
+
+
+def head_shares(heads: int, groups: int, ranks: int) -> list[HeadShare]:
+    """How heads are dealt: whole groups while there are as many as ranks, else the heads of a group over its ranks.
+
+    Shares differ by at most one group, or one head of a group. Raises ValueError for more ranks than heads.
+    """
+    if ranks > heads:
+        raise ValueError(
+            f"--cp-comm-type a2a gives each of {ranks} ranks a head of its own, there are {heads} heads on a tensor "
+            f"rank: lower --context-parallel-size, or choose a2a+p2p with a smaller first size, p2p or kv_exchange"
+        )
+    per_group = heads // groups
+    if ranks <= groups:
+        cuts = [groups * rank // ranks for rank in range(ranks + 1)]
+        pairs = zip(cuts[:-1], cuts[1:], strict=True)
+        return [HeadShare(slice(low * per_group, high * per_group), slice(low, high)) for low, high in pairs]
+    shares = []
+    for group in range(groups):
+        members = ranks * (group + 1) // groups - ranks * group // groups
+        cuts = [group * per_group + per_group * member // members for member in range(members + 1)]
+        pairs = zip(cuts[:-1], cuts[1:], strict=True)
+        shares += [HeadShare(slice(low, high), slice(group, group + 1)) for low, high in pairs]
+    return shares
+
+
+class HeadsForSequence:
+    """Transports `a2a` and `a2a+p2p`: `axis` are neighbouring cp ranks, `inner` attends over what they all hold."""
+
+    def __init__(self, name: str, axis: Axis, inner: Transport) -> None:
+        self.name = name
+        self.axis = axis
+        self.inner = inner
+
+    def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
+        """See `Transport.forward`; what is kept belongs to this rank's heads and all tokens of the group."""
+        q, k, v = qkv
+        shares = head_shares(q.shape[1], k.shape[1], self.axis.size)
+        gathered = self._to_heads([(q, "heads"), (k, "groups"), (v, "groups")], plan, shares)
+        out, kept = self.inner.forward((gathered[0], gathered[1], gathered[2]), plan.grouped(self.axis.size), scale)
+        back = self._to_tokens([out], plan, shares)
+        out = torch.cat([heads[0] for heads in back], 1)  # [t, share of heads, d] of each rank -> [t, heads, d]
+        return out, (*kept, k.new_empty(0, *k.shape[1:]))  # the last one says how many groups there are
+
+    def backward(self, kept: Tensors, dout: torch.Tensor, plan: AttentionPlan, scale: float) -> QKV:
+        """See `Transport.backward`."""
+        groups = kept[-1].shape[1]
+        shares = head_shares(dout.shape[1], groups, self.axis.size)
+        (mine,) = self._to_heads([(dout, "heads")], plan, shares)
+        dq, dk, dv = self.inner.backward(kept[:-1], mine, plan.grouped(self.axis.size), scale)
+        # a K/V head on several ranks has partial gradients, which are summed in the accumulation dtype
+        wide = accumulation_dtype(dout.dtype) if self.axis.size > groups else dout.dtype
+        parts = self._to_tokens([dq.to(dout.dtype), dk.to(wide), dv.to(wide)], plan, shares)
+        total = parts[0][1].new_zeros(2, len(dout), groups, dk.shape[2], dtype=accumulation_dtype(dout.dtype))
+        for share, (_, part_k, part_v) in zip(shares, parts, strict=True):
+            total[0, :, share.groups] += part_k
+            total[1, :, share.groups] += part_v
+        return torch.cat([part[0] for part in parts], 1), total[0], total[1]
+
+    def _to_heads(
+        self, tensors: Sequence[tuple[torch.Tensor, str]], plan: AttentionPlan, shares: Sequence[HeadShare]
+    ) -> list[torch.Tensor]:
+        """Tensors `[t, heads or groups, d]` of this rank's tokens -> its share of them, `[size * t, share, d]`."""
+        outgoing = [[x[:, getattr(share, kind)] for x, kind in tensors] for share in shares]
+        mine = [_width(shares[self.axis.rank], kind) for _, kind in tensors]
+        shapes = [((len(x), width, x.shape[2]), x.dtype) for (x, _), width in zip(tensors, mine, strict=True)]
+        arrived = start_exchange(outgoing, [shapes] * self.axis.size, self.axis).wait()
+        order = plan.arrival(self.axis.size, tensors[0][0].device)
+        return [torch.cat(parts)[order] for parts in zip(*arrived, strict=True)]
+
+    def _to_tokens(
+        self, tensors: Sequence[torch.Tensor], plan: AttentionPlan, shares: Sequence[HeadShare]
+    ) -> list[list[torch.Tensor]]:
+        """The way back: the first tensor over query heads, others over groups -> for each rank `[t, its share, d]`."""
+        order = plan.departure(self.axis.size, tensors[0].device)
+        blocks = [x[order].chunk(self.axis.size) for x in tensors]  # [size * t, ...] -> size times [t, ...]
+        outgoing = list(zip(*blocks, strict=True))
+        kinds = ["heads", *["groups"] * (len(tensors) - 1)]
+        shapes = [
+            [
+                ((len(blocks[0][0]), _width(share, kind), x.shape[2]), x.dtype)
+                for x, kind in zip(tensors, kinds, strict=True)
+            ]
+            for share in shares
+        ]
+        return start_exchange(outgoing, shapes, self.axis).wait()
+
+
+def _width(share: HeadShare, kind: str) -> int:
+    part: slice = getattr(share, kind)
+    return part.stop - part.start

@@ -1,0 +1,36 @@
+"""Which packs make the rows of this rank, and over which ranks a row's tokens are dealt.
+
+Key property: dynamic context parallelism is nothing but another answer to these two questions: the packs that dp ranks
+would read side by side stand in one row, dealt over dp x cp ranks; the layout keeps short documents on few of them, and
+ranks that share no document exchange nothing. Rejected: process groups of several sizes, which fix the degrees that a
+document may have and must be created for all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megacp.config.run import RunConfig
+from megacp.context_parallel.shard import row_axis
+from megacp.data.loader import DataRank
+from megacp.distributed.grid import Axis, ProcessGrid
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one rank."""
+
+    axis: Axis
+    """The ranks over which the tokens of a row are dealt: cp, or dp x cp."""
+    place: DataRank
+    """Which of the step's rows are this rank's; ranks with one place read the same packs."""
+    packs: int
+    """Packs of a row."""
+
+
+def rows_of(config: RunConfig, grid: ProcessGrid) -> Rows:
+    """The rows of a rank of `grid`."""
+    packs, axis = config.training.micro_batch_size, row_axis(grid, config.parallel)
+    if axis is grid.cp:
+        return Rows(axis, DataRank(grid.dp.rank, grid.dp.size), packs)
+    return Rows(axis, DataRank(0, 1), packs * grid.dp.size)
