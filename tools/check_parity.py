@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megacp.config.cli import parse
+from megacp.config.parallel import ParallelConfig
 from megacp.config.run import flatten
 from megacp.data.mock import MASKS
 from megacp.distributed.spawn import RankFailure, run_ranks
@@ -68,7 +69,7 @@ def _heading(setup: ParitySetup) -> str:
         f"parity of {setup.world_size} ranks = pp {p.pipeline_model_parallel_size} x dp {dp} x "
         f"cp {p.context_parallel_size} x tp {p.tensor_model_parallel_size} with one process",
         f"  layout  virtual stages {p.num_virtual_stages_per_pipeline_rank}, "
-        f"sequence parallel {'on' if p.sequence_parallel else 'off'}, {p.cp_comm_type}, {p.cp_layout}, "
+        f"sequence parallel {'on' if p.sequence_parallel else 'off'}, {_context(p)}, "
         f"recompute {t.recompute_granularity}",
         f"  model   {setup.model or 'of the config'}: {human_count(model_parameters(m))} parameters, "
         f"{m.num_layers} layers, {m.num_attention_heads}/{m.query_groups} heads, {t.dtype}",
@@ -76,6 +77,14 @@ def _heading(setup: ParitySetup) -> str:
         f"seed {t.seed}",
     ]
     return "\n".join([*lines, *(f"  note    {note}" for note in setup.notes)])
+
+
+def _context(p: ParallelConfig) -> str:
+    """Transport and layout in words."""
+    sizes = p.hierarchical_context_parallel_sizes
+    transport = p.cp_comm_type + (f" {sizes[0]} x {sizes[1]}" if sizes else "")
+    transport += f" in {p.cp_exchange_stages} stages" if p.cp_exchange_stages > 1 else ""
+    return f"{transport}, {p.cp_layout}" + (" over dp x cp" if p.dynamic_context_parallel else "")
 
 
 def _line(c: StepComparison) -> str:

@@ -79,7 +79,7 @@ def _stages_are_for_the_exchange(config: RunConfig, world: int) -> str | None:
         return None
     if p.cp_comm_type != "kv_exchange":
         return f"--cp-exchange-stages {p.cp_exchange_stages} acts only with --cp-comm-type kv_exchange"
-    ranks = p.context_parallel_size if not p.dynamic_context_parallel else world
+    ranks = p.context_parallel_size * (config.data_parallel_size(world) if p.dynamic_context_parallel else 1)
     if p.cp_exchange_stages < ranks:
         return None
     return (

@@ -9,7 +9,6 @@ backward sends gradients only. Rejected: expanding K/V to all query heads, and p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -18,38 +17,7 @@ from megacp.context_parallel.transport import Tensors, Transport
 from megacp.distributed.collectives import start_exchange
 from megacp.distributed.grid import Axis
 from megacp.ops.attention import QKV, accumulation_dtype
-
-
-@dataclass(frozen=True)
-class HeadShare:
-    """The query heads `[h0, h1)` and K/V heads (groups) `[g0, g1)` of one rank; each group serves as many heads."""
-
-    heads: slice
-    groups: slice
-
-
-def head_shares(heads: int, groups: int, ranks: int) -> list[HeadShare]:
-    """How heads are dealt: whole groups while there are as many as ranks, else the heads of a group over its ranks.
-
-    Shares differ by at most one group, or one head of a group. Raises ValueError for more ranks than heads.
-    """
-    if ranks > heads:
-        raise ValueError(
-            f"--cp-comm-type a2a gives each of {ranks} ranks a head of its own, there are {heads} heads on a tensor "
-            f"rank: lower --context-parallel-size, or choose a2a+p2p with a smaller first size, p2p or kv_exchange"
-        )
-    per_group = heads // groups
-    if ranks <= groups:
-        cuts = [groups * rank // ranks for rank in range(ranks + 1)]
-        pairs = zip(cuts[:-1], cuts[1:], strict=True)
-        return [HeadShare(slice(low * per_group, high * per_group), slice(low, high)) for low, high in pairs]
-    shares = []
-    for group in range(groups):
-        members = ranks * (group + 1) // groups - ranks * group // groups
-        cuts = [group * per_group + per_group * member // members for member in range(members + 1)]
-        pairs = zip(cuts[:-1], cuts[1:], strict=True)
-        shares += [HeadShare(slice(low, high), slice(group, group + 1)) for low, high in pairs]
-    return shares
+from megacp.planner.context import HeadShare, head_shares
 
 
 class HeadsForSequence:

@@ -25,7 +25,7 @@ def _others(plan: AttentionPlan) -> np.ndarray:
     return plan.order[~mine[plan.order]]
 
 
-def _table_of_others(plan: AttentionPlan) -> TileTable:
+def table_of_others(plan: AttentionPlan) -> TileTable:
     return tile_table(plan.metadata.take(plan.local), plan.metadata.take(_others(plan)))
 
 
@@ -50,7 +50,7 @@ class AllGatherAttention:
         partial = kernels.empty_partial(q)
         self.kernel.attend(partial, qkv, plan.table(plan.cp_rank), scale)
         keys, values = self._arrived(gathered, plan, q.device)
-        self.kernel.attend(partial, (q, keys, values), plan.part("others", lambda: _table_of_others(plan)), scale)
+        self.kernel.attend(partial, (q, keys, values), plan.part("others", lambda: table_of_others(plan)), scale)
         return finished(qkv, partial)
 
     def backward(self, kept: Tensors, dout: torch.Tensor, plan: AttentionPlan, scale: float) -> kernels.QKV:
@@ -63,7 +63,7 @@ class AllGatherAttention:
         keys, values = self._arrived(gathered, plan, dout.device)
         theirs = torch.zeros(*keys.shape[:-1], 2 * keys.shape[-1], dtype=wide, device=keys.device)
         grads = (dq, *theirs.chunk(2, -1))
-        table = plan.part("others", lambda: _table_of_others(plan))
+        table = plan.part("others", lambda: table_of_others(plan))
         self.kernel.attend_backward(saved, (keys, values), table, scale, grads)
         row = theirs.new_zeros(len(plan.metadata), *theirs.shape[1:])  # gradients of all keys, in rank order
         row[self._places(plan, dout.device)] = theirs
@@ -81,6 +81,6 @@ class AllGatherAttention:
 
     def _arrived(self, gathered: Pending, plan: AttentionPlan, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Keys and values `[T - t, groups, d]` of the other ranks, in the row's order."""
-        theirs = gathered.wait()[self._places(plan, device)]
+        theirs = gathered.take()[self._places(plan, device)]
         keys, values = theirs.chunk(2, -1)  # [T - t, groups, 2d] -> [T - t, groups, d] twice
         return keys, values

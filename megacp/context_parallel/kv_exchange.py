@@ -144,13 +144,13 @@ class KVExchange:
     def _arrived(self, coming: Pending | None, plan: AttentionPlan, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a stage in the order of its table."""
         assert coming is not None
-        rows = coming.wait()
+        rows = coming.take()
         return _halves(rows[self._order(plan, number, rows.device)])
 
     def _add(self, dkv: torch.Tensor, returning: Pending, stage: Stage, plan: AttentionPlan, number: int) -> None:
         """Add what came back to the rows that were sent, rank by rank: a row may have gone to several."""
         rows = self._send_rows(plan, number, dkv.device).split(stage.out_splits)
-        for index, values in zip(rows, returning.wait().split(stage.out_splits), strict=True):
+        for index, values in zip(rows, returning.take().split(stage.out_splits), strict=True):
             dkv[index] += values  # a row goes to a rank at most once
 
 

@@ -34,8 +34,7 @@ def key_order(metadata: Metadata) -> np.ndarray:
     if not metadata.span.any():
         return natural
     order = text_before_images(metadata)
-    by_type = metadata.take(order)
-    fewer = tile_table(by_type, by_type).num_tiles < tile_table(metadata, metadata).num_tiles
+    fewer = metadata.take(order).own_table.num_tiles < metadata.own_table.num_tiles
     return order if fewer else natural
 
 

@@ -16,6 +16,7 @@ from megacp.batch import PackedBatch
 from megacp.config.parallel import ParallelConfig
 from megacp.context_parallel.layout import LAYOUTS, Layout
 from megacp.context_parallel.plan import AttentionPlan
+from megacp.context_parallel.vision import LocalVision, local_vision
 from megacp.distributed.grid import Axis, ProcessGrid
 from megacp.ops.mask import Metadata
 
@@ -37,6 +38,8 @@ class LocalBatch:
     plan: AttentionPlan
     key: int
     """Names this microbatch on every grid; dropout masks are derived from it."""
+    vision: LocalVision | None = None
+    """Images to encode here and where their features go; None for rows of a dataset without images."""
 
     @property
     def num_tokens(self) -> int:
@@ -55,9 +58,19 @@ def mask_metadata(batch: PackedBatch) -> Metadata:
 
 
 def shard_batch(
-    batch: PackedBatch, cp: Axis, layout: Layout, *, tp: int = 1, key: int = 0, device: torch.device | str = "cpu"
+    batch: PackedBatch,
+    cp: Axis,
+    layout: Layout,
+    *,
+    tp: int = 1,
+    key: int = 0,
+    device: torch.device | str = "cpu",
+    exchange: str = "routed",
 ) -> LocalBatch:
-    """This cp rank's share of `batch[T]`, padded as the layout needs it; `tp` > 1 with sequence parallelism."""
+    """This cp rank's share of `batch[T]`, padded as the layout needs it; `tp` > 1 with sequence parallelism.
+
+    `exchange`: how features of images reach their tokens, `--vision-feature-exchange`.
+    """
     if cp.size == 1:
         layout = LAYOUTS["contiguous"]  # one rank holds the row as it is
     padded = batch.with_padding_to(layout.padded_length(mask_metadata(batch), cp.size, tp))
@@ -66,4 +79,5 @@ def shard_batch(
     plan = AttentionPlan(layout.deal(metadata, cp.size), metadata, cp.rank)
     fields = (padded.tokens, padded.labels, padded.loss_weights, padded.position_ids, places)
     local = [torch.from_numpy(values[plan.local]).to(device, non_blocking=True) for values in fields]
-    return LocalBatch(*local, plan=plan, key=key)
+    vision = local_vision(batch.vision, plan.indices, cp, exchange, device) if batch.vision is not None else None
+    return LocalBatch(*local, plan=plan, key=key, vision=vision)

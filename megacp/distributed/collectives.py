@@ -47,6 +47,11 @@ class Pending:
             self._finish = None  # type: ignore[assignment]  # drops the buffers it holds
         return self._result
 
+    def take(self) -> Any:
+        """The result, which is then no longer held here; once only."""
+        result, self._result = self.wait(), None
+        return result
+
 
 def _done(x: torch.Tensor) -> Pending:
     return Pending(None, lambda: x)

@@ -48,11 +48,16 @@ def world_from_environment() -> World:
     return World(values["RANK"], values["WORLD_SIZE"], values["LOCAL_RANK"], values["LOCAL_WORLD_SIZE"])
 
 
+def device_type(world: World) -> str:
+    """`cuda` when this machine has a GPU for each of its local ranks, else `cpu`; touches no device."""
+    return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= world.local_size else "cpu"
+
+
 def pick_device(world: World) -> torch.device:
     """The GPU of this local rank when there are enough of them, else the CPU, whose cores the local ranks share as
     threads.
     """
-    if torch.cuda.is_available() and torch.cuda.device_count() >= world.local_size:
+    if device_type(world) == "cuda":
         device = torch.device("cuda", world.local_rank)
         torch.cuda.set_device(device)
         return device

@@ -45,6 +45,8 @@ class ParameterSpec:
     """Axes beyond dp and cp over which the gradient is partial: `tp`, `embedding`."""
     counted: bool = True
     """Whether this rank counts the parameter in the global gradient norm: copies are counted once."""
+    lr_multiplier: float = 1.0
+    """Learning rate of the parameter over that of the schedule."""
 
 
 def attach(parameter: torch.nn.Parameter, spec: ParameterSpec) -> torch.nn.Parameter:

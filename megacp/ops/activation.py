@@ -1,10 +1,13 @@
-"""SwiGLU (Shazeer, 2020) that saves only its input.
+"""SwiGLU (Shazeer, 2020) that saves only its input, and GELU by name.
 
 Key property: the gate and the up projection stay one tensor from the fused linear to here. Rejected: `silu(gate) * up`
 by autograd, which keeps three tensors of the widest size in the model.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -31,3 +34,10 @@ class _SwiGLU(torch.autograd.Function):
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up`: `[..., 2f] -> [..., f]`, gate first."""
     return _SwiGLU.apply(gate_up)
+
+
+GELU: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
+"""GELU (Hendrycks and Gimpel, 2016), exact and by its tanh approximation; torch's own saves its input alone."""

@@ -9,6 +9,7 @@ Tensors are token-major: `q[n, heads, d]`, `k, v[m, groups, d]` with `heads % gr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -216,20 +217,69 @@ class MathKernel(TileKernel):
         return scores
 
 
-KERNELS: dict[str, type[FlashKernel] | type[MathKernel]] = {"flash": FlashKernel, "math": MathKernel}
+def _flex_kernel() -> Kernel:
+    from megacp.ops.flex import FlexKernel  # which imports this module
+
+    return FlexKernel()
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """A row of the table of kernels: how to build it, and where alone it runs."""
+
+    build: Callable[[], Kernel]
+    device: str = ""
+    """The only device type, or any."""
+    float64: bool = True
+    """Whether it adds up in float64 for a float64 model."""
+
+
+KERNELS = {
+    "flash": KernelChoice(FlashKernel, "cpu"),
+    "math": KernelChoice(MathKernel),
+    "flex": KernelChoice(_flex_kernel, "cuda", float64=False),
+}
+"""The values of `--attention-kernel` besides auto, and dense."""
+
+FASTEST = {"cpu": "flash", "cuda": "flex"}
+"""What auto means on a type of device, where it adds up in the model's dtype; else math."""
+
+
+def kernel_problem(name: str, device_type: str, dtype: str = "float32") -> str | None:
+    """Why a kernel cannot run on a type of device (`cpu`, `cuda`) in a `--dtype`; None for names without a row."""
+    choice = KERNELS.get(name)
+    if choice is None:
+        return None
+    if choice.device not in ("", device_type):
+        only = {"cpu": "the CPU", "cuda": "CUDA"}[choice.device]
+        return f"--attention-kernel {name} runs on {only}, this run is on {device_type}; choose auto or math"
+    if dtype == "float64" and not choice.float64:
+        return f"--attention-kernel {name} adds up in float32, this run has --dtype float64; choose auto or math"
+    return None
+
+
+def kernel_name(name: str, device_type: str, dtype: str = "float32") -> str:
+    """What a `--attention-kernel` value means: `auto` is flash on CPU, flex on CUDA, and math for float64 there and on
+    any other device; other values mean themselves. Raises ValueError with the reason of `kernel_problem`.
+    """
+    if name == "auto":
+        fastest = FASTEST.get(device_type, "math")
+        return "math" if kernel_problem(fastest, device_type, dtype) else fastest
+    problem = kernel_problem(name, device_type, dtype)
+    if problem:
+        raise ValueError(problem)
+    return name
 
 
 def select_kernel(name: str, device: torch.device) -> Kernel:
-    """The kernel of a `--attention-kernel` value; `auto` is flash on CPU and math elsewhere.
+    """The kernel of a `--attention-kernel` value; raises ValueError where it is unknown or cannot run.
 
-    Raises ValueError for an unknown name, or flash off the CPU.
+    It knows no dtype: for a float64 model `kernel_name` must have resolved `auto` before.
     """
-    chosen = ("flash" if device.type == "cpu" else "math") if name == "auto" else name
+    chosen = kernel_name(name, device.type)
     if chosen not in KERNELS:
         raise ValueError(f"--attention-kernel {name} is unknown; choose auto, {', '.join(KERNELS)}")
-    if chosen == "flash" and device.type != "cpu":
-        raise ValueError(f"--attention-kernel flash runs on the CPU, this run is on {device.type}; choose auto or math")
-    return KERNELS[chosen]()
+    return KERNELS[chosen].build()
 
 
 def empty_partial(q: torch.Tensor) -> Partial:

@@ -148,9 +148,7 @@ def _of_causal_tiles(table: TileTable, size: int) -> _Stretches:
 
 def block_cover(table: TileTable, size: int = BLOCK) -> BlockCover:
     """The blocks of `size x size` that hold an allowed pair of the table."""
-    k_blocks = -(-table.keys // size)
     parts = _concatenated([_of_full_tiles(table, size), _of_causal_tiles(table, size)])
-    parts = parts.take(np.flatnonzero(parts.weight))
-    sums = parts.summed(k_blocks)
+    sums = parts.summed(-(-table.keys // size))
     k_block, owner = expand(sums.start, sums.stop)
     return BlockCover(table, size, sums.line[owner], k_block, sums.weight[owner])

@@ -41,6 +41,11 @@ class Metadata:
         """The metadata of some tokens, in the order of `indices[m]`."""
         return Metadata(self.document[indices], self.branch[indices], self.span[indices], self.place[indices])
 
+    @functools.cached_property
+    def own_table(self) -> TileTable:
+        """Tiles between these tokens and themselves."""
+        return tile_table(self, self)
+
 
 @dataclass(frozen=True)
 class Tile:

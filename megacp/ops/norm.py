@@ -1,12 +1,13 @@
-"""RMSNorm (Zhang and Sennrich, 2019) that saves its input and one scale per row, nothing else.
+"""RMSNorm (Zhang and Sennrich, 2019) that saves its input and one scale per row, nothing else; and LayerNorm.
 
 Key property: statistics in fp32 or wider whatever the model dtype, as Llama, Qwen3 and Molmo2 do. Rejected: the
-composite torch form, whose autograd keeps three copies of the activations.
+composite torch form of RMSNorm, whose autograd keeps three copies of the activations (torch's LayerNorm does not).
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from megacp.ops.attention import accumulation_dtype
 
@@ -35,3 +36,8 @@ class _RMSNorm(torch.autograd.Function):
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """`x[..., h] / sqrt(mean(x^2) + epsilon) * weight[h]`, same dtype as x."""
     return _RMSNorm.apply(x, weight, epsilon)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """`(x[..., h] - mean) / sqrt(variance + epsilon) * weight[h] + bias[h]` (Ba et al., 2016), same dtype as x."""
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, epsilon)

@@ -149,7 +149,14 @@ def all_cases(world_size: int, tokens: tuple[int, ...]) -> list[Case]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "tokens"), [(2, (45,)), (3, (48,)), (4, (45,)), pytest.param(8, (5, 45), marks=pytest.mark.slow)]
+    ("world_size", "tokens"),
+    [
+        (2, (45,)),
+        (3, (48,)),
+        (4, (45,)),
+        pytest.param(6, (45,), marks=pytest.mark.slow),
+        pytest.param(8, (5, 45), marks=pytest.mark.slow),
+    ],
 )
 def test_a_transport_equals_dense_attention_for_every_mask_and_layout(world_size: int, tokens: tuple[int, ...]) -> None:
     """Rows of 45 tokens must be padded, of 5 leave ranks empty; K/V heads are fewer than 3 ranks and more.

@@ -24,6 +24,9 @@ from megacp.training.parity_setup import MAX_PARAMETERS, Request, prepare
 TP, CP, PP = "--tensor-model-parallel-size", "--context-parallel-size", "--pipeline-model-parallel-size"
 SMALL = ["--num-layers", "2", "--steps", "2", "--seq-length", "32", "--timeout", "120"]
 
+HIERARCHY = "--hierarchical-context-parallel-sizes"
+DYNAMIC = ["--dynamic-context-parallel", "--cp-comm-type", "kv_exchange", "--cp-layout", "balanced"]
+
 
 def load_tool() -> ModuleType:
     path = Path(__file__).resolve().parents[2] / "tools" / "check_parity.py"
@@ -50,6 +53,20 @@ tool = load_tool()
         ),
         pytest.param(
             [CP, "2", TP, "2", "--mask", "branches", "--cp-layout", "contiguous"], marks=pytest.mark.slow, id="tp2_cp2"
+        ),
+        pytest.param(
+            [CP, "4", "--mask", "mixed", "--cp-comm-type", "a2a+p2p", HIERARCHY, "2", "2", "--cp-layout", "balanced"],
+            marks=pytest.mark.slow,
+            id="cp2x2",
+        ),
+        pytest.param(
+            ["--nproc", "4", CP, "2", "--mask", "mixed", "--model", "tiny_biased", *DYNAMIC], id="dynamic dp2_cp2"
+        ),
+        pytest.param(["--nproc", "4", PP, "2", "--mask", "image", *DYNAMIC], marks=pytest.mark.slow, id="dynamic dp2"),
+        pytest.param(
+            [CP, "2", TP, "2", "--mask", "mixed", "--model", "tiny_vlm", "--seq-length", "64"],
+            marks=pytest.mark.slow,
+            id="vision tp2_cp2",
         ),
         pytest.param([CP, "4", "--mask", "mixed", "--recompute-granularity", "full"], marks=pytest.mark.slow, id="cp4"),
         pytest.param(
@@ -81,21 +98,15 @@ def lost_norm_gradient(rank: int, world_size: int, *args: Any) -> list[StepTrace
 
 def half_mask(rank: int, world_size: int, *args: Any) -> list[StepTrace]:
     """A rank that leaves out the second tile of every row of the mask."""
-    import dataclasses
 
     from megacp.ops import attention
 
-    right = attention.attend
-
-    def attend(kernel, partial, qkv, table, scale):  # type: ignore[no-untyped-def]
-        rows = tuple(dataclasses.replace(row, tiles=row.tiles[:1]) for row in table.rows)
-        right(kernel, partial, qkv, dataclasses.replace(table, rows=rows), scale)
-
-    attention.attend = attend
+    right = attention.key_sources
+    attention.key_sources = lambda row, width: right(row, width)[:1]
     try:
         return train_rank(rank, world_size, *args)
     finally:
-        attention.attend = right
+        attention.key_sources = right
 
 
 def raises_on_rank_one(rank: int, world_size: int, *args: Any) -> list[StepTrace]:

@@ -38,6 +38,24 @@ def shapes(ranks: int) -> list[Shape]:
     return [dict(zip(axes, sizes, strict=True)) for sizes in found if np.prod(sizes) == ranks]
 
 
+TRANSPORTS = ("p2p", "all_gather", "a2a", "kv_exchange", "a2a+p2p")
+LAYOUTS = ("zigzag", "balanced", "contiguous", "zigzag_document")
+
+
+def context_options(number: int, cp: int) -> Values:
+    """Transport and layout of a case; a hierarchy has groups of two ranks."""
+    transport = TRANSPORTS[number % 5]
+    hierarchy = (2, cp // 2) if transport == "a2a+p2p" and cp > 1 else None
+    layout = LAYOUTS[(number + number // 5) % 4]
+    stages = 2 if transport == "kv_exchange" and cp > 2 else 1
+    return {
+        "cp_comm_type": transport,
+        "cp_layout": layout,
+        "hierarchical_context_parallel_sizes": hierarchy,
+        "cp_exchange_stages": stages,
+    }
+
+
 def cases_of(shape: Shape, count: int) -> list[tuple[str, Values, Values]]:
     """`count` cases for a grid: (model, what the reference needs too, options of the grid alone)."""
     start = [s for n in (1, 2, 4, 8) for s in shapes(n)].index(shape)
@@ -53,8 +71,7 @@ def cases_of(shape: Shape, count: int) -> list[tuple[str, Values, Values]]:
             "num_virtual_stages_per_pipeline_rank": 2 if virtual else 1,
             "recompute_granularity": ("none", "selective", "full")[(number + start) % 3],
             "sequence_parallel": bool(bits[0]),
-            "cp_comm_type": ("p2p", "all_gather")[bits[1]],
-            "cp_layout": ("zigzag", "contiguous")[bits[2]],
+            **context_options(number, shape["cp"]),
             "ddp_bucket_size": 25_000_000 if bits[0] else 3000,
             "attention_kernel": ("flash", "math")[bits[3]],
         }
@@ -138,8 +155,8 @@ def test_the_design_covers_every_option_on_every_axis_it_acts_on() -> None:
     wanted = {
         "recompute_granularity": ("none", "selective", "full"),
         "sequence_parallel": (False, True),
-        "cp_comm_type": ("p2p", "all_gather"),
-        "cp_layout": ("zigzag", "contiguous"),
+        "cp_comm_type": TRANSPORTS,
+        "cp_layout": LAYOUTS,
         "attention_kernel": ("flash", "math"),
     }
     for axis, (option, values) in itertools.product(("dp", "tp", "pp", "cp"), wanted.items()):

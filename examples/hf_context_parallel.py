@@ -1,0 +1,120 @@
+"""A stock model of transformers trains on a sequence that is sharded over ranks, with the losses of one process.
+
+    torchrun --standalone --nproc-per-node 2 examples/hf_context_parallel.py --transport kv_exchange --layout balanced
+
+The model is a tiny Llama with random weights, a row holds packed documents, and nothing of transformers is changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megacp.context_parallel.attention import TRANSPORTS
+from megacp.context_parallel.door import context_parallel
+from megacp.context_parallel.layout import LAYOUTS
+from megacp.context_parallel.loop_rules import shift_labels, sum_gradients
+from megacp.context_parallel.transformers_attention import register_with_transformers
+from megacp.distributed.collectives import all_reduce
+from megacp.distributed.grid import Axis, GridShape
+from megacp.distributed.launch import start, stop, world_from_environment
+
+VOCAB = 512
+DOCUMENTS = (0.1, 0.55, 0.35)
+"""Shares of the row."""
+
+
+def batch(seq_length: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Token ids, position ids, shifted labels and document ids `[1, S]`, the same on every rank."""
+    lengths = [int(seq_length * share) for share in DOCUMENTS]
+    lengths[-1] = seq_length - sum(lengths[:-1])
+    ids = torch.randint(0, VOCAB, (1, seq_length))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    documents = torch.cat([torch.full((n,), number) for number, n in enumerate(lengths)])[None]
+    return tuple(x.to(device) for x in (ids, positions, shift_labels(ids, documents), documents))
+
+
+def summed_loss(
+    model: LlamaForCausalLM, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
+    """Sum over the tokens that are here; whoever calls it divides once, by the tokens of all ranks."""
+    logits = model(ids, position_ids=positions, use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def sharded_step(
+    model: LlamaForCausalLM, data: tuple[torch.Tensor, ...], axis: Axis, options: argparse.Namespace
+) -> torch.Tensor:
+    """Backward over the ranks of `axis`; returns the loss of the whole row."""
+    ids, positions, labels, documents = data
+    counted = (labels != -100).sum()
+    with context_parallel(
+        axis,
+        buffers=[ids, positions, labels],
+        buffer_seq_dims=[1, 1, 1],
+        pad_values=[0, 0, -100],
+        document_ids=documents,
+        transport=options.transport,
+        layout=options.layout,
+    ):
+        loss = summed_loss(model, ids, positions, labels) / counted
+        loss.backward()
+    sum_gradients(model.parameters(), axis)
+    return all_reduce(loss.detach(), axis)
+
+
+def one_process_step(model: LlamaForCausalLM, data: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The same on the whole row: outside of a block the registered attention is the library's own."""
+    ids, positions, labels, _ = data
+    loss = summed_loss(model, ids, positions, labels) / (labels != -100).sum()
+    loss.backward()
+    return loss.detach()
+
+
+def train(axis: Axis, device: torch.device, options: argparse.Namespace) -> list[tuple[float, float]]:
+    """Losses of each step, over the ranks and on one process; all ranks draw the same weights and data."""
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
+    name = register_with_transformers()
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, attn_implementation=name)).to(device)
+    alone = copy.deepcopy(model)
+    steps = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, alone)]
+    losses = []
+    for _ in range(options.steps):
+        data = batch(options.seq_length, device)
+        losses.append((sharded_step(model, data, axis, options).item(), one_process_step(alone, data).item()))
+        for optimizer in steps:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def main() -> int:
+    """Train and print; 1 when the losses are not those of one process."""
+    parser = argparse.ArgumentParser(description="A tiny Llama of transformers under context parallelism.")
+    parser.add_argument("--steps", type=int, default=3, metavar="N")
+    parser.add_argument(
+        "--seq-length", type=int, default=250, metavar="S", help="filled up where ranks do not divide it"
+    )
+    parser.add_argument("--transport", choices=[name for name in TRANSPORTS if name != "a2a+p2p"], default="p2p")
+    parser.add_argument("--layout", choices=list(LAYOUTS), default="zigzag")
+    options = parser.parse_args()
+    grid = start(GridShape(cp=world_from_environment().size))
+    try:
+        losses = train(grid.cp, grid.device, options)
+    finally:
+        stop()
+    if grid.rank == 0:
+        for step, (sharded, alone) in enumerate(losses, 1):
+            print(f"step {step}: loss {sharded:.5f} on {grid.cp.size} ranks, {alone:.5f} on one process")
+    return int(any(abs(sharded - alone) > 1e-4 for sharded, alone in losses))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""Fewer documents over several ranks: two ranks at a time deal out anew what they hold.
+
+Key property: tokens stay equal and no rank gets more area than the limit, because a move that breaks either is no move:
+of the documents of two ranks some go to each whole, and one or two are cut so that both sums come out. All subsets of
+a few documents are looked at together. Moves that cost keys are taken too, dearer ones at the start (simulated
+annealing, Kirkpatrick et al., 1983), and the cheapest deal on the way is kept. Rejected: an integer program, which
+takes seconds to save a tenth more; and filling one rank after another, which leaves the last ones with the documents
+that fit nowhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+ATTEMPTS = 300
+"""Most pairs of ranks looked at, half a millisecond each."""
+TOKENS_OF_AN_ATTEMPT = 128
+"""Tokens of the row that pay for one: planning stays small beside the row's attention."""
+FREE = 9
+"""Documents of two ranks that may move at once: 2^9 subsets."""
+WARMTH = 0.3
+"""How many keys a move may cost at the start, as a share of the dearest document's price; falls to 0."""
+WARM_ATTEMPTS = 0.8
+"""Share of the attempts until then."""
+RELATED = 0.8
+"""Share of attempts on two ranks with a document in common; the others bring in other documents."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Rows of one document on one rank, ascending, and the area of the first 0, 1, ..., n of them (`[n + 1]`)."""
+
+    rows: np.ndarray
+    area: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def part(self, start: int, stop: int) -> Piece:
+        """Some neighbouring rows."""
+        return Piece(self.rows[start:stop], self.area[start : stop + 1] - self.area[start])
+
+
+Rank = dict[int, Piece]
+"""What a rank holds, by document."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What the first of two ranks gets: documents whole, and rows from the ends of one or two.
+
+    These are the first `light` rows of document `first`, and the last `tokens - light` of `last`, perhaps the same one.
+    """
+
+    whole: frozenset[int]
+    first: int
+    last: int
+    tokens: int
+    light: int
+
+
+class Regrouping:
+    """Documents `document[T]` dealt to ranks as `indices[cp, T / cp]`, changed in place.
+
+    `cost[T]` is the area of each row, `limit` the most area of a rank, `prices[document]` the keys that travel because
+    of each rank of a document after the first. Equal on every machine: prices are integers, the random stream is
+    Python's own.
+    """
+
+    def __init__(
+        self, document: np.ndarray, indices: np.ndarray, cost: np.ndarray, prices: dict[int, int], limit: float
+    ) -> None:
+        self.cost = cost
+        self.prices = prices
+        self.limit = limit
+        self.ranks = [self._rank(document[rows], rows) for rows in indices]
+        self._random = random.Random(0)
+
+    def _rank(self, document: np.ndarray, rows: np.ndarray) -> Rank:
+        order = np.argsort(document, kind="stable")
+        cuts = np.flatnonzero(np.diff(document[order])) + 1
+        return {int(document[part[0]]): self.piece(rows[part]) for part in np.split(order, cuts)}
+
+    def piece(self, rows: np.ndarray) -> Piece:
+        """The piece of some rows of a document."""
+        return Piece(rows, np.concatenate([[0], np.cumsum(self.cost[rows])]))
+
+    def run(self) -> np.ndarray:
+        """The cheapest deal met, indices `[cp, T / cp]`, ascending on each rank; as it was when none is cheaper."""
+        cheapest, kept = self._price(self._holders()), list(self.ranks)
+        attempts = min(ATTEMPTS, len(self.cost) // TOKENS_OF_AN_ATTEMPT)
+        for attempt in range(attempts):
+            holders = self._holders()
+            cut = [ranks for document, ranks in holders.items() if len(ranks) > 1 and self.prices[document]]
+            if not cut:
+                break
+            ranks = self._one_of(cut) if self._random.random() < RELATED else range(len(self.ranks))
+            one = self._one_of(ranks)
+            two = self._one_of([rank for rank in ranks if rank != one])
+            left = max(0.0, 1 - attempt / (WARM_ATTEMPTS * attempts))
+            self._attempt(one, two, WARMTH * max(self.prices.values()) * left**2)
+            price = self._price(self._holders())
+            if price < cheapest:
+                cheapest, kept = price, list(self.ranks)
+        return np.stack([np.sort(np.concatenate([piece.rows for piece in rank.values()])) for rank in kept])
+
+    def _holders(self) -> dict[int, list[int]]:
+        """The ranks of each document."""
+        holders: dict[int, list[int]] = {}
+        for rank, held in enumerate(self.ranks):
+            for document in held:
+                holders.setdefault(document, []).append(rank)
+        return holders
+
+    def _price(self, holders: dict[int, list[int]]) -> int:
+        return sum((len(ranks) - 1) * self.prices[document] for document, ranks in holders.items())
+
+    def _one_of(self, choices):  # type: ignore[no-untyped-def]
+        return choices[int(self._random.random() * len(choices))]
+
+    def _attempt(self, one: int, two: int, heat: float) -> None:
+        """Deal anew what two ranks hold, if that costs less than it does, or not much more than `heat` keys more."""
+        a, b = self.ranks[one], self.ranks[two]
+        shared = sorted(a.keys() & b.keys(), key=lambda document: (-self.prices[document], document))
+        pool = {**a, **b}
+        for document in shared:
+            both = np.concatenate([a[document].rows, b[document].rows])
+            pool[document] = self.piece(np.sort(both, kind="stable"))  # timsort merges the two ascending parts
+        others = [document for document in pool if document not in shared]
+        while len(shared) + len(others) > FREE and others:
+            others.pop(int(self._random.random() * len(others)))
+        free = [*shared[:FREE], *others]
+        fixed = frozenset(document for document in a if document not in free)
+        most = sum(self.prices[document] for document in shared) + heat * self._random.random()
+        share = self._share(pool, fixed, free, sum(map(len, a.values())), self._options(free, most, heat))
+        if share is not None:
+            self.ranks[one], self.ranks[two] = divided(pool, share)
+
+    def _options(self, free: Sequence[int], most: float, heat: float) -> list[tuple[int, int]]:
+        """Which one or two of the free documents to cut for less than `most`: their numbers, the cheapest first."""
+        found = []
+        for i, j in itertools.combinations_with_replacement(range(len(free)), 2):
+            price = self.prices[free[i]] + (self.prices[free[j]] if i != j else 0)
+            if price < most:
+                found.append((price + heat * self._random.random(), i, j))
+        return [(i, j) for _, i, j in sorted(found)]
+
+    def _share(
+        self, pool: Rank, fixed: frozenset[int], free: Sequence[int], tokens: int, options: Sequence[tuple[int, int]]
+    ) -> Share | None:
+        """A share of `tokens` rows with `fixed` in it that leaves both ranks within the limit, by the first option."""
+        total = sum(int(piece.area[-1]) for piece in pool.values())
+        least, most = total - self.limit, self.limit
+        whole, area = subset_sums([pool[document] for document in free])
+        missing = tokens - sum(len(pool[document]) for document in fixed) - whole
+        area = area + sum(int(pool[document].area[-1]) for document in fixed)
+        subset = np.flatnonzero((missing >= 0) & (area <= most))
+        missing, area = missing[subset], area[subset]
+        for i, j in options:
+            first, last = pool[free[i]], pool[free[j]]
+            room = len(first) + (len(last) if i != j else 0)
+            fits = np.flatnonzero((subset & (1 << i | 1 << j) == 0) & (missing <= room))
+            need, base = missing[fits], area[fits]
+            heavy = ends_area(first, last, np.maximum(0, need - len(last)), need) + base
+            light = ends_area(first, last, np.minimum(len(first), need), need) + base
+            fits = fits[(np.minimum(heavy, light) <= most) & (np.maximum(heavy, light) >= least)]
+            if not len(fits):
+                continue
+            chosen = int(self._one_of(fits))
+            count = int(missing[chosen])
+            lights = np.arange(max(0, count - len(last)), min(len(first), count) + 1)
+            areas = ends_area(first, last, lights, count) + area[chosen]
+            lights = lights[(areas >= least) & (areas <= most)]
+            if not len(lights):
+                continue
+            # one stretch rather than two, and no cut where a document fits whole
+            ends = [n for n in (count, len(first), 0, count - len(last)) if n in lights]
+            mine = frozenset(document for bit, document in enumerate(free) if subset[chosen] >> bit & 1)
+            return Share(fixed | mine, free[i], free[j], count, int(ends[0] if ends else self._one_of(lights)))
+        return None
+
+
+def ends_area(first: Piece, last: Piece, light: np.ndarray, tokens: np.ndarray | int) -> np.ndarray:
+    """Area of the first `light` rows of one piece and the last `tokens - light` of another, or of the same."""
+    return first.area[light] + last.area[-1] - last.area[len(last) - (tokens - light)]
+
+
+def subset_sums(pieces: Sequence[Piece]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and area of every subset of a few pieces, int64 `[2^n]`; bit i of the index stands for piece i."""
+    tokens, area = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    for piece in pieces:
+        tokens = np.concatenate([tokens, tokens + len(piece)])
+        area = np.concatenate([area, area + piece.area[-1]])
+    return tokens, area
+
+
+def divided(pool: Rank, share: Share) -> tuple[Rank, Rank]:
+    """What two ranks hold of the pieces in `pool`: the first its share, the second the rest."""
+    first, last = pool[share.first], pool[share.last]
+    stop = len(last) - (share.tokens - share.light)
+    if share.first == share.last:
+        head, tail = first.part(0, share.light), first.part(stop, len(first))
+        both = Piece(np.concatenate([head.rows, tail.rows]), np.concatenate([head.area, tail.area[1:] + head.area[-1]]))
+        cut = {share.first: (both, first.part(share.light, stop))}
+    else:
+        cut = {
+            share.first: (first.part(0, share.light), first.part(share.light, len(first))),
+            share.last: (last.part(stop, len(last)), last.part(0, stop)),
+        }
+    one = {document: piece for document, piece in pool.items() if document in share.whole}
+    two = {document: piece for document, piece in pool.items() if document not in share.whole and document not in cut}
+    for document, (mine, theirs) in cut.items():
+        if len(mine):
+            one[document] = mine
+        if len(theirs):
+            two[document] = theirs
+    return one, two

@@ -1,0 +1,141 @@
+"""The attention of `transformers` models under `context_parallel`: an attention and a mask function under one name.
+
+    register_with_transformers()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="megacp")
+
+Key property: the attention calls `scaled_dot_product_attention`, which the block takes over, and no S x S mask is made;
+outside of a block both functions are the library's own `sdpa`, so the same model evaluates and generates. Rejected: the
+stock `sdpa` inside a block, for which transformers reads packed documents into position ids that the layout permuted.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megacp.context_parallel.door import ContextParallel, current_context
+
+_NO_SDPA = ("s_aux", "sinks", "softcap", "indices", "block_indices")
+"""Arguments of models whose attention is more than softmax(q k) v; `sdpa` would leave most of them out."""
+_NOT_SHARDED = ("position_bias", "cache", "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions")
+"""Arguments that `sdpa` answers for a whole sequence and a block cannot."""
+
+
+def register_with_transformers(name: str = "megacp") -> str:
+    """Make `attn_implementation=name` known to transformers; returns `name`. Calling it again changes nothing.
+
+    Inside a `context_parallel` block: packing is what `document_ids` say, `position_ids` are only angles, and must be
+    among the buffers (or made of them). Refused with a ValueError: attention masks with zeros that are not padding of
+    the block, sliding windows shorter than the sequence, overlays on the causal mask (unless the block has a
+    `Metadata`, which is then the whole rule), attention sinks, soft caps, position biases and KV caches; and position
+    ids that do not follow the documents. Outside: the library's `sdpa`, with its masks for packing and padding.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
+
+    AttentionInterface.register(name, functools.partial(_attention, sdpa_attention_forward))
+    AttentionMaskInterface.register(name, functools.partial(_mask, sdpa_mask, bidirectional_mask_function))
+    return name
+
+
+def _attention(
+    stock: Callable[..., Any],
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """`query[B, H, s, D]`, `key, value[B, Hkv, s, D]` -> `[B, s, H, D]` and no weights."""
+    context = current_context()
+    refused = _NO_SDPA if context is None else _NO_SDPA + _NOT_SHARDED
+    given = [name for name in refused if kwargs.get(name) is not None and kwargs[name] is not False]
+    if given:
+        raise ValueError(
+            f"{type(module).__name__} asks for {', '.join(given)}, which this attention does not have"
+            + ("" if context is None else " in a context_parallel block; packing is described by document_ids")
+        )
+    if context is None:
+        return stock(module, query, key, value, attention_mask, **kwargs)
+    _refuse_window(context, kwargs.get("sliding_window"))
+    context.check_positions(kwargs.get("position_ids"))
+    is_causal = kwargs.get("is_causal")
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        dropout_p=kwargs.get("dropout", 0.0),
+        is_causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
+        scale=kwargs.get("scaling"),
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+    return out.transpose(1, 2).contiguous(), None  # [B, H, s, D] -> [B, s, H, D]
+
+
+def _mask(
+    stock: Callable[..., Any],
+    bidirectional: Callable[..., Any],
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """No mask inside a block, whose own rule holds, but a refusal where the model's differs; the stock mask outside."""
+    context = current_context()
+    if context is None:
+        return stock(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **kwargs)
+    if kv_length != q_length:
+        raise ValueError(
+            f"{q_length} queries and {kv_length} keys in a context_parallel block: a KV cache and cross attention are "
+            f"not sharded, and an attention_mask of the whole sequence must be among the buffers"
+        )
+    _refuse_window(context, kwargs.get("local_size"))
+    _refuse_padding(context, kwargs.get("attention_mask"))
+    if not context.mask.whole_rule:
+        function = kwargs.get("mask_function")
+        overlaid = kwargs.get("use_vmap", False) or (
+            function is not None
+            and function is not bidirectional
+            and _sees_its_neighbour(function, batch_size, q_length, kwargs)
+        )
+        if overlaid:
+            raise ValueError(
+                "this model lays a mask of its own over the causal one (images that see each other, prefixes): give "
+                "context_parallel a Metadata with those spans as document_ids"
+            )
+    return None
+
+
+def _sees_its_neighbour(function: Callable[..., Any], batch: int, length: int, kwargs: dict[str, Any]) -> bool:
+    """Whether some token sees the next one on this rank, which neither causal nor packed masks allow."""
+    device = kwargs.get("device", "cpu")
+    q = torch.arange(length - 1, device=device)
+    rows = torch.arange(batch, device=device)[:, None]
+    return bool(torch.as_tensor(function(rows, torch.zeros_like(rows), q[None], q[None] + 1)).any())
+
+
+def _refuse_window(context: ContextParallel, window: int | None) -> None:
+    if window is not None and window < context.mask.length:
+        raise ValueError(
+            f"a sliding (or chunked) window of {window} tokens in a sequence of {context.mask.length} is not supported "
+            f"in a context_parallel block: switch it off in the model's config"
+        )
+
+
+def _refuse_padding(context: ContextParallel, attention_mask: torch.Tensor | None) -> None:
+    """Zeros in `attention_mask[B, s]` must be where the block has padding, and only there."""
+    if attention_mask is None or bool(attention_mask.all()):
+        return
+    real = torch.from_numpy(context.mask.of(context.mask.document, context.local) >= 0)
+    given = attention_mask.cpu().bool()
+    if given.shape[1:] != real.shape[1:] or not bool((given == real).all()):
+        raise ValueError(
+            f"attention_mask {tuple(given.shape)} has {int((~given).sum())} zeros, which are not this rank's padding "
+            f"in document_ids: put it among the buffers, and give context_parallel document_ids with -1 there"
+        )

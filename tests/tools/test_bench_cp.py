@@ -1,0 +1,47 @@
+"""The benchmark of context parallelism runs, and its JSON holds every figure beside its goal."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+def load_tool() -> ModuleType:
+    path = Path(__file__).resolve().parents[2] / "tools" / "bench_cp.py"
+    spec = importlib.util.spec_from_file_location("bench_cp", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["bench_cp"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_layouts_are_counted_drawn_and_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    tool = load_tool()
+    path = tmp_path / "figures.json"
+    assert tool.main(["--quick", "--only", "layouts", "--json", str(path), "--plot", str(tmp_path / "plots")]) == 0
+    result = json.loads(path.read_text())
+    assert {entry["layout"] for entry in result["layouts"]} == set(tool.LAYOUTS)
+    assert {entry["cp"] for entry in result["layouts"]} == {2, 4, 8, 16}
+    kinds = ("area max / mean", "pairs computed / allowed")
+    checked = [goal for goal in result["goals"] if goal["name"].endswith(kinds)]
+    assert len(checked) == 2 * 2 * 4 and all(goal["met"] for goal in checked)
+    assert "goals met" in capsys.readouterr().out
+    pictures = sorted((tmp_path / "plots").glob("*.png"))
+    assert [picture.name for picture in pictures] == ["causal_4096_cp8.png", "mixed_4096_cp8.png"]
+
+
+@pytest.mark.slow
+def test_memory_and_time_are_measured_on_ranks(tmp_path: Path) -> None:
+    tool = load_tool()
+    path = tmp_path / "figures.json"
+    assert tool.main(["--quick", "--only", "memory", "time", "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    memory = [goal["value"] for goal in result["goals"] if "peak of activations" in goal["name"]]
+    assert len(memory) == 4 and all(0.5 < value < 1.5 for value in memory)
+    assert all(seconds > 0 for seconds in result["time"]["median"].values())

@@ -1,0 +1,86 @@
+"""The figures of context parallelism mean what they say, and the balanced layout reaches its goals on mixed packs."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from megacp.context_parallel.layout import LAYOUTS
+from megacp.context_parallel.shard import mask_metadata
+from megacp.data.mixed import mixed_row
+from megacp.ops.mask import Metadata, allowed
+from megacp.training import context_figures as figures
+from tests.reference.packs import metadata, random_batch
+
+
+def least_remote_rows(meta: Metadata, cp: int, slack: float) -> int | None:
+    """By trying every layout of two ranks with equal tokens and at most their share of area; None if there is none."""
+    mask = allowed(meta, meta)
+    n, share = len(meta), len(meta) // cp
+    cap = mask.sum() / cp * (1 + slack)
+    assert cp == 2
+    best = None
+    for first in itertools.combinations(range(n), share):
+        ranks = (np.isin(np.arange(n), first), ~np.isin(np.arange(n), first))
+        if any(mask[mine].sum() > cap for mine in ranks):
+            continue
+        remote = sum(int((mask[mine].any(0) & ~mine).sum()) for mine in ranks)
+        best = remote if best is None else min(best, remote)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_layout_needs_fewer_remote_rows_than_the_bound(seed: int) -> None:
+    """Would catch a bound that flatters: all layouts of ten tokens over two ranks are tried."""
+    rng = np.random.default_rng(seed)
+    meta = metadata(random_batch(rng, 10, documents=1 + seed % 3, branches=seed % 2 == 0, images=seed % 4 < 2))
+    for slack in (0.0, 0.1, 0.3):
+        best = least_remote_rows(meta, 2, slack)
+        if best is not None:
+            assert figures.remote_rows_bound(meta, 2, slack) <= best
+
+
+def test_the_bound_is_reached_where_the_best_layout_is_known() -> None:
+    """One bidirectional document: every rank needs all of it, whatever the layout."""
+    n = 64
+    both_ways = Metadata(np.zeros(n, int), np.zeros(n, int), np.ones(n, int), np.arange(n))
+    for cp in (2, 4, 8):
+        found = figures.layout_figures(figures.plans_of(both_ways, LAYOUTS["balanced"], cp))
+        assert found.remote_rows == figures.remote_rows_bound(both_ways, cp, 0.0) == (cp - 1) * n
+        assert found.remote_share == 1.0 and found.ranks_per_document == cp
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("cp", [2, 4, 8, 16])
+def test_balanced_reaches_its_goals_on_mixed_packs(seed: int, cp: int) -> None:
+    meta = mask_metadata(mixed_row(8_192, seed))
+    plans = figures.plans_of(meta, LAYOUTS["balanced"], cp)
+    found = figures.layout_figures(plans)
+    assert found.area_max_over_mean <= (1.03 if cp <= 8 else 1.07)
+    for transport in ("p2p", "kv_exchange", "a2a"):
+        assert figures.work_over_area(plans, transport) == 1.0
+
+
+def test_remote_rows_are_counted_as_a_dense_mask_says() -> None:
+    meta = metadata(random_batch(np.random.default_rng(5), 48, documents=4, branches=True, images=True, padding=True))
+    for layout in ("zigzag", "balanced"):
+        plans = figures.plans_of(meta, LAYOUTS[layout], 4)
+        mask = allowed(meta, meta)
+        expected = 0
+        for plan in plans:
+            seen = mask[plan.local].any(0)
+            seen[plan.local] = False
+            expected += seen.sum()
+        assert figures.layout_figures(plans).remote_rows == expected
+        assert figures.area_per_rank(plans).tolist() == [mask[plan.local].sum() for plan in plans]
+
+
+def test_a_mixed_row_is_full_and_made_of_documents_that_fit_it() -> None:
+    for tokens in (1, 100, 8_192):
+        row = mixed_row(tokens, 3)
+        assert len(row) == tokens and (row.document >= 0).all()
+        assert np.array_equal(mixed_row(tokens, 3).span, row.span)
+    lengths = np.bincount(mixed_row(36_864, 0).document)
+    assert lengths.max() <= 36_864 // 3 and len(lengths) > 8
