@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -163,8 +164,17 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def _enum_member(owner: Any, name: str) -> Any:
+    """What Python before 3.11.4 writes as `getattr(Enum, "member")`; nothing else may be looked up."""
+    if owner is not _MEM_FORMAT_ENCODING:
+        raise ValueError(f"the checkpoint index looks up {name} of {owner}, which no megacp checkpoint does")
+    return _MEM_FORMAT_ENCODING[name]
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         if (module, name) not in _ALLOWED_GLOBALS:
             raise ValueError(f"the checkpoint index refers to {module}.{name}, which no megacp checkpoint does")
         return super().find_class(module, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from pathlib import Path
@@ -72,6 +73,22 @@ def test_elements_written_twice_or_not_at_all_are_refused(tmp_path: Path, cuts: 
     x = torch.zeros(6)
     with pytest.raises(PayloadError, match=r"elements of w, which has 6|boxes of w that ranks write overlap"):
         write_payload(tmp_path, [TensorBox("w", (6,), (i,), x[i:j]) for i, j in cuts], WORLD)
+
+
+def test_an_enum_member_may_be_looked_up_by_name_and_nothing_else() -> None:
+    """Python before 3.11.4 writes one as `getattr(Enum, "member")`; the same words must not reach another object."""
+    from megacp.checkpoint.storage import _IndexUnpickler
+
+    def lookup(owner: str, name: str) -> bytes:
+        return f"cbuiltins\ngetattr\n(c{owner}\nV{name}\ntR.".encode()
+
+    encoding = "torch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING"
+    found = _IndexUnpickler(io.BytesIO(lookup(encoding, "TORCH_PRESERVE_FORMAT"))).load()
+    assert found.name == "TORCH_PRESERVE_FORMAT"
+    with pytest.raises(ValueError, match="looks up __subclasses__ of"):
+        _IndexUnpickler(io.BytesIO(lookup("torch\nSize", "__subclasses__"))).load()
+    with pytest.raises(KeyError):
+        _IndexUnpickler(io.BytesIO(lookup(encoding, "__class__"))).load()
 
 
 def test_a_crafted_index_runs_nothing(tmp_path: Path) -> None:
