@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +31,92 @@ _DTYPES = {
 
 
 @dataclass(frozen=True, eq=False)
+class VisionInputs:
+    """The images of a row: what all ranks know of them, and the pixels of those that this rank encodes.
+
+    A unit is a frame of a video or an image with all its crops; "image" in these names means crop. ValueError lists
+    all that is wrong.
+    """
+
+    cum_image_bounds: np.ndarray
+    """int64 [u], crops in units 0..u of the row."""
+    cum_token_pooling_bounds: np.ndarray
+    """int64 [u], pooled tokens in units 0..u of the row."""
+    places: np.ndarray
+    """int64 [n], place in the row of the image-patch token of each pooled token, in unit order, rising."""
+    boundaries: np.ndarray | None
+    """Table [P] of which rank encodes what (data/tables.py BOUNDARY_DTYPE), for one number P of ranks; or None."""
+    first_image: int
+    """Number of the first crop whose pixels are here, in the order in which `boundaries` counts."""
+    patches: np.ndarray
+    """float32 [c, patches of a crop, patch_dim], crops first_image .. first_image + c; c may be 0."""
+    pooling: np.ndarray
+    """int64 [m, window] of the pooled tokens of those crops: indices into patches.flatten(0, 1), -1 = outside."""
+    strategy: str = ""
+    """How `boundaries` was found: stored, computed, uniform or longest_first."""
+    unit_order: np.ndarray | None = None
+    """int64 [u]: the units in the order in which `boundaries` counts them; None = as they stand in the row."""
+    bad_documents: tuple[tuple[int, str], ...] = ()
+    """Documents of which this rank could not decode an image, and why; its patches then are 0."""
+
+    def __post_init__(self) -> None:
+        reasons = []
+        wanted = {"patches": (np.float32, 3), "pooling": (np.int64, 2)}
+        wanted |= dict.fromkeys(("cum_image_bounds", "cum_token_pooling_bounds", "places"), (np.int64, 1))
+        for name, (dtype, dims) in wanted.items():
+            value = getattr(self, name)
+            if not isinstance(value, np.ndarray) or value.dtype != dtype or value.ndim != dims:
+                found = f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
+                reasons.append(f"{name} must be {np.dtype(dtype)} with {dims} dims, got {found}")
+        if not reasons:
+            reasons = self._value_reasons()
+        if reasons:
+            raise ValueError("VisionInputs: " + "; ".join(reasons))
+
+    def _value_reasons(self) -> list[str]:
+        reasons = []
+        if len(self.cum_image_bounds) != len(self.cum_token_pooling_bounds):
+            lengths = len(self.cum_image_bounds), len(self.cum_token_pooling_bounds)
+            reasons.append(f"cum_image_bounds has {lengths[0]} units, cum_token_pooling_bounds {lengths[1]}")
+        for name in ("cum_image_bounds", "cum_token_pooling_bounds"):
+            if (np.diff(getattr(self, name), prepend=0) < 1).any():
+                reasons.append(f"{name} must rise with every unit, got {getattr(self, name)[:10].tolist()}")
+        units = len(self.cum_image_bounds)
+        if self.unit_order is not None and not np.array_equal(np.sort(self.unit_order), np.arange(units)):
+            reasons.append(f"unit_order is no permutation of {units} units")
+        if len(self.places) != self.num_features:
+            reasons.append(f"{len(self.places)} places for {self.num_features} pooled tokens")
+        if (np.diff(self.places, prepend=-1) < 1).any():
+            reasons.append("places must rise from 0")
+        held = (self.first_image, self.first_image + len(self.patches))
+        if held[0] < 0 or held[1] > self.num_images:
+            reasons.append(f"patches are those of crops {held[0]}..{held[1]}, the row has {self.num_images}")
+        if self.pooling.size and not -1 <= self.pooling.min() <= self.pooling.max() < self.patches[..., 0].size:
+            ends = int(self.pooling.min()), int(self.pooling.max())
+            reasons.append(f"pooling has indices {ends[0]}..{ends[1]} into {self.patches[..., 0].size} patches")
+        return reasons
+
+    @property
+    def num_images(self) -> int:
+        """Crops of the row."""
+        return int(self.cum_image_bounds[-1]) if len(self.cum_image_bounds) else 0
+
+    @property
+    def num_features(self) -> int:
+        """Pooled tokens of the row."""
+        return int(self.cum_token_pooling_bounds[-1]) if len(self.cum_token_pooling_bounds) else 0
+
+
+_SHARED = ("cum_image_bounds", "cum_token_pooling_bounds", "places")
+"""What of the images is the same on all ranks that read a row."""
+
+
+@dataclass(frozen=True, eq=False)
 class PackedBatch:
     """One microbatch, numpy arrays [T]. A padding token has document -1, weight 0, label 0, token 0.
 
-    ValueError lists every field of wrong dtype or shape, and weights that are negative, not finite, or on padding.
+    A document that was dropped for a bad image is padding that keeps its token ids. ValueError lists every field of
+    wrong dtype or shape, and weights that are negative, not finite, or on padding.
     """
 
     tokens: np.ndarray
@@ -52,6 +135,8 @@ class PackedBatch:
     """int32 [T], 0 = text, else the group of image tokens that see each other in both directions."""
     pack_ids: tuple[int, ...]
     """Numbers of the packs in this row, in order, as the dataset counts them."""
+    vision: VisionInputs | None = None
+    """Its images; None for a dataset without any."""
 
     def __post_init__(self) -> None:
         reasons = []
@@ -79,6 +164,8 @@ class PackedBatch:
             values = getattr(self, name)
             if (values < 0).any():
                 reasons.append(f"{name} must not be negative, got {int(values.min())}")
+        if self.vision is not None and len(self.vision.places) and int(self.vision.places[-1]) >= len(self):
+            reasons.append(f"a pooled token lies at place {int(self.vision.places[-1])} of {len(self)} tokens")
         return reasons
 
     def __len__(self) -> int:
@@ -93,18 +180,31 @@ class PackedBatch:
     def fingerprint(self) -> int:
         """64-bit hash of every field, signed so that it fits an int64 tensor; equal in every process and on every host.
 
-        Covers fields that a subclass adds, as long as they are arrays, None, or tuples of ints.
+        Covers fields that a subclass adds, as long as they are arrays, None, or tuples of ints. Of the images it covers
+        what is the same on all ranks: bounds and places, not pixels.
         """
         digest = hashlib.blake2b(digest_size=8)
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            digest.update(field.name.encode() + b"\0")
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if self.vision is not None:
+            values["vision"] = "images"
+            values |= {f"vision.{name}": getattr(self.vision, name) for name in _SHARED}
+        for name, value in values.items():
+            digest.update(name.encode() + b"\0")
             if isinstance(value, np.ndarray):
                 digest.update(f"{value.dtype.str}{value.shape}".encode())
                 digest.update(np.ascontiguousarray(value).view(np.uint8).data)
             else:
                 digest.update(repr(value).encode())
         return int.from_bytes(digest.digest(), "little", signed=True)
+
+    def without_documents(self, documents: Sequence[int]) -> PackedBatch:
+        """This batch with some documents as padding: seen by nobody, weight 0; ids and images stay where they are."""
+        gone = np.isin(self.document, documents) & (self.document >= 0)
+        cleared: dict[str, Any] = {}
+        for name in ("document", "labels", "loss_weights", "branch", "span"):
+            cleared[name] = getattr(self, name).copy()
+            cleared[name][gone] = PADDING if name == "document" else 0
+        return dataclasses.replace(self, **cleared)
 
     def with_padding_to(self, multiple: int) -> PackedBatch:
         """This batch with padding tokens at the end, so that T is a multiple of `multiple`; itself if it is already.

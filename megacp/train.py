@@ -18,6 +18,7 @@ from megacp.config.cli import parse
 from megacp.config.run import RunConfig
 from megacp.distributed import launch
 from megacp.models.build import grid_shape, stage_layers
+from megacp.ops.attention import kernel_problem
 from megacp.planner.report import describe
 from megacp.training.sources import Sources, open_sources
 from megacp.training.trainer import Trainer
@@ -28,9 +29,14 @@ SECONDS_FOR_RANK_0 = 5.0
 only if they are still there, because rank 0 found nothing."""
 
 
-def prepare(config: RunConfig, world_size: int) -> tuple[RunConfig, Sources]:
-    """The checked config with its vocabulary resolved, and the packs. Raises ValueError with all reasons."""
-    require(config, world_size)
+def prepare(config: RunConfig, world_size: int, device_type: str | None = None) -> tuple[RunConfig, Sources]:
+    """The checked config with its vocabulary resolved, and the packs. Raises ValueError with all reasons.
+
+    `device_type` is what the ranks compute on, `cpu` or `cuda`; None leaves it open, as another machine's is.
+    """
+    training = config.training
+    problem = device_type and kernel_problem(training.attention_kernel, device_type, training.dtype)
+    require(config, world_size, [problem] if problem else [])
     config, sources = open_sources(config)
     require(config, world_size)
     return config, sources
@@ -55,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.dry_run:
             print(dry_run(config))
             return 0
-        config, sources = prepare(config, world.size)
+        config, sources = prepare(config, world.size, launch.device_type(world))
         grid = launch.start(grid_shape(config, world.size), config.parallel.distributed_timeout_minutes)
         trainer = Trainer(config, grid, sources)
     except ValueError as error:

@@ -7,7 +7,7 @@ so a checkpoint moves between backends unchanged. Rejected: layers that look up 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import nn
@@ -15,6 +15,8 @@ from torch import nn
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.distributed.grid import Axis
 from megacp.tensor_parallel.embedding import VocabularyTable
+
+Tower = Literal["vision", "connector"]
 
 
 class Backend(Protocol):
@@ -35,6 +37,16 @@ class Backend(Protocol):
 
     def norm(self, name: str, size: int, epsilon: float, *, over_heads: bool = False) -> nn.Module:
         """RMSNorm over the last dim; `over_heads` when tp ranks apply it to different heads of the same tokens."""
+
+    def layer_norm(self, name: str, size: int, epsilon: float) -> nn.Module:
+        """LayerNorm with a bias over the last dim."""
+
+    def replicated(self, name: str, shape: tuple[int, ...], init: str, std: float = 0.0) -> nn.Parameter:
+        """A parameter that every tp rank holds whole; `init` is `normal` (with `std`), `zeros` or `ones`."""
+
+    def tower(self, name: Tower) -> Backend:
+        """The same factories for another tower: no sequence parallelism, so activations are replicated over tp at
+        its seams, and the learning rate or the freezing that the config gives this tower."""
 
     def vocabulary(
         self, name: str, vocab_size: int, hidden_size: int, *, std: float, partial_over: tuple[str, ...], counted: bool

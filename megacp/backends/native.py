@@ -6,18 +6,24 @@ backend, which proves the emulation.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from megacp.backends.base import Tower
 from megacp.config.model import ModelConfig
 from megacp.config.parallel import ParallelConfig
+from megacp.config.vision import VisionConfig
 from megacp.context_parallel.attention import TransportOptions, core_attention, select_transport
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.shard import row_axis
+from megacp.context_parallel.stopwatch import Stopwatch, TimedTransport
 from megacp.distributed.grid import ProcessGrid
-from megacp.ops.norm import rms_norm
+from megacp.ops.attention import kernel_name
+from megacp.ops.norm import layer_norm, rms_norm
 from megacp.tensor_parallel.cross_entropy import cross_entropy
 from megacp.tensor_parallel.embedding import VocabularyTable
 from megacp.tensor_parallel.linear import (
@@ -43,22 +49,48 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.epsilon)
 
 
+class LayerNorm(nn.Module):
+    """LayerNorm with a weight and a bias that every tp rank holds."""
+
+    def __init__(self, name: str, size: int, epsilon: float, options: LinearOptions) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = replicated_parameter(f"{name}.weight", (size,), "ones", options)
+        self.bias = replicated_parameter(f"{name}.bias", (size,), "zeros", options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x[..., size]` to the same shape."""
+        return layer_norm(x, self.weight, self.bias, self.epsilon)
+
+
 class NativeBackend:
     """See `Backend`."""
 
     name = "native"
 
     def __init__(
-        self, grid: ProcessGrid, parallel: ParallelConfig, model: ModelConfig, *, dtype: str, attention_kernel: str
+        self,
+        grid: ProcessGrid,
+        parallel: ParallelConfig,
+        model: ModelConfig,
+        *,
+        dtype: str,
+        attention_kernel: str,
+        vision: VisionConfig | None = None,
+        watch: Stopwatch | None = None,
     ) -> None:
         self.tp = grid.tp
         self.sequence_parallel = parallel.sequence_parallel and grid.tp.size > 1
         self.dtype = DTYPES[dtype]
-        self.options = LinearOptions(grid.tp, self.sequence_parallel, self.dtype, grid.device)
+        self.vision = vision or VisionConfig()
+        trained = not self.vision.freeze_text
+        self.options = LinearOptions(grid.tp, self.sequence_parallel, self.dtype, grid.device, trained)
         self.rows_multiple = model.make_vocab_size_divisible_by
         axis = row_axis(grid, parallel)
         options = TransportOptions(parallel.hierarchical_context_parallel_sizes or (), parallel.cp_exchange_stages)
-        self.transport = select_transport(parallel.cp_comm_type, attention_kernel, axis, grid.device, options)
+        kernel = kernel_name(attention_kernel, grid.device.type, dtype)
+        transport = select_transport(parallel.cp_comm_type, kernel, axis, grid.device, options)
+        self.transport = TimedTransport(transport, watch) if watch else transport
 
     def column_linear(
         self, prefix: str, outputs: Sequence[tuple[str, int]], in_features: int, *, bias: bool, std: float
@@ -73,6 +105,27 @@ class NativeBackend:
     def norm(self, name: str, size: int, epsilon: float, *, over_heads: bool = False) -> nn.Module:
         """See `Backend.norm`."""
         return RMSNorm(name, size, epsilon, True if over_heads else None, self.options)
+
+    def layer_norm(self, name: str, size: int, epsilon: float) -> nn.Module:
+        """See `Backend.layer_norm`."""
+        return LayerNorm(name, size, epsilon, self.options)
+
+    def replicated(self, name: str, shape: tuple[int, ...], init: str, std: float = 0.0) -> nn.Parameter:
+        """See `Backend.replicated`."""
+        return replicated_parameter(name, shape, init, self.options, std=std)
+
+    def tower(self, name: Tower) -> NativeBackend:
+        """See `Backend.tower`."""
+        frozen, multiplier = {
+            "vision": (self.vision.freeze_vision, self.vision.vision_lr_multiplier),
+            "connector": (self.vision.freeze_connector, self.vision.connector_lr_multiplier),
+        }[name]
+        other = copy.copy(self)
+        other.sequence_parallel = False
+        other.options = dataclasses.replace(
+            self.options, sequence_parallel=False, trained=not frozen, lr_multiplier=multiplier
+        )
+        return other
 
     def vocabulary(
         self, name: str, vocab_size: int, hidden_size: int, *, std: float, partial_over: tuple[str, ...], counted: bool

@@ -8,12 +8,14 @@ checks inside the rooms that use the values, which tell the first problem only, 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from megacp.config.context_checks import CONTEXT_RULES
 from megacp.config.ranges import problem_of_value
 from megacp.config.rules import Finder, Rule, registrar
 from megacp.config.run import RunConfig, fields, flag, flatten
+from megacp.config.vision_checks import VISION_RULES
 
 MAX_ROW_TOKENS = 2**31 - 1
 """Token places of a row are int32."""
@@ -45,9 +47,9 @@ def check(config: RunConfig, world_size: int) -> list[str]:
     return reasons + [reason for reason in found if reason]
 
 
-def require(config: RunConfig, world_size: int) -> None:
-    """Raise one ValueError that lists every reason of `check`."""
-    reasons = check(config, world_size)
+def require(config: RunConfig, world_size: int, also: Sequence[str] = ()) -> None:
+    """Raise one ValueError that lists every reason of `check`, and those that the caller found `also`."""
+    reasons = [*check(config, world_size), *also]
     if reasons:
         head = "this configuration cannot run" + (f", for {len(reasons)} reasons" if len(reasons) > 1 else "")
         raise ValueError("\n".join([f"{head}:", *(f"  - {reason}" for reason in reasons)]))
@@ -353,5 +355,5 @@ def _log_file_is_a_file(config: RunConfig, world: int) -> str | None:
     return f"--log-file {config.log_path}: is a directory, a file is needed"
 
 
-RULES: tuple[Rule, ...] = (*_OWN_RULES, *CONTEXT_RULES)
+RULES: tuple[Rule, ...] = (*_OWN_RULES, *CONTEXT_RULES, *VISION_RULES)
 """Every comparison of fields."""

@@ -26,5 +26,13 @@ class DataConfig:
     attention_mask: Literal["packed", "causal"] = "packed"
     """packed: documents of a pack do not see each other; causal: the whole pack is one document."""
 
+    image_attention: Literal["example", "image", "causal"] = "example"
+    """Which image tokens see each other in both directions: all of a document (example, Molmo2's rule), those of one
+    image or frame (image), or none (causal)."""
+
+    on_bad_image: Literal["fail", "skip"] = "fail"
+    """What happens when an image cannot be decoded: fail ends the run, skip leaves out its whole document and logs
+    it."""
+
     num_workers: int = 1
-    """Threads that read packs ahead of the step; 0 reads them when they are needed."""
+    """Threads that read packs and decode images ahead of the step; 0 does it when they are needed."""

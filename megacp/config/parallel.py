@@ -48,6 +48,14 @@ class ParallelConfig:
     """Lay out the packs of all dp ranks together over dp x cp ranks: a document stays on few ranks when it is short and
     spreads over many when it is long. Needs --cp-comm-type kv_exchange and --cp-layout balanced."""
 
+    vision_feature_exchange: Literal["routed", "all_gather"] = "routed"
+    """How features of images reach the cp ranks that hold their tokens: routed sends each to the one rank that needs
+    it, all_gather sends all to everybody (simpler, about cp times the bytes)."""
+
+    vision_shards: Literal["contiguous", "longest_first"] = "contiguous"
+    """Which images a cp rank encodes: contiguous ranges with the least largest cost, from the dataset's tables where
+    they are stored; longest_first deals image by image, the costliest first (better balanced)."""
+
     cp_calibration: str | None = None
     """JSON file with what --cp-comm-type auto has measured of the machine (default: in the user's cache folder)."""
 

@@ -19,6 +19,7 @@ from megacp.config.data import DataConfig
 from megacp.config.model import ModelConfig
 from megacp.config.parallel import ParallelConfig
 from megacp.config.training import CheckpointConfig, LogConfig, TrainingConfig
+from megacp.config.vision import VisionConfig
 
 Value = bool | int | float | str | tuple[int, ...] | None
 """What a flag can hold."""
@@ -30,6 +31,7 @@ class RunConfig:
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    vision: VisionConfig = field(default_factory=VisionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

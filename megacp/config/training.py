@@ -76,8 +76,10 @@ class TrainingConfig:
     eval_iters: int = 10
     """Global batches of one validation loss."""
 
-    attention_kernel: Literal["auto", "flash", "math", "dense"] = "auto"
-    """Kernel of core attention; auto takes the fastest exact one for the device and dtype."""
+    attention_kernel: Literal["auto", "flash", "flex", "math", "dense"] = "auto"
+    """Kernel of core attention: flash is for the CPU, flex for CUDA, math for any device, dense a small reference; auto
+    takes the fastest exact one for the device and dtype.
+    """
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ which neither several workers nor a restart can reproduce.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -19,12 +20,13 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from megacp.data.image import frame_layout, image_layout
 from megacp.data.journal import REJECTS_NAME, TOKENIZER_DIRECTORY, Journal, locked, prepare_directory
-from megacp.data.jsonl import Refusal, Unit, plan_units
+from megacp.data.jsonl import Refusal, Unit, is_plain, plan_units
 from megacp.data.manifest import MANIFEST_NAME, Manifest, write_atomically
 from megacp.data.packing import OVERSIZE_RULES
 from megacp.data.progress import Progress
-from megacp.data.tokenizer import Tokenizer
+from megacp.data.tokenizer import ByteTokenizer, Tokenizer
 from megacp.data.unit import (
     IDENTITY_DTYPE,
     BadRecord,
@@ -39,6 +41,7 @@ from megacp.data.workers import run_tasks
 
 ON_ERROR = ("fail", "skip")
 _SAMPLED_BYTES = 1 << 16
+_RECORDS_OF_A_SHARD = 1024
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,46 @@ def problems(settings: BuildSettings) -> list[str]:
         found.append(f"--seed is {settings.seed}, it must be at least 0")
     if bad := [degree for degree in settings.cp_degrees if degree < 1]:
         found.append(f"--cp-degrees: {bad} are not at least 1")
+    return found + _image_problems(settings)
+
+
+def _image_problems(settings: BuildSettings) -> list[str]:
+    rules, most, root = settings.image_rules, settings.max_crops_per_pack, settings.image_root
+    if rules is None:
+        given = {"--image-root": root, "--max-crops-per-pack": most}
+        return [f"{flag} {value} needs image rules" for flag, value in given.items() if value is not None]
+    found = rules.reasons()
+    if root is not None and not os.path.isdir(root):
+        found.append(f"--image-root {root} is not a directory")
+    if most is not None and most < 1:
+        found.append(f"--max-crops-per-pack is {most}, it must be at least 1")
+    if most is not None and 1 <= most <= rules.max_crops:
+        found.append(
+            f"--max-crops-per-pack {most} cannot hold an image of --max-crops {rules.max_crops} and its low-resolution "
+            "crop"
+        )
+    if not found:
+        some_ids = rules.with_token_ids(ByteTokenizer())  # which ones changes no length
+        image, frame = len(image_layout(1, 1, some_ids).tokens), len(frame_layout(some_ids).tokens)
+        if settings.seq_length < min(image, frame):
+            found.append(
+                f"--seq-length {settings.seq_length} is shorter than the smallest image, {image} tokens, and than a "
+                f"video frame, {frame}"
+            )
     return found
+
+
+def _unit_bytes_of_images(settings: BuildSettings) -> int:
+    """Input bytes of a shard: about 1024 records, told from the beginning of the first plain file.
+
+    A record that names a file is far smaller than its image, so the rule for text would put all into one shard.
+    """
+    plain = [path for path in settings.input if is_plain(path)]
+    if settings.unit_bytes or not plain:
+        return settings.bytes_per_unit
+    with open(plain[0], "rb") as stream:
+        data = stream.read(_SAMPLED_BYTES)
+    return _RECORDS_OF_A_SHARD * max(1, len(data) // max(1, data.count(b"\n")))
 
 
 def _sample_hash(path: str) -> str:
@@ -101,8 +143,15 @@ def _sample_hash(path: str) -> str:
 
 
 def _decisive(settings: BuildSettings, tokenizer: Tokenizer) -> dict[str, Any]:
-    """All that decides the bytes of the dataset, by the names of the flags."""
-    return {
+    """All that decides the bytes of the dataset, by the names of the flags; of images that lie in files, their root."""
+    images = {}
+    if settings.image_rules is not None:
+        images = {
+            "image_rules": settings.image_rules.to_dict(),
+            "image_root": settings.image_root,
+            "max_crops_per_pack": settings.max_crops_per_pack,
+        }
+    return images | {
         "input": [[path, os.path.getsize(path), _sample_hash(path)] for path in settings.input],
         "tokenizer": asdict(tokenizer.info()),
         "tokenizer_engine": settings.tokenizer_engine,
@@ -133,6 +182,9 @@ def build(settings: BuildSettings, stream: TextIO, overwrite: bool = False) -> B
             f"--tokenizer {settings.tokenizer} does not say which token ends a document: "
             "name it with --eod-token, or give --no-append-eod"
         )
+    if settings.image_rules is not None:
+        rules = settings.image_rules.with_token_ids(tokenizer)
+        settings = dataclasses.replace(settings, image_rules=rules, unit_bytes=_unit_bytes_of_images(settings))
     directory = Path(settings.output)
     prepare_directory(directory, overwrite)
     with locked(directory):
@@ -238,6 +290,7 @@ class _Build:
         write_atomically(self._directory / REJECTS_NAME, b"".join(lines))
         copy_tokenizer(self._tokenizer.files, self._directory)
         self._journal.settle()
+        rules = self._settings.image_rules
         decisive = json.dumps(_decisive(self._settings, self._tokenizer), sort_keys=True)
         manifest = Manifest(
             config_fingerprint=hashlib.sha256(decisive.encode()).hexdigest(),
@@ -247,6 +300,7 @@ class _Build:
             sources=self._settings.input,
             shards=tuple(result.entry for result in results if result.entry),
             num_rejected=len(rejected),
+            image_rules=None if rules is None else rules.to_dict(),
             cp_degrees=self._settings.cp_degrees,
         )
         manifest.write(self._directory)

@@ -5,7 +5,8 @@ nothing behind the reader knows where a record came from. Rejected: the webdatas
 their order and skips broken archives silently.
 
 WebDataset: members of one record follow each other and share their name up to the first dot of the last component;
-`.json` is the record, `.txt` its text. Parquet: a row is a record, columns are its keys.
+`.json` is the record, `.txt` its text, all others are images and videos that the record names. Parquet: a row is a
+record, columns are its keys.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ _TAR_BLOCK = 512
 _ROWS = 1024
 
 
-def read_parquet(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]:
+def read_parquet(path: str, max_record_bytes: int, media: bool = False) -> Iterator[Record | Refusal]:
     """Rows of a Parquet file as records: `line` is the row from 1, `offset` the row from 0, `size` about its bytes.
+
+    `media` is for the tar's sake: here images are bytes in the row.
 
     ValueError when pyarrow is missing; a file that cannot be read gives a Refusal.
     """
@@ -68,13 +71,16 @@ class _Group:
     size: int = 0
     members: dict[str, bytes | None] = field(default_factory=dict)
     """Content by extension; None for kinds that are not read."""
+    media: dict[str, bytes] = field(default_factory=dict)
+    """Content of all other kinds by whole name, when it is wanted."""
     problem: str | None = None
 
 
-def read_tar(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]:
+def read_tar(path: str, max_record_bytes: int, media: bool = False) -> Iterator[Record | Refusal]:
     """Records of a WebDataset tar; `line` is the record's number from 1, `offset` where its first member begins.
 
-    Refusals: unsafe or nameless members, members that are no files, images, a record without text, a cut archive.
+    Refusals: unsafe or nameless members, members that are no files, images unless `media`, a record without text, a
+    cut archive.
     """
     number = 0
     group: _Group | None = None
@@ -91,7 +97,7 @@ def read_tar(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]:
                         number += 1
                         yield _finish(path, number, group)
                     group = _Group(key, member.offset)
-                _add(archive, member, extension, group, max_record_bytes)
+                _add(archive, member, extension, group, (max_record_bytes, media))
         whole = _has_end(path)
     except (tarfile.TarError, OSError, EOFError) as error:
         yield Refusal(path, number + 1, group.offset if group else 0, _cut(error))
@@ -102,15 +108,20 @@ def read_tar(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]:
         yield Refusal(path, number + 1, group.offset if group else 0, _cut("no end-of-archive block"))
 
 
-def _add(archive: tarfile.TarFile, member: tarfile.TarInfo, extension: str, group: _Group, limit: int) -> None:
+def _add(
+    archive: tarfile.TarFile, member: tarfile.TarInfo, extension: str, group: _Group, wanted: tuple[int, bool]
+) -> None:
+    """Read one member into its group; `wanted`: the most bytes of one, and whether images and videos are."""
+    limit, media = wanted
+    is_record = extension in (*TEXT_MEMBERS, *RECORD_MEMBERS)
     group.size += member.size
     if member.name.startswith("/") or ".." in PurePosixPath(member.name).parts:
         group.problem = f"member {member.name!r} is named outside the archive"
     elif not member.isfile():
         group.problem = f"member {member.name!r} is a link or a device, not a file"
-    elif extension in group.members:
+    elif extension in group.members or member.name in group.media:
         group.problem = f"member {member.name!r} occurs twice"
-    elif extension not in (*TEXT_MEMBERS, *RECORD_MEMBERS):
+    elif not is_record and not media:
         group.members[extension] = None
     elif member.size > limit:
         group.problem = f"member {member.name!r} has {member.size} bytes, more than --max-line-bytes {limit}"
@@ -119,7 +130,10 @@ def _add(archive: tarfile.TarFile, member: tarfile.TarInfo, extension: str, grou
         content = stream.read() if stream else b""
         if len(content) != member.size:
             raise tarfile.ReadError(f"member {member.name!r} has {len(content)} of {member.size} bytes")
-        group.members[extension] = content
+        if is_record:
+            group.members[extension] = content
+        else:
+            group.media[member.name] = content
 
 
 def _finish(path: str, number: int, group: _Group) -> Record | Refusal:
@@ -149,7 +163,7 @@ def _finish(path: str, number: int, group: _Group) -> Record | Refusal:
         )
     except RecordError as error:
         return Refusal(path, number, group.offset, str(error))
-    return Record(number, group.offset, group.size, value)
+    return Record(number, group.offset, group.size, value, group.media)
 
 
 def _has_end(path: str) -> bool:
@@ -170,4 +184,7 @@ def _cut(error: object) -> str:
     return f"the tar is damaged or cut short, nothing after this record can be read ({_one_line(error)})"
 
 
-READERS: dict[str, Callable[[str, int], Iterator[Record | Refusal]]] = {".parquet": read_parquet, ".tar": read_tar}
+READERS: dict[str, Callable[[str, int, bool], Iterator[Record | Refusal]]] = {
+    ".parquet": read_parquet,
+    ".tar": read_tar,
+}

@@ -45,6 +45,7 @@ def describe_pack(dataset: PackedDataset, index: int, tokenizer: Tokenizer | Non
             f"{manifest.sources[row['source_file']]} @ {row['source_offset']}"
         )
         lines.append(f"      {_beginning(pack.tokens[start:stop], tokenizer, characters)}")
+        lines += _images(pack, number)
         for i in range(int(row["num_branches"])):
             assert pack.branches is not None, "segments with branches have a branch table"
             first, length = (int(value) for value in pack.branches[branch].tolist()[:2])
@@ -54,7 +55,39 @@ def describe_pack(dataset: PackedDataset, index: int, tokenizer: Tokenizer | Non
             )
             branch += 1
         start = stop
-    return "\n".join(lines)
+    return "\n".join(lines + _boundaries(pack))
+
+
+def _images(pack: Pack, segment: int) -> list[str]:
+    """A line for each image and each video of a segment: where its tokens are, what it was cut into."""
+    if pack.images is None:
+        return []
+    units = pack.images.units
+    crops, pooled = (np.diff(units[name], prepend=0) for name in ("image_stop", "pooled_stop"))
+    here = np.flatnonzero(units["segment"] == segment)
+    lines = []
+    for rows in np.split(here, np.flatnonzero(np.diff(units["item"][here])) + 1) if len(here) else []:
+        first, last = units[rows[0]], units[rows[-1]]
+        what = "image" if first["frame"] < 0 else f"video frames {first['frame']}..{last['frame']}"
+        branch = f" in branch {first['branch']}" if first["branch"] else ""
+        lines.append(
+            f"      {what}{branch}: tokens {first['start']}..{last['start'] + last['num_tokens'] - 1}, "
+            f"{crops[rows].sum()} crops, {pooled[rows].sum()} pooled tokens, "
+            f"{len(pack.images.read(int(first['item']))):,} bytes"
+        )
+    return lines
+
+
+def _boundaries(pack: Pack) -> list[str]:
+    """A line for each planned CP degree: the crops that each rank encodes."""
+    if pack.images is None or not len(pack.images.units):
+        return []
+    units = pack.images.units
+    lines = [f"  {len(units)} units, {units['image_stop'][-1]} crops, {units['pooled_stop'][-1]} pooled tokens"]
+    for degree, table in sorted(pack.images.boundaries.items()):
+        ranges = [f"{row['start_image_idx']}-{row['end_image_idx']}" for row in table]
+        lines.append(f"  cp {degree}: crops {' '.join(ranges)}, at most {table['max_num_tokens'][0]} tokens a rank")
+    return lines
 
 
 def _marks(row: np.void) -> str:
@@ -73,6 +106,7 @@ def _weights(pack: Pack, start: int, stop: int) -> str:
 def _beginning(tokens: np.ndarray, tokenizer: Tokenizer | None, characters: int) -> str:
     if tokenizer is None:
         return " ".join(map(str, tokens[:12].tolist())) + (" ..." if len(tokens) > 12 else "")
+    tokens = tokens[tokens < tokenizer.vocab_size]  # above are image tokens
     text = tokenizer.decode(tokens[: max(_BEGINNING_TOKENS, characters)])
     return repr(text if len(text) <= characters else text[:characters] + "...")
 
@@ -107,9 +141,34 @@ def statistics(directory: str | Path) -> dict[str, Any]:
         "length_histogram": {f"<= {1 << i}": count for i, count in enumerate(bins.tolist()) if count},
         "split_pieces": int(((flags & FLAG_SPLIT) > 0).sum()),
         "truncated": int(((flags & FLAG_TRUNCATED) > 0).sum()),
+        **_image_statistics(dataset),
         "rejected": manifest.num_rejected,
         "rejected_for": _reasons(Path(directory) / REJECTS_NAME),
     }
+
+
+def _image_statistics(dataset: PackedDataset) -> dict[str, Any]:
+    """Counts of what images became; empty for a text dataset."""
+    if dataset.manifest.image_rules is None:
+        return {}
+    totals = dict.fromkeys(
+        ("images", "videos", "image_units", "image_crops", "pooled_tokens", "most_crops_of_a_pack"), 0
+    )
+    size = 0
+    for shard in dataset.manifest.shards:
+        size += sum(file.size for file in shard.files if file.name == "images.bin")
+        if not any(file.name == "units.npy" for file in shard.files):
+            continue
+        units = tables.read_table(dataset.directory / shard.name / "units.npy", tables.UNIT_DTYPE)
+        packs = tables.read_table(dataset.directory / shard.name / "packs.npy", tables.PACK_DTYPE)
+        last = (packs["first_unit"] + packs["num_units"] - 1)[packs["num_units"] > 0]
+        totals["images"] += int((units["frame"] < 0).sum())
+        totals["videos"] += int((units["frame"] == 0).sum())
+        totals["image_units"] += len(units)
+        totals["image_crops"] += int(packs["num_crops"].sum())
+        totals["pooled_tokens"] += int(units["pooled_stop"][last].sum())
+        totals["most_crops_of_a_pack"] = max(totals["most_crops_of_a_pack"], int(packs["num_crops"].max()))
+    return {**totals, "image_bytes": size}
 
 
 def _reasons(path: Path) -> dict[str, int]:
@@ -135,8 +194,17 @@ def statistics_text(values: dict[str, Any]) -> str:
         f"  tokens      {values['tokens']:,}",
         f"  efficiency  {values['packing_efficiency']:.3%} of all places hold a token, "
         f"{values['padded_share']:.3%} with padding to {values['pad_multiple']}",
-        f"  rejected    {values['rejected']:,}",
     ]
+    if "images" in values:
+        lines.append(
+            f"  images      {values['images']:,} images, {values['videos']:,} videos or single frames, "
+            f"{values['image_bytes']:,} bytes"
+        )
+        lines.append(
+            f"              {values['image_units']:,} units, {values['image_crops']:,} crops "
+            f"(at most {values['most_crops_of_a_pack']:,} in a pack), {values['pooled_tokens']:,} pooled tokens"
+        )
+    lines.append(f"  rejected    {values['rejected']:,}")
     lines += [f"              {count:>8,}  {reason}" for reason, count in values["rejected_for"].items()]
     lines.append("  lengths     " + ", ".join(f"{name} {n:,}" for name, n in values["length_quantiles"].items()))
     most = max(values["length_histogram"].values(), default=1)

@@ -47,6 +47,8 @@ class Record:
     size: int
     """Bytes it takes in the file."""
     value: Any
+    members: dict[str, bytes] | None = None
+    """Of a tar: the group's files that are neither record nor text, by their whole names (only when asked for)."""
 
 
 @dataclass(frozen=True)
@@ -161,8 +163,12 @@ def line_number(path: str, offset: int) -> int:
     return count
 
 
-def read_extent(extent: Extent, max_line_bytes: int = DEFAULT_MAX_LINE_BYTES) -> Iterator[Record | Refusal]:
+def read_extent(
+    extent: Extent, max_line_bytes: int = DEFAULT_MAX_LINE_BYTES, media: bool = False
+) -> Iterator[Record | Refusal]:
     """The records of one extent of any supported file, in order, each bad one as a Refusal.
+
+    `media`: whether records of a tar may have images and videos beside them.
 
     A Record's `line` counts from the extent's beginning (finding the true one costs a pass over the file); a
     Refusal's is the true one. A file cut short or damaged gives a last Refusal and ends.
@@ -171,7 +177,7 @@ def read_extent(extent: Extent, max_line_bytes: int = DEFAULT_MAX_LINE_BYTES) ->
     if suffix in CONTAINERS:
         from megacp.data.containers import READERS
 
-        yield from READERS[suffix](extent.path, max_line_bytes)
+        yield from READERS[suffix](extent.path, max_line_bytes, media)
         return
     opener = _COMPRESSED.get(suffix)
     with opener(extent.path) if opener else open(extent.path, "rb", buffering=_BLOCK) as stream:

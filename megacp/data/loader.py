@@ -22,7 +22,9 @@ import numpy as np
 
 from megacp.batch import PackedBatch
 from megacp.data.collate import ATTENTION_MASKS, collate
+from megacp.data.image_loading import ImageLoading, load_images
 from megacp.data.order import samples
+from megacp.data.row_images import IMAGE_ATTENTIONS
 from megacp.data.store import Pack
 
 
@@ -50,6 +52,8 @@ class LoaderOptions:
     """A new permutation each epoch; false = stored order."""
     attention_mask: str = "packed"
     """packed: documents do not see each other; causal: a pack is one document."""
+    image_attention: str = "example"
+    """Which image tokens see each other in both directions: see `row_images.spans`."""
     pad_to_multiple: int = 1
     """Microbatches are padded at the end to a multiple of it (what the grid needs to cut a row)."""
     prefetch: int = 2
@@ -66,6 +70,8 @@ class LoaderOptions:
         ]
         if self.attention_mask not in ATTENTION_MASKS:
             reasons.append(f"--attention-mask is {self.attention_mask!r}, allowed are {', '.join(ATTENTION_MASKS)}")
+        if self.image_attention not in IMAGE_ATTENTIONS:
+            reasons.append(f"--image-attention is {self.image_attention!r}, allowed are {', '.join(IMAGE_ATTENTIONS)}")
         if reasons:
             raise ValueError("; ".join(reasons))
 
@@ -105,15 +111,25 @@ def _microbatches(chosen: np.ndarray, options: LoaderOptions, place: DataRank) -
     return chosen.reshape(-1, place.size, options.micro_batch_size)[:, place.index]
 
 
-def _batch(source: PackSource, numbers: Sequence[int], options: LoaderOptions) -> PackedBatch:
-    batch = collate([source.pack(i) for i in numbers], options.attention_mask)
+def _batch(
+    source: PackSource, numbers: Sequence[int], options: LoaderOptions, images: ImageLoading | None
+) -> PackedBatch:
+    packs = [source.pack(i) for i in numbers]
+    batch = collate(packs, options.attention_mask, options.image_attention)
+    if images is not None:
+        batch = load_images(batch, packs, images)
     return batch.with_padding_to(options.pad_to_multiple)
 
 
-def step_batches(source: PackSource, options: LoaderOptions, place: DataRank, consumed: int) -> list[PackedBatch]:
-    """The microbatches of one rank for the step that begins after `consumed` samples; a pure function."""
+def step_batches(
+    source: PackSource, options: LoaderOptions, place: DataRank, consumed: int, images: ImageLoading | None = None
+) -> list[PackedBatch]:
+    """The microbatches of one rank for the step that begins after `consumed` samples; a pure function.
+
+    Without `images` no pixels are decoded.
+    """
     chosen = samples(consumed, options.global_batch_size, len(source), options.seed, options.shuffle)
-    return [_batch(source, numbers, options) for numbers in _microbatches(chosen, options, place).tolist()]
+    return [_batch(source, numbers, options, images) for numbers in _microbatches(chosen, options, place).tolist()]
 
 
 class PackedLoader:
@@ -125,13 +141,20 @@ class PackedLoader:
     """
 
     def __init__(
-        self, source: PackSource, options: LoaderOptions, place: DataRank | None = None, consumed_samples: int = 0
+        self,
+        source: PackSource,
+        options: LoaderOptions,
+        place: DataRank | None = None,
+        consumed_samples: int = 0,
+        images: ImageLoading | None = None,
     ) -> None:
         """`consumed_samples`, any number >= 0, is the state to resume from; it need not be a multiple of the batch.
 
+        `images`: what this rank decodes; None decodes nothing.
+
         ValueError: an empty dataset, or a global batch that does not divide by micro batch x dp size.
         """
-        self._source, self._options, self._place = source, options, place or DataRank()
+        self._source, self._options, self._place, self._images = source, options, place or DataRank(), images
         _check(source, options, self._place)
         if consumed_samples < 0:
             raise ValueError(f"consumed_samples is {consumed_samples}, it must not be negative")
@@ -152,7 +175,7 @@ class PackedLoader:
 
     def _request_ahead(self) -> None:
         while self._pool is not None and len(self._pending) < self._options.prefetch:
-            arguments = (self._source, self._options, self._place, self._requested)
+            arguments = (self._source, self._options, self._place, self._requested, self._images)
             self._pending.append(self._pool.submit(step_batches, *arguments))
             self._requested += self._options.global_batch_size
 
@@ -168,7 +191,7 @@ class PackedLoader:
             self._pending.popleft()
             self._request_ahead()
         else:
-            batches = step_batches(self._source, self._options, self._place, self._consumed)
+            batches = step_batches(self._source, self._options, self._place, self._consumed, self._images)
         self._consumed += self._options.global_batch_size
         return batches
 
@@ -186,7 +209,7 @@ class PackedLoader:
 
 
 def validation_steps(
-    source: PackSource, options: LoaderOptions, place: DataRank, num_steps: int
+    source: PackSource, options: LoaderOptions, place: DataRank, num_steps: int, images: ImageLoading | None = None
 ) -> Iterator[list[PackedBatch]]:
     """The first num_steps x global_batch_size packs in stored order, each once: the same for every evaluation.
 
@@ -200,7 +223,7 @@ def validation_steps(
         batches = []
         for numbers in _microbatches(chosen, options, place).tolist():
             present = [i for i in numbers if i < len(source)]
-            batch = _batch(source, present or [0], options)
+            batch = _batch(source, present or [0], options, images)
             batches.append(batch if present else _weightless(batch))
         yield batches
 

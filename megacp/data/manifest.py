@@ -93,6 +93,12 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
     @property
+    def num_token_ids(self) -> int:
+        """Ids are 0 .. this - 1: the tokenizer's, and those of image tokens above them."""
+        special = (self.image_rules or {}).get("token_ids", {}).values()
+        return max([self.tokenizer.vocab_size, *(i + 1 for i in special)])
+
+    @property
     def num_packs(self) -> int:
         """Packs in all shards."""
         return sum(shard.num_packs for shard in self.shards)
@@ -169,6 +175,8 @@ def _parse(value: dict[str, Any]) -> Manifest:
     for name in ("sources", "shards", "cp_degrees"):
         if not isinstance(fields.get(name), list):
             raise ValueError(f"`{name}` must be a list")
+    if not isinstance(fields.get("image_rules"), dict | None):
+        raise ValueError("`image_rules` must be an object or null")
     fields["tokenizer"] = _build(TokenizerInfo, fields.get("tokenizer") or {})
     fields["sources"], fields["cp_degrees"] = tuple(fields["sources"]), tuple(fields["cp_degrees"])
     fields["shards"] = tuple(ShardEntry.from_json(shard) for shard in fields["shards"])

@@ -18,6 +18,8 @@ import numpy as np
 
 from megacp.batch import PackedBatch
 from megacp.data.collate import collate
+from megacp.data.image_loading import ImageLoading, load_images
+from megacp.data.mock_images import MockImages, with_mock_images
 from megacp.data.store import Pack
 from megacp.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE
 
@@ -43,6 +45,13 @@ class MockRules:
     1.
     """
     seed: int = 0
+    images: MockImages | None = None
+    """Images in the packs of the masks `image` and `mixed`; None draws spans without images."""
+
+    @property
+    def has_images(self) -> bool:
+        """Packs hold images."""
+        return self.images is not None and self.mask in ("image", "mixed")
 
     def __post_init__(self) -> None:
         reasons = []
@@ -57,10 +66,20 @@ class MockRules:
 
 
 class MockDataset:
-    """Numbered mock packs with the reading interface of `PackedDataset`: full rows of a few documents each."""
+    """Numbered mock packs with the reading interface of `PackedDataset`: full rows of a few documents each, some of
+    them with `images`.
+    """
 
-    def __init__(self, vocab_size: int, seq_length: int, num_packs: int = 65_536, seed: int = 0) -> None:
-        self.rules = MockRules(vocab_size, seq_length, seed=seed)
+    def __init__(
+        self,
+        vocab_size: int,
+        seq_length: int,
+        num_packs: int = 65_536,
+        seed: int = 0,
+        images: MockImages | None = None,
+    ) -> None:
+        mask = "packed" if images is None else "image"
+        self.rules = MockRules(vocab_size, seq_length, mask, seed=seed, images=images)
         self._num_packs = num_packs
 
     def __len__(self) -> int:
@@ -75,7 +94,7 @@ class MockDataset:
 
 
 def mock_pack(index: int, rules: MockRules) -> Pack:
-    """Pack number `index` as a dataset would store it; image spans are no part of it (see `mock_batch`)."""
+    """Pack number `index` as a dataset would store it; spans are no part of it (see `mock_batch`)."""
     rng = np.random.default_rng([rules.seed, index])
     total = rules.seq_length
     if rules.ragged:
@@ -97,13 +116,31 @@ def mock_pack(index: int, rules: MockRules) -> Pack:
     ]
     num_tokens = int(true.sum())
     steps = np.where(rng.random(num_tokens) < 0.75, 1, rng.integers(0, rules.vocab_size, num_tokens))
+    tokens = np.cumsum(steps) % rules.vocab_size
+    weights = _weights(rng, num_tokens) if rules.ragged else None
+    images = None
+    if rules.images is not None and rules.has_images:
+        images = with_mock_images(tokens, _runs(true, starts), rules.images, rules.seed, index)
+        read_only = tokens >= rules.vocab_size  # tokens of images are not predicted
+        weights = np.where(read_only, 0, np.ones(num_tokens) if weights is None else weights).astype(np.float32)
     return Pack(
         index=index,
-        tokens=np.cumsum(steps) % rules.vocab_size,
-        weights=_weights(rng, num_tokens) if rules.ragged else None,
+        tokens=tokens,
+        weights=weights,
         segments=segments,
         branches=np.array(rows, BRANCH_DTYPE) if rows else None,
+        images=images,
     )
+
+
+def _runs(true: np.ndarray, starts: Sequence[Sequence[int]]) -> list[tuple[int, int, int, int]]:
+    """(segment, branch, first token within the segment, place in the pack) of each prefix and branch."""
+    before = (np.cumsum(true) - true).tolist()
+    return [
+        (segment, branch, start, before[segment] + start)
+        for segment, places in enumerate(starts)
+        for branch, start in enumerate((0, *places))
+    ]
 
 
 def _branch_starts(rng: np.random.Generator, length: int, mask: str) -> list[int]:
@@ -121,11 +158,15 @@ def _weights(rng: np.random.Generator, count: int) -> np.ndarray:
     return weights.astype(np.float32)
 
 
-def mock_batch(numbers: Sequence[int], rules: MockRules) -> PackedBatch:
+def mock_batch(numbers: Sequence[int], rules: MockRules, loading: ImageLoading | None = None) -> PackedBatch:
     """One microbatch of the mock packs `numbers`, collated like stored ones, with image spans where the mask has
-    them.
+    them; `loading` decodes the images of one rank.
     """
-    batch = collate([mock_pack(i, rules) for i in numbers])
+    packs = [mock_pack(i, rules) for i in numbers]
+    if rules.images is not None and rules.has_images:
+        batch = collate(packs, image_attention=rules.images.attention)
+        return batch if loading is None else load_images(batch, packs, loading)
+    batch = collate(packs)
     if rules.mask not in ("image", "mixed"):
         return batch
     rng = np.random.default_rng([rules.seed, *numbers, len(numbers)])

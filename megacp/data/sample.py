@@ -13,6 +13,11 @@ A record has exactly one of
 and optionally `id` (string or integer, unique in the dataset), `weight` (a finite number >= 0 that multiplies the loss
 of the record) and `branches`: a list of alternative continuations, each a string or a record of one of these forms;
 they see the record's own text as their prefix, and not each other. Other keys are ignored.
+
+In a build with images, `content` (also that of a message) may hold parts of type `image` and `video`, each with exactly
+one of `path` (relative to --image-root; `image` or `video` means the same), `base64`, `member` (of the record's tar:
+its extension or its whole name), `bytes` (Parquet), and for a video `frames`: a list of images, maybe with `fps`. They
+stand where they are in the text; nothing of them is learned.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from typing import Any
 
 LEARNED_ROLES = ("assistant",)
 MEDIA_TYPES = ("image", "video")
+MEDIA_SOURCES = ("path", "base64", "member", "bytes")
 
 
 class RecordError(ValueError):
@@ -32,11 +38,34 @@ class RecordError(ValueError):
 
 
 @dataclass(frozen=True)
+class Media:
+    """An image or a video as a record names it; nothing has been read yet."""
+
+    kind: str
+    """image or video."""
+    source: str
+    """One of MEDIA_SOURCES, or `frames`."""
+    value: str | bytes
+    key: str
+    """Where it stands in the record."""
+    frames: tuple[Media, ...] = ()
+    """The images of a video that is given as such."""
+    fps: float | None = None
+    """Frames a second of `frames`; None = as the rules sample."""
+
+
+@dataclass(frozen=True)
 class Piece:
-    """A stretch of text, or (text None) the tokenizer's end-of-document token, and its loss weight."""
+    """A stretch of text, an image or a video, or (both None) the tokenizer's end-of-document token; its loss weight."""
 
     text: str | None
     weight: float
+    media: Media | None = None
+
+    @property
+    def is_end(self) -> bool:
+        """Whether it is the end-of-document token."""
+        return self.text is None and self.media is None
 
 
 END = Piece(None, 1.0)
@@ -60,14 +89,14 @@ def _text(value: Any, key: str) -> str:
     return value
 
 
-def _from_text(value: Any, key: str) -> list[Piece]:
+def _from_text(value: Any, key: str, media: bool) -> list[Piece]:
     text = _text(value, key)
     if not text:
         raise RecordError(f"`{key}` is empty")
     return [Piece(text, 1.0)]
 
 
-def _from_messages(value: Any, key: str) -> list[Piece]:
+def _from_messages(value: Any, key: str, media: bool) -> list[Piece]:
     if not isinstance(value, list) or not value:
         raise RecordError(f"`{key}` must be a list of at least one message, found {_name(value)}")
     pieces: list[Piece] = []
@@ -78,48 +107,97 @@ def _from_messages(value: Any, key: str) -> list[Piece]:
         role, content = _text(message["role"], f"{where}.role"), message["content"]
         if not role:
             raise RecordError(f"`{where}.role` is empty")
-        if isinstance(content, list):
-            said = "".join(piece.text or "" for piece in _from_content(content, f"{where}.content"))
-        else:
-            said = _text(content, f"{where}.content")
         learned = float(role in LEARNED_ROLES)
         pieces.append(Piece(("\n" if i else "") + f"<|{role}|>\n", 0.0))
-        if said:
-            pieces.append(Piece(said, learned))
+        if isinstance(content, list):
+            said = _from_content(content, f"{where}.content", media)
+            pieces += [Piece(piece.text, learned * piece.weight, piece.media) for piece in said]
+        elif _text(content, f"{where}.content"):
+            pieces.append(Piece(content, learned))
         if learned:
             pieces.append(END)
     return pieces
 
 
-def _from_content(value: Any, key: str) -> list[Piece]:
+def _from_content(value: Any, key: str, media: bool) -> list[Piece]:
     if not isinstance(value, list) or not value:
         raise RecordError(f"`{key}` must be a list of at least one part, found {_name(value)}")
-    texts = []
+    pieces: list[Piece] = []
+    texts: list[str] = []
+
+    def join() -> None:
+        if joined := "".join(texts):
+            pieces.append(Piece(joined, 1.0))
+        texts.clear()
+
     for i, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
+        where = f"{key}[{i}]"
+        if kind in MEDIA_TYPES and not media:
+            raise RecordError(
+                f"`{where}` is of type {kind}: this build makes text datasets, images need the vision build "
+                "(--image-root, --image-rules or another flag for images)"
+            )
         if kind in MEDIA_TYPES:
+            join()
+            pieces.append(Piece(None, 0.0, _media(part, kind, where)))
+        elif kind == "text":
+            texts.append(_text(part.get("text"), f"{where}.text"))
+        else:
             raise RecordError(
-                f"`{key}[{i}]` is of type {kind}: this build makes text datasets, images need the vision build"
+                f"`{where}` must be an object with `type` text (or {', '.join(MEDIA_TYPES)}), found {_name(part)}"
             )
-        if kind != "text":
-            raise RecordError(
-                f"`{key}[{i}]` must be an object with `type` text (or {', '.join(MEDIA_TYPES)}), found {_name(part)}"
-            )
-        texts.append(_text(part.get("text"), f"{key}[{i}].text"))
-    joined = "".join(texts)
-    if not joined:
+    join()
+    if not pieces:
         raise RecordError(f"`{key}` holds no text")
-    return [Piece(joined, 1.0)]
+    return pieces
 
 
-_FORMS: dict[str, Callable[[Any, str], list[Piece]]] = {
+def _media(part: dict[str, Any], kind: str, where: str) -> Media:
+    # nulls are what Parquet fills in for absent keys
+    given = {key: part[key] for key in (*MEDIA_SOURCES, kind, "frames", "url") if part.get(key) is not None}
+    allowed = (*MEDIA_SOURCES, "frames") if kind == "video" else MEDIA_SOURCES
+    if "url" in given:
+        raise RecordError(f"`{where}.url`: nothing is downloaded; give one of {', '.join(allowed)}")
+    if len(given) != 1 or not {*given} <= {*allowed, kind}:
+        found = ", ".join(given) or "none"
+        raise RecordError(f"`{where}` of type {kind} needs exactly one of {', '.join(allowed)}, found {found}")
+    ((key, value),) = given.items()
+    where = f"{where}.{key}"
+    if key == "frames":
+        return _frames(part, value, where)
+    if key == "bytes":
+        if not isinstance(value, bytes):
+            raise RecordError(f"`{where}` is {_name(value)}, it must be bytes (only Parquet has them; use base64)")
+        return Media(kind, key, value, where)
+    if not _text(value, where):
+        raise RecordError(f"`{where}` is empty")
+    return Media(kind, "path" if key == kind else key, value, where)
+
+
+def _frames(part: dict[str, Any], value: Any, where: str) -> Media:
+    if not isinstance(value, list) or not value:
+        raise RecordError(f"`{where}`: a video with no frames, it must be a list of images, found {_name(value)}")
+    fps = part.get("fps")
+    if fps is not None and (isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < math.inf):
+        raise RecordError(f"`{where.rpartition('.')[0]}.fps` is {_name(fps)}, it must be a number above 0")
+    images = []
+    for i, item in enumerate(value):
+        item = {"path": item} if isinstance(item, str) else item
+        if not isinstance(item, dict):
+            raise RecordError(f"`{where}[{i}]` must be a path or an object, found {_name(item)}")
+        images.append(_media(item, "image", f"{where}[{i}]"))
+    return Media("video", "frames", "", where, tuple(images), None if fps is None else float(fps))
+
+
+_FORMS: dict[str, Callable[[Any, str, bool], list[Piece]]] = {
     "text": _from_text,
     "messages": _from_messages,
     "content": _from_content,
 }
 
 
-def _pieces(record: dict[str, Any], text_key: str, where: str = "") -> list[Piece]:
+def _pieces(record: dict[str, Any], text_key: str, media: bool, where: str = "") -> list[Piece]:
     keys = {form: text_key if form == "text" else form for form in _FORMS}
     present = [form for form in _FORMS if record.get(keys[form]) is not None]
     if len(present) != 1:
@@ -128,23 +206,24 @@ def _pieces(record: dict[str, Any], text_key: str, where: str = "") -> list[Piec
         reason = "missing key" if not present else "more than one content key"
         raise RecordError(f"{reason}: {where or 'a record'} needs exactly one of {wanted}, found {found}")
     key = keys[present[0]]
-    return _FORMS[present[0]](record[key], f"{where}.{key}" if where else key)
+    return _FORMS[present[0]](record[key], f"{where}.{key}" if where else key, media)
 
 
 def _ended(pieces: list[Piece]) -> tuple[Piece, ...]:
-    if pieces[-1].text is None:  # an assistant's last word ends the document too
+    if pieces[-1].is_end:  # an assistant's last word ends the document too
         return tuple(pieces)
     return (*pieces, Piece(None, pieces[-1].weight))
 
 
-def parse_record(record: Any, text_key: str = "text") -> Sample:
-    """A decoded record as a Sample; `text_key` is the name under which plain text is found.
+def parse_record(record: Any, text_key: str = "text", media: bool = False) -> Sample:
+    """A decoded record as a Sample; `text_key` is the name under which plain text is found; `media`: whether it may
+    hold images and videos.
 
     RecordError says what is wrong with it.
     """
     if not isinstance(record, dict):
         raise RecordError(f"a record must be a JSON object, found {_name(record)}")
-    pieces = _pieces(record, text_key)
+    pieces = _pieces(record, text_key, media)
     identity, weight, branches = record.get("id"), record.get("weight"), record.get("branches")
     if identity is not None and (isinstance(identity, bool) or not isinstance(identity, str | int)):
         raise RecordError(f"`id` is {_name(identity)}, it must be a string or an integer")
@@ -160,17 +239,17 @@ def parse_record(record: Any, text_key: str = "text") -> Sample:
     if not isinstance(branches, list) or not branches:
         raise RecordError(f"`branches` must be a list of at least one continuation, found {_name(branches)}")
     return Sample(
-        tuple(pieces), tuple(_branch(b, i, text_key) for i, b in enumerate(branches)), float(weight), identity
+        tuple(pieces), tuple(_branch(b, i, text_key, media) for i, b in enumerate(branches)), float(weight), identity
     )
 
 
-def _branch(value: Any, i: int, text_key: str) -> tuple[Piece, ...]:
+def _branch(value: Any, i: int, text_key: str, media: bool) -> tuple[Piece, ...]:
     where = f"branches[{i}]"
     if isinstance(value, str):
-        return _ended(_from_text(value, where))
+        return _ended(_from_text(value, where, media))
     if not isinstance(value, dict):
         raise RecordError(f"`{where}` is {_name(value)}, it must be a string or an object")
-    return _ended(_pieces(value, text_key, where))
+    return _ended(_pieces(value, text_key, media, where))
 
 
 def decode_json(line: bytes) -> Any:

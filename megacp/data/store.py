@@ -1,12 +1,10 @@
-"""A packed dataset on disk: shard directories written atomically, and the reader that training uses.
+"""Reads a packed dataset: what training opens, and `verify`.
 
-Key property: what opens is whole. A shard appears under its name only when every byte of it is durable, and a dataset
-opens only if all files have the manifest's sizes and all tables agree; opening reads no bin, and reading a random pack
-is one slice of a memory map. Rejected: one big file (a killed build would lose everything) and storing the padding
-tokens (the same dataset then could not serve a stock Megatron reader document by document).
+Key property: what opens is whole. A dataset opens only if all files have the manifest's sizes and all tables agree;
+opening reads no bin, and reading a random pack is one slice of a memory map. Rejected: checking at the first use of a
+pack, which finds damage hours into a run.
 
-A pack is a Megatron "document", each segment (source document) one "sequence" of true tokens. See `indexed`, `tables`
-and `manifest` for the three kinds of file. Weights of 1 everywhere are not stored.
+See `shard_writer` for what makes a shard, `indexed`, `tables` and `manifest` for the three kinds of file.
 """
 
 from __future__ import annotations
@@ -15,9 +13,6 @@ import bisect
 import hashlib
 import os
 import re
-import shutil
-import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -25,36 +20,13 @@ from pathlib import Path
 import numpy as np
 
 from megacp.data import tables
-from megacp.data.indexed import IndexedReader, IndexedWriter, sync_directory, token_dtype
-from megacp.data.manifest import FileEntry, Manifest, ShardEntry
-from megacp.data.packing import padded_lengths
+from megacp.data.image_shards import boundary_reasons
+from megacp.data.indexed import IndexedReader, token_dtype
+from megacp.data.manifest import Manifest, ShardEntry
+from megacp.data.row_images import PackImages, row_units, vision_inputs
 
-# one row each of PACK_DTYPE and SEGMENT_DTYPE: packing a row with struct is several times faster than with numpy
-_PACK_ROW = struct.Struct("<qqiiii")
-_SEGMENT_ROW = struct.Struct("<qqqiiiiiI")
-_BRANCH_ROW = struct.Struct("<ii")
 _REQUIRED = {"tokens.bin", "tokens.idx", "packs.npy", "segments.npy"}
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-
-
-@dataclass(frozen=True)
-class Segment:
-    """One source document, or a piece of one, on its way into a pack."""
-
-    tokens: np.ndarray
-    """[n] true tokens, n >= 1, integers."""
-    weights: np.ndarray | None = None
-    """float32 [n], the weight of the loss term that predicts this token; None = all ones."""
-    source_file: int = 0
-    """Index into Manifest.sources."""
-    source_offset: int = 0
-    """Byte offset of the record in its uncompressed file, or its ordinal where a format has no bytes to point at."""
-    source_start: int = 0
-    """Place of the first token in the whole document (> 0 in the later pieces of a split one)."""
-    branch_starts: tuple[int, ...] = ()
-    """Where branches 1, 2, ... begin; what is before the first is the shared prefix. Empty = no branches."""
-    flags: int = 0
-    """tables.FLAG_SPLIT | tables.FLAG_TRUNCATED."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,159 +43,17 @@ class Pack:
     """tables.SEGMENT_DTYPE [s]."""
     branches: np.ndarray | None = None
     """tables.BRANCH_DTYPE [sum of num_branches], in segment order; None = there are none."""
+    images: PackImages | None = None
+    """None in a dataset without images."""
+    sources: tuple[str, ...] = ()
+    """Names of the input files, by `source_file` of a segment."""
 
-
-class ShardWriter:
-    """Writes one shard directory under a hidden temporary name; `commit` makes it durable and gives it its name.
-
-        with ShardWriter(dataset / "shard_00000", vocab_size, seq_length, pad_multiple) as writer:
-            for members in packing:
-                writer.add_pack([Segment(...), ...])
-            entry = writer.commit()      # for the journal and the manifest
-    Leaving the block without commit removes what was written. The same packs give the same bytes. Memory: the table
-    rows only, about 50 bytes a segment.
-    """
-
-    def __init__(
-        self, directory: str | os.PathLike[str], vocab_size: int, seq_length: int, pad_multiple: int = 1
-    ) -> None:
-        """The parent of `directory` must exist; a temporary directory left by a killed build is removed."""
-        self.directory = Path(directory)
-        self._temporary = self.directory.with_name(f".{self.directory.name}.partial")
-        self._vocab_size, self._seq_length, self._pad_multiple = vocab_size, seq_length, pad_multiple
-        shutil.rmtree(self._temporary, ignore_errors=True)
-        self._temporary.mkdir()
-        self._tokens = IndexedWriter(self._temporary / "tokens", token_dtype(vocab_size))
-        self._weights: IndexedWriter | None = None
-        self._packs, self._segments, self._branches = bytearray(), bytearray(), bytearray()
-        self._num_tokens = self._num_padded = 0
-        self._open = True
-
-    @property
-    def num_packs(self) -> int:
-        """Packs added so far."""
-        return len(self._packs) // _PACK_ROW.size
-
-    def __enter__(self) -> ShardWriter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.abort()
-
-    def add_pack(self, segments: Sequence[Segment]) -> None:
-        """Append one pack. ValueError, before anything is written: it is empty or its padded lengths exceed seq_length;
-        a segment has no token, an id outside 0..vocab_size-1, weights that are not float [n], finite and >= 0, or
-        branches that do not rise from 1 to n-1.
-        """
-        padded = padded_lengths(np.array([len(s.tokens) for s in segments]), self._pad_multiple).tolist()
-        where = f"{self.directory.name} pack {self.num_packs}"
-        if not segments or sum(padded) > self._seq_length:
-            raise ValueError(
-                f"{where}: {len(segments)} segments with {sum(padded)} padded tokens; "
-                f"a pack has at least 1 segment and at most --seq-length {self._seq_length} tokens"
-            )
-        for segment in segments:
-            self._check(segment, where)
-        if self._weights is None and any(_has_weights(segment) for segment in segments):
-            self._weights = self._start_weights()
-        first = self._tokens.num_sequences
-        for segment, padded_length in zip(segments, padded, strict=True):
-            self._add_segment(segment, padded_length)
-        self._tokens.end_document()
-        if self._weights is not None:
-            self._weights.end_document()
-        self._packs += _PACK_ROW.pack(first, 0, len(segments), 0, sum(padded), 0)
-        self._num_padded += sum(padded)
-
-    def _check(self, segment: Segment, where: str) -> None:
-        tokens, starts = segment.tokens, segment.branch_starts
-        where = f"{where}, source {segment.source_file} offset {segment.source_offset}"
-        if tokens.ndim != 1 or not len(tokens) or tokens.dtype.kind not in "iu":
-            raise ValueError(f"{where}: tokens must be integers [n], n >= 1, got {tokens.dtype} {tokens.shape}")
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self._vocab_size:
-            raise ValueError(f"{where}: token ids {low}..{high}, the vocabulary is 0..{self._vocab_size - 1}")
-        if segment.weights is not None:
-            weights = np.asarray(segment.weights)
-            if weights.shape != tokens.shape or not np.isfinite(weights).all() or (weights < 0).any():
-                raise ValueError(f"{where}: weights must be {tokens.shape}, finite and not negative")
-        if list(starts) != sorted(set(starts)) or (starts and not 1 <= starts[0] <= starts[-1] < len(tokens)):
-            raise ValueError(f"{where}: branches must start at rising places 1..{len(tokens) - 1}, got {starts}")
-
-    def _start_weights(self) -> IndexedWriter:
-        """Open weights.bin with ones for all that is already in the shard."""
-        writer = IndexedWriter(self._temporary / "weights", np.dtype("<f4"))
-        lengths = np.frombuffer(bytes(self._segments), tables.SEGMENT_DTYPE)["true_length"]
-        for pack in np.frombuffer(bytes(self._packs), tables.PACK_DTYPE):
-            first = int(pack["first_segment"])
-            for length in lengths[first : first + int(pack["num_segments"])].tolist():
-                writer.add_sequence(np.ones(length, np.float32))
-            writer.end_document()
-        return writer
-
-    def _add_segment(self, segment: Segment, padded_length: int) -> None:
-        length = len(segment.tokens)
-        self._tokens.add_sequence(segment.tokens)
-        if self._weights is not None:
-            ones = np.ones(length, np.float32)
-            self._weights.add_sequence(ones if segment.weights is None else np.asarray(segment.weights, np.float32))
-        starts = segment.branch_starts
-        self._segments += _SEGMENT_ROW.pack(
-            segment.source_offset,
-            segment.source_start,
-            len(self._branches) // _BRANCH_ROW.size if starts else 0,
-            segment.source_file,
-            length,
-            padded_length,
-            starts[0] if starts else length,
-            len(starts),
-            segment.flags,
-        )
-        for start, stop in zip(starts, (*starts, length)[1:], strict=True):
-            self._branches += _BRANCH_ROW.pack(start, stop - start)
-        self._num_tokens += length
-
-    def commit(self, replace: bool = False) -> ShardEntry:
-        """Make all files durable, rename the directory to its name, and return what the manifest says of it.
-
-        ValueError: no pack was added; or the directory exists and `replace` is false (pass true for one that a killed
-        build renamed but did not enter in its journal).
-        """
-        assert self._open, "commit after commit or abort"
-        if not self.num_packs:
-            raise ValueError(f"{self.directory}: a shard must hold at least one pack")
-        if self.directory.exists() and not replace:
-            raise ValueError(f"{self.directory} exists already; nothing was overwritten")
-        num_packs, num_segments = self.num_packs, self._tokens.num_sequences
-        written = self._tokens.close()
-        if self._weights is not None:
-            written += self._weights.close()
-        rows = {"packs": (self._packs, tables.PACK_DTYPE), "segments": (self._segments, tables.SEGMENT_DTYPE)}
-        if self._branches:
-            rows["branches"] = (self._branches, tables.BRANCH_DTYPE)
-        for name, (data, dtype) in rows.items():
-            written.append(tables.write_table(self._temporary / f"{name}.npy", np.frombuffer(bytes(data), dtype)))
-        sync_directory(self._temporary)
-        self._open = False
-        if self.directory.exists():
-            shutil.rmtree(self.directory)
-        os.rename(self._temporary, self.directory)
-        sync_directory(self.directory.parent)
-        files = tuple(sorted((FileEntry(path.name, size, sha) for path, size, sha in written), key=lambda f: f.name))
-        return ShardEntry(self.directory.name, num_packs, num_segments, self._num_tokens, self._num_padded, files)
-
-    def abort(self) -> None:
-        """Remove the temporary directory; does nothing after a commit."""
-        if self._open:
-            self._open = False
-            self._tokens.abandon()
-            if self._weights is not None:
-                self._weights.abandon()
-            shutil.rmtree(self._temporary)
-
-
-def _has_weights(segment: Segment) -> bool:
-    return segment.weights is not None and bool((np.asarray(segment.weights) != 1).any())
+    def record(self, segment: int) -> str:
+        """Where a segment comes from, as words for an error."""
+        row = self.segments[segment]
+        number = int(row["source_file"])
+        name = self.sources[number] if number < len(self.sources) else f"source {number}"
+        return f"pack {self.index}, record of {name} at byte {int(row['source_offset'])}"
 
 
 class _Shard:
@@ -237,13 +67,17 @@ class _Shard:
         self.packs = tables.read_table(directory / "packs.npy", tables.PACK_DTYPE)
         self.segments = tables.read_table(directory / "segments.npy", tables.SEGMENT_DTYPE)
         self.branches = self._optional(directory, "branches", tables.BRANCH_DTYPE, names)
-        units = self._optional(directory, "units", tables.UNIT_DTYPE, names)
+        self.units = self._optional(directory, "units", tables.UNIT_DTYPE, names)
+        self.images = IndexedReader(directory / "images") if "images.bin" in names else None
         reasons = self._reasons(manifest)
-        reasons = reasons or tables.unit_reasons(self.packs, self.segments, units)
-        for degree in manifest.cp_degrees if len(units) else ():
+        reasons = reasons or tables.unit_reasons(self.packs, self.segments, self.units)
+        self.boundaries: dict[int, np.ndarray] = {}
+        for degree in manifest.cp_degrees if len(self.units) else ():
             table = tables.read_table(directory / f"shards_cp{degree}.npy", tables.BOUNDARY_DTYPE)
+            self.boundaries[degree] = table
             if table.shape != (len(self.packs), degree):
                 reasons.append(f"shards_cp{degree}.npy has shape {table.shape}, not {(len(self.packs), degree)}")
+        reasons += self._image_reasons(manifest)
         if reasons:
             raise ValueError(f"{directory}: " + "; ".join(reasons))
 
@@ -252,7 +86,7 @@ class _Shard:
         return tables.read_table(directory / f"{name}.npy", dtype) if f"{name}.npy" in names else np.zeros(0, dtype)
 
     def _reasons(self, manifest: Manifest) -> list[str]:
-        entry, expected = self.entry, token_dtype(manifest.tokenizer.vocab_size)
+        entry, expected = self.entry, token_dtype(manifest.num_token_ids)
         reasons = []
         if self.tokens.dtype != expected:
             reasons.append(f"tokens.idx has dtype {self.tokens.dtype}, a vocabulary of this size has {expected}")
@@ -277,6 +111,32 @@ class _Shard:
                 reasons.append(f"weights.idx ({self.weights.dtype}) does not have the lengths of tokens.idx, float32")
         return reasons
 
+    def _image_reasons(self, manifest: Manifest) -> list[str]:
+        """What is wrong between units.npy, images.idx and the manifest."""
+        if not len(self.units):
+            return []
+        reasons = []
+        if manifest.image_rules is None or "image_patch" not in manifest.image_rules.get("token_ids", {}):
+            reasons.append("units.npy holds images, but the manifest's image_rules name no image_patch token")
+        if self.images is None or self.images.dtype != np.uint8:
+            reasons.append("units.npy holds images, but there is no images.bin of bytes")
+        elif not 0 <= self.units["item"].min() <= self.units["item"].max() < len(self.images):
+            reasons.append(f"units.npy names item {int(self.units['item'].max())} of {len(self.images)} in images.idx")
+        return reasons
+
+    def images_of(self, number: int, image_patch: int) -> PackImages:
+        """The images of pack `number` of this shard."""
+        row = self.packs[number]
+        first = int(row["first_unit"])
+        units = self.units[first : first + int(row["num_units"])].copy()
+        units["segment"] -= int(row["first_segment"])
+        tables_of = {degree: np.asarray(table[number]) for degree, table in self.boundaries.items()}
+        return PackImages(units, tables_of, self._item, image_patch)
+
+    def _item(self, number: int) -> bytes:
+        assert self.images is not None
+        return self.images.sequence(number).tobytes()
+
 
 class PackedDataset:
     """A finished dataset directory, open for reading. Pack numbers run over the shards in the manifest's order."""
@@ -290,6 +150,7 @@ class PackedDataset:
             raise ValueError("; ".join(reasons))
         self._shards = [_Shard(self.directory / entry.name, entry, self.manifest) for entry in self.manifest.shards]
         self._stops = list(accumulate(entry.num_packs for entry in self.manifest.shards))
+        self._image_patch = (self.manifest.image_rules or {}).get("token_ids", {}).get("image_patch")
 
     @property
     def fingerprint(self) -> str:
@@ -306,7 +167,8 @@ class PackedDataset:
             raise IndexError(f"pack {i} of {self.directory}, which has {len(self)}")
         number = bisect.bisect_right(self._stops, i)
         shard = self._shards[number]
-        row = shard.packs[i - self._stops[number] + shard.entry.num_packs]
+        within = i - self._stops[number] + shard.entry.num_packs
+        row = shard.packs[within]
         start = int(row["first_segment"])
         stop = start + int(row["num_segments"])
         segments = shard.segments[start:stop]
@@ -316,7 +178,8 @@ class PackedDataset:
             count = segments["num_branches"]
             first = int(segments["first_branch"][count > 0][0]) if count.any() else 0
             branches = shard.branches[first : first + int(count.sum())] if count.any() else None
-        return Pack(i, shard.tokens.sequences(start, stop), weights, segments, branches)
+        images = None if self._image_patch is None else shard.images_of(within, self._image_patch)
+        return Pack(i, shard.tokens.sequences(start, stop), weights, segments, branches, images, self.manifest.sources)
 
 
 def _size_reasons(directory: Path, manifest: Manifest) -> list[str]:
@@ -339,7 +202,8 @@ def _size_reasons(directory: Path, manifest: Manifest) -> list[str]:
 def verify(directory: str | os.PathLike[str]) -> list[str]:
     """Everything that is wrong with a dataset, [] when it is sound: what opening checks, then every byte of it.
 
-    Bytes: the sha256 of each file, token ids below the vocabulary size, weights finite and not negative.
+    Bytes: the sha256 of each file, token ids below the vocabulary size, weights finite and not negative, image tokens
+    and boundary tables as the units say.
     """
     try:
         dataset = PackedDataset(directory)
@@ -353,7 +217,7 @@ def verify(directory: str | os.PathLike[str]) -> list[str]:
                 found = hashlib.file_digest(stream, "sha256").hexdigest()
             if found != file.sha256:
                 reasons.append(f"{path}: sha256 is {found}, the manifest says {file.sha256}")
-    vocab_size = dataset.manifest.tokenizer.vocab_size
+    vocab_size = dataset.manifest.num_token_ids
     for i in range(len(dataset)):
         pack = dataset.pack(i)
         low, high = int(pack.tokens.min()), int(pack.tokens.max())
@@ -361,4 +225,22 @@ def verify(directory: str | os.PathLike[str]) -> list[str]:
             reasons.append(f"pack {i}: token ids {low}..{high}, the vocabulary is 0..{vocab_size - 1}")
         if pack.weights is not None and not (np.isfinite(pack.weights).all() and (pack.weights >= 0).all()):
             reasons.append(f"pack {i}: loss weights that are negative or not finite")
+        reasons += [f"pack {i}: {reason}" for reason in _pack_image_reasons(pack)]
+    return reasons
+
+
+def _pack_image_reasons(pack: Pack) -> list[str]:
+    """Whether the image tokens are those of the units, and the boundary tables fit them."""
+    if pack.images is None:
+        return []
+    lengths = pack.segments["true_length"].astype(np.int64)
+    units = row_units([pack.images], [len(lengths)], np.cumsum(lengths) - lengths)
+    reasons = []
+    try:
+        vision_inputs(units, pack.tokens, pack.images.image_patch)
+    except ValueError as error:
+        reasons.append(str(error))
+    for degree, table in pack.images.boundaries.items():
+        found = boundary_reasons(table, units.cum_images, units.cum_pooled)
+        reasons += [f"shards_cp{degree}.npy: {reason}" for reason in found]
     return reasons

@@ -174,5 +174,17 @@ def unit_reasons(packs: np.ndarray, segments: np.ndarray, units: np.ndarray) -> 
     if outside.any():
         return _row_reasons("units.npy", {"it lies in a segment of another pack": outside})
     stop = units["start"].astype(np.int64) + units["num_tokens"]
-    outside = (units["start"] < 0) | (stop > segments["true_length"][units["segment"]])
-    return _row_reasons("units.npy", {"it lies outside its segment": outside})
+    first_of_pack = np.concatenate(([True], owner[1:] != owner[:-1])) if len(owner) else np.zeros(0, bool)
+    last_of_pack = np.concatenate((first_of_pack[1:], [True])) if len(owner) else first_of_pack
+    checks = {
+        "it lies outside its segment": (units["start"] < 0) | (stop > segments["true_length"][units["segment"]]),
+        "its crops do not add up to those of its pack": last_of_pack
+        & (units["image_stop"] != packs["num_crops"][owner]),
+        "it is of a frame or a branch that cannot be": (units["frame"] < -1)
+        | (units["branch"] < 0)
+        | (units["branch"] > segments["num_branches"][units["segment"]]),
+    }
+    for name, what in (("image_stop", "crops"), ("pooled_stop", "pooled tokens")):
+        before = np.where(first_of_pack, 0, np.concatenate(([0], units[name][:-1]))[: len(units)])
+        checks[f"it has no {what}"] = units[name] <= before
+    return _row_reasons("units.npy", checks)

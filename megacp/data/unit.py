@@ -11,15 +11,19 @@ import hashlib
 from collections.abc import Iterator, MutableSequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from megacp.data.indexed import token_dtype
+from megacp.data.document import Document, DocumentMaker, Encoded, Origin
+from megacp.data.image import ImageRules
 from megacp.data.jsonl import DEFAULT_MAX_LINE_BYTES, Extent, Record, Refusal, Unit, is_plain, line_number, read_extent
 from megacp.data.manifest import ShardEntry
-from megacp.data.packing import best_fit_decreasing, cut_oversize, padded_lengths
-from megacp.data.sample import Piece, RecordError, Sample, parse_record
-from megacp.data.store import Segment, ShardWriter
+from megacp.data.media import MediaReader, Part, unnamed_members
+from megacp.data.packing import Packing, best_fit_decreasing, cut_oversize, padded_lengths, two_budgets
+from megacp.data.sample import Piece, RecordError, parse_record
+from megacp.data.shard_writer import ShardWriter
+from megacp.data.spool import Spool, Stored
 from megacp.data.tables import FLAG_SPLIT, FLAG_TRUNCATED
 from megacp.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -54,6 +58,12 @@ class BuildSettings:
     cp_degrees: tuple[int, ...] = (1, 2, 4, 8, 16)
     tokenizer_engine: str = "auto"
     eod_token: str | None = None
+    image_rules: ImageRules | None = None
+    """How images become tokens; None: records may hold text only."""
+    image_root: str | None = None
+    """Directory that paths of images are relative to."""
+    max_crops_per_pack: int | None = None
+    """Second budget of a pack; None = as many as its tokens allow."""
 
     @property
     def bytes_per_unit(self) -> int:
@@ -111,27 +121,20 @@ def where(extent: Extent, line: int, offset: int) -> tuple[str, int]:
     return extent.path, line_number(extent.path, offset) if is_plain(extent.path) else line
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     """A parsed record on its way to the tokenizer."""
 
     extent: Extent
     line: int
     offset: int
-    sample: Sample
+    parts: tuple[tuple[Part, ...], ...]
+    """Prefix, then branches."""
+    weight: float
+    items: tuple[Stored, ...]
 
     def refusal(self, reason: str) -> Refusal:
         path, line = where(self.extent, self.line, self.offset)
         return Refusal(path, line, self.offset, reason)
-
-
-@dataclass(frozen=True)
-class _Document:
-    source: int
-    offset: int
-    tokens: np.ndarray
-    weights: np.ndarray | None
-    branch_starts: tuple[int, ...]
 
 
 class UnitBuilder:
@@ -140,24 +143,31 @@ class UnitBuilder:
     def __init__(self, settings: BuildSettings) -> None:
         self._settings = settings
         self._tokenizer = settings.load_tokenizer()
-        self._eod = None
-        if settings.append_eod:
-            assert self._tokenizer.eos_id is not None, "checked before any worker starts"
-            self._eod = np.array([self._tokenizer.eos_id], dtype=np.int32)
+        rules = settings.image_rules
+        self._maker = DocumentMaker(self._tokenizer, settings.append_eod, rules.token_ids if rules else {})
 
     def __call__(self, task: UnitTask, position: MutableSequence[int]) -> UnitResult:
         """Write the unit's shard and identity file. `position` is set to [extent, byte offset] of the record at hand.
 
         BadRecord: the first refused record under on_error "fail". ValueError: the tokenizer's engines disagree.
         """
-        return _UnitRun(self._settings, self._tokenizer, self._eod, task).run(position)
+        run = _UnitRun(self._settings, self._tokenizer, self._maker, task)
+        try:
+            return run.run(position)
+        finally:
+            run.close()
 
 
 class _UnitRun:
     """The state of one unit's build."""
 
-    def __init__(self, settings: BuildSettings, tokenizer: Tokenizer, eod: np.ndarray | None, task: UnitTask) -> None:
-        self._settings, self._tokenizer, self._eod, self._task = settings, tokenizer, eod, task
+    def __init__(self, settings: BuildSettings, tokenizer: Tokenizer, maker: DocumentMaker, task: UnitTask) -> None:
+        self._settings, self._tokenizer, self._maker, self._task = settings, tokenizer, maker, task
+        self._media: MediaReader | None = None
+        self._spool: Spool | None = None
+        if settings.image_rules is not None:
+            self._media = MediaReader(settings.image_rules, settings.image_root)
+            self._spool = Spool(Path(settings.output))
         self._refusals: list[Refusal] = []
         self._dropped: list[Refusal] = []
         self._seen: dict[bytes, tuple[Extent, int, int]] = {}
@@ -167,9 +177,10 @@ class _UnitRun:
     def run(self, position: MutableSequence[int]) -> UnitResult:
         settings, unit = self._settings, self._task.unit
         directory = Path(settings.output) / shard_name(unit.index)
-        window: list[_Document] = []
+        window: list[Document] = []
         tokens = 0
-        with ShardWriter(directory, self._tokenizer.vocab_size, settings.seq_length, settings.pad_multiple) as writer:
+        sizes = self._maker.num_token_ids, settings.seq_length, settings.pad_multiple
+        with ShardWriter(directory, *sizes, settings.cp_degrees) as writer:
             for number, chunk in enumerate(self._chunks(position)):
                 if number == 0:
                     self._audit(chunk)
@@ -186,6 +197,11 @@ class _UnitRun:
             unit.index, entry, self._documents, tuple(self._refusals), tuple(self._dropped), bool(self._seen)
         )
 
+    def close(self) -> None:
+        """Give back what it holds open."""
+        if self._spool is not None:
+            self._spool.close()
+
     def _refuse(self, refusal: Refusal) -> None:
         if self._settings.on_error == "fail":
             raise BadRecord(str(refusal))
@@ -197,7 +213,7 @@ class _UnitRun:
         characters = 0
         for i, extent in enumerate(self._task.unit.extents):
             position[0], position[1] = i, extent.start
-            for item in read_extent(extent, self._settings.max_line_bytes):
+            for item in read_extent(extent, self._settings.max_line_bytes, self._media is not None):
                 if isinstance(item, Refusal):
                     self._refuse(item)
                     continue
@@ -215,14 +231,27 @@ class _UnitRun:
 
     def _parse(self, extent: Extent, record: Record) -> _Entry | None:
         try:
-            sample = parse_record(record.value, self._settings.text_key)
+            sample = parse_record(record.value, self._settings.text_key, self._media is not None)
+            parts, items = self._expanded((sample.prefix, *sample.branches), record.members or {})
             if sample.identity is not None:
                 self._check_identity(sample.identity, extent, record)
         except RecordError as error:
             path, line = where(extent, record.line, record.offset)
             self._refuse(Refusal(path, line, record.offset, str(error)))
             return None
-        return _Entry(extent, record.line, record.offset, sample)
+        return _Entry(extent, record.line, record.offset, parts, sample.weight, items)
+
+    def _expanded(
+        self, texts: tuple[tuple[Piece, ...], ...], members: dict[str, bytes]
+    ) -> tuple[tuple[tuple[Part, ...], ...], tuple[Stored, ...]]:
+        """Prefix and branches with their images as units, and where the bytes of those are kept."""
+        if self._media is None or self._spool is None:
+            return texts, ()
+        if lost := unnamed_members((piece for text in texts for piece in text), members):
+            raise RecordError(f"the record does not name its member {lost[0]!r}; images are never paired by order")
+        items: list[bytes] = []
+        parts = tuple(self._media.expand(text, members, items) for text in texts)
+        return parts, tuple(self._spool.add(data) for data in items)
 
     def _check_identity(self, identity: str, extent: Extent, record: Record) -> None:
         key = digest(identity)
@@ -240,8 +269,8 @@ class _UnitRun:
             return
         left = _AUDIT_CHARACTERS
         for entry in chunk:
-            for piece in entry.sample.prefix:
-                text = (piece.text or "")[:left]
+            for piece in entry.parts[0]:
+                text = ((piece.text if isinstance(piece, Piece) else None) or "")[:left]
                 if text and self._tokenizer.disagreement([text]) is not None:
                     path, line = where(entry.extent, entry.line, entry.offset)
                     raise ValueError(
@@ -252,56 +281,35 @@ class _UnitRun:
             if left <= 0:
                 return
 
-    def _documents_of(self, chunk: list[_Entry]) -> Iterator[_Document]:
-        pieces = (p for e in chunk for part in (e.sample.prefix, *e.sample.branches) for p in part)
-        encoded = iter(self._tokenizer.encode([piece.text for piece in pieces if piece.text is not None]))
-        longest = self._settings.seq_length
-        for entry in chunk:
-            # every text's ids are taken before anything can be refused: the next record's come after them
-            parts = [self._part(part, encoded) for part in (entry.sample.prefix, *entry.sample.branches)]
-            lengths = [sum(len(ids) for ids, _ in part) for part in parts]
-            total = sum(lengths)
-            if 0 in lengths:
+    def _documents_of(self, chunk: list[_Entry]) -> Iterator[Document]:
+        for entry, encoded in zip(chunk, self._maker.encode([entry.parts for entry in chunk]), strict=True):
+            if 0 in encoded.lengths:
                 self._refuse(entry.refusal("the tokenizer makes no token of a text of this record"))
-            elif total > longest and self._settings.oversize == "drop":
-                reason = f"{total} tokens, more than --seq-length {longest}, dropped by --oversize drop"
-                self._dropped.append(entry.refusal(reason))
-            elif total > longest and (self._settings.oversize == "error" or entry.sample.branches):
-                ways = "drop" if entry.sample.branches else "drop, split or truncate"
-                what = "tokens with all branches" if entry.sample.branches else "tokens"
-                self._refuse(
-                    entry.refusal(
-                        f"a document of {total} {what}, more than --seq-length {longest}: "
-                        f"raise it or choose --oversize {ways}"
-                    )
-                )
+            elif (name := self._maker.forged(encoded)) is not None:
+                self._refuse(entry.refusal(f"a text of this record spells the special token {name}"))
+            elif (excess := self._excess(encoded)) is not None and self._settings.oversize == "drop":
+                self._dropped.append(entry.refusal(f"{excess[0]}, dropped by --oversize drop"))
+            elif excess is not None and (self._settings.oversize == "error" or not excess[1]):
+                ways = "drop, split or truncate" if excess[1] else "drop"
+                self._refuse(entry.refusal(f"a document of {excess[0]}: raise it or choose --oversize {ways}"))
             else:
                 self._documents += 1
-                yield self._document(entry, parts, lengths)
+                origin = Origin(entry.extent.source, entry.offset, entry.weight, entry.items)
+                yield self._maker.document(encoded, origin)
 
-    def _part(self, part: tuple[Piece, ...], encoded: Iterator[np.ndarray]) -> list[tuple[np.ndarray, float]]:
-        result = []
-        for piece in part:
-            if piece.text is not None:
-                result.append((next(encoded), piece.weight))
-            elif self._eod is not None:
-                result.append((self._eod, piece.weight))
-        return result
+    def _excess(self, encoded: Encoded) -> tuple[str, bool] | None:
+        """What a record has too much of for any pack, and whether cutting it is allowed; None when it fits."""
+        settings, total, crops = self._settings, sum(encoded.lengths), encoded.num_crops
+        if crops and settings.max_crops_per_pack is not None and crops > settings.max_crops_per_pack:
+            return f"{crops} image crops, more than --max-crops-per-pack {settings.max_crops_per_pack}", False
+        if total <= settings.seq_length:
+            return None
+        branched = len(encoded.lengths) > 1
+        whole = settings.oversize != "drop" and branched  # the words of a drop have no more to explain
+        what = "tokens with all branches" if whole else "tokens"
+        return f"{total} {what}, more than --seq-length {settings.seq_length}", not branched and not crops
 
-    def _document(self, entry: _Entry, parts: list[list[tuple[np.ndarray, float]]], lengths: list[int]) -> _Document:
-        pairs = [pair for part in parts for pair in part]
-        weight = entry.sample.weight
-        weights = None
-        if weight != 1.0 or any(w != 1.0 for _, w in pairs):
-            each = np.array([w * weight for _, w in pairs], dtype=np.float32)
-            weights = np.repeat(each, [len(ids) for ids, _ in pairs])
-        tokens = np.concatenate(
-            [ids for ids, _ in pairs], dtype=token_dtype(self._tokenizer.vocab_size), casting="unsafe"
-        )
-        starts = tuple(np.cumsum(lengths)[:-1].tolist()) if len(parts) > 1 else ()
-        return _Document(entry.extent.source, entry.offset, tokens, weights, starts)
-
-    def _flush(self, window: list[_Document], writer: ShardWriter) -> None:
+    def _flush(self, window: list[Document], writer: ShardWriter) -> None:
         """Pack the documents of one window."""
         settings = self._settings
         if not window:
@@ -314,15 +322,20 @@ class _UnitRun:
         lengths = np.array([len(document.tokens) for document in window])
         pieces = cut_oversize(lengths, settings.seq_length, settings.pad_multiple, rule)
         cut_flag = FLAG_TRUNCATED if rule == "truncate" else FLAG_SPLIT
-        segments = [
-            _segment(window[d], start, stop, cut_flag)
-            for d, start, stop in zip(
-                pieces.document.tolist(), pieces.start.tolist(), pieces.stop.tolist(), strict=True
-            )
-        ]
-        packing = best_fit_decreasing(padded_lengths(pieces.lengths, settings.pad_multiple), settings.seq_length)
+        places = list(zip(pieces.document.tolist(), pieces.start.tolist(), pieces.stop.tolist(), strict=True))
+        crops = np.array([window[d].num_crops for d, _, _ in places], np.int64)
+        packing = self._packing(padded_lengths(pieces.lengths, settings.pad_multiple), crops)
         for p in range(len(packing)):
-            writer.add_pack([segments[i] for i in packing.pack(p).tolist()])
+            members = [places[i] for i in packing.pack(p).tolist()]
+            writer.add_pack([window[d].segment(start, stop, cut_flag, self._spool) for d, start, stop in members])
+        if self._spool is not None:
+            self._spool.clear()
+
+    def _packing(self, lengths: np.ndarray, crops: np.ndarray) -> Packing:
+        settings = self._settings
+        if settings.max_crops_per_pack is None:
+            return best_fit_decreasing(lengths, settings.seq_length)
+        return two_budgets(lengths, crops, settings.seq_length, settings.max_crops_per_pack)
 
     def _write_identities(self) -> None:
         path = identity_file(self._settings.output, self._task.unit.index)
@@ -331,12 +344,3 @@ class _UnitRun:
             path.parent.mkdir(exist_ok=True)
             rows = [(key, extent.source, offset, line) for key, (extent, line, offset) in self._seen.items()]
             np.save(path, np.array(rows, dtype=IDENTITY_DTYPE), allow_pickle=False)
-
-
-def _segment(document: _Document, start: int, stop: int, cut_flag: int) -> Segment:
-    length = len(document.tokens)
-    if start == 0 and stop == length:
-        return Segment(document.tokens, document.weights, document.source, document.offset, 0, document.branch_starts)
-    # a document with branches is never cut
-    weights = None if document.weights is None else document.weights[start:stop]
-    return Segment(document.tokens[start:stop], weights, document.source, document.offset, start, (), cut_flag)

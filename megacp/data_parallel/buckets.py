@@ -25,16 +25,13 @@ from megacp.distributed.collectives import Pending, all_reduce, start_all_gather
 from megacp.distributed.grid import Axis
 
 
-class Bucket:
-    """The flat buffers of one `BucketPlan`; parameters of the model are views of `parameters`."""
+class FlatParameters:
+    """The flat buffer of one `BucketPlan`; parameters of the model are views of it."""
 
     def __init__(self, plan: BucketPlan, axis: Axis) -> None:
         self.plan = plan
-        wide = torch.float64 if plan.dtype == torch.float64 else torch.float32
         self.parameters = torch.zeros(plan.elements, dtype=plan.dtype, device=plan.device)
         """`[elements]` in the model dtype, replicated over dp x cp."""
-        self.gradients = torch.zeros(plan.elements, dtype=wide, device=plan.device)
-        """`[elements]` float32 (float64 for a float64 model), partial over dp x cp until reduced."""
         self.shard_elements = plan.elements // axis.size
         self.shard_start = axis.rank * self.shard_elements
         for slot in plan.slots:
@@ -46,6 +43,16 @@ class Bucket:
     def parameter_shard(self) -> torch.Tensor:
         """This rank's slice `[elements / (dp x cp)]` of `parameters`, a view."""
         return self.parameters[self.shard_start : self.shard_start + self.shard_elements]
+
+
+class Bucket(FlatParameters):
+    """Flat parameters with their gradients."""
+
+    def __init__(self, plan: BucketPlan, axis: Axis) -> None:
+        super().__init__(plan, axis)
+        wide = torch.float64 if plan.dtype == torch.float64 else torch.float32
+        self.gradients = torch.zeros(plan.elements, dtype=wide, device=plan.device)
+        """`[elements]` float32 (float64 for a float64 model), partial over dp x cp until reduced."""
 
 
 class FlatBuckets:
@@ -65,7 +72,10 @@ class FlatBuckets:
         bucket_elements: int,
     ) -> None:
         self.axis = reduce_axis
-        self.buckets = [Bucket(plan, reduce_axis) for plan in plan_buckets(chunks, reduce_axis.size, bucket_elements)]
+        plans = plan_buckets(chunks, reduce_axis.size, bucket_elements)
+        self.buckets = [Bucket(plan, reduce_axis) for plan in plans if plan.trained]
+        self.frozen = [FlatParameters(plan, reduce_axis) for plan in plans if not plan.trained]
+        """Parameters without gradients: only what reads and writes checkpoints meets them."""
         self._partial_axes = dict(partial_axes)
         missing = {name for b in self.buckets for name in b.plan.partial_over} - set(partial_axes)
         assert not missing, f"no axis was given for {sorted(missing)}"
@@ -160,9 +170,13 @@ class FlatBuckets:
         ]
 
     def parameter_slices(self) -> list[ParameterSlice]:
-        """This rank's share of the parameters; the ranks of dp x cp together hold each element once."""
-        return self.shard_slices([bucket.parameter_shard for bucket in self.buckets])
+        """This rank's share of the parameters, frozen ones included; the ranks of dp x cp together hold each element
+        once.
+        """
+        everything = (*self.buckets, *self.frozen)
+        return [part for b in everything for part in slices_of(b.plan, b.shard_start, b.parameter_shard)]
 
     def whole_parameters(self) -> list[ParameterSlice]:
-        """All local parameters, whole."""
-        return [part for bucket in self.buckets for part in slices_of(bucket.plan, 0, bucket.parameters)]
+        """All local parameters, whole, frozen ones included."""
+        everything = (*self.buckets, *self.frozen)
+        return [part for bucket in everything for part in slices_of(bucket.plan, 0, bucket.parameters)]

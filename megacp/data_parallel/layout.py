@@ -1,8 +1,9 @@
 """Which parameter lies where in which flat bucket: a pure plan, equal on every rank of dp x cp.
 
 Key property: buckets are numbered in the order in which the backward pass completes them, and a bucket never mixes
-parameters that are treated differently (dtype, axes their gradient is partial over, weight decay, counted or a copy),
-so later rooms handle whole buckets. Rejected: one buffer for the whole model with per-parameter tables.
+parameters that are treated differently (dtype, axes their gradient is partial over, weight decay, learning rate,
+frozen, counted or a copy), so later rooms handle whole buckets. Rejected: one buffer for the whole model with tables
+per parameter.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Parameters of one model chunk that are reduced, decayed and counted alike, in backward order."""
+    """Parameters of one model chunk that are reduced, decayed, counted and stepped alike, in backward order."""
 
     chunk: int
     slots: tuple[Slot, ...]
@@ -42,6 +43,9 @@ class BucketPlan:
     partial_over: tuple[str, ...]
     weight_decay: bool
     counted: bool
+    lr_multiplier: float
+    trained: bool
+    """False for frozen parameters: they are saved and loaded, and nothing else."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +78,10 @@ def plan_buckets(chunks: Sequence[nn.Module], reduce_size: int, bucket_elements:
     for chunk in reversed(range(len(chunks))):
         for parameter in reversed(list(chunks[chunk].parameters())):
             assert parameter not in seen, f"a parameter of shape {tuple(parameter.shape)} is in two model chunks"
-            assert parameter.requires_grad, f"a parameter of shape {tuple(parameter.shape)} is frozen"
             seen.add(parameter)
             spec = spec_of(parameter)
             kind = (parameter.dtype, parameter.device, spec.partial_over, spec.weight_decay, spec.counted)
+            kind += (spec.lr_multiplier, parameter.requires_grad)
             buckets = groups.setdefault((chunk, *kind), [[]])
             filled = sum(_aligned(p.numel()) for _, p in buckets[-1])
             if buckets[-1] and filled + parameter.numel() > bucket_elements:
@@ -105,6 +109,8 @@ def _plan(chunk: int, parameters: list[nn.Parameter], reduce_size: int) -> Bucke
         partial_over=first.spec.partial_over,
         weight_decay=first.spec.weight_decay,
         counted=first.spec.counted,
+        lr_multiplier=first.spec.lr_multiplier,
+        trained=first.parameter.requires_grad,
     )
 
 

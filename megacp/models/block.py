@@ -1,6 +1,6 @@
 """One decoder block: pre-norm attention and MLP with residuals, dropout and recomputation.
 
-Key property: the three granularities of recomputation are three ways to call the same block, chosen once from a table.
+Key property: one body, which only says what it would remember; how much is recomputed is chosen once, outside of it.
 Rejected: flags read inside attention and MLP.
 """
 
@@ -11,14 +11,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from megacp.backends.base import Backend
 from megacp.config.model import ModelConfig
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.models.attention import SelfAttention
 from megacp.models.mlp import MLP
-from megacp.models.recompute import Recomputation, keep
+from megacp.models.recompute import rerun
 from megacp.ops.dropout import dropout
 
 
@@ -45,11 +44,11 @@ class Block(nn.Module):
         self.attention = SelfAttention(f"{prefix}.attention", config, backend)
         self.mlp_norm = backend.norm(f"{prefix}.mlp_norm", config.hidden_size, config.norm_epsilon)
         self.mlp = MLP(f"{prefix}.mlp", config, backend)
-        self.run = {"none": self._plain, "selective": self._selective, "full": self._full}[recompute]
+        self.run = rerun(self._body, recompute)
 
     def forward(self, x: torch.Tensor, inputs: BlockInputs) -> torch.Tensor:
-        """Run the block; under no_grad nothing is stored anyway, so nothing is recomputed."""
-        return self.run(x, inputs) if torch.is_grad_enabled() else self._plain(x, inputs)
+        """Run the block under the recompute granularity it was built with."""
+        return self.run(x, inputs)
 
     def _body(self, x: torch.Tensor, inputs: BlockInputs, remember: Callable[..., torch.Tensor]) -> torch.Tensor:
         attended = self.attention(remember(self.attention_norm, x), inputs.plan, inputs.rotary)
@@ -58,14 +57,3 @@ class Block(nn.Module):
 
     def _drop(self, x: torch.Tensor, inputs: BlockInputs, site: int) -> torch.Tensor:
         return dropout(x, inputs.key + site * 0x9E3779B97F4A7C15, inputs.places, self.dropout if self.training else 0.0)
-
-    def _plain(self, x: torch.Tensor, inputs: BlockInputs) -> torch.Tensor:
-        return self._body(x, inputs, keep)
-
-    def _selective(self, x: torch.Tensor, inputs: BlockInputs) -> torch.Tensor:
-        recomputation = Recomputation()
-        with recomputation.active():
-            return self._body(x, inputs, recomputation)
-
-    def _full(self, x: torch.Tensor, inputs: BlockInputs) -> torch.Tensor:
-        return checkpoint(self._plain, x, inputs, use_reentrant=False, preserve_rng_state=False)

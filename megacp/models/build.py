@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from megacp.backends.select import select_backend
 from megacp.config.run import RunConfig
+from megacp.context_parallel.stopwatch import Stopwatch
 from megacp.distributed.grid import GridShape, ProcessGrid
 from megacp.models.init import initialise
 from megacp.models.language import LanguageModelChunk
 from megacp.pipeline_parallel.partition import partition, stages
-from megacp.planner.costs import causal_area, stage_costs
+from megacp.planner.vision import run_stage_costs
 
 
 def grid_shape(config: RunConfig, world_size: int) -> GridShape:
@@ -27,17 +28,16 @@ def grid_shape(config: RunConfig, world_size: int) -> GridShape:
 
 
 def stage_layers(config: RunConfig) -> list[list[range]]:
-    """`[stage][chunk]` -> the global layers of that chunk; cut by training FLOPs of one causal pack."""
+    """`[stage][chunk]` -> the global layers of that chunk; cut by the FLOPs of training on one causal pack."""
     num_stages = config.parallel.pipeline_model_parallel_size
     num_chunks = config.parallel.num_virtual_stages_per_pipeline_rank
-    tokens = config.data.seq_length
-    ranges = partition(*stage_costs(config.model, tokens, causal_area(tokens)), num_stages * num_chunks)
+    ranges = partition(*run_stage_costs(config), num_stages * num_chunks)
     return stages(ranges, num_stages, num_chunks)
 
 
-def build_chunks(config: RunConfig, grid: ProcessGrid) -> list[LanguageModelChunk]:
-    """This rank's chunks in order, initialised from `--seed`."""
-    backend = select_backend(config, grid)
+def build_chunks(config: RunConfig, grid: ProcessGrid, watch: Stopwatch | None = None) -> list[LanguageModelChunk]:
+    """This rank's chunks in order, initialised from `--seed`; `watch` times their core attention."""
+    backend = select_backend(config, grid, watch)
     chunks = [
         LanguageModelChunk(
             config.model,
@@ -45,6 +45,7 @@ def build_chunks(config: RunConfig, grid: ProcessGrid) -> list[LanguageModelChun
             backend,
             recompute=config.training.recompute_granularity,
             tied_across=grid.pp.size > 1,
+            vision=config.vision,
         )
         for layers in stage_layers(config)[grid.pp.rank]
     ]

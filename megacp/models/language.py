@@ -1,4 +1,4 @@
-"""The decoder as a chunk of a pipeline stage: optional embedding, some blocks, optional head with loss.
+"""The decoder as a chunk of a pipeline stage: optional embedding and vision, some blocks, optional head with loss.
 
 Key property: one class is the whole model, a stage, or a virtual stage, by which layers it is given; what crosses a
 stage boundary is the hidden state alone. Rejected: separate first, middle and last stage classes.
@@ -11,14 +11,17 @@ from torch import nn
 
 from megacp.backends.base import Backend
 from megacp.config.model import ModelConfig
+from megacp.config.vision import VisionConfig
 from megacp.context_parallel.shard import LocalBatch
+from megacp.context_parallel.vision import add_features, place_features
 from megacp.distributed.differentiable import slice_of
 from megacp.models.block import Block, BlockInputs
+from megacp.models.multimodal import VisionEncoder
 from megacp.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
 
 
 class LanguageModelChunk(nn.Module):
-    """Layers `layers` of the decoder; the embedding when they begin at 0, the head when they end the model.
+    """Layers `layers` of the decoder; embedding and vision when they begin at 0, the head when they end the model.
 
     `tied_across` says that embedding and head are copies of one table on two stages.
     """
@@ -31,9 +34,11 @@ class LanguageModelChunk(nn.Module):
         *,
         recompute: str = "none",
         tied_across: bool = False,
+        vision: VisionConfig | None = None,
     ) -> None:
         super().__init__()
         self.backend = backend
+        self.vision: VisionEncoder | None = None
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
         tied = not config.untie_embeddings_and_output_weights
         shared = ("embedding",) if tied and tied_across else ()
@@ -43,6 +48,8 @@ class LanguageModelChunk(nn.Module):
             self.embedding = backend.vocabulary(
                 "embedding.weight", rows, hidden, std=std, partial_over=shared, counted=True
             )
+            if vision is not None and vision.vision_num_layers > 0:
+                self.vision = VisionEncoder(vision, config, backend, recompute)
         self.blocks = nn.ModuleList(Block(layer, config, backend, recompute) for layer in layers)
         if self.is_last:
             self.final_norm = backend.norm("final_norm", config.hidden_size, config.norm_epsilon)
@@ -64,7 +71,7 @@ class LanguageModelChunk(nn.Module):
     def hidden(self, x: torch.Tensor | None, batch: LocalBatch) -> torch.Tensor:
         """The hidden state `[t/tp, h]` after this chunk's blocks; `x` is None exactly on the first chunk."""
         if self.is_first:
-            x = self.embedding.embed(batch.tokens)
+            x = self._embedded(batch)
         assert x is not None
         rotary = cos_sin(batch.position_ids, self.frequencies, self.backend.dtype)
         places = slice_of(batch.places, self.backend.tp) if self.backend.sequence_parallel else batch.places
@@ -72,6 +79,22 @@ class LanguageModelChunk(nn.Module):
         for block in self.blocks:
             x = block(x, inputs)
         return x
+
+    def _embedded(self, batch: LocalBatch) -> torch.Tensor:
+        """The embedding of this rank's tokens, with the features of images added to their image-patch tokens."""
+        x = self.embedding.embed(batch.tokens)
+        if self.vision is None:
+            if batch.vision is not None and len(batch.vision.routes.source):
+                raise ValueError(
+                    f"a row holds {len(batch.vision.routes.source)} image tokens, but the model has no vision tower: "
+                    "--vision-num-layers is 0"
+                )
+            return x
+        if batch.vision is None:  # nothing to exchange on any rank
+            features, rows = self.vision.nothing(), batch.tokens.new_empty(0)
+        else:
+            features, rows = place_features(self.vision(batch.vision.patches, batch.vision.pooling), batch.vision)
+        return add_features(x, features, rows, self.backend.tp, self.backend.sequence_parallel)
 
     def logits(self, x: torch.Tensor | None, batch: LocalBatch) -> torch.Tensor:
         """Logits `[t, true vocabulary rows of this rank]`; only on the last chunk."""

@@ -1,16 +1,19 @@
-"""Selective recomputation: cheap, large activations are remembered as recipes instead of tensors.
+"""Recomputation of a block, whole or selective: cheap, large activations remembered as recipes instead of tensors.
 
-Key property: while the context is open, autograd stores a recipe wherever it would store the registered output (the
-input of a linear), and runs it when backward asks; no matrix product and no message is ever repeated. Rejected:
-`torch.utils.checkpoint` around norm and activation, which cannot drop an output that the next linear saves.
+Key property: the granularities are ways to call the same block, chosen once. In the selective one, while its context is
+open, autograd stores a recipe wherever it would store the registered output (the input of a linear), and runs it when
+backward asks; no matrix product and no message is ever repeated. Rejected: `torch.utils.checkpoint` around norm and
+activation, which cannot drop an output that the next linear saves.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 Recipe = Callable[[], torch.Tensor]
 Key = tuple[int, torch.Size, tuple[int, ...]]
@@ -59,3 +62,24 @@ class Recomputation:
 def keep(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
     """The way of a block that recomputes nothing: just call the function."""
     return function(*inputs)
+
+
+def rerun(body: Callable[..., torch.Tensor], granularity: str) -> Callable[..., torch.Tensor]:
+    """The block `body(*inputs, remember)` under a recompute granularity: `none`, `selective` or `full`.
+
+    Under no_grad nothing is stored anyway, so nothing is recomputed.
+    """
+
+    def plain(*inputs: Any) -> torch.Tensor:
+        return body(*inputs, keep)
+
+    def selective(*inputs: Any) -> torch.Tensor:
+        recomputation = Recomputation()
+        with recomputation.active():
+            return body(*inputs, recomputation)
+
+    def full(*inputs: Any) -> torch.Tensor:
+        return checkpoint(plain, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+    chosen = {"none": plain, "selective": selective, "full": full}[granularity]
+    return lambda *inputs: chosen(*inputs) if torch.is_grad_enabled() else plain(*inputs)

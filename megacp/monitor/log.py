@@ -49,7 +49,7 @@ class Sink(Protocol):
     """A place that figures are written to."""
 
     def write(self, kind: str, step: int, figures: Mapping[str, Number | None]) -> None:
-        """Record named figures of a step; `kind` is train or valid."""
+        """Record named figures of a step; `kind` is train, valid or attention."""
 
     def close(self) -> None:
         """Flush and end."""
@@ -101,6 +101,12 @@ class RunLog:
         for sink in self._sinks:
             sink.write("valid", step, {"loss": loss})
         self.say(f"step {step}/{self._total}  validation loss {loss:.4f}  perplexity {_exp(loss):.4g}")
+
+    def attention(self, step: int, text: str, figures: Mapping[str, Number]) -> None:
+        """Report measured beside predicted seconds of core attention, as a line and as figures."""
+        for sink in self._sinks:
+            sink.write("attention", step, figures)
+        self.say(text)
 
     def say(self, text: str) -> None:
         """Print a line on the console of rank 0."""

@@ -1,7 +1,7 @@
 """AdamW (Loshchilov and Hutter, arXiv 1711.05101) on flat slices: torch's fused kernel with its moments laid open.
 
-Key property: two parameter groups, decayed and not, over 1-D slices; the moments exist from the start, so a checkpoint
-can be read into them before the first update. Rejected: an own kernel; torch's fused one runs on CPU and CUDA, and its
+Key property: groups by decay and learning rate over 1-D slices; the moments exist from the start, so a checkpoint can
+be read into them before the first update. Rejected: an own kernel; torch's fused one runs on CPU and CUDA, and its
 result does not depend on where an element lies in a slice.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -25,21 +26,37 @@ class AdamWSettings:
     """Largest global gradient norm that is left as it is; 0 switches clipping off."""
 
 
-class FlatAdamW:
-    """AdamW over 1-D tensors; `decayed[i]` says whether weight decay applies to `slices[i]`."""
+class SliceRule(NamedTuple):
+    """What differs between the slices of one optimizer."""
 
-    def __init__(self, slices: Sequence[torch.Tensor], decayed: Sequence[bool], settings: AdamWSettings) -> None:
+    decayed: bool
+    """Whether weight decay applies."""
+    lr_multiplier: float = 1.0
+    """Learning rate over that of the schedule; decay follows it."""
+
+
+class FlatAdamW:
+    """AdamW over 1-D tensors; `rules[i]` says how `slices[i]` is updated. No slices, as on a stage whose towers are
+    frozen, make an optimizer that does nothing.
+    """
+
+    def __init__(self, slices: Sequence[torch.Tensor], rules: Sequence[SliceRule], settings: AdamWSettings) -> None:
         self.slices = list(slices)
-        groups = [
-            {"params": [s for s, d in zip(slices, decayed, strict=True) if d], "weight_decay": settings.weight_decay},
-            {"params": [s for s, d in zip(slices, decayed, strict=True) if not d], "weight_decay": 0.0},
-        ]
+        groups: dict[SliceRule, list[torch.Tensor]] = {}
+        for s, rule in zip(slices, rules, strict=True):
+            groups.setdefault(rule, []).append(s)
+        nothing = torch.zeros(0)  # torch's AdamW wants at least one tensor
         self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            [
+                {"params": members, "weight_decay": settings.weight_decay if rule.decayed else 0.0}
+                for rule, members in groups.items()
+            ]
+            or [nothing],
             betas=(settings.adam_beta1, settings.adam_beta2),
             eps=settings.adam_eps,
             fused=True,
         )
+        self._multipliers = [rule.lr_multiplier for rule in groups] or [1.0]
         self.exp_avg = [torch.zeros_like(s) for s in slices]
         """First moments, one 1-D tensor per slice, in its dtype."""
         self.exp_avg_sq = [torch.zeros_like(s) for s in slices]
@@ -55,8 +72,8 @@ class FlatAdamW:
 
     def update(self, gradients: Sequence[torch.Tensor], lr: float) -> None:
         """One update in place; `gradients[i]` is shaped like `slices[i]` and of its dtype."""
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
+        for group, multiplier in zip(self._adamw.param_groups, self._multipliers, strict=True):
+            group["lr"] = lr * multiplier
         for s, gradient in zip(self.slices, gradients, strict=True):
             s.grad = gradient
         self._adamw.step()

@@ -24,14 +24,15 @@ def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.linalg.vector_norm(block, dtype=torch.float64).square() for block in blocks]).sum()
 
 
-def global_norm(shards: Iterable[tuple[torch.Tensor, bool]], world: Axis) -> float:
-    """L2 norm of all gradients; `shards` are (slice, counted) of this rank, `world` spans all ranks of the grid.
+def global_norm(shards: Iterable[tuple[torch.Tensor, bool]], world: Axis, device: torch.device | str = "cpu") -> float:
+    """L2 norm of all gradients; `shards` are (slice, counted) of this rank, all on `device`, `world` spans all ranks of
+    the grid.
 
     The same float on every rank; inf or NaN when any rank holds a non-finite value.
     """
     sums = [sum_of_squares(shard) * (1.0 if counted else 0.0) for shard, counted in shards]
-    assert sums, "a rank without parameters has no place in the grid"
-    total = torch.stack(sums).sum().reshape(1)
+    # a stage whose towers are all frozen has no gradient, and adds nothing
+    total = torch.stack(sums).sum().reshape(1) if sums else torch.zeros(1, dtype=torch.float64, device=device)
     return all_reduce(total, world).sqrt().item()
 
 

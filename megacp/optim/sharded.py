@@ -15,7 +15,7 @@ import torch
 from megacp.data_parallel.buckets import Bucket, FlatBuckets
 from megacp.data_parallel.layout import ParameterSlice, slices_of
 from megacp.distributed.grid import Axis
-from megacp.optim.adamw import AdamWSettings, FlatAdamW
+from megacp.optim.adamw import AdamWSettings, FlatAdamW, SliceRule
 from megacp.optim.clip import clip_scale, global_norm
 
 
@@ -43,13 +43,15 @@ class ShardedAdamW:
             shard = bucket.parameter_shard
             own_dtype = shard.dtype == bucket.gradients.dtype
             trained.append(shard.detach() if own_dtype else shard.to(bucket.gradients.dtype))
-        self._adamw = FlatAdamW(trained, [b.plan.weight_decay for b in buckets.buckets], settings)
+        rules = [SliceRule(b.plan.weight_decay, b.plan.lr_multiplier) for b in buckets.buckets]
+        self._adamw = FlatAdamW(trained, rules, settings)
+        self._device = (*buckets.buckets, *buckets.frozen)[0].parameters.device
 
     def step(self, lr: float) -> StepReport:
         """Clip, update, gather the new parameters, zero the gradients; call it after `FlatBuckets.finish`."""
         gradients = [self.buckets.grad_shard(i) for i in range(len(self.buckets.buckets))]
         counted = [bucket.plan.counted for bucket in self.buckets.buckets]
-        norm = global_norm(zip(gradients, counted, strict=True), self._world)
+        norm = global_norm(zip(gradients, counted, strict=True), self._world, self._device)
         finite = math.isfinite(norm)
         if finite:
             scale = clip_scale(norm, self._settings.clip_grad)
@@ -82,7 +84,7 @@ class ShardedAdamW:
 
     def clear(self) -> None:
         """Zero parameters and state before a checkpoint is read into them: what it does not hold (padding) is 0."""
-        for bucket in self.buckets.buckets:
+        for bucket in (*self.buckets.buckets, *self.buckets.frozen):
             bucket.parameters.zero_()
         for values in (*self._adamw.exp_avg, *self._adamw.exp_avg_sq, *self._adamw.slices):
             values.zero_()

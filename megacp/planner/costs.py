@@ -34,6 +34,11 @@ class Flops:
         """Forward and backward, nothing computed twice."""
         return (1 + MATMUL_BACKWARD) * self.matmul + (1 + ATTENTION_BACKWARD) * self.attention
 
+    @property
+    def passing(self) -> float:
+        """Forward and the gradient of the input alone, as through frozen weights that trained ones stand before."""
+        return MATMUL_BACKWARD * self.matmul + (1 + ATTENTION_BACKWARD) * self.attention
+
     def __add__(self, other: Flops) -> Flops:
         return Flops(self.matmul + other.matmul, self.attention + other.attention)
 
@@ -103,12 +108,3 @@ def head_flops(model: ModelConfig, tokens: int) -> Flops:
 def model_flops(model: ModelConfig, tokens: int, area: int) -> Flops:
     """The whole model's forward over `tokens` tokens; `area` is summed over their documents."""
     return layer_flops(model, tokens, area).times(model.num_layers) + head_flops(model, tokens)
-
-
-def stage_costs(model: ModelConfig, tokens: int, area: int) -> tuple[list[float], float, float]:
-    """What the pipeline is cut by: training FLOPs of each layer, of the embedding, and of final norm, head and loss.
-
-    The embedding multiplies nothing; it is counted as one operation per element written, forward and backward.
-    """
-    layer = layer_flops(model, tokens, area).training
-    return [layer] * model.num_layers, 2.0 * tokens * model.hidden_size, head_flops(model, tokens).training

@@ -32,7 +32,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megacp.config.run import RunConfig
-from megacp.planner.costs import embedding_parameters, head_parameters, layer_parameters, vocabulary_rows
+from megacp.planner import vision
+from megacp.planner.costs import vocabulary_rows
 
 BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes of an element of `--dtype`."""
@@ -67,25 +68,19 @@ def accumulation_bytes(config: RunConfig) -> int:
 
 
 def stage_parameters(config: RunConfig, stage: int, chunks: Sequence[range]) -> int:
-    """Parameters on one tp rank of a pipeline stage that holds the layers `chunks`.
+    """Parameters on one tp rank of a pipeline stage that holds the layers `chunks`, with vision on the first."""
+    return vision.stage_parameters(config, stage, sum(len(layers) for layers in chunks))
 
-    A tied embedding stands on the first and on the last stage (once where they are one stage).
-    """
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
-    last = config.parallel.pipeline_model_parallel_size - 1
-    count = sum(len(layers) for layers in chunks) * layer_parameters(model, tp)
-    if stage == 0:
-        count += embedding_parameters(model, tp)
-    if stage == last:
-        shared = stage == 0 and not model.untie_embeddings_and_output_weights
-        count += model.hidden_size if shared else head_parameters(model, tp)
-    return count
+
+def trained_parameters(config: RunConfig, stage: int, chunks: Sequence[range]) -> int:
+    """Those of them that are not frozen: they have gradients and optimizer state."""
+    return vision.stage_parameters(config, stage, sum(len(layers) for layers in chunks), trained=True)
 
 
 def tokens_per_rank(config: RunConfig) -> int:
     """Tokens of a microbatch's row on one cp rank."""
     row = config.training.micro_batch_size * config.data.seq_length
-    return -(-row // config.parallel.context_parallel_size)
+    return -(-row // config.parallel.context_parallel_size)  # dynamic: dp times the packs over dp times the ranks
 
 
 def in_flight(config: RunConfig, stage: int, world_size: int) -> int:
@@ -95,6 +90,14 @@ def in_flight(config: RunConfig, stage: int, world_size: int) -> int:
     before = stages - stage - 1
     warmup = before if chunks == 1 else 2 * before + (chunks - 1) * stages
     return min(warmup + 1, microbatches * chunks)
+
+
+def in_flight_rows(config: RunConfig, world_size: int) -> int:
+    """Most microbatches whose first chunk has run on the first stage, but not its backward."""
+    chunks = config.parallel.num_virtual_stages_per_pipeline_rank
+    held, microbatches = in_flight(config, 0, world_size), config.num_microbatches(world_size)
+    # interleaved, the chunks of a stage take turns in groups of as many microbatches as there are stages
+    return min(held if chunks == 1 else 2 * config.parallel.pipeline_model_parallel_size, microbatches)
 
 
 def layer_activations(config: RunConfig, granularity: str) -> int:
@@ -108,6 +111,8 @@ def layer_activations(config: RunConfig, granularity: str) -> int:
     cheap = granularity != "selective"  # the outputs that selective recomputation makes again
     fused = heads + 2 * groups if model.qk_layernorm else groups  # what the q/k norms saw, else v alone
     sharded = (fused + 2 * heads + groups) * head_dim  # and rotated q and k, and the output
+    sharded += int((key_value_share(config) - 1) * 2 * groups * head_dim)
+    sharded += heads * head_dim if heads_group(config) > 1 else 0  # the output on both sides of the swap
     sharded += (3 if cheap else 2) * model.ffn_hidden_size
     wide_heads = heads + model.qk_layernorm * (heads + groups)
     rows = residual // model.hidden_size
@@ -117,23 +122,53 @@ def layer_activations(config: RunConfig, granularity: str) -> int:
     return elements * size + wide_elements * accumulation_bytes(config) + dropout_masks
 
 
+def heads_group(config: RunConfig) -> int:
+    """Ranks that swap tokens for heads: cp under a2a, the first size under a2a+p2p, else 1."""
+    p = config.parallel
+    sizes = p.hierarchical_context_parallel_sizes or (1, p.context_parallel_size)
+    return {"a2a": p.context_parallel_size, "a2a+p2p": sizes[0]}.get(p.cp_comm_type, 1)
+
+
+def key_value_share(config: RunConfig) -> float:
+    """K/V elements a rank keeps over those of its own tokens: above 1 where more ranks share heads than there are
+    groups, as each then keeps a whole K/V head of more tokens.
+    """
+    groups = config.model.query_groups // config.parallel.tensor_model_parallel_size
+    return max(1.0, heads_group(config) / groups)
+
+
+def _key_copies(config: RunConfig) -> float:
+    """How many times the K/V of a rank's own tokens are at hand during backward."""
+    cp = config.parallel.context_parallel_size
+    ring = {"p2p": cp, "a2a": 1, "a2a+p2p": cp // heads_group(config)}
+    ranks = ring.get(config.parallel.cp_comm_type)
+    return cp if ranks is None else min(ranks, 2) * key_value_share(config)
+
+
 def attention_work(config: RunConfig) -> int:
     """Bytes that one layer's attention needs while its backward runs: K/V of others and gradients.
 
-    p2p holds the K/V at hand and the next, with their gradients likewise; all_gather holds the whole row's. The kernel
-    `math`, which `auto` takes off the CPU, adds scores, weights and their gradients of one block of queries.
+    p2p holds the K/V at hand and the next, with their gradients likewise; all_gather holds the whole row's, and so may
+    kv_exchange under a mask that needs all of them; a2a holds the row's keys for its own heads. The kernel `flex`,
+    which `auto` takes on CUDA, computes the output again and holds it and its gradient, each also in the wide dtype;
+    `math`, which `auto` takes there for float64, the scores, weights and their gradients of one block of queries.
     """
     model, p = config.model, config.parallel
     tp, size, wide = p.tensor_model_parallel_size, BYTES[config.training.dtype], accumulation_bytes(config)
     tokens, cp = tokens_per_rank(config), p.context_parallel_size
     key_values = 2 * tokens * model.query_groups * model.head_dim // tp
-    copies = {"p2p": min(cp, 2), "all_gather": cp}[p.cp_comm_type]
+    copies = _key_copies(config)
     queries = tokens * model.num_attention_heads * model.head_dim // tp
-    scores = 0
-    if config.training.attention_kernel in ("auto", "math"):
-        keys = tokens * (cp if p.cp_comm_type == "all_gather" else 1)
+    kernel, double = config.training.attention_kernel, config.training.dtype == "float64"
+    scores = part = 0
+    if kernel == "flex" or (kernel == "auto" and not double):
+        part = 2 * queries * (size + wide)
+    if kernel == "math" or (kernel == "auto" and double):
+        keys = tokens * (1 if p.cp_comm_type == "p2p" else cp)
         scores = 3 * (model.num_attention_heads // tp) * min(MATH_BLOCK, tokens) * keys * wide
-    return copies * key_values * (size + wide) + queries * wide + scores
+    # under a2a the output's gradient and that of the queries exist on both sides
+    swapped = queries * (size + wide) if heads_group(config) > 1 else 0
+    return int(copies * key_values * (size + wide)) + queries * wide + swapped + scores + part
 
 
 def head_work(config: RunConfig) -> int:
@@ -148,7 +183,7 @@ def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_s
     """Bytes on one rank of a pipeline stage that holds the layers `chunks` (one range for each model chunk)."""
     p, granularity = config.parallel, config.training.recompute_granularity
     size, wide = BYTES[config.training.dtype], accumulation_bytes(config)
-    parameters = stage_parameters(config, stage, chunks)
+    parameters, trained = stage_parameters(config, stage, chunks), trained_parameters(config, stage, chunks)
     shards = config.data_parallel_size(world_size) * p.context_parallel_size
     state = 2 * wide + (wide if config.training.dtype == "bfloat16" else 0)
     largest = max(len(layers) for layers in chunks)
@@ -156,10 +191,13 @@ def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_s
     activations = held * largest * layer_activations(config, granularity)
     if granularity != "none":
         activations += layer_activations(config, "none") - layer_activations(config, granularity)
+    if stage == 0:
+        first = in_flight_rows(config, world_size)
+        activations += first * vision.vision_activations(config, size, wide)
     return RankMemory(
         weights=parameters * size,
-        gradients=parameters * wide,
-        optimizer=-(-parameters // shards) * state,
+        gradients=trained * wide,
+        optimizer=-(-trained // shards) * state,
         activations=activations,
         attention=attention_work(config),
         head=head_work(config) if stage == p.pipeline_model_parallel_size - 1 else 0,

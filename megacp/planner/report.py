@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from megacp.config.run import RunConfig
-from megacp.planner import costs, memory
+from megacp.planner import costs, memory, vision
 
 _SHOWN = 6
 """Rows at each end of a table that is too long to be shown."""
@@ -81,10 +81,20 @@ def _heading(config: RunConfig, world_size: int) -> str:
     product = " x ".join(f"{name} {size}" for name, size in reversed(_axes(config, world_size)))
     lines = [
         f"Dry run: {world_size:,} ranks = {product}",
-        f"Model: {human_count(costs.model_parameters(m))} parameters, {m.num_layers} layers, hidden {m.hidden_size}, "
-        f"ffn {m.ffn_hidden_size}, {m.num_attention_heads} heads / {m.query_groups} query groups of {m.head_dim}, "
-        f"vocabulary {m.vocab_size:,}, {t.dtype}",
+        f"Model: {human_count(vision.run_parameters(config))} parameters, {m.num_layers} layers, "
+        f"hidden {m.hidden_size}, ffn {m.ffn_hidden_size}, {m.num_attention_heads} heads / {m.query_groups} query "
+        f"groups of {m.head_dim}, vocabulary {m.vocab_size:,}, {t.dtype}",
     ]
+    v = config.vision
+    if v.vision_num_layers:
+        parts = (vision.tower_parameters(config), vision.connector_parameters(config))
+        lines.append(
+            f"Vision: {human_count(parts[0])} parameters, {v.vision_num_layers} layers, hidden {v.vision_hidden_size}, "
+            f"crops of {v.vision_image_size} pixels in {v.patches_per_crop} patches; connector "
+            f"{human_count(parts[1])}; planned for {vision.planned_images(config)[0]:,} crops a pack"
+        )
+    if "auto" in (config.parallel.cp_comm_type, config.parallel.cp_layout):
+        lines.append("Note: auto chooses --cp-comm-type or --cp-layout at the start of a run, on its machine and rows.")
     if m.vocab_size == 0:
         lines.append("Note: --vocab-size is 0 (the dataset's tokenizer decides): embedding and head count as 0 below.")
     return "\n".join(lines)
@@ -129,7 +139,8 @@ def _stages(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]
         layers = ", ".join(
             f"{part.start}" if len(part) == 1 else f"{part.start}-{part.stop - 1}" for part in chunks if len(part)
         )
-        also = ["embedding"] * (stage == 0) + ["norm, head"] * (stage == last)
+        seeing = ["vision"] * (stage == 0 and config.vision.vision_num_layers > 0)
+        also = ["embedding"] * (stage == 0) + seeing + ["norm, head"] * (stage == last)
         count = memory.stage_parameters(config, stage, chunks)
         held = memory.in_flight(config, stage, world_size)
         rows.append([str(stage), layers, " + ".join(also), f"{count:,}", str(held)])
@@ -152,6 +163,7 @@ def _step(config: RunConfig, world_size: int) -> str:
     tokens = t.global_batch_size * length
     area = t.global_batch_size * costs.causal_area(length)
     flops = costs.model_flops(config.model, tokens, area)
+    seeing = t.global_batch_size * vision.vision_flops(config, *vision.planned_images(config))
     share = flops.attention * (1 + costs.ATTENTION_BACKWARD) / flops.training
     pp = config.parallel.pipeline_model_parallel_size
     work = config.num_microbatches(world_size) * config.parallel.num_virtual_stages_per_pipeline_rank
@@ -160,7 +172,8 @@ def _step(config: RunConfig, world_size: int) -> str:
         ["microbatches", f"{config.num_microbatches(world_size):,} a rank, {t.micro_batch_size} packs each"],
         ["tokens on a rank", f"{memory.tokens_per_rank(config):,} a microbatch"],
         ["model FLOPs", f"{human_count(flops.training, 'FLOP')} ({share:.0%} attention, one document a pack)"],
-        ["a rank's share", f"{human_count(flops.training / world_size, 'FLOP')}"],
+        *([["vision FLOPs", f"{human_count(seeing, 'FLOP')} (all packs with the planned crops)"]] if seeing else []),
+        ["a rank's share", f"{human_count((flops.training + seeing) / world_size, 'FLOP')}"],
         ["pipeline bubble", f"{(pp - 1) / work:.1%} of the ideal time"],
         ["the whole run", f"{t.train_iters:,} steps, {human_count(tokens * t.train_iters)} tokens"],
     ]

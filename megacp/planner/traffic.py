@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megacp.config.run import RunConfig
+from megacp.planner.context import Exchanged, layer_bytes
 from megacp.planner.costs import embedding_parameters
-from megacp.planner.memory import BYTES, accumulation_bytes, stage_parameters
+from megacp.planner.memory import BYTES, accumulation_bytes, trained_parameters
+from megacp.planner.vision_traffic import RowImages, all_reduce_bytes, vision_context_bytes, vision_tensor_bytes
 
-SMALL_ALL_REDUCE = 16_384
-"""Elements up to which a gloo all-reduce is an all-gather and a local sum (as in distributed/collectives)."""
 _AGREEMENT = 8
 """Float64 numbers that each rank tells all others before a step."""
 
@@ -32,7 +32,7 @@ class StageTraffic:
     cp: int
     pp: int
     dp_cp: int
-    """Gradients and updated parameters, over dp x cp together."""
+    """Gradients and updated parameters, over dp x cp together; keys and values too when rows are dealt so."""
     embedding: int
     """Between the two copies of a tied embedding."""
     world: int
@@ -45,29 +45,35 @@ class StageTraffic:
 
 
 def stage_traffic(
-    config: RunConfig, world_size: int, stage: int, chunks: Sequence[range], rows: Sequence[int]
+    config: RunConfig,
+    world_size: int,
+    stage: int,
+    chunks: Sequence[range],
+    rows: Sequence[int],
+    context: ContextPlace | None = None,
 ) -> StageTraffic:
     """Bytes of a rank of `stage` that holds the layers `chunks`, for microbatches of `rows` padded tokens each.
 
-    Without recomputation, or with `selective` (which repeats no message); ValueError for `full`.
+    `context` is its place on the cp axis (default: the first). Without recomputation, or with `selective` (which
+    repeats no message); ValueError for `full`.
     """
     if config.training.recompute_granularity == "full":
         raise ValueError("--recompute-granularity full repeats messages of the forward pass: no formula knows it")
+    dynamic = config.parallel.dynamic_context_parallel
+    if dynamic:  # a row is dealt over dp x cp: as many tokens on a rank as of its share over cp
+        rows = [row // config.data_parallel_size(world_size) for row in rows]
+    over_context = context_bytes(config, chunks, rows, context)
+    images = context.images if context is not None and stage == 0 else ()
+    ranks = config.parallel.context_parallel_size * (config.data_parallel_size(world_size) if dynamic else 1)
+    over_context += vision_context_bytes(config, images, ranks)
     return StageTraffic(
-        tp=tensor_bytes(config, world_size, chunks, rows),
-        cp=context_bytes(config, chunks, rows),
+        tp=tensor_bytes(config, world_size, chunks, rows) + vision_tensor_bytes(config, images),
+        cp=0 if dynamic else over_context,
         pp=pipeline_bytes(config, chunks, rows),
-        dp_cp=gradient_bytes(config, world_size, stage, chunks),
+        dp_cp=gradient_bytes(config, world_size, stage, chunks) + (over_context if dynamic else 0),
         embedding=embedding_bytes(config, world_size, stage),
         world=world_bytes(world_size),
     )
-
-
-def all_reduce_bytes(elements: int, size: int, element_bytes: int) -> int:
-    """An all-reduce: small ones send the whole tensor to every peer, (n - 1) B; large ones 2 (n - 1) / n B."""
-    if elements <= SMALL_ALL_REDUCE:
-        return (size - 1) * elements * element_bytes
-    return 2 * elements * (size - 1) // size * element_bytes
 
 
 def tensor_bytes(config: RunConfig, world_size: int, chunks: Sequence[range], rows: Sequence[int]) -> int:
@@ -104,22 +110,27 @@ def tensor_bytes(config: RunConfig, world_size: int, chunks: Sequence[range], ro
     return total + all_reduce_bytes(shard, tp, wide)
 
 
-def context_bytes(config: RunConfig, chunks: Sequence[range], rows: Sequence[int]) -> int:
-    """Over cp, with E = 2 t (groups / tp) d elements of K and V on this rank, per layer and row.
+@dataclass(frozen=True)
+class ContextPlace:
+    """What decides the bytes of one rank over cp besides the config."""
 
-    p2p: K/V go cp - 1 steps round the ring in forward and again in backward, their gradients cp steps (the last one
-    brings them home): 2 (cp - 1) E s + cp E w. all_gather: gathered in forward and in backward, gradients
-    reduce-scattered: 2 (cp - 1) E s + (cp - 1) E w.
-    """
-    model, p = config.model, config.parallel
-    cp, size, wide = p.context_parallel_size, BYTES[config.training.dtype], accumulation_bytes(config)
-    if cp == 1:
-        return 0
+    rank: int = 0
+    """On the cp axis: heads may be dealt unevenly."""
+    exchanged: tuple[Exchanged, ...] | None = None
+    """Of kv_exchange, for each row of the step: the K/V rows that its plan makes this rank send and receive."""
+    images: tuple[RowImages, ...] = ()
+    """For each row of the step that may hold images, what they make this rank do."""
+
+
+def context_bytes(
+    config: RunConfig, chunks: Sequence[range], rows: Sequence[int], place: ContextPlace | None = None
+) -> int:
+    """Over cp: for each layer and row what its transport sends (see `context.SENT`)."""
+    here = place or ContextPlace()
+    exchanged = here.exchanged or [None] * len(rows)
     layers = sum(len(chunk) for chunk in chunks)
-    width = 2 * model.query_groups * model.head_dim // p.tensor_model_parallel_size
-    elements = width * sum(row // cp for row in rows)
-    home = {"p2p": cp, "all_gather": cp - 1}[p.cp_comm_type]
-    return layers * elements * (2 * (cp - 1) * size + home * wide)
+    sent = (layer_bytes(config, row, here.rank, counts) for row, counts in zip(rows, exchanged, strict=True))
+    return layers * sum(layer.total for layer in sent)
 
 
 def pipeline_bytes(config: RunConfig, chunks: Sequence[range], rows: Sequence[int]) -> int:
@@ -137,10 +148,11 @@ def pipeline_bytes(config: RunConfig, chunks: Sequence[range], rows: Sequence[in
 
 def gradient_bytes(config: RunConfig, world_size: int, stage: int, chunks: Sequence[range]) -> int:
     """Over dp x cp (R ranks) for n parameters on this rank: gradients are reduce-scattered, (R - 1) / R n w, and
-    updated parameters gathered, (R - 1) / R n s. Once a step, however many microbatches it has.
+    updated parameters gathered, (R - 1) / R n s; frozen ones are left out. Once a step, however many microbatches it
+    has.
     """
     ranks = config.data_parallel_size(world_size) * config.parallel.context_parallel_size
-    share = stage_parameters(config, stage, chunks) // ranks
+    share = trained_parameters(config, stage, chunks) // ranks
     return (ranks - 1) * share * (BYTES[config.training.dtype] + accumulation_bytes(config))
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megacp.distributed.differentiable import reduce_from, reduce_scatter_to
-from megacp.distributed.parameter import ParameterSpec, Piece, attach
+from megacp.distributed.parameter import ParameterSpec, Piece
 from megacp.tensor_parallel.linear import LinearOptions, column_product
 
 
@@ -39,7 +39,7 @@ class VocabularyTable(nn.Module):
         self.true_rows = min(rows, vocab_size - self.first)
         piece = Piece(name, (vocab_size, hidden_size), (self.first, 0), (self.true_rows, hidden_size))
         spec = ParameterSpec((piece,), "normal", std, partial_over=partial_over, counted=counted)
-        self.weight = attach(options.empty(rows, hidden_size), spec)
+        self.weight = options.attach(options.empty(rows, hidden_size), spec)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """int64 `tokens[t]` -> `x[t/tp, h]` under sequence parallelism, else `x[t, h]`."""

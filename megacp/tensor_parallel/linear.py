@@ -10,6 +10,7 @@ Column: `y[t, f/tp] = x W^T`, with `dx[t, h] = dy W` partial over tp. Row: `y[t,
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,16 +26,24 @@ from megacp.distributed.parameter import ParameterSpec, Piece, attach
 
 @dataclass(frozen=True)
 class LinearOptions:
-    """What all linears of a model share: the tp axis, sequence parallelism, parameter dtype and device."""
+    """What all layers of a tower share: the tp axis, sequence parallelism, parameter dtype and device, and training."""
 
     tp: Axis
     sequence_parallel: bool
     dtype: torch.dtype
     device: torch.device
+    trained: bool = True
+    """False for a frozen tower: its parameters take part in the forward pass alone."""
+    lr_multiplier: float = 1.0
 
     def empty(self, *shape: int) -> nn.Parameter:
         """An uninitialised parameter of the model's dtype and device."""
-        return nn.Parameter(torch.empty(*shape, dtype=self.dtype, device=self.device))
+        values = torch.empty(*shape, dtype=self.dtype, device=self.device)
+        return nn.Parameter(values, requires_grad=self.trained)
+
+    def attach(self, parameter: nn.Parameter, spec: ParameterSpec) -> nn.Parameter:
+        """Give a parameter its spec, with the learning rate of the tower, and return it."""
+        return attach(parameter, dataclasses.replace(spec, lr_multiplier=self.lr_multiplier))
 
 
 class _GatherLinear(torch.autograd.Function):
@@ -49,10 +58,11 @@ class _GatherLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         x, weight = ctx.saved_tensors
-        gathering = collectives.start_all_gather(x, ctx.axis)
+        trained = ctx.needs_input_grad[1]
+        gathering = collectives.start_all_gather(x, ctx.axis) if trained else None
         dx = grad @ weight  # [t, f] x [f, h] -> [t, h] partial over tp
         scattering = collectives.start_reduce_scatter(dx, ctx.axis)
-        d_weight = grad.t() @ gathering.wait()
+        d_weight = grad.t() @ gathering.wait() if gathering is not None else None
         return scattering.wait(), d_weight, None
 
 
@@ -95,10 +105,10 @@ class ColumnParallelLinear(nn.Module):
             biases.append(Piece(f"{prefix}.{name}.bias", (rows,), (begin,), (local,), start))
             start += local
         self.sizes = [piece.shape[0] for piece in weights]
-        self.weight = attach(options.empty(start, in_features), ParameterSpec(tuple(weights), "normal", std))
+        self.weight = options.attach(options.empty(start, in_features), ParameterSpec(tuple(weights), "normal", std))
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = attach(options.empty(start), ParameterSpec(tuple(biases), "zeros", weight_decay=False))
+            self.bias = options.attach(options.empty(start), ParameterSpec(tuple(biases), "zeros", weight_decay=False))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x[t/tp, h]` under sequence parallelism, else `x[t, h]`, to `y[t, sum of local rows]`."""
@@ -121,7 +131,7 @@ class RowParallelLinear(nn.Module):
         local = in_features // tp.size
         shape = (out_features, in_features)
         piece = Piece(f"{name}.weight", shape, (0, tp.rank * local), (out_features, local))
-        self.weight = attach(options.empty(out_features, local), ParameterSpec((piece,), "normal", std))
+        self.weight = options.attach(options.empty(out_features, local), ParameterSpec((piece,), "normal", std))
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = replicated_parameter(f"{name}.bias", (out_features,), "zeros", options)
@@ -134,9 +144,15 @@ class RowParallelLinear(nn.Module):
 
 
 def replicated_parameter(
-    name: str, shape: tuple[int, ...], init: str, options: LinearOptions, *, partial_over_tp: bool | None = None
+    name: str,
+    shape: tuple[int, ...],
+    init: str,
+    options: LinearOptions,
+    *,
+    partial_over_tp: bool | None = None,
+    std: float = 0.0,
 ) -> nn.Parameter:
-    """A parameter that every tp rank holds whole, such as a norm weight.
+    """A parameter that every tp rank holds whole, such as a norm weight; `std` is that of `normal` ones, which decay.
 
     Its gradient is partial over tp when each tp rank sees other tokens (sequence parallelism, the default rule) or
     other heads (`partial_over_tp=True`); it is counted in the norm by tp rank 0 alone.
@@ -145,8 +161,9 @@ def replicated_parameter(
     spec = ParameterSpec(
         (Piece(name, shape, (0,) * len(shape), shape),),
         init,
-        weight_decay=False,
+        std,
+        weight_decay=init == "normal",
         partial_over=("tp",) if partial and options.tp.size > 1 else (),
         counted=options.tp.rank == 0,
     )
-    return attach(options.empty(*shape), spec)
+    return options.attach(options.empty(*shape), spec)

@@ -9,19 +9,25 @@ from __future__ import annotations
 import functools
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from megacp.batch import PackedBatch
 from megacp.config.run import RunConfig
-from megacp.context_parallel.layout import select_layout
-from megacp.context_parallel.shard import mask_metadata
+from megacp.context_parallel.auto import refuse_auto
+from megacp.context_parallel.vision import LocalVision
+from megacp.context_parallel.work import exchanged_rows
 from megacp.data.mock import MockRules
+from megacp.data.mock_images import MockDecoder
 from megacp.distributed.collectives import barrier
 from megacp.distributed.grid import ProcessGrid, build_grid
 from megacp.models.build import grid_shape, stage_layers
 from megacp.monitor.memory import peak_bytes
-from megacp.planner.traffic import StageTraffic, stage_traffic
+from megacp.planner.traffic import ContextPlace, StageTraffic, stage_traffic
+from megacp.planner.vision_traffic import RowImages
+from megacp.training.images import image_loading
 from megacp.training.loss import agree
 from megacp.training.parity import microbatches
 from megacp.training.step import Trainee
@@ -50,19 +56,21 @@ class Subject:
     """A trainee that is measured. The model is built at once."""
 
     def __init__(self, rank: int, world_size: int, config: RunConfig, rules: MockRules) -> None:
+        refuse_auto(config, "a measurement")
         torch.ones(8).sum()  # the first operation starts threads and allocators
         self.before = peak_bytes()
         self.world_size = world_size
         self.config, self.rules = config, rules
         self.grid = build_grid(grid_shape(config, world_size), rank)
         self.trainee = Trainee(config, self.grid)
+        decoder = MockDecoder(rules.images) if rules.images is not None else None
+        self.loading = image_loading(config, self.grid, self.trainee.rows, decoder)
         self.step = 0
 
     def measure(self) -> StepMeasure:
         """Train one more step."""
         self.step += 1
-        axis = self.trainee.rows.axis
-        batches = microbatches(self.config, self.rules, self.step, self.trainee.rows)
+        batches = microbatches(self.config, self.rules, self.step, self.trainee.rows, self.loading)
         for axis in self.grid.all_axes():
             axis.traffic.clear()
         barrier(self.grid.world)
@@ -71,13 +79,32 @@ class Subject:
         result = self.trainee.train(batches, self.step, agreed.denominator)
         barrier(self.grid.world)
         seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
-        layout = select_layout(self.config.parallel.cp_layout)
-        tp = self.trainee.sharded_tokens
-        rows = [layout.padded_length(mask_metadata(batch), axis.size, tp) for batch in batches]
-        stage = self.grid.pp.rank
-        formula = stage_traffic(self.config, self.world_size, stage, stage_layers(self.config)[stage], rows)
+        formula = self._formula(batches)
         memory = peak_bytes() - self.before
         return StepMeasure(seconds, cpu_seconds, agreed.tokens, result.loss, memory, sent_bytes(self.grid), formula)
+
+    def _formula(self, batches: Sequence[PackedBatch]) -> StageTraffic:
+        """What this rank should have sent in the step; the plans are made again, out of the measured time."""
+        local = [self.trainee.shard(batch, self.step) for batch in batches]
+        plans = [batch.plan for batch in local]
+        exchanges = self.config.parallel.cp_comm_type == "kv_exchange"
+        place = ContextPlace(
+            self.grid.cp.rank,
+            tuple(exchanged_rows(plan) for plan in plans) if exchanges else None,
+            tuple(row_images(batch.vision) for batch in local if batch.vision is not None),
+        )
+        rows, stage = [plan.indices.size for plan in plans], self.grid.pp.rank
+        return stage_traffic(self.config, self.world_size, stage, stage_layers(self.config)[stage], rows, place)
+
+
+def row_images(vision: LocalVision) -> RowImages:
+    """What the images of one row make this rank do."""
+    rank, counts = vision.routes.cp_rank, vision.routes.counts
+    pooled, window = vision.pooling.shape
+    kept, arriving, leaving = (int(x) for x in (counts[rank, rank], counts[:, rank].sum(), counts[rank].sum()))
+    return RowImages(
+        len(vision.patches), pooled, window, arriving, leaving - kept, arriving - kept, vision.routes.largest
+    )
 
 
 def sent_bytes(grid: ProcessGrid) -> dict[str, int]:

@@ -20,11 +20,14 @@ import torch
 from megacp.batch import PackedBatch
 from megacp.checkpoint.names import boxes_of_slice
 from megacp.config.run import RunConfig
+from megacp.data.image_loading import ImageLoading
 from megacp.data.mock import MockRules, mock_batch
+from megacp.data.mock_images import MockDecoder
 from megacp.data_parallel.layout import ParameterSlice
 from megacp.distributed.grid import build_grid
 from megacp.models.build import grid_shape
 from megacp.optim.lr_schedule import learning_rate
+from megacp.training.images import image_loading
 from megacp.training.loss import agree
 from megacp.training.rows import Rows
 from megacp.training.step import Trainee
@@ -98,24 +101,33 @@ class StepComparison:
         return [f"{what} by {value:.1e}" for what, value in figures.items() if not value <= tolerance]
 
 
-def microbatches(config: RunConfig, rules: MockRules, step: int, rows: Rows) -> list[PackedBatch]:
-    """One rank's mock microbatches of a step, dealt as the loader deals packs."""
+def microbatches(
+    config: RunConfig, rules: MockRules, step: int, rows: Rows, loading: ImageLoading | None = None
+) -> list[PackedBatch]:
+    """One rank's mock microbatches of a step, dealt as the loader deals packs; `loading` decodes their images."""
     size = rows.packs
     count = config.training.global_batch_size // size
     first = (step - 1) * config.training.global_batch_size
     return [
-        mock_batch(range(first + number * size, first + (number + 1) * size), rules)
+        mock_batch(range(first + number * size, first + (number + 1) * size), rules, loading)
         for number in range(rows.place.index, count, rows.place.size)
     ]
 
 
-def train_rank(rank: int, world_size: int, config: RunConfig, rules: MockRules, steps: int) -> list[StepTrace]:
-    """Train on this rank (a process group of `world_size` ranks exists) and record every step."""
+def train_rank(
+    rank: int, world_size: int, config: RunConfig, rules: MockRules, steps: int, strategy: str = "stored"
+) -> list[StepTrace]:
+    """Train on this rank (a process group of `world_size` ranks exists) and record every step.
+
+    `strategy`: the first way to try of dealing images to ranks, see `ImageLoading`.
+    """
     grid = build_grid(grid_shape(config, world_size), rank)
     trainee = Trainee(config, grid)
+    decoder = MockDecoder(rules.images) if rules.images is not None else None
+    loading = image_loading(config, grid, trainee.rows, decoder, strategy)
     traces = []
     for step in range(1, steps + 1):
-        batches = microbatches(config, rules, step, trainee.rows)
+        batches = microbatches(config, rules, step, trainee.rows, loading)
         agreed = agree(batches, grid, replica=trainee.rows.place.index)
         loss = trainee.gradients(batches, step, agreed.denominator)
         shards = [trainee.buckets.grad_shard(i) for i in range(len(trainee.buckets.buckets))]

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 from megacp.config.checks import require
 from megacp.config.run import RunConfig, Value, flag, flatten, with_values
+from megacp.context_parallel.auto import refuse_auto
 from megacp.data.mock import MockRules
 from megacp.planner.costs import model_parameters
 from megacp.planner.report import human_count
+from megacp.training.images import mock_images
 
 _SIZES: dict[str, Value] = {
     "num_layers": 4,
@@ -44,9 +46,26 @@ MODELS: dict[str, dict[str, Value]] = {
         "add_mlp_bias": True,
         "hidden_dropout": 0.1,
     },
+    "tiny_vlm": {
+        **_SIZES,
+        "untie_embeddings_and_output_weights": True,
+        "additional_vocab_size": 8,
+        "init_method_std": 0.15,  # with 0.02 the tower's gradients are lost in the rounding of the text's
+        "vision_num_layers": 3,
+        "vision_hidden_size": 32,
+        "vision_ffn_hidden_size": 48,
+        "vision_num_attention_heads": 8,
+        "vision_head_dim": 4,
+        "vision_patch_size": 4,
+        "vision_image_size": 16,
+        "vision_feature_layers": (-1, -2),
+        "connector_num_attention_heads": 8,
+        "connector_head_dim": 4,
+        "connector_ffn_hidden_size": 48,
+    },
 }
-"""Models by name: the plain decoder (tied, grouped queries), Llama's and Qwen3's options, and every bias with
-dropout.
+"""Models by name: the plain decoder (tied, grouped queries), Llama's and Qwen3's options, every bias with dropout, and
+a decoder with a vision tower.
 """
 
 MAX_PARAMETERS = 20_000_000
@@ -107,6 +126,7 @@ class Request:
 
 def prepare(config: RunConfig, request: Request) -> ParitySetup:
     """The setup of a check. Raises ValueError with all reasons why there can be none."""
+    refuse_auto(config, "a parity check")
     model = request.model if request.model or request.has_config else "tiny_llm"
     if model is not None and model not in MODELS:
         raise ValueError(f"--model {model} is unknown; choose {', '.join(MODELS)}, or give sizes with --config")
@@ -134,7 +154,14 @@ def prepare(config: RunConfig, request: Request) -> ParitySetup:
     require(reference, 1)
     _refuse_large(config)
     mask = request.mask or config.data.attention_mask
-    rules = MockRules(config.model.vocab_size, config.data.seq_length, mask, ragged=True, seed=config.training.seed)
+    rules = MockRules(
+        config.model.vocab_size,
+        config.data.seq_length,
+        mask,
+        ragged=True,
+        seed=config.training.seed,
+        images=mock_images(config),
+    )
     return ParitySetup(config, reference, rules, world_size, model, tuple(notes))
 
 
@@ -143,8 +170,15 @@ def _fitting(sizes: Mapping[str, Value], config: RunConfig) -> dict[str, Value]:
     p, groups, heads = config.parallel, int(sizes["num_query_groups"] or 1), int(sizes["num_attention_heads"] or 1)
     tp, stages = p.tensor_model_parallel_size, p.pipeline_model_parallel_size * p.num_virtual_stages_per_pipeline_rank
     wide = math.lcm(groups, max(tp, 1))
+    towers: dict[str, Value] = {
+        name: math.lcm(int(value), max(tp, 1))
+        for name, value in sizes.items()
+        if name.startswith(("vision_num_attention", "connector_num_attention", "vision_ffn", "connector_ffn"))
+        and isinstance(value, int)
+    }
     return {
         **sizes,
+        **towers,
         "num_query_groups": wide,
         "num_attention_heads": wide * (heads // groups),
         "ffn_hidden_size": math.lcm(int(sizes["ffn_hidden_size"] or 1), max(tp, 1)),

@@ -6,12 +6,20 @@ ids exceed the vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
+from megacp.batch import PackedBatch
 from megacp.config.run import RunConfig, with_values
-from megacp.data.loader import LoaderOptions, PackSource
+from megacp.config.vision import VisionConfig
+from megacp.data.decoding import RulesDecoder
+from megacp.data.image import ImageRules
+from megacp.data.image_loading import Decoder
+from megacp.data.loader import DataRank, LoaderOptions, PackSource, step_batches
 from megacp.data.mock import MockDataset
+from megacp.data.mock_images import MockDecoder
 from megacp.data.store import PackedDataset
+from megacp.training.images import mock_images
 
 
 @dataclass(frozen=True)
@@ -23,14 +31,18 @@ class Sources:
     fingerprint: str
     tokenizer_sha256: str = ""
     """Of the training data; empty for mock packs."""
+    decoder: Decoder | None = None
+    """Turns the images of both datasets into patches; None when they are text."""
 
 
 def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
     """The config with its vocabulary resolved, and the packs. Raises ValueError with all reasons at once."""
     if config.data.data_path is None:
         config = config if config.model.vocab_size else with_values(config, {"vocab_size": 256})
-        mock = MockDataset(vocab_size=config.model.vocab_size, seq_length=config.data.seq_length)
-        return config, Sources(mock, None, f"mock/{config.model.vocab_size}/{config.data.seq_length}")
+        images = mock_images(config)
+        mock = MockDataset(config.model.vocab_size, config.data.seq_length, images=images)
+        decoder = MockDecoder(images) if images is not None else None
+        return config, Sources(mock, None, _mock_fingerprint(config), decoder=decoder)
     train = PackedDataset(config.data.data_path)
     valid = PackedDataset(config.data.valid_data_path) if config.data.valid_data_path else None
     if config.model.vocab_size == 0:
@@ -40,9 +52,18 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
         reasons += _misfits("--valid-data-path", str(config.data.valid_data_path), valid, config)
         if valid.manifest.tokenizer.sha256 != train.manifest.tokenizer.sha256:
             reasons.append("--valid-data-path was built with another tokenizer than --data-path")
+        if None not in (rules := (train.manifest.image_rules, valid.manifest.image_rules)) and rules[0] != rules[1]:
+            reasons.append("--valid-data-path was built with other image rules than --data-path")
     if reasons:
         raise ValueError("\n".join(reasons))
-    return config, Sources(train, valid, train.fingerprint, train.manifest.tokenizer.sha256)
+    values = train.manifest.image_rules or (valid.manifest.image_rules if valid is not None else None)
+    decoder = RulesDecoder(ImageRules.from_dict(values)) if values is not None else None
+    return config, Sources(train, valid, train.fingerprint, train.manifest.tokenizer.sha256, decoder)
+
+
+def _mock_fingerprint(config: RunConfig) -> str:
+    text = f"mock/{config.model.vocab_size}/{config.data.seq_length}"
+    return text + "/images" if config.vision.vision_num_layers else text
 
 
 def _misfits(flag: str, path: str, dataset: PackedDataset, config: RunConfig) -> list[str]:
@@ -55,12 +76,40 @@ def _misfits(flag: str, path: str, dataset: PackedDataset, config: RunConfig) ->
             f"{flag} {path} has ids of a vocabulary of {manifest.tokenizer.vocab_size}, "
             f"--vocab-size {config.model.vocab_size} is smaller; leave it out to take the dataset's"
         )
+    elif manifest.num_token_ids > config.model.embedding_rows:
+        missing = manifest.num_token_ids - config.model.vocab_size
+        reasons.append(
+            f"{flag} {path} has image tokens up to id {manifest.num_token_ids - 1}, the embedding has "
+            f"{config.model.embedding_rows} rows: give --additional-vocab-size of at least {missing}"
+        )
+    if manifest.image_rules is not None:
+        reasons += _image_misfits(flag, path, ImageRules.from_dict(manifest.image_rules), config.vision)
     if manifest.seq_length != config.data.seq_length:
         reasons.append(
             f"{flag} {path} was packed for rows of {manifest.seq_length} tokens, "
             f"--seq-length is {config.data.seq_length}; set --seq-length {manifest.seq_length} or build it again"
         )
+    cp, filled = config.parallel.context_parallel_size, manifest.pad_multiple
+    if config.parallel.cp_layout == "zigzag_document" and cp > 1 and filled > 1 and filled % (2 * cp):
+        reasons.append(
+            f"{flag} {path} has documents padded to multiples of {filled}, --cp-layout zigzag_document at "
+            f"--context-parallel-size {cp} needs multiples of {2 * cp}: build it with --pad-multiple {2 * cp} (or 1, "
+            f"then the layout fills up), or choose --cp-layout balanced"
+        )
     return reasons
+
+
+def _image_misfits(flag: str, path: str, rules: ImageRules, vision: VisionConfig) -> list[str]:
+    if vision.vision_num_layers == 0:
+        return [f"{flag} {path} holds images, but the model has no vision tower: set --vision-num-layers"]
+    sizes = (rules.image_size, rules.patch_size)
+    expected = (vision.vision_image_size, vision.vision_patch_size)
+    if sizes == expected:
+        return []
+    return [
+        f"{flag} {path} has crops of {sizes[0]} pixels with patches of {sizes[1]}, the model's have {expected[0]} and "
+        f"{expected[1]}: set --vision-image-size {sizes[0]} --vision-patch-size {sizes[1]} or build it again"
+    ]
 
 
 def loader_options(config: RunConfig, packs: int) -> LoaderOptions:
@@ -70,6 +119,17 @@ def loader_options(config: RunConfig, packs: int) -> LoaderOptions:
         global_batch_size=config.training.global_batch_size,
         seed=config.training.seed,
         attention_mask=config.data.attention_mask,
+        image_attention=config.data.image_attention,
         prefetch=2 if config.data.num_workers else 0,
         num_threads=max(1, config.data.num_workers),
     )
+
+
+def first_rows(config: RunConfig, sources: Sources, count: int = 4) -> list[PackedBatch]:
+    """The first `count` rows of a run's order from its very beginning, of `--micro-batch-size` packs each.
+
+    The same on every rank of every grid, also when a run is resumed.
+    """
+    packs = config.training.micro_batch_size
+    options = dataclasses.replace(loader_options(config, packs), global_batch_size=count * packs)
+    return step_batches(sources.train, options, DataRank(), consumed=0)

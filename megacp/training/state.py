@@ -38,7 +38,10 @@ class Resumed:
 
 
 _NOT_THE_FUNCTION = {"make_vocab_size_divisible_by", "init_method_std", "hidden_dropout"}
-"""Fields of the model that may change on resume: the weights still mean the same function."""
+_NOT_THE_FUNCTION |= {"vision_lr_multiplier", "connector_lr_multiplier", "vision_planned_crops"}
+"""Fields of the model that may change on resume: the weights still mean the same function. What is frozen may not: the
+checkpoint has no optimizer state for a tower that was.
+"""
 _OF_THE_RUN = {"save", "load", "train_iters", "log_file", "log_interval", "dry_run", "world_size"}
 """Flags that differ between a run and its resumption as a matter of course."""
 
@@ -77,7 +80,9 @@ def load(trainee: Trainee, progress: Progress, config: RunConfig) -> Resumed:
         reasons.append(f"{loaded.path} was trained with --seed {extra['seed']}, this run has --seed {progress.seed}")
     before, now = flatten(from_yaml(loaded.config_yaml)), flatten(config)
     differing = [name for name in now if now[name] != before[name] and name not in _OF_THE_RUN]
-    function = [name for name in differing if fields()[name].room == "model" and name not in _NOT_THE_FUNCTION]
+    function = [
+        name for name in differing if fields()[name].room in ("model", "vision") and name not in _NOT_THE_FUNCTION
+    ]
     reasons += [f"{loaded.path} has {flag(name)} {before[name]}, this run {now[name]}" for name in function]
     if reasons:
         raise ValueError("\n".join(reasons))

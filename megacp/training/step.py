@@ -17,6 +17,7 @@ from megacp.batch import PackedBatch
 from megacp.config.run import RunConfig
 from megacp.context_parallel.layout import select_layout
 from megacp.context_parallel.shard import LocalBatch, shard_batch
+from megacp.context_parallel.stopwatch import Stopwatch
 from megacp.data_parallel.buckets import FlatBuckets
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import ProcessGrid
@@ -59,11 +60,11 @@ def lr_schedule(config: RunConfig) -> LrSchedule:
 class Trainee:
     """This rank's share of the model, its gradients and its optimizer, and how to step them."""
 
-    def __init__(self, config: RunConfig, grid: ProcessGrid) -> None:
+    def __init__(self, config: RunConfig, grid: ProcessGrid, watch: Stopwatch | None = None) -> None:
         training, parallel = config.training, config.parallel
         self.config = config
         self.grid = grid
-        self.chunks = build_chunks(config, grid)
+        self.chunks = build_chunks(config, grid, watch)
         reduced_over = grid.over("dp", "cp")
         self.buckets = FlatBuckets(
             self.chunks, reduced_over, {"tp": grid.tp, "embedding": grid.embedding}, parallel.ddp_bucket_size
@@ -93,7 +94,15 @@ class Trainee:
         self._refuse_foreign_ids(batch)
         text = f"{self.config.training.seed}/{step}/{batch.pack_ids}"
         key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-        return shard_batch(batch, self.rows.axis, self.layout, tp=self.sharded_tokens, key=key, device=self.grid.device)
+        return shard_batch(
+            batch,
+            self.rows.axis,
+            self.layout,
+            tp=self.sharded_tokens,
+            key=key,
+            device=self.grid.device,
+            exchange=self.config.parallel.vision_feature_exchange,
+        )
 
     def _refuse_foreign_ids(self, batch: PackedBatch) -> None:
         """An id outside the tables would be looked up on no tp rank and silently become a zero row."""

@@ -17,7 +17,9 @@ import torch
 
 from megacp.batch import PackedBatch
 from megacp.config.run import RunConfig, flatten
+from megacp.context_parallel.auto import resolve_auto
 from megacp.context_parallel.shard import mask_metadata
+from megacp.context_parallel.stopwatch import Stopwatch
 from megacp.data.loader import PackedLoader, validation_steps
 from megacp.distributed.collectives import barrier
 from megacp.distributed.grid import ProcessGrid
@@ -26,11 +28,12 @@ from megacp.monitor.flops import cpu_machine_peak, cpu_peak, gpu_peak, utilisati
 from megacp.monitor.log import LogTargets, RunLog, StepRecord
 from megacp.monitor.memory import peak_bytes
 from megacp.monitor.timers import Timers
-from megacp.ops.mask import tile_table
-from megacp.planner.costs import model_flops, model_parameters
+from megacp.planner.costs import model_flops
 from megacp.planner.report import human_count
+from megacp.planner.vision import run_parameters, vision_flops
+from megacp.training.images import image_loading, shard_strategies, without_bad_images
 from megacp.training.loss import RankNews, StepAgreement, agree
-from megacp.training.sources import Sources, loader_options
+from megacp.training.sources import Sources, first_rows, loader_options
 from megacp.training.state import Progress, load, save
 from megacp.training.step import StepResult, Trainee
 
@@ -40,6 +43,10 @@ STOPPED = 3
 STEPS_BETWEEN_TRIMS = 10
 """Optimizer steps after which a CPU rank gives free heap back: milliseconds, and without it a small run grows by MiB a
 step."""
+
+
+WATCHED_STEPS = range(1, 5)
+"""Steps after the first one of a run in which core attention is timed, where a prediction chose its transport."""
 
 
 class StopSignal:
@@ -71,12 +78,15 @@ class StopSignal:
 
 
 def step_flops(batches: list[PackedBatch], config: RunConfig) -> float:
-    """Model FLOPs of training on these rows, attention counted by the allowed pairs of their masks."""
+    """FLOPs of training on these rows, attention counted by the allowed pairs of their masks, vision by its images."""
     total = 0.0
     for batch in batches:
-        metadata = mask_metadata(batch)
-        area = tile_table(metadata, metadata).area
-        total += model_flops(config.model, int((batch.document >= 0).sum()), area).training
+        area = mask_metadata(batch).own_table.area
+        text = model_flops(config.model, int((batch.document >= 0).sum()), area)
+        total += text.passing if config.vision.freeze_text else text.training
+        if batch.vision is not None:
+            images = batch.vision
+            total += vision_flops(config, images.num_images, images.num_features, images.pooling.shape[1])
     return total
 
 
@@ -84,9 +94,11 @@ class Trainer:
     """One rank of a run. `config` is resolved and checked."""
 
     def __init__(self, config: RunConfig, grid: ProcessGrid, sources: Sources) -> None:
-        self.config, self.grid, self.sources = config, grid, sources
         self.stop = StopSignal()
-        self.trainee = Trainee(config, grid)
+        config, self.choice = resolve_auto(config, grid, lambda: first_rows(config, sources))
+        self.config, self.grid, self.sources = config, grid, sources
+        self.watch = Stopwatch(grid.device) if self.choice else None
+        self.trainee = Trainee(config, grid, self.watch)
         self.progress = Progress(
             data_fingerprint=sources.fingerprint,
             seed=config.training.seed,
@@ -97,14 +109,19 @@ class Trainer:
         if config.checkpoint.load is not None:
             resumed = load(self.trainee, self.progress, config)
             self.progress, self.safe_in, changed = resumed.progress, resumed.path, resumed.changed
+        self.first_step = self.progress.step + 1
         self.log = self._open_log()
         self.log.say(self._heading())
+        for line in self.choice.lines() if self.choice else ():
+            self.log.say(line)
         if self.safe_in is not None:
             self.log.say(f"resumed from {self.safe_in} after step {self.progress.step}")
         for change in changed:
             self.log.say(f"changed since the checkpoint: {change}")
         self.timers = Timers(torch.cuda.synchronize if grid.device.type == "cuda" else lambda: None)
         self.rows = self.trainee.rows
+        self.images = image_loading(config, grid, self.rows, sources.decoder)
+        self.known_strategies: set[str] = set()
         self.leads_replica = grid.tp.rank == self.rows.axis.rank == grid.pp.rank == 0
         self.peak_flops = self._peak_flops()
 
@@ -118,8 +135,8 @@ class Trainer:
 
     def _run(self) -> int:
         training, checkpoint = self.config.training, self.config.checkpoint
-        options = loader_options(self.config, self.rows.packs)
-        with PackedLoader(self.sources.train, options, self.rows.place, self.progress.consumed_samples) as loader:
+        options, consumed = loader_options(self.config, self.rows.packs), self.progress.consumed_samples
+        with PackedLoader(self.sources.train, options, self.rows.place, consumed, self.images) as loader:
             while self.progress.step < training.train_iters:
                 if not self._train_step(loader):
                     self._save("stopped on request")
@@ -136,7 +153,7 @@ class Trainer:
         """One step; False when some rank was asked to stop, before anything of the step was done."""
         with self.timers.measure("step"):
             with self.timers.measure("data"):
-                batches = loader.next_step()
+                batches = self._sound(loader.next_step())
             news = RankNews(
                 self.stop.received,
                 step_flops(batches, self.config) if self.leads_replica else 0.0,
@@ -148,12 +165,28 @@ class Trainer:
                 return False
             step = self.progress.step + 1
             self.safe_in = None
+            if self.watch:
+                self.watch.running = step - self.first_step in WATCHED_STEPS
             result = self.trainee.train(batches, step, agreed.denominator)
         self.progress = dataclasses.replace(self.progress, step=step, consumed_samples=loader.consumed_samples)
         self._report(result, agreed, self.timers.take()["step"])
+        if self.watch and self.watch.running:
+            self._report_attention(step)
         if self.grid.device.type == "cpu" and step % STEPS_BETWEEN_TRIMS == 0:
             trim_heap()
         return True
+
+    def _sound(self, batches: list[PackedBatch]) -> list[PackedBatch]:
+        """What was read, less the documents whose images some rank could not decode; tells how images are dealt."""
+        for strategy in sorted(shard_strategies(batches) - self.known_strategies):
+            self.known_strategies.add(strategy)
+            self.log.say(f"image shards of the context-parallel ranks: {strategy}")
+        if self.images is None or self.images.on_bad_image != "skip":
+            return batches
+        batches, reasons = without_bad_images(batches, self.grid, self.rows.place.index)
+        for reason in reasons:
+            self.log.say(f"left out a document: {reason}")
+        return batches
 
     def _report(self, result: StepResult, agreed: StepAgreement, seconds: float) -> None:
         if result.skipped:
@@ -174,12 +207,22 @@ class Trainer:
             )
         )
 
+    def _report_attention(self, step: int) -> None:
+        """After the last step that is watched: measured core attention beside the predicted."""
+        assert self.watch is not None and self.choice is not None
+        self.watch.running = False
+        if step == self.config.training.train_iters or step - self.first_step == WATCHED_STEPS[-1]:
+            measured = self.watch.slowest(self.grid.world)
+            self.log.attention(step, self.choice.compared(measured), self.choice.figures(measured))
+
     def _validate(self) -> None:
         assert self.sources.valid is not None
         options = loader_options(self.config, self.rows.packs)
-        steps = validation_steps(self.sources.valid, options, self.rows.place, self.config.training.eval_iters)
+        count = self.config.training.eval_iters
+        steps = validation_steps(self.sources.valid, options, self.rows.place, count, self.images)
         total, weight = 0.0, 0.0
-        for batches in steps:
+        for read in steps:
+            batches = self._sound(read)
             agreed = agree(batches, self.grid, replica=self.rows.place.index)
             total += self.trainee.evaluate(batches, agreed.denominator) * agreed.denominator
             weight += agreed.weight
@@ -211,7 +254,7 @@ class Trainer:
         shape, training = self.grid.shape, self.config.training
         return (
             f"{shape.world_size} ranks = pp {shape.pp} x dp {shape.dp} x cp {shape.cp} x tp {shape.tp} on "
-            f"{self.grid.device.type}, {human_count(model_parameters(self.config.model))} parameters in "
+            f"{self.grid.device.type}, {human_count(run_parameters(self.config))} parameters in "
             f"{training.dtype}, {training.global_batch_size} packs of up to {self.config.data.seq_length} tokens a step"
         )
 

@@ -16,6 +16,22 @@ TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "cont
 V = "num_virtual_stages_per_pipeline_rank"
 SIZES = "hierarchical_context_parallel_sizes"
 
+SEES = {
+    "vision_num_layers": 3,
+    "vision_hidden_size": 24,
+    "vision_ffn_hidden_size": 36,
+    "vision_num_attention_heads": 6,
+    "vision_head_dim": 4,
+    "vision_patch_size": 4,
+    "vision_image_size": 16,
+    "vision_feature_layers": (-1, -2),
+    "connector_num_attention_heads": 6,
+    "connector_head_dim": 4,
+    "additional_vocab_size": 8,
+    "untie_embeddings_and_output_weights": True,
+}
+"""A tiny tower of crops of 16 pixels, which fits."""
+
 CONTRADICTIONS = [
     ({"eval_interval": 2}, 1, ["--eval-interval 2", "--valid-data-path"]),
     ({"additional_vocab_size": 128}, 1, ["--additional-vocab-size 128", "--untie-embeddings-and-output-weights"]),
@@ -67,6 +83,30 @@ CONTRADICTIONS = [
     ({"dynamic_context_parallel": True}, 2, ["--dynamic-context-parallel", "has zigzag and p2p"]),
     ({"cp_calibration": "a.json"}, 1, ["--cp-calibration a.json", "--cp-comm-type auto"]),
     ({"attention_kernel": "dense", "cp_comm_type": "auto"}, 1, ["--attention-kernel dense", "--cp-comm-type auto"]),
+    (
+        SEES | {TP: 3, "num_attention_heads": 9, "kv_channels": 4, "seq_length": 513, "vision_num_attention_heads": 16},
+        3,
+        ["--vision-num-attention-heads 16", f"{flag(TP)} 3"],
+    ),
+    (SEES | {TP: 2, "vision_num_query_groups": 1}, 2, ["--vision-num-query-groups 1", f"{flag(TP)} 2"]),
+    (SEES | {"vision_num_query_groups": 4}, 1, ["--vision-num-attention-heads 6", "--vision-num-query-groups 4"]),
+    (SEES | {TP: 2, "vision_ffn_hidden_size": 33}, 2, ["--vision-ffn-hidden-size 33", f"{flag(TP)} 2"]),
+    (SEES | {TP: 4, "vision_num_attention_heads": 8}, 4, ["--connector-num-attention-heads 6", f"{flag(TP)} 4"]),
+    (SEES | {TP: 2, "connector_num_query_groups": 1}, 2, ["--connector-num-query-groups 1", f"{flag(TP)} 2"]),
+    (SEES | {"connector_num_query_groups": 5}, 1, ["--connector-num-attention-heads 6", "-num-query-groups 5"]),
+    (SEES | {TP: 2, "connector_ffn_hidden_size": 33}, 2, ["--connector-ffn-hidden-size 33", f"{flag(TP)} 2"]),
+    (SEES | {"vision_image_size": 18}, 1, ["--vision-image-size 18", "--vision-patch-size 4"]),
+    (SEES | {"vision_feature_layers": (-1, -4)}, 1, ["--vision-feature-layers -1 -4", "3 layers", "-3 to 2"]),
+    (SEES | {"vision_feature_layers": (1, 0)}, 1, ["1 0", "the last 1", "--vision-num-layers 2", "layers -1 -2"]),
+    (SEES | {"additional_vocab_size": 0}, 1, ["--vision-num-layers 3", "--additional-vocab-size"]),
+    (SEES | {"freeze_vision": True, "freeze_connector": True, "freeze_text": True}, 1, ["nothing to train"]),
+    ({"freeze_text": True, "vision_lr_multiplier": 0.5}, 1, ["--freeze-text, --vision-lr-multiplier 0.5 act only"]),
+    ({"freeze_vision": True}, 1, ["--freeze-vision acts only with --vision-num-layers"]),
+    (
+        SEES | {"freeze_connector": True, "connector_lr_multiplier": 2.0},
+        1,
+        ["--connector-lr-multiplier 2 with", "rate"],
+    ),
     ({"hidden_dropout": 1.0}, 1, ["--hidden-dropout: got 1.0", "at least 0 and below 1"]),
     ({"lr": float("nan")}, 1, ["--lr: got nan"]),
     ({"lr": float("inf")}, 1, ["--lr: got inf"]),
@@ -131,7 +171,7 @@ def test_a_number_out_of_range_is_named(name: str) -> None:
 
 def test_every_number_has_a_range_and_every_range_a_number() -> None:
     """Would catch a new field without a range."""
-    kinds = (int, float, int | None, float | None, tuple[int, int] | None)
+    kinds = (int, float, int | None, float | None, tuple[int, int], tuple[int, int] | None)
     numbers = {name for name, info in fields().items() if info.hint in kinds}
     assert numbers == set(RANGES)
 

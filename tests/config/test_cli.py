@@ -48,7 +48,7 @@ def test_every_field_can_be_given_as_a_flag() -> None:
         if isinstance(value, bool):
             argv.append(flag(name) if value else flag(f"no_{name}"))
         else:
-            argv += [flag(name), str(value)]
+            argv += [flag(name), *(str(x) for x in (value if isinstance(value, tuple) else [value]))]
     assert parse(argv) == with_values(RunConfig(), changed)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from megacp.data.manifest import Manifest, TokenizerInfo
-from megacp.data.store import Segment, ShardWriter
+from megacp.data.shard_writer import Segment, ShardWriter
 
 
 def write_dataset(

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacp.batch import PackedBatch
+from megacp.batch import PackedBatch, VisionInputs
 
 ROOT = Path(__file__).parents[2]
+NOT_ROWS = ("pack_ids", "vision")
 
 
 def make(length: int = 5, **changes: np.ndarray) -> PackedBatch:
@@ -41,7 +42,7 @@ def test_weight_on_padding_is_refused() -> None:
         make(loss_weights=np.array([1, 1, np.nan, 1, 1], np.float32))
 
 
-@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(PackedBatch) if f.name != "pack_ids"])
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(PackedBatch) if f.name not in NOT_ROWS])
 def test_fingerprint_sees_one_changed_value_in_any_field(name: str) -> None:
     batch = make()
     changed = getattr(batch, name).copy()
@@ -78,3 +79,51 @@ def test_padding_is_inert_and_at_the_end() -> None:
     assert padded.weight_sum == batch.weight_sum == 5.0
     assert not padded.tokens[5:].any() and not padded.labels[5:].any()
     assert batch.with_padding_to(5) is batch
+
+
+def images(**changes: object) -> VisionInputs:
+    """Two units of one and two crops, with one and two pooled tokens, all held here."""
+    values: dict = {
+        "cum_image_bounds": np.array([1, 3]),
+        "cum_token_pooling_bounds": np.array([1, 3]),
+        "places": np.array([1, 2, 4]),
+        "boundaries": None,
+        "first_image": 0,
+        "patches": np.zeros((3, 4, 6), np.float32),
+        "pooling": np.array([[0, 3], [4, 11], [5, -1]]),
+    }
+    return VisionInputs(**{**values, **changes})
+
+
+def test_images_that_contradict_themselves_are_refused_with_all_reasons() -> None:
+    with pytest.raises(ValueError, match=r"patches must be float32.*float64.*places must be int64.*int32"):
+        images(patches=np.zeros((3, 4, 6)), places=np.array([1, 2, 4], np.int32))
+    with pytest.raises(ValueError, match=r"3 units, .*bounds 2; cum_image_bounds must rise.*2 places for 3.*rise from"):
+        images(cum_image_bounds=np.array([1, 1, 3]), places=np.array([2, 1]))
+    with pytest.raises(ValueError, match=r"crops 1..4, the row has 3; pooling has indices -1..12 into 12 patches"):
+        images(first_image=1, pooling=np.array([[0, -1], [12, 1]]))
+    with pytest.raises(ValueError, match="at place 5 of 5 tokens"):
+        dataclasses.replace(make(5), vision=images(places=np.array([1, 2, 5])))
+
+
+def test_the_fingerprint_covers_what_ranks_share_of_the_images_and_no_pixels() -> None:
+    """Would catch ranks that take each other's rows for different ones, or rows with other images for the same."""
+    batch = dataclasses.replace(make(5), vision=images())
+    prints = {make(5).fingerprint(), batch.fingerprint()}
+    for change in ({"places": np.array([1, 3, 4])}, {"cum_image_bounds": np.array([2, 3])}):
+        prints.add(dataclasses.replace(batch, vision=images(**change)).fingerprint())
+    assert len(prints) == 4
+    nothing = images(patches=np.zeros((0, 4, 6), np.float32), pooling=np.zeros((0, 2), np.int64), first_image=3)
+    assert dataclasses.replace(batch, vision=nothing).fingerprint() == batch.fingerprint()
+    assert batch.with_padding_to(8).vision is batch.vision
+
+
+def test_a_dropped_document_is_inert_and_the_rest_stays() -> None:
+    document = np.array([0, 0, 1, 1, -1], np.int32)
+    weights = np.array([1, 1, 1, 1, 0], np.float32)
+    batch = make(5, document=document, loss_weights=weights, span=np.array([1, 1, 2, 2, 0], np.int32))
+    left = dataclasses.replace(batch, vision=images()).without_documents([0])
+    assert left.document.tolist() == [-1, -1, 1, 1, -1] and left.loss_weights.tolist() == [0, 0, 1, 1, 0]
+    assert left.labels.tolist()[:2] == [0, 0] and left.span.tolist() == [0, 0, 2, 2, 0]
+    assert left.tokens is batch.tokens and left.vision is not None
+    assert batch.without_documents([]).fingerprint() == batch.fingerprint()

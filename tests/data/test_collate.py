@@ -95,7 +95,8 @@ def test_branches_restart_at_the_prefix_and_do_not_predict_each_other() -> None:
 
 def test_what_the_store_writes_is_what_collate_reads(tmp_path: Path) -> None:
     # branches of a later pack must come from its own rows of branches.npy
-    from megacp.data.store import PackedDataset, Segment
+    from megacp.data.shard_writer import Segment
+    from megacp.data.store import PackedDataset
     from tests.data.datasets import write_dataset
 
     first = [Segment(np.arange(6), branch_starts=(2, 4)), Segment(np.arange(3))]

@@ -123,3 +123,30 @@ def test_no_items_give_no_packs() -> None:
     empty = np.zeros(0, np.int64)
     assert len(best_fit_decreasing(empty, 8)) == 0 and len(two_budgets(empty, empty, 8, 2)) == 0
     assert len(cut_oversize(empty, 8).document) == 0
+
+
+def mixed_documents(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, crops): half images of 2 to 9 crops with branches, 40 % videos of 8 to 128 frames, the rest text."""
+    kind, crops, frames = rng.random(count), rng.integers(2, 10, count), rng.integers(8, 129, count)
+    tokens = 100 + crops * 110 + rng.integers(1, 9, count) * 60
+    text = np.clip(rng.lognormal(6, 1, count), 10, 8192).astype(np.int64)
+    video, plain = kind >= 0.5, kind >= 0.9
+    tokens = np.where(plain, text, np.where(video, frames * 88 + 100, tokens))
+    return tokens, np.where(plain, 0, np.where(video, frames, crops))
+
+
+@pytest.mark.parametrize("capacity", [(16_384, 128), (36_864, 256), (36_864, 384), (16_384, 160)])
+@pytest.mark.parametrize("count", [1_000, 4_000])
+def test_two_budgets_need_at_most_5_percent_more_packs_than_the_lower_bound(
+    capacity: tuple[int, int], count: int
+) -> None:
+    for seed in range(2):
+        tokens, crops = mixed_documents(np.random.default_rng(seed), count)
+        fits = (tokens <= capacity[0]) & (crops <= capacity[1])
+        tokens, crops = tokens[fits], crops[fits]
+        result = two_budgets(tokens, crops, *capacity)
+        check_each_once(result, len(tokens))
+        assert (result.totals(tokens) <= capacity[0]).all() and (result.totals(crops) <= capacity[1]).all()
+        # no packing has fewer packs than either budget alone needs
+        bound = max(-(-int(tokens.sum()) // capacity[0]), -(-int(crops.sum()) // capacity[1]))
+        assert len(result) <= 1.05 * bound, (len(result), bound)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megacp.data.sample import END, Piece, RecordError, decode_json, parse_record
+from megacp.data.sample import END, Media, Piece, RecordError, decode_json, parse_record
 
 
 def test_a_text_record_is_its_text_and_the_end_of_document() -> None:
@@ -37,6 +37,16 @@ def test_a_conversation_that_ends_with_a_user_ends_without_loss() -> None:
 def test_the_texts_of_content_are_joined() -> None:
     record = {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     assert parse_record(record).prefix == (Piece("ab", 1.0), END)
+
+
+def test_images_stand_where_they_are_named_and_are_not_learned() -> None:
+    picture, words = {"type": "image", "path": "a.png"}, {"type": "text", "text": "x"}
+    media = Media("image", "path", "a.png", "content[2].path")
+    pieces = parse_record({"content": [words, words, picture]}, media=True).prefix
+    assert pieces == (Piece("xx", 1.0), Piece(None, 0.0, media), Piece(None, 0.0))
+    messages = [{"role": "assistant", "content": [picture, words]}]
+    pieces = parse_record({"messages": messages}, media=True).prefix
+    assert [piece.weight for piece in pieces] == [0.0, 0.0, 1.0, 1.0] and pieces[-1] == END
 
 
 def test_branches_continue_the_record_which_itself_does_not_end() -> None:

@@ -13,7 +13,8 @@ import pytest
 from megacp.data import tables
 from megacp.data.indexed import IndexedWriter
 from megacp.data.manifest import ShardEntry
-from megacp.data.store import PackedDataset, Segment, ShardWriter, verify
+from megacp.data.shard_writer import Segment, ShardWriter
+from megacp.data.store import PackedDataset, verify
 from tests.data.datasets import damage, random_packs, write_dataset
 
 
@@ -223,12 +224,22 @@ def test_the_format_holds_images_units_and_boundaries_beside_the_text(tmp_path: 
             {"name": path.name, "size": path.stat().st_size, "sha256": "0" * 64} for path in sorted(shard.iterdir())
         ]
         entry = ShardEntry.from_json({**manifest.shards[0].to_json(), "files": files})
-        rules = {"patch": 14}
+        rules = {"token_ids": {"image_patch": 5}}
         dataclasses.replace(manifest, shards=(entry,), image_rules=rules, cp_degrees=(2,)).write(tmp_path)
 
     write(units, np.zeros((2, 2), tables.BOUNDARY_DTYPE))
     dataset = PackedDataset(tmp_path)
-    assert dataset.pack(0).tokens.tolist() == list(range(9)) and dataset.manifest.image_rules == {"patch": 14}
+    assert dataset.pack(0).tokens.tolist() == list(range(9))
+    first, second = dataset.pack(0).images, dataset.pack(1).images
+    assert first is not None and second is not None and first.image_patch == 5
+    assert first.units["pooled_stop"].tolist() == [2, 6] and first.boundaries[2].shape == (2,)
+    assert [first.read(item) for item in (0, 1)] == [b"\xff\xd8one", b"\x89PNGtwo"]
+    assert len(second.units) == 0
+    units["item"][1] = 2
+    write(units, np.zeros((2, 2), tables.BOUNDARY_DTYPE))
+    with pytest.raises(ValueError, match="units.npy names item 2 of 2 in images.idx"):
+        PackedDataset(tmp_path)
+    units["item"][1] = 1
     write(units, np.zeros((2, 4), tables.BOUNDARY_DTYPE))
     with pytest.raises(ValueError, match=r"shards_cp2.npy has shape \(2, 4\), not \(2, 2\)"):
         PackedDataset(tmp_path)

@@ -10,7 +10,7 @@ import torch
 
 from megacp.distributed.collectives import all_gather
 from megacp.distributed.grid import GridShape
-from megacp.distributed.launch import World, pick_device, start, stop, world_from_environment
+from megacp.distributed.launch import World, device_type, pick_device, start, stop, world_from_environment
 from tests.ranks import grid, run_ranks
 
 KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -58,6 +58,13 @@ def test_ranks_outside_their_world_are_refused(
         environment.setenv(key, value)
     with pytest.raises(ValueError, match=named):
         world_from_environment()
+
+
+def test_ranks_compute_on_gpus_only_where_each_of_them_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for available, ranks, expected in ((True, 4, "cuda"), (True, 5, "cpu"), (False, 1, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda answer=available: answer)
+        assert device_type(World(0, ranks, 0, ranks)) == expected
 
 
 def test_on_a_cpu_the_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,10 @@ import dataclasses
 
 import pytest
 
+from megacp.config.data import DataConfig
 from megacp.config.model import ModelConfig
-from megacp.planner import costs
+from megacp.config.run import RunConfig
+from megacp.planner import costs, vision
 
 LLAMA_3_8B = ModelConfig(
     num_layers=32,
@@ -83,7 +85,8 @@ def test_long_rows_cost_more_than_six_times_parameters_times_tokens() -> None:
 
 def test_the_pipeline_is_cut_by_training_flops() -> None:
     """Would catch a head that costs nothing."""
-    layers, first, last = costs.stage_costs(LLAMA_3_8B, 64, costs.causal_area(64))
+    config = RunConfig(model=LLAMA_3_8B, data=DataConfig(seq_length=64))
+    layers, first, last = vision.run_stage_costs(config)
     assert len(layers) == 32 and len(set(layers)) == 1
     assert last == 3 * 2 * 64 * 4096 * 128256
     assert 0 < first < layers[0] / 100

@@ -159,6 +159,20 @@ def test_gathering_keys_costs_the_whole_row_and_a_ring_two_parts() -> None:
     assert (ring, gathered) == (2 * part + 128 * 256 * 4, 8 * part + 128 * 256 * 4)
 
 
+def test_heads_for_sequence_keeps_one_part_and_replicated_key_heads() -> None:
+    """Eight ranks over two K/V heads keep each of them four times; the output is kept on both sides of the swap."""
+    flash = {CP: 8, "attention_kernel": "flash", "num_query_groups": 2}
+    ring, swapped = (config_of(**flash, cp_comm_type=c) for c in ("p2p", "a2a"))
+    keys, queries = 128 * 2 * 32, 128 * 256
+    assert memory.layer_activations(swapped, "none") - memory.layer_activations(ring, "none") == 4 * (
+        2 * keys * 3 + queries
+    )
+    assert memory.attention_work(swapped) == 4 * 2 * keys * (4 + 4) + queries * 4 + queries * (4 + 4)
+    both = config_of(**{**flash, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 4)})
+    assert memory.layer_activations(both, "none") - memory.layer_activations(ring, "none") == 4 * queries
+    assert memory.attention_work(both) == 2 * 2 * keys * (4 + 4) + queries * 4 + queries * (4 + 4)
+
+
 def test_the_plain_kernel_costs_a_block_of_scores_and_never_a_square() -> None:
     """Would catch an estimate that fits a GPU on which the run then does not."""
     extra = [
@@ -168,6 +182,15 @@ def test_the_plain_kernel_costs_a_block_of_scores_and_never_a_square() -> None:
     ]
     heads = config_of().model.num_attention_heads
     assert extra == [3 * heads * min(1024, tokens) * tokens * 4 for tokens in (512, 4096, 8192)]
+
+
+def test_auto_is_planned_as_the_kernel_that_a_gpu_takes() -> None:
+    """Would catch scores planned for a kernel that makes none, or none for float64, where they are made."""
+    for dtype, kernel in (("bfloat16", "flex"), ("float32", "flex"), ("float64", "math")):
+        found = [memory.attention_work(config_of(attention_kernel=name, dtype=dtype)) for name in ("auto", kernel)]
+        assert found[0] == found[1]
+    flex, flash = (memory.attention_work(config_of(attention_kernel=name)) for name in ("flex", "flash"))
+    assert flex - flash == 2 * 1024 * config_of().model.hidden_size * (4 + 4)
 
 
 def test_the_total_is_the_sum_of_the_terms() -> None:

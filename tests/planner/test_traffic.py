@@ -8,7 +8,9 @@ import pytest
 
 from megacp.config.run import RunConfig, with_values
 from megacp.data.mock import MockRules
-from megacp.planner.traffic import all_reduce_bytes, context_bytes, stage_traffic, world_bytes
+from megacp.data.mock_images import MockImages
+from megacp.planner.traffic import context_bytes, stage_traffic, world_bytes
+from megacp.planner.vision_traffic import all_reduce_bytes
 from megacp.training.measure import StepMeasure, measure_rank
 from tests.ranks import run_ranks
 
@@ -48,6 +50,9 @@ def assert_equal(measures: list[StepMeasure]) -> None:
         {TP: 2, "sequence_parallel": False, "qk_layernorm": True},
         {CP: 2},
         {CP: 2, "cp_comm_type": "all_gather", "dtype": "bfloat16", "recompute_granularity": "selective"},
+        {CP: 2, "cp_comm_type": "a2a", "num_query_groups": 1, "dtype": "bfloat16"},
+        {CP: 2, "cp_comm_type": "kv_exchange", "cp_layout": "balanced"},
+        {"cp_comm_type": "kv_exchange", "cp_layout": "balanced", "dynamic_context_parallel": True},
         {PP: 2},
         {PP: 2, "num_virtual_stages_per_pipeline_rank": 2, "untie_embeddings_and_output_weights": True},
         {"dtype": "float64"},
@@ -62,8 +67,18 @@ def test_the_formulas_equal_the_bytes_that_two_ranks_send(values: dict[str, obje
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("values", [{TP: 2, CP: 2}, {TP: 2, PP: 2}, {CP: 2, PP: 2}, {CP: 4, "hidden_size": 256}])
-def test_the_formulas_equal_the_bytes_that_four_ranks_send(values: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "values",
+    [
+        {TP: 2, CP: 2},
+        {TP: 2, PP: 2},
+        {CP: 2, PP: 2},
+        {CP: 4, "hidden_size": 256},
+        {CP: 4, "hidden_size": 256, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 2)},
+        {TP: 2, "cp_comm_type": "kv_exchange", "cp_layout": "balanced", "dynamic_context_parallel": True},
+    ],
+)
+def test_the_formulas_equal_the_bytes_that_four_ranks_send(values: dict[str, object]) -> None:
     """Would catch a share over one axis that forgets another one."""
     assert_equal(measured(4, **values))
 
@@ -92,3 +107,42 @@ def test_full_recomputation_is_refused() -> None:
     config = with_values(RunConfig(), {**SIZES, "recompute_granularity": "full"})
     with pytest.raises(ValueError, match="full"):
         stage_traffic(config, 1, 0, [range(4)], [64])
+
+
+SEES = {
+    "vision_num_layers": 2,
+    "vision_hidden_size": 128,
+    "vision_ffn_hidden_size": 256,
+    "vision_num_attention_heads": 4,
+    "vision_head_dim": 32,
+    "vision_patch_size": 4,
+    "vision_image_size": 16,
+    "vision_feature_layers": (-1, -2),
+    "connector_num_attention_heads": 4,
+    "connector_head_dim": 32,
+    "additional_vocab_size": 128,
+    "untie_embeddings_and_output_weights": True,
+}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {TP: 2},
+        {TP: 2, "sequence_parallel": False, "freeze_vision": True, "recompute_granularity": "selective"},
+        {TP: 2, "freeze_connector": True},
+        {CP: 2},
+        {CP: 2, "vision_feature_exchange": "all_gather", "freeze_text": True},
+        {CP: 2, "freeze_vision": True, "freeze_connector": True},
+        {PP: 2},
+    ],
+    ids=lambda values: "-".join(f"{name[:9]}_{value}" for name, value in values.items()),
+)
+def test_the_formulas_equal_the_bytes_that_a_vision_language_model_sends(values: dict[str, object]) -> None:
+    """Would catch a message of the tower counted per token, and backward messages of what is frozen."""
+    config = with_values(RunConfig(), {**SIZES, **SEES, **values})  # type: ignore[arg-type]
+    vocabulary = config.model.vocab_size
+    images = MockImages(config.vision.patches_per_crop, config.vision.patch_dim, vocabulary)
+    rules = MockRules(vocabulary, config.data.seq_length, "mixed", ragged=True, seed=3, images=images)
+    measures = run_ranks(measure_rank, 2, config, rules)
+    assert_equal(measures)

@@ -1,0 +1,149 @@
+"""A parsed record as one row of token ids with its weights, branches, images: what a packer packs.
+
+Key property: every text of a chunk of records is tokenized in one call, and a token that means an image comes from an
+image alone: text that spells one is refused. Rejected: writing images as text and tokenizing the whole, which lets a
+record forge image tokens, and needs a tokenizer that has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from megacp.data.indexed import token_dtype
+from megacp.data.media import Part, Placed
+from megacp.data.sample import Piece
+from megacp.data.shard_writer import Segment, SegmentUnit
+from megacp.data.spool import Spool, Stored
+from megacp.data.tokenizer import Tokenizer
+
+
+class Origin(NamedTuple):
+    """Where a document comes from, and what multiplies its loss weights."""
+
+    source: int
+    """Index into the manifest's sources."""
+    offset: int
+    weight: float
+    items: tuple[Stored, ...]
+    """Its images and videos in the spool."""
+
+
+class Document(NamedTuple):
+    """A record in tokens."""
+
+    origin: Origin
+    tokens: np.ndarray
+    weights: np.ndarray | None
+    """float32 [n]; None = all ones."""
+    branch_starts: tuple[int, ...]
+    units: tuple[SegmentUnit, ...]
+
+    @property
+    def num_crops(self) -> int:
+        """Crops of all its images and frames."""
+        return sum(unit.num_crops for unit in self.units)
+
+    def segment(self, start: int, stop: int, cut_flag: int, spool: Spool | None) -> Segment:
+        """Tokens start..stop as a segment; one with branches or images is never cut."""
+        origin, length = self.origin, len(self.tokens)
+        if start == 0 and stop == length:
+            # `item` is bound here: a closure over the loop's variable would read the last one each time
+            items = tuple(lambda item=item: spool.read(item) for item in origin.items) if spool is not None else ()
+            place = origin.source, origin.offset, 0
+            return Segment(self.tokens, self.weights, *place, self.branch_starts, 0, self.units, items)
+        weights = None if self.weights is None else self.weights[start:stop]
+        return Segment(self.tokens[start:stop], weights, origin.source, origin.offset, start, (), cut_flag)
+
+
+class DocumentMaker:
+    """Turns parts of records into documents."""
+
+    def __init__(self, tokenizer: Tokenizer, append_eod: bool, token_ids: dict[str, int]) -> None:
+        """`token_ids`: of the special image tokens; empty in a text build."""
+        self._tokenizer = tokenizer
+        self._special = {i: name for name, i in token_ids.items()}
+        self._special_ids = np.array(sorted(self._special))
+        self.num_token_ids = max([tokenizer.vocab_size, *(i + 1 for i in self._special)])
+        self._eod = None
+        if append_eod:
+            assert tokenizer.eos_id is not None, "checked before any worker starts"
+            self._eod = np.array([tokenizer.eos_id], dtype=np.int32)
+
+    def encode(self, records: Sequence[Sequence[Sequence[Part]]]) -> Iterator[Encoded]:
+        """The ids of each record's prefix and branches, in order."""
+        pieces = [part for record in records for parts in record for part in parts if isinstance(part, Piece)]
+        encoded = iter(self._tokenizer.encode([piece.text for piece in pieces if piece.text is not None]))
+        for record in records:
+            yield Encoded([self._stretches(parts, encoded) for parts in record])
+
+    def _stretches(self, parts: Sequence[Part], encoded: Iterator[np.ndarray]) -> list[Stretch]:
+        result = []
+        for part in parts:
+            if isinstance(part, Placed):
+                result.append(Stretch(part.tokens, 0.0, part))
+            elif part.text is not None:
+                result.append(Stretch(next(encoded), part.weight))
+            elif self._eod is not None:
+                result.append(Stretch(self._eod, part.weight))
+        return result
+
+    def forged(self, encoded: Encoded) -> str | None:
+        """The name of an image token that a text of the record spells, or None."""
+        if not self._special:
+            return None
+        for stretch in encoded.stretches:
+            if stretch.placed is None and (bad := np.isin(stretch.ids, self._special_ids)).any():
+                return self._special[int(stretch.ids[bad][0])]
+        return None
+
+    def document(self, encoded: Encoded, origin: Origin) -> Document:
+        """The document of an encoded record."""
+        stretches, weight = encoded.stretches, origin.weight
+        weights = None
+        if weight != 1.0 or any([stretch.weight != 1.0 for stretch in stretches]):
+            each = np.array([stretch.weight * weight for stretch in stretches], dtype=np.float32)
+            weights = np.repeat(each, [len(stretch.ids) for stretch in stretches])
+        tokens = np.concatenate(
+            [stretch.ids for stretch in stretches], dtype=token_dtype(self.num_token_ids), casting="unsafe"
+        )
+        lengths = encoded.lengths
+        starts = tuple(np.cumsum(lengths)[:-1].tolist()) if len(lengths) > 1 else ()
+        return Document(origin, tokens, weights, starts, encoded.units())
+
+
+class Stretch(NamedTuple):
+    """Ids of one weight: a text's, the end of document, or a unit's."""
+
+    ids: np.ndarray
+    weight: float
+    placed: Placed | None = None
+
+
+class Encoded:
+    """A record's prefix and branches as stretches; made once for every record, so it counts once."""
+
+    __slots__ = ("lengths", "num_crops", "stretches")
+
+    def __init__(self, parts: list[list[Stretch]]) -> None:
+        self.stretches = [stretch for part in parts for stretch in part]
+        """All of them, in order."""
+        self.lengths = [sum([len(stretch.ids) for stretch in part]) for part in parts]
+        """Tokens of the prefix and of each branch."""
+        self.num_crops = sum([one.placed.layout.num_crops for one in self.stretches if one.placed is not None])
+        """Crops of all its images and frames."""
+
+    def units(self) -> tuple[SegmentUnit, ...]:
+        """Its images and frames."""
+        if not self.num_crops:
+            return ()
+        units, start = [], 0
+        for stretch in self.stretches:
+            if stretch.placed is not None:
+                placed = stretch.placed
+                sizes = len(placed.tokens), placed.layout.num_crops, placed.layout.num_pooled
+                units.append(SegmentUnit(placed.item, start, *sizes, placed.frame))
+            start += len(stretch.ids)
+        return tuple(units)

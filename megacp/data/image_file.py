@@ -1,0 +1,186 @@
+"""The bytes of an image file as RGB pixels: what is read, how each kind becomes RGB, and what is refused.
+
+Key property: the outcome depends on the bytes alone, and every way to be wrong has its own message; nothing is guessed
+from a name and nothing is only a warning. Rejected: `PIL.Image.open`, whose guard against giant images warns below
+twice its limit and is one number for the whole process, and which tries every format that it knows.
+
+What becomes RGB, 8 bits: grey and palettes as they are; 16-bit grey by its high byte (as Pillow does for 16-bit
+colour); CMYK by Pillow's formula; alpha and transparent colours over white. Orientation of EXIF is applied. Refused:
+animations and several pages, 32-bit and float pixels, more pixels than the limit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+_ORIENTATION = 0x0112
+_PLUGINS = {"JPEG": "Jpeg", "PNG": "Png", "GIF": "Gif", "BMP": "Bmp", "TIFF": "Tiff", "WEBP": "WebP"}
+_BEGINNINGS = {
+    b"\xff\xd8\xff": "JPEG",
+    b"\x89PNG\r\n\x1a\n": "PNG",
+    b"GIF87a": "GIF",
+    b"GIF89a": "GIF",
+    b"BM": "BMP",
+    b"II*\0": "TIFF",
+    b"MM\0*": "TIFF",
+}
+_STATED_SIZE = {"PNG": (">II", 16), "GIF": ("<HH", 6)}
+"""Where a header states width and height."""
+_COLOURS = ("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "RGBA", "LA", "PA", "RGBa", "La")
+_GREY_16 = ("I;16", "I;16L", "I;16B", "I;16N")
+
+
+class ImageError(ValueError):
+    """Why the bytes are no usable image or video; the caller adds which one."""
+
+
+def file_format(data: bytes) -> str | None:
+    """JPEG, PNG, GIF, BMP, TIFF or WEBP by the first bytes; None when it is none of them."""
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "WEBP"
+    return next((name for beginning, name in _BEGINNINGS.items() if data.startswith(beginning)), None)
+
+
+def refuse_no_media(data: bytes) -> None:
+    """ImageError for what no decoder needs to see: no bytes at all, or a page of text."""
+    if not data:
+        raise ImageError("the file is empty, 0 bytes")
+    beginning = data[:512].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if beginning.startswith((b"<!doctype html", b"<html", b"<head", b"<body")):
+        raise ImageError("the file is an HTML page, no image; was an error page downloaded in its place?")
+    if beginning.startswith((b"<?xml", b"<svg", b"<!doctype")):
+        raise ImageError("the file is XML or SVG, no image of pixels")
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A parsed header."""
+
+    image: Any
+    """PIL.Image.Image, its pixels not yet decoded."""
+    format: str
+    orientation: int
+    """1 to 8 as in EXIF: how the stored pixels must be turned."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(width, height) after turning."""
+        width, height = self.image.size
+        return (height, width) if self.orientation >= 5 else (width, height)
+
+
+def _open(data: bytes, max_pixels: int) -> _Opened:
+    import io
+
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ValueError("images need the package pillow: pip install 'megacp[data]'") from error
+    refuse_no_media(data)
+    name = file_format(data)
+    if name is None:
+        known = ", ".join(_PLUGINS)
+        raise ImageError(f"the file is none of {known}: it begins with {data[:8]!r}")
+    if name in _STATED_SIZE and len(data) >= 24:
+        layout, place = _STATED_SIZE[name]
+        width, height = struct.unpack_from(layout, data, place)
+        if not width or not height:
+            raise ImageError(f"the {name} has no pixels: its header says {width} x {height}")
+    plugin = importlib.import_module(f"PIL.{_PLUGINS[name]}ImagePlugin")
+    try:
+        image = getattr(plugin, f"{_PLUGINS[name]}ImageFile")(io.BytesIO(data))
+        width, height = image.size
+        if width * height <= max_pixels:
+            frames = getattr(image, "n_frames", 1)
+    except Exception as error:  # foreign bytes: the plugins raise whatever their parser runs into
+        raise ImageError(f"the {name} is cut short or damaged in its header ({_one_line(error)})") from error
+    if width * height > max_pixels:
+        raise ImageError(f"{width} x {height} = {width * height} pixels, more than --max-pixels {max_pixels}")
+    if frames > 1 and name == "TIFF":
+        raise ImageError(f"the TIFF has {frames} pages, one is wanted")
+    if frames > 1:
+        raise ImageError(f"the {name} is animated, {frames} frames; an image stands still")
+    return _Opened(image, name, _orientation(image, data, name, Image))
+
+
+def _orientation(image: Any, data: bytes, name: str, pillow: Any) -> int:
+    """EXIF's orientation, 1 where there is none or it is damaged, as every viewer takes it."""
+    if name == "TIFF":  # Pillow turns a TIFF itself when it decodes
+        return 1
+    try:
+        if name == "PNG" and "exif" not in image.info:
+            image.info.update(_late_exif(data))
+        # not image.getexif(): for a PNG that decodes all pixels, to see what follows them
+        value = pillow.Image.getexif(image).get(_ORIENTATION, 1)
+    except Exception:
+        return 1
+    return value if value in range(1, 9) else 1
+
+
+def _late_exif(data: bytes) -> dict[str, bytes]:
+    """The eXIf chunk of a PNG wherever it stands: the format allows it behind the pixels."""
+    place = 8
+    while place + 8 <= len(data):
+        length, kind = struct.unpack_from(">I4s", data, place)
+        if kind == b"eXIf":
+            return {"exif": b"Exif\0\0" + data[place + 8 : place + 8 + length]}
+        place += length + 12
+    return {}
+
+
+def read_size(data: bytes, max_pixels: int) -> tuple[int, int]:
+    """(width, height) after turning, from the header where that is enough. ImageError as `read_pixels`, less damage."""
+    opened = _open(data, max_pixels)
+    if opened.format == "TIFF":
+        height, width, _ = read_pixels(data, max_pixels).shape
+        return width, height
+    return opened.size
+
+
+def read_pixels(data: bytes, max_pixels: int) -> np.ndarray:
+    """uint8 [height, width, 3], RGB, turned upright. ImageError says why the bytes cannot be used."""
+    opened = _open(data, max_pixels)
+    image, mode = opened.image, opened.image.mode
+    if mode not in (*_COLOURS, *_GREY_16):
+        raise ImageError(f"the {opened.format} has pixels of kind {mode}, allowed are {', '.join(_COLOURS)} and I;16")
+    try:
+        image.load()
+        pixels = _rgb(image)
+    except Exception as error:  # as above: whatever a decoder runs into
+        raise ImageError(f"the {opened.format} is cut short or damaged ({_one_line(error)})") from error
+    return np.ascontiguousarray(_turned(pixels, opened.orientation))
+
+
+def _rgb(image: Any) -> np.ndarray:
+    from PIL import Image
+
+    if image.mode in _GREY_16:
+        high = (np.asarray(image) >> 8).astype(np.uint8)
+        return np.repeat(high[..., None], 3, axis=2)  # [h, w] -> [h, w, 3]
+    if image.mode in ("RGBa", "La"):  # colours multiplied by alpha
+        image = image.convert(image.mode[:-1] + "A")
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(white, image)
+    return np.asarray(image.convert("RGB"))
+
+
+def _turned(pixels: np.ndarray, orientation: int) -> np.ndarray:
+    """[h, w, 3] as stored -> upright; EXIF 2.32, tag 0x0112: 5 to 8 exchange width and height."""
+    if orientation >= 5:
+        pixels = pixels.swapaxes(0, 1)
+    if orientation in (3, 4, 7, 8):
+        pixels = pixels[::-1]
+    if orientation in (2, 3, 6, 7):
+        pixels = pixels[:, ::-1]
+    return pixels
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,208 @@
+"""Videos as frames at known times: which frames are taken, the text of their times, and the decoding of a range.
+
+Key property: frames and times are those of the transformers library's Molmo2 video processor, and a frame has the same
+pixels whichever range it is decoded in, so the frames of one video may be decoded by different ranks: each is decoded
+from the key frame before it, never from wherever the last range ended. Rejected: decoding all of a video to take some
+of it, and torchvision or decord (one more package each for what PyAV does).
+
+A still image is a video of one frame, which is how a record gives frames as images of their own. Numbers of frames
+count in the order in which they are shown. The container is told by its first bytes and given to FFmpeg by name, so
+that no playlist or script among the "videos" can make it open other files.
+"""
+
+from __future__ import annotations
+
+import bisect
+import io
+import itertools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megacp.data.image import ImageRules, frame_patches, load_pixels
+from megacp.data.image_file import ImageError, file_format, refuse_no_media
+
+_CONTAINERS = {
+    "mov": (4, (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")),
+    "matroska": (0, (b"\x1a\x45\xdf\xa3",)),
+    "gif": (0, (b"GIF87a", b"GIF89a")),
+    "avi": (8, (b"AVI ",)),
+    "ogg": (0, (b"OggS",)),
+    "flv": (0, (b"FLV\x01",)),
+    "mpeg": (0, (b"\0\0\x01\xba",)),
+    "mpegts": (0, (b"\x47",)),
+    "asf": (0, (b"\x30\x26\xb2\x75\x8e\x66\xcf\x11",)),
+}
+"""FFmpeg's name of a container: where its mark stands, and the mark."""
+_WITHOUT_KEY_FRAMES = ("gif",)
+"""Containers whose every frame claims to be a key frame and may yet need those before it."""
+
+
+@dataclass(frozen=True)
+class VideoInfo:
+    """What a video says of itself."""
+
+    num_frames: int
+    fps: float
+    """Mean frames a second; `video_fps` of the rules where the file does not say."""
+    width: int
+    height: int
+
+
+@dataclass(frozen=True)
+class _Timeline:
+    """Times of the frames in the units of the stream, in the order in which they are shown."""
+
+    frames: list[int]
+    keys: list[int]
+    """Those at which decoding can begin."""
+
+
+def sample_frames(num_frames: int, fps: float, rules: ImageRules) -> list[int]:
+    """Numbers of the frames that are taken, rising, at least one; evenly spread over the video.
+
+    As Molmo2's processor, with its float32 (its rule can name one frame behind the last: that one is left out).
+    """
+    target = rules.max_frames
+    if fps > rules.video_fps:
+        target = min(target, int(num_frames / fps * rules.video_fps))
+    step = num_frames / max(min(target, num_frames), 1)
+    numbers = (np.arange(math.ceil(num_frames / step)) * step).astype(np.float32).astype(np.int64)
+    kept: list[int] = numbers[numbers < num_frames].tolist()
+    return kept
+
+
+def time_text(index: int, seconds: float, rules: ImageRules) -> str:
+    """The text before the `index`-th taken frame."""
+    if rules.time_mode == "off":
+        return ""
+    return f"{' ' if index else ''}{seconds:.1f} "
+
+
+def _container(data: bytes) -> str:
+    refuse_no_media(data)
+    for name, (place, marks) in _CONTAINERS.items():
+        if data[place:].startswith(marks) if place == 0 else data[place : place + 4] in marks:
+            return name
+    names = ", ".join(_CONTAINERS)
+    raise ImageError(f"the file is no video that is read here ({names}): it begins with {data[:8]!r}")
+
+
+@contextmanager
+def _opened(data: bytes, rules: ImageRules) -> Iterator[tuple[Any, Any]]:
+    """(container, video stream); whatever FFmpeg says inside the block becomes an ImageError."""
+    try:
+        import av
+    except ImportError as error:
+        raise ValueError("videos need the package av: pip install 'megacp[data]'") from error
+    name = _container(data)
+    try:
+        with av.open(io.BytesIO(data), format=name) as container:
+            if not container.streams.video:
+                raise ImageError("the file has no video stream")
+            stream = container.streams.video[0]
+            pixels = stream.width * stream.height
+            if pixels > rules.max_pixels:
+                raise ImageError(
+                    f"frames of {stream.width} x {stream.height} = {pixels} pixels, "
+                    f"more than --max-pixels {rules.max_pixels}"
+                )
+            stream.codec_context.thread_count = 1  # ranks and workers share the cores already
+            yield container, stream
+    except ImageError:
+        raise
+    except EOFError as error:
+        raise ImageError(f"the video has no frames: the {name} file ends before the first") from error
+    except Exception as error:  # foreign bytes: FFmpeg's errors are of many classes
+        raise ImageError(f"the {name} video is cut short or damaged ({' '.join(str(error).split())})") from error
+
+
+def _timeline(container: Any, stream: Any) -> _Timeline:
+    """Read the packets without decoding them."""
+    packets = [p for p in container.demux(stream) if p.size and not p.is_discard]
+    if any(packet.pts is None for packet in packets):
+        raise ImageError("the frames of the video have no times; put it into a container that keeps them, such as MP4")
+    frames = sorted({packet.pts for packet in packets})
+    if not frames:
+        raise ImageError("the video has no frames")
+    keys = sorted({packet.pts for packet in packets if packet.is_keyframe})
+    if container.format.name in _WITHOUT_KEY_FRAMES or not keys:
+        keys = frames[:1]
+    return _Timeline(frames, keys)
+
+
+def _info(timeline: _Timeline, stream: Any, rules: ImageRules) -> VideoInfo:
+    fps = float(stream.average_rate or 0.0) or rules.video_fps
+    return VideoInfo(len(timeline.frames), fps, stream.width, stream.height)
+
+
+def _is_still(data: bytes) -> bool:
+    return file_format(data) not in (None, "GIF")
+
+
+def video_info(data: bytes, rules: ImageRules) -> VideoInfo:
+    """Frames, rate and size of an encoded video, without decoding one; ImageError."""
+    if _is_still(data):
+        height, width, _ = load_pixels(data, rules).shape
+        return VideoInfo(1, rules.video_fps, width, height)
+    with _opened(data, rules) as (container, stream):
+        return _info(_timeline(container, stream), stream, rules)
+
+
+def video_pixels(data: bytes, rules: ImageRules, frames: slice = slice(None)) -> Iterator[np.ndarray]:
+    """uint8 [h, w, 3] of each of some of the taken frames (`sample_frames`, counted from 0), upright; ImageError."""
+    if _is_still(data):
+        if range(1)[frames]:
+            yield load_pixels(data, rules)
+        return
+    with _opened(data, rules) as (container, stream):
+        timeline = _timeline(container, stream)
+        info = _info(timeline, stream, rules)
+    times = [timeline.frames[number] for number in sample_frames(info.num_frames, info.fps, rules)[frames]]
+    for key, group in itertools.groupby(times, lambda time: _key_before(timeline, time)):  # skips what lies between
+        yield from _decode(data, rules, timeline, key, list(group))
+
+
+def decode_video(data: bytes, rules: ImageRules, frames: slice = slice(None)) -> np.ndarray:
+    """float32 [frames, patches_per_crop, 3 * patch ** 2] of some of the taken frames, as `video_pixels`; ImageError."""
+    found = [frame_patches(pixels, rules) for pixels in video_pixels(data, rules, frames)]
+    none = np.zeros((0, rules.patches_per_crop, rules.patch_dim), np.float32)
+    return np.concatenate(found or [none])
+
+
+def _key_before(timeline: _Timeline, time: int) -> int:
+    """Index into `keys` of the last one not behind `time`; -1 when the video does not begin with one."""
+    return bisect.bisect_right(timeline.keys, time) - 1
+
+
+def _decode(data: bytes, rules: ImageRules, timeline: _Timeline, key: int, times: list[int]) -> list[np.ndarray]:
+    """Pixels of the frames at `times` (rising, all behind key frame number `key`), uint8 [h, w, 3]."""
+    while True:
+        with _opened(data, rules) as (container, stream):
+            if key > 0:
+                container.seek(timeline.keys[key], stream=stream)
+            found = _collect(container, stream, times)
+        if found is not None:
+            return found
+        if key <= 0:
+            raise ImageError(f"the video is cut short or damaged: not all frames up to time {times[-1]} can be decoded")
+        key -= 1  # a seek may land behind the key frame it was asked for
+
+
+def _collect(container: Any, stream: Any, times: list[int]) -> list[np.ndarray] | None:
+    """The frames at `times`, None when one of them does not come."""
+    found: list[np.ndarray] = []
+    for frame in container.decode(stream):
+        if frame.pts is None or frame.pts < times[len(found)]:
+            continue
+        if frame.pts > times[len(found)]:
+            return None
+        pixels = frame.to_ndarray(format="rgb24")
+        found.append(np.rot90(pixels, getattr(frame, "rotation", 0) // 90))  # degrees against the clock
+        if len(found) == len(times):
+            return found
+    return None

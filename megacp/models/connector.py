@@ -1,0 +1,63 @@
+"""The connector between vision and text: each window of patches becomes one feature of the language model's width.
+
+A window's query is the mean of its patches; attention over the patches pools them, and a SwiGLU MLP projects the result
+(Molmo2's adapter). A slot of a window that lies outside of the image is -1: it counts in no mean and gets no weight.
+
+Key property: every window is on its own, so windows may be dealt to ranks in any way; heads and FFN are cut over tp,
+inputs and output are replicated over it. Rejected: a batched kernel for one query over four to nine keys, whose fixed
+costs exceed the arithmetic.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megacp.backends.base import Backend
+from megacp.config.model import ModelConfig
+from megacp.config.vision import VisionConfig
+from megacp.ops.activation import swiglu
+from megacp.ops.attention import accumulation_dtype
+
+
+def pooling_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """One query a window: `q[m, heads, d]`, `k, v[m, w, groups, d]`, bool `valid[m, w]` -> `[m, heads, d]`.
+
+    Softmax in fp32 or wider. Every window needs a valid slot.
+    """
+    share = q.shape[1] // k.shape[2]
+    if share > 1:
+        k, v = k.repeat_interleave(share, 2), v.repeat_interleave(share, 2)
+    scores = torch.einsum("mhd,mwhd->mhw", q, k).to(accumulation_dtype(q.dtype)) * scale
+    weights = torch.softmax(scores.masked_fill(~valid[:, None], -torch.inf), -1)
+    return torch.einsum("mhw,mwhd->mhd", weights.to(v.dtype), v)
+
+
+class Connector(nn.Module):
+    """`features[c * N, 2 h]`, `pooling[m, w]` -> `[m, text h]`, replicated over tp."""
+
+    def __init__(self, config: VisionConfig, model: ModelConfig, backend: Backend) -> None:
+        super().__init__()
+        std, wide, hidden = model.init_method_std, 2 * config.vision_hidden_size, config.vision_hidden_size
+        ffn = config.connector_ffn_hidden_size or model.ffn_hidden_size
+        self.head_dim, self.scale = config.connector_head_dim, config.connector_head_dim**-0.5
+        heads, groups = config.connector_num_attention_heads * self.head_dim, config.connector_groups * self.head_dim
+        prefix = "connector.attention"
+        self.query = backend.column_linear(prefix, [("q", heads)], wide, bias=True, std=std)
+        self.key_value = backend.column_linear(prefix, [("k", groups), ("v", groups)], wide, bias=True, std=std)
+        self.output = backend.row_linear(f"{prefix}.output", heads, hidden, bias=True, std=std)
+        self.gate_up = backend.column_linear("connector.mlp", [("gate", ffn), ("up", ffn)], hidden, bias=False, std=std)
+        self.down = backend.row_linear("connector.mlp.down", ffn, model.hidden_size, bias=False, std=std)
+
+    def forward(self, features: torch.Tensor, pooling: torch.Tensor) -> torch.Tensor:
+        """Pool and project; `pooling` int64 holds rows of `features`, -1 where a window leaves the image."""
+        valid = pooling >= 0
+        windows = features.index_select(0, pooling.clamp(min=0).flatten())
+        windows = windows.unflatten(0, pooling.shape) * valid[..., None]  # [m * w, 2h] -> [m, w, 2h]
+        query = windows.sum(1) / valid.sum(1, keepdim=True).to(windows.dtype)
+        q = self.query(query).unflatten(-1, (-1, self.head_dim))  # [m, heads/tp * d] -> [m, heads/tp, d]
+        k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.key_value(windows).chunk(2, -1))
+        pooled = pooling_attention(q, k, v, valid, self.scale)
+        return self.down(swiglu(self.gate_up(self.output(pooled.flatten(1)))))

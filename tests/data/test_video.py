@@ -1,0 +1,96 @@
+"""Videos: frames and times of the transformers library, the same pixels for every range, a message for each bad one."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+
+from megacp.data.image_file import ImageError
+from megacp.data.video import decode_video, sample_frames, time_text, video_info, video_pixels
+from tests.data.pictures import TINY, encoded, moving, noise, video
+from tests.reference import molmo2_processor as reference
+
+av = pytest.importorskip("av")
+CONTAINERS = [
+    ("mp4", "mpeg4"),
+    ("mp4", "libx264"),
+    ("matroska", "mpeg4"),
+    ("webm", "libvpx-vp9"),
+    ("avi", "mpeg4"),
+    ("mpegts", "mpeg2video"),
+    ("gif", "gif"),
+]
+
+
+def test_the_frames_taken_are_those_of_the_transformers_library() -> None:
+    for rules in (TINY, dataclasses.replace(TINY, max_frames=64, video_fps=2.0)):
+        for num_frames in (*range(1, 140), 1000, 4711):
+            for fps in (1.0, 2.0, 23.976, 25.0, 30000 / 1001, 60.0):
+                expected = [n for n in reference.sampled_frames(num_frames, fps, rules) if n < num_frames]
+                assert sample_frames(num_frames, fps, rules) == expected, (num_frames, fps)
+
+
+def test_times_are_written_as_the_library_does() -> None:
+    numbers = sample_frames(43, 10.0, TINY)
+    text = "".join(time_text(i, n / 10.0, TINY) + "F" for i, n in enumerate(numbers))
+    frame = "<frame_start><im_patch><frame_end>"
+    assert text.replace("F", frame) == reference.video_text([len(numbers), 1, 1], [n / 10.0 for n in numbers], TINY)
+    assert time_text(3, 1.0, dataclasses.replace(TINY, time_mode="off")) == ""
+
+
+@pytest.mark.parametrize(("container", "codec"), CONTAINERS)
+def test_every_range_of_frames_has_the_pixels_of_the_whole(container: str, codec: str) -> None:
+    data = video(43, container, codec)
+    info = video_info(data, TINY)
+    assert (info.num_frames, info.fps, info.width, info.height) == (43, 10.0, 48, 32)
+    taken = sample_frames(43, 10.0, TINY)
+    with av.open(io.BytesIO(data)) as source:  # all frames in order, the slow way
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in source.decode(video=0)])[taken]
+    assert len(taken) == 12 and np.array_equal(np.stack(list(video_pixels(data, TINY))), frames)
+    whole = decode_video(data, TINY)
+    assert np.abs(whole - reference.process_video(frames, TINY)[0]).max() <= 2 / 255 * 1.001
+    for part in (slice(0, 5), slice(5, 6), slice(11, 12), slice(7, 7)):
+        assert np.array_equal(decode_video(data, TINY, part), whole[part])
+
+
+def test_a_still_image_is_a_video_of_one_frame() -> None:
+    data = encoded(noise(30, 20))
+    assert video_info(data, TINY).num_frames == 1
+    expected = reference.process_video(noise(30, 20)[None], TINY)[0]
+    assert np.abs(decode_video(data, TINY, slice(0, 1)) - expected).max() <= 2 / 255 * 1.001
+    assert decode_video(data, TINY, slice(1, 3)).shape == (0, 16, 48)
+
+
+def test_frames_really_differ() -> None:
+    assert len({frame.tobytes() for frame in moving(43)}) == 43
+
+
+def sound_only() -> bytes:
+    stream = io.BytesIO()
+    with av.open(stream, "w", format="matroska") as output:
+        track = output.add_stream("pcm_s16le", rate=8000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 800), np.int16), format="s16", layout="mono")
+        frame.sample_rate = 8000
+        output.mux(track.encode(frame))
+    return stream.getvalue()
+
+
+def test_a_bad_video_is_refused_with_its_own_message() -> None:
+    half = video(43)
+    bad = {
+        b"": "the file is empty, 0 bytes",
+        b"<html>404</html>": "is an HTML page",
+        b"#EXTM3U\nfile:///etc/passwd\n": "no video that is read here .mov.*begins with b'#EXTM3U",
+        half[: len(half) // 2]: "the mov video is cut short or damaged",
+        video(0, "matroska"): "the video has no frames",
+        sound_only(): "no video stream",
+        encoded(noise(5, 5), "JPEG")[:100]: "the JPEG is cut short or damaged",
+    }
+    for data, message in bad.items():
+        with pytest.raises(ImageError, match=message):
+            decode_video(data, TINY)
+    with pytest.raises(ImageError, match="frames of 48 x 32 = 1536 pixels, more than --max-pixels 1000"):
+        video_info(video(3), dataclasses.replace(TINY, max_pixels=1000))

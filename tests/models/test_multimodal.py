@@ -1,0 +1,237 @@
+"""Vision tower and connector equal transformers' Molmo2, in values and all gradients, on one rank and over tp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megacp.batch import PackedBatch
+from megacp.context_parallel.layout import LAYOUTS
+from megacp.context_parallel.shard import shard_batch
+from megacp.distributed.parameter import spec_of
+from megacp.models.build import build_chunks
+from megacp.models.language import LanguageModelChunk
+from tests.ranks import grid, run_ranks
+from tests.reference.sharding import Pieces, assemble, fill, pieces_of
+from tests.reference.training import Values, config_of
+from tests.reference.vision import PATCH_DIM, TINY, Renamed, document_with_images, random_units, their_model, their_name
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+
+TOWERS: dict[str, tuple[Values, dict[str, Any]]] = {
+    "molmo2": ({}, {}),
+    "other layers": ({"vision_feature_layers": (0, 2)}, {"layers": (0, 2)}),
+    "grouped keys": ({"vision_num_query_groups": 2, "connector_num_query_groups": 2}, {"groups": 2}),
+    "exact gelu": ({"vision_activation": "gelu"}, {"act": "gelu"}),
+}
+WINDOWS = {"images": ((3, 1, 2), (5, 4, 3), 4), "video": ((1, 1, 1), (4, 4, 2), 9)}
+
+
+def chunk_of(values: Values, state: dict[str, torch.Tensor], shape: dict[str, int]) -> LanguageModelChunk:
+    (chunk,) = build_chunks(config_of({**TINY, **values}, shape), grid(**shape))
+    fill(chunk, Renamed(state))
+    return chunk
+
+
+def state_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def gradients_of(chunk: LanguageModelChunk) -> Pieces:
+    assert all(parameter.grad is not None for parameter in chunk.vision.parameters())
+    return pieces_of(chunk.vision, {p: p.grad for p in chunk.vision.parameters()})
+
+
+def encode(
+    rank: int, world_size: int, shape: dict[str, int], values: Values, state: dict[str, torch.Tensor], kind: str
+) -> tuple[np.ndarray, Pieces]:
+    """Features of some crops, and the gradients of a random projection of them."""
+    chunk = chunk_of(values, state, shape)
+    patches, pooling = (torch.from_numpy(x) for x in random_units(np.random.default_rng(1), *WINDOWS[kind]))
+    features = chunk.vision(patches, pooling)
+    (features * direction(features)).sum().backward()
+    return features.detach().numpy(), gradients_of(chunk)
+
+
+def direction(features: torch.Tensor) -> torch.Tensor:
+    return torch.randn(features.shape, dtype=features.dtype, generator=torch.Generator().manual_seed(2))
+
+
+def theirs(model: Any, kind: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """The same of transformers' float64 model, gradients by their names."""
+    patches, pooling = (torch.from_numpy(x) for x in random_units(np.random.default_rng(1), *WINDOWS[kind]))
+    grids = torch.tensor([[len(pooling), 1, 0, 0]])
+    features = torch.cat(model.get_image_features(patches.double(), pooling, grids).pooler_output)
+    (features * direction(features)).sum().backward()
+    found = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+    return features.detach().numpy(), found
+
+
+def assert_equal(found: tuple[np.ndarray, dict[str, np.ndarray]], expected: Any) -> None:
+    """float64 through 3 + 1 layers, every tensor against its own largest element."""
+    values, gradients = expected
+    assert np.abs(found[0] - values).max() <= 1e-10 * np.abs(values).max() and np.abs(values).max() > 0.1
+    assert {their_name(name) for name in found[1]} == set(gradients)
+    largest = max(np.abs(gradient).max() for gradient in gradients.values())
+    for name, gradient in found[1].items():  # a key's bias moves no softmax: its gradient is 0 up to rounding
+        twin = gradients[their_name(name)]
+        assert np.abs(gradient - twin).max() <= 1e-10 * max(np.abs(twin).max(), 1e-3 * largest), name
+
+
+@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_features_and_all_gradients_equal_those_of_transformers(name: str, kind: str) -> None:
+    """Would catch a wrong layer or order of layers, a mean over slots that are outside, a norm too many."""
+    values, sizes = TOWERS[name]
+    model = their_model(**sizes).double()
+    features, pieces = encode(0, 1, {}, values, state_of(model), kind)
+    assert_equal((features, assemble([pieces])), theirs(model, kind))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_tp_gives_the_features_and_gradients_of_transformers(ranks: int, sequence_parallel: bool) -> None:
+    """Would catch a bias added once per rank and a gradient that is partial, or summed twice, over tp."""
+    model = their_model().double()
+    values = {"sequence_parallel": sequence_parallel}
+    results = run_ranks(encode, ranks, {"tp": ranks}, values, state_of(model), "images")
+    expected = theirs(model, "images")
+    gradients = assemble(pieces for _, pieces in results)
+    for features, _ in results:
+        assert_equal((features, gradients), expected)
+
+
+@pytest.mark.parametrize("granularity", ["selective", "full"])
+@pytest.mark.parametrize("shape", [{}, {"tp": 2}], ids=str)
+def test_recomputation_gives_the_same_bits(granularity: str, shape: dict[str, int]) -> None:
+    state = state_of(their_model().double())
+    found = []
+    for values in ({}, {"recompute_granularity": granularity}):
+        arguments = (shape, values, state, "images")
+        found.append(run_ranks(encode, 2, *arguments)[0] if shape else encode(0, 1, *arguments))
+    (plain, gradients), (again, others) = found
+    assert np.array_equal(plain, again) and gradients.keys() == others.keys()
+    assert all(np.array_equal(gradients[key][1], others[key][1]) for key in gradients)
+
+
+@pytest.mark.parametrize("granularity", ["selective", "full"])
+def test_recomputation_really_stores_less(granularity: str) -> None:
+    """Would catch a recompute setting that the vision tower ignores. Per patch and block, in float64: selective leaves
+    out the outputs of two norms (24 each) and of GELU (36); full keeps a block's input alone.
+    """
+    state, stored = state_of(their_model().double()), {}
+    for name in ("none", granularity):
+        chunk = chunk_of({"recompute_granularity": name}, state, {})
+        seen: dict[int, int] = {}
+
+        def pack(x: torch.Tensor, seen: dict[int, int] = seen) -> torch.Tensor:
+            seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        tower = chunk.vision.tower
+        kept = {p.untyped_storage().data_ptr() for p in chunk.parameters()}
+        x = torch.randn(2, 16, PATCH_DIM)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = tower(x)
+        stored[name] = sum(size for place, size in seen.items() if place not in kept)
+        out.sum().backward()
+    dropped = 8 * 2 * 16 * 3 * (2 * 24 + 36)
+    assert stored["none"] - stored[granularity] >= dropped
+
+
+@pytest.mark.parametrize(("crops", "windows"), [(0, 0), (2, 0)])
+def test_a_rank_without_images_gives_every_parameter_the_gradient_zero(crops: int, windows: int) -> None:
+    """Would catch a starved rank whose vision parameters wait for a gradient."""
+    chunk = chunk_of({}, state_of(their_model().double()), {})
+    empty = torch.zeros(windows, 4, dtype=torch.int64)
+    features = chunk.vision(torch.zeros(crops, 16, PATCH_DIM), empty)
+    assert features.shape == (0, 32) and features.dtype == torch.float64 and features.requires_grad
+    torch.zeros(7, 32, dtype=torch.float64).index_add(0, torch.empty(0, dtype=torch.int64), features).sum().backward()
+    assert all(not values.any() for _, values in gradients_of(chunk).values())
+
+
+def test_crops_of_another_size_are_refused_with_both_sizes() -> None:
+    """Would catch positions that are broadcast or cut."""
+    chunk = chunk_of({}, state_of(their_model().double()), {})
+    with pytest.raises(ValueError, match=r"\(2, 9, 48\) came in, --vision-image-size 16 .*\(crops, 16, 48\)"):
+        chunk.vision(torch.zeros(2, 9, PATCH_DIM), torch.zeros(1, 4, dtype=torch.int64))
+
+
+def logits(
+    rank: int,
+    world_size: int,
+    shape: dict[str, int],
+    values: Values,
+    state: dict[str, torch.Tensor],
+    batch: PackedBatch,
+) -> np.ndarray:
+    chunk = chunk_of(values, state, shape)
+    mine = grid(**shape)
+    local = shard_batch(batch, mine.cp, LAYOUTS["contiguous"], tp=mine.tp.size)
+    with torch.no_grad():
+        return chunk.logits(None, local).numpy()
+
+
+def their_logits(model: Any, batch: PackedBatch, video: bool) -> np.ndarray:
+    assert batch.vision is not None
+    patches, pooling = torch.from_numpy(batch.vision.patches), torch.from_numpy(batch.vision.pooling)
+    units = np.diff(batch.vision.cum_token_pooling_bounds, prepend=0)
+    inputs: dict[str, Any]
+    if video:
+        grids = torch.tensor([[len(units), int(units[0]), 1]])
+        inputs = {"pixel_values_videos": patches, "video_token_pooling": pooling, "video_grids": grids}
+    else:
+        grids = torch.tensor([[int(count), 1, 0, 0] for count in units])
+        inputs = {"pixel_values": patches, "image_token_pooling": pooling, "image_grids": grids}
+    seen = torch.from_numpy((batch.span > 0).astype(np.int64))[None]
+    with torch.no_grad():
+        out = model(input_ids=torch.from_numpy(batch.tokens)[None], mm_token_type_ids=seen, use_cache=False, **inputs)
+    return out.logits[0].numpy()
+
+
+DOCUMENTS = {
+    "images": lambda: document_with_images(),
+    "video": lambda: document_with_images((1, 1, 1, 1), (3, 3, 3, 3), 9),
+}
+
+
+@pytest.mark.parametrize("kind", DOCUMENTS)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_logits_of_a_document_equal_those_of_transformers(kind: str, tp: int) -> None:
+    """Would catch features on the wrong token, features that replace the embedding, and another rule of the mask."""
+    model, batch = their_model(), DOCUMENTS[kind]()
+    batch = batch.with_padding_to(2)
+    expected = their_logits(model, batch, kind == "video")
+    arguments = ({"tp": tp}, {"dtype": "float32"}, state_of(model), batch)
+    parts = run_ranks(logits, tp, *arguments) if tp > 1 else [logits(0, 1, *arguments)]
+    found = np.concatenate(parts, 1)
+    true = batch.document >= 0
+    assert found.shape == expected.shape and np.abs(expected).max() > 1
+    # fp32 through 8 layers: sums in another order, 2^-24 of the largest logit times a few dozen
+    assert np.abs(found - expected)[true].max() <= 1e-5 * np.abs(expected).max()
+
+
+def test_a_row_with_images_is_refused_by_a_model_without_a_tower() -> None:
+    """Would catch image tokens that are trained without their images."""
+    text = {name: value for name, value in TINY.items() if not name.startswith(("vision", "connector"))}
+    (chunk,) = build_chunks(config_of(text, {}), grid())
+    local = shard_batch(document_with_images(), grid().cp, LAYOUTS["contiguous"])
+    with pytest.raises(ValueError, match="a row holds 9 image tokens, .* --vision-num-layers is 0"):
+        chunk.hidden(None, local)
+
+
+def test_the_weights_of_the_language_model_do_not_depend_on_the_tower() -> None:
+    """Would catch names or seeds that move when a tower is added."""
+    text = {name: value for name, value in TINY.items() if not name.startswith(("vision", "connector"))}
+    found = []
+    for values in (text, TINY):
+        (chunk,) = build_chunks(config_of(values, {}), grid())
+        found.append(assemble([pieces_of(chunk, {p: p.data for p in chunk.parameters()})]))
+    plain, seeing = found
+    assert all(np.array_equal(seeing[name], plain[name]) for name in plain)
+    added = seeing.keys() - plain.keys()
+    assert all(name.startswith(("vision.", "connector.")) for name in added) and len(added) == 3 + 3 * 16 + 11
+    assert all(spec_of(p).weight_decay == (p.dim() > 1) for p in chunk.vision.parameters())

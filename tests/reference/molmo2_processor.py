@@ -1,0 +1,121 @@
+"""The image and video processors of the transformers library, without torchvision.
+
+They ask torchvision for three things only, given here by what it does for a float tensor on a CPU: `resize` without
+smoothing is torch's bilinear interpolation, `normalize` subtracts and divides.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import transformers.models.molmo2.image_processing_molmo2 as images  # "from molmo2 import" gives a stand-in
+import transformers.models.molmo2.processing_molmo2 as texts
+import transformers.models.molmo2.video_processing_molmo2 as videos
+
+from megacp.data.image import ImageRules
+
+
+class _Backend:
+    """What the processors' functions call `self` or `backend`."""
+
+    _build_overlapping_crops = images.Molmo2ImageProcessor._build_overlapping_crops
+
+    def resize(self, image: torch.Tensor, size: Any, resample: Any, antialias: bool) -> torch.Tensor:
+        assert image.is_floating_point() and not antialias and int(resample) == 2, "bilinear"
+        return torch.nn.functional.interpolate(
+            image, size=(size.height, size.width), mode="bilinear", align_corners=False, antialias=False
+        )
+
+    def rescale_and_normalize(
+        self,
+        images: torch.Tensor,
+        do_rescale: bool,
+        rescale_factor: float,
+        do_normalize: bool,
+        image_mean: list[float],
+        image_std: list[float],
+    ) -> torch.Tensor:
+        assert do_rescale and do_normalize
+        mean, std = (torch.tensor(values) * (1.0 / rescale_factor) for values in (image_mean, image_std))
+        return (images.float() - mean[:, None, None]) / std[:, None, None]
+
+
+def _settings(rules: ImageRules) -> dict[str, Any]:
+    return {
+        "crop_size": rules.image_size,
+        "resample": 2,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(rules.image_mean),
+        "image_std": list(rules.image_std),
+        "image_patch_size": rules.patch_size,
+    }
+
+
+def process_image(pixels: np.ndarray, rules: ImageRules) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """uint8 [h, w, 3] -> patches, pooling indices, [low rows, low columns, high rows, high columns]."""
+    # a copy in channels-first order, as the library makes it from an array
+    batch = torch.from_numpy(pixels.copy()).permute(2, 0, 1).contiguous()[None]
+    grid, patches, pooling = images.Molmo2ImageProcessor._image_batch_to_patches_and_grids(
+        _Backend(),
+        batch,
+        max_crops=rules.max_crops,
+        overlap_margins=list(rules.overlap_margins),
+        image_pooling_h=rules.image_pooling[0],
+        image_pooling_w=rules.image_pooling[1],
+        **_settings(rules),
+    )
+    return patches[0].numpy(), pooling[0].numpy(), grid[0].tolist()
+
+
+def process_video(frames: np.ndarray, rules: ImageRules) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """uint8 [t, h, w, 3] -> patches [t, N, d], pooling indices of one frame, [rows, columns]."""
+    batch = torch.from_numpy(frames.copy()).permute(0, 3, 1, 2).contiguous()
+    grid, patches, pooling = videos.Molmo2VideoProcessor._build_video_patches(
+        _Backend(),
+        batch,
+        image_pooling_h=rules.video_pooling[0],
+        image_pooling_w=rules.video_pooling[1],
+        **_settings(rules),
+    )
+    return patches.numpy(), pooling.numpy(), grid
+
+
+def sampled_frames(num_frames: int, fps: float, rules: ImageRules) -> list[int]:
+    """Numbers of the frames that the video processor takes."""
+    metadata = SimpleNamespace(fps=fps, duration=num_frames / fps, total_num_frames=num_frames)
+    processor = SimpleNamespace(max_fps=rules.video_fps, num_frames=rules.max_frames)
+    found = videos.Molmo2VideoProcessor.sample_frames(processor, metadata)  # type: ignore[arg-type]
+    return found.tolist()
+
+
+def _texts(rules: ImageRules) -> Any:
+    """What the library's processor keeps of its settings."""
+    return SimpleNamespace(
+        image_use_col_tokens=rules.use_column_tokens,
+        use_single_crop_col_tokens=rules.low_res_column_tokens,
+        use_single_crop_start_token=True,
+        video_use_col_tokens=rules.video_column_tokens,
+        use_frame_special_tokens=True,
+    )
+
+
+def image_text(grid: list[int], rules: ImageRules) -> str:
+    """The tokens of an image, by their texts, for [low rows, low columns, high rows, high columns]."""
+    return texts.Molmo2Processor.replace_image_token(_texts(rules), {"image_grids": [grid]}, 0)
+
+
+def video_text(grid: list[int], times: list[float], rules: ImageRules) -> str:
+    """The tokens of a video with the times between, by their texts, for [frames, rows, columns]."""
+    return texts.Molmo2Processor.get_video_string(_texts(rules), torch.tensor(grid), times)
+
+
+def interpolated(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
+    """uint8 [h, w, 3] -> float32 [height, width, 3], as `resize` does before it rounds."""
+    batch = torch.from_numpy(pixels.copy()).permute(2, 0, 1).contiguous()[None].float()
+    found = _Backend().resize(batch, SimpleNamespace(height=height, width=width), 2, antialias=False)
+    return found[0].permute(1, 2, 0).numpy()

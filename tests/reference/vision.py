@@ -1,0 +1,178 @@
+"""A tiny Molmo2 with its random images: our flags, transformers' native model, and the names of one for the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from megacp.batch import PackedBatch, VisionInputs
+
+VOCAB, EXTRA = 89, 8
+IMAGE_START, IMAGE_PATCH, IMAGE_END = VOCAB, VOCAB + 1, VOCAB + 2
+
+TINY: dict[str, Any] = {
+    "vision_num_layers": 3,
+    "vision_hidden_size": 24,
+    "vision_ffn_hidden_size": 36,
+    "vision_num_attention_heads": 4,
+    "vision_head_dim": 6,
+    "vision_patch_size": 4,
+    "vision_image_size": 16,
+    "vision_feature_layers": (-1, -3),
+    "connector_num_attention_heads": 4,
+    "connector_head_dim": 10,
+    "connector_ffn_hidden_size": 40,
+    "vocab_size": VOCAB,
+    "additional_vocab_size": EXTRA,
+    "untie_embeddings_and_output_weights": True,
+    "qk_layernorm": True,
+    "norm_epsilon": 1e-6,
+    "rotary_base": 5_000.0,
+}
+"""On top of `reference.training.SMALL`: crops of 4 x 4 patches of 4 x 4 pixels; every width is another number."""
+
+PATCHES, PATCH_DIM = 16, 48
+
+
+def their_model(layers: Sequence[int] = (-1, -3), groups: int = 4, act: str = "gelu_pytorch_tanh") -> Any:
+    """transformers' Molmo2 of the sizes of SMALL | TINY, random, with every weight far from its initial value."""
+    import transformers
+
+    vision = {
+        "hidden_size": 24,
+        "intermediate_size": 36,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": groups,
+        "head_dim": 6,
+        "hidden_act": act,
+        "image_size": [16, 16],
+        "patch_size": 4,
+    }
+    adapter = {
+        "vision_feature_layer": list(layers),
+        "hidden_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": groups,
+        "head_dim": 10,
+        "intermediate_size": 40,
+        "text_hidden_size": 32,
+    }
+    text = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "vocab_size": VOCAB,
+        "additional_vocab_size": EXTRA,
+        "num_hidden_layers": 4,
+        "intermediate_size": 48,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5_000.0},
+    }
+    config = transformers.Molmo2Config(
+        vision_config=vision,
+        adapter_config=adapter,
+        text_config=text,
+        image_start_token_id=IMAGE_START,
+        image_patch_id=IMAGE_PATCH,
+        image_end_token_id=IMAGE_END,
+    )
+    torch.manual_seed(0)
+    model = transformers.Molmo2ForConditionalGeneration._from_config(config, attn_implementation="sdpa")
+    with torch.no_grad():  # norms away from 1, biases and positions away from 0, scores away from 0
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.2)
+    return model.eval()
+
+
+_WHOLE = {
+    "embedding.weight": "model.language_model.embed_tokens.weight",
+    "final_norm.weight": "model.language_model.norm.weight",
+    "head.weight": "lm_head.weight",
+    "vision.position_embedding.weight": "model.vision_tower.positional_embedding",
+    "vision.patch_embedding.weight": "model.vision_tower.patch_embedding.weight",
+    "vision.patch_embedding.bias": "model.vision_tower.patch_embedding.bias",
+}
+_ROOTS = {
+    "layers.": "model.language_model.layers.",
+    "vision.blocks.": "model.vision_tower.layers.",
+    "connector.attention.": "model.multi_modal_projector.image_pooling_2d.",
+    "connector.mlp.": "model.multi_modal_projector.image_projector.",
+}
+_TEXT = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_VISION = {"attention_norm": "layer_norm1", "mlp_norm": "layer_norm2", "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
+
+
+def their_name(name: str) -> str:
+    """The name that transformers gives to one of our global tensors."""
+    if name in _WHOLE:
+        return _WHOLE[name]
+    root = next(root for root in _ROOTS if name.startswith(root))
+    rest, kind = name.removeprefix(root).rsplit(".", 1)
+    layer, _, inner = rest.partition(".") if root in ("layers.", "vision.blocks.") else ("", "", rest)
+    special = {"layers.": _TEXT, "vision.blocks.": _VISION}.get(root, {})
+    if inner in special:
+        inner = special[inner]
+    else:
+        *path, last = inner.split(".")
+        last = {"output": "o_proj", "q_norm": "q_norm", "k_norm": "k_norm"}.get(last, f"{last}_proj")
+        inner = ".".join(["self_attn" if part == "attention" else part for part in path] + [last])
+    return ".".join(part for part in (_ROOTS[root].rstrip("."), layer, inner, kind) if part)
+
+
+class Renamed(dict[str, torch.Tensor]):
+    """Their state dict, read by our names."""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return super().__getitem__(their_name(name))
+
+
+def random_units(
+    rng: np.random.Generator, crops: Sequence[int], pooled: Sequence[int], window: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Patches `[sum of crops, 16, 48]` float32 and pooling `[sum of pooled, window]`: each unit pools its own patches,
+    some slots are outside, none of the windows is.
+    """
+    patches = rng.standard_normal((sum(crops), PATCHES, PATCH_DIM)).astype(np.float32)
+    parts, first = [], 0
+    for count, tokens in zip(crops, pooled, strict=True):
+        part = rng.integers(first * PATCHES, (first + count) * PATCHES, (tokens, window))
+        outside = rng.random((tokens, window)) < 0.3
+        outside[:, rng.integers(window)] = False
+        parts.append(np.where(outside, -1, part))
+        first += count
+    return patches, np.concatenate(parts)
+
+
+def document_with_images(
+    crops: Sequence[int] = (3, 1), pooled: Sequence[int] = (5, 4), window: int = 4, seed: int = 0
+) -> PackedBatch:
+    """One unpacked document: text, and each unit's tokens between a start and an end; they all share one span."""
+    rng = np.random.default_rng(seed)
+    patches, pooling = random_units(rng, crops, pooled, window)
+    tokens, seen = [], []
+    for count in pooled:
+        text = rng.integers(0, VOCAB, int(rng.integers(2, 6))).tolist()
+        tokens += [*text, IMAGE_START, *[IMAGE_PATCH] * count, IMAGE_END]
+        seen += [0] * len(text) + [1] * (count + 2)
+    tail = rng.integers(0, VOCAB, 7).tolist()
+    row = np.array(tokens + tail, np.int64)
+    span = np.array(seen + [0] * len(tail), np.int32)
+    vision = VisionInputs(
+        np.cumsum(crops, dtype=np.int64),
+        np.cumsum(pooled, dtype=np.int64),
+        np.flatnonzero(row == IMAGE_PATCH),
+        None,
+        0,
+        patches,
+        pooling.astype(np.int64),
+    )
+    zeros, weights = np.zeros(len(row), np.int32), rng.random(len(row)).astype(np.float32)
+    labels = np.concatenate([row[1:], [0]])
+    weights[labels >= VOCAB] = 0.0
+    labels[labels >= VOCAB] = 0
+    return PackedBatch(row, labels, weights, np.arange(len(row)), zeros, zeros, span, (seed,), vision)

@@ -1,0 +1,120 @@
+"""tools/preprocess_data.py with images as a user types it: flags, rules from a file, kills at any moment."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.data.pictures import encoded, noise
+from tests.tools.test_preprocess_data import assert_one_line_error, command, environment, files, tool
+
+TINY = ["--image-size", 16, "--patch-size", 4, "--overlap-margins", "1,1", "--max-crops", 6]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    (tmp_path / "images").mkdir()
+    rng = np.random.default_rng(0)
+    lines = []
+    for i in range(80):
+        width, height = (int(side) for side in rng.integers(5, 90, 2))
+        (tmp_path / f"images/{i}.png").write_bytes(encoded(noise(width, height, i)))
+        question = {"role": "user", "content": [{"type": "image", "path": f"{i}.png"}, {"type": "text", "text": "?"}]}
+        branches = [{"messages": [{"role": "assistant", "content": f"{i} {k}"}]} for k in range(3)]
+        lines.append(json.dumps({"messages": [question], "branches": branches}) + "\n")
+    path = tmp_path / "c.jsonl"
+    path.write_text("".join(lines))
+    return path
+
+
+def arguments(corpus: Path, output: Path, *more: object) -> list[object]:
+    root = corpus.parent / "images"
+    basic = ["build", "--input", corpus, "--output", output, "--tokenizer", "byte", "--seq-length", 512]
+    return [*basic, "--image-root", root, "--workers", 1, *more]
+
+
+def test_rules_come_from_flags_or_a_file_and_flags_win(corpus: Path, tmp_path: Path) -> None:
+    more = ["--column-tokens", "--max-crops-per-pack", 30, "--cp-degrees", "1,2"]
+    built = tool(*arguments(corpus, tmp_path / "flags", *TINY, *more))
+    assert built.returncode == 0, built.stderr
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("image_size: 16\npatch_size: 4\noverlap_margins: [1, 1]\nmax_crops: 3\nuse_column_tokens: true\n")
+    same = ["--image-rules", rules, "--max-crops", 6, "--max-crops-per-pack", 30, "--cp-degrees", "1,2"]
+    assert tool(*arguments(corpus, tmp_path / "file", *same)).returncode == 0
+    assert files(tmp_path / "flags") == files(tmp_path / "file")
+    manifest = json.loads((tmp_path / "flags/manifest.json").read_text())
+    assert manifest["image_rules"]["use_column_tokens"] and manifest["image_rules"]["token_ids"]["image_patch"] == 257
+    assert {path.name for path in (tmp_path / "flags/shard_00000").glob("shards_*")} == {
+        "shards_cp1.npy",
+        "shards_cp2.npy",
+    }
+    shown = tool("inspect", tmp_path / "flags")
+    assert shown.returncode == 0 and "image: tokens" in shown.stdout and "  cp 2: crops 0-" in shown.stdout
+    assert "80 images" in tool("stats", tmp_path / "flags").stdout
+    assert tool("verify", tmp_path / "flags").returncode == 0
+
+
+def test_wrong_image_flags_are_one_line_with_all_reasons(corpus: Path, tmp_path: Path) -> None:
+    bad = tool(*arguments(corpus, tmp_path / "d", "--patch-size", 16, "--max-crops-per-pack", 8, "--seq-length", 10))
+    assert_one_line_error(bad)
+    for part in ("--image-size 378 is not a multiple of --patch-size 16", "--max-crops-per-pack 8 cannot hold"):
+        assert part in bad.stderr
+    assert_one_line_error(tool(*arguments(corpus, tmp_path / "d", "--image-pooling", "2,x")))
+    assert_one_line_error(tool(*arguments(corpus, tmp_path / "d", "--image-rules", tmp_path / "none.yaml")))
+    (tmp_path / "bad.yaml").write_text("patchsize: 4\n")
+    unknown = tool(*arguments(corpus, tmp_path / "d", "--image-rules", tmp_path / "bad.yaml"))
+    assert_one_line_error(unknown)
+    assert "unknown keys patchsize" in unknown.stderr
+    assert not (tmp_path / "d").exists()
+    text_build = tool(
+        "build", "--input", corpus, "--output", tmp_path / "d", "--tokenizer", "byte", "--seq-length", 512
+    )
+    assert_one_line_error(text_build)
+    assert "images need the vision build (--image-root" in text_build.stderr
+
+
+def test_an_image_build_does_not_import_torch(corpus: Path, tmp_path: Path) -> None:
+    program = (
+        "import runpy, sys\n"
+        f"sys.argv = {list(map(str, command(*arguments(corpus, tmp_path / 'd', *TINY))[1:]))!r}\n"
+        "try:\n"
+        "    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit as end:\n"
+        "    assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules and 'PIL' in sys.modules\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment(), check=False
+    )
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_build_killed_at_random_moments_ends_with_the_bytes_of_an_undisturbed_one(
+    corpus: Path, tmp_path: Path
+) -> None:
+    size = [*TINY, "--max-crops-per-pack", 30, "--unit-bytes", 1500]
+    started = time.monotonic()
+    assert tool(*arguments(corpus, tmp_path / "whole", *size)).returncode == 0
+    whole = time.monotonic() - started
+    generator = random.Random(0)
+    args = arguments(corpus, tmp_path / "d", *size, "--workers", 2)
+    for _ in range(8):
+        process = subprocess.Popen(
+            command(*args), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()
+        )
+        time.sleep(generator.uniform(0.1, 1.0) * whole)
+        process.kill()
+        process.wait(timeout=30)
+        time.sleep(0.3)  # its workers notice and end
+    last = tool(*args)
+    assert last.returncode == 0, last.stderr
+    assert files(tmp_path / "d") == files(tmp_path / "whole")

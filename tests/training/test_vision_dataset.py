@@ -1,0 +1,187 @@
+"""From JSONL with images and a video to a training step: on ranks it is the step of one process."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megacp.config.run import RunConfig, flag, flatten, with_values
+from megacp.data.collate import collate
+from megacp.data.decoding import RulesDecoder
+from megacp.data.image_loading import ImageLoading, load_images
+from megacp.data.loader import PackedLoader
+from megacp.data.store import PackedDataset
+from megacp.train import main
+from megacp.training.images import image_loading, shard_strategies, without_bad_images
+from megacp.training.loss import agree
+from megacp.training.parity_setup import MODELS
+from megacp.training.sources import loader_options, open_sources
+from megacp.training.step import Trainee
+from tests.data.builds import run as build
+from tests.data.datasets import damage
+from tests.data.pictures import TINY, encoded, noise, video
+from tests.ranks import grid, run_ranks
+from tests.training.test_trainer import train_on_rank
+
+
+def image_part(width: int, height: int, seed: int) -> dict[str, str]:
+    return {"type": "image", "base64": base64.b64encode(encoded(noise(width, height, seed))).decode()}
+
+
+def write_dataset(folder: Path) -> Path:
+    """Records with one to three images and answers as branches, one video, some text."""
+    records: list[dict[str, Any]] = []
+    for i in range(10):
+        images = [image_part(16 + 4 * j, 12 + 3 * i, 10 * i + j) for j in range(1 + i % 3)]
+        answers = [f" answer {i}", f" another {i}"]
+        records.append({"content": [{"type": "text", "text": "look "}, *images], "branches": answers})
+        records.append({"text": f"nothing but text {i} " * 4})
+    movie = base64.b64encode(video(40)).decode()
+    records.append({"content": [{"type": "video", "base64": movie}, {"type": "text", "text": "it moves"}]})
+    source = folder / "records.jsonl"
+    source.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    build([source], folder / "packed", image_rules=TINY, seq_length=512, cp_degrees=(1, 2))
+    return folder / "packed"
+
+
+def config_for(data: Path, **values: Any) -> RunConfig:
+    sizes = {**MODELS["tiny_vlm"], "vocab_size": 0}
+    run = {"data_path": str(data), "seq_length": 512, "dtype": "float64", "global_batch_size": 6, "num_workers": 2}
+    return with_values(RunConfig(), {**sizes, **run, "cp_comm_type": "p2p", **values})
+
+
+def first_step(rank: int, world: int, config: RunConfig, shape: dict[str, int]) -> tuple[Any, ...]:
+    """(loss, gradient norm, strategies, patches decoded here, documents left out)."""
+    config, sources = open_sources(config)
+    mine = grid(**shape)
+    trainee = Trainee(config, mine)
+    images = image_loading(config, mine, trainee.rows, sources.decoder)
+    rows = trainee.rows
+    with PackedLoader(sources.train, loader_options(config, rows.packs), rows.place, 0, images) as loader:
+        read = loader.next_step()
+    batches, reasons = without_bad_images(read, mine, rows.place.index)
+    agreed = agree(batches, mine, replica=rows.place.index)
+    loss = trainee.gradients(batches, 1, agreed.denominator)
+    norm = trainee.optimizer.step(1e-3).grad_norm
+    decoded = sum(len(batch.vision.patches) for batch in batches if batch.vision is not None)
+    return loss, norm, shard_strategies(batches), decoded, reasons
+
+
+def test_a_stored_dataset_is_decoded_by_ranks_as_by_one_process(tmp_path: Path) -> None:
+    """Would catch windows, frames or crops that a rank counts otherwise than the build did."""
+    dataset = PackedDataset(write_dataset(tmp_path))
+    decoder = RulesDecoder(TINY)
+    seen_video = False
+    for i in range(len(dataset)):
+        packs = [dataset.pack(i)]
+        batch = collate(packs)
+        whole = load_images(batch, packs, ImageLoading(decoder)).vision
+        assert whole is not None
+        if not whole.num_images:
+            continue
+        assert whole.strategy == "stored"
+        for ranks in (2, 3):
+            parts = [load_images(batch, packs, ImageLoading(decoder, r, ranks)).vision for r in range(ranks)]
+            assert all(part is not None for part in parts)
+            patches = np.concatenate([part.patches for part in parts if part is not None])
+            assert np.array_equal(patches, whole.patches)
+            assert {part.strategy for part in parts if part} == {"stored" if ranks == 2 else "computed"}
+        assert packs[0].images is not None
+        frames = packs[0].images.units["frame"]
+        seen_video |= bool((frames >= 0).sum() > 5)
+        # just the tokens that the transformers library's processor gives token type 1
+        assert np.array_equal(batch.span > 0, np.isin(batch.tokens, list(TINY.token_ids.values())))
+    assert seen_video
+
+
+LARGER = pytest.param({"cp": 2, "pp": 2}, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("shape", [{"cp": 2}, LARGER], ids=str)
+def test_a_step_on_a_stored_dataset_is_that_of_one_process(tmp_path: Path, shape: dict[str, int]) -> None:
+    data = write_dataset(tmp_path)
+    (expected,) = run_ranks(first_step, 1, config_for(data), {})
+    grid_flags = {"context_parallel_size": shape["cp"], "pipeline_model_parallel_size": shape.get("pp", 1)}
+    ranks = run_ranks(first_step, int(np.prod(list(shape.values()))), config_for(data, **grid_flags), shape)
+    assert expected[2] == {"stored"} and expected[3] > 4
+    assert sum(rank[3] for rank in ranks) == expected[3], "each crop is decoded once, on the first stage"
+    for loss, norm, strategies, _, _ in ranks:
+        assert strategies == {"stored"}
+        assert abs(loss / expected[0] - 1) < 1e-12 and abs(norm / expected[1] - 1) < 1e-10
+
+
+def test_a_damaged_image_ends_the_run_or_leaves_its_document_out_everywhere(tmp_path: Path) -> None:
+    data = write_dataset(tmp_path)
+    for path in data.glob("shard_*/images.bin"):
+        stored = path.read_bytes()
+        for place in range(len(stored)):  # the pixel data of every PNG: headers still say the right sizes
+            if stored[place : place + 4] == b"IDAT":
+                damage(path, place + 6, b"\xff" * 8)
+    with pytest.raises(Exception, match=r"record of .*records.jsonl at byte \d+: image \d+: .*--on-bad-image skip"):
+        run_ranks(first_step, 2, config_for(data, context_parallel_size=2), {"cp": 2})
+    config = config_for(data, on_bad_image="skip")
+    (expected,) = run_ranks(first_step, 1, config, {})
+    ranks = run_ranks(first_step, 2, with_values(config, {"context_parallel_size": 2}), {"cp": 2})
+    for loss, norm, _, _, reasons in ranks:
+        assert len(reasons) > 2 and [r.split(": image")[0] for r in reasons] == [
+            r.split(": image")[0] for r in expected[4]
+        ]
+        assert abs(loss / expected[0] - 1) < 1e-12 and abs(norm / expected[1] - 1) < 1e-10
+
+
+def flags_of(config: RunConfig, folder: Path) -> list[str]:
+    """The command line of what differs from the defaults."""
+    folder.mkdir()
+    defaults = flatten(RunConfig())
+    words = ["--log-file", str(folder / "log.jsonl")]
+    for name, value in flatten(config).items():
+        if value != defaults[name]:
+            words += [flag(name)] if value is True else [flag(name), *map(str, value if _many(value) else [value])]
+    return words
+
+
+def _many(value: object) -> bool:
+    return isinstance(value, tuple)
+
+
+def test_a_run_tells_how_images_are_dealt_what_it_left_out_and_has_the_losses_of_one_process(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch a validation without images, and bad images that end the run after all."""
+    data = write_dataset(tmp_path)
+    path = sorted(data.glob("shard_*/images.bin"))[0]
+    damage(path, path.read_bytes().index(b"IDAT") + 6, b"\xff" * 8)
+    values: dict[str, Any] = {
+        "on_bad_image": "skip",
+        "valid_data_path": str(data),
+        "eval_interval": 3,
+        "eval_iters": 2,
+        "train_iters": 3,
+    }
+    assert main(flags_of(config_for(data, **values), tmp_path / "one")) == 0
+    said = capfd.readouterr().out
+    assert said.count("image shards of the context-parallel ranks: stored") == 1
+    assert "left out a document: pack 0, record of" in said
+    on_ranks = flags_of(config_for(data, context_parallel_size=2, **values), tmp_path / "two")
+    assert run_ranks(train_on_rank, 2, on_ranks) == [0, 0]
+    rows = [
+        [json.loads(line) for line in (tmp_path / n / "log.jsonl").read_text().splitlines()] for n in ("one", "two")
+    ]
+    figures = [[row["loss"] for row in run if "loss" in row] for run in rows]
+    assert len(figures[0]) == 4
+    np.testing.assert_allclose(figures[1], figures[0], rtol=1e-9)
+
+
+def test_a_model_that_does_not_fit_the_images_is_refused_with_the_flags(tmp_path: Path) -> None:
+    data = write_dataset(tmp_path)
+    with pytest.raises(ValueError, match="holds images, but the model has no vision tower: set --vision-num-layers"):
+        open_sources(config_for(data, vision_num_layers=0))
+    with pytest.raises(ValueError, match="--vision-image-size 16 --vision-patch-size 4 or build it again"):
+        open_sources(config_for(data, vision_image_size=32))
+    with pytest.raises(ValueError, match="--additional-vocab-size of at least 8"):
+        open_sources(config_for(data, additional_vocab_size=4))

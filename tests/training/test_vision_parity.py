@@ -1,0 +1,96 @@
+"""A tiny vision-language model in float64: any grid, transport, strategy and feature exchange equals one process.
+
+Rows hold several documents with branches, images of several crops and videos, some rows nothing but text; on large cp
+most rows leave ranks without images. All gradients (tower, connector, embedding, text) and updated parameters of two
+steps are compared, to 1e-10 relative: sums in another order leave 1e-15.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megacp.config.run import RunConfig, with_values
+from megacp.data.loader import DataRank
+from megacp.distributed.grid import single_axis
+from megacp.training.parity import TOLERANCES, StepTrace, assemble, compare, microbatches, train_rank
+from megacp.training.parity_setup import ParitySetup, Request, prepare
+from megacp.training.rows import Rows
+from tests.ranks import run_ranks
+
+TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+SLOW = pytest.mark.slow
+
+CASES: list[Any] = [
+    (2, {CP: 2}, "stored"),
+    (2, {CP: 2, "vision_feature_exchange": "all_gather", "cp_comm_type": "all_gather"}, "computed"),
+    (2, {CP: 2, "vision_shards": "longest_first", "cp_layout": "balanced"}, "stored"),
+    pytest.param(2, {TP: 2}, "uniform", marks=SLOW),
+    pytest.param(2, {PP: 2, "image_attention": "image"}, "stored", marks=SLOW),
+    pytest.param(3, {CP: 3, "cp_layout": "balanced", "cp_comm_type": "kv_exchange"}, "stored", marks=SLOW),
+    pytest.param(3, {CP: 3, "vision_feature_exchange": "all_gather"}, "uniform", marks=SLOW),
+    pytest.param(4, {CP: 4, "cp_comm_type": "a2a", "image_attention": "causal"}, "uniform", marks=SLOW),
+    pytest.param(4, {CP: 2, TP: 2, "recompute_granularity": "full"}, "computed", marks=SLOW),
+    pytest.param(4, {CP: 2, TP: 2, "sequence_parallel": False, "cp_layout": "contiguous"}, "stored", marks=SLOW),
+    pytest.param(4, {CP: 2, PP: 2, "num_virtual_stages_per_pipeline_rank": 2}, "stored", marks=SLOW),
+    pytest.param(
+        4,
+        {CP: 4, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 2), "micro_batch_size": 2},
+        "stored",
+        marks=SLOW,
+    ),
+    pytest.param(
+        4,
+        {CP: 2, "cp_comm_type": "kv_exchange", "cp_layout": "balanced", "dynamic_context_parallel": True},
+        "stored",
+        marks=SLOW,
+    ),
+    pytest.param(8, {CP: 8, "cp_comm_type": "p2p"}, "stored", marks=SLOW),
+    pytest.param(
+        8, {CP: 8, "cp_layout": "zigzag_document", "vision_feature_exchange": "all_gather"}, "computed", marks=SLOW
+    ),
+    pytest.param(8, {CP: 2, TP: 2, PP: 2}, "stored", marks=SLOW),
+    pytest.param(4, {CP: 4, "vision_shards": "longest_first"}, "stored", marks=SLOW),
+    pytest.param(8, {CP: 4, TP: 2, "cp_comm_type": "all_gather"}, "uniform", marks=SLOW),
+]
+
+
+def setup_of(world: int, values: dict[str, Any]) -> ParitySetup:
+    config = with_values(RunConfig(), {"cp_comm_type": "p2p", **values})
+    return prepare(config, Request(frozenset(values), model="tiny_vlm", mask="mixed", world_size=world))
+
+
+@functools.cache
+def one_process(setup: ParitySetup) -> list[StepTrace]:
+    (traces,) = run_ranks(train_rank, 1, setup.reference, setup.rules, 2, "uniform")
+    return traces
+
+
+@pytest.mark.parametrize(("world", "values", "strategy"), CASES)
+def test_a_grid_trains_the_vision_language_model_like_one_process(world: int, values: dict, strategy: str) -> None:
+    """Would catch a feature on a wrong token, a starved rank without its zero, a gradient lost on the way back."""
+    setup = setup_of(world, values)
+    expected = one_process(setup)
+    ranks = run_ranks(train_rank, world, setup.config, setup.rules, 2, strategy, timeout=240)
+    for comparison in compare(expected, ranks):
+        assert not comparison.beyond(TOLERANCES["float64"]), comparison
+
+
+def test_the_rows_hold_what_the_comparison_is_about() -> None:
+    """Would catch rows without images, which any vision code passes, and a tower whose gradients are nothing."""
+    setup = setup_of(1, {})
+    gradients = assemble(one_process(setup)[0].gradients)
+    largest = {name: np.abs(value).max() for name, value in gradients.items()}
+    seen = [value for name, value in largest.items() if name.startswith(("vision", "connector"))]
+    floor = 1e-3 * max(largest.values())  # below it `compare` takes a gradient for rounding
+    assert len(seen) > 20 and sum(value > floor for value in seen) > 0.9 * len(seen), largest
+    rows = Rows(single_axis("cp"), DataRank(), 1)
+    config = with_values(setup.config, {"global_batch_size": 40})
+    batches = microbatches(config, setup.rules, 1, rows)
+    counts = [batch.vision.num_features for batch in batches if batch.vision is not None]
+    units = [len(batch.vision.cum_image_bounds) for batch in batches if batch.vision is not None]
+    assert len(counts) == 40 and 0 in counts and min(units) < 2 and max(units) >= 8
+    assert any(batch.branch.any() for batch in batches)
