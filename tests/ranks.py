@@ -31,7 +31,14 @@ def grid(tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1) -> Any:
     return build_grid(GridShape(tp=tp, cp=cp, dp=dp, pp=pp), rank)
 
 
-_pools: dict[int, RankPool] = {}
+POOLS, THREADS = 2, 100
+"""Pools kept alive, and threads of a rank from which on its pool is made anew.
+
+Every gloo group has a thread that wakes up a hundred times a second: hundreds of groups in idle ranks, left by the
+grids of earlier tests, would take the cores from the test that runs.
+"""
+
+_pools: dict[int, RankPool] = {}  # the one used last stands last
 
 
 @atexit.register
@@ -39,6 +46,12 @@ def _close_all() -> None:
     for pool in _pools.values():
         pool.close()
     _pools.clear()
+
+
+def _threads(pool: RankPool) -> int:
+    """Threads of the pool's first rank; 0 where the system does not say."""
+    tasks = Path(f"/proc/{pool._processes[0].pid}/task")
+    return len(list(tasks.iterdir())) if tasks.is_dir() else 0
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
@@ -50,8 +63,13 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     root = str(Path(__file__).resolve().parent.parent)
     if root not in sys.path:  # what the ranks inherit, to find the tests' modules
         sys.path.insert(0, root)
-    if world_size not in _pools:
-        _pools[world_size] = RankPool(world_size)
+    pool = _pools.pop(world_size, None)
+    if pool is not None and _threads(pool) > THREADS:
+        pool.close()
+        pool = None
+    while len(_pools) >= POOLS:
+        _pools.pop(next(iter(_pools))).close()
+    _pools[world_size] = pool or RankPool(world_size)
     try:
         return _pools[world_size].run(function, *args, timeout=timeout)
     except BaseException:

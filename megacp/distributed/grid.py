@@ -53,6 +53,8 @@ class Axis:
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
     backend: str = "none"
     traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
+    parts: dict[int, tuple[Axis, Axis]] = field(default_factory=dict, compare=False, repr=False)
+    """What `split_axis` has made of it, by the ranks of a group."""
 
     def __post_init__(self) -> None:
         assert len(self.global_ranks) == self.size and 0 <= self.rank < self.size, self
@@ -216,17 +218,20 @@ def build_grid(
 def split_axis(axis: Axis, inner: int) -> tuple[Axis, Axis]:
     """Two axes out of one: `inner` neighbouring ranks, and the ranks at the same place of each such group.
 
-    Makes process groups, with the world's timeout: all ranks of the world must call it alike. Raises ValueError when
-    `inner` does not divide the axis.
+    Makes process groups once, with the world's timeout: all ranks of the world must call it alike. Raises ValueError
+    when `inner` does not divide the axis.
     """
     if inner < 1 or axis.size % inner:
         raise ValueError(f"an axis of {axis.size} ranks cannot be split into groups of {inner}")
+    if inner in axis.parts:
+        return axis.parts[inner]
     first = axis.rank // inner * inner
     members = (
         axis.global_ranks[first : first + inner],
         axis.global_ranks[axis.rank % inner :: inner],
     )
-    return _part_of(axis, "inner", members[0]), _part_of(axis, "outer", members[1])
+    axis.parts[inner] = (_part_of(axis, "inner", members[0]), _part_of(axis, "outer", members[1]))
+    return axis.parts[inner]
 
 
 def _part_of(axis: Axis, name: str, members: tuple[int, ...]) -> Axis:
