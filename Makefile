@@ -2,11 +2,11 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-EXTRAS ?= test,data,hf
+EXTRAS ?= test,data,hf,demo
 PIP_ARGS ?=
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast check format bench clean
+.PHONY: help setup demo demo-digits test test-fast check format bench clean
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -16,6 +16,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo 'make setup      create $(VENV) with everything the tests and the demo need (done by the targets below)'
 	@echo 'make demo       train a small model on 8 CPU ranks, stop and resume it, sample text (about 10 minutes)'
+	@echo 'make demo-digits  train a model that sees on 8 CPU ranks, ask it about digits it never saw (accuracy not measured yet)'
 	@echo 'make test       all tests'
 	@echo 'make test-fast  the tests that take seconds'
 	@echo 'make check      lint, layer contract, fences, types'
@@ -35,6 +36,9 @@ $(STAMP): setup.py constraints.txt
 
 demo: $(STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo_cpu.sh
+
+demo-digits: $(STAMP)
+	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo_vlm.sh
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
@@ -56,6 +60,7 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python tools/benchmark.py
 	$(BIN)/python tools/bench_cp.py
+	$(BIN)/python tools/bench_vision.py
 
 clean:
 	rm -rf $(VENV) build megacp.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -23,6 +23,7 @@ EXTRAS = {
         "types-PyYAML",
     ],
     "data": ["av", "gigatoken", "pillow", "pyarrow", "zstandard"],
+    "demo": ["matplotlib", "pillow", "scikit-learn"],
     "hf": ["huggingface_hub", "safetensors"],
     "log": ["matplotlib", "tensorboard", "wandb"],
     "gpu": ["transformer_engine==2.20.2", "transformer_engine_cu13==2.20.2", "transformer_engine_torch==2.20.2"],

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+_NAMES_OF_A_PACK = 1 << 24
+"""Distance between the names of two packs' tokens; longer packs share names with the next one."""
 PADDING = -1
 """`document` of a token that belongs to no document."""
 
@@ -135,6 +137,8 @@ class PackedBatch:
     """int32 [T], 0 = text, else the group of image tokens that see each other in both directions."""
     pack_ids: tuple[int, ...]
     """Numbers of the packs in this row, in order, as the dataset counts them."""
+    pack_lengths: tuple[int, ...] = ()
+    """Tokens of each pack in this row, its padding included; () = one pack is the whole row."""
     vision: VisionInputs | None = None
     """Its images; None for a dataset without any."""
 
@@ -171,6 +175,16 @@ class PackedBatch:
     def __len__(self) -> int:
         """T, padding included."""
         return len(self.tokens)
+
+    @property
+    def token_names(self) -> np.ndarray:
+        """int64 [T]: names a token by its pack and its place in it, whichever packs share the row.
+
+        Tokens beyond the last pack count on from it. Dropout is keyed by these names.
+        """
+        ids, lengths = self.pack_ids or (0,), self.pack_lengths or (len(self),)
+        rest = (*lengths[:-1], len(self) - sum(lengths[:-1]))
+        return np.concatenate([np.int64(i) * _NAMES_OF_A_PACK + np.arange(n) for i, n in zip(ids, rest, strict=False)])
 
     @property
     def weight_sum(self) -> float:

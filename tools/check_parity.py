@@ -52,6 +52,8 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         value = getattr(own, name)
         if value is not None and value < least:
             parser.error(f"--{name} {value:g}: must be at least {least}")
+    if own.json is not None and not own.json.parent.is_dir():
+        parser.error(f"--json {own.json}: {own.json.parent} is not a directory")
     return own, rest
 
 

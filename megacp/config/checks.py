@@ -216,9 +216,18 @@ def _sequence_over_cp_and_tp(config: RunConfig, world: int) -> str | None:
     return f"--seq-length {length} is no multiple of {' x '.join(factors)} = {step}: use {_neighbours(length, step)}"
 
 
-@_rule("seq_length", "micro_batch_size")
+def _joined(config: RunConfig, world: int) -> int:
+    """Data-parallel ranks whose packs make one row."""
+    return max(1, config.data_parallel_size(world)) if config.parallel.dynamic_context_parallel else 1
+
+
+def _row_tokens(config: RunConfig, world: int) -> int:
+    return config.data.seq_length * config.training.micro_batch_size * _joined(config, world)
+
+
+@_rule("seq_length", "micro_batch_size", "dynamic_context_parallel", *_GRID)
 def _row_fits_int32(config: RunConfig, world: int) -> str | None:
-    tokens = config.data.seq_length * config.training.micro_batch_size
+    tokens = _row_tokens(config, world)
     if tokens <= MAX_ROW_TOKENS:
         return None
     return f"--seq-length x --micro-batch-size = {tokens} tokens in a row, at most {MAX_ROW_TOKENS} have an int32 place"
@@ -284,9 +293,10 @@ def _keeping_needs_a_place(config: RunConfig, world: int) -> str | None:
     return f"--keep-last {config.checkpoint.keep_last} needs --save, the directory for checkpoints"
 
 
-@_rule("attention_kernel", "context_parallel_size", "seq_length", "micro_batch_size")
+@_rule("attention_kernel", "seq_length", "micro_batch_size", "dynamic_context_parallel", *_GRID)
 def _dense_kernel_is_small(config: RunConfig, world: int) -> str | None:
-    cp, row = config.parallel.context_parallel_size, config.data.seq_length * config.training.micro_batch_size
+    cp = config.parallel.context_parallel_size * _joined(config, world)
+    row = _row_tokens(config, world)
     if config.training.attention_kernel != "dense" or (cp == 1 and row <= MAX_DENSE_ROW_TOKENS):
         return None
     return (

@@ -12,7 +12,7 @@ from megacp.config.run import RunConfig
 CONTEXT_RULES: list[Rule] = []
 _rule = registrar(CONTEXT_RULES)
 
-_TP, _CP = "tensor_model_parallel_size", "context_parallel_size"
+_TP, _PP, _CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 _SIZES = "hierarchical_context_parallel_sizes"
 
 
@@ -72,10 +72,10 @@ def _hierarchy_is_for_a2a_p2p(config: RunConfig, world: int) -> str | None:
     )
 
 
-@_rule("cp_comm_type", "cp_exchange_stages", _CP)
+@_rule("cp_comm_type", "cp_exchange_stages", "dynamic_context_parallel", _TP, _PP, _CP)
 def _stages_are_for_the_exchange(config: RunConfig, world: int) -> str | None:
     p = config.parallel
-    if p.cp_exchange_stages == 1:
+    if p.cp_exchange_stages == 1 or world % config.model_ranks:
         return None
     if p.cp_comm_type != "kv_exchange":
         return f"--cp-exchange-stages {p.cp_exchange_stages} acts only with --cp-comm-type kv_exchange"

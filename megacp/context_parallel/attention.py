@@ -25,6 +25,8 @@ from megacp.ops.attention import Kernel, select_kernel
 class _CoreAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, transport, plan, scale):  # type: ignore[no-untyped-def]
+        # kernels and messages take the last dim as dense; a transposed view would be read past its end
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         out, kept = transport.forward((q, k, v), plan, scale)
         ctx.save_for_backward(*kept)
         ctx.transport, ctx.plan, ctx.scale = transport, plan, scale

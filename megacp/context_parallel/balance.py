@@ -26,7 +26,7 @@ WORTHWHILE = 0.75
 
 def deal_balanced(metadata: Metadata, cp: int) -> np.ndarray:
     """Indices `[cp, T / cp]` into the row, ascending on each rank."""
-    cost = metadata.own_table.keys_per_query
+    cost = metadata.cost
     order = density_order(metadata, cost)
     keys_cut = keys_crossing(metadata.take(order))
     stretches = _deal_stretches(order, cost, keys_cut, cp)

@@ -14,14 +14,9 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from megacp.ops.mask import Metadata, TileTable, tile_table
+from megacp.ops.mask import Metadata, TileTable, text_before_images, tile_table
 
 Part = TypeVar("Part")
-
-
-def text_before_images(metadata: Metadata) -> np.ndarray:
-    """Indices `[T]` of a row with the text of each document before its images, otherwise in place order."""
-    return np.lexsort((metadata.place, metadata.span != 0, metadata.document))
 
 
 def key_order(metadata: Metadata) -> np.ndarray:
@@ -34,8 +29,17 @@ def key_order(metadata: Metadata) -> np.ndarray:
     if not metadata.span.any():
         return natural
     order = text_before_images(metadata)
-    fewer = metadata.take(order).own_table.num_tiles < metadata.own_table.num_tiles
+    tiles = metadata.take(order).own_table.num_tiles
+    fewer = tiles < _least_tiles(metadata) or tiles < metadata.own_table.num_tiles
     return order if fewer else natural
+
+
+def _least_tiles(metadata: Metadata) -> int:
+    """Tiles that the natural order has at the least: the stretches of a span see each other pair by pair."""
+    span = metadata.span
+    opens = (span != 0) & (np.diff(span, prepend=0) != 0)
+    stretches = np.bincount(np.unique(span[opens], return_inverse=True)[1]) if opens.any() else np.zeros(1, np.int64)
+    return int((stretches * (stretches - 1) // 2).sum())
 
 
 class AttentionPlan:

@@ -103,7 +103,7 @@ class Regrouping:
             one = self._one_of(ranks)
             two = self._one_of([rank for rank in ranks if rank != one])
             left = max(0.0, 1 - attempt / (WARM_ATTEMPTS * attempts))
-            self._attempt(one, two, WARMTH * max(self.prices.values()) * left**2)
+            self._attempt(one, two, WARMTH * max(self.prices.values()) * left * left)
             price = self._price(self._holders())
             if price < cheapest:
                 cheapest, kept = price, list(self.ranks)

@@ -34,7 +34,7 @@ class LocalBatch:
     position_ids: torch.Tensor
     """int64 `[t]`, per document and branch."""
     places: torch.Tensor
-    """int64 `[t]`: index of each token in the whole row."""
+    """int64 `[t]`: what names each token in its microbatch, on every grid; see `PackedBatch.token_names`."""
     plan: AttentionPlan
     key: int
     """Names this microbatch on every grid; dropout masks are derived from it."""
@@ -74,7 +74,7 @@ def shard_batch(
     if cp.size == 1:
         layout = LAYOUTS["contiguous"]  # one rank holds the row as it is
     padded = batch.with_padding_to(layout.padded_length(mask_metadata(batch), cp.size, tp))
-    places = np.arange(len(padded.tokens))
+    places = padded.token_names
     metadata = mask_metadata(padded)
     plan = AttentionPlan(layout.deal(metadata, cp.size), metadata, cp.rank)
     fields = (padded.tokens, padded.labels, padded.loss_weights, padded.position_ids, places)

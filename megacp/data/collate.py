@@ -158,4 +158,5 @@ def _fill(packs: Sequence[Pack], runs: _Runs, last: np.ndarray, position_ids: np
         branch=scattered(runs.branch[run], np.int32),
         span=np.zeros(total, np.int32),
         pack_ids=tuple(pack.index for pack in packs),
+        pack_lengths=tuple(int(pack.segments["padded_length"].sum()) for pack in packs),
     )

@@ -117,7 +117,7 @@ def load_images(batch: PackedBatch, packs: Sequence[Pack], loading: ImageLoading
             bad.setdefault(int(batch.document[units.first[first]]), reason)
             pixels = _blank(sizes, loading.decoder.patch_shape)
         found.append(pixels)
-    patches, pooling = _joined(found, loading.decoder.patch_shape)
+    patches, pooling = joined(found, loading.decoder.patch_shape)
     return dataclasses.replace(
         batch,
         vision=dataclasses.replace(
@@ -181,7 +181,7 @@ def _blank(sizes: tuple[int, int], patch_shape: tuple[int, int]) -> Pixels:
     return np.zeros((sizes[0], *patch_shape), np.float32), np.zeros((sizes[1], 1), np.int64)
 
 
-def _joined(found: Sequence[Pixels], patch_shape: tuple[int, int]) -> Pixels:
+def joined(found: Sequence[Pixels], patch_shape: tuple[int, int]) -> Pixels:
     """Pixels of several items as one: windows filled up with -1, indices counted from the first item's patches."""
     patches = np.concatenate([np.zeros((0, *patch_shape), np.float32), *(pixels for pixels, _ in found)])
     window = max((pooling.shape[1] for _, pooling in found), default=1)

@@ -69,10 +69,11 @@ class LanguageModelChunk(nn.Module):
         self.frequencies = inverse_frequencies(config.head_dim, config.rotary_base, scaling)
 
     def hidden(self, x: torch.Tensor | None, batch: LocalBatch) -> torch.Tensor:
-        """The hidden state `[t/tp, h]` after this chunk's blocks; `x` is None exactly on the first chunk."""
-        if self.is_first:
-            x = self._embedded(batch)
-        assert x is not None
+        """The hidden state `[t/tp, h]` after this chunk's blocks; `x` is None on the first chunk, or what `embedded`
+        gave.
+        """
+        if x is None:
+            x = self.embedded(batch)
         rotary = cos_sin(batch.position_ids, self.frequencies, self.backend.dtype)
         places = slice_of(batch.places, self.backend.tp) if self.backend.sequence_parallel else batch.places
         inputs = BlockInputs(batch.plan, rotary, places, batch.key)
@@ -80,8 +81,11 @@ class LanguageModelChunk(nn.Module):
             x = block(x, inputs)
         return x
 
-    def _embedded(self, batch: LocalBatch) -> torch.Tensor:
-        """The embedding of this rank's tokens, with the features of images added to their image-patch tokens."""
+    def embedded(self, batch: LocalBatch, features: torch.Tensor | None = None) -> torch.Tensor:
+        """The embedding of this rank's tokens, with the features of images added to their image-patch tokens.
+
+        `features`: what `vision` gave for the images of the batch; None computes them. Only on the first chunk.
+        """
         x = self.embedding.embed(batch.tokens)
         if self.vision is None:
             if batch.vision is not None and len(batch.vision.routes.source):
@@ -93,7 +97,9 @@ class LanguageModelChunk(nn.Module):
         if batch.vision is None:  # nothing to exchange on any rank
             features, rows = self.vision.nothing(), batch.tokens.new_empty(0)
         else:
-            features, rows = place_features(self.vision(batch.vision.patches, batch.vision.pooling), batch.vision)
+            if features is None:
+                features = self.vision(batch.vision.patches, batch.vision.pooling)
+            features, rows = place_features(features, batch.vision)
         return add_features(x, features, rows, self.backend.tp, self.backend.sequence_parallel)
 
     def logits(self, x: torch.Tensor | None, batch: LocalBatch) -> torch.Tensor:

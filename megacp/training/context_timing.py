@@ -153,8 +153,9 @@ class DenseRing:
         for step in range(axis.size):
             source = (axis.rank - step) % axis.size
             seen = torch.from_numpy(allowed(queries, plan.metadata.take(plan.indices[source])))
-            self.visited.append(source if source <= axis.rank or seen.any() else None)
-            if not seen.all():
+            visited = source <= axis.rank or bool(seen.any())
+            self.visited.append(source if visited else None)
+            if visited and not seen.all():
                 self.masks[source] = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

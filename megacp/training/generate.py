@@ -1,11 +1,16 @@
-"""Text from a checkpoint on one process: load whole tensors by global name, sample token by token.
+"""Answers from a checkpoint on one process: load whole tensors by global name, continue prompts token by token.
 
-Key property: the same chunk class that trains, on a grid of one rank, so what is sampled is what was trained. The whole
-row is computed again for every token: for looking at a model, not for serving it. Rejected: a second, cached decoder.
+Key property: the same chunk class that trains, on a grid of one rank, so what is sampled is what was trained; prompts
+are documents of one row and questions about the same images its branches, as in training, so several cost one pass and
+images are encoded once. The row's text is computed again for every token: for looking at a model, not for serving it.
+Rejected: a second, cached decoder.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,23 +22,42 @@ from megacp.config.run import RunConfig, with_values
 from megacp.config.yaml_file import from_yaml
 from megacp.context_parallel.layout import select_layout
 from megacp.context_parallel.shard import shard_batch
+from megacp.data.image import ImageRules
+from megacp.data.manifest import Manifest
+from megacp.data.prompt import Prompt, PromptPart, prompt_pixels, prompt_row
 from megacp.distributed.grid import GridShape, build_grid
 from megacp.distributed.parameter import spec_of
 from megacp.models.build import build_chunks
 from megacp.models.language import LanguageModelChunk
+from megacp.training.sources import image_misfits
 
 _ONE_PROCESS = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "context_parallel_size": 1,
     "num_virtual_stages_per_pipeline_rank": 1,
+    "dynamic_context_parallel": False,
     "cp_layout": "contiguous",
     "load": None,
 }
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen, and when an answer ends."""
+
+    count: int
+    """New tokens of an answer at most."""
+    temperature: float = 0.0
+    """0 takes the likeliest token."""
+    seed: int = 0
+    """Answer number i of a call draws from seed + i, however prompts share rows."""
+    eos: int | None = None
+    """The token that ends an answer; it is part of it."""
+
+
 class Generator:
-    """A language model read from a checkpoint that any grid wrote."""
+    """A model read from a checkpoint that any grid wrote."""
 
     def __init__(self, checkpoint: str | Path) -> None:
         """Load the newest whole checkpoint below `checkpoint`, or that step. Raises ValueError when there is none."""
@@ -43,6 +67,7 @@ class Generator:
         self.tokenizer_sha256: str = loaded.extra["tokenizer_sha256"]
         self.config: RunConfig = with_values(from_yaml(loaded.config_yaml), _ONE_PROCESS)
         self.model: LanguageModelChunk = build_chunks(self.config, self.grid)[0].eval()
+        self._rules: ImageRules | None = None
         places = {
             piece.name: piece.of(parameter.detach())
             for parameter in self.model.parameters()
@@ -53,38 +78,123 @@ class Generator:
         if places:
             raise ValueError(f"checkpoint {self.path} lacks {', '.join(sorted(places))}")
 
+    def image_rules(self, data_path: str | None) -> ImageRules:
+        """The rules by which images become tokens: those of the dataset at `data_path`, else of the run's own dataset.
+
+        A checkpoint holds none. ValueError when there are none to be found, or they do not fit the model.
+        """
+        if not self.config.vision.vision_num_layers:
+            raise ValueError(f"{self.path} has no vision tower: it was trained on text alone")
+        path = data_path or self.config.data.data_path
+        missing = "give --data-path of a dataset built with the same image flags as the run's"
+        if path is None:
+            raise ValueError(f"{self.path} was trained on mock data and holds no image rules: {missing}")
+        try:
+            manifest = Manifest.read(path)
+        except ValueError as error:
+            told = "" if data_path else f"{self.path} names the dataset whose image rules it was trained with: "
+            raise ValueError(f"{told}{error}; {missing}") from error
+        flag = "--data-path" if data_path else f"{self.path}: --data-path"
+        reasons = []
+        if manifest.image_rules is None:
+            raise ValueError(f"{flag} {path} holds no image rules, it is a dataset of text: {missing}")
+        if self.tokenizer_sha256 and manifest.tokenizer.sha256 != self.tokenizer_sha256:
+            reasons.append(f"{flag} {path} was built with another tokenizer than {self.path} was trained with")
+        rules = ImageRules.from_dict(manifest.image_rules)
+        reasons += image_misfits(flag, path, rules, self.config.vision)
+        if manifest.num_token_ids > self.config.model.embedding_rows:
+            rows = self.config.model.embedding_rows
+            reasons.append(f"{flag} {path} has ids up to {manifest.num_token_ids - 1}, the model has {rows} rows")
+        if reasons:
+            raise ValueError("\n".join(reasons))
+        self._rules = rules
+        return rules
+
     @torch.no_grad()
-    def logits(self, tokens: np.ndarray) -> torch.Tensor:
-        """Logits `[n, vocab]` in fp32 or wider of one document `tokens[n]`."""
-        zeros = np.zeros(len(tokens), np.int32)
-        row = np.asarray(tokens, np.int64)
-        batch = PackedBatch(
-            tokens=row,
-            labels=np.zeros_like(row),
-            loss_weights=np.zeros(len(row), np.float32),
-            position_ids=np.arange(len(row)),
-            document=zeros,
-            branch=zeros,
-            span=zeros,
-            pack_ids=(),
-        )
+    def logits(self, batch: PackedBatch, features: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits `[T, vocab]` in fp32 or wider of a row; `features` of its images if they are known."""
         local = shard_batch(batch, self.grid.cp, select_layout("contiguous"))
-        logits = self.model.logits(None, local)
+        embedded = self.model.embedded(local, features) if features is not None else None
+        logits = self.model.logits(embedded, local)
         return logits if logits.dtype == torch.float64 else logits.float()
 
-    def sample(self, prompt: np.ndarray, count: int, *, temperature: float, seed: int, eos: int | None) -> np.ndarray:
-        """Up to `count` new tokens after `prompt[n]`, n >= 1; greedy at temperature 0; stops after `eos`."""
-        if len(prompt) == 0:
-            raise ValueError("the prompt is empty; give at least one token of text with --prompt")
-        generator = torch.Generator().manual_seed(seed)
-        tokens = list(map(int, prompt))
-        for _ in range(count):
-            last = self.logits(np.array(tokens[-self.config.data.seq_length :]))[-1]
-            if temperature == 0.0:
-                token = int(last.argmax())
-            else:
-                token = int(torch.multinomial(torch.softmax(last / temperature, -1), 1, generator=generator))
-            tokens.append(token)
-            if token == eos:
-                break
-        return np.array(tokens[len(prompt) :], dtype=np.int64)
+    @torch.no_grad()
+    def features(self, prompts: Sequence[Prompt]) -> torch.Tensor | None:
+        """The encoded images `[n, h]` of a row of these prompts; None when they have none."""
+        if self.model.vision is None or not any(prompt.pixels for prompt in prompts):
+            return None
+        vision = self.config.vision
+        patches, pooling = prompt_pixels(prompts, (vision.patches_per_crop, vision.patch_dim))
+        return self.model.vision(torch.from_numpy(patches), torch.from_numpy(pooling))
+
+    def answer(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[list[np.ndarray]]:
+        """For each prompt in order the new tokens int64 of each of its answers.
+
+        ValueError for a prompt that leaves no room in a row of the model's length.
+        """
+        limit = self.config.data.seq_length
+        for number, prompt in enumerate(prompts):
+            if _is_text(prompt):
+                continue
+            if max(prompt.lengths) >= limit:
+                raise ValueError(f"prompt {number}: {max(prompt.lengths)} tokens, --seq-length of the run is {limit}")
+        first = 0
+        for group in _groups(prompts, limit, sampling.count):
+            yield from self._answer_row(group, sampling, sampling.seed + first)
+            first += sum(prompt.num_answers for prompt in group)
+
+    def _answer_row(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[list[np.ndarray]]:
+        limit = self.config.data.seq_length
+        features = self.features(prompts)
+        answers: list[list[list[int]]] = [[[] for _ in range(prompt.num_answers)] for prompt in prompts]
+        flat = [answer for of_prompt in answers for answer in of_prompt]
+        sliding = [_is_text(prompt) for prompt in prompts for _ in range(prompt.num_answers)]
+        lengths = [length for prompt in prompts for length in prompt.lengths]
+        generators = [torch.Generator().manual_seed(seed + i) for i in range(len(flat))]
+        going = set(range(len(flat))) if sampling.count > 0 else set()
+        token_ids = self._rules.token_ids if self._rules is not None else None
+        while going:
+            shown = [_windowed(p, a, limit) for p, a in zip(prompts, answers, strict=True)]
+            row = prompt_row([p for p, _ in shown], [a for _, a in shown], self.config.data.image_attention, token_ids)
+            logits = self.logits(row.batch, features)[torch.from_numpy(row.last)]
+            for i in sorted(going):
+                flat[i].append(_choose(logits[i], sampling.temperature, generators[i]))
+                full = not sliding[i] and lengths[i] + len(flat[i]) >= limit
+                if flat[i][-1] == sampling.eos or len(flat[i]) == sampling.count or full:
+                    going.discard(i)
+        return [[np.array(answer, np.int64) for answer in of_prompt] for of_prompt in answers]
+
+
+def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
+    if temperature == 0.0:
+        return int(logits.argmax())
+    return int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator))
+
+
+def _is_text(prompt: Prompt) -> bool:
+    """Whether it is plain text, of which the end alone may be shown to the model."""
+    return not prompt.branches and not prompt.pixels
+
+
+def _windowed(prompt: Prompt, answers: list[list[int]], limit: int) -> tuple[Prompt, list[list[int]]]:
+    """A plain text that has outgrown `limit` tokens as the last `limit` of them, the rest as it is."""
+    if not _is_text(prompt) or len(prompt.prefix.tokens) + len(answers[0]) <= limit:
+        return prompt, answers
+    tokens = np.concatenate((prompt.prefix.tokens, np.array(answers[0], np.int64)))[-limit:]
+    return dataclasses.replace(prompt, prefix=PromptPart(tokens)), [[]]
+
+
+def _groups(prompts: Sequence[Prompt], limit: int, count: int) -> Iterator[list[Prompt]]:
+    """Neighbouring prompts that with full answers fill a row of `limit` tokens, at least one at a time."""
+    group: list[Prompt] = []
+    filled = 0
+    for prompt in prompts:
+        parts = [prompt.prefix, *prompt.branches]
+        size = sum(len(part.tokens) for part in parts) + count * prompt.num_answers
+        if group and filled + size > limit:
+            yield group
+            group, filled = [], 0
+        group.append(prompt)
+        filled += size
+    if group:
+        yield group

@@ -83,7 +83,7 @@ def _misfits(flag: str, path: str, dataset: PackedDataset, config: RunConfig) ->
             f"{config.model.embedding_rows} rows: give --additional-vocab-size of at least {missing}"
         )
     if manifest.image_rules is not None:
-        reasons += _image_misfits(flag, path, ImageRules.from_dict(manifest.image_rules), config.vision)
+        reasons += image_misfits(flag, path, ImageRules.from_dict(manifest.image_rules), config.vision)
     if manifest.seq_length != config.data.seq_length:
         reasons.append(
             f"{flag} {path} was packed for rows of {manifest.seq_length} tokens, "
@@ -99,7 +99,7 @@ def _misfits(flag: str, path: str, dataset: PackedDataset, config: RunConfig) ->
     return reasons
 
 
-def _image_misfits(flag: str, path: str, rules: ImageRules, vision: VisionConfig) -> list[str]:
+def image_misfits(flag: str, path: str, rules: ImageRules, vision: VisionConfig) -> list[str]:
     if vision.vision_num_layers == 0:
         return [f"{flag} {path} holds images, but the model has no vision tower: set --vision-num-layers"]
     sizes = (rules.image_size, rules.patch_size)

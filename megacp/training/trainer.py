@@ -81,7 +81,7 @@ def step_flops(batches: list[PackedBatch], config: RunConfig) -> float:
     """FLOPs of training on these rows, attention counted by the allowed pairs of their masks, vision by its images."""
     total = 0.0
     for batch in batches:
-        area = mask_metadata(batch).own_table.area
+        area = int(mask_metadata(batch).cost.sum())
         text = model_flops(config.model, int((batch.document >= 0).sum()), area)
         total += text.passing if config.vision.freeze_text else text.training
         if batch.vision is not None:

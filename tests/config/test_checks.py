@@ -14,6 +14,7 @@ GOOD = with_values(RunConfig(), {"vocab_size": 64})
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 V = "num_virtual_stages_per_pipeline_rank"
+DYNAMIC = {"dynamic_context_parallel": True, "cp_comm_type": "kv_exchange", "cp_layout": "balanced"}
 SIZES = "hierarchical_context_parallel_sizes"
 
 SEES = {
@@ -80,6 +81,8 @@ CONTRADICTIONS = [
     ({SIZES: (0, 2)}, 1, [f"{flag(SIZES)}: got 0 2, each must be at least 1"]),
     ({CP: 4, "cp_exchange_stages": 2}, 4, ["--cp-exchange-stages 2", "--cp-comm-type kv_exchange"]),
     ({CP: 4, "cp_exchange_stages": 4, "cp_comm_type": "kv_exchange"}, 4, ["--cp-exchange-stages 4", "at most 3"]),
+    ({**DYNAMIC, "attention_kernel": "dense"}, 2, ["--attention-kernel dense"]),
+    ({**DYNAMIC, CP: 4, "seq_length": 2**30}, 8, ["2147483648 tokens in a row"]),
     ({"dynamic_context_parallel": True}, 2, ["--dynamic-context-parallel", "has zigzag and p2p"]),
     ({"cp_calibration": "a.json"}, 1, ["--cp-calibration a.json", "--cp-comm-type auto"]),
     ({"attention_kernel": "dense", "cp_comm_type": "auto"}, 1, ["--attention-kernel dense", "--cp-comm-type auto"]),

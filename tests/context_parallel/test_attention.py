@@ -344,6 +344,22 @@ def test_the_exchange_moves_each_needed_row_once_and_ranks_agree(layout: str, st
                     assert mine.in_splits[sender] == theirs.out_splits[receiver]
 
 
+@pytest.mark.parametrize("kernel", ["auto", "math"])
+def test_tensors_whose_last_dim_is_not_dense_are_read_right(kernel: str) -> None:
+    """Would catch a kernel that takes the last stride as 1 and reads beyond a transposed view."""
+    case = Case("p2p", "contiguous", "causal", 48, kernel)
+    batch = shard_batch(batch_of(case), single_axis("cp"), LAYOUTS["contiguous"])
+    tensors = qkv_and_gradient(case, 48)
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+    assert turned[0].stride(-1) != 1
+    transport = select_transport("p2p", kernel, single_axis("cp"), torch.device("cpu"))
+    q, k, v = (x.detach().requires_grad_() for x in turned[:3])
+    out = core_attention(q, k, v, transport=transport, plan=batch.plan, scale=DIM**-0.5)
+    found = [out.detach(), *torch.autograd.grad(out, (q, k, v), turned[3])]
+    for one, other in zip(found, attend(batch, transport, tensors), strict=True):
+        assert (one - other).abs().max() <= 1e-12
+
+
 def empty_but_equal_hierarchy(rank: int, world_size: int) -> None:
     select_transport("a2a+p2p", "auto", grid(cp=world_size).cp, torch.device("cpu"), TransportOptions((3, 2)))
 

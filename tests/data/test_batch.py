@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from megacp.batch import PackedBatch, VisionInputs
+from megacp.data.mock import MockRules, mock_batch
 
 ROOT = Path(__file__).parents[2]
-NOT_ROWS = ("pack_ids", "vision")
+NOT_ROWS = ("pack_ids", "vision", "pack_lengths")
 
 
 def make(length: int = 5, **changes: np.ndarray) -> PackedBatch:
@@ -127,3 +128,16 @@ def test_a_dropped_document_is_inert_and_the_rest_stays() -> None:
     assert left.labels.tolist()[:2] == [0, 0] and left.span.tolist() == [0, 0, 2, 2, 0]
     assert left.tokens is batch.tokens and left.vision is not None
     assert batch.without_documents([]).fingerprint() == batch.fingerprint()
+
+
+def test_tokens_are_named_by_pack_and_place_whichever_packs_share_the_row() -> None:
+    """Would catch dropout that depends on how many packs a row joins: on the micro batch, or on dp with dynamic cp."""
+    rules = MockRules(vocab_size=50, seq_length=24, mask="mixed", ragged=True)
+    joined = mock_batch([3, 8], rules)
+    alone = [mock_batch([number], rules) for number in (3, 8)]
+    assert joined.pack_lengths == tuple(len(batch) for batch in alone)
+    names = joined.token_names
+    assert np.array_equal(names, np.concatenate([batch.token_names for batch in alone]))
+    assert len(np.unique(names)) == len(names)
+    assert np.array_equal(joined.with_padding_to(64).token_names[: len(joined)], names)
+    assert len(joined.with_padding_to(64).token_names) == 64

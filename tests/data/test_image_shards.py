@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -47,6 +48,35 @@ def test_the_largest_cost_is_the_optimum_and_no_rank_starves_needlessly(images: 
         assert max(loads) == least_largest_cost(images if given_cost is None else given_cost, ranks)
         assert sum(not part for part in parts) == max(0, ranks - len(images))
         assert parts == shards(images, ranks, given_cost)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40)), max_size=12), st.integers(1, 8), st.booleans())
+def test_every_field_of_the_table_counted_by_hand(units: list[tuple[int, int]], ranks: int, weighed: bool) -> None:
+    """Would catch pooled ranges that are derived from images, and a table that its own checker alone finds right."""
+    crops, pooled = [c for c, _ in units], [p for _, p in units]
+    cost = np.array([100 * c + p for c, p in units], np.int64) if weighed else None
+    bounds = np.cumsum(crops, dtype=np.int64), np.cumsum(pooled, dtype=np.int64)
+    table = compute_image_shard_boundaries(*bounds, ranks, cost)
+    edges = {(sum(crops[:unit]), sum(pooled[:unit])) for unit in range(len(units) + 1)}
+    before, largest = (0, 0), 0
+    for row in table.tolist():
+        start_image, end_image, start_pool, end_pool, most = row
+        assert (start_image, start_pool) == before and (end_image, end_pool) in edges
+        before, largest = (end_image, end_pool), max(largest, end_pool - start_pool)
+        assert most == table["max_num_tokens"][0]
+    assert before == (sum(crops), sum(pooled)) and largest == table["max_num_tokens"][0]
+    assert np.array_equal(table, compute_image_shard_boundaries(*bounds, ranks, cost))
+
+
+def test_a_million_units_take_a_second() -> None:
+    """Would catch work that grows with the square of the units. Processor time: other programs do not count."""
+    crops = np.random.default_rng(0).integers(1, 10, 1_000_000)
+    begin = time.process_time()
+    table = compute_image_shard_boundaries(np.cumsum(crops), np.cumsum(crops) * 144, 16)
+    assert time.process_time() - begin < 5
+    loads = table["end_image_idx"] - table["start_image_idx"]
+    assert loads.max() <= crops.sum() / 16 + 9
 
 
 @pytest.mark.parametrize(

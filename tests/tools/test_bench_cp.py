@@ -31,6 +31,10 @@ def test_layouts_are_counted_drawn_and_written(tmp_path: Path, capsys: pytest.Ca
     for kind, count in (("area max / mean", 8), ("pairs computed / allowed", 8), ("calls on empty tiles", 2)):
         checked = [goal for goal in result["goals"] if kind in goal["name"]]
         assert len(checked) == count and all(goal["met"] for goal in checked), kind
+    ratios = {(entry["pack"], entry["cp"]): entry["over_bound"] for entry in result["layouts"] if entry["over_bound"]}
+    assert len(ratios) >= 7 and min(ratios.values()) >= 1.0, "no layout is below the bound"
+    for (pack, cp), ratio in ratios.items():
+        assert ratio <= tool.BOUND_GOAL or (pack.startswith("mixed") and cp <= 4), (pack, cp, ratio)
     assert "goals met" in capsys.readouterr().out
     pictures = sorted((tmp_path / "plots").glob("*.png"))
     assert [picture.name for picture in pictures] == ["causal_4096_cp8.png", "mixed_4096_cp8.png"]

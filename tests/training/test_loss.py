@@ -115,14 +115,16 @@ def test_context_parallel_peers_share_the_key_but_no_dropout_mask() -> None:
     assert len({place for _, places, _ in results for place in places}) == sum(len(places) for _, places, _ in results)
 
 
-def test_the_dropout_key_names_seed_step_and_packs() -> None:
+def test_dropout_is_keyed_by_seed_step_pack_and_place() -> None:
     batch = step_batches(1, 1)[0]
 
-    def key(step: int, batch: PackedBatch = batch, **values: int) -> int:
-        return Trainee(config_of(values, {}), grid()).shard(batch, step).key
+    def names(step: int, batch: PackedBatch = batch, **values: int) -> tuple[int, tuple[int, ...]]:
+        local = Trainee(config_of(values, {}), grid()).shard(batch, step)
+        return local.key, tuple(local.places.tolist())
 
     other = dataclasses.replace(batch, pack_ids=(7,))
-    assert len({key(1), key(2), key(1, seed=5), key(1, other)}) == 4 and key(1) == key(1)
+    assert len({names(1), names(2), names(1, seed=5), names(1, other)}) == 4 and names(1) == names(1)
+    assert names(1)[0] == names(1, other)[0], "the key does not know which packs share a row"
 
 
 def ends_of_a_tied_model(rank: int, world_size: int, shape: dict[str, int], values: Values) -> list[bytes]:

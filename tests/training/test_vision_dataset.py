@@ -115,6 +115,23 @@ def test_a_step_on_a_stored_dataset_is_that_of_one_process(tmp_path: Path, shape
         assert abs(loss / expected[0] - 1) < 1e-12 and abs(norm / expected[1] - 1) < 1e-10
 
 
+@pytest.mark.parametrize("cp", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_one_giant_video_spreads_over_more_ranks_than_were_planned(tmp_path: Path, cp: int) -> None:
+    """Would catch a video that one rank decodes alone, and a degree that the dataset has no table for."""
+    movie = base64.b64encode(video(40)).decode()
+    record = {"content": [{"type": "video", "base64": movie}, {"type": "text", "text": "it moves"}]}
+    source = tmp_path / "records.jsonl"
+    source.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    build([source], tmp_path / "packed", image_rules=TINY, seq_length=512, cp_degrees=(1, 2))
+    config = config_for(tmp_path / "packed", global_batch_size=2)
+    (expected,) = run_ranks(first_step, 1, config, {})
+    ranks = run_ranks(first_step, cp, with_values(config, {"context_parallel_size": cp}), {"cp": cp})
+    assert expected[3] == 2 * 12 and [rank[3] for rank in ranks] == [2 * 12 // cp] * cp, "12 frames in each of 2 rows"
+    for loss, norm, strategies, _, _ in ranks:
+        assert strategies == {"computed"}
+        assert abs(loss / expected[0] - 1) < 1e-12 and abs(norm / expected[1] - 1) < 1e-10
+
+
 def test_a_damaged_image_ends_the_run_or_leaves_its_document_out_everywhere(tmp_path: Path) -> None:
     data = write_dataset(tmp_path)
     for path in data.glob("shard_*/images.bin"):

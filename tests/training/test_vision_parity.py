@@ -23,11 +23,17 @@ from tests.ranks import run_ranks
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 SLOW = pytest.mark.slow
+BETWEEN = {"seed": 8, "global_batch_size": 4}
+"""The second of four rows of each step has no image, others have fewer units than there are ranks."""
 
 CASES: list[Any] = [
     (2, {CP: 2}, "stored"),
     (2, {CP: 2, "vision_feature_exchange": "all_gather", "cp_comm_type": "all_gather"}, "computed"),
     (2, {CP: 2, "vision_shards": "longest_first", "cp_layout": "balanced"}, "stored"),
+    (3, {CP: 3, **BETWEEN}, "computed"),
+    pytest.param(4, {CP: 4, "vision_feature_exchange": "all_gather", **BETWEEN}, "stored", marks=SLOW),
+    pytest.param(4, {CP: 2, PP: 2, **BETWEEN}, "stored", marks=SLOW),
+    pytest.param(8, {CP: 4, TP: 2, "cp_comm_type": "kv_exchange", **BETWEEN}, "stored", marks=SLOW),
     pytest.param(2, {TP: 2}, "uniform", marks=SLOW),
     pytest.param(2, {PP: 2, "image_attention": "image"}, "stored", marks=SLOW),
     pytest.param(3, {CP: 3, "cp_layout": "balanced", "cp_comm_type": "kv_exchange"}, "stored", marks=SLOW),
@@ -94,3 +100,14 @@ def test_the_rows_hold_what_the_comparison_is_about() -> None:
     units = [len(batch.vision.cum_image_bounds) for batch in batches if batch.vision is not None]
     assert len(counts) == 40 and 0 in counts and min(units) < 2 and max(units) >= 8
     assert any(batch.branch.any() for batch in batches)
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4])
+def test_text_alone_stands_between_images_and_ranks_starve_in_steps_that_are_compared(cp: int) -> None:
+    """Would catch other mock packs, after which no compared step has a microbatch without images."""
+    setup = setup_of(cp, {CP: cp, **BETWEEN})
+    for step in (1, 2):
+        batches = microbatches(setup.config, setup.rules, step, Rows(single_axis("cp"), DataRank(), 1))
+        units = [len(batch.vision.cum_image_bounds) for batch in batches if batch.vision is not None]
+        assert len(units) == 4 and units[1] == 0 and min(units[0], *units[2:]) > 0
+        assert cp == 2 or any(0 < count < cp for count in units)

@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# The whole way with images on a laptop: digit scans -> PNG and JSONL with questions -> packed dataset -> 8 CPU ranks
+# (tp 2 x pp 2 x cp 2) -> answers about held-out scans, counted question by question.
+# OUT (default demo_out) is where everything goes; it must not exist yet. STEPS and RECORDS set the length of the run,
+# GOAL the share of single held-out scans that must be read rightly.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+OUT=${OUT:-demo_out}
+STEPS=${STEPS:-450}
+RECORDS=${RECORDS:-9000}
+GOAL=${GOAL:-0.9}
+export OMP_NUM_THREADS=1
+if [ -e "$OUT" ]; then
+    echo "error: $OUT exists; remove it or choose another place: OUT=somewhere make demo-digits" >&2
+    exit 2
+fi
+mkdir -p "$OUT"
+# Shows a command, then runs it.
+show() { printf '\n$'; printf ' %s' "$@"; printf '\n'; "$@"; }
+
+show python examples/digits_to_jsonl.py --output "$OUT/digits" --records "$RECORDS"
+for split in train held_out; do
+    show python tools/preprocess_data.py build --input "$OUT/digits/$split.jsonl" --output "$OUT/$split" \
+        --tokenizer byte --seq-length 1024 --image-root "$OUT/digits/images" \
+        --image-size 16 --patch-size 4 --overlap-margins 0,0 --max-crops 1 --cp-degrees 1,2 --workers 2
+done
+
+cat > "$OUT/model.yaml" <<YAML
+# Molmo2's architecture in small: a ViT of 3 layers on crops of 16 pixels, and a decoder of 3.
+num_layers: 3
+hidden_size: 64
+ffn_hidden_size: 192
+num_attention_heads: 4
+num_query_groups: 2
+qk_layernorm: true
+untie_embeddings_and_output_weights: true
+additional_vocab_size: 8
+vision_num_layers: 3
+vision_hidden_size: 64
+vision_ffn_hidden_size: 192
+vision_num_attention_heads: 4
+vision_head_dim: 16
+vision_patch_size: 4
+vision_image_size: 16
+vision_feature_layers: [-1, -2]
+connector_num_attention_heads: 4
+connector_head_dim: 16
+connector_ffn_hidden_size: 128
+# What packs really hold; the default plans a row full of images and would leave the first stage no decoder layer.
+vision_planned_crops: 36
+seq_length: 1024
+global_batch_size: 6
+train_iters: $STEPS
+lr: 3.0e-3
+min_lr: 1.0e-4
+lr_warmup_iters: 20
+weight_decay: 0.05
+eval_interval: 50
+eval_iters: 4
+log_interval: 10
+YAML
+run=(--config "$OUT/model.yaml" --data-path "$OUT/train" --valid-data-path "$OUT/held_out" --save "$OUT/checkpoints"
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2
+    --cp-comm-type kv_exchange --cp-layout balanced)
+show python -m megacp.train --dry-run --world-size 8 "${run[@]}"
+show torchrun --standalone --nproc-per-node 8 -m megacp.train "${run[@]}"
+
+show python tools/plot_log.py --log "$OUT/checkpoints/log.jsonl" --output "$OUT/loss.png"
+show python tools/generate.py --checkpoint "$OUT/checkpoints" --tokenizer byte --input "$OUT/digits/held_out.jsonl" \
+    --image-root "$OUT/digits/images" --output "$OUT/answers.jsonl" --max-new-tokens 14
+cp "$(ls -d "$OUT"/checkpoints/step_* | tail -n 1)/config.yaml" "$OUT/config.yaml"
+status=0
+show python examples/evaluate_digits.py --answers "$OUT/answers.jsonl" --images "$OUT/digits/images" \
+    --page "$OUT/samples.html" --goal "$GOAL" | tee "$OUT/accuracy.txt" || status=$?
+echo
+echo "$((SECONDS / 60)) min $((SECONDS % 60)) s. Everything is in $OUT: accuracy.txt, samples.html (answers beside their images), loss.png,"
+echo "checkpoints/, config.yaml (the resolved config), answers.jsonl, digits/ (PNG and JSONL)"
+exit "$status"

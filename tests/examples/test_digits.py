@@ -1,0 +1,132 @@
+"""The digit records, what is counted about their answers, and the whole way from scans to a page of answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples import digits_to_jsonl, evaluate_digits
+from megacp.train import main as train
+from tests.data.builds import files
+from tools import generate, preprocess_data
+
+pytest.importorskip("sklearn", reason="the digit scans are inside scikit-learn (extra `demo`)")
+
+
+def made(folder: Path, *more: str) -> Path:
+    assert digits_to_jsonl.main(["--output", str(folder), "--records", "60", "--held-out-several", "2", *more]) == 0
+    return folder
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def scans(path: Path) -> set[int]:
+    return {int(part["path"][:4]) for record in records(path) for part in record["content"]}
+
+
+def test_the_same_flags_give_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
+    first = files(made(tmp_path / "a"))
+    assert first == files(made(tmp_path / "b"))
+    assert first["train.jsonl"] != files(made(tmp_path / "c", "--seed", "1"))["train.jsonl"]
+
+
+def test_no_scan_is_in_training_and_held_out(tmp_path: Path) -> None:
+    folder = made(tmp_path, "--records", "800")
+    train_scans, held_out = scans(folder / "train.jsonl"), scans(folder / "held_out.jsonl")
+    assert max(train_scans) < 1500 <= min(held_out) and len(train_scans) == 1500 and len(held_out) == 297
+    single = [record for record in records(folder / "held_out.jsonl") if len(record["content"]) == 1]
+    assert len(single) == 297
+    assert {len(record["content"]) for record in records(folder / "train.jsonl")} == {1, 2, 3, 4, 5, 6}
+
+
+def test_answers_are_those_of_the_scans_that_a_record_shows(tmp_path: Path) -> None:
+    _, digits = digits_to_jsonl.load_scans()
+    for record in records(made(tmp_path) / "train.jsonl"):
+        shown = [int(digits[int(part["path"][:4])]) for part in record["content"]]
+        answers = {b["messages"][0]["content"]: b["messages"][1]["content"] for b in record["branches"]}
+        assert answers["which digits?"].split() == [str(digit) for digit in shown]
+        assert int(answers["how many are even?"]) == sum(digit in (0, 2, 4, 6, 8) for digit in shown)
+        assert ("sum of the first two?" in answers) == (len(shown) > 1)
+        if len(shown) > 1:
+            assert int(answers["sum of the first two?"]) == shown[0] + shown[1]
+        for part in record["content"]:
+            assert (tmp_path / "images" / part["path"]).is_file()
+
+
+def test_held_out_scans_are_not_moved_and_training_scans_are(tmp_path: Path) -> None:
+    names = {path.name[4:-4] for path in (made(tmp_path) / "images").iterdir() if path.name < "1500"}
+    assert len(names) == 9
+    assert {path.name[4:-4] for path in (tmp_path / "images").iterdir() if path.name >= "1500"} == {"_+0+0"}
+
+
+@pytest.mark.parametrize("flags", [["--records", "0"], ["--single", "1.5"], ["--shift", "9"]])
+def test_wrong_numbers_are_refused(tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        digits_to_jsonl.main(["--output", str(tmp_path / "d"), *flags])
+    assert flags[0] in capsys.readouterr().err and not (tmp_path / "d").exists()
+
+
+def answer(identity: str, question: str, expected: str, said: str, images: list[str]) -> str:
+    prompt = f"<|user|>\n{question}\n<|assistant|>\n"
+    line = {"id": identity, "images": images, "prompt": prompt, "expected": expected, "answer": said}
+    return json.dumps(line) + "\n"
+
+
+def test_only_exact_answers_count_and_single_scans_stand_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.png").write_bytes(b"picture")
+    lines = [
+        answer("1", "which digits?", "3", "3", ["a.png"]),
+        answer("2", "which digits?", "3", "3 ", ["a.png"]),
+        answer("3", "which digits?", "3 4", "3 4", ["a.png", "a.png"]),
+        answer("3", "how many are even?", "1", "<b>", ["a.png", "a.png"]),
+    ]
+    (tmp_path / "answers.jsonl").write_text("".join(lines))
+    flags = ["--answers", str(tmp_path / "answers.jsonl"), "--images", str(tmp_path)]
+    assert evaluate_digits.main([*flags, "--page", str(tmp_path / "page.html"), "--goal", "0.5"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].split()[-4:] == ["50.0%", "1", "of", "2"] and "100.0%" in said[1] and "0.0%" in said[2]
+    page = (tmp_path / "page.html").read_text()
+    assert "data:image/png;base64," in page and "&lt;b&gt;" in page and "<b>" not in page
+    assert evaluate_digits.main([*flags, "--goal", "0.9"]) == 1
+    assert "1 of 2 single scans read rightly, --goal is 90%" in capsys.readouterr().err
+    (tmp_path / "answers.jsonl").write_text("{}\n")
+    assert evaluate_digits.main(flags) == 2
+    assert "answers.jsonl:1 is no line of tools/generate.py" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_way_from_scans_to_a_page_of_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A few steps of a smaller model: would catch parts of the demo that do not fit together."""
+    digits = made(tmp_path / "digits")
+    image_flags = ["--image-size", "16", "--patch-size", "4", "--overlap-margins", "0,0", "--max-crops", "1"]
+    for split in ("train", "held_out"):
+        build = ["build", "--input", str(digits / f"{split}.jsonl"), "--output", str(tmp_path / split), *image_flags]
+        build += ["--tokenizer", "byte", "--seq-length", "1024", "--image-root", str(digits / "images")]
+        assert preprocess_data.main([*build, "--workers", "1"]) == 0
+    sizes = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 2 --seq-length 1024 "
+    sizes += "--untie-embeddings-and-output-weights --additional-vocab-size 8 --vision-num-layers 2 "
+    sizes += "--vision-hidden-size 32 --vision-ffn-hidden-size 48 --vision-num-attention-heads 2 --vision-head-dim 16 "
+    sizes += "--vision-patch-size 4 --vision-image-size 16 --vision-feature-layers -1 -2 "
+    sizes += "--connector-num-attention-heads 2 --connector-head-dim 16 --global-batch-size 1 --train-iters 3"
+    data = ["--data-path", str(tmp_path / "train"), "--save", str(tmp_path / "run")]
+    assert train([*sizes.split(), *data]) == 0
+    ask = ["--checkpoint", str(tmp_path / "run"), "--tokenizer", "byte", "--max-new-tokens", "2"]
+    few = tmp_path / "few.jsonl"
+    lines = (digits / "held_out.jsonl").read_text().splitlines(keepends=True)
+    few.write_text("".join(lines[:5] + lines[-5:]))
+    out = tmp_path / "answers.jsonl"
+    flags = ["--input", str(few), "--image-root", str(digits / "images"), "--output", str(out)]
+    assert generate.main([*ask, *flags]) == 0
+    assert len(records(out)) == 5 * 2 + 5 * 3
+    page = ["--answers", str(out), "--images", str(digits / "images"), "--page", str(tmp_path / "page.html")]
+    capsys.readouterr()
+    assert evaluate_digits.main(page) == 0
+    assert "which digits? (1 image)" in capsys.readouterr().out
+    assert (tmp_path / "page.html").read_text().count("<img") >= 10

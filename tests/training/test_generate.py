@@ -1,0 +1,176 @@
+"""Answers from a checkpoint: those of the model that was trained, with images, branches, several prompts in a row."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megacp.config.run import RunConfig, flag, flatten, with_values
+from megacp.data.collate import collate
+from megacp.data.decoding import RulesDecoder
+from megacp.data.image_loading import ImageLoading, load_images
+from megacp.data.prompt import Prompt, PromptMaker
+from megacp.data.store import PackedDataset
+from megacp.data.tokenizer import load_tokenizer
+from megacp.train import main
+from megacp.training.generate import Generator, Sampling
+from megacp.training.parity_setup import MODELS
+from tests.data.builds import run as build
+from tests.data.pictures import TINY
+from tests.training.test_vision_dataset import image_part
+
+LENGTH = 6
+RECORDS: list[dict[str, Any]] = [
+    {
+        "content": [image_part(16, 12, 1), {"type": "text", "text": "between"}, image_part(30, 16, 2)],
+        "branches": [
+            {"messages": [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "abcdef"}]},
+            {
+                "messages": [
+                    {"role": "user", "content": [image_part(16, 16, 3), {"type": "text", "text": "and this one?"}]},
+                    {"role": "assistant", "content": "ghijkl"},
+                ]
+            },
+        ],
+    },
+    {
+        "messages": [
+            {"role": "user", "content": [image_part(20, 44, 4), {"type": "text", "text": "again?"}]},
+            {"role": "assistant", "content": "mnopqr"},
+        ]
+    },
+    {"messages": [{"role": "user", "content": "no image"}, {"role": "assistant", "content": "stuvwx"}]},
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `packed`, built from RECORDS, and `run`, a checkpoint after one step on it."""
+    folder = tmp_path_factory.mktemp("generate")
+    source = folder / "records.jsonl"
+    source.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    build([source], folder / "packed", image_rules=TINY, seq_length=512, cp_degrees=(1,), unit_bytes=1 << 20)
+    values = {"data_path": str(folder / "packed"), "seq_length": 512, "dtype": "float64", "global_batch_size": 1}
+    values |= {"train_iters": 1, "save": str(folder / "run"), "lr": 0.01}
+    config = with_values(RunConfig(), {**MODELS["tiny_vlm"], "vocab_size": 0, **values})
+    defaults, words = flatten(RunConfig()), []
+    for name, value in flatten(config).items():
+        if value != defaults[name]:
+            words += [flag(name)] if value is True else [flag(name), *map(str, value if _many(value) else [value])]
+    assert main(words) == 0
+    return folder
+
+
+def _many(value: object) -> bool:
+    return isinstance(value, tuple)
+
+
+@pytest.fixture(scope="module")
+def generator(trained: Path) -> Generator:
+    made = Generator(trained / "run")
+    made.image_rules(None)
+    return made
+
+
+def prompts_of(generator: Generator) -> list[Prompt]:
+    maker = PromptMaker(load_tokenizer("byte"), generator.image_rules(None))
+    return [maker.of_record(record) for record in RECORDS]
+
+
+def test_answers_are_the_likeliest_tokens_of_the_stored_pack_with_these_answers_in_it(
+    trained: Path, generator: Generator
+) -> None:
+    """Would catch prompts, positions, spans, branches or images that are not those of training."""
+    answers = [a for given in generator.answer(prompts_of(generator), Sampling(LENGTH)) for a in given]
+    assert [len(answer) for answer in answers] == [LENGTH] * 4
+    dataset = PackedDataset(trained / "packed")
+    assert len(dataset) == 1
+    batch = collate([dataset.pack(0)])
+    text = bytes(np.where(batch.tokens < 256, batch.tokens, 0).astype(np.uint8))
+    tokens = batch.tokens.copy()
+    begins = [text.index(expected) for expected in (b"abcdef", b"ghijkl", b"mnopqr", b"stuvwx")]
+    for begin, answer in zip(begins, answers, strict=True):
+        tokens[begin : begin + LENGTH] = answer
+    forced = load_images(dataclasses.replace(batch, tokens=tokens), [dataset.pack(0)], ImageLoading(RulesDecoder(TINY)))
+    likeliest = generator.logits(forced).argmax(-1).numpy()
+    for begin, answer in zip(begins, answers, strict=True):
+        assert likeliest[begin - 1 : begin - 1 + LENGTH].tolist() == answer.tolist()
+
+
+def test_images_are_encoded_once_a_row_however_many_tokens_are_made(
+    generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    vision = generator.model.vision
+    assert vision is not None
+    forward = vision.forward
+    monkeypatch.setattr(vision, "forward", lambda *given: calls.append(len(given[0])) or forward(*given))
+    list(generator.answer(prompts_of(generator), Sampling(5)))
+    crops = sum(len(patches) for prompt in prompts_of(generator) for patches, _ in prompt.pixels)
+    assert calls == [crops]
+
+
+def test_pixels_matter(generator: Generator) -> None:
+    maker = PromptMaker(load_tokenizer("byte"), TINY)
+    record = json.loads(json.dumps(RECORDS[1]))
+    record["messages"][0]["content"][0] = image_part(20, 44, 5)
+    rows = []
+    for prompt in (prompts_of(generator)[1], maker.of_record(record)):
+        features = generator.features([prompt])
+        assert features is not None
+        rows.append(features)
+    assert (rows[0] - rows[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_answer_does_not_depend_on_what_shares_its_row(generator: Generator, temperature: float) -> None:
+    prompts = prompts_of(generator)
+    together = list(generator.answer(prompts, Sampling(4, temperature, seed=3)))
+    first = 0
+    for prompt, expected in zip(prompts, together, strict=True):
+        (alone,) = generator.answer([prompt], Sampling(4, temperature, seed=3 + first))
+        assert [a.tolist() for a in alone] == [a.tolist() for a in expected]
+        first += prompt.num_answers
+
+
+def test_an_answer_ends_with_the_end_token_and_long_text_slides(generator: Generator) -> None:
+    maker = PromptMaker(load_tokenizer("byte"))
+    (free,) = generator.answer([maker.of_texts(["ab"])], Sampling(8))
+    (ended,) = generator.answer([maker.of_texts(["ab"])], Sampling(8, eos=int(free[0][2])))
+    assert ended[0].tolist() == free[0].tolist()[: free[0].tolist().index(free[0][2]) + 1]
+    text = "0123456789" * 60
+    (long,) = generator.answer([maker.of_texts([text])], Sampling(2))
+    (end,) = generator.answer([maker.of_texts([text[-512:]])], Sampling(1))
+    assert long[0][0] == end[0][0] and len(long[0]) == 2
+
+
+def test_a_prompt_with_images_that_leaves_no_room_is_refused(generator: Generator) -> None:
+    maker = PromptMaker(load_tokenizer("byte"), TINY)
+    record = {"content": [image_part(16, 16, 1), {"type": "text", "text": "x" * 600}], "branches": ["a", "b"]}
+    with pytest.raises(ValueError, match=r"prompt 0: 6\d\d tokens, --seq-length of the run is 512"):
+        list(generator.answer([maker.of_record(record)], Sampling(1)))
+
+
+def test_image_rules_come_from_the_dataset_of_the_run_or_of_the_flag(trained: Path, tmp_path: Path) -> None:
+    generator = Generator(trained / "run")
+    assert generator.image_rules(None) == generator.image_rules(str(trained / "packed")) == TINY
+    with pytest.raises(ValueError, match="no such file.*give --data-path of a dataset built with the same image flags"):
+        generator.image_rules(str(tmp_path / "nowhere"))
+    source = tmp_path / "records.jsonl"
+    source.write_text(json.dumps(RECORDS[1]) + "\n")
+    other = dataclasses.replace(TINY, image_size=32)
+    build([source], tmp_path / "other", image_rules=other, seq_length=512, cp_degrees=(1,), unit_bytes=1 << 20)
+    with pytest.raises(ValueError, match="crops of 32 pixels with patches of 4, the model's have 16 and 4"):
+        generator.image_rules(str(tmp_path / "other"))
+    source.write_text('{"text": "a text"}\n')
+    build([source], tmp_path / "text", seq_length=512)
+    with pytest.raises(ValueError, match="holds no image rules, it is a dataset of text"):
+        generator.image_rules(str(tmp_path / "text"))
+    generator.config = with_values(generator.config, {"data_path": str(tmp_path / "gone")})
+    with pytest.raises(ValueError, match="names the dataset whose image rules it was trained with: .*give --data-path"):
+        generator.image_rules(None)
