@@ -6,8 +6,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-demo_out}
-STEPS=${STEPS:-450}
-RECORDS=${RECORDS:-9000}
+STEPS=${STEPS:-600}
+RECORDS=${RECORDS:-8000}
 GOAL=${GOAL:-0.9}
 export OMP_NUM_THREADS=1
 if [ -e "$OUT" ]; then
@@ -18,11 +18,11 @@ mkdir -p "$OUT"
 # Shows a command, then runs it.
 show() { printf '\n$'; printf ' %s' "$@"; printf '\n'; "$@"; }
 
-show python examples/digits_to_jsonl.py --output "$OUT/digits" --records "$RECORDS"
+show python examples/digits_to_jsonl.py --output "$OUT/digits" --records "$RECORDS" --single 0.8
 for split in train held_out; do
     show python tools/preprocess_data.py build --input "$OUT/digits/$split.jsonl" --output "$OUT/$split" \
         --tokenizer byte --seq-length 1024 --image-root "$OUT/digits/images" \
-        --image-size 16 --patch-size 4 --overlap-margins 0,0 --max-crops 1 --cp-degrees 1,2 --workers 2
+        --image-size 16 --patch-size 4 --overlap-margins 0,0 --max-crops 1 --cp-degrees 1,2 --seed 0 --workers 2
 done
 
 cat > "$OUT/model.yaml" <<YAML
@@ -49,11 +49,12 @@ connector_ffn_hidden_size: 128
 # What packs really hold; the default plans a row full of images and would leave the first stage no decoder layer.
 vision_planned_crops: 36
 seq_length: 1024
-global_batch_size: 6
+global_batch_size: 4
+init_method_std: 0.05
 train_iters: $STEPS
-lr: 3.0e-3
+lr: 1.0e-3
 min_lr: 1.0e-4
-lr_warmup_iters: 20
+lr_warmup_iters: 30
 weight_decay: 0.05
 eval_interval: 50
 eval_iters: 4

@@ -29,7 +29,7 @@ def key_order(metadata: Metadata) -> np.ndarray:
     if not metadata.span.any():
         return natural
     order = text_before_images(metadata)
-    tiles = metadata.take(order).own_table.num_tiles
+    tiles = metadata.by_type.own_table.num_tiles
     fewer = tiles < _least_tiles(metadata) or tiles < metadata.own_table.num_tiles
     return order if fewer else natural
 
