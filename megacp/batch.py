@@ -137,10 +137,10 @@ class PackedBatch:
     """int32 [T], 0 = text, else the group of image tokens that see each other in both directions."""
     pack_ids: tuple[int, ...]
     """Numbers of the packs in this row, in order, as the dataset counts them."""
-    pack_lengths: tuple[int, ...] = ()
-    """Tokens of each pack in this row, its padding included; () = one pack is the whole row."""
     vision: VisionInputs | None = None
     """Its images; None for a dataset without any."""
+    pack_lengths: tuple[int, ...] = ()
+    """Tokens of each pack in this row, its padding included; () = one pack is the whole row."""
 
     def __post_init__(self) -> None:
         reasons = []

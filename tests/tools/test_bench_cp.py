@@ -48,4 +48,6 @@ def test_memory_and_time_are_measured_on_ranks(tmp_path: Path) -> None:
     result = json.loads(path.read_text())
     memory = [goal["value"] for goal in result["goals"] if "peak of activations" in goal["name"]]
     assert len(memory) == 4 and all(0.5 < value < 1.5 for value in memory)
-    assert all(seconds > 0 for seconds in result["time"]["median_cpu_seconds"].values())
+    assert all(one["work"] >= one["slowest_rank"] > 0 for runs in result["time"]["seconds"].values() for one in runs)
+    kept = [goal for goal in result["goals"] if "kept for backward" in goal["name"]]
+    assert len(kept) == 4 and all(goal["met"] for goal in kept)
