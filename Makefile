@@ -16,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo 'make setup      create $(VENV) with everything the tests and the demo need (done by the targets below)'
 	@echo 'make demo       train a small model on 8 CPU ranks, stop and resume it, sample text (about 10 minutes)'
-	@echo 'make demo-digits  train a model that sees on 8 CPU ranks, ask it about digits it never saw (accuracy not measured yet)'
+	@echo 'make demo-digits  train a model that sees on 8 CPU ranks, ask it about digits it never saw (does not reach its goal yet, see README)'
 	@echo 'make test       all tests'
 	@echo 'make test-fast  the tests that take seconds'
 	@echo 'make check      lint, layer contract, fences, types'
