@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -41,6 +41,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", required=True, metavar="FILE", help="tokenizer.json or NAME.model")
     parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="at least 257 for .json")
     parser.add_argument("--text-key", default="text", metavar="KEY", help="key of plain text in a record (text)")
+    parser.add_argument(
+        "--symbols", nargs="+", default=[], metavar="TEXT", help="texts that are one token each, such as '<|user|>'"
+    )
     parser.add_argument("--max-mib", type=float, default=256, metavar="N", help="stop after so much text (256)")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE")
     return parser
@@ -62,7 +65,7 @@ def texts(paths: list[str], text_key: str) -> Iterator[str]:
             if isinstance(item, Refusal):
                 raise ValueError(str(item))
             try:
-                sample = parse_record(item.value, text_key)
+                sample = parse_record(item.value, text_key, media=True)  # only the text of a record is read
             except RecordError as error:
                 raise ValueError(f"{path}:{item.line}: {error}") from error
             for part in (sample.prefix, *sample.branches):
@@ -82,27 +85,34 @@ def limited(stream: Iterator[str], max_bytes: int) -> Iterator[str]:
         raise ValueError("--input: the files hold no text")
 
 
-def train_bpe(stream: Iterator[str], output: Path, vocab_size: int) -> int:
-    """Write a byte-level BPE tokenizer.json with EOD_TOKEN as id 0; returns its vocabulary's size."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+def train_bpe(stream: Iterator[str], output: Path, vocab_size: int, symbols: Sequence[str]) -> int:
+    """Write a byte-level BPE tokenizer.json with EOD_TOKEN as id 0 and `symbols` as the last ids, found in a text
+    before its words are cut; returns its vocabulary's size.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    if vocab_size < 257:
-        raise ValueError(f"--vocab-size is {vocab_size}, byte-level BPE needs at least 257: the bytes and {EOD_TOKEN}")
+    least = 257 + len(symbols)
+    if vocab_size < least:
+        more = f" and {len(symbols)} symbols" if symbols else ""
+        raise ValueError(
+            f"--vocab-size is {vocab_size}, byte-level BPE needs at least {least}: the bytes, {EOD_TOKEN}{more}"
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=vocab_size - len(symbols),
         special_tokens=[EOD_TOKEN],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(stream, trainer)
+    tokenizer.add_tokens([AddedToken(symbol, normalized=False) for symbol in symbols])
     output.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     return tokenizer.get_vocab_size()
 
 
-def train_sentencepiece(stream: Iterator[str], output: Path, vocab_size: int) -> int:
+def train_sentencepiece(stream: Iterator[str], output: Path, vocab_size: int, symbols: Sequence[str]) -> int:
     """Write a SentencePiece BPE model with byte fallback that keeps all whitespace; returns its vocabulary's size."""
     import io
 
@@ -117,6 +127,7 @@ def train_sentencepiece(stream: Iterator[str], output: Path, vocab_size: int) ->
             model_type="bpe",
             byte_fallback=True,
             split_digits=True,
+            user_defined_symbols=list(symbols),
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
             num_threads=1,
@@ -142,7 +153,7 @@ def _train(args: argparse.Namespace) -> str:
         raise ValueError(f"--input: no such file: {', '.join(absent)}")
     output.parent.mkdir(parents=True, exist_ok=True)
     stream = limited(texts(args.input, args.text_key), int(args.max_mib * (1 << 20)))
-    size = TRAINERS[output.suffix](stream, output, args.vocab_size)
+    size = TRAINERS[output.suffix](stream, output, args.vocab_size, args.symbols)
     return f"{output}: {size:,} tokens"
 
 

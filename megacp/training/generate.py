@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,6 +66,7 @@ class Generator:
         loaded = load_checkpoint(checkpoint, self.grid.world)
         self.path, self.step = loaded.path, loaded.step
         self.tokenizer_sha256: str = loaded.extra["tokenizer_sha256"]
+        self._stored_rules: dict[str, Any] | None = loaded.extra.get("image_rules")
         self.config: RunConfig = with_values(from_yaml(loaded.config_yaml), _ONE_PROCESS)
         self.model: LanguageModelChunk = build_chunks(self.config, self.grid)[0].eval()
         self._rules: ImageRules | None = None
@@ -79,32 +81,25 @@ class Generator:
             raise ValueError(f"checkpoint {self.path} lacks {', '.join(sorted(places))}")
 
     def image_rules(self, data_path: str | None) -> ImageRules:
-        """The rules by which images become tokens: those of the dataset at `data_path`, else of the run's own dataset.
+        """The rules by which images become tokens: those of the checkpoint, or of the dataset at `data_path`.
 
-        A checkpoint holds none. ValueError when there are none to be found, or they do not fit the model.
+        ValueError when there are none, or they do not fit the model.
         """
         if not self.config.vision.vision_num_layers:
             raise ValueError(f"{self.path} has no vision tower: it was trained on text alone")
-        path = data_path or self.config.data.data_path
-        missing = "give --data-path of a dataset built with the same image flags as the run's"
-        if path is None:
-            raise ValueError(f"{self.path} was trained on mock data and holds no image rules: {missing}")
-        try:
-            manifest = Manifest.read(path)
-        except ValueError as error:
-            told = "" if data_path else f"{self.path} names the dataset whose image rules it was trained with: "
-            raise ValueError(f"{told}{error}; {missing}") from error
-        flag = "--data-path" if data_path else f"{self.path}: --data-path"
-        reasons = []
-        if manifest.image_rules is None:
-            raise ValueError(f"{flag} {path} holds no image rules, it is a dataset of text: {missing}")
-        if self.tokenizer_sha256 and manifest.tokenizer.sha256 != self.tokenizer_sha256:
-            reasons.append(f"{flag} {path} was built with another tokenizer than {self.path} was trained with")
-        rules = ImageRules.from_dict(manifest.image_rules)
-        reasons += image_misfits(flag, path, rules, self.config.vision)
-        if manifest.num_token_ids > self.config.model.embedding_rows:
-            rows = self.config.model.embedding_rows
-            reasons.append(f"{flag} {path} has ids up to {manifest.num_token_ids - 1}, the model has {rows} rows")
+        values, reasons, where = self._stored_rules, [], str(self.path)
+        if data_path is not None:
+            manifest, where = Manifest.read(data_path), f"--data-path {data_path}"
+            values = manifest.image_rules
+            if self.tokenizer_sha256 and manifest.tokenizer.sha256 != self.tokenizer_sha256:
+                reasons.append(f"{where} was built with another tokenizer than {self.path} was trained with")
+        if values is None:
+            raise ValueError(f"{where} holds no image rules: give --data-path of a dataset built with image flags")
+        rules = ImageRules.from_dict(values)
+        reasons += image_misfits(where, rules, self.config.vision)
+        rows, last = self.config.model.embedding_rows, max(rules.token_ids.values())
+        if last >= rows:
+            reasons.append(f"{where} has ids up to {last}, the model has {rows} rows")
         if reasons:
             raise ValueError("\n".join(reasons))
         self._rules = rules

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from megacp.batch import PackedBatch
 from megacp.config.run import RunConfig, with_values
@@ -33,6 +34,8 @@ class Sources:
     """Of the training data; empty for mock packs."""
     decoder: Decoder | None = None
     """Turns the images of both datasets into patches; None when they are text."""
+    image_rules: dict[str, Any] | None = None
+    """By which images became tokens, as in the manifests; None for text and mock packs."""
 
 
 def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
@@ -58,7 +61,7 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
         raise ValueError("\n".join(reasons))
     values = train.manifest.image_rules or (valid.manifest.image_rules if valid is not None else None)
     decoder = RulesDecoder(ImageRules.from_dict(values)) if values is not None else None
-    return config, Sources(train, valid, train.fingerprint, train.manifest.tokenizer.sha256, decoder)
+    return config, Sources(train, valid, train.fingerprint, train.manifest.tokenizer.sha256, decoder, values)
 
 
 def _mock_fingerprint(config: RunConfig) -> str:
@@ -83,7 +86,7 @@ def _misfits(flag: str, path: str, dataset: PackedDataset, config: RunConfig) ->
             f"{config.model.embedding_rows} rows: give --additional-vocab-size of at least {missing}"
         )
     if manifest.image_rules is not None:
-        reasons += image_misfits(flag, path, ImageRules.from_dict(manifest.image_rules), config.vision)
+        reasons += image_misfits(f"{flag} {path}", ImageRules.from_dict(manifest.image_rules), config.vision)
     if manifest.seq_length != config.data.seq_length:
         reasons.append(
             f"{flag} {path} was packed for rows of {manifest.seq_length} tokens, "
@@ -99,16 +102,17 @@ def _misfits(flag: str, path: str, dataset: PackedDataset, config: RunConfig) ->
     return reasons
 
 
-def image_misfits(flag: str, path: str, rules: ImageRules, vision: VisionConfig) -> list[str]:
+def image_misfits(where: str, rules: ImageRules, vision: VisionConfig) -> list[str]:
+    """Why images made by `rules`, found at `where`, do not fit a model; empty when they do."""
     if vision.vision_num_layers == 0:
-        return [f"{flag} {path} holds images, but the model has no vision tower: set --vision-num-layers"]
+        return [f"{where} holds images, but the model has no vision tower: set --vision-num-layers"]
     sizes = (rules.image_size, rules.patch_size)
     expected = (vision.vision_image_size, vision.vision_patch_size)
     if sizes == expected:
         return []
     return [
-        f"{flag} {path} has crops of {sizes[0]} pixels with patches of {sizes[1]}, the model's have {expected[0]} and "
-        f"{expected[1]}: set --vision-image-size {sizes[0]} --vision-patch-size {sizes[1]} or build it again"
+        f"{where} has crops of {sizes[0]} pixels with patches of {sizes[1]}, the model's have {expected[0]} and "
+        f"{expected[1]}: set --vision-image-size {sizes[0]} --vision-patch-size {sizes[1]} or build the dataset again"
     ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from megacp.checkpoint.commit import load_checkpoint, save_checkpoint
 from megacp.checkpoint.names import boxes_to_load, boxes_to_save
@@ -26,6 +27,8 @@ class Progress:
     data_fingerprint: str = ""
     seed: int = 0
     tokenizer_sha256: str = ""
+    image_rules: dict[str, Any] | None = None
+    """By which images became tokens: with them a checkpoint can be asked about images without its dataset."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,6 @@ def load(trainee: Trainee, progress: Progress, config: RunConfig) -> Resumed:
     trainee.optimizer.clear()
     loaded.read(boxes_to_load(trainee.buckets.whole_parameters(), trainee.optimizer.state_slices()))
     trainee.optimizer.set_updates(extra["updates"])
-    kept = {name: extra[name] for name in asdict(progress)}
+    kept = {name: extra[name] for name in asdict(progress) if name in extra}
     changed = tuple(f"{flag(name)} {now[name]} (was {before[name]})" for name in differing)
     return Resumed(Progress(**kept), loaded.path, changed)

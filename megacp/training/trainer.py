@@ -103,6 +103,7 @@ class Trainer:
             data_fingerprint=sources.fingerprint,
             seed=config.training.seed,
             tokenizer_sha256=sources.tokenizer_sha256,
+            image_rules=sources.image_rules,
         )
         self.safe_in: Path | None = None  # the checkpoint of just this step, where there is one
         changed: tuple[str, ...] = ()

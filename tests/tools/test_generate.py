@@ -106,7 +106,7 @@ def test_what_cannot_be_answered_ends_with_one_message(
         ("reading", records, "bad.jsonl:1: `messages[0].content[0].path` is an image, and no image rules are known"),
         ("seeing", ["--prompt", "a", "--image", tmp_path / "none.png"], "none.png: No such file"),
         ("seeing", ["--prompt", "a", "--image", tmp_path / "broken.png"], "`--image 1`: "),
-        ("seeing", [*picture, "--data-path", folder / "text"], "holds no image rules, it is a dataset of text"),
+        ("seeing", [*picture, "--data-path", folder / "text"], "text holds no image rules: give --data-path"),
     ]:
         assert generate.main(flags(folder, checkpoint, *more)) == 2
         said = capsys.readouterr().err
