@@ -6,7 +6,7 @@ EXTRAS ?= test,data,hf,demo
 PIP_ARGS ?=
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-digits test test-fast check format bench clean
+.PHONY: help setup demo demo-text test test-fast check format bench clean
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -15,8 +15,8 @@ export OMP_NUM_THREADS ?= 1
 
 help:
 	@echo 'make setup      create $(VENV) with everything the tests and the demo need (done by the targets below)'
-	@echo 'make demo       train a small model on 8 CPU ranks, stop and resume it, sample text (about 10 minutes)'
-	@echo 'make demo-digits  train a model that sees on 8 CPU ranks, ask it about digits it never saw (does not reach its goal yet, see README)'
+	@echo 'make demo       train a model that sees on 8 CPU ranks, ask it about digits it never saw (about 10 minutes)'
+	@echo 'make demo-text  train a language model on 8 CPU ranks, stop it, resume it on another grid, sample text (about 5 minutes)'
 	@echo 'make test       all tests'
 	@echo 'make test-fast  the tests that take seconds'
 	@echo 'make check      lint, layer contract, fences, types'
@@ -35,10 +35,10 @@ $(STAMP): setup.py constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo_cpu.sh
-
-demo-digits: $(STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo_vlm.sh
+
+demo-text: $(STAMP)
+	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo_text.sh
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

@@ -6,7 +6,7 @@ group and scattering pixels, which costs more bytes than the features and makes 
 
 A bad image: `fail` ends the run with the record's place. `skip` drops the whole document, which all ranks must do
 alike though one has seen the fault: the rank reports it (`VisionInputs.bad_documents`), the ranks exchange their
-reports before a step, and each then clears the same documents (`training/bad_images.py`).
+reports before a step, and each then clears the same documents (`training/images.py`).
 """
 
 from __future__ import annotations
@@ -174,6 +174,8 @@ def _refuse_other_sizes(pixels: Pixels, sizes: tuple[int, int], patch_shape: tup
             f"it decodes to patches {patches.shape} and {len(pooling)} pooled tokens, the dataset was built for "
             f"{(sizes[0], *patch_shape)} and {sizes[1]}"
         )
+    if empty := int((pooling < 0).all(1).sum()):
+        raise ImageError(f"{empty} of its {len(pooling)} pooled tokens have no patch inside of the image")
 
 
 def _blank(sizes: tuple[int, int], patch_shape: tuple[int, int]) -> Pixels:

@@ -186,6 +186,14 @@ def test_an_image_of_another_size_than_the_dataset_says_is_a_bad_one() -> None:
     with pytest.raises(ValueError, match=r"it decodes to patches \(4, 6, 5\).*built for \(2, 6, 5\)"):
         load_images(collate(packs), packs, ImageLoading(Larger(IMAGES)))
 
+    class Outside(MockDecoder):
+        def image(self, data: bytes) -> Pixels:
+            patches, pooling = super().image(data)
+            return patches, np.full_like(pooling, -1)
+
+    with pytest.raises(ValueError, match=r"(\d+) of its \1 pooled tokens have no patch inside of the image"):
+        load_images(collate(packs), packs, ImageLoading(Outside(IMAGES)))
+
 
 def test_counts_that_differ_name_the_record_and_both_counts() -> None:
     pack = dataclasses.replace(mock_pack(3, RULES), sources=("a.jsonl",))

@@ -9,7 +9,7 @@ STEPS=${STEPS:-300}
 export OMP_NUM_THREADS=1
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120 # torchrun kills ranks that still save 30 s after SIGTERM otherwise
 if [ -e "$OUT" ]; then
-    echo "error: $OUT exists; remove it or choose another place: OUT=somewhere make demo" >&2
+    echo "error: $OUT exists; remove it or choose another place: OUT=somewhere make demo-text" >&2
     exit 2
 fi
 mkdir -p "$OUT"
