@@ -6,8 +6,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-demo_out}
-STEPS=${STEPS:-600}
-RECORDS=${RECORDS:-8000}
+STEPS=${STEPS:-650}
+RECORDS=${RECORDS:-16000}
 GOAL=${GOAL:-0.9}
 export OMP_NUM_THREADS=1
 if [ -e "$OUT" ]; then
@@ -18,7 +18,7 @@ mkdir -p "$OUT"
 # Shows a command, then runs it.
 show() { printf '\n$'; printf ' %s' "$@"; printf '\n'; "$@"; }
 
-show python examples/digits_to_jsonl.py --output "$OUT/digits" --records "$RECORDS" --single 0.7
+show python examples/digits_to_jsonl.py --output "$OUT/digits" --records "$RECORDS" --single 0.6
 show python tools/train_tokenizer.py --input "$OUT/digits/train.jsonl" --output "$OUT/tokenizer.json" \
     --vocab-size 330 --symbols '<|user|>' '<|assistant|>'
 for split in train held_out; do
@@ -51,7 +51,7 @@ connector_ffn_hidden_size: 128
 # What packs really hold; the default plans a row full of images and would leave the first stage no decoder layer.
 vision_planned_crops: 36
 seq_length: 1024
-global_batch_size: 2
+global_batch_size: 4
 # 1 / sqrt(hidden_size): linears then keep the size of what they are given. With the default of 0.02 so narrow a model
 # does not learn to look at its images within the steps of this run.
 init_method_std: 0.125

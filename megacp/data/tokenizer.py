@@ -159,11 +159,24 @@ class SentencePieceTokenizer(_Accelerated):
         )
         pieces = range(self.vocab_size)
         # "<s>" written in a text is plain text to SentencePiece and a special token to gigatoken
-        self._controls = tuple(self._model.id_to_piece(i) for i in pieces if self._model.is_control(i))
+        self._apart = tuple(self._model.id_to_piece(i) for i in pieces if self._model.is_control(i))
         self._accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_sentencepiece(path))
+        if self._fast is not None:
+            self._apart += tuple(piece for piece in self._symbols() if self._is_cut_otherwise(piece))
+
+    def _symbols(self) -> list[str]:
+        """The pieces that may be user-defined symbols: the package does not say which are, but all have score 0."""
+        plain = (i for i in range(self.vocab_size) if not (self._model.is_control(i) or self._model.is_unknown(i)))
+        ids = (i for i in plain if self._model.get_score(i) == 0.0 and not self._model.is_byte(i))
+        return [self._model.id_to_piece(i) for i in ids]
+
+    def _is_cut_otherwise(self, piece: str) -> bool:
+        """Whether the fast engine treats a symbol differently than the reference: it knows no user-defined ones."""
+        texts = (piece, f"a{piece}b", f" {piece} {piece}{piece}\n{piece}")
+        return any(not np.array_equal(self._fast.encode(text), self.encode_reference(text)) for text in texts)
 
     def _needs_reference(self, text: str) -> bool:
-        return any(control in text for control in self._controls)
+        return any(piece in text for piece in self._apart)
 
     def encode_reference(self, text: str) -> np.ndarray:
         """int32 [n]."""

@@ -50,6 +50,24 @@ def test_a_trained_tokenizer_is_loaded_ends_documents_and_is_repeatable(
     assert tokenizer.decode(ids) == text and len(ids) < 0.8 * len(text)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "small.model"])
+def test_symbols_are_one_token_each_and_records_with_images_give_their_text(tmp_path: Path, name: str) -> None:
+    """Would catch role markers that are spelt out again in every question."""
+    content = [{"type": "image", "path": "no/such/file.png"}, {"type": "text", "text": "which digits are these then?"}]
+    record = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "seven and two"}]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
+    symbols = ["<|user|>", "<|assistant|>"]
+    more = ["--vocab-size", 290, "--symbols", *symbols]
+    done = train("--input", tmp_path / "a.jsonl", "--output", tmp_path / name, *more)
+    assert done.returncode == 0, done.stderr
+    tokenizer = load_tokenizer(str(tmp_path / name))
+    text = "<|user|>\nwhich digits are these then?\n<|assistant|>\n"
+    ids = tokenizer.encode([text])[0].tolist()
+    assert tokenizer.decode(ids) == text and len(ids) < 40
+    spelt = [tokenizer.decode([i]) for i in ids]
+    assert [spelt.count(symbol) for symbol in symbols] == [1, 1], spelt
+
+
 def test_errors_are_one_line_and_nothing_is_overwritten(corpus: list[Path], tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
     kept.write_text("mine")
@@ -64,6 +82,8 @@ def test_errors_are_one_line_and_nothing_is_overwritten(corpus: list[Path], tmp_
         "hold no text": [tmp_path / "empty.txt", tmp_path / "x.json", 300],
         "--vocab-size 100000": [corpus[0], tmp_path / "x.model", 100000],
     }
+    few = train("--input", corpus[0], "--output", tmp_path / "x.json", "--vocab-size", 258, "--symbols", "<a>", "<b>")
+    assert few.returncode == 2 and "at least 259: the bytes, <|endoftext|> and 2 symbols" in few.stderr
     for message, (source, output, size) in wrong.items():
         failed = train("--input", source, "--output", output, "--vocab-size", size)
         assert failed.returncode == 2 and message in failed.stderr, (message, failed.stderr)
