@@ -2,8 +2,8 @@
 
 Key property: parse, check everything, then call one thing. With `--dry-run` it prints grid, stages and memory of any
 world size on one process and stops. Exit status: 0 finished, 1 a failure with its traceback, 2 refused with one
-message, 3 stopped on request after saving. Rejected: checks spread over the run, which end it after minutes of
-start-up.
+message, 3 stopped early (by a signal or --exit-duration) after saving; torchrun --max-restarts would start the run
+again for a 3, so there it is 0. Rejected: checks spread over the run, which end it after minutes of start-up.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megacp.models.build import grid_shape, stage_layers
 from megacp.ops.attention import kernel_problem
 from megacp.planner.report import describe
 from megacp.training.sources import Sources, open_sources
+from megacp.training.stopping import STOPPED
 from megacp.training.trainer import Trainer
 
 REFUSED = 2
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return REFUSED
     status = trainer.run()
     launch.stop()
-    return status
+    return 0 if status == STOPPED and launch.would_restart() else status
 
 
 if __name__ == "__main__":

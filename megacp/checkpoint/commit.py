@@ -1,9 +1,5 @@
 """Saving and loading whole checkpoints: a directory counts once everything in it is on disk and named with hashes.
 
-    DIRECTORY/latest                  name of the last committed checkpoint
-    DIRECTORY/step_0000100/           manifest.json, config.yaml, DCP files (.metadata, __RANK_0.distcp)
-    DIRECTORY/step_0000100.tmp-*/     being written, or left by a crash: never read
-
 Key property: a checkpoint appears by one rename after all ranks reported success, and a failure on any rank is raised
 on every rank with the earlier checkpoints untouched. A directory is never written to again: saving a step that exists
 makes `step_0000100.2`. All ranks agree on what they load. Rejected: writing in place, where a full disk destroys the
@@ -13,79 +9,23 @@ good checkpoint together with the new one. The directory must be on a file syste
 from __future__ import annotations
 
 import logging
-import re
-import secrets
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from megacp.checkpoint.manifest import (
-    MANIFEST_FILE,
-    FileRecord,
-    Manifest,
-    damage,
-    hash_file,
-    read_manifest,
-    sync_folder,
-    to_json,
-    write_synced,
-)
+from megacp.checkpoint.directory import CONFIG_FILE, LATEST_FILE, is_step_name, step_folders
+from megacp.checkpoint.manifest import MANIFEST_FILE, Manifest, damage, read_manifest
 from megacp.checkpoint.names import TensorBox
-from megacp.checkpoint.storage import INDEX_FILE, Payload, PayloadError, write_payload
+from megacp.checkpoint.pending import Contents, PendingCheckpoint
+from megacp.checkpoint.storage import INDEX_FILE, Payload
+from megacp.checkpoint.together import together
 from megacp.distributed.collectives import all_reduce, gather_objects
 from megacp.distributed.grid import Axis
 
-LATEST_FILE = "latest"
-CONFIG_FILE = "config.yaml"
-_STEP = re.compile(r"step_\d{7,}(\.\d+)?")
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
-
-
-class SaveError(RuntimeError):
-    """A checkpoint could not be written; raised on every rank with the reasons of the ranks that failed."""
-
-
-def _together(world: Axis, action: Callable[[], _T], error: type[Exception]) -> list[_T]:
-    """Run `action` on every rank; its results in rank order, or `error` on all ranks when it raised on any."""
-    result: _T | None = None
-    own: Exception | None = None
-    try:
-        result = action()
-    except Exception as raised:  # whatever it is, the other ranks wait to hear of it
-        own = raised
-    reason = None if own is None else str(own) or type(own).__name__
-    outcomes = gather_objects((result, reason), world)
-    failures: dict[str, list[int]] = {}
-    for rank, (_, why) in enumerate(outcomes):
-        if why is not None:
-            failures.setdefault(why, []).append(rank)
-    if failures:
-        lines = (f"rank {', '.join(map(str, ranks))}: {why}" for why, ranks in failures.items())
-        raise error("; ".join(lines)) from own
-    return [value for value, _ in outcomes]
-
-
-def _step_folders(directory: Path) -> tuple[list[Path], list[Path]]:
-    """Step directories with a whole manifest, newest first, and those whose manifest is missing or damaged."""
-    serials: dict[Path, int] = {}
-    damaged = []
-    for folder in sorted(directory.iterdir()) if directory.is_dir() else []:
-        if _STEP.fullmatch(folder.name) and folder.is_dir():
-            try:
-                serials[folder] = read_manifest(folder).serial
-            except ValueError:
-                damaged.append(folder)
-    return sorted(serials, key=lambda folder: serials[folder], reverse=True), damaged
-
-
-def committed(directory: Path | str) -> list[Path]:
-    """The committed step directories below `directory`, newest first; their payload is not verified."""
-    return _step_folders(Path(directory))[0]
 
 
 def save_checkpoint(
@@ -105,73 +45,8 @@ def save_checkpoint(
     and `grid` are taken from rank 0; `extra` must be JSON. `keep_last` > 0 removes older checkpoints beyond that many.
     Raises SaveError on every rank when anything failed on any; committed checkpoints are untouched then.
     """
-    root = Path(directory)
-
-    def begin() -> Path | None:
-        if world.rank != 0:
-            return None
-        to_json(Manifest(step, 0, world.size, grid or {}, {}, extra))  # refuse before anything is written
-        root.mkdir(parents=True, exist_ok=True)
-        folder = root / f"step_{step:07d}.tmp-{secrets.token_hex(4)}"
-        folder.mkdir()
-        return folder
-
-    folder = _together(world, begin, SaveError)[0]
-    assert folder is not None
-    try:
-        written = write_payload(folder, boxes, world)
-        hashes = _together(world, lambda: {path.name: hash_file(path) for path in written}, SaveError)
-        files = {name: record for of_rank in hashes for name, record in of_rank.items()}
-
-        def commit() -> Path | None:
-            if world.rank != 0:
-                return None
-            manifest = Manifest(step, _next_serial(root), world.size, grid or {}, files, extra)
-            return _commit(folder, manifest, config_yaml)
-
-        final = _together(world, commit, SaveError)[0]
-    except (SaveError, PayloadError) as failure:
-        if world.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise SaveError(f"checkpoint of step {step} in {root} was not written: {failure}") from failure
-    assert final is not None
-    _together(world, lambda: _point_and_prune(final, keep_last) if world.rank == 0 else None, SaveError)
-    return final
-
-
-def _next_serial(root: Path) -> int:
-    return max((read_manifest(folder).serial for folder in committed(root)), default=0) + 1
-
-
-def _commit(folder: Path, manifest: Manifest, config_yaml: str) -> Path:
-    """Complete the written folder with its config and manifest, and rename it; rank 0 only."""
-    write_synced(folder / CONFIG_FILE, config_yaml)
-    files: dict[str, FileRecord] = {**manifest.files, CONFIG_FILE: hash_file(folder / CONFIG_FILE)}
-    complete = Manifest(manifest.step, manifest.serial, manifest.world_size, manifest.grid, files, manifest.extra)
-    write_synced(folder / MANIFEST_FILE, to_json(complete))
-    sync_folder(folder)
-    base = folder.name.split(".tmp-")[0]
-    attempt = 1
-    final = folder.parent / base
-    while final.exists():
-        attempt += 1
-        final = folder.parent / f"{base}.{attempt}"
-    folder.rename(final)
-    sync_folder(folder.parent)
-    return final
-
-
-def _point_and_prune(final: Path, keep_last: int) -> None:
-    root = final.parent
-    pointer = root / f"{LATEST_FILE}.tmp-{secrets.token_hex(4)}"
-    write_synced(pointer, final.name + "\n")
-    pointer.replace(root / LATEST_FILE)
-    sync_folder(root)
-    if keep_last > 0:
-        for old in [folder for folder in committed(root) if folder != final][keep_last - 1 :]:
-            doomed = root / f"{old.name}.tmp-{secrets.token_hex(4)}"
-            old.rename(doomed)  # a half-deleted directory is never taken for a checkpoint
-            shutil.rmtree(doomed)
+    contents = Contents(step, extra, config_yaml, grid or {})
+    return PendingCheckpoint(Path(directory), boxes, contents, world).commit(keep_last)
 
 
 @dataclass(frozen=True)
@@ -216,9 +91,9 @@ class LoadedCheckpoint:
             if problems:
                 raise ValueError(_listed(problems, f"checkpoint {self.path} does not fit this run"))
 
-        _together(self.world, check, ValueError)
+        together(self.world, check, ValueError)
         self._refuse_unused(list(payload[0].tensors), boxes)
-        _together(self.world, lambda: payload[0].read(boxes), ValueError)
+        together(self.world, lambda: payload[0].read(boxes), ValueError)
 
     def _refuse_unused(self, stored: list[str], boxes: Sequence[TensorBox]) -> None:
         """Raise when the run asks for a kind of tensor but no rank asks for some tensor of that kind."""
@@ -282,9 +157,9 @@ def load_checkpoint(path: Path | str, world: Axis) -> LoadedCheckpoint:
 
 def _candidates(root: Path) -> list[Path]:
     """What to try, in order. Damaged manifests come before older whole ones, so that they are reported."""
-    if (root / MANIFEST_FILE).exists() or _STEP.fullmatch(root.name):
+    if (root / MANIFEST_FILE).exists() or is_step_name(root.name):
         return [root] if root.is_dir() else []
-    whole, damaged = _step_folders(root)
+    whole, damaged = step_folders(root)
     others = [*damaged, *whole]
     try:
         latest = root / (root / LATEST_FILE).read_text(encoding="utf-8").strip()

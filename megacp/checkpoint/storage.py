@@ -8,13 +8,10 @@ rank. Rejected: `state_dict` with DTensor, which cannot describe a slice that st
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import math
-import os
 import pickle
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -41,8 +38,11 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
 
 from megacp.checkpoint.names import TensorBox
+from megacp.checkpoint.together import on_first, together
+from megacp.distributed.collectives import gather_to_first
 from megacp.distributed.grid import Axis
 
 INDEX_FILE = ".metadata"
@@ -136,32 +136,59 @@ def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
     return False
 
 
+class PayloadWriter:
+    """One payload on its way into a folder: made by all ranks together, written by each alone, completed by all.
+
+    The boxes' values are read by `write`, the only part that may run on another thread; it talks to no other rank.
+    Raises PayloadError on all ranks when the boxes do not tile their tensors.
+    """
+
+    def __init__(self, boxes: Sequence[TensorBox], world: Axis) -> None:
+        self._world = world
+        self._planner = _SavePlanner(boxes)
+        self._plan = self._planner.create_local_plan()
+        self._metadata: Metadata | None = None
+        self._results: list[WriteResult] = []
+        plans = gather_to_first(self._plan, world)
+        on_first(world, lambda: self._make_index(plans), PayloadError)
+
+    def _make_index(self, plans: list[SavePlan] | None) -> None:
+        assert plans is not None
+        self._metadata = self._planner.create_global_plan(plans)[1]
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write and sync this rank's boxes into an existing folder, which all ranks share; the files' paths."""
+        writer = _Writer(folder, overwrite=False)
+        writer.set_up_storage_writer(self._world.rank == 0)
+        before: list[SavePlan] = [SavePlan([]) for _ in range(self._world.rank)]  # DCP names files by place in a list
+        plan = writer.prepare_global_plan([*before, writer.prepare_local_plan(self._plan)])[-1]
+        self._results = writer.write_data(plan, self._planner).wait()
+        return sorted(folder.glob(f"__{self._world.rank}_*"))
+
+    def complete(self, folder: Path) -> Path | None:
+        """Write the index once all ranks have written: its path on rank 0, None elsewhere. Collective."""
+        results = gather_to_first(self._results, self._world)
+
+        def write_index() -> None:
+            assert self._metadata is not None and results is not None
+            writer = _Writer(folder, overwrite=False)
+            writer.set_up_storage_writer(True)
+            writer.finish(self._metadata, results)
+
+        on_first(self._world, write_index, PayloadError)
+        return folder / INDEX_FILE if self._world.rank == 0 else None
+
+
 def write_payload(folder: Path, boxes: Sequence[TensorBox], world: Axis) -> list[Path]:
     """Write every rank's boxes into an existing empty folder (shared by all ranks); returns the files of this rank.
 
     Collective over `world`. Files are synced to disk. Raises PayloadError on all ranks when any rank fails.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*assuming the intent is to save in a single process.*")
-            dcp.save(
-                {},
-                storage_writer=_Writer(folder, overwrite=False),
-                planner=_SavePlanner(boxes),
-                process_group=world.group,
-                no_dist=world.size == 1,
-            )
-    except dcp.CheckpointException as failure:
-        reasons = (f"rank {rank}: {_describe(error)}" for rank, (error, _) in sorted(failure.failures.items()))
-        raise PayloadError("; ".join(reasons)) from failure
-    files = sorted(folder.glob(f"__{world.rank}_*"))
-    return [*files, folder / INDEX_FILE] if world.rank == 0 else files
-
-
-def _describe(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.errno is not None:
-        return f"{os.strerror(error.errno)} ({errno.errorcode.get(error.errno, error.errno)})"
-    return f"{type(error).__name__}: {error}"
+    writer = PayloadWriter(boxes, world)
+    files: list[Path] = []
+    together(world, lambda: files.extend(writer.write(folder)), PayloadError)
+    index = writer.complete(folder)
+    return [*files, index] if index is not None else files
 
 
 def _enum_member(owner: Any, name: str) -> Any:

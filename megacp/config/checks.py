@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from megacp.config.checkpoint_checks import CHECKPOINT_RULES
 from megacp.config.context_checks import CONTEXT_RULES
 from megacp.config.ranges import problem_of_value
 from megacp.config.rules import Finder, Rule, registrar
@@ -279,20 +280,6 @@ def _validation_needs_training_data(config: RunConfig, world: int) -> str | None
     return f"--valid-data-path {config.data.valid_data_path} needs --data-path, packs of the same tokenizer"
 
 
-@_rule("save_interval", "save")
-def _saving_needs_a_place(config: RunConfig, world: int) -> str | None:
-    if config.checkpoint.save_interval == 0 or config.checkpoint.save is not None:
-        return None
-    return f"--save-interval {config.checkpoint.save_interval} needs --save, the directory for checkpoints"
-
-
-@_rule("keep_last", "save")
-def _keeping_needs_a_place(config: RunConfig, world: int) -> str | None:
-    if config.checkpoint.keep_last == 0 or config.checkpoint.save is not None:
-        return None
-    return f"--keep-last {config.checkpoint.keep_last} needs --save, the directory for checkpoints"
-
-
 @_rule("attention_kernel", "seq_length", "micro_batch_size", "dynamic_context_parallel", *_GRID)
 def _dense_kernel_is_small(config: RunConfig, world: int) -> str | None:
     cp = config.parallel.context_parallel_size * _joined(config, world)
@@ -345,19 +332,6 @@ _rule("save", "dry_run")(_blocked_folder("save"))
 _rule("tensorboard_dir", "dry_run")(_blocked_folder("tensorboard_dir"))
 
 
-@_rule("save", "load", "dry_run")
-def _checkpoints_of_another_run(config: RunConfig, world: int) -> str | None:
-    save, load = config.checkpoint.save, config.checkpoint.load
-    if save is None or config.dry_run or not any(Path(save).glob("step_*/manifest.json")):
-        return None
-    folder = Path(save).resolve()
-    if load is not None and folder in (Path(load).resolve(), Path(load).resolve().parent):
-        return None
-    return (
-        f"--save {save} holds the checkpoints of a run: choose a new directory, or go on with that run by --load {save}"
-    )
-
-
 @_rule("log_file", "dry_run")
 def _log_file_is_a_file(config: RunConfig, world: int) -> str | None:
     if config.dry_run or not config.log_path.is_dir():
@@ -365,5 +339,5 @@ def _log_file_is_a_file(config: RunConfig, world: int) -> str | None:
     return f"--log-file {config.log_path}: is a directory, a file is needed"
 
 
-RULES: tuple[Rule, ...] = (*_OWN_RULES, *CONTEXT_RULES, *VISION_RULES)
+RULES: tuple[Rule, ...] = (*_OWN_RULES, *CHECKPOINT_RULES, *CONTEXT_RULES, *VISION_RULES)
 """Every comparison of fields."""

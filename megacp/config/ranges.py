@@ -102,6 +102,7 @@ RANGES: dict[str, Range] = {
     "adam_eps": ABOVE_ZERO,
     "clip_grad": NOT_NEGATIVE,
     "seed": Range(low=0, high=2**63 - 1),
+    "exit_duration": ABOVE_ZERO,
     "eval_interval": NOT_NEGATIVE,
     "eval_iters": POSITIVE,
     "save_interval": NOT_NEGATIVE,

@@ -70,6 +70,9 @@ class TrainingConfig:
     input).
     """
 
+    exit_duration: float | None = None
+    """Minutes after which the run saves and stops at the next step, with exit status 3."""
+
     eval_interval: int = 0
     """Steps between validation losses; 0 never validates."""
 
@@ -79,6 +82,22 @@ class TrainingConfig:
     attention_kernel: Literal["auto", "flash", "flex", "math", "dense"] = "auto"
     """Kernel of core attention: flash is for the CPU, flex for CUDA, math for any device, dense a small reference; auto
     takes the fastest exact one for the device and dtype.
+    """
+
+    transformer_impl: Literal["native", "transformer_engine", "auto"] = "auto"
+    """Whose layers are used: native (plain torch, any device) or transformer_engine (NVIDIA's, CUDA); auto takes the
+    latter on CUDA where it is installed and the configuration suits it.
+    """
+
+    fp8: Literal["off", "delayed", "current", "blockwise"] = "off"
+    """Products of the decoder's linears in 8 bits, with this recipe for the scales; needs transformer_engine."""
+
+    cross_entropy_fusion_impl: Literal["native", "te"] = "native"
+    """Kernel of the vocabulary loss: te is Transformer Engine's, for a vocabulary that tp ranks share equally."""
+
+    gradient_accumulation_fusion: bool = False
+    """Native linears add their weight gradient to the gradient bucket themselves: one pass less over each, and no
+    gradient beside the bucket; by apex's kernel where it is installed. Transformer Engine's always do.
     """
 
 
@@ -92,11 +111,22 @@ class CheckpointConfig:
     load: str | None = None
     """Checkpoint directory to resume from, on this or any other grid."""
 
+    auto_resume: bool = False
+    """Go on from the newest checkpoint in --save, for runs that are restarted (torchrun --max-restarts, a job queue).
+    Only when no checkpoint was ever written there, start from --load or from step 0, and say so.
+    """
+
+    finetune: bool = False
+    """Take only the weights of --load and start at step 0 with a fresh optimizer, on any data."""
+
     save_interval: int = 0
     """Steps between checkpoints; 0 saves only at the end."""
 
     keep_last: int = 0
     """Newest checkpoints to keep; 0 keeps all."""
+
+    async_save: bool = False
+    """Write checkpoints in the background from a copy in memory; an error ends the run at the next step."""
 
 
 @dataclass(frozen=True)

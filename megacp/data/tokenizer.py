@@ -12,7 +12,7 @@ import abc
 import hashlib
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,9 +89,14 @@ class _Accelerated(Tokenizer):
     """A kind that may encode with gigatoken; subclasses call `_accelerate` at the end of their constructor."""
 
     _fast: Any = None
+    _apart: tuple[str, ...] = ()
+    """Texts that the fast engine is known to treat otherwise: what contains one goes to the reference."""
 
-    def _accelerate(self, engine: str, load: Callable[[Any], Any]) -> None:
-        """Adopt `load(gigatoken module)` when the engine is installed, reads this tokenizer, and passes the probe."""
+    def _accelerate(self, engine: str, load: Callable[[Any], Any], symbols: Iterable[str]) -> None:
+        """Adopt `load(gigatoken module)` when the engine is installed, reads this tokenizer, and passes the probe.
+
+        `symbols` are texts that may be one token by themselves; those that the engine cuts otherwise are set apart.
+        """
         if engine != "auto" or importlib.util.find_spec("gigatoken") is None:
             return
         import gigatoken
@@ -103,11 +108,16 @@ class _Accelerated(Tokenizer):
             agrees = False
         if agrees:
             self.engine = "gigatoken"
+            self._apart += tuple(filter(self._is_cut_otherwise, symbols))
         else:
             self._fast = None
 
+    def _is_cut_otherwise(self, symbol: str) -> bool:
+        texts = (symbol, f"a{symbol}b", f" {symbol} {symbol}{symbol}\n{symbol}")
+        return any(not np.array_equal(self._fast.encode(text), self.encode_reference(text)) for text in texts)
+
     def _needs_reference(self, text: str) -> bool:
-        return has_newer_characters(text)
+        return has_newer_characters(text) or any(symbol in text for symbol in self._apart)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """As Tokenizer.encode, with the fast engine where its ids are the reference's."""
@@ -160,9 +170,7 @@ class SentencePieceTokenizer(_Accelerated):
         pieces = range(self.vocab_size)
         # "<s>" written in a text is plain text to SentencePiece and a special token to gigatoken
         self._apart = tuple(self._model.id_to_piece(i) for i in pieces if self._model.is_control(i))
-        self._accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_sentencepiece(path))
-        if self._fast is not None:
-            self._apart += tuple(piece for piece in self._symbols() if self._is_cut_otherwise(piece))
+        self._accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_sentencepiece(path), self._symbols())
 
     def _symbols(self) -> list[str]:
         """The pieces that may be user-defined symbols: the package does not say which are, but all have score 0."""
@@ -170,13 +178,8 @@ class SentencePieceTokenizer(_Accelerated):
         ids = (i for i in plain if self._model.get_score(i) == 0.0 and not self._model.is_byte(i))
         return [self._model.id_to_piece(i) for i in ids]
 
-    def _is_cut_otherwise(self, piece: str) -> bool:
-        """Whether the fast engine treats a symbol differently than the reference: it knows no user-defined ones."""
-        texts = (piece, f"a{piece}b", f" {piece} {piece}{piece}\n{piece}")
-        return any(not np.array_equal(self._fast.encode(text), self.encode_reference(text)) for text in texts)
-
     def _needs_reference(self, text: str) -> bool:
-        return any(piece in text for piece in self._apart)
+        return any(symbol in text for symbol in self._apart)
 
     def encode_reference(self, text: str) -> np.ndarray:
         """int32 [n]."""
@@ -215,7 +218,8 @@ class HuggingFaceTokenizer(_Accelerated):
         self.eos_id = self._special(settings.get("eos_token"), EOS_NAMES)
         self.bos_id = self._special(settings.get("bos_token"), BOS_NAMES)
         self.pad_id = self._special(settings.get("pad_token"), PAD_NAMES)
-        self._accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_json(text))
+        added = (token.content for token in self._model.get_added_tokens_decoder().values())
+        self._accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_json(text), added)
 
     def _special(self, named: Any, names: tuple[str, ...]) -> int | None:
         token = named.get("content") if isinstance(named, dict) else named
@@ -263,7 +267,7 @@ class GPT2Tokenizer(_Accelerated):
         as_json = json.dumps(
             {"version": "1.0", "added_tokens": [], "pre_tokenizer": byte_level, "decoder": byte_level, "model": model}
         )
-        self._accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_json(as_json))
+        self._accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_json(as_json), ())
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its text; None when there is none."""

@@ -83,7 +83,14 @@ class FlatBuckets:
             for slot in bucket.plan.slots:
                 parameter = slot.parameter
                 target = bucket.gradients[slot.start : slot.start + parameter.numel()].view(parameter.shape)
-                parameter.register_post_accumulate_grad_hook(self._hook(index, target))
+                hook = self._hook(index, target)
+                parameter.register_post_accumulate_grad_hook(hook)
+                if (
+                    slot.spec.fused_gradient
+                ):  # the names are Megatron's: Transformer Engine's linears know the first two
+                    parameter.main_grad = target  # type: ignore[attr-defined]
+                    parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+                    parameter.gradient_added = hook  # type: ignore[attr-defined]
         self._reset()
 
     def _reset(self) -> None:
@@ -100,8 +107,11 @@ class FlatBuckets:
                 f"a gradient of shape {tuple(parameter.shape)} arrived after bucket {index} had been reduced: "
                 "start_last_backward must come right before the chunk's last backward, zero before the next step"
             )
-            assert parameter.grad is not None
-            target.add_(parameter.grad)
+            if getattr(parameter, "grad_added_to_main_grad", False):
+                parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]  # a `grad` is only a sign
+            else:
+                assert parameter.grad is not None
+                target.add_(parameter.grad)
             parameter.grad = None
             if bucket.plan.chunk in self._final_chunks:
                 self._arrived[index].add(parameter)  # type: ignore[arg-type]

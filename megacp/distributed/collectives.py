@@ -217,6 +217,15 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     return values
 
 
+def gather_to_first(value: Any, axis: Axis) -> list[Any] | None:
+    """Picklable objects of all ranks, in axis order, on the first rank of the axis; None on the others."""
+    if axis.size == 1:
+        return [value]
+    values: list[Any] | None = [None] * axis.size if axis.rank == 0 else None
+    dist.gather_object(value, values, dst=axis.global_ranks[0], group=axis.group)
+    return values
+
+
 def barrier(axis: Axis) -> None:
     """Return once every rank of the axis has arrived."""
     if axis.size > 1:

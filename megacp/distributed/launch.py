@@ -48,6 +48,12 @@ def world_from_environment() -> World:
     return World(values["RANK"], values["WORLD_SIZE"], values["LOCAL_RANK"], values["LOCAL_WORLD_SIZE"])
 
 
+def would_restart() -> bool:
+    """Whether torchrun starts the run again when this process exits with another status than 0."""
+    restarts = [os.environ.get(f"TORCHELASTIC_{key}", "0") for key in ("RESTART_COUNT", "MAX_RESTARTS")]
+    return all(text.isdecimal() for text in restarts) and int(restarts[0]) < int(restarts[1])
+
+
 def device_type(world: World) -> str:
     """`cuda` when this machine has a GPU for each of its local ranks, else `cpu`; touches no device."""
     return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= world.local_size else "cpu"

@@ -47,6 +47,8 @@ class ParameterSpec:
     """Whether this rank counts the parameter in the global gradient norm: copies are counted once."""
     lr_multiplier: float = 1.0
     """Learning rate of the parameter over that of the schedule."""
+    fused_gradient: bool = False
+    """Whether the layer adds its gradient to the parameter's `main_grad`, its part of a bucket, and then says so."""
 
 
 def attach(parameter: torch.nn.Parameter, spec: ParameterSpec) -> torch.nn.Parameter:

@@ -5,13 +5,17 @@ gradient's reduce-scatter runs under the weight gradient's matrix product. Sever
 share one local weight and one product, each cut by heads or rows of its own, so checkpoints never see the fusion.
 Rejected: one linear per tensor, three gathers where one does.
 
+With `--gradient-accumulation-fusion` backward adds the weight gradient straight to the parameter's `main_grad`, its
+part of a gradient bucket, so it never exists beside it; a vocabulary table, which may be used twice, stays with
+autograd.
+
 Column: `y[t, f/tp] = x W^T`, with `dx[t, h] = dy W` partial over tp. Row: `y[t, h] = x[t, f/tp] W^T` partial over tp.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +26,18 @@ from megacp.distributed import collectives
 from megacp.distributed.differentiable import copy_to, reduce_from, reduce_scatter_to
 from megacp.distributed.grid import Axis
 from megacp.distributed.parameter import ParameterSpec, Piece, attach
+
+
+AddGradient = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""`(total[f, h], dy[t, f], x[t, h])`: add `dy^T x` to the total, which may be wider."""
+
+
+def add_weight_gradient(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
+    """`AddGradient` in torch: one fused product and sum where the dtypes agree, else a product that is added."""
+    if total.dtype == grad.dtype:
+        total.addmm_(grad.t(), x)
+    else:
+        total.add_(grad.t() @ x)
 
 
 @dataclass(frozen=True)
@@ -35,6 +51,8 @@ class LinearOptions:
     trained: bool = True
     """False for a frozen tower: its parameters take part in the forward pass alone."""
     lr_multiplier: float = 1.0
+    add_gradient: AddGradient | None = None
+    """How linears add their weight gradients to the buckets; None leaves that to autograd."""
 
     def empty(self, *shape: int) -> nn.Parameter:
         """An uninitialised parameter of the model's dtype and device."""
@@ -46,13 +64,44 @@ class LinearOptions:
         return attach(parameter, dataclasses.replace(spec, lr_multiplier=self.lr_multiplier))
 
 
+def _take_gradient(
+    weight: nn.Parameter, grad: torch.Tensor, x: torch.Tensor, add: AddGradient | None
+) -> torch.Tensor | None:
+    """`dy^T x` for autograd, or None once it was added to the weight's part of a bucket."""
+    total = getattr(weight, "main_grad", None)
+    grad, x = grad.flatten(0, -2), x.flatten(0, -2)  # [..., f] -> [t, f], [..., h] -> [t, h]
+    if add is None or total is None:
+        return grad.t() @ x
+    add(total, grad, x)
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    weight.gradient_added(weight)  # type: ignore[operator]
+    return None
+
+
+class _Product(torch.autograd.Function):
+    """`x[..., h], W[f, h] -> y[..., f]` whose weight gradient goes to the bucket."""
+
+    @staticmethod
+    def forward(ctx, x, weight, add):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.add = weight, add
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (x,) = ctx.saved_tensors
+        dx = grad @ ctx.weight if ctx.needs_input_grad[0] else None
+        d_weight = _take_gradient(ctx.weight, grad, x, ctx.add) if ctx.needs_input_grad[1] else None
+        return dx, d_weight, None
+
+
 class _GatherLinear(torch.autograd.Function):
     """`x[t/tp, h] sharded, W[f, h] -> y[t, f]`; communication overlaps the products of backward."""
 
     @staticmethod
-    def forward(ctx, x, weight, axis):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, weight, axis, add):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x, weight)
-        ctx.axis = axis
+        ctx.axis, ctx.add, ctx.weight = axis, add, weight
         return collectives.all_gather(x, axis) @ weight.t()
 
     @staticmethod
@@ -62,20 +111,57 @@ class _GatherLinear(torch.autograd.Function):
         gathering = collectives.start_all_gather(x, ctx.axis) if trained else None
         dx = grad @ weight  # [t, f] x [f, h] -> [t, h] partial over tp
         scattering = collectives.start_reduce_scatter(dx, ctx.axis)
-        d_weight = grad.t() @ gathering.wait() if gathering is not None else None
-        return scattering.wait(), d_weight, None
+        d_weight = None
+        if gathering is not None:
+            d_weight = _take_gradient(ctx.weight, grad, gathering.wait(), ctx.add)
+        return scattering.wait(), d_weight, None, None
 
 
-def gather_linear(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> torch.Tensor:
+def product(x: torch.Tensor, weight: torch.Tensor, add: AddGradient | None = None) -> torch.Tensor:
+    """`x[..., h] W^T [..., f]` on this rank; `add` takes the weight gradient once the weight is in a bucket."""
+    fused = add is not None and getattr(weight, "main_grad", None) is not None
+    return _Product.apply(x, weight, add) if fused else F.linear(x, weight)
+
+
+def gather_linear(x: torch.Tensor, weight: torch.Tensor, axis: Axis, add: AddGradient | None = None) -> torch.Tensor:
     """`x[t/tp, h] sharded`, `W[f, h]` -> `x_gathered W^T [t, f]`."""
-    return F.linear(x, weight) if axis.size == 1 else _GatherLinear.apply(x, weight, axis)
+    return product(x, weight, add) if axis.size == 1 else _GatherLinear.apply(x, weight, axis, add)
 
 
 def column_product(x: torch.Tensor, weight: torch.Tensor, options: LinearOptions) -> torch.Tensor:
     """`y[t, f/tp]` from `x[t/tp, h]` (sequence parallel) or `x[t, h]` (replicated)."""
     if options.sequence_parallel:
-        return gather_linear(x, weight, options.tp)
-    return F.linear(copy_to(x, options.tp), weight)
+        return gather_linear(x, weight, options.tp, options.add_gradient)
+    return product(copy_to(x, options.tp), weight, options.add_gradient)
+
+
+def column_specs(
+    prefix: str, outputs: Sequence[tuple[str, int]], in_features: int, std: float, options: LinearOptions
+) -> tuple[ParameterSpec, ParameterSpec]:
+    """Specs of the weight and the bias of one local product that holds the global tensors `outputs` (name, rows)."""
+    tp = options.tp
+    weights, biases, start = [], [], 0
+    for name, rows in outputs:
+        assert rows % tp.size == 0, f"{name}: {rows} rows over tp {tp.size}"
+        local = rows // tp.size
+        begin = tp.rank * local
+        weights.append(Piece(f"{prefix}.{name}.weight", (rows, in_features), (begin, 0), (local, in_features), start))
+        biases.append(Piece(f"{prefix}.{name}.bias", (rows,), (begin,), (local,), start))
+        start += local
+    fused = options.add_gradient is not None
+    return (
+        ParameterSpec(tuple(weights), "normal", std, fused_gradient=fused),
+        ParameterSpec(tuple(biases), "zeros", weight_decay=False),
+    )
+
+
+def row_spec(name: str, in_features: int, out_features: int, std: float, options: LinearOptions) -> ParameterSpec:
+    """Spec of this rank's columns of a row-parallel weight."""
+    tp = options.tp
+    assert in_features % tp.size == 0, f"{name}: {in_features} columns over tp {tp.size}"
+    local = in_features // tp.size
+    piece = Piece(f"{name}.weight", (out_features, in_features), (0, tp.rank * local), (out_features, local))
+    return ParameterSpec((piece,), "normal", std, fused_gradient=options.add_gradient is not None)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -93,22 +179,11 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.options = options
-        tp = options.tp
-        weights, biases, start = [], [], 0
-        for name, rows in outputs:
-            assert rows % tp.size == 0, f"{name}: {rows} rows over tp {tp.size}"
-            local = rows // tp.size
-            begin = tp.rank * local
-            weights.append(
-                Piece(f"{prefix}.{name}.weight", (rows, in_features), (begin, 0), (local, in_features), start)
-            )
-            biases.append(Piece(f"{prefix}.{name}.bias", (rows,), (begin,), (local,), start))
-            start += local
-        self.sizes = [piece.shape[0] for piece in weights]
-        self.weight = options.attach(options.empty(start, in_features), ParameterSpec(tuple(weights), "normal", std))
-        self.bias: nn.Parameter | None = None
-        if bias:
-            self.bias = options.attach(options.empty(start), ParameterSpec(tuple(biases), "zeros", weight_decay=False))
+        weight, bias_spec = column_specs(prefix, outputs, in_features, std, options)
+        self.sizes = [piece.shape[0] for piece in weight.pieces]
+        rows = sum(self.sizes)
+        self.weight = options.attach(options.empty(rows, in_features), weight)
+        self.bias = options.attach(options.empty(rows), bias_spec) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x[t/tp, h]` under sequence parallelism, else `x[t, h]`, to `y[t, sum of local rows]`."""
@@ -126,19 +201,15 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.options = options
-        tp = options.tp
-        assert in_features % tp.size == 0, f"{name}: {in_features} columns over tp {tp.size}"
-        local = in_features // tp.size
-        shape = (out_features, in_features)
-        piece = Piece(f"{name}.weight", shape, (0, tp.rank * local), (out_features, local))
-        self.weight = options.attach(options.empty(out_features, local), ParameterSpec((piece,), "normal", std))
+        spec = row_spec(name, in_features, out_features, std, options)
+        self.weight = options.attach(options.empty(*spec.pieces[0].shape), spec)
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = replicated_parameter(f"{name}.bias", (out_features,), "zeros", options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x[t, f/tp]` to `y[t/tp, h]` under sequence parallelism, else `y[t, h]`."""
-        y = F.linear(x, self.weight)
+        y = product(x, self.weight, self.options.add_gradient)
         y = reduce_scatter_to(y, self.options.tp) if self.options.sequence_parallel else reduce_from(y, self.options.tp)
         return y if self.bias is None else y + self.bias
 

@@ -25,13 +25,15 @@ _FINGERPRINT_BITS = 48
 class RankNews:
     """What one rank tells the others before a step, besides its packs."""
 
-    stop: bool = False
-    """It was asked to stop (SIGTERM)."""
+    stop: int = 0
+    """Its wish to stop (`stopping.REASONS`), 0 for none."""
     flops: float = 0.0
     """Model FLOPs of its packs; told by one rank of each replica."""
     peak_bytes: int = 0
     data_wait: float = 0.0
     """Seconds it waited for its packs."""
+    saving: int = 0
+    """How far its files of a checkpoint in the background are (`saving.DONE`, `WRITING`, `FAILED`)."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class StepAgreement:
     tokens: int
     """Tokens of the step, padding left out."""
     news: RankNews
-    """Any wish to stop, the sum of FLOPs, the fullest rank's memory, the longest wait."""
+    """The highest wish to stop and state of saving, the sum of FLOPs, the fullest rank's memory, the longest wait."""
 
     @property
     def denominator(self) -> float:
@@ -74,13 +76,14 @@ def agree(
         own.stop,
         own.peak_bytes,
         own.data_wait,
+        own.saving,
     ]
     table = torch.tensor([row], dtype=torch.float64, device=grid.device)
-    table = all_gather(table, grid.world).cpu()  # [1, 8] -> [world, 8]
+    table = all_gather(table, grid.world).cpu()  # [1, 9] -> [world, 9]
     first = _first_rank_of_each_replica(table)
     weight, total, flops = (float(table[first, column].sum()) for column in (2, 3, 4))
-    stop, peak, wait = (float(table[:, column].max()) for column in (5, 6, 7))
-    return StepAgreement(weight, int(total), RankNews(bool(stop), flops, int(peak), wait))
+    stop, peak, wait, saving = (float(table[:, column].max()) for column in (5, 6, 7, 8))
+    return StepAgreement(weight, int(total), RankNews(int(stop), flops, int(peak), wait, int(saving)))
 
 
 def _first_rank_of_each_replica(table: torch.Tensor) -> list[int]:

@@ -11,10 +11,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megacp.checkpoint.commit import load_checkpoint, save_checkpoint
+from megacp.checkpoint.commit import LoadedCheckpoint, load_checkpoint
+from megacp.checkpoint.directory import traces_of_checkpoints
 from megacp.checkpoint.names import boxes_to_load, boxes_to_save
+from megacp.checkpoint.pending import Contents, PendingCheckpoint
+from megacp.checkpoint.together import on_first
 from megacp.config.run import RunConfig, fields, flag, flatten
 from megacp.config.yaml_file import from_yaml, to_yaml
+from megacp.distributed.grid import Axis
 from megacp.training.step import Trainee
 
 
@@ -32,6 +36,18 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Start:
+    """Where a run starts from, equal on all ranks."""
+
+    path: str | None = None
+    """A checkpoint or a directory of them; None for step 0."""
+    weights_only: bool = False
+    """Take no more than the weights, and start at step 0."""
+    note: str = ""
+    """What there is to say about the choice."""
+
+
+@dataclass(frozen=True)
 class Resumed:
     """What a checkpoint said: how far the run is, where that stands, and which flags are not what they were."""
 
@@ -45,53 +61,95 @@ _NOT_THE_FUNCTION |= {"vision_lr_multiplier", "connector_lr_multiplier", "vision
 """Fields of the model that may change on resume: the weights still mean the same function. What is frozen may not: the
 checkpoint has no optimizer state for a tower that was.
 """
+_FREEZING = {"freeze_vision", "freeze_connector", "freeze_text"}
+"""What may change besides when only the weights are taken."""
 _OF_THE_RUN = {"save", "load", "train_iters", "log_file", "log_interval", "dry_run", "world_size"}
+_OF_THE_RUN |= {"auto_resume", "finetune", "async_save", "exit_duration"}
 """Flags that differ between a run and its resumption as a matter of course."""
+
+
+def starting_point(config: RunConfig, world: Axis) -> Start:
+    """What the flags and the directory of --save together say; rank 0 looks. Collective over `world`.
+
+    With --auto-resume a directory that ever held a checkpoint is resumed from, and `load` refuses it when none is
+    whole: starting again at step 0 needs a directory without a trace of one.
+    """
+    checkpoint = config.checkpoint
+    if checkpoint.auto_resume:
+        assert checkpoint.save is not None
+        if on_first(world, lambda: bool(traces_of_checkpoints(str(checkpoint.save))), ValueError):
+            return Start(checkpoint.save)
+        place = f"--load {checkpoint.load}" if checkpoint.load else "step 0, from scratch"
+        note = f"--auto-resume: {checkpoint.save} holds no checkpoint at all, this run starts from {place}"
+        return Start(checkpoint.load, checkpoint.finetune, note)
+    return Start(checkpoint.load, checkpoint.finetune)
+
+
+def begin_save(trainee: Trainee, progress: Progress, config: RunConfig, background: bool) -> PendingCheckpoint:
+    """Begin a checkpoint of the run below `--save`; `commit` ends it. Collective over all ranks."""
+    assert config.checkpoint.save is not None
+    grid = trainee.grid
+    sizes = {name: getattr(grid.shape, name) for name in ("tp", "cp", "dp", "pp")}
+    extra = asdict(progress) | {"updates": trainee.optimizer.updates}
+    return PendingCheckpoint(
+        Path(config.checkpoint.save),
+        boxes_to_save(trainee.buckets.parameter_slices(), trainee.optimizer.state_slices()),
+        Contents(progress.step, extra, to_yaml(config), sizes),
+        grid.world,
+        background=background,
+    )
 
 
 def save(trainee: Trainee, progress: Progress, config: RunConfig) -> Path:
     """Commit a checkpoint of the run below `--save`; returns its directory. Collective over all ranks."""
-    assert config.checkpoint.save is not None
-    grid = trainee.grid
-    extra = asdict(progress) | {"updates": trainee.optimizer.updates}
-    return save_checkpoint(
-        config.checkpoint.save,
-        progress.step,
-        boxes_to_save(trainee.buckets.parameter_slices(), trainee.optimizer.state_slices()),
-        extra=extra,
-        config_yaml=to_yaml(config),
-        world=grid.world,
-        keep_last=config.checkpoint.keep_last,
-        grid={name: getattr(grid.shape, name) for name in ("tp", "cp", "dp", "pp")},
-    )
+    return begin_save(trainee, progress, config, background=False).commit(config.checkpoint.keep_last)
 
 
-def load(trainee: Trainee, progress: Progress, config: RunConfig) -> Resumed:
-    """Fill the trainee from `--load`, saved by any grid. Collective over all ranks.
+def load(trainee: Trainee, progress: Progress, config: RunConfig, start: Start | None = None) -> Resumed:
+    """Fill the trainee from `start` (default: `--load`), saved by any grid. Collective over all ranks.
 
     `progress` is that of a fresh run. Raises ValueError with all reasons when the checkpoint is of another model, also
     one whose tensors have the same shapes, of other data or another seed: the run would be another one, or repeat some
-    samples and miss others, without saying so.
+    samples and miss others, without saying so. Weights alone may meet any data and need no optimizer state.
     """
-    assert config.checkpoint.load is not None
-    loaded = load_checkpoint(config.checkpoint.load, trainee.grid.world)
+    start = start or Start(config.checkpoint.load, config.checkpoint.finetune)
+    assert start.path is not None
+    loaded = load_checkpoint(start.path, trainee.grid.world)
+    reasons = [] if start.weights_only else _other_data(loaded, progress, config)
+    before, now = flatten(from_yaml(loaded.config_yaml)), flatten(config)
+    differing = [name for name in now if now[name] != before[name] and name not in _OF_THE_RUN]
+    free = _NOT_THE_FUNCTION | (_FREEZING if start.weights_only else set())
+    function = [name for name in differing if fields()[name].room in ("model", "vision") and name not in free]
+    reasons += [f"{loaded.path} has {flag(name)} {before[name]}, this run {now[name]}" for name in function]
+    if reasons:
+        raise ValueError("\n".join(reasons))
+    trainee.optimizer.clear()
+    if start.weights_only:
+        loaded.read(boxes_to_load(trainee.buckets.whole_parameters(), {}))
+        trainee.optimizer.reset_masters()
+        return Resumed(progress, loaded.path, _other_tokenizer(loaded, progress))
+    loaded.read(boxes_to_load(trainee.buckets.whole_parameters(), trainee.optimizer.state_slices()))
+    trainee.optimizer.set_updates(loaded.extra["updates"])
+    kept = {name: loaded.extra[name] for name in asdict(progress) if name in loaded.extra}
+    changed = tuple(f"{flag(name)} {now[name]} (was {before[name]})" for name in differing)
+    return Resumed(Progress(**kept), loaded.path, changed)
+
+
+def _other_data(loaded: LoadedCheckpoint, progress: Progress, config: RunConfig) -> list[str]:
+    """Why a run cannot go on with the samples of a checkpoint where that one stopped."""
     extra = loaded.extra
+    if "updates" not in extra or "data_fingerprint" not in extra:
+        return [f"{loaded.path} holds weights without the state of a run: start from them by --finetune"]
     reasons = []
     if extra["data_fingerprint"] != progress.data_fingerprint:
         reasons.append(f"{loaded.path} was trained on another dataset than --data-path {config.data.data_path}")
     if extra["seed"] != progress.seed:
         reasons.append(f"{loaded.path} was trained with --seed {extra['seed']}, this run has --seed {progress.seed}")
-    before, now = flatten(from_yaml(loaded.config_yaml)), flatten(config)
-    differing = [name for name in now if now[name] != before[name] and name not in _OF_THE_RUN]
-    function = [
-        name for name in differing if fields()[name].room in ("model", "vision") and name not in _NOT_THE_FUNCTION
-    ]
-    reasons += [f"{loaded.path} has {flag(name)} {before[name]}, this run {now[name]}" for name in function]
-    if reasons:
-        raise ValueError("\n".join(reasons))
-    trainee.optimizer.clear()
-    loaded.read(boxes_to_load(trainee.buckets.whole_parameters(), trainee.optimizer.state_slices()))
-    trainee.optimizer.set_updates(extra["updates"])
-    kept = {name: extra[name] for name in asdict(progress) if name in extra}
-    changed = tuple(f"{flag(name)} {now[name]} (was {before[name]})" for name in differing)
-    return Resumed(Progress(**kept), loaded.path, changed)
+    return reasons
+
+
+def _other_tokenizer(loaded: LoadedCheckpoint, progress: Progress) -> tuple[str, ...]:
+    before = loaded.extra.get("tokenizer_sha256") or ""
+    if not before or not progress.tokenizer_sha256 or before == progress.tokenizer_sha256:
+        return ()
+    return (f"the tokenizer, now {progress.tokenizer_sha256[:12]} (was {before[:12]}): do ids still mean the same?",)

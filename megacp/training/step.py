@@ -29,6 +29,7 @@ from megacp.optim.sharded import ShardedAdamW
 from megacp.pipeline_parallel.runtime import HiddenStates, ModelChunk, links_of, open_channels, run
 from megacp.pipeline_parallel.schedules import schedule, training_schedule_name
 from megacp.training.loss import weighted_loss
+from megacp.training.nonfinite import suspects
 from megacp.training.rows import rows_of
 
 
@@ -41,6 +42,8 @@ class StepResult:
     lr: float
     skipped: bool
     """A gradient was not finite: no rank changed anything."""
+    suspects: str = ""
+    """Of a skipped step: which packs may be to blame."""
 
 
 def lr_schedule(config: RunConfig) -> LrSchedule:
@@ -121,7 +124,8 @@ class Trainee:
         self.buckets.finish()
         lr = learning_rate(step, self.schedule)
         report = self.optimizer.step(lr)
-        return StepResult(self._total(losses), report.grad_norm, lr, report.skipped)
+        blamed = suspects(batches, losses, self.grid.world) if report.skipped else ""
+        return StepResult(self._total(losses), report.grad_norm, lr, report.skipped, blamed)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[PackedBatch], denominator: float) -> float:

@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
-import time
-from pathlib import Path
-from types import FrameType
 
 import torch
 
@@ -23,6 +19,7 @@ from megacp.context_parallel.stopwatch import Stopwatch
 from megacp.data.loader import PackedLoader, validation_steps
 from megacp.distributed.collectives import barrier
 from megacp.distributed.grid import ProcessGrid
+from megacp.distributed.last_words import last_words
 from megacp.distributed.launch import trim_heap
 from megacp.monitor.flops import cpu_machine_peak, cpu_peak, gpu_peak, utilisation
 from megacp.monitor.log import LogTargets, RunLog, StepRecord
@@ -33,12 +30,11 @@ from megacp.planner.report import human_count
 from megacp.planner.vision import run_parameters, vision_flops
 from megacp.training.images import image_loading, shard_strategies, without_bad_images
 from megacp.training.loss import RankNews, StepAgreement, agree
+from megacp.training.saving import Saver
 from megacp.training.sources import Sources, first_rows, loader_options
-from megacp.training.state import Progress, load, save
+from megacp.training.state import Progress, Resumed, Start, load, starting_point
 from megacp.training.step import StepResult, Trainee
-
-STOPPED = 3
-"""Exit status of a run that was asked to stop and saved first: start it again with --load to go on."""
+from megacp.training.stopping import REASONS, STOPPED, StopSignal
 
 STEPS_BETWEEN_TRIMS = 10
 """Optimizer steps after which a CPU rank gives free heap back: milliseconds, and without it a small run grows by MiB a
@@ -47,34 +43,6 @@ step."""
 
 WATCHED_STEPS = range(1, 5)
 """Steps after the first one of a run in which core attention is timed, where a prediction chose its transport."""
-
-
-class StopSignal:
-    """Remembers SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 until the next step boundary.
-
-    A second Ctrl-C ends the run at once; within two seconds it counts as the first, since a terminal and torchrun may
-    both pass one on.
-    """
-
-    def __init__(self) -> None:
-        self.received = False
-        self._interrupted: float | None = None
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-        self._before = {number: signal.signal(number, self._remember) for number in numbers}
-
-    def release(self) -> None:
-        """Give the signals back to whoever had them."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
-        if number != signal.SIGINT:
-            return
-        now = time.monotonic()
-        if self._interrupted is not None and now - self._interrupted > 2.0:
-            raise KeyboardInterrupt
-        self._interrupted = self._interrupted or now
 
 
 def step_flops(batches: list[PackedBatch], config: RunConfig) -> float:
@@ -94,7 +62,16 @@ class Trainer:
     """One rank of a run. `config` is resolved and checked."""
 
     def __init__(self, config: RunConfig, grid: ProcessGrid, sources: Sources) -> None:
-        self.stop = StopSignal()
+        self.stop = StopSignal(config.training.exit_duration)
+        self.saver = Saver(config, grid.world)
+        try:
+            self._prepare(config, grid, sources)
+        except BaseException:
+            self.saver.close()
+            self.stop.release()
+            raise
+
+    def _prepare(self, config: RunConfig, grid: ProcessGrid, sources: Sources) -> None:
         config, self.choice = resolve_auto(config, grid, lambda: first_rows(config, sources))
         self.config, self.grid, self.sources = config, grid, sources
         self.watch = Stopwatch(grid.device) if self.choice else None
@@ -105,20 +82,15 @@ class Trainer:
             tokenizer_sha256=sources.tokenizer_sha256,
             image_rules=sources.image_rules,
         )
-        self.safe_in: Path | None = None  # the checkpoint of just this step, where there is one
-        changed: tuple[str, ...] = ()
-        if config.checkpoint.load is not None:
-            resumed = load(self.trainee, self.progress, config)
-            self.progress, self.safe_in, changed = resumed.progress, resumed.path, resumed.changed
+        start = starting_point(config, grid.world)
+        resumed = load(self.trainee, self.progress, config, start) if start.path is not None else None
+        if resumed is not None and not start.weights_only:
+            self.progress = resumed.progress
+            self.saver.resumed(self.progress.step, resumed.path)
         self.first_step = self.progress.step + 1
         self.log = self._open_log()
-        self.log.say(self._heading())
-        for line in self.choice.lines() if self.choice else ():
+        for line in self._opening_lines(start, resumed):
             self.log.say(line)
-        if self.safe_in is not None:
-            self.log.say(f"resumed from {self.safe_in} after step {self.progress.step}")
-        for change in changed:
-            self.log.say(f"changed since the checkpoint: {change}")
         self.timers = Timers(torch.cuda.synchronize if grid.device.type == "cuda" else lambda: None)
         self.rows = self.trainee.rows
         self.images = image_loading(config, grid, self.rows, sources.decoder)
@@ -130,7 +102,11 @@ class Trainer:
         """Train to the end or until asked to stop; the exit status."""
         try:
             return self._run()
+        except Exception as error:
+            error.add_note(last_words(error, f"step {self.progress.step + 1}", self.grid.world))
+            raise
         finally:
+            self.saver.close()
             self.stop.release()
             self.log.close()
 
@@ -139,8 +115,9 @@ class Trainer:
         options, consumed = loader_options(self.config, self.rows.packs), self.progress.consumed_samples
         with PackedLoader(self.sources.train, options, self.rows.place, consumed, self.images) as loader:
             while self.progress.step < training.train_iters:
-                if not self._train_step(loader):
-                    self._save("stopped on request")
+                if wish := self._train_step(loader):
+                    self._save(REASONS[wish])
+                    self.saver.finish(self.log.say)
                     return STOPPED
                 step = self.progress.step
                 if training.eval_interval and (step % training.eval_interval == 0 or step == training.train_iters):
@@ -148,24 +125,26 @@ class Trainer:
                 if checkpoint.save_interval and step % checkpoint.save_interval == 0 and step < training.train_iters:
                     self._save("saved")
         self._save("finished")
+        self.saver.finish(self.log.say)
         return 0
 
-    def _train_step(self, loader: PackedLoader) -> bool:
-        """One step; False when some rank was asked to stop, before anything of the step was done."""
+    def _train_step(self, loader: PackedLoader) -> int:
+        """One step, and 0; when some rank wishes to stop, the wish, before anything of the step was done."""
         with self.timers.measure("step"):
             with self.timers.measure("data"):
                 batches = self._sound(loader.next_step())
             news = RankNews(
-                self.stop.received,
+                self.stop.wish,
                 step_flops(batches, self.config) if self.leads_replica else 0.0,
                 peak_bytes(self.grid.device.type),
                 self.timers.seconds("data"),
+                self.saver.news,
             )
             agreed = agree(batches, self.grid, news, replica=self.rows.place.index)
+            self.saver.settle(agreed.news.saving, self.log.say)
             if agreed.news.stop:
-                return False
+                return agreed.news.stop
             step = self.progress.step + 1
-            self.safe_in = None
             if self.watch:
                 self.watch.running = step - self.first_step in WATCHED_STEPS
             result = self.trainee.train(batches, step, agreed.denominator)
@@ -175,7 +154,7 @@ class Trainer:
             self._report_attention(step)
         if self.grid.device.type == "cpu" and step % STEPS_BETWEEN_TRIMS == 0:
             trim_heap()
-        return True
+        return 0
 
     def _sound(self, batches: list[PackedBatch]) -> list[PackedBatch]:
         """What was read, less the documents whose images some rank could not decode; tells how images are dealt."""
@@ -191,8 +170,8 @@ class Trainer:
 
     def _report(self, result: StepResult, agreed: StepAgreement, seconds: float) -> None:
         if result.skipped:
-            norm = result.grad_norm
-            self.log.say(f"step {self.progress.step}: gradient norm {norm}, all ranks skipped the update")
+            what = f"gradient norm {result.grad_norm}, all ranks skipped the update; {result.suspects}"
+            self.log.say(f"step {self.progress.step}: {what}")
         self.log.step(
             StepRecord(
                 step=self.progress.step,
@@ -233,12 +212,18 @@ class Trainer:
         self.log.validation(self.progress.step, total / weight)
 
     def _save(self, reason: str) -> None:
-        if self.config.checkpoint.save is None:
-            self.log.say(f"{reason} after step {self.progress.step}; no --save, so nothing was written")
-            return
-        if self.safe_in is None:
-            self.safe_in = save(self.trainee, self.progress, self.config)
-        self.log.say(f"{reason} after step {self.progress.step}: {self.safe_in}")
+        self.saver.save(self.trainee, self.progress, self.log.say, reason)
+
+    def _opening_lines(self, start: Start, resumed: Resumed | None) -> list[str]:
+        """What runs where, what it starts from, and what is not as it was."""
+        lines = [self._heading(), *(self.choice.lines() if self.choice else ()), *self.saver.notes]
+        lines += [start.note] if start.note else []
+        if resumed is not None:
+            resumes = f"resumed from {resumed.path} after step {self.progress.step}"
+            fresh = f"weights of {resumed.path}; this run starts at step 0 with a fresh optimizer"
+            lines.append(fresh if start.weights_only else resumes)
+            lines += [f"changed since the checkpoint: {change}" for change in resumed.changed]
+        return lines
 
     def _open_log(self) -> RunLog:
         targets = LogTargets()

@@ -9,17 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacp.checkpoint import commit as module
-from megacp.checkpoint.commit import (
-    LATEST_FILE,
-    LoadedCheckpoint,
-    SaveError,
-    committed,
-    load_checkpoint,
-    save_checkpoint,
-)
+from megacp.checkpoint import pending as module
+from megacp.checkpoint.commit import LoadedCheckpoint, load_checkpoint, save_checkpoint
+from megacp.checkpoint.directory import LATEST_FILE, committed
 from megacp.checkpoint.manifest import MANIFEST_FILE
 from megacp.checkpoint.names import TensorBox
+from megacp.checkpoint.pending import SaveError
 from megacp.distributed.grid import Axis, single_axis
 from tests.ranks import grid, run_ranks
 
@@ -136,7 +131,7 @@ def test_a_place_without_checkpoints_is_refused(tmp_path: Path, name: str) -> No
         load_checkpoint(tmp_path / name, WORLD)
 
 
-@pytest.mark.parametrize("call", ["write_payload", "hash_file", "_commit", "sync_folder"])
+@pytest.mark.parametrize("call", ["PayloadWriter.write", "hash_file", "PendingCheckpoint._commit", "sync_folder"])
 def test_a_crash_at_any_point_before_the_rename_leaves_the_previous_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -150,7 +145,7 @@ def test_a_crash_at_any_point_before_the_rename_leaves_the_previous_one(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, call, killed)
+        patch.setattr(f"{module.__name__}.{call}", killed)
         with pytest.raises(Killed):
             save(tmp_path, 2)
     assert any(".tmp-" in p.name for p in tmp_path.iterdir())
@@ -165,7 +160,7 @@ def test_a_crash_between_rename_and_latest_leaves_both_loadable(
     """Would catch a run that cannot save step 2 again after resuming from step 1."""
     save(tmp_path, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_point_and_prune", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(module, "point_and_prune", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             save(tmp_path, 2)
     assert value(load_checkpoint(tmp_path, WORLD)) == 1

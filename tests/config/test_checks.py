@@ -68,7 +68,10 @@ CONTRADICTIONS = [
         ["--lr-wsd-decay-iters 95", "--lr-warmup-iters 10", "step 100", "at most 90"],
     ),
     ({"save_interval": 5}, 1, ["--save-interval 5", "--save,"]),
-    ({"keep_last": 2}, 1, ["--keep-last 2", "--save,"]),
+    ({"keep_last": 2, "async_save": True}, 1, ["--keep-last 2, --async-save needs --save,"]),
+    ({"auto_resume": True}, 1, ["--auto-resume needs --save,"]),
+    ({"finetune": True}, 1, ["--finetune needs --load"]),
+    ({"exit_duration": 0.0}, 1, ["--exit-duration: got 0.0, it must be above 0"]),
     ({CP: 2, "attention_kernel": "dense"}, 2, ["--attention-kernel dense", "--context-parallel-size 2"]),
     ({"seq_length": 16384, "attention_kernel": "dense"}, 1, ["--attention-kernel dense", "16384", "8192"]),
     ({"cp_layout": "spiral"}, 1, ["--cp-layout: got 'spiral'", "zigzag, zigzag_document, contiguous, balanced, auto"]),
@@ -262,6 +265,8 @@ def test_a_directory_with_the_checkpoints_of_another_run_is_only_gone_on_with(tm
     for load in (tmp_path, step):
         assert check(with_values(GOOD, {"save": str(tmp_path), "load": str(load)}), 1) == []
     assert check(with_values(GOOD, {"save": str(tmp_path), "dry_run": True}), 1) == []
+    assert check(with_values(GOOD, {"save": str(tmp_path), "auto_resume": True}), 1) == []
+    assert len(check(with_values(GOOD, {"save": str(tmp_path), "load": str(tmp_path), "finetune": True}), 1)) == 1
 
 
 def test_validation_packs_without_training_packs_are_refused(tmp_path) -> None:

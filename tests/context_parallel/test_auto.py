@@ -26,7 +26,7 @@ from megacp.training.measure import measure_rank
 from megacp.training.parity_setup import Request, prepare
 from tests.ranks import grid, run_ranks
 from tests.reference.machines import machine
-from tests.training.test_trainer import TINY, train_on_rank
+from tests.training.runs import TINY, train_on_rank
 from tools import plot_log
 
 CP = "context_parallel_size"

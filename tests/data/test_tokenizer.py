@@ -186,6 +186,31 @@ def test_an_engine_that_disagrees_is_not_used(folder: Path, monkeypatch: pytest.
     assert load("huggingface", folder).engine == "gigatoken"
 
 
+@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface"])
+def test_symbols_and_added_tokens_have_the_ids_of_the_reference(folder: Path, tmp_path: Path, kind: str) -> None:
+    """Would catch an engine that passes the probe but spells out user-defined symbols, or forgets a token's flags."""
+    if kind == "sentencepiece":
+        path = tmp_path / "sp.model"
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter([line for text in CORPUS for line in text.splitlines() if line]),
+            model_prefix=str(path.with_suffix("")),
+            vocab_size=500,
+            model_type="bpe",
+            byte_fallback=True,
+            user_defined_symbols=["<|user|>", "##"],
+            minloglevel=2,
+        )
+    else:
+        path = tmp_path / "tokenizer.json"
+        bpe = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        greedy = tokenizers.AddedToken("##", lstrip=True, rstrip=True, normalized=False)
+        bpe.add_tokens([greedy, tokenizers.AddedToken("<|user|>", single_word=True)])
+        bpe.save(str(path))
+    tokenizer = load_tokenizer(str(path))
+    texts = ["<|user|>\nwhat ## is\n<|user|>x", "a<|user|>b", " ##  ## ", "###", "nothing of the kind"]
+    assert tokenizer.disagreement(texts) is None
+
+
 def test_special_ids_are_found(folder: Path) -> None:
     assert (load("byte", folder).vocab_size, load("byte", folder).eos_id) == (257, 256)
     assert load("huggingface", folder).eos_id == 0 == load("gpt2", folder).eos_id

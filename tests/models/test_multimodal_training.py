@@ -176,6 +176,30 @@ def test_checkpoints_hold_frozen_weights_and_load_on_other_grids(tmp_path: Path)
         loaded(0, 1, {}, str(tmp_path), {"freeze_vision": False})
 
 
+def test_a_tower_that_was_frozen_is_trained_in_a_second_stage(tmp_path: Path) -> None:
+    """Would catch a --finetune that needs the optimizer state which a frozen tower has none of, or that moves it."""
+    first = assemble([saved(0, 1, {}, str(tmp_path))])
+    second = {"freeze_vision": False, "freeze_text": True, "finetune": True}
+    assert all(np.array_equal(v, first[n]) for n, v in assemble([loaded(0, 1, {}, str(tmp_path), second)]).items())
+    config = config_of({**TINY, "load": str(tmp_path), **second}, {})
+    trainee, batches = Trainee(config, grid()), microbatches()
+    assert load(trainee, Progress(), config).progress == Progress()
+    assert trainee.optimizer.updates == 0
+    trainee.train(batches, 1, sum(batch.weight_sum for batch in batches))
+    after = assemble([parameter_pieces(trainee)])
+    moved = {name.split(".")[0] for name in after if not np.array_equal(after[name], first[name])}
+    assert moved == {"vision", "connector"}
+
+
+def test_a_model_that_sees_does_not_start_from_one_that_reads(tmp_path: Path) -> None:
+    """Would catch a tower that keeps its random weights because the checkpoint has none."""
+    text = {name: value for name, value in TINY.items() if not name.startswith(("vision", "connector"))}
+    config = config_of({**text, "save": str(tmp_path)}, {})
+    save(Trainee(config, grid()), Progress(step=1), config)
+    with pytest.raises(ValueError, match="has --vision-num-layers 0, this run 3"):
+        loaded(0, 1, {}, str(tmp_path), {"finetune": True, "freeze_vision": False})
+
+
 @pytest.mark.parametrize(
     ("shape", "values"),
     [

@@ -26,7 +26,7 @@ from tests.data.builds import run as build
 from tests.data.datasets import damage
 from tests.data.pictures import TINY, encoded, noise, video
 from tests.ranks import grid, run_ranks
-from tests.training.test_trainer import train_on_rank
+from tests.training.runs import train_on_rank
 
 
 def image_part(width: int, height: int, seed: int) -> dict[str, str]:
