@@ -1,0 +1,222 @@
+"""A Hugging Face folder: safetensors read row by row and written tensor by tensor, with index, hashes and card.
+
+Key property: one tensor is in memory at a time, whatever the size of model and shards: files are mapped when read, and
+shards are planned from shapes and written in order. Rejected: `safetensors.torch.save_file`, which holds a whole shard,
+and pickled `.bin` files, which run code when they are opened.
+
+A safetensors file is 8 bytes of length, a JSON header of name: {dtype, shape, data_offsets}, then the tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from megacp.convert.mapping import Info, Source, num_bytes, whole
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SUMS = "SHA256SUMS"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+_WRITTEN = {dtype: name for name, dtype in DTYPES.items()}
+MIB = 1 << 20
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. ValueError names the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, expected an object")
+    return content
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Indented, as the library writes it."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+class SafetensorsFolder:
+    """The weights of a folder as a Source: one file, or several with an index."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads headers alone. ValueError when there are no safetensors, or index and files disagree."""
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        self._places: dict[str, str] = {}
+        self._infos: dict[str, Info] = {}
+        listed = self._listed()
+        for name in sorted(set(listed.values())) if listed else [SINGLE]:
+            self._add(name)
+        if listed and listed != self._places:
+            wrong = sorted(set(listed.items()) ^ set(self._places.items()))
+            words = ", ".join(f"{tensor} ({file})" for tensor, file in wrong[:10])
+            raise ValueError(f"{folder / INDEX} and the files beside it disagree on {words}")
+
+    def _listed(self) -> dict[str, str]:
+        if not (self.folder / INDEX).is_file():
+            if not (self.folder / SINGLE).is_file():
+                others = sorted(path.name for path in self.folder.glob("*.bin"))
+                also = f"; pickled files are not read ({', '.join(others[:3])})" if others else ""
+                raise ValueError(f"{self.folder} has neither {SINGLE} nor {INDEX}{also}")
+            return {}
+        listed = read_json(self.folder / INDEX).get("weight_map")
+        if not isinstance(listed, dict) or not listed or not all(isinstance(v, str) for v in listed.values()):
+            raise ValueError(f"{self.folder / INDEX} has no weight_map of tensors and files")
+        for name in set(listed.values()):
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise ValueError(f"{self.folder / INDEX} names {name!r}, which is no safetensors file of this folder")
+        return listed
+
+    def _add(self, name: str) -> None:
+        import safetensors
+
+        try:
+            file = safetensors.safe_open(self.folder / name, "pt")
+        except (OSError, safetensors.SafetensorError) as error:
+            raise ValueError(f"{self.folder / name} cannot be read: {error}") from error
+        self._files[name] = file
+        for tensor in file.keys():
+            described = file.get_slice(tensor)
+            kind = described.get_dtype()
+            if kind not in DTYPES:
+                raise ValueError(f"{self.folder / name}: {tensor} has dtype {kind}, known are {', '.join(DTYPES)}")
+            if tensor in self._places:
+                raise ValueError(f"{tensor} is in {self._places[tensor]} and in {name}")
+            self._places[tensor] = name
+            self._infos[tensor] = Info(tuple(described.get_shape()), DTYPES[kind])
+
+    @property
+    def infos(self) -> Mapping[str, Info]:
+        """As Source."""
+        return self._infos
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """As Source; the file is mapped, so a row is read from disk when it is used."""
+        return self._files[self._places[name]].get_slice(name)[start:stop]
+
+
+def write_tensors(source: Source, folder: Path, max_shard_bytes: int) -> list[Path]:
+    """Write all tensors of `source` in their order; one file, or shards with an index. A shard holds at most
+    `max_shard_bytes`, or a single larger tensor.
+    """
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, info in source.infos.items():
+        if shards[-1] and filled + num_bytes(info) > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += num_bytes(info)
+    if len(shards) == 1:
+        _write_shard(source, shards[0], folder / SINGLE)
+        return [folder / SINGLE]
+    paths = [folder / f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    for path, names in zip(paths, shards, strict=True):
+        _write_shard(source, names, path)
+    infos = source.infos
+    total = {
+        "total_parameters": sum(math.prod(info.shape) for info in infos.values()),
+        "total_size": sum(num_bytes(info) for info in infos.values()),
+    }
+    where = {name: path.name for path, names in zip(paths, shards, strict=True) for name in names}
+    write_json(folder / INDEX, {"metadata": total, "weight_map": dict(sorted(where.items()))})
+    return [*paths, folder / INDEX]
+
+
+def _write_shard(source: Source, names: Sequence[str], path: Path) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    # the format wants no gaps; the widest dtypes first keep every tensor aligned
+    names = sorted(names, key=lambda name: -source.infos[name].dtype.itemsize)
+    for name in names:
+        info = source.infos[name]
+        end = begin + num_bytes(info)
+        header[name] = {"dtype": _WRITTEN[info.dtype], "shape": list(info.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            _write_tensor(stream, whole(source, name), source.infos[name])
+
+
+def _write_tensor(stream: BinaryIO, tensor: torch.Tensor, info: Info) -> None:
+    assert tuple(tensor.shape) == info.shape and tensor.dtype == info.dtype, "the plan and the tensor differ"
+    values = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    for begin in range(0, len(values), 64 * MIB):  # a mapped file is read and written piece by piece
+        stream.write(values[begin : begin + 64 * MIB].data)
+
+
+def write_sums(folder: Path) -> None:
+    """SHA256SUMS of every file, as `sha256sum --check` reads it."""
+    lines = []
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SUMS):
+        with path.open("rb") as stream:
+            lines.append(f"{hashlib.file_digest(stream, 'sha256').hexdigest()}  {path.relative_to(folder)}\n")
+    (folder / SUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def check_sums(folder: Path) -> None:
+    """Compare with SHA256SUMS where there is one. ValueError names the files that differ."""
+    if not (folder / SUMS).is_file():
+        return
+    wrong = []
+    for line in (folder / SUMS).read_text(encoding="utf-8").splitlines():
+        digest, _, name = line.partition("  ")
+        try:
+            with (folder / name).open("rb") as stream:
+                if hashlib.file_digest(stream, "sha256").hexdigest() != digest:
+                    wrong.append(f"{name} is not the file that was hashed")
+        except OSError as error:
+            wrong.append(f"{name} cannot be read: {error.strerror}")
+    if wrong:
+        raise ValueError(f"{folder / SUMS}: {'; '.join(wrong)}")
+
+
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """A folder beside `output` that becomes it at the end of the block, and is removed when the block raises.
+
+    ValueError when `output` exists.
+    """
+    if output.exists() or output.is_symlink():
+        raise ValueError(f"--output {output} exists; nothing is ever written over")
+    try:
+        output.absolute().parent.mkdir(parents=True, exist_ok=True)
+        folder = output.absolute().parent / f"{output.name}.tmp-{secrets.token_hex(4)}"
+        folder.mkdir()
+    except OSError as error:
+        raise ValueError(f"--output {output} cannot be written: {error.strerror}") from error
+    try:
+        yield folder
+        folder.rename(output)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def card(title: str, facts: Mapping[str, Any], config_yaml: str, tags: Sequence[str]) -> str:
+    """The README.md of a model: what it is, how it was trained, and the whole config."""
+    head = ["---", "library_name: transformers", "tags:", *(f"- {tag}" for tag in tags), "---", "", f"# {title}", ""]
+    table = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items()), ""]
+    config = ["## Config", "", "```yaml", config_yaml.rstrip(), "```", ""] if config_yaml else []
+    return "\n".join([*head, *table, *config])

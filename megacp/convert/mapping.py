@@ -1,0 +1,154 @@
+"""Tensors of one naming seen under another: tables of links, and a view that reads through them tensor by tensor.
+
+Key property: a link says that some of their tensors and some of ours, each joined along dim 0, are the same rows. One
+kind of row covers plain renaming, fused projections and a split embedding, in both directions, and nothing is read
+before somebody asks for it. Rejected: a function per direction and model, of which one is sooner or later wrong, and
+state dicts, which need the whole model in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Info:
+    """What is known of a tensor before it is read."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Named:
+    """A tensor by its name and shape."""
+
+    name: str
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Link:
+    """`theirs`, joined along dim 0, equal `ours`, joined along dim 0. Shapes are global, without padding."""
+
+    theirs: tuple[Named, ...]
+    ours: tuple[Named, ...]
+
+    def __post_init__(self) -> None:
+        tails = {named.shape[1:] for named in (*self.theirs, *self.ours)}
+        rows = {sum(named.shape[0] for named in side) for side in (self.theirs, self.ours)}
+        assert len(tails) == 1 and len(rows) == 1, f"{self} does not join"
+
+
+def same(theirs: str, ours: str, *shape: int) -> Link:
+    """One tensor under two names."""
+    return Link((Named(theirs, shape),), (Named(ours, shape),))
+
+
+class Source(Protocol):
+    """Tensors by name that are read when asked for, in whole or in part."""
+
+    @property
+    def infos(self) -> Mapping[str, Info]:
+        """Shape and dtype of every tensor by name."""
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of a tensor, on the CPU."""
+
+
+def whole(source: Source, name: str) -> torch.Tensor:
+    """All of one tensor."""
+    return source.rows(name, 0, source.infos[name].shape[0])
+
+
+def problems(infos: Mapping[str, Info], wanted: Iterable[Named], ignored: Sequence[str] = ()) -> list[str]:
+    """What is missing, unexpected or of another shape, one line per tensor; `ignored` are ends of names that may be
+    there without a meaning.
+    """
+    shapes = {named.name: named.shape for named in wanted}
+    found = [f"{name} is missing" for name in shapes if name not in infos]
+    for name, info in infos.items():
+        if name not in shapes:
+            found += [] if name.endswith(tuple(ignored)) else [f"{name} is unexpected"]
+        elif tuple(info.shape) != shapes[name]:
+            found.append(f"{name} has shape {tuple(info.shape)}, the config says {shapes[name]}")
+    return found
+
+
+class Mapped:
+    """A source seen under the names of the other side of `links`; rows that lie in one tensor are not copied."""
+
+    def __init__(self, source: Source, links: Sequence[Link], to_ours: bool) -> None:
+        """The source must hold what the links ask for (`problems`). ValueError when tensors to be joined differ in
+        dtype.
+        """
+        self._source = source
+        self._parts: dict[str, tuple[tuple[Named, ...], int]] = {}
+        self._infos: dict[str, Info] = {}
+        for link in links:
+            sources, targets = (link.theirs, link.ours) if to_ours else (link.ours, link.theirs)
+            dtypes = {source.infos[part.name].dtype for part in sources}
+            if len(dtypes) > 1:
+                names = ", ".join(f"{part.name} {source.infos[part.name].dtype}" for part in sources)
+                raise ValueError(f"tensors that belong together have different dtypes: {names}")
+            first = 0
+            for target in targets:
+                self._parts[target.name] = (sources, first)
+                self._infos[target.name] = Info(target.shape, *dtypes)
+                first += target.shape[0]
+
+    @property
+    def infos(self) -> Mapping[str, Info]:
+        """As Source."""
+        return self._infos
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """As Source."""
+        sources, first = self._parts[name]
+        start, stop = first + start, first + stop  # now rows of what all sources are joined
+        found, begin = [], 0
+        for part in sources:
+            low, high = max(start, begin), min(stop, begin + part.shape[0])
+            if low < high:
+                found.append(self._source.rows(part.name, low - begin, high - begin))
+            begin += part.shape[0]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+class Cast:
+    """A source whose tensors are given in another dtype."""
+
+    def __init__(self, source: Source, dtype: torch.dtype) -> None:
+        self._source, self._dtype = source, dtype
+
+    @property
+    def infos(self) -> Mapping[str, Info]:
+        """As Source."""
+        return {name: Info(info.shape, self._dtype) for name, info in self._source.infos.items()}
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """As Source."""
+        return self._source.rows(name, start, stop).to(self._dtype)
+
+
+def one_dtype(source: Source) -> torch.dtype:
+    """The dtype of all tensors. ValueError names two that differ: a checkpoint of ours has one."""
+    first: dict[torch.dtype, str] = {}
+    for name, info in source.infos.items():
+        first.setdefault(info.dtype, name)
+    if len(first) != 1:
+        words = " and ".join(f"{name} {str(dtype).removeprefix('torch.')}" for dtype, name in first.items())
+        raise ValueError(f"the tensors have different dtypes ({words}): choose one with --dtype")
+    return next(iter(first))
+
+
+def num_bytes(info: Info) -> int:
+    """Size of a tensor in memory and on disk."""
+    return math.prod(info.shape) * info.dtype.itemsize

@@ -1,0 +1,206 @@
+"""Tokenizer files of a Hugging Face folder, from each kind of tokenizer that a run can have been trained with.
+
+Key property: the files are refused unless they give the ids of the original on every text of a probe, and they name the
+class `PreTrainedTokenizerFast`, which runs `tokenizer.json` as it is: the library rebuilds other classes from parts, a
+Unigram model named a Llama tokenizer without a word. Rejected: shipping a `.model` file and leaving the rebuilding to
+the library.
+
+Original files are copied byte for byte where nothing has to be added: a tokenizer keeps its identity on a round trip.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megacp.convert.hf_files import read_json, write_json
+from megacp.convert.sentencepiece import CONTROL, USER_DEFINED, are_tied, fast_tokenizer, parse
+
+CLASS = "PreTrainedTokenizerFast"
+BYTE_EOS = "<|endoftext|>"
+COMPANIONS = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
+"""Files that may lie beside a tokenizer and go with it."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """The tokenizer of a run, as it was given to `preprocess_data.py`."""
+
+    kind: str
+    """byte, sentencepiece, huggingface, gpt2"""
+    files: tuple[Path, ...]
+    vocab_size: int
+    encode: Callable[[str], Sequence[int]]
+    eos: int | None = None
+    bos: int | None = None
+    pad: int | None = None
+    special: Mapping[str, int] = field(default_factory=dict)
+    """Further tokens that are found in a text, by text: those of images."""
+    accept_ties: bool = False
+    """Whether a text may get other tokens that are as likely to the model (see `refuse_difference`)."""
+
+
+def _byte_level() -> Any:
+    """Bytes as ids 0..255, by the characters that byte-level tokenizers write for bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    characters = {byte: chr(byte) for byte in shown} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
+    tokenizer = Tokenizer(models.BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _gpt2(vocabulary: Path, merges: Path) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    lines = merges.read_text(encoding="utf-8").split("\n")
+    pairs = [line.rstrip("\r").split(" ") for line in lines if line.strip() and not line.startswith("#version")]
+    tokenizer = Tokenizer(models.BPE(vocab=read_json(vocabulary), merges=[(left, right) for left, right in pairs]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _content(given: Given) -> tuple[dict[str, Any], dict[str, int]]:
+    """The tokenizer.json before anything is added to it, and special tokens to add."""
+    if given.kind == "byte":
+        return json.loads(_byte_level().to_str()), {BYTE_EOS: 256}
+    if given.kind == "gpt2":
+        return json.loads(_gpt2(*given.files).to_str()), {}
+    if given.kind == "sentencepiece":
+        try:
+            return json.loads(fast_tokenizer(parse(given.files[0].read_bytes())).to_str()), {}
+        except ValueError as error:
+            raise ValueError(f"{given.files[0]}: {error}") from error
+    return read_json(given.files[0]), {}
+
+
+def _add(content: dict[str, Any], special: Mapping[str, int]) -> bool:
+    """Give each text of `special` its id, as a special token; whether anything was changed. ValueError on a conflict.
+
+    Ids go into the model's own vocabulary, where they may leave gaps: added tokens are otherwise numbered in order.
+    """
+    vocabulary = content["model"]["vocab"]
+    ordered = isinstance(vocabulary, list)  # Unigram: the place is the id
+    known = {entry[0]: i for i, entry in enumerate(vocabulary)} if ordered else dict(vocabulary)
+    own = set(known)
+    added = content.setdefault("added_tokens", [])
+    known |= {token["content"]: token["id"] for token in added}
+    taken = {i: text for text, i in known.items()}
+    missing: dict[str, int] = {}
+    for text, i in special.items():
+        if known.get(text, i) != i or taken.get(i, text) != text:
+            raise ValueError(f"the tokenizer has {text!r} as {known.get(text)} and {taken.get(i)!r} as {i}")
+        if all(token["content"] != text for token in added):
+            missing[text] = i
+    if not missing:
+        return False
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added += [{"id": i, "content": text, **plain, "special": True} for text, i in missing.items()]
+    added.sort(key=lambda token: token["id"])
+    for token in added:  # those that were there before, too: their numbers would follow the new ones
+        if token["content"] not in own:
+            _place(vocabulary, token["content"], token["id"])
+    return True
+
+
+def _place(vocabulary: Any, text: str, i: int) -> None:
+    """Give `text` the id i in a model's vocabulary: an object, or a Unigram model's list, whose places are ids."""
+    if isinstance(vocabulary, dict):
+        vocabulary[text] = i
+        return
+    least = min(score for _, score in vocabulary)  # a lower one would become that of unknown characters
+    vocabulary += [[f"\x00unused {n}", least] for n in range(len(vocabulary), i)]
+    if i == len(vocabulary):
+        vocabulary.append([text, least])
+
+
+def _text_of(tokenizer: Any, i: int | None, what: str) -> str | None:
+    text = None if i is None else tokenizer.id_to_token(i)
+    if i is not None and text is None:
+        raise ValueError(f"the {what} token {i} of --tokenizer is not in its vocabulary")
+    return text
+
+
+def write_tokenizer(given: Given, folder: Path, max_length: int, probe: Sequence[str]) -> dict[str, int | None]:
+    """Write tokenizer.json, tokenizer_config.json and what lies beside the original; ids of eos, bos and pad by name.
+
+    ValueError when the original cannot be expressed, or a text of `probe` gets other ids.
+    """
+    from tokenizers import Tokenizer
+
+    content, own = _content(given)
+    names, special = {"eos": given.eos, "bos": given.bos, "pad": given.pad}, {**own, **given.special}
+    path = folder / "tokenizer.json"
+    copied = given.kind == "huggingface"
+    if _add(content, special) or not copied:
+        path.write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
+    else:
+        shutil.copyfile(given.files[0], path)
+    tokenizer = Tokenizer.from_file(str(path))
+    wrong = {text: i for text, i in special.items() if tokenizer.token_to_id(text) != i}
+    assert not wrong, f"tokens did not get their ids: {wrong}"
+    config: dict[str, Any] = {"tokenizer_class": CLASS, "clean_up_tokenization_spaces": False}
+    config["model_max_length"] = max_length
+    config |= {f"{name}_token": _text_of(tokenizer, i, name) for name, i in names.items()}
+    beside = given.files[0].parent if copied else None
+    if beside is not None:
+        before = beside / "tokenizer_config.json"
+        kept = ("chat_template", "extra_special_tokens", "additional_special_tokens")
+        config |= {k: v for k, v in (read_json(before) if before.is_file() else {}).items() if k in kept}
+        for name in COMPANIONS:
+            if (beside / name).is_file():
+                shutil.copyfile(beside / name, folder / name)
+    write_json(folder / "tokenizer_config.json", config)
+    refuse_difference(given, lambda text: tokenizer.encode(text, add_special_tokens=False).ids, probe)
+    return names
+
+
+def refuse_difference(given: Given, encode: Callable[[str], Sequence[int]], probe: Sequence[str]) -> None:
+    """ValueError with the first text of `probe` that `encode` gives other ids than the original.
+
+    A Unigram model may cut a run like `-----` in several ways of the same score: SentencePiece takes what rounding in
+    float32 prefers, the fast tokenizer, which adds in float64, the first. That is a difference too, unless
+    `accept_ties`.
+    """
+    model = parse(given.files[0].read_bytes()) if given.kind == "sentencepiece" else None
+    for text in [*probe, *symbol_texts(given)]:
+        expected, found = list(map(int, given.encode(text))), list(map(int, encode(text)))
+        if expected == found:
+            continue
+        tied = model is not None and max(expected + found) < len(model.pieces) and are_tied(model, expected, found)
+        if not (tied and given.accept_ties):
+            place = next(
+                (i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b),
+                min(len(expected), len(found)),
+            )
+            also = "; to the model both are as likely: --accept-ties exports it all the same" if tied else ""
+            raise ValueError(
+                f"the exported tokenizer does not encode as the original: {text[:200]!r} gives "
+                f"{found[place : place + 8]} instead of {expected[place : place + 8]} from token {place} on{also}"
+            )
+
+
+def symbol_texts(given: Given) -> list[str]:
+    """Texts around each symbol that a text may spell, and what looks like one."""
+    if given.kind == "huggingface":
+        added = [token["content"] for token in read_json(given.files[0]).get("added_tokens", [])]
+        return [f"a{text}b {text} {text}{text}" for text in added]
+    if given.kind != "sentencepiece":
+        return []
+    model = parse(given.files[0].read_bytes())
+    found = [
+        text
+        for symbol in model.of_kind(USER_DEFINED)[:200]
+        for text in (symbol, f"a{symbol}b", f" {symbol} {symbol}{symbol}  word {symbol}")
+    ]
+    controls = set(model.of_kind(CONTROL))
+    names = ["<unk>", "<0x41>", "a <0x0A> b", "\u2581", " \u2581\u2581 a\u2581", "a \u2581"]
+    return found + [text for text in names if text not in controls]

@@ -1,0 +1,1 @@
+"""Tests of names, files and tokenizers between megacp and Hugging Face."""

@@ -1,0 +1,275 @@
+"""Tables of architectures: names and shapes are those of our models, defaults and fields are the library's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from megacp.config.run import RunConfig, flatten, with_values
+from megacp.convert import fields, llama, molmo2, qwen3
+from megacp.convert.architectures import ARCHITECTURES, LAYOUTS, of_config, of_values
+from megacp.convert.mapping import Cast, Info, Mapped, problems, whole
+from megacp.distributed.grid import GridShape, build_grid
+from megacp.distributed.parameter import spec_of
+from megacp.models.build import build_chunks
+from megacp.training.parity_setup import MODELS
+from tests.convert.models import BANDS, rope
+from tests.convert.models import MODELS as THEIRS
+
+OURS: dict[str, dict[str, Any]] = {
+    "llama": {"untie_embeddings_and_output_weights": True, "num_query_groups": 4},
+    "llama tied with biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True},
+    "qwen3": {"qk_layernorm": True, "kv_channels": 16, "num_query_groups": 2},
+    "molmo2": {**MODELS["tiny_vlm"], "qk_layernorm": True, "vision_num_query_groups": 4, "add_qkv_bias": True},
+}
+SMALL = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 8, "vocab_size": 211}
+
+
+def values_of(changes: dict[str, Any]) -> dict[str, Any]:
+    return flatten(with_values(RunConfig(), {**SMALL, **changes}))
+
+
+def tensors_of(changes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the model that is trained with these flags."""
+    config = with_values(RunConfig(), {**SMALL, **changes})
+    (chunk,) = build_chunks(config, build_grid(GridShape(), 0))
+    return {piece.name: piece.global_shape for p in chunk.parameters() for piece in spec_of(p).pieces}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", OURS)
+def test_the_tables_hold_each_tensor_of_our_models_once(name: str, layout: str) -> None:
+    """Would catch a tensor that a new option adds and no table knows."""
+    values = values_of(OURS[name])
+    links = of_values(values).links(values, layout)
+    ours = [named for link in links for named in link.ours]
+    assert len({named.name for named in ours}) == len(ours)
+    assert {named.name: named.shape for named in ours} == tensors_of(OURS[name])
+    theirs = [named.name for link in links for named in link.theirs]
+    assert len(set(theirs)) == len(theirs)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "molmo2_text"])
+def test_an_absent_field_means_what_the_library_takes(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    cls = {"llama": "LlamaConfig", "qwen3": "Qwen3Config", "molmo2_text": "Molmo2Config"}[name]
+    library = getattr(transformers, cls)()
+    library = library.text_config if name == "molmo2_text" else library
+    table = {"llama": llama.DEFAULTS, "qwen3": qwen3.DEFAULTS, "molmo2_text": molmo2.TEXT_DEFAULTS}[name]
+    derived = {"num_key_value_heads": library.num_attention_heads, "head_dim": library.hidden_size // 32}
+    assert {k: derived[k] if v is None else v for k, v in table.items()} == {k: getattr(library, k) for k in table}
+    assert library.rope_parameters["rope_theta"] == fields.LIBRARY_THETA
+
+
+def test_absent_fields_of_a_vision_tower_mean_what_the_library_takes() -> None:
+    transformers = pytest.importorskip("transformers")
+    sections = {"text_config": {"hidden_size": 3584}, "vision_config": {}, "adapter_config": {}}
+    values = ARCHITECTURES["molmo2"].values({"model_type": "molmo2", **sections})
+    library = transformers.Molmo2Config(**sections)
+    written = ARCHITECTURES["molmo2"].config({**flatten(RunConfig()), **values})
+    for section in sections:
+        theirs = getattr(library, section).to_dict()
+        ours = {k: v for k, v in written[section].items() if k not in ("rope_theta", "rope_scaling")}
+        assert ours.items() <= theirs.items()
+
+
+@pytest.mark.parametrize("name", [name for name in THEIRS if name != "molmo2 native"])
+def test_a_config_comes_back_as_it_was(name: str) -> None:
+    """Through our flags and both spellings of Molmo2's fields."""
+    pytest.importorskip("transformers")
+    content = THEIRS[name]().config.to_diff_dict()
+    architecture = of_config(content)
+    values = architecture.values(content)
+    for layout in LAYOUTS if architecture.sections else LAYOUTS[:1]:
+        again = architecture.config({**flatten(RunConfig()), **values}, layout)
+        back = architecture.values(again)
+        if "vision_feature_layers" in back:
+            back["vision_feature_layers"] = tuple(x % 3 - 3 for x in back["vision_feature_layers"])
+        assert back == values
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "llama yarn": ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type is 'yarn'"),
+    "llama dynamic": ({"rope_parameters": rope(1.0, rope_type="dynamic")}, "rope_parameters.rope_type is 'dynamic'"),
+    "llama attention factor": (
+        {"rope_parameters": rope(1.0, attention_factor=2.0)},
+        "rope_parameters.attention_factor is 2.0",
+    ),
+    "llama partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    "llama nested rope": ({"rope_parameters": {"full_attention": rope(1.0)}}, "one set of parameters for all layers"),
+    "llama bad theta": ({"rope_theta": "big"}, "rope_theta is 'big'"),
+    "llama activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    "llama dropout": ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+    "llama unknown": ({"embedding_multiplier": 12}, "embedding_multiplier is not known"),
+    "llama quantized": ({"quantization_config": {"bits": 4}}, "quantization_config is not known"),
+    "llama type": ({"hidden_size": "4096"}, "hidden_size is '4096'"),
+    "llama no heads": ({"num_attention_heads": 0}, "num_attention_heads is 0, expected a whole number above 0"),
+    "llama null rope factor": ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is None"),
+    "qwen3 window": ({"use_sliding_window": True}, "use_sliding_window is True"),
+    "qwen3 layers": ({"layer_types": ["sliding_attention"]}, "layer_types holds sliding_attention"),
+    "molmo2 norms": ({"text_config": {"qk_norm_type": "olmo"}}, "text_config.qk_norm_type is 'olmo'"),
+    "molmo2 norm after": ({"text_config": {"norm_after": True}}, "text_config.norm_after is True"),
+    "molmo2 tied": ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+    "molmo2 no rows": ({"text_config": {"additional_vocab_size": 0}}, "text_config.additional_vocab_size is 0"),
+    "molmo2 scaled layers": (
+        {
+            "text_config": {
+                "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
+                "rope_scaling_layers": [0],
+            }
+        },
+        "text_config.rope_scaling_layers is [0]",
+    ),
+    "molmo2 crops": ({"vision_config": {"image_size": [378, 336]}}, "vision_config.image_size is [378, 336]"),
+    "molmo2 positions": ({"vision_config": {"num_position_embeddings": 7}}, "num_position_embeddings is 7"),
+    "molmo2 unread": ({"adapter_config": {"vision_feature_layer": [3, 1]}}, "leaves layers of vision_config"),
+    "molmo2 features": ({"adapter_config": {"vision_feature_layer": [24]}}, "vision_feature_layer is [24]"),
+    "molmo2 widths": ({"adapter_config": {"text_hidden_size": 1}}, "adapter_config.text_hidden_size is 1"),
+    "molmo2 nested unknown": ({"vision_config": {"registers": 4}}, "vision_config.registers is not known"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_expressed_is_refused_by_the_name_of_its_field(name: str) -> None:
+    content, message = REFUSED[name]
+    content = {"model_type": name.split()[0], **content}
+    with pytest.raises(ValueError, match="config.json: ") as refused:
+        of_config(content).values(content)
+    assert message in str(refused.value)
+
+
+UNSAID: dict[str, tuple[str, dict[str, Any], str]] = {
+    "norms": ("llama", {"qk_layernorm": True}, "--qk-layernorm is True"),
+    "no norms": ("qwen3", {}, "--qk-layernorm is False"),
+    "one bias": ("auto", {"add_qkv_bias": True}, "--add-qkv-bias True and --add-attention-output-bias False differ"),
+    "mlp bias": ("qwen3", {"qk_layernorm": True, "add_mlp_bias": True}, "--add-mlp-bias is True"),
+    "rows": (
+        "auto",
+        {"additional_vocab_size": 8, "untie_embeddings_and_output_weights": True},
+        "--additional-vocab-size is 8",
+    ),
+    "width": ("auto", {"hidden_size": 60, "kv_channels": 8}, "--hidden-size 60 is no multiple"),
+    "molmo2 norms": ("auto", MODELS["tiny_vlm"], "--qk-layernorm is False"),
+    "mask of images": (
+        "auto",
+        {**MODELS["tiny_vlm"], "qk_layernorm": True, "image_attention": "causal"},
+        "--image-attention is 'causal'",
+    ),
+    "no tower": ("molmo2", {"qk_layernorm": True}, "--vision-num-layers is 0"),
+}
+
+
+@pytest.mark.parametrize("name", UNSAID)
+def test_a_flag_that_the_library_has_no_word_for_is_refused_by_its_name(name: str) -> None:
+    wanted, changes, message = UNSAID[name]
+    values = values_of(changes)
+    with pytest.raises(ValueError, match="this model is no ") as refused:
+        of_values(values, wanted).config(values)
+    assert message in str(refused.value)
+
+
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Llama 2, from before theta was a field": (
+        {"hidden_size": 4096, "max_position_embeddings": 4096, "pretraining_tp": 1, "rope_scaling": None},
+        {"rotary_base": 10_000.0, "rope_scaling": "none", "num_query_groups": 32, "kv_channels": 128},
+    ),
+    "Llama 3.1": (
+        {
+            "eos_token_id": [128001, 128008, 128009],
+            "num_key_value_heads": 8,
+            "rope_theta": 500000.0,
+            "rope_scaling": {**BANDS, "original_max_position_embeddings": 8192, "factor": 8.0, "rope_type": "llama3"},
+            "torch_dtype": "bfloat16",
+            "max_position_embeddings": 131072,
+        },
+        {
+            "rotary_base": 500_000.0,
+            "rope_scaling": "llama3",
+            "rope_scaling_factor": 8.0,
+            "rope_original_max_positions": 8192,
+            "seq_length": 131072,
+        },
+    ),
+    "linear, as it was first spelled": (
+        {"rope_theta": 1000000, "rope_scaling": {"type": "linear", "factor": 4}},
+        {"rotary_base": 1e6, "rope_scaling": "linear", "rope_scaling_factor": 4.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configs_of_older_versions_are_read_as_the_library_reads_them(name: str) -> None:
+    """Would catch a theta or a scaling that is lost because it stands where it stood before version 5."""
+    transformers = pytest.importorskip("transformers")
+    content, expected = PUBLISHED[name]
+    values = ARCHITECTURES["llama"].values({"model_type": "llama", **content})
+    assert {key: values[key] for key in expected} == expected
+    written = ARCHITECTURES["llama"].config({**flatten(RunConfig()), **values})
+    library, again = transformers.LlamaConfig(**content), transformers.LlamaConfig(**written)
+    parameters = {key: value for key, value in library.rope_parameters.items() if key != "type"}
+    assert parameters == again.rope_parameters
+
+
+def test_a_model_type_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ValueError, match="model_type is 'gpt2', known are llama, qwen3, molmo2"):
+        of_config({"model_type": "gpt2"})
+
+
+def test_a_released_tower_without_its_last_layers_is_read_as_the_library_reads_it() -> None:
+    transformers = pytest.importorskip("transformers")
+    released = {
+        "model_type": "molmo2",
+        "vit_config": {"num_hidden_layers": 27, "image_default_input_size": [378, 378], "image_num_pos": 729},
+        "adapter_config": {"vit_layers": [-3, -9]},
+        "text_config": {"hidden_size": 3584, "qkv_bias": True, "layer_norm_eps": 1e-5, "rope_theta": 1e6},
+    }
+    values = ARCHITECTURES["molmo2"].values(released)
+    library = transformers.Molmo2Config(**released)
+    assert values["vision_num_layers"] == library.vision_config.num_hidden_layers == 25
+    assert values["vision_feature_layers"] == tuple(library.adapter_config.vision_feature_layer) == (24, 18)
+    assert values["add_qkv_bias"] and values["norm_epsilon"] == 1e-5 and values["rotary_base"] == 1e6
+
+
+class Memory:
+    """A source of tensors in memory that counts what is asked for."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors, self.read = tensors, list[tuple[str, int, int]]()
+        self.infos = {name: Info(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        self.read.append((name, start, stop))
+        return self.tensors[name][start:stop]
+
+
+def test_a_mapping_reads_the_rows_it_needs_and_no_others() -> None:
+    """An embedding cut at 3 of 8 rows, seen as cut at 5, then as whole again."""
+    values = values_of({**MODELS["tiny_vlm"], "qk_layernorm": True, "vocab_size": 5, "additional_vocab_size": 3})
+    table = torch.arange(8 * 64.0).view(8, 64)
+    halves = molmo2.links(values, molmo2.RELEASED, 3)[:1]
+    source = Memory(dict(zip([named.name for named in halves[0].theirs], table.split([3, 5]), strict=True)))
+    ours = Mapped(source, halves, to_ours=True)
+    assert torch.equal(whole(ours, "embedding.weight"), table)
+    source.read.clear()
+    released = Mapped(ours, molmo2.links(values, molmo2.RELEASED)[:1], to_ours=False)
+    first, second = released.infos
+    assert torch.equal(whole(released, first), table[:5]) and torch.equal(whole(released, second), table[5:])
+    assert source.read == [
+        ("model.transformer.wte.embedding", 0, 3),
+        ("model.transformer.wte.new_embedding", 0, 2),
+        ("model.transformer.wte.new_embedding", 2, 5),
+    ]
+    assert whole(Cast(released, torch.bfloat16), first).dtype is torch.bfloat16
+
+
+def test_old_buffers_are_ignored_and_everything_else_is_told() -> None:
+    values = values_of({})
+    named = [named for link in llama.links(values) for named in link.theirs]
+    infos = {one.name: Info(one.shape, torch.float32) for one in named}
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": Info((4,), torch.float32)}
+    assert problems({**infos, **extra}, named, ("rotary_emb.inv_freq",)) == []
+    assert problems({**infos, **extra}, named) == [f"{next(iter(extra))} is unexpected"]
+    assert sum(math.prod(one.shape) for one in named) > 0

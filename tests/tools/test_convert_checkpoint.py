@@ -1,0 +1,436 @@
+"""Converting checkpoints: round trips bit for bit, logits of the transformers library, and all that is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacp.checkpoint.commit import save_checkpoint
+from megacp.checkpoint.names import boxes_to_save
+from megacp.config.yaml_file import to_yaml
+from megacp.convert.architectures import ARCHITECTURES
+from megacp.convert.hf_files import write_tensors
+from megacp.convert.mapping import Info, num_bytes
+from megacp.training.parity_setup import MODELS as OURS
+from megacp.training.state import Progress
+from megacp.training.step import Trainee
+from tests.convert.models import MODELS, save
+from tests.data.pictures import TINY
+from tests.ranks import grid, run_ranks
+from tests.reference.training import Values, config_of
+from tools.convert_checkpoint import main
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed (extra: hf)")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def convert(source: str, target: str, given: Path, output: Path, *flags: str) -> int:
+    return main(["--from", source, "--to", target, "--input", str(given), "--output", str(output), *flags])
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder; the two tables of a released embedding, which may be cut anywhere, as one."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= safetensors.load_file(path)
+    tables = [found.pop(f"model.transformer.wte.{name}", None) for name in ("embedding", "new_embedding")]
+    return found if tables[0] is None else {**found, "wte": torch.cat(tables)}
+
+
+def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def loaded(folder: Path) -> Any:
+    classes = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "molmo2": "Molmo2ForConditionalGeneration"}
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    model, info = getattr(transformers, classes[kind]).from_pretrained(folder, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model
+
+
+def plain(config: dict[str, Any]) -> dict[str, Any]:
+    """What a config says of the model; layers counted from the end of three are the same layers."""
+    ignored = {"bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_name_or_path", "dtype"}
+    found = {k: plain(v) if isinstance(v, dict) else v for k, v in config.items() if k not in ignored}
+    if "vision_feature_layer" in found:
+        found["vision_feature_layer"] = [layer % 3 for layer in found["vision_feature_layer"]]
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_comes_back_bit_for_bit_and_is_the_same_model_on_the_way(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch a name, a bias, an order of fused rows, a theta, an epsilon or a tied head that is lost."""
+    model = save(name, tmp_path / "a")
+    layout = ("--layout", "released") if name == "molmo2 released" else ()
+    assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b", "--verify") == 0
+    flags = ("--tokenizer", str(tmp_path / "b" / "tokenizer.json")) if "molmo2" in name else ()
+    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", "--verify", *layout, *flags) == 0
+    text = capsys.readouterr().out
+    rows = 4 if "molmo2" in name else 2
+    assert text.count("verify: random text") == 2 and text.count("verify: random") == text.count("100.00 %") == rows
+    shares = [float(share) for share in re.findall(r"\((\S+) of it\)", text)]
+    assert len(shares) == rows and max(shares) <= 1e-5, "fp32: sums in another order"
+    assert equal(tensors_of(tmp_path / "a"), tensors_of(tmp_path / "c"))
+    again = loaded(tmp_path / "c")
+    assert equal(model.state_dict(), again.state_dict())
+    assert plain(model.config.to_dict()) == plain(again.config.to_dict())
+    if "molmo2" in name:
+        assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (tmp_path / "c" / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_weights_keep_their_type_and_change_it_on_demand(dtype: str, tmp_path: Path) -> None:
+    save("qwen3", tmp_path / "a", getattr(torch, dtype))
+    assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b") == 0
+    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c") == 0
+    assert equal(tensors_of(tmp_path / "a"), tensors_of(tmp_path / "c"))
+    assert json.loads((tmp_path / "c" / "config.json").read_text())["dtype"] == dtype
+    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "d", "--dtype", "bfloat16", "--verify") == 0
+    expected = {name: tensor.bfloat16() for name, tensor in tensors_of(tmp_path / "a").items()}
+    assert equal(tensors_of(tmp_path / "d"), expected)
+
+
+def test_float16_weights_become_a_checkpoint_only_in_another_type(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save("llama 2", tmp_path / "a", torch.float16)
+    assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b") == 2
+    assert "the weights are float16" in capsys.readouterr().err
+    assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b", "--dtype", "float32", "--verify") == 0
+
+
+def test_both_layouts_of_a_molmo2_become_each_other(tmp_path: Path) -> None:
+    model = save("molmo2 released", tmp_path / "a")
+    assert convert("hf", "hf", tmp_path / "a", tmp_path / "b", "--layout", "native", "--verify") == 0
+    assert convert("hf", "hf", tmp_path / "b", tmp_path / "c", "--layout", "released", "--verify") == 0
+    released = tensors_of(tmp_path / "c")
+    assert equal(released, tensors_of(tmp_path / "a"))
+    names = set(safetensors.load_file(tmp_path / "b" / "model.safetensors"))
+    assert names == set(model.state_dict()), "the native layout has the library's own names"
+    raw = safetensors.load_file(tmp_path / "c" / "model.safetensors")
+    assert len(raw["model.transformer.wte.embedding"]) == 257 and len(raw["model.transformer.wte.new_embedding"]) == 8
+    config = json.loads((tmp_path / "c" / "config.json").read_text())
+    assert config["vit_config"]["image_num_pos"] == 16 and config["adapter_config"]["vit_layers"] == [2, 0]
+    for folder in ("b", "c"):
+        assert equal(loaded(tmp_path / folder).state_dict(), model.state_dict())
+        assert (tmp_path / folder / "processor_config.json").is_file()
+
+
+def test_fused_rows_are_q_k_v_and_up_gate_with_grouped_queries(tmp_path: Path) -> None:
+    """Would catch rows interleaved by group, and gate before up: the shapes are the same in any order."""
+    state = save("molmo2 native", tmp_path / "a").state_dict()
+    assert convert("hf", "hf", tmp_path / "a", tmp_path / "b", "--layout", "released") == 0
+    raw = safetensors.load_file(tmp_path / "b" / "model.safetensors")
+    for layer in range(2):
+        ours, theirs = f"model.language_model.layers.{layer}", f"model.transformer.blocks.{layer}"
+        for kind in ("weight", "bias"):
+            qkv = torch.cat([state[f"{ours}.self_attn.{x}_proj.{kind}"] for x in "qkv"])
+            assert torch.equal(raw[f"{theirs}.self_attn.att_proj.{kind}"], qkv)
+        mlp = torch.cat([state[f"{ours}.mlp.{x}_proj.weight"] for x in ("up", "gate")])
+        assert torch.equal(raw[f"{theirs}.mlp.ff_proj.weight"], mlp)
+
+
+def test_rows_of_q_and_k_are_rotated_by_halves_and_another_order_is_seen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Interleaved pairs have the same names and shapes: only logits tell them from halves."""
+    save("llama 2", tmp_path / "a")
+    assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b") == 0
+    path = tmp_path / "a" / "model.safetensors"
+    tensors = safetensors.load_file(path)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = tensors[name].view(4, 2, 6, 48).transpose(1, 2).reshape(48, 48).contiguous()
+    safetensors.save_file(tensors, path, {"format": "pt"})
+    from tools.convert_checkpoint import READERS, compare, logits_of, rows_for
+
+    ours, theirs = READERS["megacp"](tmp_path / "b"), READERS["hf"](tmp_path / "a")
+    (found,) = compare(logits_of(ours, "megacp"), logits_of(theirs, "hf"), rows_for(ours.config, None))
+    assert not found.is_small and found.difference > 1e-2 * found.largest
+
+
+def test_a_difference_ends_verify_with_status_1_and_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch a verify that prints and goes on: here the writer loses theta."""
+    save("llama 3 tied", tmp_path / "a")
+    assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b") == 0
+    from megacp.convert import fields
+
+    write = fields.Rope.write
+
+    def lossy(self: Any, values: Any, content: Any, reasons: Any) -> None:
+        write(self, {**values, "rotary_base": 10_000.0}, content, reasons)
+
+    monkeypatch.setattr(fields.Rope, "write", lossy)
+    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", "--verify") == 1
+    captured = capsys.readouterr()
+    assert "would be another model" in captured.err and "random text" in captured.out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_theta_is_written_in_both_spellings(tmp_path: Path) -> None:
+    """Would catch a config that an older library reads with its own theta."""
+    save("llama 3 tied", tmp_path / "a")
+    assert convert("hf", "hf", tmp_path / "a", tmp_path / "b") == 0
+    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 500.0
+    scaling = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}
+    assert config["rope_scaling"].items() >= scaling.items() and config["rope_parameters"].items() >= scaling.items()
+
+
+def saved_on_grid(
+    rank: int, world_size: int, shape: dict[str, int], values: Values, folder: str, rules: dict[str, Any] | None
+) -> None:
+    """Save the initial weights of a run, as it would."""
+    mine, config = grid(**shape), config_of({**values, "save": folder}, shape)
+    trainee = Trainee(config, mine)
+    boxes = boxes_to_save(trainee.buckets.parameter_slices(), trainee.optimizer.state_slices())
+    extra = dataclasses.asdict(Progress(step=3, consumed_samples=24, image_rules=rules)) | {"updates": 3}
+    save_checkpoint(folder, 3, boxes, extra=extra, config_yaml=to_yaml(config), world=mine.world, grid=shape)
+
+
+GRIDS: dict[str, tuple[dict[str, int], Values]] = {
+    "tp2 pp2 with virtual stages cp2": (
+        {"tp": 2, "pp": 2, "cp": 2},
+        {"num_virtual_stages_per_pipeline_rank": 2, "sequence_parallel": True, "cp_comm_type": "p2p"},
+    ),
+    "dp2 tp4": ({"dp": 2, "tp": 4}, {}),
+}
+
+
+def exported(folder: Path, *flags: str) -> dict[str, str]:
+    """Hashes of the files that a checkpoint becomes; the card tells the grid and is left out."""
+    assert convert("megacp", "hf", folder, folder.with_suffix(".hf"), "--verify", *flags) == 0
+    files = [path for path in folder.with_suffix(".hf").iterdir() if path.name not in ("README.md", "SHA256SUMS")]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
+def test_checkpoints_of_any_grid_become_equal_files(tied: bool, tmp_path: Path) -> None:
+    """53 rows of vocabulary are padded to 64 by tp 4; a tied head lives on another virtual stage than its embedding.
+
+    Would catch padding in a file, and a head that is written beside its embedding.
+    """
+    values: Values = {"dtype": "float32", "num_query_groups": 4, "untie_embeddings_and_output_weights": not tied}
+    saved_on_grid(0, 1, {}, values, str(tmp_path / "one"), None)
+    expected = exported(tmp_path / "one")
+    tensors = tensors_of(tmp_path / "one.hf")
+    assert tensors["model.embed_tokens.weight"].shape == (53, 32) and ("lm_head.weight" in tensors) == (not tied)
+    for number, (shape, more) in enumerate(GRIDS.values()):
+        folder = tmp_path / f"grid{number}"
+        run_ranks(saved_on_grid, 8, shape, {**values, **more}, str(folder), None)
+        assert exported(folder) == expected
+
+
+@pytest.mark.slow
+def test_a_vision_model_of_a_grid_becomes_the_files_of_one_process(tmp_path: Path) -> None:
+    values: Values = {**OURS["tiny_vlm"], "vocab_size": 257, "dtype": "float32", "num_query_groups": 4}
+    values["qk_layernorm"] = True
+    saved_on_grid(0, 1, {}, values, str(tmp_path / "one"), TINY.to_dict())
+    shape, more = {"tp": 2, "pp": 2, "cp": 2}, {"num_virtual_stages_per_pipeline_rank": 2}
+    run_ranks(saved_on_grid, 8, shape, {**values, **more}, str(tmp_path / "grid"), TINY.to_dict())
+    flags = ("--layout", "released", "--tokenizer", "byte")
+    assert exported(tmp_path / "one", *flags) == exported(tmp_path / "grid", *flags)
+
+
+def broken(folder: Path, change: Any) -> None:
+    path = folder / "model.safetensors"
+    tensors = safetensors.load_file(path)
+    change(tensors)
+    safetensors.save_file(tensors, path, {"format": "pt"})
+
+
+DAMAGE: dict[str, tuple[Any, str]] = {
+    "missing": (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "model.layers.1.mlp.up_proj.weight is missing"),
+    "unexpected": (lambda t: t.update({"model.extra": torch.zeros(2)}), "model.extra is unexpected"),
+    "padded vocabulary": (
+        lambda t: t.update({"model.embed_tokens.weight": torch.zeros(104, 48)}),
+        "model.embed_tokens.weight has shape (104, 48), the config says (97, 48)",
+    ),
+    "another dtype": (
+        lambda t: t.update({"model.norm.weight": t["model.norm.weight"].bfloat16()}),
+        "final_norm.weight bfloat16): choose one with --dtype",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_file_that_does_not_fit_its_config_is_refused_by_name(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, message = DAMAGE[kind]
+    save("llama 2", tmp_path / "a")
+    broken(tmp_path / "a", change)
+    assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b") == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_tied_head_may_be_in_the_file_if_it_is_the_embedding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save("qwen3 tied", tmp_path / "a")
+    broken(tmp_path / "a", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b", "--verify") == 0
+    broken(tmp_path / "a", lambda t: t["lm_head.weight"].neg_())
+    assert convert("hf", "megacp", tmp_path / "a", tmp_path / "c") == 2
+    assert "lm_head.weight differs from the embedding" in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_not_exported_without_its_own_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save("molmo2 released", tmp_path / "a")
+    assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b") == 0
+    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c") == 2
+    assert "was trained with a tokenizer: give it with --tokenizer" in capsys.readouterr().err
+    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", "--tokenizer", "byte") == 2
+    assert "--tokenizer byte is not the one" in capsys.readouterr().err
+    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", "--tokenizer", "none") == 0
+    assert not (tmp_path / "c" / "tokenizer.json").exists()
+    flags = ("--tokenizer", str(tmp_path / "b" / "tokenizer.json"), "--eod-token", "<im_low>")
+    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "d", *flags) == 0
+    found = json.loads((tmp_path / "d" / "generation_config.json").read_text())
+    assert found["eos_token_id"] == TINY.token_ids["image_low_res"]
+
+
+def test_a_folder_has_all_that_belongs_to_a_model(tmp_path: Path) -> None:
+    save("llama 3 tied", tmp_path / "a", max_shard_size="20KB")
+    assert convert("hf", "hf", tmp_path / "a", tmp_path / "copy") == 0, "shards with an index are read"
+    assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b") == 0
+    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", "--tokenizer", "none") == 0
+    names = {"README.md", "SHA256SUMS", "config.json", "generation_config.json", "model.safetensors"}
+    assert {path.name for path in (tmp_path / "c").iterdir()} == names
+    card = (tmp_path / "c" / "README.md").read_text()
+    assert "| trained steps | 0 |" in card and "rope_scaling: llama3" in card and "| grid |" in card
+    for line in (tmp_path / "c" / "SHA256SUMS").read_text().splitlines():
+        digest, name = line.split("  ")
+        assert hashlib.sha256((tmp_path / "c" / name).read_bytes()).hexdigest() == digest
+    config = json.loads((tmp_path / "c" / "config.json").read_text())
+    assert config["bos_token_id"] is None and config["eos_token_id"] is None, "a Llama's own defaults are 1 and 2"
+    transformers.GenerationConfig.from_pretrained(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("megacp", "megacp"), "a checkpoint is read by any grid as it is"),
+        (("hf", "megacp", "--layout", "native"), "--layout is for --to hf"),
+        (("hf", "hf", "--tokenizer", "byte"), "--tokenizer is for --from megacp"),
+        (("megacp", "hf", "--eod-token", "x"), "--eod-token goes with --tokenizer"),
+        (("hf", "hf", "--max-shard-size", "0"), "--max-shard-size 0: must be at least 1"),
+        (("hf", "megacp", "--dtype", "float16"), "--dtype float16"),
+    ],
+)
+def test_flags_that_contradict_are_refused(
+    flags: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        convert(flags[0], flags[1], tmp_path, tmp_path / "b", *flags[2:])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save("llama 2", tmp_path / "a")
+    cases: list[tuple[tuple[Any, ...], str]] = [
+        (("hf", "hf", tmp_path / "nowhere", tmp_path / "x"), "config.json cannot be read"),
+        (("megacp", "hf", tmp_path / "a", tmp_path / "x"), "there is no committed checkpoint"),
+        (("hf", "hf", tmp_path / "a", tmp_path / "a"), "exists; nothing is ever written over"),
+        (("hf", "hf", tmp_path / "a", tmp_path / "x", "--layout", "released"), "llama has one layout"),
+        (("hf", "hf", tmp_path / "a", tmp_path / "x", "--architecture", "qwen3"), "config.json has model_type llama"),
+    ]
+    for arguments, message in cases:
+        assert convert(*arguments) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and message in error and error.count("\n") == 1, error
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+PEAK = """
+import sys, threading, time
+from pathlib import Path
+from tools.convert_checkpoint import main
+
+def anonymous():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) >> 10
+
+def watch():
+    while True:
+        peaks.append(anonymous())
+        time.sleep(0.002)
+
+def convert(source, target, given, output):
+    assert main(["--from", source, "--to", target, "--input", given, "--output", output]) == 0
+
+small, large = sys.argv[1:]
+convert("hf", "megacp", small, small + ".ours")
+convert("megacp", "hf", small + ".ours", small + ".theirs")
+peaks = [anonymous()]
+threading.Thread(target=watch, daemon=True).start()
+convert("hf", "megacp", large, large + ".ours")
+first = max(peaks) - peaks[0]
+convert("megacp", "hf", large + ".ours", large + ".theirs")
+print("peaks", first, max(peaks) - peaks[0])
+"""
+
+
+class Zeros:
+    """A source of zeros by name."""
+
+    def __init__(self, infos: dict[str, Info]) -> None:
+        self.infos = infos
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return torch.zeros((stop - start, *self.infos[name].shape[1:]))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """128 MiB in tensors of at most 4 MiB, in both directions; a tensor, its copy and its bytes while it is read, and
+    what the allocator keeps. Would catch a state dict on the way, also one of the checkpoint's writer.
+    """
+    save("llama 2", tmp_path / "small")
+    (tmp_path / "large").mkdir()
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_key_value_heads": 4}
+    content = {**json.loads((tmp_path / "small" / "config.json").read_text()), **sizes, "head_dim": 128}
+    (tmp_path / "large" / "config.json").write_text(json.dumps(content))
+    links = ARCHITECTURES["llama"].links(ARCHITECTURES["llama"].values(content), "native")
+    infos = {one.name: Info(one.shape, torch.float32) for link in links for one in link.theirs}
+    assert sum(map(num_bytes, infos.values())) > 120 << 20
+    write_tensors(Zeros(infos), tmp_path / "large", 1 << 40)
+    arguments = [sys.executable, "-c", PEAK, str(tmp_path / "small"), str(tmp_path / "large")]
+    done = subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True, text=True, timeout=200)
+    peaks = [int(word) for word in done.stdout.rsplit("peaks", 1)[1].split()]
+    assert max(peaks) <= 8 * 4, f"MiB above the start: {peaks}"
+
+
+def test_no_gpu_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a converter that moves weights to a device, or that asks how many there are."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the converter touched CUDA")
+
+    save("llama 2", tmp_path / "a")
+    for name in ("_lazy_init", "set_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b", "--verify") == 0
+    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", "--verify") == 0

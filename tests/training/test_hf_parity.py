@@ -1,0 +1,91 @@
+"""Answers of a converted model: greedy generation of transformers, with an image, token by token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megacp.data.prompt import Prompt, PromptMaker, prompt_pixels, prompt_row
+from megacp.data.tokenizer import load_tokenizer
+from megacp.training.generate import Generator, Sampling
+from megacp.training.hf_parity import Difference, library_model
+from tests.convert.models import save
+from tests.data.pictures import TINY, encoded, noise
+from tools.convert_checkpoint import main
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+pytest.importorskip("safetensors", reason="safetensors is not installed (extra: hf)")
+
+LENGTH = 12
+
+
+def convert(source: str, target: str, given: Path, output: Path, *flags: str) -> None:
+    assert main(["--from", source, "--to", target, "--input", str(given), "--output", str(output), *flags]) == 0
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`ours`, a checkpoint, and `theirs`, what it became; both layouts have been passed."""
+    folder = tmp_path_factory.mktemp("hf_parity")
+    save("molmo2 released", folder / "made")
+    convert("hf", "megacp", folder / "made", folder / "ours")
+    tokenizer = str(folder / "ours" / "tokenizer.json")
+    convert("megacp", "hf", folder / "ours", folder / "theirs", "--tokenizer", tokenizer)
+    return folder
+
+
+def inputs_of(prompt: Prompt) -> dict[str, Any]:
+    """A prompt as the library takes it."""
+    tokens = torch.from_numpy(prompt.prefix.tokens)[None]
+    inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    if prompt.pixels:
+        patches, pooling = prompt_pixels([prompt], (TINY.patches_per_crop, TINY.patch_dim))
+        inputs["mm_token_type_ids"] = torch.isin(tokens, torch.tensor(list(TINY.token_ids.values()))).long()
+        inputs["pixel_values"], inputs["image_token_pooling"] = torch.from_numpy(patches), torch.from_numpy(pooling)
+        inputs["image_grids"] = torch.tensor([[len(pooling), 1, 0, 0]])
+    return inputs
+
+
+@pytest.mark.parametrize("images", [0, 1, 2])
+def test_greedy_answers_are_those_of_transformers(folders: Path, images: int) -> None:
+    """With its own cache and masks: would catch a span, a position or a pooled token that is not where it was."""
+    generator = Generator(folders / "ours")
+    assert generator.image_rules(None) == TINY
+    tokenizer = load_tokenizer(str(folders / "ours" / "tokenizer.json"), engine="reference")
+    pictures = [encoded(noise(20 + 12 * i, 16, seed=i)) for i in range(images)]
+    prompt = PromptMaker(tokenizer, TINY).of_texts(["what do you see?"], pictures)
+    (answers,) = generator.answer([prompt], Sampling(LENGTH))
+    model = library_model(folders / "theirs", "Molmo2ForConditionalGeneration")
+    inputs = inputs_of(prompt)
+    with torch.no_grad():
+        found = model.generate(**inputs, max_new_tokens=LENGTH, do_sample=False, eos_token_id=None)
+        logits = model(**inputs).logits[0].numpy()
+    assert found[0, inputs["input_ids"].shape[1] :].tolist() == answers[0].tolist()
+    assert len(set(answers[0].tolist())) > 2, "a model that always says one thing would pass"
+    row = prompt_row([prompt], [[[]]], "example", TINY.token_ids)
+    ours = generator.logits(row.batch, generator.features([prompt])).numpy()
+    # fp32 through 2 layers and a tower of 3: sums in another order
+    assert np.abs(ours - logits).max() <= 1e-5 * np.abs(logits).max()
+
+
+def test_tensors_that_the_library_misses_or_does_not_know_are_told(tmp_path: Path) -> None:
+    """It would make up the one and drop the other with a line in its log."""
+    from safetensors.torch import load_file, save_file
+
+    save("llama 2", tmp_path / "made")
+    path = tmp_path / "made" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.more.weight"] = tensors.pop("model.norm.weight")
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"missing keys: model.norm.weight; unexpected keys: model.more.weight"):
+        library_model(tmp_path / "made", "LlamaForCausalLM")
+
+
+def test_a_difference_is_small_only_below_its_share_of_the_largest_logit() -> None:
+    assert Difference("a", 10.0, 0.99e-3, 1.0, 3).is_small
+    assert not Difference("a", 10.0, 1.01e-3, 1.0, 3).is_small
+    assert not Difference("a", 10.0, float("inf"), 1.0, 3).is_small
