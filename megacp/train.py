@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 
 from megacp.backends.apex import describe_apex
+from megacp.backends.select import backend_problems
 from megacp.config.checks import require
 from megacp.config.cli import parse
 from megacp.config.run import RunConfig
@@ -37,7 +38,8 @@ def prepare(config: RunConfig, world_size: int, device_type: str | None = None) 
     """
     training = config.training
     problem = device_type and kernel_problem(training.attention_kernel, device_type, training.dtype)
-    require(config, world_size, [problem] if problem else [])
+    problems = [*([problem] if problem else []), *backend_problems(config, device_type)]
+    require(config, world_size, problems)
     config, sources = open_sources(config)
     require(config, world_size)
     return config, sources
@@ -46,7 +48,7 @@ def prepare(config: RunConfig, world_size: int, device_type: str | None = None) 
 def dry_run(config: RunConfig) -> str:
     """The report of a layout for any world size; a dataset is opened only when the vocabulary must come from it."""
     world_size = config.world_size or config.model_ranks
-    require(config, world_size)
+    require(config, world_size, backend_problems(config, None))
     if config.model.vocab_size == 0:
         config, _ = prepare(config, world_size)
     return f"{describe(config, world_size, stage_layers(config))}\n\n{describe_apex()}"

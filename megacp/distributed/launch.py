@@ -9,11 +9,13 @@ from __future__ import annotations
 import ctypes
 import datetime
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from megacp.distributed.generation import fresh_store
 from megacp.distributed.grid import GridShape, ProcessGrid, build_grid
 
 _M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 4 << 20
@@ -73,6 +75,12 @@ def pick_device(world: World) -> torch.device:
     return torch.device("cpu")
 
 
+def set_defaults(values: Mapping[str, str]) -> None:
+    """Give environment variables of guest packages these values where the user has set none."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+
+
 def steady_heap() -> None:
     """Give large CPU tensors memory maps of their own, so that a long run does not grow.
 
@@ -103,7 +111,9 @@ def start(shape: GridShape, timeout_minutes: float = 10.0) -> ProcessGrid:
     timeout = datetime.timedelta(minutes=timeout_minutes)
     if world.size > 1 and not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timeout)
+        launched, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
+        store = fresh_store(launched, world.rank, world.size, timeout.total_seconds())
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     return build_grid(shape, world.rank, device, timeout)
 
 

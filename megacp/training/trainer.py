@@ -169,6 +169,8 @@ class Trainer:
         return batches
 
     def _report(self, result: StepResult, agreed: StepAgreement, seconds: float) -> None:
+        for line in self.trainee.backend.news():
+            self.log.say(line)
         if result.skipped:
             what = f"gradient norm {result.grad_norm}, all ranks skipped the update; {result.suspects}"
             self.log.say(f"step {self.progress.step}: {what}")

@@ -1,0 +1,192 @@
+"""A checkpoint being saved: begun by all ranks together, written by each alone, committed by all ranks together.
+
+Key property: only `begin` and `commit` talk to other ranks, and both run where the caller stands, so files may be
+written on a thread while training goes on and no collective of the one meets one of the other. In the background a copy
+of the values is written (in pinned memory on CUDA), hence the same bytes as at once. Rejected: a process group of its
+own for the writing thread, which would let ranks commit while others step and die differently.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megacp.checkpoint.directory import CONFIG_FILE, committed, point_and_prune, temporary
+from megacp.checkpoint.manifest import (
+    MANIFEST_FILE,
+    FileRecord,
+    Manifest,
+    hash_file,
+    read_manifest,
+    sync_folder,
+    to_json,
+    write_synced,
+)
+from megacp.checkpoint.names import TensorBox
+from megacp.checkpoint.storage import PayloadError, PayloadWriter
+from megacp.checkpoint.together import on_first, together
+from megacp.distributed.collectives import gather_to_first
+from megacp.distributed.grid import Axis
+
+_BYTES_PER_BOX, _MARGIN = 4096, 1 << 20
+"""What a box takes in the files besides its values (its own archive, its lines in the index), and the smallest files;
+generous, since the disk must not be full afterwards either."""
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; raised on every rank with the reasons of the ranks that failed."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint says besides its tensors; that of rank 0 counts."""
+
+    step: int
+    extra: Mapping[str, Any]
+    """Must be JSON."""
+    config_yaml: str
+    grid: Mapping[str, int] = field(default_factory=dict)
+
+
+class PendingCheckpoint:
+    """A checkpoint between its begin, which is this constructor, and `commit`; both are collective over `world`.
+
+    `background` copies the boxes and writes on a thread; else `commit` writes. The constructor raises SaveError on
+    every rank, before anything is written, when the file system of `root` has too little space.
+    """
+
+    def __init__(
+        self, root: Path, boxes: Sequence[TensorBox], contents: Contents, world: Axis, *, background: bool = False
+    ) -> None:
+        self._root, self._contents, self._world = root, contents, world
+        self._error: Exception | None = None
+        self._records: dict[str, FileRecord] = {}
+        self._thread: threading.Thread | None = None
+        sizes = gather_to_first(sum(b.tensor.nbytes + _BYTES_PER_BOX for b in boxes), world)
+        try:
+            self._folder: Path = on_first(world, lambda: self._begin(sum(sizes or [])), SaveError)
+        except SaveError as failure:
+            raise self._failed(failure) from failure
+        try:
+            copied: list[TensorBox] = list(boxes)
+            if background:
+                together(world, lambda: copied.__setitem__(slice(None), _copied(boxes)), SaveError)
+            self._payload = PayloadWriter(copied, world)
+        except (SaveError, PayloadError) as failure:
+            self._clean()
+            raise self._failed(failure) from failure
+        if background:
+            self._thread = threading.Thread(target=self._write_quietly, name="megacp save", daemon=True)
+            self._thread.start()
+
+    @property
+    def step(self) -> int:
+        """The training step after which it is saved."""
+        return self._contents.step
+
+    @property
+    def writing(self) -> bool:
+        """Whether this rank's thread is still at work."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank's thread could not write: `commit` will raise."""
+        return not self.writing and self._error is not None
+
+    def commit(self, keep_last: int = 0) -> Path:
+        """Wait for this rank's files, then commit those of all ranks; the checkpoint's directory.
+
+        `keep_last` > 0 removes older checkpoints beyond that many. Raises SaveError on every rank when anything failed
+        on any; committed checkpoints are untouched then.
+        """
+        try:
+            together(self._world, self._written, SaveError)
+            index = self._payload.complete(self._folder)
+            records = gather_to_first(self._records, self._world)
+            final: Path = on_first(self._world, lambda: self._commit(records, index), SaveError)
+        except (SaveError, PayloadError) as failure:
+            self._clean()
+            raise self._failed(failure) from failure
+        on_first(self._world, lambda: point_and_prune(final, keep_last), SaveError)
+        return final
+
+    def _begin(self, needed: int) -> Path:
+        """Refuse before anything is written, then make the folder; rank 0 only."""
+        to_json(Manifest(self.step, 0, self._world.size, self._contents.grid, {}, self._contents.extra))
+        place = next(folder for folder in (self._root.absolute(), *self._root.absolute().parents) if folder.exists())
+        free = shutil.disk_usage(place).free
+        if free < needed + _MARGIN:
+            raise ValueError(
+                f"it needs about {(needed + _MARGIN) / 2**20:,.1f} MiB, the file system has {free / 2**20:,.1f} MiB "
+                "free: make room, or keep fewer checkpoints by --keep-last"
+            )
+        self._root.mkdir(parents=True, exist_ok=True)
+        folder = temporary(self._root, f"step_{self.step:07d}")
+        folder.mkdir()
+        return folder
+
+    def _write_quietly(self) -> None:
+        try:
+            self._write()
+        except Exception as error:  # the step loop asks for it
+            self._error = error
+
+    def _write(self) -> None:
+        self._records = {path.name: hash_file(path) for path in self._payload.write(self._folder)}
+
+    def _written(self) -> None:
+        """This rank's files are on disk; raises what kept them from it."""
+        if self._thread is None:
+            self._write()
+            return
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _commit(self, of_ranks: list[dict[str, FileRecord]] | None, index: Path | None) -> Path:
+        """Complete the written folder with config and manifest, and rename it; rank 0 only."""
+        assert of_ranks is not None and index is not None
+        files = {name: record for of_rank in of_ranks for name, record in of_rank.items()}
+        write_synced(self._folder / CONFIG_FILE, self._contents.config_yaml)
+        files |= {path.name: hash_file(path) for path in (index, self._folder / CONFIG_FILE)}
+        serial = max((read_manifest(folder).serial for folder in committed(self._root)), default=0) + 1
+        manifest = Manifest(self.step, serial, self._world.size, self._contents.grid, files, self._contents.extra)
+        write_synced(self._folder / MANIFEST_FILE, to_json(manifest))
+        sync_folder(self._folder)
+        base = f"step_{self.step:07d}"
+        attempt = 1
+        final = self._root / base
+        while final.exists():
+            attempt += 1
+            final = self._root / f"{base}.{attempt}"
+        self._folder.rename(final)
+        sync_folder(self._root)
+        return final
+
+    def _failed(self, failure: Exception) -> SaveError:
+        return SaveError(f"checkpoint of step {self.step} in {self._root} was not written: {failure}")
+
+    def _clean(self) -> None:
+        if self._world.rank == 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _copied(boxes: Sequence[TensorBox]) -> list[TensorBox]:
+    """The boxes with values of their own, on the CPU."""
+    copies = []
+    for box in boxes:
+        values = box.tensor.detach()
+        on_gpu = values.is_cuda
+        own = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_gpu)
+        copies.append(dataclasses.replace(box, tensor=own.copy_(values, non_blocking=on_gpu)))
+    if any(box.tensor.is_cuda for box in boxes):
+        torch.cuda.synchronize()
+    return copies

@@ -1,0 +1,177 @@
+"""Are two folders the same model? Logits of ours and of the transformers library on random text and a random image.
+
+Key property: both are computed in float32 on one process, from what was written to disk. Rejected: comparing tensors
+alone, which says nothing of a lost theta, of another epsilon or of halves that were meant to be pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megacp.batch import PackedBatch, VisionInputs
+from megacp.config.run import RunConfig, with_values
+from megacp.context_parallel.layout import select_layout
+from megacp.context_parallel.shard import shard_batch
+from megacp.convert.mapping import Source, whole
+from megacp.data.image import ImageRules, image_layout, image_patches
+from megacp.distributed.grid import GridShape, build_grid
+from megacp.distributed.parameter import spec_of
+from megacp.models.build import build_chunks
+from megacp.models.language import LanguageModelChunk
+
+TOLERANCE = 1e-4
+"""Of the largest logit, in float32: a wrong theta or epsilon is above it, another order of sums far below."""
+_MOST_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far logits `[T, vocab]` of two models are apart."""
+
+    name: str
+    largest: float
+    """Logit of the first."""
+    difference: float
+    agreement: float
+    """Share of places with the same likeliest token."""
+    tokens: int
+
+    @property
+    def is_small(self) -> bool:
+        """Whether both are one model."""
+        return self.difference <= TOLERANCE * self.largest
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.tokens} tokens, largest logit {self.largest:.4g}, max difference "
+            f"{self.difference:.3g} ({self.difference / max(self.largest, 1e-30):.2g} of it), "
+            f"same likeliest token at {100 * self.agreement:.2f} %"
+        )
+
+
+def library_encoder(folder: Path) -> Callable[[str], list[int]]:
+    """How the transformers library encodes a text, reading a folder; nothing is added to it."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, model_max_length=1 << 30)
+    return lambda text: tokenizer.encode(text, add_special_tokens=False)
+
+
+Logits = Callable[[PackedBatch], torch.Tensor]
+
+
+def our_logits(config: RunConfig, source: Source) -> Logits:
+    """Logits of the weights of `source`, by our names, on one process in float32."""
+    own = RunConfig(model=config.model, vision=config.vision, data=config.data)  # nothing of its grid or its device
+    grid = build_grid(GridShape(), 0)
+    plain = with_values(own, {"dtype": "float32", "transformer_impl": "native"})
+    model: LanguageModelChunk = build_chunks(plain, grid)[0].eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            for piece in spec_of(parameter).pieces:
+                piece.of(parameter).copy_(whole(source, piece.name))
+
+    @torch.no_grad()
+    def logits(batch: PackedBatch) -> torch.Tensor:
+        return model.logits(None, shard_batch(batch, grid.cp, select_layout("contiguous")))
+
+    return logits
+
+
+def library_model(folder: Path, cls: str, rounded_to: torch.dtype | None = None) -> Any:
+    """The model of a folder by the transformers library, in float32, its weights `rounded_to` another dtype before.
+
+    ValueError names missing, unexpected or mismatched tensors.
+    """
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    model, info = getattr(transformers, cls).from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, output_loading_info=True, attn_implementation="eager"
+    )
+    wrong = {kind: sorted(map(str, info.get(kind) or ())) for kind in ("missing_keys", "unexpected_keys")}
+    wrong["mismatched_keys"] = sorted(map(str, info.get("mismatched_keys") or ()))
+    found = [f"{kind.replace('_', ' ')}: {', '.join(names[:10])}" for kind, names in wrong.items() if names]
+    if found:
+        raise ValueError(f"the transformers library reads {folder} with {'; '.join(found)}")
+    for parameter in model.parameters() if rounded_to is not None else ():
+        parameter.data = parameter.data.to(rounded_to).float()
+    return model.eval()
+
+
+def library_logits(model: Any) -> Logits:
+    """Its logits of a row that is one document."""
+
+    @torch.no_grad()
+    def logits(batch: PackedBatch) -> torch.Tensor:
+        images: dict[str, Any] = {}
+        if batch.vision is not None:
+            pooling = torch.from_numpy(batch.vision.pooling)
+            images = {
+                "pixel_values": torch.from_numpy(batch.vision.patches),
+                "image_token_pooling": pooling,
+                "image_grids": torch.tensor([[len(pooling), 1, 0, 0]]),
+                "mm_token_type_ids": torch.from_numpy((batch.span > 0).astype(np.int64))[None],
+            }
+        return model(input_ids=torch.from_numpy(batch.tokens)[None], **images).logits[0]
+
+    return logits
+
+
+def random_text(config: RunConfig, seed: int = 0) -> PackedBatch:
+    """One document of random tokens."""
+    rng = np.random.default_rng(seed)
+    count = min(_MOST_TOKENS, config.data.seq_length)
+    return _row(rng.integers(0, config.model.vocab_size, count), np.zeros(count, np.int32), None)
+
+
+def random_image(config: RunConfig, rules: ImageRules, seed: int = 0) -> PackedBatch:
+    """One document with noise of two crops by one between random tokens."""
+    rng = np.random.default_rng(seed)
+    width, height = 2 * rules.image_size, rules.image_size
+    layout = image_layout(width, height, rules)
+    patches = image_patches(rng.integers(0, 256, (height, width, 3), dtype=np.uint8), rules)
+    before, after = (rng.integers(0, config.model.vocab_size, 5) for _ in range(2))
+    tokens = np.concatenate((before, layout.tokens, after))
+    span = np.concatenate((np.zeros(5), np.ones(len(layout.tokens)), np.zeros(5))).astype(np.int32)
+    vision = VisionInputs(
+        np.array([layout.num_crops], np.int64),
+        np.array([layout.num_pooled], np.int64),
+        np.flatnonzero(tokens == rules.token_ids["image_patch"]),
+        None,
+        0,
+        patches,
+        layout.pooling.copy(),  # a layout is shared and cannot be written
+    )
+    return _row(tokens, span, vision)
+
+
+def _row(tokens: np.ndarray, span: np.ndarray, vision: VisionInputs | None) -> PackedBatch:
+    zeros, weights = np.zeros(len(tokens), np.int32), np.ones(len(tokens), np.float32)
+    return PackedBatch(tokens, np.zeros_like(tokens), weights, np.arange(len(tokens)), zeros, zeros, span, (0,), vision)
+
+
+def compare(first: Logits, second: Logits, rows: Mapping[str, PackedBatch]) -> list[Difference]:
+    """The difference of two models on each of some rows."""
+    found = []
+    for name, row in rows.items():
+        expected, other = first(row).double(), second(row).double()
+        agreement = float((expected.argmax(-1) == other.argmax(-1)).double().mean())
+        gap = float((expected - other).abs().nan_to_num(nan=torch.inf).max())
+        found.append(Difference(name, float(expected.abs().max()), gap, agreement, len(row.tokens)))
+    return found
+
+
+def rows_for(config: RunConfig, rules: ImageRules | None) -> dict[str, PackedBatch]:
+    """Random rows that use all of a model: text, and an image for one with a tower (`rules` must be given then)."""
+    rows = {"random text": random_text(config)}
+    if config.vision.vision_num_layers:
+        assert rules is not None
+        rows["random image"] = random_image(config, rules)
+    return rows

@@ -1,0 +1,214 @@
+"""Writing what was read: a Hugging Face folder with all that belongs to it, or a checkpoint of ours that begins a run.
+
+Key property: whatever is written is opened again and held against the tables before the folder gets its name. Rejected:
+the library's `save_pretrained`, which needs the whole model in memory and cuts a Molmo2's embedding in the middle.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+import megacp
+from megacp.checkpoint.commit import save_checkpoint
+from megacp.checkpoint.names import MODEL, TensorBox
+from megacp.config.run import with_values
+from megacp.config.yaml_file import to_yaml
+from megacp.convert import hf_files, processor
+from megacp.convert.architectures import LAYOUTS, token_fields, token_ids
+from megacp.convert.mapping import Cast, Info, Mapped, Source, num_bytes, one_dtype
+from megacp.convert.tokenizer import COMPANIONS, Given, write_tokenizer
+from megacp.data.image import TOKEN_TEXTS
+from megacp.data.tokenizer import PROBE, Tokenizer, load_tokenizer
+from megacp.distributed.grid import GridShape, build_grid
+from megacp.training.hf_reading import Loaded, require_all
+from megacp.training.state import Progress
+
+_DTYPES = ("float32", "bfloat16", "float64")
+_TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+_NOT_COPIED = ("config.json", hf_files.INDEX, hf_files.SUMS)
+_NOT_COPIED_SUFFIXES = (".safetensors", ".bin", ".bin.index.json", ".py", ".pth", ".pt", ".gguf")
+_SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a folder is written."""
+
+    dtype: torch.dtype | None = None
+    """None: as the weights are."""
+    layout: str = LAYOUTS[0]
+    max_shard_bytes: int = 5000 * hf_files.MIB
+    tokenizer: str | None = None
+    """As given to `preprocess_data.py`; `none` for a folder without one."""
+    eod_token: str | None = None
+    """As given there: the token that ends a document, by its text, where the tokenizer's files do not say."""
+    accept_ties: bool = False
+    """Of a Unigram tokenizer (`convert.tokenizer.refuse_difference`)."""
+
+
+class Lazy:
+    """A tensor that is read when somebody needs its values, and not kept."""
+
+    def __init__(self, source: Source, name: str) -> None:
+        self._source, self._name = source, name
+        info = source.infos[name]
+        self.shape, self.dtype, self.nbytes = torch.Size(info.shape), info.dtype, num_bytes(info)
+
+    def numel(self) -> int:
+        """Elements."""
+        return self.shape.numel()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source.rows(self._name, 0, self.shape[0]), name)
+
+
+def given_tokenizer(loaded: Loaded, specification: str | None, eod_token: str | None = None) -> Tokenizer | None:
+    """The tokenizer that goes with a checkpoint. ValueError when it is another, or none is given."""
+    assert loaded.checkpoint is not None
+    path, expected = loaded.checkpoint.path, loaded.checkpoint.extra.get("tokenizer_sha256", "")
+    if specification is None and expected:
+        raise ValueError(
+            f"{path} was trained with a tokenizer: give it with --tokenizer, or `--tokenizer none` for a folder "
+            "without one"
+        )
+    if specification in (None, "none"):
+        return None
+    assert specification is not None
+    tokenizer = load_tokenizer(specification, engine="reference", eod_token=eod_token)
+    if expected and tokenizer.sha256 != expected:
+        raise ValueError(f"--tokenizer {specification} is not the one that {path} was trained with")
+    rows = loaded.config.model.embedding_rows
+    if tokenizer.vocab_size > rows:
+        raise ValueError(f"--tokenizer {specification} has {tokenizer.vocab_size} ids, the model has {rows} rows")
+    return tokenizer
+
+
+def write_hf(loaded: Loaded, folder: Path, options: Options) -> dict[str, Info]:
+    """Fill an empty folder; shape and dtype of what was written. ValueError names what the library cannot express."""
+    architecture, layout = loaded.architecture, options.layout
+    if layout != LAYOUTS[0] and not architecture.sections:
+        raise ValueError(f"--layout {layout}: {architecture.name} has one layout")
+    content = architecture.config(loaded.values, layout)
+    tokenizer = given_tokenizer(loaded, options.tokenizer, options.eod_token) if loaded.checkpoint is not None else None
+    links = architecture.links(loaded.values, layout)
+    source: Source = Mapped(loaded.source, links, to_ours=False)
+    source = Cast(source, options.dtype) if options.dtype is not None else source
+    dtype = one_dtype(source)
+    special = _special_files(loaded, folder, tokenizer, options.accept_ties)
+    hf_files.write_tensors(source, folder, options.max_shard_bytes)
+    content["dtype"] = str(dtype).removeprefix("torch.")
+    if architecture.sections:
+        ids = loaded.rules.token_ids if loaded.rules is not None else None
+        content |= token_fields(token_ids(loaded.values, ids)) | {k: loaded.content[k] for k in _token_keys(loaded)}
+    hf_files.write_json(folder / "config.json", {**content, **special})
+    if not (folder / "generation_config.json").is_file():
+        hf_files.write_json(folder / "generation_config.json", special)
+    if loaded.rules is not None and loaded.checkpoint is not None:
+        processor.write_processor(loaded.rules.to_dict(), folder)
+    written = dict(hf_files.SafetensorsFolder(folder).infos)
+    require_all(written, links, True, folder)
+    if loaded.checkpoint is not None:
+        (folder / "README.md").write_text(_card(loaded, written, content["dtype"]), encoding="utf-8")
+    hf_files.write_sums(folder)
+    return written
+
+
+def _token_keys(loaded: Loaded) -> list[str]:
+    return [key for key in token_fields(token_ids(loaded.values, None)) if key in loaded.content]
+
+
+def _special_files(loaded: Loaded, folder: Path, tokenizer: Tokenizer | None, ties: bool) -> dict[str, Any]:
+    """Write or copy tokenizer and processor; the special ids that stand in config.json."""
+    if loaded.checkpoint is None:
+        _copy_beside(loaded.folder, folder)
+        return {key: loaded.content[key] for key in (*_SPECIAL, "use_cache", "pretraining_tp") if key in loaded.content}
+    if tokenizer is None:
+        return dict.fromkeys(_SPECIAL)  # else the library would take its own defaults, 1 and 2 for a Llama
+    given = given_files(loaded, tokenizer, ties)
+    names = write_tokenizer(given, folder, loaded.config.data.seq_length, PROBE)
+    return {f"{name}_token_id": names[name] for name in ("eos", "bos", "pad")}
+
+
+def given_files(loaded: Loaded, tokenizer: Tokenizer, ties: bool) -> Given:
+    """A tokenizer with the image tokens of a model, as `convert.tokenizer` takes it."""
+    images = loaded.rules.token_ids if loaded.rules is not None else {}
+    return Given(
+        tokenizer.kind,
+        tokenizer.files,
+        tokenizer.vocab_size,
+        lambda text: tokenizer.encode_reference(text).tolist(),
+        tokenizer.eos_id,
+        tokenizer.bos_id,
+        tokenizer.pad_id,
+        {TOKEN_TEXTS[name]: i for name, i in images.items()},
+        ties,
+    )
+
+
+def _copy_beside(source: Path, folder: Path) -> None:
+    """Everything of a Hugging Face folder but weights, config and code."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.name not in _NOT_COPIED and not path.name.endswith(_NOT_COPIED_SUFFIXES):
+            shutil.copyfile(path, folder / path.name)
+
+
+def _card(loaded: Loaded, written: Mapping[str, Info], dtype: str) -> str:
+    assert loaded.checkpoint is not None
+    manifest, extra = loaded.checkpoint.manifest, loaded.checkpoint.extra
+    grid = " ".join(f"{axis} {size}" for axis, size in manifest.grid.items()) or "one process"
+    facts = {
+        "architecture": f"{loaded.architecture.name} (`{loaded.architecture.cls}`)",
+        "parameters": f"{sum(math.prod(info.shape) for info in written.values()):,} in {dtype}",
+        "trained steps": manifest.step,
+        "samples seen": extra.get("consumed_samples", "unknown"),
+        "grid": f"{grid} ({manifest.world_size} ranks)",
+        "data fingerprint": f"`{extra.get('data_fingerprint') or 'none: random packs'}`",
+        "tokenizer sha256": f"`{extra.get('tokenizer_sha256') or 'none'}`",
+        "written by": f"megacp {megacp.__version__}, tools/convert_checkpoint.py",
+    }
+    title = f"{loaded.architecture.name} after {manifest.step} steps"
+    return hf_files.card(title, facts, loaded.checkpoint.config_yaml, ("megacp", loaded.architecture.name))
+
+
+def write_checkpoint(loaded: Loaded, folder: Path, options: Options) -> dict[str, Info]:
+    """Fill an empty folder with one checkpoint of step 0 without optimizer state, and the tokenizer's files beside it;
+    shape and dtype of its tensors.
+    """
+    source = Cast(loaded.source, options.dtype) if options.dtype is not None else loaded.source
+    dtype = str(one_dtype(source)).removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise ValueError(f"the weights are {dtype}, runs of megacp have {', '.join(_DTYPES)}: choose with --dtype")
+    config = with_values(loaded.config, {"dtype": dtype})
+    rules = loaded.rules.to_dict() if loaded.rules is not None else None
+    sha256 = _copy_tokenizer(loaded, folder)
+    progress = Progress(tokenizer_sha256=sha256, image_rules=rules)
+    boxes = [
+        TensorBox(f"{MODEL}.{name}", info.shape, (0,) * len(info.shape), cast(torch.Tensor, Lazy(source, name)))
+        for name, info in source.infos.items()
+    ]
+    extra = {**vars(progress), "updates": 0}
+    world = build_grid(GridShape(), 0).world
+    save_checkpoint(folder, 0, boxes, extra=extra, config_yaml=to_yaml(config), world=world)
+    return dict(source.infos)
+
+
+def _copy_tokenizer(loaded: Loaded, folder: Path) -> str:
+    """Copy the tokenizer that a folder brings; its hash as a run records it, or nothing where there is none."""
+    names = next((n for n in _TOKENIZERS if all((loaded.folder / name).is_file() for name in n)), None)
+    if names is None:
+        return ""
+    for name in (*names, "tokenizer_config.json", *COMPANIONS):
+        if (loaded.folder / name).is_file():
+            shutil.copyfile(loaded.folder / name, folder / name)
+    tokenizer = load_tokenizer(",".join(str(folder / name) for name in names), engine="reference")
+    rows = loaded.config.model.embedding_rows
+    if tokenizer.vocab_size > rows:
+        raise ValueError(f"{loaded.folder}: the tokenizer has {tokenizer.vocab_size} ids, the model has {rows} rows")
+    return tokenizer.sha256

@@ -1,0 +1,53 @@
+"""When a run is to stop before its last step: somebody asked it by a signal, or --exit-duration has passed.
+
+Key property: a rank only states its wish; the ranks add their wishes up before each step (`loss.agree`), so all of them
+stop at the same one. Rejected: acting in the signal handler, in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType
+
+STOPPED = 3
+"""Exit status of a run that stopped early and saved first: start it again to go on."""
+
+REASONS = {1: "stopped on request", 2: "stopped after --exit-duration"}
+"""What a wish to stop means, by number; of several wishes the highest counts."""
+
+
+class StopSignal:
+    """Remembers SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 until the next step boundary, and when `minutes` are over.
+
+    A second Ctrl-C ends the run at once; within two seconds it counts as the first, since a terminal and torchrun may
+    both pass one on.
+    """
+
+    def __init__(self, minutes: float | None = None) -> None:
+        self.received = False
+        self._deadline = None if minutes is None else time.monotonic() + 60.0 * minutes
+        self._interrupted: float | None = None
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        self._before = {number: signal.signal(number, self._remember) for number in numbers}
+
+    @property
+    def wish(self) -> int:
+        """0 to go on, else a number of REASONS."""
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            return 2
+        return int(self.received)
+
+    def release(self) -> None:
+        """Give the signals back to whoever had them."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+        if number != signal.SIGINT:
+            return
+        now = time.monotonic()
+        if self._interrupted is not None and now - self._interrupted > 2.0:
+            raise KeyboardInterrupt
+        self._interrupted = self._interrupted or now

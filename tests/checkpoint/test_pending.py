@@ -1,0 +1,235 @@
+"""Saving in the background, too little space, a disk that fills up while it is written to, a crafted checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megacp.checkpoint import pending as module
+from megacp.checkpoint.commit import load_checkpoint, save_checkpoint
+from megacp.checkpoint.manifest import MANIFEST_FILE, _checksum, hash_file
+from megacp.checkpoint.names import TensorBox
+from megacp.checkpoint.pending import Contents, PendingCheckpoint, SaveError
+from megacp.checkpoint.storage import INDEX_FILE, PayloadWriter
+from megacp.distributed.grid import Axis, single_axis
+from tests.ranks import grid, run_ranks
+
+WORLD = single_axis("world")
+
+
+def boxes(world: Axis = WORLD, rows: int = 4) -> list[TensorBox]:
+    """This rank's rows of two global tensors of `rows` x 64 elements a rank."""
+    place = (world.rank * rows, 0)
+    shape = (world.size * rows, 64)
+    values = torch.arange(rows * 64.0).view(rows, 64) + 1000 * world.rank
+    return [TensorBox(name, shape, place, values + i) for i, name in enumerate(("model.w", "optimizer.exp_avg.w"))]
+
+
+def begin(root: Path, step: int, mine: list[TensorBox], world: Axis = WORLD, background: bool = True):
+    return PendingCheckpoint(root, mine, Contents(step, {"at": step}, "a: 1\n"), world, background=background)
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {path.name: hash_file(path).sha256 for path in folder.iterdir()}
+
+
+def _both_ways(rank: int, world_size: int, root: str) -> bool:
+    world = grid(dp=world_size).world
+    found = [hashes(begin(Path(root, "at once"), 7, boxes(world), world, background=False).commit())]
+    gate, real = threading.Event(), PayloadWriter.write
+
+    def late(self: PayloadWriter, folder: Path) -> list[Path]:
+        assert gate.wait(20)
+        return real(self, folder)
+
+    PayloadWriter.write = late  # type: ignore[method-assign]
+    try:
+        mine = boxes(world)
+        pending = begin(Path(root, "background"), 7, mine, world)
+        for box in mine:  # training goes on
+            box.tensor.fill_(-1.0)
+        gate.set()
+        found.append(hashes(pending.commit()))
+    finally:
+        PayloadWriter.write = real  # type: ignore[method-assign]
+    return found[0] == found[1] and set(found[0]) == {
+        *(f"__{r}_0.distcp" for r in range(world_size)),
+        *(INDEX_FILE, MANIFEST_FILE, "config.yaml"),
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_save_in_the_background_writes_the_same_bytes(tmp_path: Path, world_size: int) -> None:
+    """Would catch values that training has changed in the meantime, and files that depend on the thread."""
+    results = run_ranks(_both_ways, world_size, str(tmp_path)) if world_size > 1 else [_both_ways(0, 1, str(tmp_path))]
+    assert results == [True] * world_size
+
+
+def test_the_caller_goes_on_while_the_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a begin that waits for the disk, and a commit that does not."""
+    gate, real = threading.Event(), PayloadWriter.write
+
+    def slow(self: PayloadWriter, folder: Path) -> list[Path]:
+        assert gate.wait(20)
+        return real(self, folder)
+
+    monkeypatch.setattr(PayloadWriter, "write", slow)
+    pending = begin(tmp_path, 3, boxes())
+    assert pending.writing and not pending.failed
+    threading.Timer(0.2, gate.set).start()
+    assert pending.commit() == tmp_path / "step_0000003"
+    assert not pending.writing and gate.is_set()
+    assert load_checkpoint(tmp_path, WORLD).step == 3
+
+
+def _one_cannot_write(rank: int, world_size: int, root: str, broken: int) -> tuple[bool, str, list[str]]:
+    world = grid(dp=world_size).world
+    real = PayloadWriter.write
+
+    def write(self: PayloadWriter, folder: Path) -> list[Path]:
+        if rank == broken:
+            raise OSError(28, "No space left on device")
+        return real(self, folder)
+
+    PayloadWriter.write = write  # type: ignore[method-assign]
+    try:
+        pending = begin(Path(root), 2, boxes(world), world)
+        while pending.writing:
+            pass
+        failed = pending.failed
+        with pytest.raises(SaveError) as error:
+            pending.commit()
+    finally:
+        PayloadWriter.write = real  # type: ignore[method-assign]
+    return failed, str(error.value), sorted(p.name for p in Path(root).iterdir())
+
+
+def test_an_error_in_the_background_is_raised_on_all_ranks_by_the_commit(tmp_path: Path) -> None:
+    """Would catch an exception that dies with its thread."""
+    save_checkpoint(tmp_path, 1, boxes(), extra={}, config_yaml="", world=WORLD)
+    results = run_ranks(_one_cannot_write, 2, str(tmp_path), 1)
+    assert [failed for failed, _, _ in results] == [False, True]
+    assert results[0][1] == results[1][1]
+    assert "step 2" in results[0][1] and "rank 1: No space left on device (ENOSPC)" in results[0][1]
+    assert results[0][2] == ["latest", "step_0000001"]
+
+
+def test_too_little_space_is_found_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a disk that is filled first; the bytes are those of all ranks, here 2 x 1 MiB and the margin."""
+    big = boxes(rows=4096)  # 4,096 x 64 x 4 bytes = 1 MiB each
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: usage._replace(free=3 << 20))
+    with pytest.raises(SaveError, match=r"needs about 3\.0 MiB, the file system has 3\.0 MiB free"):
+        begin(tmp_path / "new", 1, big)
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: usage._replace(free=(3 << 20) + 2 * 4096))
+    begin(tmp_path / "new", 1, big).commit()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 4 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    try:
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("there is no mount program")
+    if done.returncode:
+        pytest.skip(f"no small file system can be mounted: {done.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_leaves_the_earlier_checkpoint_whole(
+    small_disk: Path, background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch writing in place, and a partial directory that keeps the space. First the check of free space says
+    no; then another program takes the space after that check, which a false answer stands for."""
+    save_checkpoint(small_disk, 1, boxes(), extra={}, config_yaml="", world=WORLD)
+    before = hashes(small_disk / "step_0000001")
+    big = boxes(rows=3 * 4096)  # 2 x 3 MiB
+    with pytest.raises(SaveError, match=r"needs about 7\.0 MiB, the file system has \d\.\d MiB"):
+        begin(small_disk, 2, big, background=background)
+    real = shutil.disk_usage(small_disk)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: real._replace(free=1 << 40))
+    with pytest.raises(SaveError, match=r"rank 0: No space left on device \(ENOSPC\)"):
+        begin(small_disk, 2, big, background=background).commit()
+    assert sorted(path.name for path in small_disk.iterdir()) == ["latest", "step_0000001"]
+    assert hashes(small_disk / "step_0000001") == before
+    assert load_checkpoint(small_disk, WORLD).step == 1
+    save_checkpoint(small_disk, 2, boxes(), extra={}, config_yaml="", world=WORLD)
+
+
+@pytest.mark.parametrize("below", ["file", "read-only"])
+def test_a_directory_that_cannot_be_written_is_one_error(tmp_path: Path, below: str) -> None:
+    """Root may write where modes forbid it: hence a file as parent, and a real read-only mount where one can be."""
+    place = tmp_path / "place"
+    if below == "file":
+        place.write_text("")
+    else:
+        place.mkdir()
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(place)], capture_output=True).returncode:
+            pytest.skip("nothing can be mounted read-only")
+    try:
+        with pytest.raises(SaveError, match=r"step 1 in .*Not a directory|step 1 in .*Read-only file system"):
+            begin(place / "out", 1, boxes())
+    finally:
+        if below == "read-only":
+            subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_crafted_index_with_matching_hashes_runs_nothing(tmp_path: Path) -> None:
+    """Would catch trust in a hash that whoever wrote the index wrote too."""
+    folder = save_checkpoint(tmp_path, 1, boxes(), extra={}, config_yaml="", world=WORLD)
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.system, (f"touch {tmp_path}/ran",)
+
+    (folder / INDEX_FILE).write_bytes(pickle.dumps(Evil()))
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
+    content = (folder / INDEX_FILE).read_bytes()
+    manifest["files"][INDEX_FILE] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest.pop("checksum")
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest | {"checksum": _checksum(manifest)}))
+    loaded = load_checkpoint(tmp_path, WORLD)  # all hashes are right
+    with pytest.raises(ValueError, match=r"refers to (posix|nt)\.system"):
+        loaded.read(boxes())
+    with pytest.raises(ValueError, match="system"):
+        list(loaded.whole_tensors())
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_crafted_payload_file_runs_nothing(tmp_path: Path) -> None:
+    """Would catch `torch.load` without `weights_only` in DCP: the shards are archives with a pickle inside."""
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.system, (f"touch {tmp_path}/ran",)
+
+    folder = save_checkpoint(tmp_path, 1, boxes(), extra={}, config_yaml="", world=WORLD)
+    shard = folder / "__0_0.distcp"
+    size = shard.stat().st_size
+    with shard.open("wb") as stream:
+        torch.save(Evil(), stream)
+        stream.truncate(max(size, stream.tell()))
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
+    record = hash_file(shard)
+    manifest["files"][shard.name] = {"size": record.size, "sha256": record.sha256}
+    manifest.pop("checksum")
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest | {"checksum": _checksum(manifest)}))
+    with pytest.raises(ValueError, match="rank 0: "):
+        load_checkpoint(tmp_path, WORLD).read(boxes())
+    assert not (tmp_path / "ran").exists()

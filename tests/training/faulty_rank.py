@@ -1,0 +1,98 @@
+"""`megacp.train` with a fault in one rank: `torchrun ... -m tests.training.faulty_rank FAULT RANK STEP FLAGS...`.
+
+Key property: the fault happens in the real program at a known place, once; after a restart by torchrun it does not
+come back. Rejected: killing from outside after some seconds, which hits another place each time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megacp.checkpoint import pending
+from megacp.checkpoint.pending import PendingCheckpoint
+from megacp.checkpoint.storage import PayloadWriter
+from megacp.train import main
+from megacp.training.step import Trainee
+
+
+def _die(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def _in_step(happen: Callable[[], None]) -> Callable[[int], None]:
+    def arm(step: int) -> None:
+        real = Trainee._total
+
+        def total(self: Trainee, losses: Any) -> float:
+            """After forward and backward of a step, before its end."""
+            self.__dict__["steps_begun"] = self.__dict__.get("steps_begun", 0) + 1
+            if self.__dict__["steps_begun"] == step:
+                happen()
+            return real(self, losses)
+
+        Trainee._total = total  # type: ignore[method-assign]
+
+    return arm
+
+
+def _kill_in_writing(step: int) -> None:
+    real = PayloadWriter.write
+
+    def write(self: PayloadWriter, folder: Path) -> list[Path]:
+        if not folder.name.startswith(f"step_{step:07d}"):
+            return real(self, folder)
+        (path,) = real(self, folder)
+        os.truncate(path, path.stat().st_size // 2)
+        _die(signal.SIGKILL)
+        return [path]
+
+    PayloadWriter.write = write  # type: ignore[method-assign]
+
+
+def _kill_before_rename(step: int) -> None:
+    real = pending.sync_folder
+
+    def sync(folder: Path) -> None:
+        if folder.name.startswith(f"step_{step:07d}.tmp-"):
+            _die(signal.SIGKILL)
+        real(folder)
+
+    pending.sync_folder = sync  # type: ignore[attr-defined]
+
+
+def _kill_before_latest(step: int) -> None:
+    real = PendingCheckpoint._commit
+
+    def commit(self: PendingCheckpoint, *results: Any) -> Path:
+        final = real(self, *results)
+        if self.step == step:
+            _die(signal.SIGKILL)
+        return final
+
+    PendingCheckpoint._commit = commit  # type: ignore[method-assign]
+
+
+def _raise() -> None:
+    raise ValueError("something of this rank alone is wrong")
+
+
+FAULTS: dict[str, Callable[[int], None]] = {
+    "none": lambda step: None,
+    "kill in step": _in_step(lambda: _die(signal.SIGKILL)),
+    "stop in step": _in_step(lambda: _die(signal.SIGSTOP)),
+    "raise in step": _in_step(_raise),
+    "kill in writing": _kill_in_writing,
+    "kill before rename": _kill_before_rename,
+    "kill before latest": _kill_before_latest,
+}
+
+if __name__ == "__main__":
+    fault, rank, step, *flags = sys.argv[1:]
+    if os.environ["RANK"] == rank and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        FAULTS[fault](int(step))
+    sys.exit(main(flags))

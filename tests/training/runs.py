@@ -1,0 +1,47 @@
+"""Tiny training runs for the tests of the loop, of saving and of faults: flags, ranks, and what a run has logged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from megacp.config.cli import parse
+from megacp.models.build import grid_shape
+from megacp.train import main, prepare
+from megacp.training.trainer import Trainer
+from tests.ranks import grid, run_ranks
+
+TINY = [
+    *("--num-layers", "4", "--hidden-size", "32", "--ffn-hidden-size", "48", "--num-attention-heads", "4"),
+    *("--num-query-groups", "2", "--vocab-size", "61", "--seq-length", "64", "--global-batch-size", "4"),
+    *("--train-iters", "4", "--lr", "0.01", "--lr-warmup-iters", "2", "--dtype", "float64", "--hidden-dropout", "0.1"),
+]
+AXES = {"tp": "tensor_model", "cp": "context", "pp": "pipeline_model"}
+
+
+def grid_flags(**sizes: int) -> list[str]:
+    """`tp=2` to `--tensor-model-parallel-size 2`."""
+    return [
+        text for axis, size in sizes.items() for text in (f"--{AXES[axis]}-parallel-size".replace("_", "-"), str(size))
+    ]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Training losses by step from the JSONL log, all digits."""
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if row["kind"] == "train"}
+
+
+def train_on_rank(rank: int, world_size: int, flags: Sequence[str]) -> int:
+    """Run `main`'s work on the pool's process group."""
+    config, sources = prepare(parse(flags), world_size)
+    shape = grid_shape(config, world_size)
+    place = grid(tp=shape.tp, cp=shape.cp, dp=shape.dp, pp=shape.pp)
+    return Trainer(config, place, sources).run()
+
+
+def run(world_size: int, flags: Sequence[str]) -> None:
+    """Train on `world_size` ranks; every rank must finish."""
+    results = run_ranks(train_on_rank, world_size, flags) if world_size > 1 else [main(flags)]
+    assert results == [0] * world_size

@@ -1,0 +1,150 @@
+"""Ranks that are killed, stopped or raise, in real processes: everybody ends with a reason, and a resumed run is the
+undisturbed one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megacp.checkpoint.commit import load_checkpoint
+from megacp.checkpoint.directory import committed
+from megacp.checkpoint.manifest import hash_file
+from megacp.distributed.grid import single_axis
+from tests.ranks import RankError, run_ranks
+from tests.training.faulty_rank import FAULTS
+from tests.training.runs import TINY, losses, run, train_on_rank
+
+ROOT = Path(__file__).resolve().parents[2]
+SIX = [*TINY, "--train-iters", "6", "--save-interval", "2"]
+WORLD = single_axis("world")
+
+
+def payload(folder: Path) -> dict[str, str]:
+    """Hashes of weights, optimizer state and their index."""
+    return {path.name: hash_file(path).sha256 for path in folder.iterdir() if path.name[0] in "._"}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps of two ranks."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run(2, [*SIX, "--save", str(folder)])
+    return folder
+
+
+def _faulty(rank: int, world_size: int, flags: Sequence[str], fault: str, where: int, step: int) -> int:
+    if rank == where:
+        FAULTS[fault](step)
+    return train_on_rank(rank, world_size, flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saving", [[], ["--async-save"]], ids=["at once", "in the background"])
+@pytest.mark.parametrize(
+    ("fault", "where", "left"),
+    [
+        ("kill in step", 1, ["2"]),
+        ("kill in writing", 1, ["2"]),
+        ("kill before rename", 0, ["2"]),
+        ("kill before latest", 0, ["2", "4"]),
+    ],
+)
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_else(
+    tmp_path: Path, undisturbed: Path, fault: str, where: int, left: list[str], saving: list[str]
+) -> None:
+    """Would catch a half-written checkpoint that counts, a lock that stays, steps that are repeated or left out."""
+    flags = [*SIX, "--save", str(tmp_path), "--auto-resume", *saving]
+    with pytest.raises(RankError, match="exit code -9"):
+        run_ranks(_faulty, 2, flags, fault, where, 4)
+    assert sorted(path.name[-1] for path in committed(tmp_path)) == left
+    assert load_checkpoint(tmp_path, WORLD).step == 2
+    run(2, flags)
+    assert losses(tmp_path) == losses(undisturbed)
+    assert payload(tmp_path / "step_0000006") == payload(undisturbed / "step_0000006")
+    assert not any(".tmp-" in path.name for path in tmp_path.iterdir())
+
+
+def torchrun(*arguments: str, restarts: int = 0, timeout: float = 90.0) -> subprocess.CompletedProcess[str]:
+    """`faulty_rank` on two ranks of a real torchrun."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "--max-restarts", str(restarts), "-m", "tests.training.faulty_rank", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_run_that_torchrun_restarts_goes_on_from_its_newest_checkpoint(
+    tmp_path: Path, undisturbed: Path, where: int
+) -> None:
+    """Would catch a restart from step 0, and a second life that its dead predecessor's lock refuses."""
+    flags = [*SIX, "--save", str(tmp_path), "--auto-resume"]
+    done = torchrun("kill in step", str(where), "4", *flags, restarts=1)
+    assert done.returncode == 0, done.stderr
+    assert "holds no checkpoint at all, this run starts from step 0, from scratch" in done.stdout
+    assert f"resumed from {tmp_path / 'step_0000002'} after step 2" in done.stdout
+    assert losses(tmp_path) == losses(undisturbed)
+    assert payload(tmp_path / "step_0000006") == payload(undisturbed / "step_0000006")
+
+
+def without_torchrun(*arguments: str) -> list[subprocess.Popen[str]]:
+    """`faulty_rank` on two ranks with a store of their own process, as torchrun's agent has one.
+
+    torchrun itself waits 30 s for a stopped rank before it kills it.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    shared |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1"}
+    processes = []
+    for rank in ("0", "1"):
+        environment = {**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank}
+        command = [sys.executable, "-m", "tests.training.faulty_rank", *arguments]
+        processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True))
+        processes[-1].__dict__["store"] = store  # lives as long as they do
+    return processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_stopped_rank_ends_the_others_after_the_timeout_and_is_named(tmp_path: Path, where: int) -> None:
+    """Would catch a run that waits for ever, and a message that blames the rank that only waited."""
+    flags = [*SIX, "--save", str(tmp_path), "--distributed-timeout-minutes", "0.1"]
+    processes = without_torchrun("stop in step", str(where), "3", *flags)
+    try:
+        _, message = processes[1 - where].communicate(timeout=60)
+        assert processes[where].poll() is None
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert processes[1 - where].returncode == 1
+    assert f"rank {1 - where} failed in step 3: RuntimeError" in message
+    assert f"no word from rank {where} in step 3: stopped, dead, or still computing" in message
+    assert load_checkpoint(tmp_path, WORLD).step == 2
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_ends_all_with_its_reason(tmp_path: Path) -> None:
+    """Would catch peers that wait for the timeout, and a reason that only the failed rank's machine has seen."""
+    done = torchrun("raise in step", "1", "3", *SIX, "--save", str(tmp_path))
+    assert done.returncode != 0
+    assert "rank 1 failed in step 3: ValueError: something of this rank alone is wrong" in done.stderr
+    assert load_checkpoint(tmp_path, WORLD).step == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_run_that_stops_by_the_clock_is_not_restarted(tmp_path: Path, restarts: int) -> None:
+    """Would catch torchrun starting a run again that was asked to stop; without restarts the status says so."""
+    flags = [*TINY, "--train-iters", "100000", "--exit-duration", "0.01", "--save", str(tmp_path), "--auto-resume"]
+    done = torchrun("none", "0", "0", *flags, restarts=restarts)
+    assert done.stdout.count("stopped after --exit-duration after step") == 1
+    assert (done.returncode == 0) == (restarts == 1)
+    assert restarts == 1 or "exitcode  : 3" in done.stderr

@@ -1,0 +1,266 @@
+"""Saving in the background, stopping by the clock, restarting by itself, fine-tuning, one run per directory."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from megacp.batch import PackedBatch
+from megacp.checkpoint.commit import load_checkpoint, save_checkpoint
+from megacp.checkpoint.manifest import hash_file
+from megacp.checkpoint.names import TensorBox
+from megacp.checkpoint.pending import SaveError
+from megacp.checkpoint.storage import PayloadWriter
+from megacp.distributed.grid import single_axis
+from megacp.monitor.log import RunLog
+from megacp.train import main
+from megacp.training import step as step_module
+from megacp.training.saving import DONE, FAILED, WRITING
+from megacp.training.step import StepResult, Trainee
+from megacp.training.stopping import STOPPED
+from tests.ranks import run_ranks
+from tests.training.runs import TINY, grid_flags, losses, run, train_on_rank
+
+WORLD = single_axis("world")
+
+
+def payload(folder: Path) -> dict[str, str]:
+    """Hashes of everything that training decides: the config names the flags of saving itself."""
+    paths = [path for path in folder.iterdir() if path.name not in ("config.yaml", "manifest.json")]
+    return {path.name: hash_file(path).sha256 for path in paths}
+
+
+def steps(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("step_*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "sizes"), [(1, {}), (2, {"tp": 2})], ids=["one process", "tp2"])
+def test_checkpoints_in_the_background_are_bytewise_those_at_once(
+    tmp_path: Path, world_size: int, sizes: dict[str, int]
+) -> None:
+    """Would catch weights of a later step in an earlier checkpoint, and a checkpoint that is not waited for."""
+    flags = [*TINY, *grid_flags(**sizes), "--save-interval", "1", "--keep-last", "3"]
+    run(world_size, [*flags, "--save", str(tmp_path / "at_once")])
+    run(world_size, [*flags, "--save", str(tmp_path / "background"), "--async-save"])
+    assert steps(tmp_path / "background") == ["step_0000002", "step_0000003", "step_0000004"]
+    assert losses(tmp_path / "background") == losses(tmp_path / "at_once")
+    for name in steps(tmp_path / "at_once"):
+        assert payload(tmp_path / "background" / name) == payload(tmp_path / "at_once" / name)
+
+
+def _with_writer(rank: int, world_size: int, flags: Sequence[str], broken: int, delay: float) -> str:
+    """Train with a slow writer; that of rank `broken` fails, all others succeed. Returns the error."""
+    real = PayloadWriter.write
+
+    def write(self: PayloadWriter, folder: Path) -> list[Path]:
+        time.sleep(delay)
+        if rank == broken:
+            raise OSError(28, "No space left on device")
+        return real(self, folder)
+
+    PayloadWriter.write = write  # type: ignore[method-assign]
+    try:
+        train_on_rank(rank, world_size, flags)
+        return "finished"
+    except SaveError as error:
+        return str(error)
+    finally:
+        PayloadWriter.write = real  # type: ignore[method-assign]
+
+
+def test_training_goes_on_during_a_slow_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Would catch a save that blocks the loop: several steps end between the two lines of one checkpoint."""
+    flags = [*TINY, "--train-iters", "12", "--save", str(tmp_path), "--save-interval", "4", "--async-save"]
+    assert _with_writer(0, 1, flags, -1, 0.4) == "finished"
+    lines = capsys.readouterr().out.splitlines()
+    begun = lines.index("saving step 4 in the background")
+    ended = next(i for i, line in enumerate(lines) if line.startswith("saved after step 4:"))
+    assert sum(line.startswith("step ") for line in lines[begun:ended]) >= 2
+    assert lines.index("saving step 8 in the background") > ended  # a second save waits for the first
+    assert steps(tmp_path) == ["step_0000004", "step_0000008", "step_0000012"]
+
+
+def test_a_failed_write_ends_the_run_on_all_ranks_at_the_next_step(tmp_path: Path) -> None:
+    """Would catch a run that trains on without checkpoints. Step 6 may have begun when the writer of step 5 fails."""
+    flags = [*TINY, "--train-iters", "40", "--save", str(tmp_path), "--save-interval", "5", "--async-save"]
+    first, second = run_ranks(_with_writer, 2, flags, 1, 0.0)
+    assert first == second
+    assert "checkpoint of step 5" in first and "rank 1: No space left on device" in first
+    assert max(losses(tmp_path)) in (5, 6) and steps(tmp_path) == []
+
+
+def test_what_ranks_tell_of_their_files_is_ordered() -> None:
+    """Would catch a maximum over ranks in which somebody's failure, or somebody still writing, is not seen."""
+    assert DONE < WRITING < FAILED
+
+
+def test_exit_duration_stops_all_ranks_at_one_step_and_saves(tmp_path: Path) -> None:
+    """Would catch clocks of ranks that differ: the wish of one is that of all."""
+    flags = [*TINY, "--train-iters", "100000", "--exit-duration", "0.02", "--save", str(tmp_path)]
+    assert run_ranks(train_on_rank, 2, flags) == [STOPPED] * 2
+    last = max(losses(tmp_path))
+    assert steps(tmp_path) == [f"step_{last:07d}"]
+
+
+def test_auto_resume_starts_loudly_from_scratch_only_where_nothing_ever_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch a silent restart at step 0, above all of a directory whose checkpoints are all damaged."""
+    flags = [*TINY, "--save", str(tmp_path / "out"), "--auto-resume", "--save-interval", "2"]
+    run(1, [*flags, "--lr-decay-iters", "4", "--train-iters", "2"])
+    assert "holds no checkpoint at all, this run starts from step 0, from scratch" in capsys.readouterr().out
+    run(1, flags)
+    assert "step_0000002 after step 2" in capsys.readouterr().out
+    assert sorted(losses(tmp_path / "out")) == [1, 2, 3, 4]
+    for step in steps(tmp_path / "out"):
+        next((tmp_path / "out" / step).glob("*.distcp")).write_bytes(b"")
+    assert main(flags) == 2
+    message = capsys.readouterr().err
+    assert "no checkpoint is whole" in message and "step_0000002" in message and "step_0000004" in message
+    for step in steps(tmp_path / "out"):
+        (tmp_path / "out" / step / "manifest.json").unlink()
+    assert main(flags) == 2  # also when no manifest is left
+    (tmp_path / "empty").mkdir()
+    assert main([*TINY, "--load", str(tmp_path / "empty")]) == 2
+    assert "no committed checkpoint" in capsys.readouterr().err
+
+
+def test_auto_resume_of_a_finetuning_goes_on_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Would catch a restarted fine-tuning that takes the base's weights once more."""
+    run(1, [*TINY, "--save", str(tmp_path / "base"), "--train-iters", "2"])
+    tune = [*TINY, "--load", str(tmp_path / "base"), "--finetune", "--save", str(tmp_path / "tuned"), "--auto-resume"]
+    run(1, [*tune, "--train-iters", "2", "--lr-decay-iters", "4"])
+    assert "starts from --load" in capsys.readouterr().out
+    run(1, tune)
+    assert f"resumed from {tmp_path / 'tuned' / 'step_0000002'}" in capsys.readouterr().out
+    run(1, [*TINY, "--load", str(tmp_path / "base"), "--finetune", "--save", str(tmp_path / "whole")])
+    assert losses(tmp_path / "tuned") == losses(tmp_path / "whole")
+
+
+def test_finetuning_takes_weights_alone_and_any_seed_and_dataset(
+    tmp_path: Path, packed_dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch a step counter, moments or samples that come along, and a need for optimizer state."""
+    base = [text for text in TINY if text not in ("--vocab-size", "61")] + ["--vocab-size", "257"]
+    run(1, [*base, "--save", str(tmp_path / "base")])
+    loaded = load_checkpoint(tmp_path / "base", WORLD)
+    weights = dict(loaded.whole_tensors())
+    boxes = [TensorBox(f"model.{n}", tuple(t.shape), (0,) * t.dim(), t) for n, t in weights.items()]
+    save_checkpoint(tmp_path / "bare", 0, boxes, extra={}, config_yaml=loaded.config_yaml, world=WORLD)
+    other = ["--data-path", str(packed_dataset), "--seed", "7"]
+    for name in ("base", "bare"):
+        tune = [*base, *other, "--load", str(tmp_path / name), "--finetune", "--save", str(tmp_path / f"of_{name}")]
+        run(1, tune)
+        assert "this run starts at step 0 with a fresh optimizer" in capsys.readouterr().out
+    assert losses(tmp_path / "of_base") == losses(tmp_path / "of_bare")
+    assert sorted(losses(tmp_path / "of_base")) == [1, 2, 3, 4]
+    assert main([*base, "--load", str(tmp_path / "bare")]) == 2
+    assert "start from them by --finetune" in capsys.readouterr().err
+    assert main([*base, *other, "--load", str(tmp_path / "base"), "--finetune", "--rotary-base", "500"]) == 2
+    assert "--rotary-base" in capsys.readouterr().err
+
+
+def test_finetuning_in_bfloat16_makes_its_masters_of_the_weights(tmp_path: Path) -> None:
+    """Would catch masters of zeros, which the first update would write over the weights."""
+    base = [text if text != "float64" else "bfloat16" for text in TINY]
+    run(1, [*base, "--save", str(tmp_path / "base")])
+    flags = [*base, "--load", str(tmp_path / "base"), "--finetune", "--lr", "0", "--train-iters", "2"]
+    run(1, [*flags, "--save", str(tmp_path / "still")])
+    before = dict(load_checkpoint(tmp_path / "base", WORLD).whole_tensors())
+    after = load_checkpoint(tmp_path / "still", WORLD)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.whole_tensors())
+    masters = dict(after.whole_tensors("optimizer.master"))
+    assert set(masters) == set(before)
+    assert all(torch.equal(masters[name].bfloat16(), tensor) for name, tensor in before.items())
+
+
+@pytest.mark.slow
+def test_a_run_in_a_directory_in_use_is_refused_and_touches_nothing(tmp_path: Path) -> None:
+    """Would catch two jobs that cut each other's log and delete each other's unfinished checkpoints."""
+    flags = [*TINY, "--train-iters", "100000", "--save", str(tmp_path)]
+    first = subprocess.Popen([sys.executable, "-m", "megacp.train", *flags], stdout=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "log.jsonl").exists() or (tmp_path / "log.jsonl").read_text().count("\n") < 2:
+            assert time.monotonic() < deadline and first.poll() is None
+            time.sleep(0.05)
+        (tmp_path / "step_0000009.tmp-0123abcd").mkdir()  # as if the first were saving
+        second = subprocess.run([sys.executable, "-m", "megacp.train", *flags], capture_output=True, text=True)
+        assert second.returncode == 2
+        assert f"--save {tmp_path} is in use by host" in second.stderr and f"process {first.pid}" in second.stderr
+        assert (tmp_path / "step_0000009.tmp-0123abcd").exists()
+        first.send_signal(signal.SIGUSR1)
+        output, _ = first.communicate(timeout=60)
+    finally:
+        first.kill()
+        first.communicate()
+    done = sorted(losses(tmp_path))
+    assert done == list(range(1, len(done) + 1))
+    assert first.returncode == STOPPED and "stopped on request" in output
+    third = [*TINY, "--auto-resume", "--exit-duration", "0.0001", "--train-iters", "100000", "--save", str(tmp_path)]
+    last = subprocess.run([sys.executable, "-m", "megacp.train", *third], capture_output=True, text=True)
+    assert last.returncode == STOPPED
+    assert "removed" in last.stdout and "step_0000009.tmp-0123abcd, left by a crash" in last.stdout
+
+
+def _skipping(rank: int, world_size: int, flags: Sequence[str], where: str) -> list[str]:
+    """Train; in step 2 the loss, or only a gradient, of rank 1's first row is not finite. What was said of it."""
+    real_loss, real_train, real_say = step_module.weighted_loss, Trainee.train, RunLog.say
+    now = {"step": 0, "microbatch": 0}
+    said: list[str] = []
+
+    def loss(losses: torch.Tensor, weights: torch.Tensor, denominator: float) -> torch.Tensor:
+        value = real_loss(losses, weights, denominator)
+        now["microbatch"] += 1
+        if (rank, now["step"], now["microbatch"]) != (1, 2, 1):
+            return value
+        if where == "loss":
+            return value * float("nan")
+        value.register_hook(lambda gradient: gradient * float("inf"))
+        return value
+
+    def train(self: Trainee, batches: Sequence[PackedBatch], step: int, denominator: float) -> StepResult:
+        now.update(step=step, microbatch=0)
+        if rank == 1 and step == 2:
+            folder = self.config.checkpoint.save or ""
+            Path(folder, "ids.json").write_text(json.dumps([batch.pack_ids for batch in batches]))
+        return real_train(self, batches, step, denominator)
+
+    step_module.weighted_loss, Trainee.train = loss, train  # type: ignore[method-assign]
+    RunLog.say = lambda self, text: said.append(text)  # type: ignore[method-assign]
+    try:
+        train_on_rank(rank, world_size, flags)
+    finally:
+        step_module.weighted_loss, Trainee.train = real_loss, real_train  # type: ignore[method-assign]
+        RunLog.say = real_say  # type: ignore[method-assign]
+    return [line for line in said if "skipped" in line]
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_is_skipped_by_all_and_its_packs_are_named(tmp_path: Path, where: str) -> None:
+    """Would catch ranks that part ways, and a log from which nobody can find the bad record."""
+    flags = [*TINY, "--save", str(tmp_path), "--train-iters", "3"]
+    first, second = run_ranks(_skipping, 2, flags, where)
+    assert first == second
+    (line,) = first
+    assert line.startswith("step 2: ") and "all ranks skipped the update" in line
+    ids = json.loads((tmp_path / "ids.json").read_text())
+    assert len(ids) == 2
+    if where == "loss":
+        assert f"the loss of pack {ids[0][0]} was not finite, on rank 1" in line
+    else:
+        assert "all losses were finite, a gradient was not; the step had packs " in line
+        named = {int(text) for text in line.split("packs ")[1].split(", ")}
+        assert len(named) == 4 and named >= {number for of_batch in ids for number in of_batch}
+    logged = [json.loads(row) for row in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert logged[1]["loss"] == "nan" if where == "loss" else isinstance(logged[1]["loss"], float)
+    assert load_checkpoint(tmp_path, WORLD).extra["updates"] == 2
