@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The whole way with images on a laptop: digit scans -> PNG and JSONL with questions -> tokenizer -> packed dataset ->
-# 8 CPU ranks (tp 2 x pp 2 x cp 2) -> answers about held-out scans, counted question by question.
+# 8 CPU ranks (tp 2 x pp 2 x cp 2) -> answers about held-out scans, counted question by question -> Hugging Face format ->
+# the same answers from the transformers library.
 # OUT (default demo_out) is where everything goes; it must not exist yet. STEPS and RECORDS set the length of the run,
 # GOAL the share of single held-out scans that must be read rightly.
 set -euo pipefail
@@ -77,7 +78,11 @@ cp "$(ls -d "$OUT"/checkpoints/step_* | tail -n 1)/config.yaml" "$OUT/config.yam
 status=0
 show python examples/evaluate_digits.py --answers "$OUT/answers.jsonl" --images "$OUT/digits/images" \
     --page "$OUT/samples.html" --goal "$GOAL" | tee "$OUT/accuracy.txt" || status=$?
+show python tools/convert_checkpoint.py --from megacp --to hf --input "$OUT/checkpoints" --output "$OUT/hf" \
+    --tokenizer "$OUT/tokenizer.json" --verify
+show python examples/answer_with_transformers.py --model "$OUT/hf" --answers "$OUT/answers.jsonl" \
+    --images "$OUT/digits/images" || status=$?
 echo
 echo "$((SECONDS / 60)) min $((SECONDS % 60)) s. Everything is in $OUT: accuracy.txt, samples.html (answers beside their images), loss.png,"
-echo "checkpoints/, config.yaml (the resolved config), answers.jsonl, digits/ (PNG and JSONL)"
+echo "checkpoints/, config.yaml (the resolved config), hf/ (for transformers), answers.jsonl, digits/ (PNG and JSONL)"
 exit "$status"

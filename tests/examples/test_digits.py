@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from examples import digits_to_jsonl, evaluate_digits
 from megacp.train import main as train
 from tests.data.builds import files
-from tools import generate, preprocess_data
+from tools import convert_checkpoint, generate, preprocess_data
 
 pytest.importorskip("sklearn", reason="the digit scans are inside scikit-learn (extra `demo`)")
 
@@ -102,8 +103,12 @@ def test_only_exact_answers_count_and_single_scans_stand_alone(
 
 
 @pytest.mark.slow
-def test_the_way_from_scans_to_a_page_of_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_way_from_scans_to_a_page_of_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A few steps of a smaller model: would catch parts of the demo that do not fit together."""
+    monkeypatch.syspath_prepend(str(Path(digits_to_jsonl.__file__).parent))  # as when the script is run
+    answer_with_transformers = importlib.import_module("answer_with_transformers")
     digits = made(tmp_path / "digits")
     image_flags = ["--image-size", "16", "--patch-size", "4", "--overlap-margins", "0,0", "--max-crops", "1"]
     for split in ("train", "held_out"):
@@ -111,7 +116,7 @@ def test_the_way_from_scans_to_a_page_of_answers(tmp_path: Path, capsys: pytest.
         build += ["--tokenizer", "byte", "--seq-length", "1024", "--image-root", str(digits / "images")]
         assert preprocess_data.main([*build, "--workers", "1"]) == 0
     sizes = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 2 --seq-length 1024 "
-    sizes += "--untie-embeddings-and-output-weights --additional-vocab-size 8 --vision-num-layers 2 "
+    sizes += "--qk-layernorm --untie-embeddings-and-output-weights --additional-vocab-size 8 --vision-num-layers 2 "
     sizes += "--vision-hidden-size 32 --vision-ffn-hidden-size 48 --vision-num-attention-heads 2 --vision-head-dim 16 "
     sizes += "--vision-patch-size 4 --vision-image-size 16 --vision-feature-layers -1 -2 "
     sizes += "--connector-num-attention-heads 2 --connector-head-dim 16 --global-batch-size 1 --train-iters 3"
@@ -130,3 +135,14 @@ def test_the_way_from_scans_to_a_page_of_answers(tmp_path: Path, capsys: pytest.
     assert evaluate_digits.main(page) == 0
     assert "which digits? (1 image)" in capsys.readouterr().out
     assert (tmp_path / "page.html").read_text().count("<img") >= 10
+    flags = ["--from", "megacp", "--to", "hf", "--input", str(tmp_path / "run"), "--output", str(tmp_path / "hf")]
+    assert convert_checkpoint.main([*flags, "--tokenizer", "byte"]) == 0
+    again = ["--model", str(tmp_path / "hf"), "--answers", str(out), "--images", str(digits / "images")]
+    capsys.readouterr()
+    assert answer_with_transformers.main([*again, "--max-new-tokens", "2"]) == 0
+    assert "25 of 25 answers are those of megacp" in capsys.readouterr().out
+    other = records(out)
+    other[7]["answer"] = "another"
+    out.write_text("".join(json.dumps(line) + "\n" for line in other))
+    assert answer_with_transformers.main([*again, "--max-new-tokens", "2"]) == 1
+    assert "24 of 25 answers" in capsys.readouterr().out

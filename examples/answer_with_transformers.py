@@ -1,0 +1,129 @@
+"""The questions about digit scans again, answered by the transformers library alone: are the answers the same?
+
+    python examples/answer_with_transformers.py --model out/hf --answers out/answers.jsonl --images out/digits/images
+
+`--model` is what tools/convert_checkpoint.py wrote, `--answers` what tools/generate.py did. No code of megacp runs:
+the library's tokenizer, model and generation with its cache read the folder. Only the pixels are cut here, since the
+library's image processor needs torchvision; the scans are one crop each, so that is a reshape. The exit status is 1
+when an answer differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from evaluate_digits import accuracies, read_answers, table
+
+Answer = dict[str, Any]
+
+
+class Library:
+    """A folder in Hugging Face format, read by transformers."""
+
+    def __init__(self, folder: Path) -> None:
+        """ValueError when it is no Molmo2 with tokenizer and processor files."""
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()
+        try:
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            model = transformers.AutoModelForImageTextToText.from_pretrained(folder, local_files_only=True)
+            settings = json.loads((folder / "processor_config.json").read_text(encoding="utf-8"))
+        except (OSError, KeyError) as error:
+            raise ValueError(f"--model {folder}: {' '.join(str(error).split())}") from error
+        self.model = model.eval()
+        images = settings["image_processor"]
+        self.side, self.patch, self.window = images["size"]["height"], images["patch_size"], images["pooling_size"]
+        self.mean, self.std = (np.array(images[f"image_{name}"], np.float32) for name in ("mean", "std"))
+        if images["max_crops"] != 1 or settings["image_use_col_tokens"]:
+            raise ValueError(f"--model {folder}: this script shows images of one crop without column tokens")
+        across = self.side // self.patch
+        self.tokens = across // self.window[0] * (across // self.window[1])
+        names = ("<im_patch>", "<im_start>", "<low_res_im_start>", "<im_end>")
+        self.image_ids = self.tokenizer.convert_tokens_to_ids(list(names))
+
+    def crop(self, path: Path) -> np.ndarray:
+        """float32 [patches, 3 * patch * patch] of a picture of just one crop."""
+        from PIL import Image
+
+        pixels = np.asarray(Image.open(path).convert("RGB"), np.float32) / 255
+        if pixels.shape[:2] != (self.side, self.side):
+            raise ValueError(f"{path} has {pixels.shape[1]} x {pixels.shape[0]} pixels, a crop {self.side}")
+        n, p = self.side // self.patch, self.patch
+        return ((pixels - self.mean) / self.std).reshape(n, p, n, p, 3).swapaxes(1, 2).reshape(n * n, -1)
+
+    def pooling(self, crops: int) -> np.ndarray:
+        """int64 [tokens of all crops, patches of a window]: which patches of the batch a token pools."""
+        across, (high, wide) = self.side // self.patch, self.window
+        grid = np.arange(crops * across * across).reshape(crops, across // high, high, across // wide, wide)
+        return grid.swapaxes(2, 3).reshape(crops * self.tokens, high * wide)
+
+    @torch.no_grad()
+    def answer(self, group: Sequence[Answer], images: Path, count: int) -> list[str]:
+        """Greedy answers of at most `count` tokens to questions of one length, as one batch."""
+        patch = "<im_patch>" * self.tokens
+        picture = f"<low_res_im_start>{patch}<im_end><im_start>{patch}<im_end>"
+        texts = [picture * len(one["images"]) + one["prompt"] for one in group]
+        ids = torch.tensor(self.tokenizer(texts, add_special_tokens=False)["input_ids"])
+        files = [images / name for one in group for name in one["images"]]
+        crops = np.stack([crop for file in files for crop in [self.crop(file)] * 2])  # low resolution, then high
+        rows, columns = (self.side // self.patch // size for size in self.window)
+        found = self.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            mm_token_type_ids=torch.isin(ids, torch.tensor(self.image_ids)).long(),
+            pixel_values=torch.from_numpy(crops),
+            image_token_pooling=torch.from_numpy(self.pooling(len(crops))),
+            image_grids=torch.tensor([[rows, columns, rows, columns]] * len(files)),
+            max_new_tokens=count,
+            do_sample=False,
+            pad_token_id=self.tokenizer.eos_token_id,
+        )
+        return self.tokenizer.batch_decode(found[:, ids.shape[1] :], skip_special_tokens=True)
+
+
+def answers_again(library: Library, answers: Sequence[Answer], images: Path, count: int) -> list[Answer]:
+    """The same questions in the same order with the library's answers."""
+    groups: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for place, one in enumerate(answers):
+        groups[len(one["images"]), one["prompt"]].append(place)
+    again = [dict(one) for one in answers]
+    for places in groups.values():
+        group = [answers[place] for place in places]
+        for place, text in zip(places, library.answer(group, images, count), strict=True):
+            again[place] |= {"answer": text, "right": text == answers[place]["expected"]}
+    return again
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Answer, count, compare; exit status 1 when answers differ, 2 with one message on bad input."""
+    parser = argparse.ArgumentParser(description="Answers of an exported model by the transformers library alone.")
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder in Hugging Face format")
+    parser.add_argument("--answers", type=Path, required=True, metavar="FILE.jsonl", help="answers to compare with")
+    parser.add_argument("--images", type=Path, required=True, metavar="DIR", help="where the records' images lie")
+    parser.add_argument("--max-new-tokens", type=int, default=8, metavar="N", help="tokens of an answer at most (8)")
+    arguments = parser.parse_args(argv)
+    try:
+        answers = read_answers(arguments.answers)
+        again = answers_again(Library(arguments.model), answers, arguments.images, arguments.max_new_tokens)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(table(accuracies(again)))
+    other = [(one, two) for one, two in zip(answers, again, strict=True) if one["answer"] != two["answer"]]
+    for one, two in other[:10]:
+        print(f"{one['id']}: {one['question']} megacp {one['answer']!r}, transformers {two['answer']!r}")
+    print(f"{len(answers) - len(other)} of {len(answers)} answers are those of megacp")
+    return 1 if other else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Train the same model on packs of 131,072 tokens (long videos, books) on one machine of 8 GPUs with 141 GB each:
+#     bash examples/long_context.sh --data-path DIR --save DIR
+# For GPUs of 80 GB take two machines: examples/slurm/long_context.sbatch. A dataset of text alone, or with
+# --image-attention causal, has causal packs: COMM=p2p LAYOUT=zigzag_document then runs Transformer Engine's fused
+# attention with its own ring (or COMM=a2a, all_gather).
+#
+# Memory of one rank, estimated by: TP=4 CP=2 RECOMPUTE=full bash examples/long_context.sh --dry-run --world-size 8
+# (not measured on a GPU)
+#   8 GPUs  TP=4 CP=2 RECOMPUTE=full   80.7 GiB
+set -euo pipefail
+cd "$(dirname "$0")/.."
+NPROC=${NPROC:-8}
+TP=${TP:-4}
+CP=${CP:-2}
+RECOMPUTE=${RECOMPUTE:-full}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
+launch=(torchrun --standalone --nproc-per-node "$NPROC")
+[[ " $* " == *" --dry-run "* ]] && launch=(python)
+exec "${launch[@]}" -m megacp.train --config examples/molmo2_8b.yaml \
+    --seq-length 131072 --micro-batch-size 1 --global-batch-size 16 \
+    --tensor-model-parallel-size "$TP" --context-parallel-size "$CP" --recompute-granularity "$RECOMPUTE" \
+    --cp-comm-type "${COMM:-kv_exchange}" --cp-layout "${LAYOUT:-balanced}" \
+    "$@"

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Train an 8B Molmo2-like model on packs of 36,864 tokens with images, on one machine of 8 GPUs:
+#     bash examples/pretrain_vlm.sh --data-path DIR --save DIR
+# Masks of images and branches take FlexAttention and the exchange of just the keys that a rank needs; with Transformer
+# Engine installed its linears, norms and optimizer run around it (--transformer-impl auto). Many machines:
+# examples/slurm/pretrain_vlm.sbatch.
+#
+# Memory of one rank as `python -m megacp.train --dry-run` estimates it; this script with --dry-run prints the whole
+# report, for example: TP=4 CP=2 RECOMPUTE=full bash examples/pretrain_vlm.sh --dry-run --world-size 8
+# (not measured on a GPU; keep some GiB for CUDA, NCCL and what the allocator loses)
+#   8 GPUs  TP=4 CP=2 RECOMPUTE=full        40.1 GiB
+#   8 GPUs  TP=2 CP=4 RECOMPUTE=full        49.9 GiB
+#   8 GPUs  TP=4 CP=2 RECOMPUTE=selective   63.9 GiB
+set -euo pipefail
+cd "$(dirname "$0")/.."
+NPROC=${NPROC:-8}
+TP=${TP:-4}
+CP=${CP:-2}
+RECOMPUTE=${RECOMPUTE:-full}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+# One queue: a collective of tensor parallelism starts before the product that hides it.
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
+launch=(torchrun --standalone --nproc-per-node "$NPROC")
+[[ " $* " == *" --dry-run "* ]] && launch=(python)
+exec "${launch[@]}" -m megacp.train --config examples/molmo2_8b.yaml \
+    --seq-length 36864 --micro-batch-size 1 --global-batch-size 64 \
+    --tensor-model-parallel-size "$TP" --context-parallel-size "$CP" --recompute-granularity "$RECOMPUTE" \
+    --cp-comm-type kv_exchange --cp-layout balanced \
+    "$@"
