@@ -9,6 +9,7 @@ SHELL := /bin/bash
 .PHONY: help setup demo demo-text test test-fast check format bench clean
 
 BIN := $(VENV)/bin
+# Transformer Engine's Python files, whose signatures the tests check ours against, stand apart: see setup.py.
 STAMP := $(VENV)/.installed
 # Several ranks share few cores: one thread each.
 export OMP_NUM_THREADS ?= 1
@@ -32,6 +33,7 @@ $(STAMP): setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt --no-deps --upgrade --target $(VENV)/guests transformer_engine
 	@touch $@
 
 demo: $(STAMP)

@@ -1,7 +1,9 @@
 """Packaging of megacp: requirements and extras. Exact tested versions are in constraints.txt.
 
 Key property: nothing here needs a GPU. Transformer Engine is in the extra `gpu` alone, and apex in none: the real one
-is built from source (README), the package of that name on the public index is an unrelated web toolkit.
+is built from source (README), the package of that name on the public index is an unrelated web toolkit. The tests call
+the Python files of Transformer Engine, whose wheel alone breaks megatron-core where that can import it: it stands in a
+folder of its own (Makefile).
 """
 
 from pathlib import Path

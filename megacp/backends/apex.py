@@ -7,8 +7,15 @@ which succeeds for the impostor and fails later with an attribute error.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+
+import torch
+
+GRADIENT_KERNEL = "fused_weight_gradient_mlp_cuda"
+"""The extension module of apex that adds a weight gradient to a float32 sum inside the product."""
 
 BUILD = (
     "build it from the source repository NVIDIA/apex, in an environment that has CUDA torch: "
@@ -36,3 +43,15 @@ def describe_apex() -> str:
         "impostor": f"apex: the installed package is not NVIDIA's but a web toolkit: pip uninstall apex, then {BUILD}",
         "absent": "apex: not installed, and not needed",
     }[apex_status()]
+
+
+def weight_gradient_kernel() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None:
+    """apex's product `(total[f, h] float32, dy[t, f], x[t, h])` that adds `dy^T x` to the total; None without it."""
+    if apex_status() not in ("nvidia", "nvidia without extensions") or find_spec(GRADIENT_KERNEL) is None:
+        return None
+    kernel = import_module(GRADIENT_KERNEL)
+
+    def add(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
+        kernel.wgrad_gemm_accum_fp32(x.contiguous(), grad.contiguous(), total)
+
+    return add

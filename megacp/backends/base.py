@@ -7,7 +7,8 @@ so a checkpoint moves between backends unchanged. Rejected: layers that look up 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -26,6 +27,8 @@ class Backend(Protocol):
     tp: Axis
     sequence_parallel: bool
     dtype: torch.dtype
+    token_multiple: int
+    """Tokens of a tp rank are a multiple of this."""
 
     def column_linear(
         self, prefix: str, outputs: Sequence[tuple[str, int]], in_features: int, *, bias: bool, std: float
@@ -60,3 +63,12 @@ class Backend(Protocol):
 
     def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, first: int) -> torch.Tensor:
         """Loss per token `[t]` of vocabulary-parallel logits whose first column is global index `first`."""
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """The context in which blocks run forward; a block that is computed again in backward opens it again."""
+
+    def adamw(self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
+        """AdamW with a fused kernel over groups of 1-D `params` with their `weight_decay`."""
+
+    def news(self) -> list[str]:
+        """Lines that a person should read, each once: which layers run, and why not others."""

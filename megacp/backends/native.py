@@ -6,9 +6,12 @@ backend, which proves the emulation.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +30,7 @@ from megacp.ops.norm import layer_norm, rms_norm
 from megacp.tensor_parallel.cross_entropy import cross_entropy
 from megacp.tensor_parallel.embedding import VocabularyTable
 from megacp.tensor_parallel.linear import (
+    AddGradient,
     ColumnParallelLinear,
     LinearOptions,
     RowParallelLinear,
@@ -34,6 +38,11 @@ from megacp.tensor_parallel.linear import (
 )
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def fused_adamw(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
+    """Torch's AdamW with its fused kernel, on CPU and CUDA."""
+    return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
 
 
 class RMSNorm(nn.Module):
@@ -67,6 +76,7 @@ class NativeBackend:
     """See `Backend`."""
 
     name = "native"
+    token_multiple = 1
 
     def __init__(
         self,
@@ -78,19 +88,23 @@ class NativeBackend:
         attention_kernel: str,
         vision: VisionConfig | None = None,
         watch: Stopwatch | None = None,
+        add_gradient: AddGradient | None = None,
     ) -> None:
         self.tp = grid.tp
         self.sequence_parallel = parallel.sequence_parallel and grid.tp.size > 1
         self.dtype = DTYPES[dtype]
         self.vision = vision or VisionConfig()
         trained = not self.vision.freeze_text
-        self.options = LinearOptions(grid.tp, self.sequence_parallel, self.dtype, grid.device, trained)
+        self.options = LinearOptions(
+            grid.tp, self.sequence_parallel, self.dtype, grid.device, trained, add_gradient=add_gradient
+        )
         self.rows_multiple = model.make_vocab_size_divisible_by
         axis = row_axis(grid, parallel)
         options = TransportOptions(parallel.hierarchical_context_parallel_sizes or (), parallel.cp_exchange_stages)
         kernel = kernel_name(attention_kernel, grid.device.type, dtype)
         transport = select_transport(parallel.cp_comm_type, kernel, axis, grid.device, options)
         self.transport = TimedTransport(transport, watch) if watch else transport
+        self._untold: list[str] = []
 
     def column_linear(
         self, prefix: str, outputs: Sequence[tuple[str, int]], in_features: int, *, bias: bool, std: float
@@ -151,3 +165,21 @@ class NativeBackend:
     def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, first: int) -> torch.Tensor:
         """See `Backend.cross_entropy`."""
         return cross_entropy(logits, labels, first, self.tp)
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """See `Backend.precision`."""
+        return contextlib.nullcontext()
+
+    def adamw(self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
+        """See `Backend.adamw`."""
+        return fused_adamw(groups, betas, eps)
+
+    def tell(self, line: str) -> None:
+        """Add a line to `news`."""
+        self._untold.append(line)
+
+    def news(self) -> list[str]:
+        """See `Backend.news`."""
+        lines = list(self._untold)
+        self._untold.clear()  # shared with the towers' copies
+        return lines

@@ -103,15 +103,17 @@ class FlatBuckets:
         bucket = self.buckets[index]
 
         def accumulate(parameter: torch.Tensor) -> None:
+            fused = getattr(parameter, "grad_added_to_main_grad", False)
+            if parameter.grad is None and not fused:
+                return  # autograd calls hooks also where a layer that has said so already gave it nothing
             assert len(self._pending) <= index, (
                 f"a gradient of shape {tuple(parameter.shape)} arrived after bucket {index} had been reduced: "
                 "start_last_backward must come right before the chunk's last backward, zero before the next step"
             )
-            if getattr(parameter, "grad_added_to_main_grad", False):
+            if fused:
                 parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]  # a `grad` is only a sign
             else:
-                assert parameter.grad is not None
-                target.add_(parameter.grad)
+                target.add_(parameter.grad)  # type: ignore[arg-type]
             parameter.grad = None
             if bucket.plan.chunk in self._final_chunks:
                 self._arrived[index].add(parameter)  # type: ignore[arg-type]

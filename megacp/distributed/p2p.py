@@ -3,6 +3,9 @@
 Key property: a handle keeps its tensor alive until the message is through and its `wait` may be repeated (gloo hangs on
 a second wait of its own requests). The pipeline posts single messages on a channel of its own; the ring posts a send
 and a receive together, because two NCCL ranks that both send first would wait for each other for ever.
+
+gloo moves CUDA tensors in collectives but not from rank to rank: there a message goes through the host, so that several
+ranks may share one GPU in a test. A copy to the host waits for the GPU, the one back is queued behind the `wait`.
 """
 
 from __future__ import annotations
@@ -15,18 +18,30 @@ import torch.distributed as dist
 from megacp.distributed.grid import Axis
 
 
-class Handle:
-    """One message under way. `tensor` stays alive at least as long as the handle waits."""
+def through_host(x: torch.Tensor, axis: Axis) -> bool:
+    """Whether a message of this tensor must be copied to the host: gloo cannot send from a device."""
+    return axis.backend == "gloo" and x.device.type != "cpu"
 
-    def __init__(self, work: Any, tensor: torch.Tensor) -> None:
+
+class Handle:
+    """One message under way. `tensor` stays alive at least as long as the handle waits.
+
+    `arrived`: where a message that is received on the host lies until it is copied to `tensor`.
+    """
+
+    def __init__(self, work: Any, tensor: torch.Tensor, arrived: torch.Tensor | None = None) -> None:
         self._work = work
         self.tensor = tensor
+        self._arrived = arrived
 
     def wait(self) -> torch.Tensor:
         """Block until the message is sent or received and return its tensor; later calls return at once."""
         if self._work is not None:
             self._work.wait()
             self._work = None
+            if self._arrived is not None:
+                self.tensor.copy_(self._arrived)
+                self._arrived = None
         return self.tensor
 
 
@@ -35,37 +50,50 @@ def isend(x: torch.Tensor, axis: Axis, peer: int) -> Handle:
     assert peer != axis.rank, f"rank {axis.rank} of axis {axis.name} sends to itself"
     x = x.detach().contiguous()
     axis.traffic.add("send", x.numel() * x.element_size())
-    return Handle(dist.isend(x, dst=axis.global_ranks[peer], group=axis.group), x)
+    sent = x.cpu() if through_host(x, axis) else x
+    return Handle(dist.isend(sent, dst=axis.global_ranks[peer], group=axis.group), sent)
 
 
 def irecv(buffer: torch.Tensor, axis: Axis, peer: int) -> Handle:
     """Start receiving into contiguous `buffer` from the rank at index `peer`; `wait` returns the buffer."""
     assert peer != axis.rank and buffer.is_contiguous()
-    return Handle(dist.irecv(buffer, src=axis.global_ranks[peer], group=axis.group), buffer)
+    arrived = torch.empty_like(buffer, device="cpu") if through_host(buffer, axis) else None
+    target = buffer if arrived is None else arrived
+    return Handle(dist.irecv(target, src=axis.global_ranks[peer], group=axis.group), buffer, arrived)
 
 
 class Shift:
-    """A send and a receive under way together; `wait` returns what arrived and may be called again."""
+    """A send and a receive under way together; `wait` returns what arrived and may be called again.
 
-    def __init__(self, works: list[Any], sent: torch.Tensor, received: torch.Tensor) -> None:
+    `device` is where it is wanted, if not where it arrives.
+    """
+
+    def __init__(
+        self, works: list[Any], sent: torch.Tensor, received: torch.Tensor, device: torch.device | None = None
+    ) -> None:
         self._works = works
         self._sent = sent
         self._received = received
+        self._device = device
 
     def wait(self) -> torch.Tensor:
         """Block until both messages are through and return the received tensor."""
         for work in self._works:
             work.wait()
         self._works = []
+        if self._device is not None:
+            self._received, self._device = self._received.to(self._device), None
         return self._received
 
 
 def start_shift(x: torch.Tensor, axis: Axis) -> Shift:
     """Start passing contiguous `x` to the next rank of the axis (as a ring) while receiving the previous rank's."""
     x = x.contiguous()
-    received = torch.empty_like(x)
+    device = x.device if through_host(x, axis) else None
+    sent = x if device is None else x.cpu()
+    received = torch.empty_like(sent)
     target, source = (axis.global_ranks[(axis.rank + step) % axis.size] for step in (1, -1))
     axis.traffic.add("ring", x.numel() * x.element_size())
-    send = dist.P2POp(dist.isend, x, target, axis.group)
+    send = dist.P2POp(dist.isend, sent, target, axis.group)
     receive = dist.P2POp(dist.irecv, received, source, axis.group)
-    return Shift(dist.batch_isend_irecv([send, receive]), x, received)
+    return Shift(dist.batch_isend_irecv([send, receive]), sent, received, device)

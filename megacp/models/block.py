@@ -6,6 +6,7 @@ Rejected: flags read inside attention and MLP.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -44,6 +45,7 @@ class Block(nn.Module):
         self.attention = SelfAttention(f"{prefix}.attention", config, backend)
         self.mlp_norm = backend.norm(f"{prefix}.mlp_norm", config.hidden_size, config.norm_epsilon)
         self.mlp = MLP(f"{prefix}.mlp", config, backend)
+        self.precision = backend.precision if recompute == "full" else contextlib.nullcontext
         self.run = rerun(self._body, recompute)
 
     def forward(self, x: torch.Tensor, inputs: BlockInputs) -> torch.Tensor:
@@ -51,9 +53,10 @@ class Block(nn.Module):
         return self.run(x, inputs)
 
     def _body(self, x: torch.Tensor, inputs: BlockInputs, remember: Callable[..., torch.Tensor]) -> torch.Tensor:
-        attended = self.attention(remember(self.attention_norm, x), inputs.plan, inputs.rotary)
-        x = x + self._drop(attended, inputs, 2 * self.layer)
-        return x + self._drop(self.mlp(remember(self.mlp_norm, x), remember), inputs, 2 * self.layer + 1)
+        with self.precision():  # the block that is computed again in backward stands in no other context
+            attended = self.attention(remember(self.attention_norm, x), inputs.plan, inputs.rotary)
+            x = x + self._drop(attended, inputs, 2 * self.layer)
+            return x + self._drop(self.mlp(remember(self.mlp_norm, x), remember), inputs, 2 * self.layer + 1)
 
     def _drop(self, x: torch.Tensor, inputs: BlockInputs, site: int) -> torch.Tensor:
         return dropout(x, inputs.key + site * 0x9E3779B97F4A7C15, inputs.places, self.dropout if self.training else 0.0)

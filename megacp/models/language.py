@@ -77,8 +77,9 @@ class LanguageModelChunk(nn.Module):
         rotary = cos_sin(batch.position_ids, self.frequencies, self.backend.dtype)
         places = slice_of(batch.places, self.backend.tp) if self.backend.sequence_parallel else batch.places
         inputs = BlockInputs(batch.plan, rotary, places, batch.key)
-        for block in self.blocks:
-            x = block(x, inputs)
+        with self.backend.precision():
+            for block in self.blocks:
+                x = block(x, inputs)
         return x
 
     def embedded(self, batch: LocalBatch, features: torch.Tensor | None = None) -> torch.Tensor:

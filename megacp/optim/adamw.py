@@ -1,17 +1,25 @@
-"""AdamW (Loshchilov and Hutter, arXiv 1711.05101) on flat slices: torch's fused kernel with its moments laid open.
+"""AdamW (Loshchilov and Hutter, arXiv 1711.05101) on flat slices: a fused kernel with its moments laid open.
 
 Key property: groups by decay and learning rate over 1-D slices; the moments exist from the start, so a checkpoint can
-be read into them before the first update. Rejected: an own kernel; torch's fused one runs on CPU and CUDA, and its
-result does not depend on where an element lies in a slice.
+be read into them before the first update; whose kernel it is, the backend says. Rejected: an own kernel; torch's fused
+one runs on CPU and CUDA, and its result does not depend on where an element lies in a slice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+from megacp.backends.native import fused_adamw
+
+Engine = Callable[[list[dict[str, Any]], tuple[float, float], float], torch.optim.Optimizer]
+"""AdamW over groups with `params` and `weight_decay`, from (groups, betas, epsilon): torch's or Transformer Engine's.
+
+Its moments are `exp_avg` and `exp_avg_sq` of a slice's state; updates are counted there (torch) or in the group.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,21 +48,26 @@ class FlatAdamW:
     frozen, make an optimizer that does nothing.
     """
 
-    def __init__(self, slices: Sequence[torch.Tensor], rules: Sequence[SliceRule], settings: AdamWSettings) -> None:
+    def __init__(
+        self,
+        slices: Sequence[torch.Tensor],
+        rules: Sequence[SliceRule],
+        settings: AdamWSettings,
+        engine: Engine = fused_adamw,
+    ) -> None:
         self.slices = list(slices)
         groups: dict[SliceRule, list[torch.Tensor]] = {}
         for s, rule in zip(slices, rules, strict=True):
             groups.setdefault(rule, []).append(s)
         nothing = torch.zeros(0)  # torch's AdamW wants at least one tensor
-        self._adamw = torch.optim.AdamW(
+        self._adamw = engine(
             [
                 {"params": members, "weight_decay": settings.weight_decay if rule.decayed else 0.0}
                 for rule, members in groups.items()
             ]
             or [nothing],
-            betas=(settings.adam_beta1, settings.adam_beta2),
-            eps=settings.adam_eps,
-            fused=True,
+            (settings.adam_beta1, settings.adam_beta2),
+            settings.adam_eps,
         )
         self._multipliers = [rule.lr_multiplier for rule in groups] or [1.0]
         self.exp_avg = [torch.zeros_like(s) for s in slices]
@@ -69,6 +82,8 @@ class FlatAdamW:
         """Say how many updates the moments have seen: the bias correction of the next one depends on it."""
         for count in self._counts:
             count.fill_(updates)
+        for group in self._adamw.param_groups:
+            group["step"] = updates
 
     def update(self, gradients: Sequence[torch.Tensor], lr: float) -> None:
         """One update in place; `gradients[i]` is shaped like `slices[i]` and of its dtype."""

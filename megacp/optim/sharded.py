@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from megacp.backends.native import fused_adamw
 from megacp.data_parallel.buckets import Bucket, FlatBuckets
 from megacp.data_parallel.layout import ParameterSlice, slices_of
 from megacp.distributed.grid import Axis
-from megacp.optim.adamw import AdamWSettings, FlatAdamW, SliceRule
+from megacp.optim.adamw import AdamWSettings, Engine, FlatAdamW, SliceRule
 from megacp.optim.clip import clip_scale, global_norm
 
 
@@ -30,9 +31,13 @@ class StepReport:
 
 
 class ShardedAdamW:
-    """AdamW over this rank's slices of `buckets`; `world` spans all ranks of the grid (for the norm)."""
+    """AdamW over this rank's slices of `buckets`; `world` spans all ranks of the grid (for the norm), `engine` is the
+    backend's AdamW.
+    """
 
-    def __init__(self, buckets: FlatBuckets, settings: AdamWSettings, world: Axis) -> None:
+    def __init__(
+        self, buckets: FlatBuckets, settings: AdamWSettings, world: Axis, engine: Engine = fused_adamw
+    ) -> None:
         self.buckets = buckets
         self._settings = settings
         self._world = world
@@ -44,7 +49,7 @@ class ShardedAdamW:
             own_dtype = shard.dtype == bucket.gradients.dtype
             trained.append(shard.detach() if own_dtype else shard.to(bucket.gradients.dtype))
         rules = [SliceRule(b.plan.weight_decay, b.plan.lr_multiplier) for b in buckets.buckets]
-        self._adamw = FlatAdamW(trained, rules, settings)
+        self._adamw = FlatAdamW(trained, rules, settings, engine)
         self._device = (*buckets.buckets, *buckets.frozen)[0].parameters.device
 
     def step(self, lr: float) -> StepReport:

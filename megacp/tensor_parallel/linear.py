@@ -27,7 +27,6 @@ from megacp.distributed.differentiable import copy_to, reduce_from, reduce_scatt
 from megacp.distributed.grid import Axis
 from megacp.distributed.parameter import ParameterSpec, Piece, attach
 
-
 AddGradient = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """`(total[f, h], dy[t, f], x[t, h])`: add `dy^T x` to the total, which may be wider."""
 
@@ -214,6 +213,31 @@ class RowParallelLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
+def replicated_spec(
+    name: str,
+    shape: tuple[int, ...],
+    init: str,
+    options: LinearOptions,
+    *,
+    partial_over_tp: bool | None = None,
+    std: float = 0.0,
+) -> ParameterSpec:
+    """Spec of a parameter that every tp rank holds whole; `std` is that of `normal` ones, which decay.
+
+    Its gradient is partial over tp when each tp rank sees other tokens (sequence parallelism, the default rule) or
+    other heads (`partial_over_tp=True`); it is counted in the norm by tp rank 0 alone.
+    """
+    partial = options.sequence_parallel if partial_over_tp is None else partial_over_tp
+    return ParameterSpec(
+        (Piece(name, shape, (0,) * len(shape), shape),),
+        init,
+        std,
+        weight_decay=init == "normal",
+        partial_over=("tp",) if partial and options.tp.size > 1 else (),
+        counted=options.tp.rank == 0,
+    )
+
+
 def replicated_parameter(
     name: str,
     shape: tuple[int, ...],
@@ -223,18 +247,6 @@ def replicated_parameter(
     partial_over_tp: bool | None = None,
     std: float = 0.0,
 ) -> nn.Parameter:
-    """A parameter that every tp rank holds whole, such as a norm weight; `std` is that of `normal` ones, which decay.
-
-    Its gradient is partial over tp when each tp rank sees other tokens (sequence parallelism, the default rule) or
-    other heads (`partial_over_tp=True`); it is counted in the norm by tp rank 0 alone.
-    """
-    partial = options.sequence_parallel if partial_over_tp is None else partial_over_tp
-    spec = ParameterSpec(
-        (Piece(name, shape, (0,) * len(shape), shape),),
-        init,
-        std,
-        weight_decay=init == "normal",
-        partial_over=("tp",) if partial and options.tp.size > 1 else (),
-        counted=options.tp.rank == 0,
-    )
+    """A parameter that every tp rank holds whole; see `replicated_spec`."""
+    spec = replicated_spec(name, shape, init, options, partial_over_tp=partial_over_tp, std=std)
     return options.attach(options.empty(*shape), spec)

@@ -68,6 +68,7 @@ class Trainee:
         self.config = config
         self.grid = grid
         self.chunks = build_chunks(config, grid, watch)
+        self.backend = self.chunks[0].backend
         reduced_over = grid.over("dp", "cp")
         self.buckets = FlatBuckets(
             self.chunks, reduced_over, {"tp": grid.tp, "embedding": grid.embedding}, parallel.ddp_bucket_size
@@ -79,7 +80,7 @@ class Trainee:
             weight_decay=training.weight_decay,
             clip_grad=training.clip_grad,
         )
-        self.optimizer = ShardedAdamW(self.buckets, settings, grid.world)
+        self.optimizer = ShardedAdamW(self.buckets, settings, grid.world, self.backend.adamw)
         self.schedule = lr_schedule(config)
         self.rows = rows_of(config, grid)
         self.layout = select_layout(parallel.cp_layout)
@@ -101,7 +102,7 @@ class Trainee:
             batch,
             self.rows.axis,
             self.layout,
-            tp=self.sharded_tokens,
+            tp=self.sharded_tokens * self.backend.token_multiple,
             key=key,
             device=self.grid.device,
             exchange=self.config.parallel.vision_feature_exchange,

@@ -10,7 +10,15 @@ import torch
 
 from megacp.distributed.collectives import all_gather
 from megacp.distributed.grid import GridShape
-from megacp.distributed.launch import World, device_type, pick_device, start, stop, world_from_environment
+from megacp.distributed.launch import (
+    World,
+    device_type,
+    pick_device,
+    set_defaults,
+    start,
+    stop,
+    world_from_environment,
+)
 from tests.ranks import grid, run_ranks
 
 KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -110,3 +118,11 @@ def grown_by_collectives(rank: int, world_size: int) -> float:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
 def test_a_rank_does_not_grow_with_the_number_of_collectives() -> None:
     assert max(run_ranks(grown_by_collectives, 2)) < 20  # 60 to 180 with glibc's own threshold
+
+
+def test_defaults_for_guest_packages_leave_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGACP_TEST_SET", "users")
+    monkeypatch.setenv("MEGACP_TEST_UNSET", "")  # so that it is gone after the test
+    monkeypatch.delenv("MEGACP_TEST_UNSET")
+    set_defaults({"MEGACP_TEST_SET": "ours", "MEGACP_TEST_UNSET": "ours"})
+    assert (os.environ["MEGACP_TEST_SET"], os.environ["MEGACP_TEST_UNSET"]) == ("users", "ours")

@@ -7,7 +7,10 @@ import gc
 import pytest
 import torch
 
-from megacp.distributed.p2p import irecv, isend, start_shift
+from megacp.distributed import p2p
+from megacp.distributed.collectives import Pending
+from megacp.distributed.grid import Axis
+from megacp.distributed.p2p import Handle, Shift, irecv, isend, start_shift
 from tests.ranks import RankError, grid, run_ranks
 
 
@@ -73,3 +76,58 @@ def send_to_oneself(rank: int, world_size: int) -> None:
 def test_a_message_to_oneself_is_refused_at_once() -> None:
     with pytest.raises(RankError, match="rank 1 of axis pp sends to itself"):
         run_ranks(send_to_oneself, 2)
+
+
+class CountedWork:
+    """A request that must be waited for once, as gloo's hang when they are asked again."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+def test_a_request_is_waited_for_once_however_often_its_holder_asks() -> None:
+    """Would catch a second wait on a request of gloo, and a message from the host that is copied a second time."""
+    works = [CountedWork() for _ in range(4)]
+    buffer, arrived = torch.zeros(2), torch.ones(2)
+    staged = Handle(works[0], buffer, arrived)
+    shift = Shift(works[1:3], torch.zeros(2), torch.ones(2), torch.device("cpu"))
+    pending = Pending(works[3], lambda: torch.ones(2))
+    for _ in range(3):
+        torch.testing.assert_close(staged.wait(), torch.ones(2))
+        assert pending.wait().sum() == shift.wait().sum() == 2
+    assert [work.waits for work in works] == [1, 1, 1, 1]
+    buffer.zero_()
+    assert staged.wait().sum() == 0
+    assert staged.wait() is buffer
+
+
+def staged_messages(rank: int, world: int) -> tuple[list[float], list[float], bool]:
+    """A ring and single messages that go through the host, as if the tensors lay on a device."""
+    axis = grid(cp=world).cp
+    x = torch.full((2, 3), float(rank))[:, :2]  # also a view that is not contiguous
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(p2p, "through_host", lambda x, axis: True)
+        shifted = p2p.start_shift(x, axis).wait()
+        buffer = torch.empty(2, 2)
+        received = p2p.irecv(buffer, axis, (rank - 1) % world)
+        sent = p2p.isend(x, axis, (rank + 1) % world)
+        message = received.wait()
+        sent.wait()
+    return shifted.flatten().tolist(), message.flatten().tolist(), message is buffer
+
+
+def test_messages_through_the_host_arrive_where_they_are_wanted() -> None:
+    for rank, (shifted, message, in_place) in enumerate(run_ranks(staged_messages, 3)):
+        assert shifted == message == [float((rank - 1) % 3)] * 4
+        assert in_place
+
+
+def test_only_gloo_sends_a_device_tensor_through_the_host() -> None:
+    on_device = torch.empty(1, device="meta")
+    gloo, nccl = (Axis("cp", 1, 0, (0,), backend=name) for name in ("gloo", "nccl"))
+    assert p2p.through_host(on_device, gloo)
+    assert not p2p.through_host(on_device, nccl)
+    assert not p2p.through_host(torch.empty(1), gloo)

@@ -1,0 +1,163 @@
+"""What a GPU must compute like a CPU in float64: training steps, FlexAttention, Transformer Engine, ranks on one GPU.
+
+Key property: each check is a function of a device and of sizes, so a CPU runs the same lines with small ones; what it
+finds is a largest difference beside the one that is allowed, with the reason for that. Rejected: checks that live in
+tests alone, which a report of a machine cannot quote.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megacp.backends.transformer_engine import package_problem
+from megacp.config.run import RunConfig, with_values
+from megacp.context_parallel.attention import core_attention, select_transport
+from megacp.context_parallel.plan import AttentionPlan
+from megacp.context_parallel.shard import mask_metadata
+from megacp.data.mixed import mixed_row
+from megacp.data.mock import MockRules, mock_batch
+from megacp.distributed.grid import GridShape, build_grid, single_axis
+from megacp.distributed.spawn import run_ranks
+from megacp.ops.attention import dense_attention, kernel_name
+from megacp.ops.mask import allowed
+from megacp.training.step import Trainee
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One comparison: the largest relative difference, what is allowed and why; or why it did not run."""
+
+    name: str
+    difference: float | None
+    allowed: float
+    reason: str
+    skipped: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """`ok`, `FAILED` or `skipped`."""
+        if self.difference is None:
+            return "skipped"
+        return "ok" if self.difference <= self.allowed else "FAILED"  # also for NaN
+
+
+@dataclass(frozen=True)
+class CheckSizes:
+    """How large the compared things are."""
+
+    layers: int = 4
+    hidden: int = 512
+    heads: int = 8
+    groups: int = 4
+    tokens: int = 2048
+    ranks: tuple[int, ...] = (2, 4)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Flags of the model and its packs."""
+        return {
+            "num_layers": self.layers,
+            "hidden_size": self.hidden,
+            "ffn_hidden_size": 2 * self.hidden,
+            "num_attention_heads": self.heads,
+            "num_query_groups": self.groups,
+            "vocab_size": 1024,
+            "seq_length": self.tokens,
+            "qk_layernorm": True,
+            "transformer_impl": "native",
+        }
+
+
+def losses(config: RunConfig, grid: Any, mask: str) -> list[float]:
+    """Losses of three steps on rows that are the same on every grid."""
+    trainee = Trainee(config, grid)
+    rules = MockRules(config.model.vocab_size, config.data.seq_length, mask=mask, ragged=True)
+    found = []
+    for step in (1, 2, 3):
+        batch = mock_batch([step], rules)
+        found.append(trainee.train([batch], step, batch.weight_sum).loss)
+    return found
+
+
+def _rank_losses(rank: int, world: int, config: RunConfig, device: str, mask: str) -> list[float]:
+    shape = GridShape(cp=config.parallel.context_parallel_size, tp=config.parallel.tensor_model_parallel_size)
+    return losses(config, build_grid(shape, rank, device), mask)
+
+
+def _worst(found: list[float], expected: list[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+
+def native_against_cpu(device: str, sizes: CheckSizes) -> list[Finding]:
+    """Three updates on mixed masks: float64 on the device and on the CPU, then bfloat16 against that."""
+    config = with_values(RunConfig(), {**sizes.settings, "dtype": "float64"})
+    expected = losses(config, build_grid(GridShape(), 0), "mixed")
+    wide = losses(config, build_grid(GridShape(), 0, device), "mixed")
+    narrow = losses(with_values(config, {"dtype": "bfloat16"}), build_grid(GridShape(), 0, device), "mixed")
+    return [
+        Finding("native float64 against CPU", _worst(wide, expected), 1e-10, "roundings of float64 over three updates"),
+        Finding("native bfloat16 against float64", _worst(narrow, expected), 2e-2, "8 bits of mantissa"),
+    ]
+
+
+def fused_tiles(device: str, sizes: CheckSizes, seed: int = 3) -> list[Finding]:
+    """The device's kernel over tiles of a row of images and branches, out and gradients, against a dense softmax."""
+    metadata = mask_metadata(mixed_row(sizes.tokens, seed))
+    plan = AttentionPlan(torch.arange(len(metadata))[None].numpy(), metadata, 0)
+    generator = torch.Generator().manual_seed(seed)
+    width, heads = sizes.hidden // sizes.heads, (sizes.heads, sizes.groups, sizes.groups, sizes.heads)
+    q, k, v, dout = (torch.randn(len(metadata), n, width, generator=generator, dtype=torch.float64) for n in heads)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    dense = dense_attention(*leaves, torch.from_numpy(allowed(metadata, metadata)), width**-0.5)
+    expected = [dense, *torch.autograd.grad(dense, leaves, dout)]
+    kind = torch.device(device)
+    transport = select_transport("p2p", kernel_name("auto", kind.type), single_axis("cp"), kind)
+    findings = []
+    for dtype, limit in ((torch.float32, 1e-3), (torch.bfloat16, 5e-2)):
+        mine = [x.detach().to(device, dtype)[torch.from_numpy(plan.local)].requires_grad_() for x in (q, k, v)]
+        out = core_attention(mine[0], mine[1], mine[2], transport=transport, plan=plan, scale=width**-0.5)
+        grads = torch.autograd.grad(out, mine, dout.to(device, dtype)[torch.from_numpy(plan.local)])
+        index = torch.from_numpy(plan.local)
+        parts = zip((out, *grads), expected, strict=True)
+        worst = max(((a.detach().cpu().double() - b[index]).norm() / b.norm()).item() for a, b in parts)
+        why = "TF32 products" if dtype == torch.float32 else "8 bits of mantissa, scores and weights rounded"
+        findings.append(Finding(f"attention tiles, {str(dtype)[6:]}", worst, limit, why))
+    return findings
+
+
+def engine_against_native(device: str, sizes: CheckSizes) -> list[Finding]:
+    """Three updates in bfloat16 with Transformer Engine's layers and with ours, causal packs and mixed masks."""
+    problem = "it needs CUDA" if torch.device(device).type != "cuda" else package_problem()
+    findings = []
+    for mask in ("packed", "mixed"):
+        name = f"Transformer Engine against native, {mask} masks"
+        if problem:
+            findings.append(Finding(name, None, 2e-2, "", problem))
+            continue
+        config = with_values(RunConfig(), {**sizes.settings, "dtype": "bfloat16"})
+        here = build_grid(GridShape(), 0, device)
+        expected = losses(config, here, mask)
+        found = losses(with_values(config, {"transformer_impl": "transformer_engine"}), here, mask)
+        findings.append(Finding(name, _worst(found, expected), 2e-2, "two bfloat16 models"))
+    return findings
+
+
+def ranks_on_one_device(device: str, sizes: CheckSizes) -> list[Finding]:
+    """Context parallelism of several processes that share the device, over gloo, against one process."""
+    settings = {**sizes.settings, "dtype": "float32"}
+    base = with_values(RunConfig(), settings)
+    expected = losses(base, build_grid(GridShape(), 0, device), "mixed")
+    findings = []
+    for ranks in sizes.ranks:
+        for comm_type in ("p2p", "a2a", "all_gather", "kv_exchange"):
+            layout = "balanced" if comm_type == "kv_exchange" else "zigzag_document"
+            parallel = {"context_parallel_size": ranks, "cp_comm_type": comm_type, "cp_layout": layout}
+            found = run_ranks(_rank_losses, ranks, with_values(base, parallel), device, "mixed", timeout=200.0)
+            worst = max(_worst(one, expected) for one in found)
+            findings.append(
+                Finding(f"{ranks} ranks on one device, {comm_type}", worst, 2e-3, "float32 with TF32 products")
+            )
+    return findings

@@ -1,0 +1,106 @@
+"""Reference math under Transformer Engine's linears, RMSNorm and FusedAdam, on top of that of its attention.
+
+Key property: its modules, autograd functions and communication are the real ones; only products, norms and the update
+are torch. What it returns beside a fused weight gradient is NaN: nobody may read it. Rejected: module stand-ins, which
+would agree with whatever we believe about gradients.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tests.backends.engine_math import Call, emulated, named
+
+LINEAR = "transformer_engine.pytorch.module.linear"
+RMSNORM = "transformer_engine.pytorch.ops.basic.rmsnorm"
+ADAM = "transformer_engine.pytorch.optimizers.fused_adam"
+UTILITIES = "transformer_engine.pytorch.utils"
+CONSTANTS = "transformer_engine.pytorch.constants"
+
+
+def general_gemm(call: Call) -> tuple[Any, ...]:
+    """`TN`: `B A^T`, `NN`: `B A`, `NT`: `B^T A`; a bias is added, in backward its gradient is given back."""
+    a, b, bias = call["A"], call["B"], call["bias"]
+    result = {"TN": lambda: b @ a.t(), "NN": lambda: b @ a, "NT": lambda: b.t() @ a}[call["layout"]]()
+    bias_gradient = None
+    if bias is not None:
+        if call["grad"]:
+            bias_gradient = b.sum(0)
+        else:
+            result = result + bias
+    out = call["out"]
+    if out is not None:
+        result = out.add_(result) if call["accumulate"] else out.copy_(result)
+    return result, bias_gradient, None, call["extra_output"]
+
+
+def rmsnorm_fwd(x: torch.Tensor, weight: torch.Tensor, epsilon: float, *args: Any) -> tuple[Any, ...]:
+    """`x[n, h]` -> the result, nothing, and the scale of each row."""
+    scale = torch.rsqrt(x.square().mean(-1) + epsilon)
+    return x * scale[:, None] * weight, None, scale
+
+
+def rmsnorm_bwd(
+    dy: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, *args: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `x[n, h]` and the weight."""
+    normed, wide = x * scale[:, None], dy * weight
+    dx = (wide - normed * (wide * normed).mean(-1, keepdim=True)) * scale[:, None]
+    return dx, (dy * normed).sum(0)
+
+
+def multi_tensor_adam(
+    chunk: int,
+    flag: torch.Tensor,
+    lists: list[list[torch.Tensor]],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    mode: int,
+    correct: int,
+    decay: float,
+) -> None:
+    """AdamW with decoupled decay over lists of gradients, parameters and moments."""
+    assert mode == 1 and correct == 1
+    for grad, parameter, first, second in zip(*lists, strict=True):
+        first.lerp_(grad, 1 - beta1)
+        second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        root = (second / (1 - beta2**step)).sqrt_().add_(epsilon)
+        parameter.sub_(lr * (first / (1 - beta1**step) / root + decay * parameter))
+
+
+class OnCpu:
+    """`torch` for a file that makes its scratch tensors on CUDA."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def tensor(self, values: Any, **options: Any) -> torch.Tensor:
+        """A tensor where there is one to be had."""
+        return torch.tensor(values, **{**options, "device": "cpu"})
+
+
+@contextmanager
+def emulated_layers() -> Iterator[Any]:
+    """`transformer_engine.pytorch` that trains on the CPU."""
+    with emulated() as te, pytest.MonkeyPatch.context() as patch:
+        linear, norm, adam = (sys.modules[name] for name in (LINEAR, RMSNORM, ADAM))
+        patch.setattr(linear, "general_gemm", named(linear.general_gemm, general_gemm))
+        patch.setattr(
+            linear, "get_dummy_wgrad", lambda shape, dtype, zero=False: torch.full(shape, torch.nan, dtype=dtype)
+        )
+        patch.setattr(sys.modules[UTILITIES], "_empty_tensor", lambda: torch.empty(0))
+        patch.setattr(norm, "rmsnorm_fwd", rmsnorm_fwd)
+        patch.setattr(norm, "rmsnorm_bwd", rmsnorm_bwd)
+        patch.setitem(sys.modules[CONSTANTS].TE_DType, torch.float64, 4)
+        patch.setattr(adam, "torch", OnCpu())
+        patch.setattr(sys.modules["transformer_engine_torch"], "multi_tensor_adam", multi_tensor_adam, raising=False)
+        yield te

@@ -1,0 +1,292 @@
+"""Reference math in the place of Transformer Engine's cuDNN calls and of its CUDA functions over packed sequences.
+
+Key property: each stand-in is a loop over sequences that says what the CUDA code does for one of them. Rows that belong
+to no token hold NaN, as the real kernels promise nothing about them. Rejected: asserting shapes of the calls, which
+would pass for a wrong order of tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tests.backends.engine_stub import claimed_cuda, engine
+
+CONTEXT_PARALLEL = "transformer_engine.pytorch.attention.dot_product_attention.context_parallel"
+BACKENDS = "transformer_engine.pytorch.attention.dot_product_attention.backends"
+UTILS = "transformer_engine.pytorch.attention.dot_product_attention.utils"
+EXTENSION = "transformer_engine_torch"
+
+
+def visible(queries: int, keys: int, mask: str) -> torch.Tensor:
+    """bool `[queries, keys]`: causal masks stand at the top left, or at the bottom right."""
+    if "causal" not in mask:
+        return torch.ones(queries, keys, dtype=torch.bool)
+    shift = keys - queries if "bottom_right" in mask else 0
+    return torch.arange(keys)[None] <= torch.arange(queries)[:, None] + shift
+
+
+def scores(q: torch.Tensor, k: torch.Tensor, scale: float, mask: str) -> torch.Tensor:
+    """`q[n, heads, d]`, `k[m, groups, d]` -> `[heads, n, m]`, -inf where nothing is seen."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    found = torch.einsum("nhd,mhd->hnm", q, k) * scale
+    return found.masked_fill(~visible(q.shape[0], k.shape[0], mask), -torch.inf)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: str) -> tuple[torch.Tensor, ...]:
+    """`out[n, heads, d]` and `lse[n, heads]` of one sequence; rows that see nothing get 0 and -inf."""
+    s = scores(q, k, scale, mask)
+    lse = torch.logsumexp(s, -1)  # [heads, n]
+    weights = torch.exp(s - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    return torch.einsum("hnm,mhd->nhd", weights, v.repeat_interleave(q.shape[1] // v.shape[1], 1)), lse.t()
+
+
+def attend_backward(
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    dout: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    mask: str,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of one sequence from the merged `out[n, heads, d]` and `lse[n, heads]`."""
+    q, k, v = qkv
+    share = q.shape[1] // k.shape[1]
+    wide_k, wide_v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+    weights = torch.exp(scores(q, k, scale, mask) - lse.t()[..., None])
+    d_weights = torch.einsum("nhd,mhd->hnm", dout, wide_v)
+    inner = (dout * out).sum(-1).t()[..., None]
+    d_scores = weights * (d_weights - inner) * scale
+    dq = torch.einsum("hnm,mhd->nhd", d_scores, wide_k)
+    dk, dv = torch.einsum("hnm,nhd->mhd", d_scores, q), torch.einsum("hnm,nhd->mhd", weights, dout)
+    return dq, *(x.unflatten(1, (-1, share)).sum(2) for x in (dk, dv))
+
+
+def spans_of(lengths: torch.Tensor, places: torch.Tensor) -> list[slice]:
+    """The true tokens of each sequence."""
+    return [slice(start, start + n) for start, n in zip(places[:-1].tolist(), lengths.diff().tolist(), strict=True)]
+
+
+def _rows(x: torch.Tensor, layout: str, index: Any) -> torch.Tensor:
+    """View of one sequence, tokens first."""
+    if layout == "thd":
+        return x[index]
+    return x[index] if layout == "bshd" else x[:, index]
+
+
+def _sequences(layout: str, q: torch.Tensor, bounds: tuple[torch.Tensor, ...]) -> list[tuple[Any, Any]]:
+    if layout != "thd":
+        batch = range(q.shape[layout.index("b")])
+        return [(i, i) for i in batch]
+    q_lengths, kv_lengths, q_places, kv_places = bounds
+    return list(zip(spans_of(q_lengths, q_places), spans_of(kv_lengths, kv_places), strict=True))
+
+
+Call = dict[str, Any]
+"""Arguments of one of cuDNN's calls by the names of its real signature, defaults included."""
+
+
+def named(function: Callable[..., Any], stand_in: Callable[[Call], Any]) -> Callable[..., Any]:
+    """A stand-in that takes the arguments of `function` in any form."""
+    signature = inspect.signature(function)
+
+    def call(*args: Any, **options: Any) -> Any:
+        bound = signature.bind(*args, **options)
+        bound.apply_defaults()
+        return stand_in(bound.arguments)
+
+    return call
+
+
+def _bounds(call: Call) -> tuple[torch.Tensor, ...]:
+    q, kv = call["cu_seqlens_q"], call["cu_seqlens_kv"]
+    q_places, kv_places = call["cu_seqlens_q_padded"], call["cu_seqlens_kv_padded"]
+    return q, kv, q if q_places is None else q_places, kv if kv_places is None else kv_places
+
+
+def fused_attn_fwd(call: Call) -> tuple[Any, ...]:
+    """cuDNN's forward: the output and `[log-sum-exp, state of dropout]`."""
+    layout, mask, scale = call["qkv_layout"].split("_")[0], call["attn_mask_type"], call["attn_scale"]
+    q, k, v = (call[name] for name in "qkv")
+    bounds = _bounds(call)
+    out = torch.full_like(q, torch.nan)
+    if layout == "thd":
+        assert call["max_seqlen_q"] >= int(bounds[0].diff().max())
+        assert call["max_seqlen_kv"] >= int(bounds[1].diff().max())
+        lse = q.new_full((*q.shape[:2], 1), torch.nan)  # [t, heads, 1]
+    else:
+        tokens = q.shape[layout.index("s")]
+        lse = q.new_full((q.shape[layout.index("b")], q.shape[2], tokens, 1), torch.nan)  # [b, heads, s, 1]
+    for mine, theirs in _sequences(layout, q, bounds):
+        part, part_lse = attend(_rows(q, layout, mine), _rows(k, layout, theirs), _rows(v, layout, theirs), scale, mask)
+        _rows(out, layout, mine).copy_(part)
+        (lse[mine] if layout == "thd" else lse[mine].transpose(0, 1)).copy_(part_lse[..., None])
+    return out, [lse, torch.zeros(2)]
+
+
+def fused_attn_bwd(call: Call) -> tuple[Any, ...]:
+    """cuDNN's backward; keys that no query saw get 0."""
+    layout, mask, scale = call["qkv_layout"].split("_")[0], call["attn_mask_type"], call["attn_scale"]
+    q, k, v = (call[name] for name in "qkv")
+    bounds = _bounds(call)
+    grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    if layout == "thd":  # keys behind those that a step sees are added up by the caller
+        grads[1].zero_()
+        grads[2].zero_()
+    o, d_o, lse = call["o"].view(q.shape), call["d_o"].view(q.shape), call["aux_ctx_tensors"][0]
+    for mine, theirs in _sequences(layout, q, bounds):
+        qkv = (_rows(q, layout, mine), _rows(k, layout, theirs), _rows(v, layout, theirs))
+        rows = lse[mine][..., 0] if layout == "thd" else lse[mine][..., 0].t()
+        found = attend_backward(qkv, _rows(o, layout, mine), _rows(d_o, layout, mine), rows, scale, mask)
+        for total, part, index in zip(grads, found, (mine, theirs, theirs), strict=True):
+            _rows(total, layout, index).copy_(part)
+    return *grads, None
+
+
+def _halves(places: torch.Tensor, half: int) -> torch.Tensor:
+    """Rows of the first or second half of every sequence."""
+    starts, stops = places[:-1].tolist(), places[1:].tolist()
+    middle = [(start + stop) // 2 for start, stop in zip(starts, stops, strict=True)]
+    bounds = zip(starts, middle, strict=True) if half == 0 else zip(middle, stops, strict=True)
+    return torch.cat([torch.arange(first, last) for first, last in bounds])
+
+
+def thd_read_half_tensor(x: torch.Tensor, places: torch.Tensor, half: int) -> torch.Tensor:
+    """`[t, ...] -> [t / 2, ...]`."""
+    return x[_halves(places, half)]
+
+
+def thd_out_correction(
+    out: torch.Tensor,
+    step: torch.Tensor,
+    old: torch.Tensor,
+    new: torch.Tensor,
+    step_lse: torch.Tensor,
+    places: torch.Tensor,
+    second_half: bool,
+    packed: bool,
+) -> None:
+    """Merge a step into `out[t, heads, d]`; log-sum-exps are `[heads, t]`."""
+    assert packed
+    rows = _halves(places, 1) if second_half else torch.arange(out.shape[0])
+    before, now = (torch.exp(x - new[:, rows]).t()[..., None] for x in (old[:, rows], step_lse))
+    out[rows] = out[rows] * before + step.view(-1, *out.shape[1:]) * now
+
+
+def thd_second_half_lse_correction(lse: torch.Tensor, step: torch.Tensor, places: torch.Tensor, packed: bool) -> None:
+    """Merge `step[heads, t / 2]` into the second halves of `lse[heads, t]`."""
+    assert packed
+    rows = _halves(places, 1)
+    lse[:, rows] = torch.logaddexp(lse[:, rows], step)
+
+
+def thd_read_second_half_lse(lse: torch.Tensor, places: torch.Tensor, packed: bool, length: int) -> torch.Tensor:
+    """`[heads, t] -> [heads, t / 2]`."""
+    rows = _halves(places, 1)
+    assert packed and length == len(rows)
+    return lse[:, rows].contiguous()
+
+
+def thd_grad_correction(grad: torch.Tensor, step: torch.Tensor, places: torch.Tensor, first: str, second: str) -> None:
+    """Write `step` to the halves of `grad` by `add`, `copy`, `zero` or `none`; it holds those written from it."""
+    ways: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+        "add": lambda old, new: old + new,
+        "copy": lambda old, new: new,
+    }
+    whole = first in ways and second in ways
+    step = step.view(-1, *grad.shape[1:])
+    for half, way in enumerate((first, second)):
+        rows = _halves(places, half)
+        if way in ways:
+            grad[rows] = ways[way](grad[rows], step[rows] if whole else step)
+        elif way == "zero":
+            grad[rows] = 0.0
+
+
+def thd_get_partitioned_indices(places: torch.Tensor, tokens: int, cp: int, rank: int) -> torch.Tensor:
+    """Rows of the whole batch that a rank holds: chunks `rank` and `2 cp - 1 - rank` of each sequence."""
+    found = []
+    for start, stop in zip(places[:-1].tolist(), places[1:].tolist(), strict=True):
+        chunks = torch.arange(start, stop).view(2 * cp, -1)
+        found += [chunks[rank], chunks[2 * cp - 1 - rank]]
+    return torch.cat(found)
+
+
+def thd_sequence_order_to_cp_rank_order(x: torch.Tensor, places: torch.Tensor, cp: int, tokens: int) -> torch.Tensor:
+    """Rows of all sequences to rows of rank 0, rank 1, ..."""
+    return x[torch.cat([thd_get_partitioned_indices(places, tokens, cp, rank) for rank in range(cp)])]
+
+
+def thd_cp_rank_order_to_sequence_order(x: torch.Tensor, places: torch.Tensor, cp: int, tokens: int) -> torch.Tensor:
+    """The inverse."""
+    order = torch.cat([thd_get_partitioned_indices(places, tokens, cp, rank) for rank in range(cp)])
+    return x[order.argsort()]
+
+
+def thd_copy_valid_tokens_from_per_split_to_rank_local(
+    total: torch.Tensor, part: torch.Tensor, places: torch.Tensor, lengths: torch.Tensor
+) -> None:
+    """Copy the true tokens of every sequence."""
+    for span in spans_of(lengths, places):
+        total[span] = part.view(total.shape)[span]
+
+
+THD = (
+    thd_read_half_tensor,
+    thd_out_correction,
+    thd_second_half_lse_correction,
+    thd_read_second_half_lse,
+    thd_grad_correction,
+    thd_get_partitioned_indices,
+    thd_sequence_order_to_cp_rank_order,
+    thd_cp_rank_order_to_sequence_order,
+    thd_copy_valid_tokens_from_per_split_to_rank_local,
+)
+
+
+class WaitsOnce:
+    """A request that may be waited for again: the ring's backward does so, and gloo would hang."""
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+
+    def wait(self) -> None:
+        """Wait the first time."""
+        if self._request is not None:
+            self._request.wait()
+            self._request = None
+
+
+class Float64AsHalf:
+    """`torch` for the file that refuses everything but halves: float64 stands in for float16."""
+
+    float16 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextmanager
+def emulated() -> Iterator[Any]:
+    """`transformer_engine.pytorch` whose attention computes on the CPU, over gloo."""
+    with engine() as te, claimed_cuda(), pytest.MonkeyPatch.context() as patch:
+        cp, backends, utils = (sys.modules[name] for name in (CONTEXT_PARALLEL, BACKENDS, UTILS))
+        send = cp.flash_attn_p2p_communicate
+        patch.setattr(cp, "flash_attn_p2p_communicate", lambda *args: [WaitsOnce(work) for work in send(*args)])
+        for module in (cp, backends):
+            for stand_in in (fused_attn_fwd, fused_attn_bwd):
+                name = stand_in.__name__
+                patch.setattr(module, name, named(getattr(module, name), stand_in))
+        for function in THD:
+            patch.setattr(sys.modules[EXTENSION], function.__name__, function, raising=False)
+        patch.setattr(backends, "torch", Float64AsHalf())
+        fused = cp.FusedAttnBackend["F16_arbitrary_seqlen"]
+        choice = (False, None, True, fused, False, [False, True, False])
+        patch.setattr(utils, "get_attention_backend", lambda parameters: choice)
+        yield te

@@ -1,0 +1,40 @@
+"""The comparisons of tools/check_gpu.py as tests: `pytest -m gpu` on a machine that has one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megacp.training import gpu_checks
+from megacp.training.gpu_checks import CheckSizes, Finding
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, torch sees none"),
+]
+
+SIZES = CheckSizes(layers=2, hidden=256, tokens=1024, ranks=(2,))
+
+
+def assert_sound(findings: list[Finding]) -> None:
+    assert [f"{f.name}: {f.difference}" for f in findings if f.verdict == "FAILED"] == []
+
+
+def test_native_layers_train_like_the_cpu_in_float64() -> None:
+    assert_sound(gpu_checks.native_against_cpu("cuda", SIZES))
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_flex_attention_over_tiles_is_the_dense_softmax(seed: int) -> None:
+    assert_sound(gpu_checks.fused_tiles("cuda", SIZES, seed))
+
+
+def test_transformer_engine_trains_like_native() -> None:
+    findings = gpu_checks.engine_against_native("cuda", SIZES)
+    if findings[0].skipped:
+        pytest.skip(findings[0].skipped)
+    assert_sound(findings)
+
+
+def test_ranks_that_share_the_gpu_train_like_one() -> None:
+    assert_sound(gpu_checks.ranks_on_one_device("cuda", SIZES))

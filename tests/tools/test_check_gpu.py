@@ -1,0 +1,79 @@
+"""The check of a GPU: its dry run needs none, and on a CPU the same parts run with small sizes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from megacp.training.gpu_checks import Finding
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "check_gpu.py"
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_gpu", TOOL)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    import sys
+
+    sys.modules["check_gpu"] = module  # its dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_dry_run_names_every_part_and_measures_nothing(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tool, "run", None)
+    assert tool.main(["--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "nothing is measured" in text
+    for word in ("float64", "8192", "32768", "36864", "131072", "cp 8", "Transformer Engine", "2, 4 ranks"):
+        assert word in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_a_full_run_is_refused(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main([]) == 2
+    assert "--dry-run" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_every_part_runs_on_a_cpu_and_the_report_holds_versions(tool: ModuleType, tmp_path: Path) -> None:
+    """Would catch a part that only a GPU machine would find broken."""
+    assert tool.main(["--device", "cpu", "--output", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["versions"]["torch"] == torch.__version__.split("+")[0] or "+" in report["versions"]["torch"]
+    assert len(report["parts"]) == 7 and all(part["results"] and not part["error"] for part in report["parts"])
+    text = (tmp_path / "report.md").read_text()
+    assert "slowest over mean" in text and "tokens/s" in text and "MFU = " in text
+    assert text.count("| ok |") == 8 and text.count("| skipped |") == 2
+
+
+def test_a_part_that_fails_is_a_line_and_the_others_run(tool: ModuleType) -> None:
+    def broken() -> list[Finding]:
+        raise RuntimeError("out of memory")
+
+    good = Finding("good", 0.0, 1.0, "exact")
+    entries = tool.run([tool.Part("one", broken), tool.Part("two", lambda: [good])], minutes=1.0)
+    assert "out of memory" in entries[0]["error"] and entries[1]["results"] == [good]
+    text = tool.markdown("cpu", {}, entries)
+    assert "| one | RuntimeError: out of memory | | not finished |" in text
+
+
+def test_parts_that_would_begin_too_late_are_left_out(tool: ModuleType) -> None:
+    (entry,) = tool.run([tool.Part("late", list)], minutes=-1.0)
+    assert entry["error"].startswith("left out")
+
+
+@pytest.mark.parametrize(
+    "difference, verdict", [(None, "skipped"), (0.1, "FAILED"), (0.01, "ok"), (float("nan"), "FAILED")]
+)
+def test_a_difference_is_judged_by_what_is_allowed(difference: float | None, verdict: str) -> None:
+    assert Finding("x", difference, 0.05, "").verdict == verdict
