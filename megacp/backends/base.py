@@ -1,12 +1,13 @@
 """What a model may ask of a backend: layers, core attention and the vocabulary loss, all bound to one grid.
 
 Key property: a model is written once against this protocol; parameter names and specs are the same for every backend,
-so a checkpoint moves between backends unchanged. Rejected: layers that look up process groups or options themselves.
+so a checkpoint moves between backends unchanged. A norm and what follows it are asked for together, so that a backend
+may fuse them. Rejected: layers that look up process groups or options themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
@@ -18,6 +19,10 @@ from megacp.distributed.grid import Axis
 from megacp.tensor_parallel.embedding import VocabularyTable
 
 Tower = Literal["vision", "connector"]
+Remember = Callable[..., torch.Tensor]
+"""`remember(function, *inputs)` calls a cheap function and decides how autograd stores its output: as it is, or as a
+recipe that makes it again in backward. A fused layer stores what it needs itself and does not ask.
+"""
 
 
 class Backend(Protocol):
@@ -37,6 +42,35 @@ class Backend(Protocol):
 
     def row_linear(self, name: str, in_features: int, out_features: int, *, bias: bool, std: float) -> nn.Module:
         """Module of `x[t, f/tp] -> y[t/tp, h]`."""
+
+    def norm_column_linear(
+        self,
+        norm_name: str,
+        prefix: str,
+        outputs: Sequence[tuple[str, int]],
+        in_features: int,
+        *,
+        epsilon: float,
+        bias: bool,
+        std: float,
+    ) -> nn.Module:
+        """`norm` and `column_linear` as one module of `(x[t/tp, h], remember) -> y[t, sum of rows / tp]`."""
+
+    def norm_mlp(
+        self,
+        norm_name: str,
+        prefix: str,
+        hidden_size: int,
+        ffn_size: int,
+        *,
+        epsilon: float,
+        bias: bool,
+        std: float,
+        output_std: float,
+    ) -> nn.Module:
+        """`norm`, the column linear `gate` and `up`, SwiGLU and the row linear `down` (std `output_std`) as one module
+        of `(x[t/tp, h], remember) -> [t/tp, h]`; `bias` is that of both linears.
+        """
 
     def norm(self, name: str, size: int, epsilon: float, *, over_heads: bool = False) -> nn.Module:
         """RMSNorm over the last dim; `over_heads` when tp ranks apply it to different heads of the same tokens."""

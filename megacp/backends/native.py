@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from megacp.backends.base import Tower
+from megacp.backends.composed import NormLinear, NormMLP, gate_and_up
 from megacp.config.model import ModelConfig
 from megacp.config.parallel import ParallelConfig
 from megacp.config.vision import VisionConfig
@@ -115,6 +116,39 @@ class NativeBackend:
     def row_linear(self, name: str, in_features: int, out_features: int, *, bias: bool, std: float) -> nn.Module:
         """See `Backend.row_linear`."""
         return RowParallelLinear(name, in_features, out_features, bias=bias, std=std, options=self.options)
+
+    def norm_column_linear(
+        self,
+        norm_name: str,
+        prefix: str,
+        outputs: Sequence[tuple[str, int]],
+        in_features: int,
+        *,
+        epsilon: float,
+        bias: bool,
+        std: float,
+    ) -> nn.Module:
+        """See `Backend.norm_column_linear`."""
+        norm = self.norm(norm_name, in_features, epsilon)
+        return NormLinear(norm, self.column_linear(prefix, outputs, in_features, bias=bias, std=std))
+
+    def norm_mlp(
+        self,
+        norm_name: str,
+        prefix: str,
+        hidden_size: int,
+        ffn_size: int,
+        *,
+        epsilon: float,
+        bias: bool,
+        std: float,
+        output_std: float,
+    ) -> nn.Module:
+        """See `Backend.norm_mlp`."""
+        norm = self.norm(norm_name, hidden_size, epsilon)
+        gate_up = self.column_linear(prefix, gate_and_up(ffn_size), hidden_size, bias=bias, std=std)
+        down = self.row_linear(f"{prefix}.down", ffn_size, hidden_size, bias=bias, std=output_std)
+        return NormMLP(norm, gate_up, down)
 
     def norm(self, name: str, size: int, epsilon: float, *, over_heads: bool = False) -> nn.Module:
         """See `Backend.norm`."""

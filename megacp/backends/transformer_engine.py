@@ -1,12 +1,15 @@
-"""The Transformer Engine backend: NVIDIA's linears, RMSNorm, fused attention with its own context parallelism, FP8.
+"""The Transformer Engine backend: NVIDIA's linears and norms, fused, its attention with context parallelism, FP8.
 
 Key property: only layers that Transformer Engine does better are replaced, and their parameters carry the same specs
 (names, pieces, reductions) as the native ones, so initialisation, buckets, optimizer and checkpoints cannot tell the
 backends apart. A row whose mask or order is none of its attention's takes our transports instead, with one line that
 says why. Vocabulary tables, LayerNorm and replicated parameters stay native, towers of vision stay out of 8 bits.
 
-Rejected: `LayerNormLinear` and `LayerNormMLP`: a block norms, remembers the result as a recipe, and multiplies, three
-steps that selective recomputation needs apart. An attention object for each layer, which would hold nothing of its own.
+A block's norm and qkv product are one `LayerNormLinear`, its norm and MLP one `LayerNormMLP`. With
+`--recompute-granularity selective` they are `RMSNorm` and `Linear` apart: the fused ones store the outputs of norm and
+SwiGLU themselves, where selective recomputation has to put a recipe between two steps.
+
+Rejected: `LayerNormMLP(checkpoint=True)` for selective recomputation, which repeats the first product and its gather.
 Weights stored in 8 bits, which no other backend could read from a checkpoint.
 
 The only file that imports transformer_engine, inside functions; arguments go by keyword, because releases insert
@@ -21,12 +24,13 @@ from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from megacp.backends.base import Tower
+from megacp.backends.base import Remember, Tower
+from megacp.backends.composed import gate_and_up
 from megacp.backends.native import NativeBackend
+from megacp.backends.packed_attention import PackedAttention
 from megacp.backends.support import ATTENTION, FP8_MULTIPLE, attention_case, refusals
 from megacp.backends.thd import Sequences, thd_sequences
 from megacp.config.model import ModelConfig
@@ -34,8 +38,9 @@ from megacp.config.run import RunConfig
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.shard import row_axis
 from megacp.context_parallel.stopwatch import Stopwatch
-from megacp.distributed.grid import Axis, ProcessGrid, split_axis
+from megacp.distributed.grid import Axis, ProcessGrid
 from megacp.distributed.launch import set_defaults
+from megacp.distributed.parameter import ParameterSpec
 from megacp.tensor_parallel.linear import (
     LinearOptions,
     add_weight_gradient,
@@ -64,6 +69,32 @@ def _leave(weight: torch.Tensor) -> None:
     """Initial weights come from the specs."""
 
 
+def _linear_settings(bias: bool, options: LinearOptions) -> dict[str, Any]:
+    """What every module with linears takes: how it is cut, whether gradients go to the buckets, dtype and device."""
+    return {
+        "sequence_parallel": options.sequence_parallel,
+        "fuse_wgrad_accumulation": options.add_gradient is not None and options.trained,
+        "tp_group": options.tp.group,
+        "tp_size": options.tp.size,
+        "init_method": _leave,
+        "bias": bias,
+        "params_dtype": options.dtype,
+        "device": options.device,
+    }
+
+
+class Fused(nn.Module):
+    """`te.LayerNormLinear` or `te.LayerNormMLP`, which store themselves what their backward needs."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor, remember: Remember) -> torch.Tensor:
+        """See `Backend.norm_column_linear` and `Backend.norm_mlp`."""
+        return self.layer(x)
+
+
 class EngineLinear(nn.Module):
     """`te.Linear` with our specs: column `x[t/tp, h] -> y[t, f/tp]`, row `x[t, f/tp] -> y[t/tp, h]`; without sequence
     parallelism t/tp is t. `parallel_mode` is `column` or `row`.
@@ -76,15 +107,8 @@ class EngineLinear(nn.Module):
         self.linear = Linear(
             in_features=sizes[0],
             out_features=sizes[1],
-            sequence_parallel=options.sequence_parallel,
-            fuse_wgrad_accumulation=options.add_gradient is not None and options.trained,
-            tp_group=options.tp.group,
-            tp_size=options.tp.size,
-            init_method=_leave,
-            bias=bias,
-            params_dtype=options.dtype,
             parallel_mode=parallel_mode,
-            device=options.device,
+            **_linear_settings(bias, options),
         )
         self.linear.requires_grad_(options.trained)
 
@@ -137,77 +161,27 @@ def fp8_recipe(name: str, reduce_amax: bool) -> Any:
     return makers[name]()
 
 
-class PackedAttention:
-    """`DotProductAttention` over the packed rows of a cp axis, shared by all layers.
-
-    `comm_type` and `inner` (ranks of the all-to-all in a2a+p2p) matter from two ranks on; making the groups of a2a+p2p
-    is collective.
+def packed_attention(
+    model: ModelConfig, tp: Axis, cp: Axis, comm_type: str, inner: int, device: torch.device
+) -> PackedAttention:
+    """`DotProductAttention` for all layers of a model; `comm_type` and `inner` (ranks of the all-to-all in a2a+p2p)
+    matter from two cp ranks on. Collective for a2a+p2p.
     """
+    from transformer_engine.pytorch import DotProductAttention
 
-    def __init__(
-        self, model: ModelConfig, tp: Axis, cp: Axis, comm_type: str, inner: int, device: torch.device
-    ) -> None:
-        from transformer_engine.pytorch import DotProductAttention
-
-        self.scale = model.head_dim**-0.5
-        self.attention = DotProductAttention(
-            num_attention_heads=model.num_attention_heads,
-            kv_channels=model.head_dim,
-            num_gqa_groups=model.query_groups,
-            attention_dropout=0.0,
-            qkv_format="thd",
-            attn_mask_type="padding_causal",
-            tp_size=tp.size,
-            tp_group=tp.group,
-            softmax_scale=self.scale,
-        )
-        if cp.size == 1:
-            return
-        groups: Any = cp.group
-        if comm_type == "a2a+p2p":
-            parts = split_axis(cp, inner)
-            if parts[0].group is None or parts[1].group is None:  # one of the two has a single rank
-                comm_type = "p2p" if parts[0].group is None else "a2a"
-            else:
-                groups = [part.group for part in parts]
-        self.attention.set_context_parallel_group(
-            cp_group=groups,
-            cp_global_ranks=list(cp.global_ranks),
-            cp_stream=torch.cuda.Stream(device=device),
-            cp_comm_type=comm_type,
-        )
-
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, sequences: Sequences
-    ) -> torch.Tensor:
-        """`q[t, heads, d]`, `k, v[t, groups, d]` of this rank -> `[t, heads, d]`; rows of padding are 0 both ways.
-
-        Cumulative lengths are those of the whole row; true and padded ones are one tensor where there is no padding,
-        by which Transformer Engine knows it.
-        """
-        device = q.device
-        places = plan.on_device("thd places", device, lambda: sequences.places)
-        lengths = places
-        if sequences.has_padding:
-            lengths = plan.on_device("thd lengths", device, lambda: sequences.lengths)
-        padding = plan.part("thd padding", lambda: np.flatnonzero(plan.metadata.document[plan.local] < 0))
-        empty = plan.on_device("thd padding", device, lambda: padding) if len(padding) else None
-        if empty is not None:  # what cuDNN leaves there may be NaN, and 0 x NaN would reach every weight gradient
-            q, k, v = (x.index_fill(0, empty, 0.0) for x in (q, k, v))
-        out = self.attention(
-            query_layer=q,
-            key_layer=k,
-            value_layer=v,
-            qkv_format="thd",
-            cu_seqlens_q=lengths,
-            cu_seqlens_kv=lengths,
-            cu_seqlens_q_padded=places,
-            cu_seqlens_kv_padded=places,
-            max_seqlen_q=sequences.longest,
-            max_seqlen_kv=sequences.longest,
-            attn_mask_type="padding_causal",
-        ).view(q.shape)  # [t, heads * d] -> [t, heads, d]
-        return out if empty is None else out.index_fill(0, empty, 0.0)
+    scale = model.head_dim**-0.5
+    attention = DotProductAttention(
+        num_attention_heads=model.num_attention_heads,
+        kv_channels=model.head_dim,
+        num_gqa_groups=model.query_groups,
+        attention_dropout=0.0,
+        qkv_format="thd",
+        attn_mask_type="padding_causal",
+        tp_size=tp.size,
+        tp_group=tp.group,
+        softmax_scale=scale,
+    )
+    return PackedAttention(attention, scale, cp, comm_type, inner, device)
 
 
 class TransformerEngineBackend(NativeBackend):
@@ -229,6 +203,7 @@ class TransformerEngineBackend(NativeBackend):
         )
         self.fp8, self.loss_kernel = training.fp8, training.cross_entropy_fusion_impl
         self.token_multiple = 1 if self.fp8 == "off" else FP8_MULTIPLE
+        self.apart = training.recompute_granularity == "selective"
         self.in_tower = False
         amax = grid.over("tp", "cp")
         self.amax_group = amax.group
@@ -240,8 +215,10 @@ class TransformerEngineBackend(NativeBackend):
         else:
             inner = (parallel.hierarchical_context_parallel_sizes or (1, 1))[0]
             axis = row_axis(grid, parallel)
-            self.packed = PackedAttention(config.model, grid.tp, axis, parallel.cp_comm_type, inner, grid.device)
+            self.packed = packed_attention(config.model, grid.tp, axis, parallel.cp_comm_type, inner, grid.device)
         self._told: set[str] = set()
+        if self.apart:
+            self.tell("layers: Transformer Engine's RMSNorm and Linear apart, --recompute-granularity is selective")
 
     def column_linear(
         self, prefix: str, outputs: Sequence[tuple[str, int]], in_features: int, *, bias: bool, std: float
@@ -262,6 +239,79 @@ class TransformerEngineBackend(NativeBackend):
             self.options.attach(layer.bias, replicated_spec(f"{name}.bias", (out_features,), "zeros", self.options))
         return self._in_place(layer)
 
+    def norm_column_linear(
+        self,
+        norm_name: str,
+        prefix: str,
+        outputs: Sequence[tuple[str, int]],
+        in_features: int,
+        *,
+        epsilon: float,
+        bias: bool,
+        std: float,
+    ) -> nn.Module:
+        """See `Backend.norm_column_linear`."""
+        if self.apart:
+            return super().norm_column_linear(
+                norm_name, prefix, outputs, in_features, epsilon=epsilon, bias=bias, std=std
+            )
+        from transformer_engine.pytorch import LayerNormLinear
+
+        layer = LayerNormLinear(
+            in_features=in_features,
+            out_features=sum(rows for _, rows in outputs),
+            eps=epsilon,
+            normalization="RMSNorm",
+            parallel_mode="column",
+            **_linear_settings(bias, self.options),
+        )
+        weight_spec, bias_spec = column_specs(prefix, outputs, in_features, std, self.options)
+        specs = {"layer_norm_weight": self._norm_spec(norm_name, in_features), "weight": weight_spec}
+        return self._fused(layer, specs | ({"bias": bias_spec} if bias else {}))
+
+    def norm_mlp(
+        self,
+        norm_name: str,
+        prefix: str,
+        hidden_size: int,
+        ffn_size: int,
+        *,
+        epsilon: float,
+        bias: bool,
+        std: float,
+        output_std: float,
+    ) -> nn.Module:
+        """See `Backend.norm_mlp`. A rank's `fc1_weight` holds its rows of `gate` above those of `up`, as ours."""
+        if self.apart:
+            return super().norm_mlp(
+                norm_name, prefix, hidden_size, ffn_size, epsilon=epsilon, bias=bias, std=std, output_std=output_std
+            )
+        from transformer_engine.pytorch import LayerNormMLP
+
+        layer = LayerNormMLP(
+            hidden_size=hidden_size,
+            ffn_hidden_size=ffn_size,
+            eps=epsilon,
+            normalization="RMSNorm",
+            activation="swiglu",
+            output_layer_init_method=_leave,
+            set_parallel_mode=True,
+            **_linear_settings(bias, self.options),
+        )
+        fc1, fc1_bias = column_specs(prefix, gate_and_up(ffn_size), hidden_size, std, self.options)
+        fc2 = row_spec(f"{prefix}.down", ffn_size, hidden_size, output_std, self.options)
+        fc2_bias = replicated_spec(f"{prefix}.down.bias", (hidden_size,), "zeros", self.options)
+        specs = {"layer_norm_weight": self._norm_spec(norm_name, hidden_size), "fc1_weight": fc1, "fc2_weight": fc2}
+        return self._fused(layer, specs | ({"fc1_bias": fc1_bias, "fc2_bias": fc2_bias} if bias else {}))
+
+    def _norm_spec(self, name: str, size: int, partial: bool | None = None) -> ParameterSpec:
+        return replicated_spec(f"{name}.weight", (size,), "ones", self.options, partial_over_tp=partial)
+
+    def _fused(self, layer: nn.Module, specs: dict[str, ParameterSpec]) -> Fused:
+        for name, spec in specs.items():
+            self.options.attach(getattr(layer, name), spec)
+        return Fused(layer.requires_grad_(self.options.trained))
+
     def _in_place(self, layer: nn.Module) -> nn.Module:
         return HighPrecision(layer) if self.in_tower and self.fp8 != "off" else layer
 
@@ -270,8 +320,7 @@ class TransformerEngineBackend(NativeBackend):
         from transformer_engine.pytorch import RMSNorm
 
         layer = RMSNorm(normalized_shape=size, eps=epsilon, device=self.options.device, dtype=self.options.dtype)
-        partial = True if over_heads else None
-        spec = replicated_spec(f"{name}.weight", (size,), "ones", self.options, partial_over_tp=partial)
+        spec = self._norm_spec(name, size, True if over_heads else None)
         self.options.attach(layer.weight, spec).requires_grad_(self.options.trained)
         return layer
 
@@ -279,7 +328,7 @@ class TransformerEngineBackend(NativeBackend):
         """See `Backend.tower`."""
         other = super().tower(name)
         assert isinstance(other, TransformerEngineBackend)
-        other.in_tower = True
+        other.in_tower = other.apart = True
         return other
 
     def attention(

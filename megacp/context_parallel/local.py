@@ -13,6 +13,7 @@ from megacp.context_parallel.transport import Kept, Tensors, finished
 from megacp.distributed.grid import Axis
 from megacp.ops import attention as kernels
 from megacp.ops.mask import allowed
+from megacp.ops.to_device import to_device
 
 
 class LocalAttention:
@@ -52,7 +53,7 @@ class DenseAttention:
     def forward(self, qkv: kernels.QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
         """See `Transport.forward`."""
         mine = plan.metadata.take(plan.local)
-        visible = torch.from_numpy(allowed(mine, mine)).to(qkv[0].device)
+        visible = to_device(allowed(mine, mine), qkv[0].device)
         return kernels.dense_attention(*qkv, visible, scale), qkv
 
     def backward(self, kept: Tensors, dout: torch.Tensor, plan: AttentionPlan, scale: float) -> kernels.QKV:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from megacp.ops.mask import Metadata, TileTable, text_before_images, tile_table
+from megacp.ops.to_device import to_device
 
 Part = TypeVar("Part")
 
@@ -119,5 +120,5 @@ class AttentionPlan:
     def on_device(self, name: str, device: torch.device, build: Callable[[], np.ndarray]) -> torch.Tensor:
         """Index arrays travel to the device once, not in every layer."""
         if (name, device) not in self._tensors:
-            self._tensors[name, device] = torch.from_numpy(build()).to(device)
+            self._tensors[name, device] = to_device(build(), device)
         return self._tensors[name, device]

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from megacp.ops.to_device import to_device
+
 
 @dataclass(frozen=True)
 class SequenceBuffers:
@@ -95,7 +97,7 @@ def _part(x: torch.Tensor, dim: int, places: np.ndarray, pad: float) -> torch.Te
     if len(places) > 1:
         return torch.stack([_part(row, dim - 1, own[None], pad) for row, own in zip(x, places, strict=True)])
     length = x.shape[dim]
-    index = torch.from_numpy(np.minimum(places[0], length - 1)).to(x.device)
+    index = to_device(np.minimum(places[0], length - 1), x.device)
     part = x.index_select(dim, index)
     outside = np.flatnonzero(places[0] >= length)
-    return part.index_fill_(dim, torch.from_numpy(outside).to(x.device), pad) if len(outside) else part
+    return part.index_fill_(dim, to_device(outside, x.device), pad) if len(outside) else part

@@ -19,6 +19,7 @@ from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.vision import LocalVision, local_vision
 from megacp.distributed.grid import Axis, ProcessGrid
 from megacp.ops.mask import Metadata
+from megacp.ops.to_device import to_device
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,6 @@ def shard_batch(
     metadata = mask_metadata(padded)
     plan = AttentionPlan(layout.deal(metadata, cp.size), metadata, cp.rank)
     fields = (padded.tokens, padded.labels, padded.loss_weights, padded.position_ids, places)
-    local = [torch.from_numpy(values[plan.local]).to(device, non_blocking=True) for values in fields]
+    local = [to_device(values[plan.local], device) for values in fields]
     vision = local_vision(batch.vision, plan.indices, cp, exchange, device) if batch.vision is not None else None
     return LocalBatch(*local, plan=plan, key=key, vision=vision)

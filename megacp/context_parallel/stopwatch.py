@@ -6,14 +6,14 @@ steps that are looked at it passes calls on. Rejected: timers inside every trans
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.transport import Tensors, Transport
+from megacp.distributed.clock import clock_of
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import Axis
 from megacp.ops.attention import QKV
@@ -23,32 +23,30 @@ Result = TypeVar("Result")
 
 
 class Stopwatch:
-    """Adds up the passes of a rank's transports while it is `running`; an accelerator's queue is waited for."""
+    """Adds up the passes of a rank's transports while it is `running`, by the clock of the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.running = False
         self._device = device
-        self._passes: dict[str, list[float]] = {"forward": [], "backward": []}
+        self._clock = clock_of(device)
+        self._passes: dict[str, list[tuple[Any, Any]]] = {"forward": [], "backward": []}
 
     def time(self, name: str, call: Callable[[], Result]) -> Result:
         """The result of `call`, its seconds added to `forward` or `backward`."""
         if not self.running:
             return call()
-        begin = self._now()
+        begin = self._clock.mark()
         result = call()
-        self._passes[name].append(self._now() - begin)
+        self._passes[name].append((begin, self._clock.mark()))
         return result
 
     def slowest(self, world: Axis) -> Seconds:
         """Of one layer and row: the mean of each pass on the rank where it is longest. Collective."""
-        means = [sum(found) / max(1, len(found)) for found in self._passes.values()]
+        means = [
+            sum(self._clock.seconds(*span) for span in found) / max(1, len(found)) for found in self._passes.values()
+        ]
         worst = all_reduce(torch.tensor(means, dtype=torch.float64, device=self._device), world, "max")
         return Seconds(*worst.tolist())
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
 
 
 class TimedTransport:

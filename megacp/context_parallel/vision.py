@@ -22,6 +22,7 @@ from megacp.batch import VisionInputs
 from megacp.data.image_shards import image_shards
 from megacp.distributed.differentiable import copy_to, exchange, gather_from
 from megacp.distributed.grid import Axis
+from megacp.ops.to_device import to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +107,7 @@ def gathered(features: torch.Tensor, routes: FeatureRoutes, axis: Axis) -> torch
 
 
 def _index(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(values).to(like.device)
+    return to_device(values, like.device)
 
 
 EXCHANGES: dict[str, FeatureExchange] = {"routed": routed, "all_gather": gathered}
@@ -132,8 +133,9 @@ class LocalVision:
         return int(self.routes.counts[self.routes.cp_rank].sum())
 
 
-def place_features(features: torch.Tensor, vision: LocalVision) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features `[m, h]` encoded on this rank -> (`[k, h]` of this rank's tokens, their local indices int64 `[k]`).
+def place_features(features: torch.Tensor, vision: LocalVision) -> tuple[torch.Tensor, np.ndarray]:
+    """Features `[m, h]` encoded on this rank -> (`[k, h]` of this rank's tokens, their local indices int64 `[k]`, which
+    stay on the host).
 
     All ranks of the axis call it together. ValueError: m is not what the boundary table says.
     """
@@ -142,22 +144,22 @@ def place_features(features: torch.Tensor, vision: LocalVision) -> tuple[torch.T
             f"cp rank {vision.routes.cp_rank} encoded {len(features)} image features, the boundaries of its images "
             f"hold {vision.num_features}"
         )
-    rows = _index(vision.routes.row[vision.routes.arriving], features)
-    return vision.exchange(features, vision.routes, vision.axis), rows
+    return vision.exchange(features, vision.routes, vision.axis), vision.routes.row[vision.routes.arriving]
 
 
-def add_features(x: torch.Tensor, features: torch.Tensor, rows: torch.Tensor, tp: Axis, sliced: bool) -> torch.Tensor:
+def add_features(x: torch.Tensor, features: torch.Tensor, rows: np.ndarray, tp: Axis, sliced: bool) -> torch.Tensor:
     """`x` plus `features [k, h]` (replicated over tp) at token indices `rows [k]`: Molmo2's rule.
 
     `sliced` (sequence parallel): `x [t/tp, h]` is tp rank j's slice of the tokens, which uses other features on each
     rank, so their gradients are summed over tp; otherwise `x [t, h]`, alike on all tp ranks.
     """
     if not sliced:
-        return x.index_add(0, rows, features.to(x.dtype))
+        return x.index_add(0, _index(rows, x), features.to(x.dtype))
     features = copy_to(features, tp)
     first = tp.rank * len(x)
-    here = (rows >= first) & (rows < first + len(x))
-    return x.index_add(0, rows[here] - first, features[here].to(x.dtype))
+    here = np.flatnonzero((rows >= first) & (rows < first + len(x)))
+    chosen = features.index_select(0, _index(here, x))
+    return x.index_add(0, _index(rows[here] - first, x), chosen.to(x.dtype))
 
 
 def local_vision(
@@ -173,8 +175,8 @@ def local_vision(
         boundaries, units = image_shards(bounds, axis.size).boundaries, None
     order = None if units is None else _features_of(units, vision.cum_token_pooling_bounds)
     return LocalVision(
-        torch.from_numpy(vision.patches).to(device, non_blocking=True),
-        torch.from_numpy(vision.pooling).to(device, non_blocking=True),
+        to_device(vision.patches, device),
+        to_device(vision.pooling, device),
         feature_routes(indices, vision.places, boundaries, axis.rank, order),
         axis,
         EXCHANGES[exchange],

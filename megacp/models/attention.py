@@ -1,4 +1,4 @@
-"""Self-attention of the decoder: fused q/k/v projection, optional per-head norms, rotary, core attention, output.
+"""Self-attention of the decoder: norm, fused q/k/v projection, optional per-head norms, rotary, core attention, output.
 
 Key property: heads are cut over tp and tokens over cp; nothing here communicates except through the backend. Rejected:
 separate projections, which would gather the sequence-parallel input three times.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megacp.backends.base import Backend
+from megacp.backends.base import Backend, Remember
 from megacp.config.model import ModelConfig
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.models.init import output_std
@@ -17,7 +17,7 @@ from megacp.ops.rotary import rotate
 
 
 class SelfAttention(nn.Module):
-    """`x[t/tp, h] -> [t/tp, h]`."""
+    """`x[t/tp, h] -> [t/tp, h]`, the norm in front of it included."""
 
     def __init__(self, prefix: str, config: ModelConfig, backend: Backend) -> None:
         super().__init__()
@@ -25,10 +25,12 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
         heads, groups = config.num_attention_heads * self.head_dim, config.query_groups * self.head_dim
-        self.qkv = backend.column_linear(
+        self.qkv = backend.norm_column_linear(
+            f"{prefix}_norm",
             prefix,
             [("q", heads), ("k", groups), ("v", groups)],
             config.hidden_size,
+            epsilon=config.norm_epsilon,
             bias=config.add_qkv_bias,
             std=config.init_method_std,
         )
@@ -41,10 +43,12 @@ class SelfAttention(nn.Module):
             backend.norm(f"{prefix}.{name}", self.head_dim, config.norm_epsilon, over_heads=True) for name in norms
         )
 
-    def forward(self, x: torch.Tensor, plan: AttentionPlan, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, plan: AttentionPlan, rotary: tuple[torch.Tensor, torch.Tensor], remember: Remember
+    ) -> torch.Tensor:
         """Attend under the plan; `rotary` is cos, sin `[t, 1, head_dim / 2]` of this rank's tokens."""
         q, k, v = (
-            part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x).split(self.widths, -1)
+            part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x, remember).split(self.widths, -1)
         )  # [t, heads/tp * d] -> [t, heads/tp, d]
         if self.norms:
             q, k = self.norms[0](q), self.norms[1](k)  # their backward keeps the fused product, and v with it

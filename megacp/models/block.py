@@ -7,17 +7,16 @@ Rejected: flags read inside attention and MLP.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from megacp.backends.base import Backend
+from megacp.backends.base import Backend, Remember
 from megacp.config.model import ModelConfig
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.models.attention import SelfAttention
-from megacp.models.mlp import MLP
+from megacp.models.init import output_std
 from megacp.models.recompute import rerun
 from megacp.ops.dropout import dropout
 
@@ -41,10 +40,17 @@ class Block(nn.Module):
         prefix = f"layers.{layer}"
         self.layer = layer
         self.dropout = config.hidden_dropout
-        self.attention_norm = backend.norm(f"{prefix}.attention_norm", config.hidden_size, config.norm_epsilon)
         self.attention = SelfAttention(f"{prefix}.attention", config, backend)
-        self.mlp_norm = backend.norm(f"{prefix}.mlp_norm", config.hidden_size, config.norm_epsilon)
-        self.mlp = MLP(f"{prefix}.mlp", config, backend)
+        self.mlp = backend.norm_mlp(
+            f"{prefix}.mlp_norm",
+            f"{prefix}.mlp",
+            config.hidden_size,
+            config.ffn_hidden_size,
+            epsilon=config.norm_epsilon,
+            bias=config.add_mlp_bias,
+            std=config.init_method_std,
+            output_std=output_std(config),
+        )
         self.precision = backend.precision if recompute == "full" else contextlib.nullcontext
         self.run = rerun(self._body, recompute)
 
@@ -52,11 +58,11 @@ class Block(nn.Module):
         """Run the block under the recompute granularity it was built with."""
         return self.run(x, inputs)
 
-    def _body(self, x: torch.Tensor, inputs: BlockInputs, remember: Callable[..., torch.Tensor]) -> torch.Tensor:
+    def _body(self, x: torch.Tensor, inputs: BlockInputs, remember: Remember) -> torch.Tensor:
         with self.precision():  # the block that is computed again in backward stands in no other context
-            attended = self.attention(remember(self.attention_norm, x), inputs.plan, inputs.rotary)
+            attended = self.attention(x, inputs.plan, inputs.rotary, remember)
             x = x + self._drop(attended, inputs, 2 * self.layer)
-            return x + self._drop(self.mlp(remember(self.mlp_norm, x), remember), inputs, 2 * self.layer + 1)
+            return x + self._drop(self.mlp(x, remember), inputs, 2 * self.layer + 1)
 
     def _drop(self, x: torch.Tensor, inputs: BlockInputs, site: int) -> torch.Tensor:
         return dropout(x, inputs.key + site * 0x9E3779B97F4A7C15, inputs.places, self.dropout if self.training else 0.0)

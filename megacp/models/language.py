@@ -6,6 +6,7 @@ stage boundary is the hidden state alone. Rejected: separate first, middle and l
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -66,7 +67,8 @@ class LanguageModelChunk(nn.Module):
             config.rope_high_freq_factor,
             config.rope_original_max_positions,
         )
-        self.frequencies = inverse_frequencies(config.head_dim, config.rotary_base, scaling)
+        frequencies = inverse_frequencies(config.head_dim, config.rotary_base, scaling)
+        self.frequencies = frequencies.to(next(self.parameters()).device)
 
     def hidden(self, x: torch.Tensor | None, batch: LocalBatch) -> torch.Tensor:
         """The hidden state `[t/tp, h]` after this chunk's blocks; `x` is None on the first chunk, or what `embedded`
@@ -96,7 +98,7 @@ class LanguageModelChunk(nn.Module):
                 )
             return x
         if batch.vision is None:  # nothing to exchange on any rank
-            features, rows = self.vision.nothing(), batch.tokens.new_empty(0)
+            features, rows = self.vision.nothing(), np.empty(0, np.int64)
         else:
             if features is None:
                 features = self.vision(batch.vision.patches, batch.vision.pooling)

@@ -1,45 +1,62 @@
-"""Named wall timers of a step.
+"""Named timers of a step.
 
-Key property: a timer adds up until it is taken, and what makes the clock honest on an accelerator (waiting for its
-queue) is a function given from outside. Rejected: calling the device's synchronise here, which would cost every CPU run
-an import and every GPU run a stall it did not ask for.
+Key property: a timer adds up until it is taken; what a moment is on an accelerator (an event in its queue) is a clock
+given from outside, and its seconds are worked out when they are asked for, not while the step runs. Rejected: calling
+the device's synchronise here, which would cost every CPU run an import and every GPU run a stall.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+
+class Clock(Protocol):
+    """Moments and the time between them."""
+
+    def mark(self) -> Any:
+        """This moment."""
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Seconds from one moment to another; may wait until the second is over."""
+
+
+class WallClock:
+    """The host's steady clock."""
+
+    def mark(self) -> float:
+        """See `Clock.mark`."""
+        return time.perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float:
+        """See `Clock.seconds`."""
+        return end - begin
 
 
 class Timers:
-    """Seconds by name; `synchronise` runs before every reading of the clock."""
+    """Seconds by name."""
 
-    def __init__(
-        self, synchronise: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._synchronise = synchronise
-        self._clock = clock
-        self._seconds: dict[str, float] = {}
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or WallClock()
+        self._spans: dict[str, list[tuple[Any, Any]]] = {}
 
     @contextlib.contextmanager
     def measure(self, name: str) -> Iterator[None]:
         """Add the time of the body to `name`, also when the body raises."""
-        begin = self._now()
+        begin = self._clock.mark()
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - begin
+            self._spans.setdefault(name, []).append((begin, self._clock.mark()))
 
     def seconds(self, name: str) -> float:
         """Time added to `name` since the last `take`; 0 when it did not run."""
-        return self._seconds.get(name, 0.0)
+        return sum(self._clock.seconds(begin, end) for begin, end in self._spans.get(name, []))
 
     def take(self) -> dict[str, float]:
         """All timers, and start again from zero."""
-        taken, self._seconds = self._seconds, {}
+        taken = {name: self.seconds(name) for name in self._spans}
+        self._spans = {}
         return taken
-
-    def _now(self) -> float:
-        self._synchronise()
-        return self._clock()

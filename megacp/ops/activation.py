@@ -12,23 +12,30 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from megacp.ops.compiled import fused
+
+
+@fused
+def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+@fused
+def _swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)], -1)
+
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        return _swiglu(gate_up)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, -1)
-        out = gate_up.new_empty(gate_up.shape)
-        d_gate, d_up = out.chunk(2, -1)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=d_gate)
-        torch.mul(grad, F.silu(gate), out=d_up)
-        return out
+        return _swiglu_backward(grad, *ctx.saved_tensors)
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:

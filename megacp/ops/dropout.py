@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from megacp.ops.compiled import fused
+
 _MASK32 = 0xFFFFFFFF
 
 
@@ -19,12 +21,19 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 16)
 
 
-def keep_mask(key: int, places: torch.Tensor, columns: int, probability: float) -> torch.Tensor:
-    """Bool `[n, columns]`, False with `probability`; `places[n]` int64 names each token within its microbatch."""
-    rows = _mix((places * 0x9E3779B1 + (key & _MASK32)) & _MASK32) + (key >> 32 & _MASK32)
+@fused
+def _kept(places: torch.Tensor, low: torch.Tensor, high: torch.Tensor, columns: int, least: int) -> torch.Tensor:
+    """`keep_mask` from the halves of the key; they are tensors, as a number would make a compiled form for each key."""
+    rows = _mix((places * 0x9E3779B1 + low) & _MASK32) + high
     column = torch.arange(columns, device=places.device) * 0x27D4EB2F
     bits = _mix((rows[:, None] + column[None]) & _MASK32)  # [n, 1] + [1, columns] -> [n, columns]
-    return bits >= int(probability * 2**32)
+    return bits >= least
+
+
+def keep_mask(key: int, places: torch.Tensor, columns: int, probability: float) -> torch.Tensor:
+    """Bool `[n, columns]`, False with `probability`; `places[n]` int64 names each token within its microbatch."""
+    low, high = (places.new_full((), half) for half in (key & _MASK32, key >> 32 & _MASK32))
+    return _kept(places, low, high, columns, int(probability * 2**32))
 
 
 def dropout(x: torch.Tensor, key: int, places: torch.Tensor, probability: float) -> torch.Tensor:

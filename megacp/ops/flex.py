@@ -29,8 +29,10 @@ from torch.nn.functional import pad
 
 from megacp.ops.attention import QKV, Partial, Saved, accumulation_dtype
 from megacp.ops.blocks import BLOCK, BlockCover, block_cover
+from megacp.ops.compiled import whole_graph
 from megacp.ops.mask import Metadata, TileTable
 from megacp.ops.merge import merge_into
+from megacp.ops.to_device import to_device
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, BlockMask, float], tuple[torch.Tensor, torch.Tensor]]
 """`q[1, heads, n, d]`, `k, v[1, groups, m, d]`, block mask, scale -> `out[1, heads, n, d]`, natural `lse[1, heads, n]`.
@@ -40,11 +42,6 @@ Differentiable in q, k, v by both results; a row that sees nothing has out 0, ls
 
 NARROWEST = 16
 """FlexAttention refuses narrower heads on CUDA; they are filled up with zeros, which add nothing to any product."""
-
-FORMS = 64
-"""Most compiled forms of one function: forward and backward, lengths fixed or free, one block or more on each side,
-whole or sliced K/V make about a dozen, torch's own limit is 8.
-"""
 
 _NOBODY = np.iinfo(np.int32).min
 """Stands for a value that equals none of the other side."""
@@ -77,16 +74,8 @@ def compiled(backend: str | Callable = "inductor") -> Attention:
 
     Lengths are taken as fixed until they change, then as free, so packs of any length need no form of their own.
     """
-    # fullgraph: what cannot be compiled must fail, as without a fused kernel the scores of all pairs would be made
-    attention = with_lse(torch.compile(flex_attention, fullgraph=True, backend=backend))
-
-    def within_forms(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch._dynamo.config.patch(recompile_limit=FORMS):
-            return attention(q, k, v, mask, scale)
-
-    return within_forms
+    # one graph or an error: without a fused kernel the scores of all pairs would be made
+    return with_lse(whole_graph(flex_attention, backend))
 
 
 def _rule(q: Metadata, k: Metadata, device: torch.device) -> Callable[..., torch.Tensor]:
@@ -96,7 +85,7 @@ def _rule(q: Metadata, k: Metadata, device: torch.device) -> Callable[..., torch
     """
 
     def tensors(*columns: np.ndarray) -> list[torch.Tensor]:
-        return [torch.from_numpy(column.astype(np.int32)).to(device) for column in columns]
+        return [to_device(column.astype(np.int32), device) for column in columns]
 
     q_document, q_branch, q_span, q_place = tensors(q.document, q.branch, q.span, q.place)
     k_document, k_branch, k_span, k_place = tensors(
@@ -120,9 +109,9 @@ def _lists(cover: BlockCover, full: bool, device: torch.device) -> tuple[torch.T
     count = np.bincount(row, minlength=cover.q_blocks)
     within = np.arange(len(row)) - (np.cumsum(count) - count)[row]
     indices = torch.zeros(1, 1, cover.q_blocks, cover.k_blocks, dtype=torch.int32, device=device)
-    place, column = (torch.from_numpy(x).to(device) for x in (np.stack([row, within]), cover.k_block[chosen]))
+    place, column = (to_device(x, device) for x in (np.stack([row, within]), cover.k_block[chosen]))
     indices[0, 0, place[0], place[1]] = column.int()
-    return torch.from_numpy(count.astype(np.int32)).to(device)[None, None], indices
+    return to_device(count.astype(np.int32), device)[None, None], indices
 
 
 def block_mask(table: TileTable, device: torch.device, size: int = BLOCK) -> BlockMask:

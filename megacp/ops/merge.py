@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import torch
 
+from megacp.ops.compiled import fused
 
+
+@fused
 def merge_into(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
     """Merge a part into `out[n, heads, d]`, `lse[n, heads]` in place; both accumulate in fp32 or wider."""
     total = torch.logaddexp(lse, part_lse)

@@ -10,27 +10,41 @@ import torch
 import torch.nn.functional as F
 
 from megacp.ops.attention import accumulation_dtype
+from megacp.ops.compiled import fused
+
+
+@fused
+def _norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, and the scale of each row `[..., 1]`."""
+    wide = x.to(accumulation_dtype(x.dtype))
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = torch.rsqrt(length.square() / x.shape[-1] + epsilon)
+    return (wide * scale).to(x.dtype).mul_(weight), scale
+
+
+@fused
+def _norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    normed = x.to(scale.dtype) * scale
+    wide, wide_weight = grad.to(scale.dtype), weight.to(scale.dtype)
+    product = wide * normed
+    d_weight = product.flatten(0, -2).sum(0)  # [..., h] -> [h]
+    mean = (product @ wide_weight).unsqueeze(-1) / x.shape[-1]  # of grad * weight * normed, [..., 1]
+    dx = (wide * wide_weight).addcmul_(normed, mean, value=-1).mul_(scale)
+    return dx.to(x.dtype), d_weight.to(weight.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, epsilon):  # type: ignore[no-untyped-def]
-        wide = x.to(accumulation_dtype(x.dtype))
-        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = torch.rsqrt(length.square() / x.shape[-1] + epsilon)
+        out, scale = _norm(x, weight, epsilon)
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).to(x.dtype).mul_(weight)
+        return out
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        x, weight, scale = ctx.saved_tensors
-        normed = x.to(scale.dtype) * scale
-        wide, wide_weight = grad.to(scale.dtype), weight.to(scale.dtype)
-        product = wide * normed
-        d_weight = product.flatten(0, -2).sum(0)  # [..., h] -> [h]
-        mean = (product @ wide_weight).unsqueeze(-1) / x.shape[-1]  # of grad * weight * normed, [..., 1]
-        dx = (wide * wide_weight).addcmul_(normed, mean, value=-1).mul_(scale)
-        return dx.to(x.dtype), d_weight.to(weight.dtype), None
+        return *_norm_backward(grad, *ctx.saved_tensors), None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

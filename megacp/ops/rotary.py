@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megacp.ops.compiled import fused
+
 
 @dataclass(frozen=True)
 class RotaryScaling:
@@ -45,8 +47,8 @@ def inverse_frequencies(head_dim: int, base: float, scaling: RotaryScaling) -> t
 def cos_sin(
     positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cos, sin [n, 1, head_dim / 2]` of int `positions[n]`, computed in float64 and rounded once."""
-    angles = positions.double()[:, None, None] * frequencies.to(positions.device)
+    """`cos, sin [n, 1, head_dim / 2]` of int `positions[n]` and `frequencies` on one device; float64, rounded once."""
+    angles = positions.double()[:, None, None] * frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
@@ -62,12 +64,13 @@ class _Rotate(torch.autograd.Function):
         return _rotate(grad, cos, sin, -1), None, None  # a rotation's transpose turns the other way
 
 
+@fused
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
-    """Rotate by the angles, or back by them when `sign` is -1; written straight into the halves of the result."""
-    out = x.new_empty(x.shape)
+    """Rotate by the angles, or back by them when `sign` is -1."""
+    out = x.clone(memory_format=torch.contiguous_format)
     (first, second), (to_first, to_second) = x.chunk(2, -1), out.chunk(2, -1)
-    torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-sign)
-    torch.mul(second, cos, out=to_second).addcmul_(first, sin, value=sign)
+    to_first.mul_(cos).addcmul_(second, sin, value=-sign)
+    to_second.mul_(cos).addcmul_(first, sin, value=sign)
     return out
 
 

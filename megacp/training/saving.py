@@ -75,7 +75,7 @@ class Saver:
             say(f"{reason} after step {step}: {self._path}")
             return
         background = self._config.checkpoint.async_save
-        self._pending = begin_save(trainee, progress, self._config, background)
+        self._pending = begin_save(trainee, progress, trainee.config, background)  # auto is resolved there
         self._reason = reason
         if background:
             say(f"saving step {step} in the background")

@@ -17,6 +17,7 @@ from megacp.context_parallel.auto import resolve_auto
 from megacp.context_parallel.shard import mask_metadata
 from megacp.context_parallel.stopwatch import Stopwatch
 from megacp.data.loader import PackedLoader, validation_steps
+from megacp.distributed.clock import clock_of
 from megacp.distributed.collectives import barrier
 from megacp.distributed.grid import ProcessGrid
 from megacp.distributed.last_words import last_words
@@ -91,7 +92,7 @@ class Trainer:
         self.log = self._open_log()
         for line in self._opening_lines(start, resumed):
             self.log.say(line)
-        self.timers = Timers(torch.cuda.synchronize if grid.device.type == "cuda" else lambda: None)
+        self.timers = Timers(clock_of(grid.device))
         self.rows = self.trainee.rows
         self.images = image_loading(config, grid, self.rows, sources.decoder)
         self.known_strategies: set[str] = set()

@@ -1,8 +1,8 @@
-"""Reference math under Transformer Engine's linears, RMSNorm and FusedAdam, on top of that of its attention.
+"""Reference math under Transformer Engine's linears, norms, MLP and FusedAdam, on top of that of its attention.
 
-Key property: its modules, autograd functions and communication are the real ones; only products, norms and the update
-are torch. What it returns beside a fused weight gradient is NaN: nobody may read it. Rejected: module stand-ins, which
-would agree with whatever we believe about gradients.
+Key property: its modules, autograd functions and communication are the real ones; only products, norms, SwiGLU and the
+update are torch. What it returns beside a fused weight gradient is NaN: nobody may read it. Rejected: module stand-ins,
+which would agree with whatever we believe about gradients.
 """
 
 from __future__ import annotations
@@ -14,10 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.backends.engine_math import Call, emulated, named
 
 LINEAR = "transformer_engine.pytorch.module.linear"
+NORM_LINEAR = "transformer_engine.pytorch.module.layernorm_linear"
+NORM_MLP = "transformer_engine.pytorch.module.layernorm_mlp"
+EXTENSION = "transformer_engine_torch"
+REEXPORTED = "transformer_engine.pytorch.cpp_extensions"
 RMSNORM = "transformer_engine.pytorch.ops.basic.rmsnorm"
 ADAM = "transformer_engine.pytorch.optimizers.fused_adam"
 UTILITIES = "transformer_engine.pytorch.utils"
@@ -27,6 +32,7 @@ CONSTANTS = "transformer_engine.pytorch.constants"
 def general_gemm(call: Call) -> tuple[Any, ...]:
     """`TN`: `B A^T`, `NN`: `B A`, `NT`: `B^T A`; a bias is added, in backward its gradient is given back."""
     a, b, bias = call["A"], call["B"], call["bias"]
+    assert not call["gelu"] and call["ub"] is None
     result = {"TN": lambda: b @ a.t(), "NN": lambda: b @ a, "NT": lambda: b.t() @ a}[call["layout"]]()
     bias_gradient = None
     if bias is not None:
@@ -53,6 +59,19 @@ def rmsnorm_bwd(
     normed, wide = x * scale[:, None], dy * weight
     dx = (wide - normed * (wide * normed).mean(-1, keepdim=True)) * scale[:, None]
     return dx, (dy * normed).sum(0)
+
+
+def swiglu(x: torch.Tensor, quantizer: None) -> torch.Tensor:
+    """`[n, 2f] -> [n, f]`, gated by the first half."""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def dswiglu(grad: torch.Tensor, x: torch.Tensor, quantizer: None) -> torch.Tensor:
+    """The gradient `[n, 2f]` of `swiglu`'s input."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        return torch.autograd.grad(swiglu(leaf, None), leaf, grad)[0]
 
 
 def multi_tensor_adam(
@@ -88,19 +107,44 @@ class OnCpu:
         return torch.tensor(values, **{**options, "device": "cpu"})
 
 
+class EmptyIsNan:
+    """`torch` for a file whose empty tensors nobody may read before they are filled."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, *sizes: Any, **options: Any) -> torch.Tensor:
+        """NaN everywhere."""
+        return torch.empty(*sizes, **options).fill_(torch.nan)
+
+
+def no_layer_norm(*args: Any) -> None:
+    """What stands in the package's tables of norms beside RMSNorm."""
+    raise AssertionError("LayerNorm is native")
+
+
 @contextmanager
 def emulated_layers() -> Iterator[Any]:
     """`transformer_engine.pytorch` that trains on the CPU."""
     with emulated() as te, pytest.MonkeyPatch.context() as patch:
-        linear, norm, adam = (sys.modules[name] for name in (LINEAR, RMSNORM, ADAM))
-        patch.setattr(linear, "general_gemm", named(linear.general_gemm, general_gemm))
-        patch.setattr(
-            linear, "get_dummy_wgrad", lambda shape, dtype, zero=False: torch.full(shape, torch.nan, dtype=dtype)
-        )
+        norm, adam, extension = (sys.modules[name] for name in (RMSNORM, ADAM, EXTENSION))
+        for module in (sys.modules[name] for name in (LINEAR, NORM_LINEAR, NORM_MLP)):
+            patch.setattr(module, "general_gemm", named(module.general_gemm, general_gemm))
+        for module in (sys.modules[name] for name in (LINEAR, NORM_LINEAR)):
+            patch.setattr(
+                module, "get_dummy_wgrad", lambda shape, dtype, zero=False: torch.full(shape, torch.nan, dtype=dtype)
+            )
+        patch.setattr(sys.modules[NORM_MLP], "torch", EmptyIsNan())
+        for module in (extension, sys.modules[REEXPORTED]):
+            for name in ("layernorm_fwd", "layernorm_bwd"):
+                patch.setattr(module, name, no_layer_norm, raising=False)
+            for function in (rmsnorm_fwd, rmsnorm_bwd):
+                patch.setattr(module, function.__name__, function, raising=False)
+        for function in (swiglu, dswiglu, multi_tensor_adam):
+            patch.setattr(extension, function.__name__, function, raising=False)
         patch.setattr(sys.modules[UTILITIES], "_empty_tensor", lambda: torch.empty(0))
         patch.setattr(norm, "rmsnorm_fwd", rmsnorm_fwd)
         patch.setattr(norm, "rmsnorm_bwd", rmsnorm_bwd)
         patch.setitem(sys.modules[CONSTANTS].TE_DType, torch.float64, 4)
         patch.setattr(adam, "torch", OnCpu())
-        patch.setattr(sys.modules["transformer_engine_torch"], "multi_tensor_adam", multi_tensor_adam, raising=False)
         yield te

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megacp.backends.thd import Sequences, thd_sequences
-from megacp.backends.transformer_engine import PackedAttention
+from megacp.backends.transformer_engine import packed_attention
 from megacp.config.model import ModelConfig
 from megacp.context_parallel.layout import LAYOUTS
 from megacp.context_parallel.plan import AttentionPlan
@@ -82,7 +82,7 @@ def packed_errors(
     mine = torch.from_numpy(plan.local)
     q, k, v = (x[mine].requires_grad_() for x in whole[:3])
     with emulated():
-        packed = PackedAttention(MODEL, single_axis("tp"), axis, comm_type, inner, torch.device("cpu"))
+        packed = packed_attention(MODEL, single_axis("tp"), axis, comm_type, inner, torch.device("cpu"))
         out = packed(q, k, v, plan, sequences)
         # the gradient at padding is whatever the next layer sends: nothing of it may reach a token
         out.backward(whole[3][mine])
@@ -127,7 +127,7 @@ def dense_errors(rank: int, world: int, comm_type: str, inner: int, layout: str,
     batch = layout.index("b")
     local = [x[mine].unsqueeze(batch).requires_grad_() for x in whole[:3]]
     with emulated():
-        packed = PackedAttention(MODEL, single_axis("tp"), grid(cp=world).cp, comm_type, inner, torch.device("cpu"))
+        packed = packed_attention(MODEL, single_axis("tp"), grid(cp=world).cp, comm_type, inner, torch.device("cpu"))
         out = packed.attention(*local, qkv_format=layout, attn_mask_type=mask)
         out.backward(whole[3][mine].flatten(1).unsqueeze(batch))
     q, k, v = (x.requires_grad_() for x in whole[:3])

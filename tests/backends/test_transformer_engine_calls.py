@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from megacp.backends import packed_attention
 from megacp.backends import transformer_engine as backend_file
 from megacp.backends.support import AttentionCase
 from megacp.backends.transformer_engine import TransformerEngineBackend, package_problem
@@ -35,6 +36,8 @@ Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 TARGETS = {
     "Linear": ("transformer_engine.pytorch", "Linear.__init__"),
+    "LayerNormLinear": ("transformer_engine.pytorch", "LayerNormLinear.__init__"),
+    "LayerNormMLP": ("transformer_engine.pytorch", "LayerNormMLP.__init__"),
     "RMSNorm": ("transformer_engine.pytorch.ops.basic.rmsnorm", "RMSNorm.__init__"),
     "RMSNorm (legacy)": ("transformer_engine.pytorch", "RMSNorm.__init__"),
     "DotProductAttention": ("transformer_engine.pytorch", "DotProductAttention.__init__"),
@@ -133,12 +136,13 @@ def test_a_keyword_that_is_renamed_over_there_is_noticed(
             elif name != "RMSNorm (legacy)":  # which would hand a strange one on
                 assert_noticed(signature, keyword, args, options)
             noticed += 1
-    assert noticed > 60
+    assert noticed > 240
 
 
 def test_trained_linears_fuse_their_gradients(recorded: tuple[list[Call], dict[str, inspect.Signature]]) -> None:
-    linears = [options for name, _, options in recorded[0] if name == "Linear"]
-    assert linears and all(options["fuse_wgrad_accumulation"] for options in linears)
+    names = ("Linear", "LayerNormLinear", "LayerNormMLP")
+    linears = [(name, options["fuse_wgrad_accumulation"]) for name, _, options in recorded[0] if name in names]
+    assert set(linears) == {(name, True) for name in names}
 
 
 def test_attention_gets_true_and_padded_lengths(recorded: tuple[list[Call], dict[str, inspect.Signature]]) -> None:
@@ -163,7 +167,7 @@ def assert_noticed(signature: inspect.Signature, keyword: str, args: tuple[Any, 
 
 def test_the_group_setter_binds(recorded: tuple[list[Call], dict[str, inspect.Signature]]) -> None:
     """What the tests of several ranks call: the keywords stand in our source."""
-    source = ast.parse(Path(backend_file.__file__).read_text(encoding="utf-8"))
+    source = ast.parse(Path(packed_attention.__file__).read_text(encoding="utf-8"))
     found = [
         node
         for node in ast.walk(source)

@@ -50,7 +50,7 @@ def test_a_stopped_watch_counts_nothing_and_a_running_one_the_mean_of_each_pass(
 ) -> None:
     """Would catch a validation that is counted, forward and backward swapped, and a sum over layers."""
     slow, watch, world = SlowTransport(), Stopwatch(CPU), single_axis("world")
-    monkeypatch.setattr("megacp.context_parallel.stopwatch.time", SimpleNamespace(perf_counter=lambda: slow.clock))
+    monkeypatch.setattr("megacp.monitor.timers.time", SimpleNamespace(perf_counter=lambda: slow.clock))
     timed = TimedTransport(slow, watch)
     assert timed.name == "slow"
     expected = attend(SlowTransport())

@@ -12,14 +12,17 @@ class Clock:
 
     now = 0.0
 
-    def __call__(self) -> float:
+    def mark(self) -> float:
         return self.now
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
 
 
 def test_times_add_up_until_they_are_taken() -> None:
     """Would catch a second measurement that replaces the first, and figures carried into the next step."""
     clock = Clock()
-    timers = Timers(clock=clock)
+    timers = Timers(clock)
     for seconds in (1.0, 2.5):
         with timers.measure("data"):
             clock.now += seconds
@@ -32,7 +35,7 @@ def test_times_add_up_until_they_are_taken() -> None:
 def test_nested_timers_count_both() -> None:
     """Would catch an inner timer that stops the outer one."""
     clock = Clock()
-    timers = Timers(clock=clock)
+    timers = Timers(clock)
     with timers.measure("step"):
         clock.now += 1
         with timers.measure("forward"):
@@ -43,18 +46,8 @@ def test_nested_timers_count_both() -> None:
 def test_a_body_that_raises_is_timed_too() -> None:
     """Would catch a timer that swallows the exception or its time."""
     clock = Clock()
-    timers = Timers(clock=clock)
+    timers = Timers(clock)
     with pytest.raises(KeyError), timers.measure("step"):
         clock.now += 4
         raise KeyError
     assert timers.seconds("step") == 4.0
-
-
-def test_the_device_is_waited_for_before_every_reading() -> None:
-    """Would catch a GPU timer that measures only how fast kernels are queued."""
-    waits: list[float] = []
-    clock = Clock()
-    timers = Timers(synchronise=lambda: waits.append(clock.now), clock=clock)
-    with timers.measure("step"):
-        clock.now += 1
-    assert waits == [0.0, 1.0]

@@ -1,0 +1,97 @@
+"""Chains that a GPU gets as one kernel: on a CPU their graphs are made and run without a compiler, and do not break."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from megacp.ops import compiled
+from megacp.ops.activation import swiglu
+from megacp.ops.compiled import fused, whole_graph
+from megacp.ops.dropout import keep_mask
+from megacp.ops.merge import merge_into
+from megacp.ops.norm import rms_norm
+from megacp.ops.rotary import rotate
+
+BITS = {"rtol": 1e-14, "atol": 1e-14}  # float64; a graph may round a sum in another order
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Chains run as graphs on the CPU; the list grows by one for each that is made."""
+    made: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
+        made.append(len(inputs))
+        return graph.forward
+
+    monkeypatch.setattr(compiled, "pays", lambda x: True)
+    monkeypatch.setattr(compiled, "BACKEND", backend)
+    yield made
+    torch._dynamo.reset()
+
+
+def differentiated(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> list[torch.Tensor]:
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, randn(*out.shape, seed=9))]
+
+
+def merged(n: int) -> list[torch.Tensor]:
+    out, lse = randn(n, 3, 4), randn(n, 3, seed=1)
+    lse[0] = -torch.inf
+    merge_into(out, lse, randn(n, 3, 4, seed=2), randn(n, 3, seed=3))
+    return [out, lse]
+
+
+CASES: dict[str, Callable[[int], list[torch.Tensor]]] = {
+    "norm of hidden states": lambda n: differentiated(lambda x, w: rms_norm(x, w, 1e-6), randn(n, 8), randn(8)),
+    "norm of heads": lambda n: differentiated(lambda x, w: rms_norm(x, w, 1e-6), randn(n, 3, 8), randn(8)),
+    "swiglu": lambda n: differentiated(swiglu, randn(n, 100)),
+    "rotary": lambda n: differentiated(lambda x: rotate(x, randn(n, 1, 4), randn(n, 1, 4, seed=1)), randn(n, 3, 8)),
+    "bits of dropout": lambda n: [keep_mask(2**63 + 17 * n, torch.arange(n) * 7, 5, 0.3)],
+    "merged attention": merged,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_chain_as_one_graph_is_the_chain(name: str, graphs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a line that a graph cannot hold, and one that means something else in a graph."""
+    found = [CASES[name](n) for n in (6, 9, 14)]
+    assert graphs
+    monkeypatch.setattr(compiled, "pays", lambda x: False)
+    for mine, expected in zip(found, [CASES[name](n) for n in (6, 9, 14)], strict=True):
+        for a, b in zip(mine, expected, strict=True):
+            torch.testing.assert_close(a, b, **BITS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_new_lengths_and_keys_need_no_new_graph(name: str, graphs: list[int]) -> None:
+    """Would catch packs that are compiled anew, each for seconds (no length equals another dim, which is a form)."""
+    CASES[name](6)
+    before = len(graphs)
+    for n in range(7, 40):
+        CASES[name](n)
+    assert len(graphs) == before
+
+
+def test_a_chain_on_the_cpu_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "there is no such backend")
+    assert fused(lambda x: x + 1)(torch.zeros(2)).tolist() == [1.0, 1.0]
+
+
+def test_what_breaks_a_graph_is_an_error() -> None:
+    """Would catch a chain that silently runs in pieces."""
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum().item() > 0 else x
+
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+        whole_graph(broken, "eager")(torch.ones(3))
+    torch._dynamo.reset()

@@ -1,0 +1,36 @@
+"""Copies to a device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megacp.ops.to_device import to_device
+
+
+def test_on_a_cpu_nothing_is_copied() -> None:
+    values = np.arange(3)
+    tensor = to_device(values, "cpu")
+    values[0] = 7
+    assert tensor.tolist() == [7, 1, 2] and tensor.dtype == torch.int64
+
+
+def test_a_device_gets_pinned_memory_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a copy from pageable memory, for which the host waits whatever `non_blocking` says."""
+    pinned: list[torch.Tensor] = []
+    copies: list[tuple[torch.Tensor, object, object]] = []
+
+    def pin(x: torch.Tensor) -> torch.Tensor:
+        pinned.append(x.clone())
+        return pinned[-1]
+
+    def copy(x: torch.Tensor, device: object, non_blocking: bool = False) -> torch.Tensor:
+        copies.append((x, device, non_blocking))
+        return x
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", copy)
+    to_device(np.arange(3), "cuda:1")
+    ((source, device, queued),) = copies
+    assert source is pinned[0] and (device, queued) == ("cuda:1", True)
