@@ -50,7 +50,13 @@ class Plan:
 
     checks: CheckSizes = CheckSizes()
     model: tuple[tuple[str, Any], ...] = tuple(BILLION.items())
-    training: tuple[tuple[int, str], ...] = ((8192, "none"), (32768, "selective"))
+    training: tuple[tuple[int, str, str], ...] = (
+        (8192, "none", "native"),
+        (8192, "none", "transformer_engine"),
+        (32768, "selective", "native"),
+        (32768, "selective", "transformer_engine"),
+    )
+    """Tokens of a pack, granularity of recomputation, whose layers."""
     rows: tuple[int, ...] = (36864, 131072)
     dense_up_to: int = 36864
     heads: tuple[int, int] = (32, 8)
@@ -67,7 +73,7 @@ SMALL = Plan(
         ("num_attention_heads", 4),
         ("vocab_size", 64),
     ),
-    training=((64, "none"),),
+    training=((64, "none", "native"), (64, "none", "transformer_engine")),
     rows=(512,),
     dense_up_to=512,
     heads=(4, 2),
@@ -84,11 +90,11 @@ def parts(plan: Plan, device: str) -> list[Part]:
         Part(f"attention tiles, {c.tokens} tokens", lambda: gpu_checks.fused_tiles(device, c)),
         Part("Transformer Engine against native", lambda: gpu_checks.engine_against_native(device, c)),
     ]
-    for tokens, recompute in plan.training:
+    for sizes in plan.training:
         found.append(
             Part(
-                f"training at {tokens} tokens, recompute {recompute}",
-                lambda t=tokens, r=recompute: [gpu_figures.training_speed(device, t, r, settings)],
+                f"training at {sizes[0]} tokens, recompute {sizes[1]}, {sizes[2]}",
+                lambda s=sizes: [gpu_figures.training_speed(device, *s, settings)],
             )
         )
     for tokens in plan.rows:
@@ -160,7 +166,7 @@ def markdown(device: str, environment: dict[str, str], entries: Sequence[dict[st
                 value = result.skipped or f"{result.difference:.2e}"
                 lines.append(f"| {result.name} | {value} | {result.allowed:g} ({result.reason}) | {result.verdict} |")
             elif isinstance(result, Figure):
-                figures += ["", f"**{result.name}**", ""]
+                figures += ["", f"**{result.name}**", "", *([f"* skipped: {result.skipped}"] if result.skipped else [])]
                 figures += [f"* {k}: {'-' if v is None else f'{v:.4g}'}" for k, v in result.values.items()]
     formula = "MFU = model FLOPs / (seconds x dense peak); allowed pairs are counted, recomputation is not."
     return "\n".join([*lines, *figures, "", formula, ""])
@@ -169,11 +175,12 @@ def markdown(device: str, environment: dict[str, str], entries: Sequence[dict[st
 def describe(plan: Plan, chosen: Sequence[Part]) -> str:
     """What would run; raises ValueError where a size cannot."""
     lines = [f"{index}. {part.name}" for index, part in enumerate(chosen, 1)]
-    for tokens, recompute in plan.training:
+    for tokens, recompute, layers in plan.training:
         settings = {**dict(plan.model), "seq_length": tokens, "recompute_granularity": recompute}
-        config = with_values(RunConfig(), {**settings, "global_batch_size": 1, "dry_run": True})
+        settings |= {"transformer_impl": layers, "global_batch_size": 1, "dry_run": True}
+        config = with_values(RunConfig(), settings)
         require(config, 1)
-        lines.append(f"   model of {model_parameters(config.model):,} parameters, packs of {tokens} tokens")
+        lines.append(f"   model of {model_parameters(config.model):,} parameters, packs of {tokens} tokens, {layers}")
     require(with_values(RunConfig(), {**plan.checks.settings, "dry_run": True}), 1)
     dense = 3 * plan.dense_up_to**2 / 2**30
     lines.append(f"   dense masks up to {plan.dense_up_to} tokens: about {dense:.1f} GiB as bool and in bfloat16")

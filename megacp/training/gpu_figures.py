@@ -10,6 +10,7 @@ and each figure holds what it was measured on. Rejected: profiler totals, which 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from megacp.backends.select import backend_problems
 from megacp.config.run import RunConfig, with_values
 from megacp.context_parallel.attention import core_attention, select_transport
 from megacp.context_parallel.layout import LAYOUTS
@@ -71,9 +73,14 @@ def seconds_of(call: Callable[[], object], device: str, warm: int = 2, timed: in
     return (time.perf_counter() - begin) / timed
 
 
-def training_speed(device: str, tokens: int, recompute: str, settings: dict[str, object]) -> Figure:
-    """Steps of one pack of causal documents of `tokens` on one device."""
-    config = with_values(RunConfig(), {**settings, "seq_length": tokens, "recompute_granularity": recompute})
+def training_speed(device: str, tokens: int, recompute: str, layers: str, settings: dict[str, object]) -> Figure:
+    """Steps of one pack of causal documents of `tokens` on one device; `layers` is a value of `--transformer-impl`."""
+    name = f"training, {tokens} tokens, recompute {recompute}, {layers}"
+    chosen = {"seq_length": tokens, "recompute_granularity": recompute, "transformer_impl": layers}
+    config = with_values(RunConfig(), {**settings, **chosen})
+    problems = backend_problems(config, torch.device(device).type)
+    if problems:
+        return Figure(name, {}, "; ".join(problems))
     trainee = Trainee(config, build_grid(GridShape(), 0, device))
     batch = mock_batch([0], MockRules(config.model.vocab_size, tokens, mask="causal"))
     steps = iter(range(1, 100))
@@ -90,11 +97,15 @@ def training_speed(device: str, tokens: int, recompute: str, settings: dict[str,
         "MFU": utilisation(flops, seconds, peak),
         "peak GiB": peak_bytes(torch.device(device).type) / 2**30,
     }
-    return Figure(f"training, {tokens} tokens, recompute {recompute}, {trainee.backend.name}", values)
+    return Figure(name, values)
 
 
 def attention_speed(device: str, tokens: int, heads: tuple[int, int], width: int, dense_up_to: int) -> Figure:
-    """Forward and backward over a row of images, videos and branches: our kernel, and SDPA with a bool mask."""
+    """Forward and backward over a row of images, videos and branches: our kernel, and SDPA with a bool mask.
+
+    SDPA gets a copy of K and V for every query head, without which only its kernel that holds all scores takes a mask;
+    where the device has no room for it there is no figure of it.
+    """
     metadata = mask_metadata(mixed_row(tokens, seed=1))
     plan = AttentionPlan(np.arange(len(metadata))[None], metadata, 0)
     kind = torch.device(device)
@@ -120,14 +131,19 @@ def attention_speed(device: str, tokens: int, heads: tuple[int, int], width: int
         index = torch.from_numpy(plan.local)
         mask = torch.from_numpy(allowed(metadata.take(plan.local), metadata.take(plan.local))).to(device)
         mask |= (~mask.any(-1))[:, None]  # padding sees everything: a row without keys would be NaN
-        a, b, c, g = (x[index.to(device)].detach().transpose(0, 1)[None] for x in (q, k, v, dout))
+        shares = (1, heads[0] // heads[1], heads[0] // heads[1], 1)
+        a, b, c, g = (
+            x[index.to(device)].detach().repeat_interleave(share, 1).transpose(0, 1)[None].contiguous()
+            for x, share in zip((q, k, v, dout), shares, strict=True)
+        )  # [n, heads, d] -> [1, query heads, n, d]
         a, b, c = (x.requires_grad_() for x in (a, b, c))
 
         def dense() -> object:
-            out = F.scaled_dot_product_attention(a, b, c, attn_mask=mask, scale=width**-0.5, enable_gqa=True)
+            out = F.scaled_dot_product_attention(a, b, c, attn_mask=mask, scale=width**-0.5)
             return torch.autograd.grad(out, (a, b, c), g)
 
-        values["dense SDPA ms"] = 1000 * seconds_of(dense, device)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            values["dense SDPA ms"] = 1000 * seconds_of(dense, device)
     return Figure(f"attention with mixed masks, {tokens} tokens, {heads[0]}/{heads[1]} heads x {width}", values)
 
 
