@@ -16,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 
 help:
 	@echo 'make setup      create $(VENV) with everything the tests and the demo need (done by the targets below)'
-	@echo 'make demo       train a model that sees on 8 CPU ranks, ask it about digits it never saw (about 10 minutes)'
+	@echo 'make demo       train a model that sees on 8 CPU ranks, ask it about digits it never saw (14 minutes on two cores)'
 	@echo 'make demo-text  train a language model on 8 CPU ranks, stop it, resume it on another grid, sample text (about 5 minutes)'
 	@echo 'make test       all tests'
 	@echo 'make test-fast  the tests that take seconds'
