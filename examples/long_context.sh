@@ -16,6 +16,8 @@ CP=${CP:-2}
 RECOMPUTE=${RECOMPUTE:-full}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+# Packs of many lengths: without this the allocator loses memory between blocks of all sizes.
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 launch=(torchrun --standalone --nproc-per-node "$NPROC")
 [[ " $* " == *" --dry-run "* ]] && launch=(python)

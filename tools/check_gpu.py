@@ -12,6 +12,7 @@ Rejected: a notebook, whose figures lose the versions that they were measured wi
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import sys
@@ -89,6 +90,7 @@ def parts(plan: Plan, device: str) -> list[Part]:
         Part(f"native on {device} against the CPU in float64", lambda: gpu_checks.native_against_cpu(device, c)),
         Part(f"attention tiles, {c.tokens} tokens", lambda: gpu_checks.fused_tiles(device, c)),
         Part("Transformer Engine against native", lambda: gpu_checks.engine_against_native(device, c)),
+        Part("apex's fused weight gradient", lambda: gpu_checks.fused_weight_gradient(device, c)),
     ]
     for sizes in plan.training:
         found.append(
@@ -144,6 +146,7 @@ def run(chosen: Sequence[Part], minutes: float) -> list[dict[str, Any]]:
             except Exception as error:  # a part that fails must not take the others with it
                 entry["error"] = f"{type(error).__name__}: {error}"
                 traceback.print_exc()
+            gc.collect()  # models are cycles: what is left of one would count as the next one's memory
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()

@@ -10,7 +10,7 @@ from megacp.backends.apex import weight_gradient_kernel
 from megacp.backends.base import Backend
 from megacp.backends.native import NativeBackend
 from megacp.backends.support import ENGINE, RunCase, contradictions, needed_by, refusals
-from megacp.backends.transformer_engine import TransformerEngineBackend, package_problem
+from megacp.backends.transformer_engine import TransformerEngineBackend, fp8_problem, package_problem
 from megacp.config.run import RunConfig
 from megacp.context_parallel.stopwatch import Stopwatch
 from megacp.distributed.grid import ProcessGrid
@@ -21,7 +21,9 @@ def engine_reasons(config: RunConfig, device_type: str | None) -> list[str]:
     """Why Transformer Engine cannot run this config on a type of device; None asks only about the config."""
     if device_type is None:
         return refusals(RunCase(config, "cuda"), ENGINE)
-    return refusals(RunCase(config, device_type, package_problem()), ENGINE)
+    package = package_problem()
+    asked = package is None and device_type == "cuda" and config.training.fp8 != "off"
+    return refusals(RunCase(config, device_type, package, fp8_problem(config.training.fp8) if asked else None), ENGINE)
 
 
 def backend_problems(config: RunConfig, device_type: str | None) -> list[str]:

@@ -20,9 +20,11 @@ COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 CAUSAL_OR_NONE = ("causal", "no_mask")
 PADDING = ("padding", "padding_causal")
 HEAD_MULTIPLE, WIDEST_HEAD = 8, 128
-"""Widths of a head that cuDNN's training kernels take on every GPU since Ampere."""
-FP8_MULTIPLE = 16
-"""Both sides of every 8-bit product, tokens included, are multiples of this."""
+"""Widths of a head that cuDNN's training kernels take on every GPU that has them for packed sequences."""
+FP8_MULTIPLES = {"off": 1, "delayed": 16, "current": 16, "blockwise": 128}
+"""Both sides of every 8-bit product, tokens included, are multiples of this; blockwise ones would else be gathered and
+multiplied wide.
+"""
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,19 @@ class AttentionCase:
     groups: int = 8
     head_dim: int = 64
     dtype: str = "bfloat16"
+    capability: tuple[int, int] = (9, 0)
+    """Of the GPU: (8, 0) is Ampere, (9, 0) Hopper, (10, 0) and (12, 0) Blackwell."""
+    cudnn: int = 91900
+    """Version of cuDNN: 91900 is 9.19."""
 
     @property
     def swapped(self) -> int:
         """Ranks over which heads are dealt."""
         return {"a2a": self.degree, "a2a+p2p": self.inner}.get(self.comm_type, 1)
+
+
+def _dotted(case: AttentionCase) -> str:
+    return ".".join(map(str, case.capability))
 
 
 def _across(broken: Callable[[AttentionCase], bool]) -> Callable[[AttentionCase], bool]:
@@ -80,6 +90,14 @@ ATTENTION: tuple[Constraint[AttentionCase], ...] = (
     Constraint(
         lambda c: c.head_dim % HEAD_MULTIPLE != 0 or c.head_dim > WIDEST_HEAD,
         lambda c: f"a head is {c.head_dim} wide, cuDNN takes multiples of {HEAD_MULTIPLE} up to {WIDEST_HEAD}",
+    ),
+    Constraint(
+        lambda c: c.layout == "thd" and c.capability < (9, 0),
+        lambda c: f"cuDNN takes packed sequences (thd) from compute capability 9.0 on, this GPU has {_dotted(c)}",
+    ),
+    Constraint(
+        lambda c: c.layout == "thd" and c.capability >= (12, 0) and c.cudnn < 91801,
+        lambda c: f"on compute capability {_dotted(c)} packed sequences (thd) need cuDNN 9.18.1, this is {c.cudnn}",
     ),
     Constraint(
         _across(lambda c: c.comm_type not in COMM_TYPES),
@@ -150,11 +168,14 @@ def attention_case(config: RunConfig) -> AttentionCase:
 
 @dataclass(frozen=True)
 class RunCase:
-    """A run on a type of device; `package` says why Transformer Engine cannot be imported there."""
+    """A run on a type of device; `package` says why Transformer Engine cannot be imported there, `eight_bits` why this
+    GPU does not have the recipe of `--fp8`.
+    """
 
     config: RunConfig
     device_type: str
     package: str | None = None
+    eight_bits: str | None = None
 
     @property
     def rows_shared_equally(self) -> bool:
@@ -172,7 +193,12 @@ class RunCase:
             "width of a rank's heads": m.num_attention_heads * m.head_dim // tp,
             "width of a rank's groups": m.query_groups * m.head_dim // tp,
         }
-        return {name: width for name, width in widths.items() if width % FP8_MULTIPLE}
+        return {name: width for name, width in widths.items() if width % self.multiple}
+
+    @property
+    def multiple(self) -> int:
+        """What widths of 8-bit products are multiples of."""
+        return FP8_MULTIPLES[self.config.training.fp8]
 
 
 ENGINE: tuple[Constraint[RunCase], ...] = (
@@ -183,6 +209,10 @@ ENGINE: tuple[Constraint[RunCase], ...] = (
     Constraint(
         lambda c: c.package is not None,
         lambda c: c.package or "",
+    ),
+    Constraint(
+        lambda c: c.eight_bits is not None,
+        lambda c: f"--fp8 {c.config.training.fp8}: {c.eight_bits}",
     ),
     Constraint(
         lambda c: c.config.training.dtype != "bfloat16",
@@ -196,9 +226,9 @@ ENGINE: tuple[Constraint[RunCase], ...] = (
         ),
     ),
     Constraint(
-        lambda c: c.config.training.fp8 != "off" and bool(c.narrow_widths),
+        lambda c: bool(c.narrow_widths),
         lambda c: (
-            f"--fp8 {c.config.training.fp8} takes widths that are multiples of {FP8_MULTIPLE}, this model has "
+            f"--fp8 {c.config.training.fp8} takes widths that are multiples of {c.multiple}, this model has "
             + ", ".join(f"{name} {width}" for name, width in c.narrow_widths.items())
         ),
     ),

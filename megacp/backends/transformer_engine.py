@@ -19,6 +19,7 @@ parameters in the middle (tests bind every call to the real signatures).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
@@ -31,7 +32,7 @@ from megacp.backends.base import Remember, Tower
 from megacp.backends.composed import gate_and_up
 from megacp.backends.native import NativeBackend
 from megacp.backends.packed_attention import PackedAttention
-from megacp.backends.support import ATTENTION, FP8_MULTIPLE, attention_case, refusals
+from megacp.backends.support import ATTENTION, FP8_MULTIPLES, attention_case, refusals
 from megacp.backends.thd import Sequences, thd_sequences
 from megacp.config.model import ModelConfig
 from megacp.config.run import RunConfig
@@ -51,6 +52,8 @@ from megacp.tensor_parallel.linear import (
 
 FUSED_ATTENTION_ONLY = {"NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}
 """With these, attention that cuDNN cannot do raises instead of becoming another kernel; read when it is imported."""
+NO_LABEL = -100
+"""Has loss 0."""
 
 
 def package_problem() -> str | None:
@@ -63,6 +66,15 @@ def package_problem() -> str | None:
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         return f"Transformer Engine is installed but cannot be imported: {type(error).__name__}: {error}"
     return None
+
+
+def fp8_problem(name: str) -> str | None:
+    """Why this GPU does not have the recipe of a `--fp8` value; None when it has."""
+    from transformer_engine.pytorch import is_fp8_available, is_fp8_block_scaling_available
+
+    asked = is_fp8_block_scaling_available if name == "blockwise" else is_fp8_available
+    available, reason = asked(return_reason=True)
+    return None if available else reason
 
 
 def _leave(weight: torch.Tensor) -> None:
@@ -202,14 +214,15 @@ class TransformerEngineBackend(NativeBackend):
             add_gradient=add_weight_gradient,  # its linears have their own; this says that they use it
         )
         self.fp8, self.loss_kernel = training.fp8, training.cross_entropy_fusion_impl
-        self.token_multiple = 1 if self.fp8 == "off" else FP8_MULTIPLE
+        self.token_multiple, self.vocab_size = FP8_MULTIPLES[self.fp8], config.model.vocab_size
         self.apart = training.recompute_granularity == "selective"
         self.in_tower = False
         amax = grid.over("tp", "cp")
         self.amax_group = amax.group
         self.recipe = None if self.fp8 == "off" else fp8_recipe(self.fp8, amax.size > 1)
         self.packed: PackedAttention | None = None
-        reasons = refusals(attention_case(config), ATTENTION)
+        here = {"capability": torch.cuda.get_device_capability(grid.device), "cudnn": torch.backends.cudnn.version()}
+        reasons = refusals(dataclasses.replace(attention_case(config), **here), ATTENTION)
         if reasons:
             self.tell(f"attention: ours for every row, {'; '.join(reasons)}")
         else:
@@ -217,6 +230,8 @@ class TransformerEngineBackend(NativeBackend):
             axis = row_axis(grid, parallel)
             self.packed = packed_attention(config.model, grid.tp, axis, parallel.cp_comm_type, inner, grid.device)
         self._told: set[str] = set()
+        if self.fp8 == "delayed":
+            self.tell("fp8: delayed scales begin at 1 here, also in a resumed run: they are in no checkpoint")
         if self.apart:
             self.tell("layers: Transformer Engine's RMSNorm and Linear apart, --recompute-granularity is selective")
 
@@ -354,17 +369,21 @@ class TransformerEngineBackend(NativeBackend):
         self.tell("attention: Transformer Engine's fused one for causal packs" if kind == "fused" else ours)
 
     def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, first: int) -> torch.Tensor:
-        """See `Backend.cross_entropy`; Transformer Engine's kernel takes equal shares of the vocabulary."""
+        """See `Backend.cross_entropy`; Transformer Engine's kernel takes equal shares of the vocabulary.
+
+        Labels of weight 0 may be ids that the head does not have (image tokens): its loss there would be infinite.
+        """
         if self.loss_kernel == "native":
             return super().cross_entropy(logits, labels, first)
         from transformer_engine.pytorch import parallel_cross_entropy
 
         loss = parallel_cross_entropy(
             logits.contiguous().unsqueeze(0),  # [t, v] -> [1, t, v]; these two have had several names
-            labels.unsqueeze(0),
+            labels.masked_fill(labels >= self.vocab_size, NO_LABEL).unsqueeze(0),
             label_smoothing=0.0,
             reduce_loss=False,
             dist_process_group=self.tp.group,
+            ignore_idx=NO_LABEL,
         )
         return loss.view(-1)  # [1, t] -> [t]
 

@@ -32,7 +32,8 @@ class ParallelConfig:
     cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p", "kv_exchange", "auto"] = "p2p"
     """How attention crosses the cp ranks: p2p passes keys and values around a ring, all_gather collects them at once,
     a2a swaps tokens for heads, a2a+p2p does that inside groups with a ring between them, kv_exchange sends each rank
-    just the keys that it needs, auto measures and chooses."""
+    just the keys that it needs, auto measures these and chooses (not Transformer Engine's own attention).
+    """
 
     hierarchical_context_parallel_sizes: tuple[int, int] | None = None
     """Of a2a+p2p: ranks of a group that swaps tokens for heads, and number of groups in the ring; A x B = cp."""

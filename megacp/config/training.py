@@ -90,7 +90,9 @@ class TrainingConfig:
     """
 
     fp8: Literal["off", "delayed", "current", "blockwise"] = "off"
-    """Products of the decoder's linears in 8 bits, with this recipe for the scales; needs transformer_engine."""
+    """Products of the decoder's linears in 8 bits, with this recipe for the scales; needs transformer_engine. Delayed
+    scales are in no checkpoint: a resumed run measures them anew, and its first steps differ.
+    """
 
     cross_entropy_fusion_impl: Literal["native", "te"] = "native"
     """Kernel of the vocabulary loss: te is Transformer Engine's, for a vocabulary that tp ranks share equally."""

@@ -15,6 +15,7 @@ accumulation) and FSDP (gathers weights per layer, which a pipeline stage repeat
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -85,9 +86,7 @@ class FlatBuckets:
                 target = bucket.gradients[slot.start : slot.start + parameter.numel()].view(parameter.shape)
                 hook = self._hook(index, target)
                 parameter.register_post_accumulate_grad_hook(hook)
-                if (
-                    slot.spec.fused_gradient
-                ):  # the names are Megatron's: Transformer Engine's linears know the first two
+                if slot.spec.fused_gradient:  # Megatron's names: Transformer Engine's linears know the first two
                     parameter.main_grad = target  # type: ignore[attr-defined]
                     parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
                     parameter.gradient_added = hook  # type: ignore[attr-defined]
@@ -100,13 +99,16 @@ class FlatBuckets:
         self._shards: list[torch.Tensor] | None = None
 
     def _hook(self, index: int, target: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        bucket = self.buckets[index]
+        chunk = self.buckets[index].plan.chunk
+        owner = weakref.ref(self)  # autograd keeps hooks where the collector does not look: a cycle would stay for ever
 
         def accumulate(parameter: torch.Tensor) -> None:
+            me = owner()
+            assert me is not None, "the buckets of this parameter are gone"
             fused = getattr(parameter, "grad_added_to_main_grad", False)
             if parameter.grad is None and not fused:
                 return  # autograd calls hooks also where a layer that has said so already gave it nothing
-            assert len(self._pending) <= index, (
+            assert len(me._pending) <= index, (
                 f"a gradient of shape {tuple(parameter.shape)} arrived after bucket {index} had been reduced: "
                 "start_last_backward must come right before the chunk's last backward, zero before the next step"
             )
@@ -115,9 +117,9 @@ class FlatBuckets:
             else:
                 target.add_(parameter.grad)  # type: ignore[arg-type]
             parameter.grad = None
-            if bucket.plan.chunk in self._final_chunks:
-                self._arrived[index].add(parameter)  # type: ignore[arg-type]
-                self._launch_complete()
+            if chunk in me._final_chunks:
+                me._arrived[index].add(parameter)  # type: ignore[arg-type]
+                me._launch_complete()
 
         return accumulate
 

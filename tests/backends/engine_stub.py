@@ -171,5 +171,6 @@ def claimed_cuda() -> Iterator[None]:
         patch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(major=9, minor=0))
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(torch.version, "cuda", "13.0")
         patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
         yield

@@ -42,6 +42,10 @@ MATRIX = [
     ({"head_dim": 60}, NO),
     ({"head_dim": 256}, NO),
     ({"dtype": "float32"}, NO),
+    ({"capability": (8, 0)}, NO),
+    ({"capability": (8, 9), "layout": "bshd", "mask": "causal"}, YES),
+    ({"capability": (12, 0)}, YES),
+    ({"capability": (12, 0), "cudnn": 91700}, NO),
 ]
 
 
@@ -103,6 +107,7 @@ def test_every_row_about_a_run_can_refuse() -> None:
     cases = [
         (engine_config(), "cpu", None),
         (engine_config(), "cuda", "it is not installed"),
+        (engine_config(fp8="current"), "cuda", None, "compute capability 8.9 or higher"),
         (engine_config(dtype="float64"), "cuda", None),
         (engine_config(fp8="delayed", recompute_granularity="full"), "cuda", None),
         (engine_config(fp8="blockwise", ffn_hidden_size=1000), "cuda", None),
@@ -110,6 +115,16 @@ def test_every_row_about_a_run_can_refuse() -> None:
     ]
     found = [refusals(RunCase(*case), ENGINE) for case in cases]
     assert [len(reasons) for reasons in found] == [1] * len(ENGINE)
+
+
+def test_a_gpu_without_the_recipe_refuses_it_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch an error of the first forward pass, after process groups and weights exist."""
+    monkeypatch.setattr(select, "package_problem", lambda: None)
+    monkeypatch.setattr(select, "fp8_problem", lambda name: f"no {name} here")
+    assert backend_problems(engine_config(fp8="blockwise"), "cuda") == [
+        "--transformer-impl transformer_engine and --fp8 blockwise: --fp8 blockwise: no blockwise here"
+    ]
+    assert backend_problems(engine_config(), "cuda") == []
 
 
 def test_auto_is_native_on_a_cpu_and_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

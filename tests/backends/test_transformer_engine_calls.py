@@ -44,6 +44,8 @@ TARGETS = {
     "attention": ("transformer_engine.pytorch", "DotProductAttention.forward"),
     "groups": ("transformer_engine.pytorch", "DotProductAttention.set_context_parallel_group"),
     "autocast": ("transformer_engine.pytorch", "autocast"),
+    "fp8": ("transformer_engine.pytorch", "is_fp8_available"),
+    "fp8 in blocks": ("transformer_engine.pytorch", "is_fp8_block_scaling_available"),
     "loss": ("transformer_engine.pytorch", "parallel_cross_entropy"),
     "FusedAdam": ("transformer_engine.pytorch.optimizers", "FusedAdam.__init__"),
     "DelayedScaling": ("transformer_engine.common.recipe", "DelayedScaling.__init__"),
@@ -94,13 +96,16 @@ def exercise(recipe: str, calls: list[Call], signatures: dict[str, inspect.Signa
         batch = shard_batch(mock_batch([0], MockRules(32, 32)).with_padding_to(35), backend.tp, LAYOUTS["contiguous"])
         hidden = chunk.hidden(None, batch)
         with pytest.raises(TypeError, match="dtype"):  # its kernel wants halves; the call was recorded
-            backend.cross_entropy(chunk.head.logits(hidden), batch.labels, 0)
+            labels = batch.labels.clone()
+            labels[:2] = torch.tensor([31, 32])  # the head has the ids 0 to 31
+            backend.cross_entropy(chunk.head.logits(hidden), labels, 0)
         adam = FlatAdamW([torch.zeros(4)], [SliceRule(True)], AdamWSettings(), backend.adamw)
         adam.update([torch.ones(4)], 0.1)
         backend.recipe = backend_file.fp8_recipe(recipe, True)
         backend.precision()
         with backend_file.eight_bits_off():
             pass
+        backend_file.fp8_problem(recipe)
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +148,16 @@ def test_trained_linears_fuse_their_gradients(recorded: tuple[list[Call], dict[s
     names = ("Linear", "LayerNormLinear", "LayerNormMLP")
     linears = [(name, options["fuse_wgrad_accumulation"]) for name, _, options in recorded[0] if name in names]
     assert set(linears) == {(name, True) for name in names}
+
+
+def test_ids_that_the_head_does_not_have_are_no_labels(
+    recorded: tuple[list[Call], dict[str, inspect.Signature]],
+) -> None:
+    """Would catch image tokens of weight 0, whose loss is infinite in that kernel: infinity x 0 would be NaN."""
+    losses = [(args[1], options["ignore_idx"]) for name, args, options in recorded[0] if name == "loss"]
+    assert losses
+    for labels, ignored in losses:
+        assert labels[0, :2].tolist() == [31, ignored] and int(labels.max()) == 31
 
 
 def test_attention_gets_true_and_padded_lengths(recorded: tuple[list[Call], dict[str, inspect.Signature]]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -236,3 +239,14 @@ def test_parameters_keep_their_values_and_share_the_flat_buffer() -> None:
         assert torch.equal(moved, kept)
     flat.buckets[0].parameters.zero_()
     assert not model.weights[-1].any()
+
+
+def test_buckets_and_their_memory_go_with_their_last_user() -> None:
+    """Would catch hooks that hold what holds them: parameters and gradients of every model ever built would stay."""
+    model = Stack()
+    buckets = FlatBuckets([model], single_axis("dp"), {}, 100)
+    model(torch.ones(2, WIDTH, dtype=torch.float64)).backward()
+    gone = weakref.ref(buckets.buckets[0])
+    del model, buckets
+    gc.collect()
+    assert gone() is None

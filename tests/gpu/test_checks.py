@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from megacp.training.gpu_checks import CheckSizes, Finding
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, torch sees none"),
+    pytest.mark.filterwarnings("default"),  # compilers and guest packages warn as they like
 ]
 
 SIZES = CheckSizes(layers=2, hidden=256, tokens=1024, ranks=(2,))
@@ -29,9 +32,10 @@ def test_flex_attention_over_tiles_is_the_dense_softmax(seed: int) -> None:
     assert_sound(gpu_checks.fused_tiles("cuda", SIZES, seed))
 
 
-def test_transformer_engine_trains_like_native() -> None:
-    findings = gpu_checks.engine_against_native("cuda", SIZES)
-    if findings[0].skipped:
+@pytest.mark.parametrize("check", [gpu_checks.engine_against_native, gpu_checks.fused_weight_gradient])
+def test_guest_packages_compute_like_native(check: Callable[[str, CheckSizes], list[Finding]]) -> None:
+    findings = check("cuda", SIZES)
+    if all(finding.skipped for finding in findings):
         pytest.skip(findings[0].skipped)
     assert_sound(findings)
 

@@ -50,10 +50,10 @@ def test_every_part_runs_on_a_cpu_and_the_report_holds_versions(tool: ModuleType
     assert tool.main(["--device", "cpu", "--output", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["versions"]["torch"] == torch.__version__.split("+")[0] or "+" in report["versions"]["torch"]
-    assert len(report["parts"]) == 8 and all(part["results"] and not part["error"] for part in report["parts"])
+    assert len(report["parts"]) == 9 and all(part["results"] and not part["error"] for part in report["parts"])
     text = (tmp_path / "report.md").read_text()
     assert "slowest over mean" in text and "tokens/s" in text and "MFU = " in text
-    assert text.count("| ok |") == 8 and text.count("| skipped |") == 2
+    assert text.count("| ok |") == 8 and text.count("| skipped |") == 9
 
 
 def test_a_part_that_fails_is_a_line_and_the_others_run(tool: ModuleType) -> None:

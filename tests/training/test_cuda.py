@@ -27,6 +27,7 @@ SIZES = {
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, torch sees none"),
+    pytest.mark.filterwarnings("default"),  # compilers and guest packages warn as they like
 ]
 
 
