@@ -42,13 +42,7 @@ from megacp.context_parallel.stopwatch import Stopwatch
 from megacp.distributed.grid import Axis, ProcessGrid
 from megacp.distributed.launch import set_defaults
 from megacp.distributed.parameter import ParameterSpec
-from megacp.tensor_parallel.linear import (
-    LinearOptions,
-    add_weight_gradient,
-    column_specs,
-    replicated_spec,
-    row_spec,
-)
+from megacp.tensor_parallel.linear import LinearOptions, add_weight_gradient, column_specs, replicated_spec, row_spec
 
 FUSED_ATTENTION_ONLY = {"NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}
 """With these, attention that cuDNN cannot do raises instead of becoming another kernel; read when it is imported."""

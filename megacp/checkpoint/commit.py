@@ -46,7 +46,11 @@ def save_checkpoint(
     Raises SaveError on every rank when anything failed on any; committed checkpoints are untouched then.
     """
     contents = Contents(step, extra, config_yaml, grid or {})
-    return PendingCheckpoint(Path(directory), boxes, contents, world).commit(keep_last)
+    pending = PendingCheckpoint(Path(directory), boxes, contents, world)
+    final = pending.commit(keep_last)
+    for note in pending.notes if world.rank == 0 else []:
+        _log.warning("%s", note)
+    return final
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class LoadedCheckpoint:
     passed_over: tuple[str, ...]
     """What was wrong with newer checkpoints that were not taken, one line per file; empty when the newest is whole."""
     world: Axis
+    rejected: tuple[Path, ...] = ()
+    """The directories of those."""
 
     @property
     def step(self) -> int:
@@ -143,6 +149,7 @@ def load_checkpoint(path: Path | str, world: Axis) -> LoadedCheckpoint:
             f"--load {root}: there is no committed checkpoint (no step_* directory with a {MANIFEST_FILE})"
         )
     problems: list[str] = []
+    rejected: list[Path] = []
     for folder in candidates:
         manifest, wrong = _verify(folder, world)
         if manifest is not None and not wrong:
@@ -150,8 +157,9 @@ def load_checkpoint(path: Path | str, world: Axis) -> LoadedCheckpoint:
                 _log.warning("checkpoint passed over: %s", line)
             if problems and world.rank == 0:
                 _log.warning("loading the earlier checkpoint %s (step %d) instead", folder, manifest.step)
-            return LoadedCheckpoint(folder, manifest, tuple(problems), world)
+            return LoadedCheckpoint(folder, manifest, tuple(problems), world, tuple(rejected))
         problems += wrong
+        rejected.append(folder)
     raise ValueError(_listed(problems, f"--load {root}: no checkpoint is whole"))
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import secrets
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from megacp.checkpoint.manifest import read_manifest, sync_folder, write_synced
@@ -60,30 +61,86 @@ def traces_of_checkpoints(directory: Path | str) -> list[Path]:
     return [*whole, *damaged, *([latest] if latest.exists() else [])]
 
 
-def point_and_prune(final: Path, keep_last: int) -> None:
-    """Let `latest` name the new checkpoint; remove older ones beyond `keep_last` when that is above 0."""
+def refuse_unpointable(directory: Path | str) -> None:
+    """ValueError when `latest` is a directory: it could name no checkpoint, which the first save would find out."""
+    latest = Path(directory) / LATEST_FILE
+    if latest.is_dir():
+        raise ValueError(f"{latest} is a directory; it must be a file, or nothing: move it away")
+
+
+def point_and_prune(final: Path, keep_last: int, distrusted: Collection[Path] = ()) -> list[str]:
+    """Let `latest` name the new checkpoint; when `keep_last` is above 0, remove older ones until that many are left.
+
+    Only sound ones count: not `distrusted` ones, whose hashes were wrong when this run looked for a start, and not
+    those with a file of another size than their manifest says. Distrusted ones are removed with the old ones: a later
+    run does not know of them and would count them. Others stay until enough sound ones are newer. Returns what there is
+    to say: what could not be removed, and which damaged ones were. OSError only when `latest` cannot be written.
+    """
     root = final.parent
     pointer = temporary(root, LATEST_FILE)
-    write_synced(pointer, final.name + "\n")
-    pointer.replace(root / LATEST_FILE)
+    try:
+        write_synced(pointer, final.name + "\n")
+        pointer.replace(root / LATEST_FILE)
+    except OSError:
+        pointer.unlink(missing_ok=True)
+        raise
     sync_folder(root)
-    if keep_last > 0:
-        for old in [folder for folder in committed(root) if folder != final][keep_last - 1 :]:
-            doomed = temporary(root, old.name)
-            old.rename(doomed)  # a half-deleted directory is never taken for a checkpoint
-            shutil.rmtree(doomed)
+    if keep_last <= 0:
+        return []
+    rejected = {folder.resolve() for folder in distrusted}
+    older = [folder for folder in committed(root) if folder != final]
+    doomed = [folder for folder in older if folder.resolve() in rejected]
+    sound = 1
+    for folder in older:
+        if folder in doomed:
+            continue
+        if sound >= keep_last:
+            doomed.append(folder)
+        sound += _has_its_files(folder)
+    notes = []
+    for folder in doomed:
+        told = [f"removed {folder}, which was damaged when this run started"] if folder.resolve() in rejected else []
+        notes += _remove_checkpoint(folder) or told
+    return notes
+
+
+def _has_its_files(folder: Path) -> bool:
+    """Whether the files have the sizes of the manifest: no more than names and sizes are read."""
+    try:
+        return all(
+            (folder / name).stat().st_size == record.size for name, record in read_manifest(folder).files.items()
+        )
+    except (OSError, ValueError):
+        return False
+
+
+def _remove_checkpoint(folder: Path) -> list[str]:
+    """Remove a committed checkpoint, or a link to one; why it could not be, in words."""
+    doomed = temporary(folder.parent, folder.name)
+    try:
+        folder.rename(doomed)  # a half-deleted directory is never taken for a checkpoint
+    except OSError as error:
+        return [f"the old checkpoint {folder} could not be removed: {error.strerror}"]
+    return _remove(doomed)
+
+
+def _remove(path: Path) -> list[str]:
+    """Remove a file, a link (never what it points to) or a folder; why it could not be, in words."""
+    try:
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
+    except OSError as error:
+        return [f"{path} could not be removed: {error.strerror or error}"]
+    return []
 
 
 def remove_leftovers(directory: Path | str) -> list[str]:
-    """Remove what crashed runs left half-written or half-deleted; returns the names.
+    """Remove what crashed runs left half-written or half-deleted; what was removed or could not be, in words.
 
     Only for the holder of the directory's lock: a live run's unfinished checkpoint looks the same.
     """
     root = Path(directory)
-    names = sorted(path.name for path in root.iterdir() if _TEMPORARY.fullmatch(path.name)) if root.is_dir() else []
-    for name in names:
-        if (root / name).is_dir():
-            shutil.rmtree(root / name)
-        else:
-            (root / name).unlink()
-    return names
+    left = sorted(path for path in root.iterdir() if _TEMPORARY.fullmatch(path.name)) if root.is_dir() else []
+    return [note for path in left for note in _remove(path) or [f"removed {path}, left by a crash"]]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -96,14 +98,31 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError("its checksum does not match")
         if content["format"] != FORMAT:
             raise ValueError(f"it has format {content['format']}, this version reads {FORMAT}")
-        files = {name: FileRecord(entry["size"], entry["sha256"]) for name, entry in content["files"].items()}
-        return Manifest(
-            content["step"], content["serial"], content["world_size"], content["grid"], files, content["extra"]
-        )
+        files = {name: _record(name, entry["size"], entry["sha256"]) for name, entry in content["files"].items()}
+        numbers = [_whole_number(name, content[name]) for name in ("step", "serial", "world_size")]
+        for name in ("grid", "extra"):
+            if not isinstance(content[name], dict):
+                raise ValueError(f"its {name} is no object")
+        return Manifest(*numbers, content["grid"], files, content["extra"])
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def _whole_number(name: str, value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"its {name} is {value!r}, no whole number")
+    return value
+
+
+def _record(name: str, size: Any, sha256: Any) -> FileRecord:
+    """One entry of `files`, for a file of this folder alone: the checksum says nothing of who wrote the manifest."""
+    if Path(name).name != name or name == ".." or "\0" in name:
+        raise ValueError(f"it names {name!r}, which is no file of its folder")
+    if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
+        raise ValueError(f"the sha256 of {name} is {sha256!r}")
+    return FileRecord(_whole_number(f"size of {name}", size), sha256)
 
 
 def damage(folder: Path, files: Mapping[str, FileRecord], names: Sequence[str]) -> list[str]:
@@ -117,6 +136,6 @@ def damage(folder: Path, files: Mapping[str, FileRecord], names: Sequence[str]) 
                 problems.append(f"{path} has {size} bytes, the manifest says {files[name].size}")
             elif hash_file(path) != files[name]:
                 problems.append(f"{path} is damaged: its sha256 is not the one in the manifest")
-        except OSError as error:
-            problems.append(f"{path} cannot be read: {error.strerror}")
+        except (OSError, ValueError) as error:  # ValueError: no name at all, with a NUL byte
+            problems.append(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
     return problems

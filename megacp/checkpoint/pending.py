@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,8 @@ class PendingCheckpoint:
         self._error: Exception | None = None
         self._records: dict[str, FileRecord] = {}
         self._thread: threading.Thread | None = None
+        self.notes: list[str] = []
+        """What there is to say after `commit`: of old checkpoints that could not be removed, or were damaged."""
         sizes = gather_to_first(sum(b.tensor.nbytes + _BYTES_PER_BOX for b in boxes), world)
         try:
             self._folder: Path = on_first(world, lambda: self._begin(sum(sizes or [])), SaveError)
@@ -101,11 +103,11 @@ class PendingCheckpoint:
         """Whether this rank's thread could not write: `commit` will raise."""
         return not self.writing and self._error is not None
 
-    def commit(self, keep_last: int = 0) -> Path:
+    def commit(self, keep_last: int = 0, distrusted: Collection[Path] = ()) -> Path:
         """Wait for this rank's files, then commit those of all ranks; the checkpoint's directory.
 
-        `keep_last` > 0 removes older checkpoints beyond that many. Raises SaveError on every rank when anything failed
-        on any; committed checkpoints are untouched then.
+        `keep_last` > 0 removes older checkpoints beyond that many, and `distrusted` ones (`point_and_prune`). Raises
+        SaveError on every rank when anything failed on any; committed checkpoints are untouched then.
         """
         try:
             together(self._world, self._written, SaveError)
@@ -115,7 +117,7 @@ class PendingCheckpoint:
         except (SaveError, PayloadError) as failure:
             self._clean()
             raise self._failed(failure) from failure
-        on_first(self._world, lambda: point_and_prune(final, keep_last), SaveError)
+        self.notes = on_first(self._world, lambda: point_and_prune(final, keep_last, distrusted), SaveError)
         return final
 
     def _begin(self, needed: int) -> Path:

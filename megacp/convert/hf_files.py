@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ from megacp.convert.mapping import Info, Source, num_bytes, whole
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SUMS = "SHA256SUMS"
+CARD = "README.md"
+_SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -77,6 +80,8 @@ class SafetensorsFolder:
                 also = f"; pickled files are not read ({', '.join(others[:3])})" if others else ""
                 raise ValueError(f"{self.folder} has neither {SINGLE} nor {INDEX}{also}")
             return {}
+        if (self.folder / SINGLE).is_file():
+            raise ValueError(f"{self.folder} has both {SINGLE} and {INDEX}: remove the one that is not the model's")
         listed = read_json(self.folder / INDEX).get("weight_map")
         if not isinstance(listed, dict) or not listed or not all(isinstance(v, str) for v in listed.values()):
             raise ValueError(f"{self.folder / INDEX} has no weight_map of tensors and files")
@@ -167,21 +172,26 @@ def _write_tensor(stream: BinaryIO, tensor: torch.Tensor, info: Info) -> None:
 
 
 def write_sums(folder: Path) -> None:
-    """SHA256SUMS of every file, as `sha256sum --check` reads it."""
+    """SHA256SUMS of every file but the card, which people edit, as `sha256sum --check` reads it."""
     lines = []
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SUMS):
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (SUMS, CARD)):
         with path.open("rb") as stream:
             lines.append(f"{hashlib.file_digest(stream, 'sha256').hexdigest()}  {path.relative_to(folder)}\n")
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")
 
 
 def check_sums(folder: Path) -> None:
-    """Compare with SHA256SUMS where there is one. ValueError names the files that differ."""
+    """Compare with SHA256SUMS where there is one. ValueError names the files that differ, or a line that is none."""
     if not (folder / SUMS).is_file():
         return
     wrong = []
-    for line in (folder / SUMS).read_text(encoding="utf-8").splitlines():
-        digest, _, name = line.partition("  ")
+    for number, line in enumerate((folder / SUMS).read_text(encoding="utf-8", errors="replace").split("\n"), start=1):
+        if not line.strip():
+            continue
+        found = _SUM.fullmatch(line.rstrip("\r"))
+        if found is None:
+            raise ValueError(f"{folder / SUMS}, line {number}: {line[:80]!r} is not a sha256, two spaces and a name")
+        digest, name = found.groups()
         try:
             with (folder / name).open("rb") as stream:
                 if hashlib.file_digest(stream, "sha256").hexdigest() != digest:

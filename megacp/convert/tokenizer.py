@@ -24,6 +24,9 @@ CLASS = "PreTrainedTokenizerFast"
 BYTE_EOS = "<|endoftext|>"
 COMPANIONS = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
 """Files that may lie beside a tokenizer and go with it."""
+_KEPT = {"chat_template", "extra_special_tokens", "additional_special_tokens", "padding_side", "truncation_side"}
+_KEPT |= {"model_input_names", "add_bos_token", "add_eos_token"}
+"""What of a tokenizer_config.json goes on saying the same beside CLASS."""
 
 
 @dataclass(frozen=True)
@@ -148,13 +151,12 @@ def write_tokenizer(given: Given, folder: Path, max_length: int, probe: Sequence
     wrong = {text: i for text, i in special.items() if tokenizer.token_to_id(text) != i}
     assert not wrong, f"tokens did not get their ids: {wrong}"
     config: dict[str, Any] = {"tokenizer_class": CLASS, "clean_up_tokenization_spaces": False}
-    config["model_max_length"] = max_length
+    config |= {"model_max_length": max_length, "model_input_names": ["input_ids", "attention_mask"]}
     config |= {f"{name}_token": _text_of(tokenizer, i, name) for name, i in names.items()}
     beside = given.files[0].parent if copied else None
     if beside is not None:
         before = beside / "tokenizer_config.json"
-        kept = ("chat_template", "extra_special_tokens", "additional_special_tokens")
-        config |= {k: v for k, v in (read_json(before) if before.is_file() else {}).items() if k in kept}
+        config |= {k: v for k, v in (read_json(before) if before.is_file() else {}).items() if k in _KEPT}
         for name in COMPANIONS:
             if (beside / name).is_file():
                 shutil.copyfile(beside / name, folder / name)

@@ -28,13 +28,14 @@ from megacp.data.image import TOKEN_TEXTS
 from megacp.data.tokenizer import PROBE, Tokenizer, load_tokenizer
 from megacp.distributed.grid import GridShape, build_grid
 from megacp.training.hf_reading import Loaded, require_all
-from megacp.training.state import Progress
 
 _DTYPES = ("float32", "bfloat16", "float64")
 _TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 _NOT_COPIED = ("config.json", hf_files.INDEX, hf_files.SUMS)
-_NOT_COPIED_SUFFIXES = (".safetensors", ".bin", ".bin.index.json", ".py", ".pth", ".pt", ".gguf")
+_NOT_COPIED_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".py", ".pth", ".pt")
+_NOT_COPIED_SUFFIXES += (".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
 _SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id")
+_GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -101,21 +102,21 @@ def write_hf(loaded: Loaded, folder: Path, options: Options) -> dict[str, Info]:
     source: Source = Mapped(loaded.source, links, to_ours=False)
     source = Cast(source, options.dtype) if options.dtype is not None else source
     dtype = one_dtype(source)
-    special = _special_files(loaded, folder, tokenizer, options.accept_ties)
+    special = _special_files(loaded, folder, tokenizer, options)
     hf_files.write_tensors(source, folder, options.max_shard_bytes)
-    content["dtype"] = str(dtype).removeprefix("torch.")
+    content["dtype"] = content["torch_dtype"] = str(dtype).removeprefix("torch.")  # its name before version 5
     if architecture.sections:
         ids = loaded.rules.token_ids if loaded.rules is not None else None
         content |= token_fields(token_ids(loaded.values, ids)) | {k: loaded.content[k] for k in _token_keys(loaded)}
     hf_files.write_json(folder / "config.json", {**content, **special})
-    if not (folder / "generation_config.json").is_file():
-        hf_files.write_json(folder / "generation_config.json", special)
+    if not (folder / _GENERATION).is_file():
+        hf_files.write_json(folder / _GENERATION, {key: special[key] for key in _SPECIAL if key in special})
     if loaded.rules is not None and loaded.checkpoint is not None:
         processor.write_processor(loaded.rules.to_dict(), folder)
     written = dict(hf_files.SafetensorsFolder(folder).infos)
     require_all(written, links, True, folder)
     if loaded.checkpoint is not None:
-        (folder / "README.md").write_text(_card(loaded, written, content["dtype"]), encoding="utf-8")
+        (folder / hf_files.CARD).write_text(_card(loaded, written, content["dtype"]), encoding="utf-8")
     hf_files.write_sums(folder)
     return written
 
@@ -124,16 +125,31 @@ def _token_keys(loaded: Loaded) -> list[str]:
     return [key for key in token_fields(token_ids(loaded.values, None)) if key in loaded.content]
 
 
-def _special_files(loaded: Loaded, folder: Path, tokenizer: Tokenizer | None, ties: bool) -> dict[str, Any]:
-    """Write or copy tokenizer and processor; the special ids that stand in config.json."""
+def _special_files(loaded: Loaded, folder: Path, tokenizer: Tokenizer | None, options: Options) -> dict[str, Any]:
+    """Write or copy tokenizer, processor and what generation is to do; the special ids that stand in config.json."""
     if loaded.checkpoint is None:
         _copy_beside(loaded.folder, folder)
         return {key: loaded.content[key] for key in (*_SPECIAL, "use_cache", "pretraining_tp") if key in loaded.content}
-    if tokenizer is None:
-        return dict.fromkeys(_SPECIAL)  # else the library would take its own defaults, 1 and 2 for a Llama
-    given = given_files(loaded, tokenizer, ties)
-    names = write_tokenizer(given, folder, loaded.config.data.seq_length, PROBE)
-    return {f"{name}_token_id": names[name] for name in ("eos", "bos", "pad")}
+    ids: dict[str, int | None] = dict.fromkeys(_SPECIAL)  # else the library takes its own, 1 and 2 for a Llama
+    if tokenizer is not None:
+        given = given_files(loaded, tokenizer, options.accept_ties)
+        names = write_tokenizer(given, folder, loaded.config.data.seq_length, PROBE)
+        ids = {f"{name}_token_id": names[name] for name in ("eos", "bos", "pad")}
+    said = _generation_of(loaded, tokenizer)
+    missing = {key: i for key, i in ids.items() if said.get(key) is None and (i is not None or not said)}
+    chosen = {"eos_token_id": ids["eos_token_id"]} if options.eod_token is not None else {}
+    generation = {**said, **missing, **chosen}
+    hf_files.write_json(folder / _GENERATION, generation)
+    return {key: generation.get(key) if i is None else i for key, i in ids.items()}
+
+
+def _generation_of(loaded: Loaded, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """What generation_config.json says beside the tokenizer, or else in the folder of the checkpoint, where an import
+    puts it; nothing where there is none.
+    """
+    beside = [file.parent for file in tokenizer.files[:1]] if tokenizer is not None else []
+    places = [place / _GENERATION for place in (*beside, loaded.folder.parent)]
+    return next((hf_files.read_json(place) for place in places if place.is_file()), {})
 
 
 def given_files(loaded: Loaded, tokenizer: Tokenizer, ties: bool) -> Given:
@@ -169,7 +185,7 @@ def _card(loaded: Loaded, written: Mapping[str, Info], dtype: str) -> str:
         "trained steps": manifest.step,
         "samples seen": extra.get("consumed_samples", "unknown"),
         "grid": f"{grid} ({manifest.world_size} ranks)",
-        "data fingerprint": f"`{extra.get('data_fingerprint') or 'none: random packs'}`",
+        "data fingerprint": f"`{extra.get('data_fingerprint', 'unknown') or 'none: random packs'}`",
         "tokenizer sha256": f"`{extra.get('tokenizer_sha256') or 'none'}`",
         "written by": f"megacp {megacp.__version__}, tools/convert_checkpoint.py",
     }
@@ -178,8 +194,8 @@ def _card(loaded: Loaded, written: Mapping[str, Info], dtype: str) -> str:
 
 
 def write_checkpoint(loaded: Loaded, folder: Path, options: Options) -> dict[str, Info]:
-    """Fill an empty folder with one checkpoint of step 0 without optimizer state, and the tokenizer's files beside it;
-    shape and dtype of its tensors.
+    """Fill an empty folder with one checkpoint of step 0 without the state of a run, and the tokenizer's files beside
+    it; shape and dtype of its tensors.
     """
     source = Cast(loaded.source, options.dtype) if options.dtype is not None else loaded.source
     dtype = str(one_dtype(source)).removeprefix("torch.")
@@ -188,15 +204,29 @@ def write_checkpoint(loaded: Loaded, folder: Path, options: Options) -> dict[str
     config = with_values(loaded.config, {"dtype": dtype})
     rules = loaded.rules.to_dict() if loaded.rules is not None else None
     sha256 = _copy_tokenizer(loaded, folder)
-    progress = Progress(tokenizer_sha256=sha256, image_rules=rules)
+    _keep_generation(loaded, folder)
     boxes = [
         TensorBox(f"{MODEL}.{name}", info.shape, (0,) * len(info.shape), cast(torch.Tensor, Lazy(source, name)))
         for name, info in source.infos.items()
     ]
-    extra = {**vars(progress), "updates": 0}
+    extra = {"tokenizer_sha256": sha256, "image_rules": rules}
     world = build_grid(GridShape(), 0).world
     save_checkpoint(folder, 0, boxes, extra=extra, config_yaml=to_yaml(config), world=world)
     return dict(source.infos)
+
+
+def _keep_generation(loaded: Loaded, folder: Path) -> None:
+    """Copy what a folder says of generation; where it says nothing, write the special ids of its config."""
+    given = loaded.folder / _GENERATION
+    if given.is_file():
+        hf_files.read_json(given)  # refused now rather than when it is exported
+        shutil.copyfile(given, folder / _GENERATION)
+        return
+    text = loaded.content.get("text_config")
+    said = {**(text if isinstance(text, dict) else {}), **{k: v for k, v in loaded.content.items() if v is not None}}
+    ids = {key: said[key] for key in _SPECIAL if said.get(key) is not None}
+    if ids:
+        hf_files.write_json(folder / _GENERATION, ids)
 
 
 def _copy_tokenizer(loaded: Loaded, folder: Path) -> str:

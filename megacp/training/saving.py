@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megacp.checkpoint.directory import remove_leftovers
+from megacp.checkpoint.directory import refuse_unpointable, remove_leftovers
 from megacp.checkpoint.lock import DirectoryLock
 from megacp.checkpoint.pending import PendingCheckpoint
 from megacp.checkpoint.together import on_first
@@ -35,16 +35,19 @@ class Saver:
         self._lock: DirectoryLock | None = None
         self._step: int | None = None
         self._path: Path | None = None
+        self.distrusted: tuple[Path, ...] = ()
+        """Checkpoints that were found damaged when the run looked for a start: --keep-last does not count them."""
         self.notes: list[str] = []
         """What there is to say about the directory at the start."""
         if config.checkpoint.save is not None:
             self.notes = on_first(world, lambda: self._enter(str(config.checkpoint.save)), ValueError)
 
     def _enter(self, directory: str) -> list[str]:
+        refuse_unpointable(directory)
         self._lock = DirectoryLock(directory)
         notes = [self._lock.problem] if self._lock.problem else []
         if not self._lock.problem:
-            notes += [f"removed {directory}/{name}, left by a crash" for name in remove_leftovers(directory)]
+            notes += remove_leftovers(directory)
         return notes
 
     def resumed(self, step: int, path: Path) -> None:
@@ -95,6 +98,8 @@ class Saver:
     def _commit(self, say: Callable[[str], None]) -> None:
         assert self._pending is not None
         pending, self._pending = self._pending, None
-        self._path = pending.commit(self._config.checkpoint.keep_last)
+        self._path = pending.commit(self._config.checkpoint.keep_last, self.distrusted)
         self._step = pending.step
         say(f"{self._reason} after step {pending.step}: {self._path}")
+        for note in pending.notes:
+            say(note)

@@ -54,6 +54,8 @@ class Resumed:
     progress: Progress
     path: Path
     changed: tuple[str, ...]
+    rejected: tuple[Path, ...]
+    """Newer checkpoints that were damaged."""
 
 
 _NOT_THE_FUNCTION = {"make_vocab_size_divisible_by", "init_method_std", "hidden_dropout"}
@@ -117,9 +119,11 @@ def load(trainee: Trainee, progress: Progress, config: RunConfig, start: Start |
     loaded = load_checkpoint(start.path, trainee.grid.world)
     reasons = [] if start.weights_only else _other_data(loaded, progress, config)
     before, now = flatten(from_yaml(loaded.config_yaml)), flatten(config)
-    differing = [name for name in now if now[name] != before[name] and name not in _OF_THE_RUN]
+    usual = _OF_THE_RUN if _length_is_free(config) else _OF_THE_RUN - {"train_iters"}
+    differing = [name for name in now if now[name] != before[name] and name not in usual]
     free = _NOT_THE_FUNCTION | (_FREEZING if start.weights_only else set())
     function = [name for name in differing if fields()[name].room in ("model", "vision") and name not in free]
+    function += [name for name in differing if name == "dtype"]  # the type of every tensor
     reasons += [f"{loaded.path} has {flag(name)} {before[name]}, this run {now[name]}" for name in function]
     if reasons:
         raise ValueError("\n".join(reasons))
@@ -127,12 +131,17 @@ def load(trainee: Trainee, progress: Progress, config: RunConfig, start: Start |
     if start.weights_only:
         loaded.read(boxes_to_load(trainee.buckets.whole_parameters(), {}))
         trainee.optimizer.reset_masters()
-        return Resumed(progress, loaded.path, _other_tokenizer(loaded, progress))
+        return Resumed(progress, loaded.path, _other_tokenizer(loaded, progress), loaded.rejected)
     loaded.read(boxes_to_load(trainee.buckets.whole_parameters(), trainee.optimizer.state_slices()))
     trainee.optimizer.set_updates(loaded.extra["updates"])
     kept = {name: loaded.extra[name] for name in asdict(progress) if name in loaded.extra}
     changed = tuple(f"{flag(name)} {now[name]} (was {before[name]})" for name in differing)
-    return Resumed(Progress(**kept), loaded.path, changed)
+    return Resumed(Progress(**kept), loaded.path, changed, loaded.rejected)
+
+
+def _length_is_free(config: RunConfig) -> bool:
+    """Whether --train-iters says no more than when to stop: it is also the length of a decay that has none."""
+    return config.training.lr_decay_iters is not None or config.training.lr_decay_style == "constant"
 
 
 def _other_data(loaded: LoadedCheckpoint, progress: Progress, config: RunConfig) -> list[str]:

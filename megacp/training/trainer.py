@@ -85,6 +85,7 @@ class Trainer:
         )
         start = starting_point(config, grid.world)
         resumed = load(self.trainee, self.progress, config, start) if start.path is not None else None
+        self.saver.distrusted = resumed.rejected if resumed is not None else ()
         if resumed is not None and not start.weights_only:
             self.progress = resumed.progress
             self.saver.resumed(self.progress.step, resumed.path)

@@ -95,7 +95,7 @@ def test_only_what_crashed_saves_left_is_removed(tmp_path: Path) -> None:
             (tmp_path / name / "__0_0.distcp").write_bytes(b"1")
         else:
             (tmp_path / name).write_text("")
-    assert remove_leftovers(tmp_path) == sorted(gone)
+    assert remove_leftovers(tmp_path) == [f"removed {tmp_path / name}, left by a crash" for name in sorted(gone)]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
     assert remove_leftovers(tmp_path / "nowhere") == []
 

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megacp.checkpoint.manifest import MANIFEST_FILE, Manifest, damage, hash_file, read_manifest, to_json
+from megacp.checkpoint.commit import load_checkpoint
+from megacp.checkpoint.manifest import (
+    MANIFEST_FILE,
+    FileRecord,
+    Manifest,
+    _checksum,
+    damage,
+    hash_file,
+    read_manifest,
+    to_json,
+)
+from tests.checkpoint.test_commit import WORLD, save
 
 
 def written(folder: Path) -> Manifest:
@@ -53,3 +66,40 @@ def test_truncation_deletion_and_a_flipped_bit_are_told_apart(tmp_path: Path) ->
     assert "sha256" in damage(tmp_path, files, ["data"])[0]
     (tmp_path / "data").unlink()
     assert "cannot be read" in damage(tmp_path, files, ["data"])[0]
+
+
+_FILE = {"size": 1, "sha256": "0" * 64}
+WRONG: dict[str, dict[str, Any]] = {
+    "a file above": {"files": {"../x": _FILE}},
+    "the folder above": {"files": {"..": _FILE}},
+    "a whole path": {"files": {"/etc/passwd": _FILE}},
+    "a NUL byte": {"files": {"a\0b": _FILE}},
+    "a size in words": {"files": {"x": {**_FILE, "size": "1"}}},
+    "a hash that is none": {"files": {"x": {**_FILE, "sha256": 7}}},
+    "a serial in words": {"serial": "9"},
+    "a step that is true": {"step": True},
+    "a grid in a list": {"grid": [1]},
+    "extra state in a list": {"extra": []},
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_manifest_with_a_right_checksum_is_not_trusted_for_that(kind: str, tmp_path: Path) -> None:
+    """Would catch files read outside the folder, and a TypeError in place of the earlier checkpoint."""
+    older, newest = save(tmp_path, 1), save(tmp_path, 2)
+    content = {**json.loads((newest / MANIFEST_FILE).read_text()), **WRONG[kind]}
+    content.pop("checksum")
+    (newest / MANIFEST_FILE).write_text(json.dumps({**content, "checksum": _checksum(content)}))
+    with pytest.raises(ValueError, match=f"{MANIFEST_FILE} is damaged: "):
+        read_manifest(newest)
+    assert load_checkpoint(tmp_path, WORLD).path == older
+
+
+def test_a_manifest_nested_too_deep_is_damaged(tmp_path: Path) -> None:
+    older, newest = save(tmp_path, 1), save(tmp_path, 2)
+    (newest / MANIFEST_FILE).write_text('{"extra": ' + "[" * 100_000)
+    assert load_checkpoint(tmp_path, WORLD).path == older
+
+
+def test_a_name_that_is_none_is_told_with_its_folder(tmp_path: Path) -> None:
+    assert str(tmp_path) in damage(tmp_path, {"a\0b": FileRecord(1, "")}, ["a\0b"])[0]

@@ -94,6 +94,33 @@ def test_hashes_tell_which_file_was_changed(tmp_path: Path) -> None:
         hf_files.check_sums(tmp_path)
 
 
+def test_sums_of_other_programs_are_read_and_the_card_may_be_edited(tmp_path: Path) -> None:
+    """Would catch `sha256sum --binary` and a blank line read as another name: `Is a directory`."""
+    (tmp_path / "a b").write_text("one")
+    (tmp_path / "README.md").write_text("card")
+    hf_files.write_sums(tmp_path)
+    (tmp_path / "README.md").write_text("a better card")
+    hf_files.check_sums(tmp_path)
+    made = subprocess.run(["sha256sum", "--binary", "a b"], cwd=tmp_path, check=True, capture_output=True, text=True)
+    (tmp_path / hf_files.SUMS).write_text(f"\n{made.stdout}\r\n\n")
+    hf_files.check_sums(tmp_path)
+    (tmp_path / hf_files.SUMS).write_text(made.stdout + "what is this\n")
+    with pytest.raises(ValueError, match="SHA256SUMS, line 2: 'what is this' is not a sha256"):
+        hf_files.check_sums(tmp_path)
+    (tmp_path / hf_files.SUMS).write_text(made.stdout)
+    (tmp_path / "a b").write_text("won")
+    with pytest.raises(ValueError, match="a b is not the file that was hashed"):
+        hf_files.check_sums(tmp_path)
+
+
+def test_one_file_beside_an_index_is_refused(tmp_path: Path) -> None:
+    """The library reads the single file, whatever the index says: either may be stale."""
+    hf_files.write_tensors(Counting(SHAPES, ALL[:1]), tmp_path, 100)
+    hf_files.write_tensors(Counting(SHAPES, ALL[:1]), tmp_path, 1 << 30)
+    with pytest.raises(ValueError, match=r"has both model\.safetensors and model\.safetensors\.index\.json"):
+        hf_files.SafetensorsFolder(tmp_path)
+
+
 def test_a_new_folder_appears_when_it_is_whole_and_leaves_nothing_when_it_fails(tmp_path: Path) -> None:
     with hf_files.new_folder(tmp_path / "deep" / "a") as folder:
         (folder / "file").write_text("x")

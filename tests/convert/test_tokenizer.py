@@ -199,6 +199,8 @@ def test_what_lies_beside_a_tokenizer_goes_with_it(tmp_path: Path) -> None:
     """Would catch a chat template that is left behind."""
     name, _ = byte_level(tmp_path)
     settings = {"eos_token": "<|endoftext|>", "chat_template": "{{ x }}", "tokenizer_class": "LlamaTokenizer"}
+    kept = {"padding_side": "left", "truncation_side": "left", "add_bos_token": False, "add_eos_token": True}
+    settings |= {**kept, "model_input_names": ["input_ids"], "unk_token": "?"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "chat_template.jinja").write_text("{{ y }}")
     (tmp_path / "out").mkdir()
@@ -206,3 +208,11 @@ def test_what_lies_beside_a_tokenizer_goes_with_it(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert config["chat_template"] == "{{ x }}" and config["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ y }}"
+    assert {key: config[key] for key in kept} == kept and config["model_input_names"] == ["input_ids"]
+    library = theirs(tmp_path / "out")
+    assert (library.padding_side, library.truncation_side) == ("left", "left")
+    assert library.model_input_names == ["input_ids"] and library.encode("x y") == list(given(name).encode("x y"))
+    (tmp_path / "tokenizer_config.json").unlink()
+    write_tokenizer(given(name), tmp_path / "out", 512, PROBE)
+    config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert config["model_input_names"] == ["input_ids", "attention_mask"]

@@ -124,8 +124,30 @@ def test_another_model_of_the_same_shapes_is_refused_and_other_changes_are_told(
     assert main([*load, "--num-attention-heads", "8", "--num-query-groups", "4", "--rotary-base", "500"]) == 2
     message = capsys.readouterr().err
     assert "--num-attention-heads 4, this run 8" in message and "--rotary-base 10000.0, this run 500.0" in message
-    run(1, [*load, "--weight-decay", "0.2"])
-    assert "changed since the checkpoint: --weight-decay 0.2 (was 0.1)" in capsys.readouterr().out
+    run(1, [*load, "--weight-decay", "0.2", "--lr-decay-iters", "4"])
+    said = capsys.readouterr().out
+    assert "changed since the checkpoint: --weight-decay 0.2 (was 0.1)" in said and "--train-iters" not in said
+
+
+def test_another_length_is_told_where_the_learning_rate_decays_over_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch a resumed run whose learning rate jumps without a word: the decay is as long as the run."""
+    run(1, [*TINY, "--save", str(tmp_path), "--train-iters", "2"])
+    load = ["--load", str(tmp_path), "--train-iters", "3"]
+    run(1, [*TINY, *load])
+    assert "changed since the checkpoint: --train-iters 3 (was 2)" in capsys.readouterr().out
+    run(1, [*TINY, *load, "--lr-decay-style", "constant"])
+    assert "--train-iters" not in capsys.readouterr().out
+
+
+def test_another_dtype_is_one_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Would catch a line for every tensor in place of the flag, also with --finetune."""
+    run(1, [*TINY, "--save", str(tmp_path), "--train-iters", "2"])
+    for more in ([], ["--finetune"]):
+        assert main([*TINY, "--load", str(tmp_path), "--dtype", "float32", *more]) == 2
+        error = capsys.readouterr().err
+        assert "step_0000002 has --dtype float64, this run float32" in error and error.count("float64") == 1
 
 
 def test_a_finished_run_that_is_resumed_writes_no_second_copy(tmp_path: Path) -> None:
