@@ -51,6 +51,9 @@ class Sink(Protocol):
     def write(self, kind: str, step: int, figures: Mapping[str, Number | None]) -> None:
         """Record named figures of a step; `kind` is train, valid or attention."""
 
+    def note(self, step: int, text: str) -> None:
+        """Record what happened in a step, in words."""
+
     def close(self) -> None:
         """Flush and end."""
 
@@ -108,6 +111,12 @@ class RunLog:
             sink.write("attention", step, figures)
         self.say(text)
 
+    def note(self, step: int, text: str) -> None:
+        """Report what must be found again after the run: a skipped update, a document left out."""
+        for sink in self._sinks:
+            sink.note(step, text)
+        self.say(f"step {step}: {text}")
+
     def say(self, text: str) -> None:
         """Print a line on the console of rank 0."""
         if self._targets.console:
@@ -147,8 +156,14 @@ class JsonlSink:
 
     def write(self, kind: str, step: int, figures: Mapping[str, Number | None]) -> None:
         """Append one line."""
-        row = {"kind": kind, "step": step} | {name: _json_number(value) for name, value in figures.items()}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._line(kind, step, {name: _json_number(value) for name, value in figures.items()})
+
+    def note(self, step: int, text: str) -> None:
+        """Append a line `{"kind": "note", "step": 3, "text": ...}`."""
+        self._line("note", step, {"text": text})
+
+    def _line(self, kind: str, step: int, values: Mapping[str, Number | str | None]) -> None:
+        self._file.write(json.dumps({"kind": kind, "step": step, **values}, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -172,6 +187,10 @@ class TensorBoardSink:
             if value is not None:
                 self._writer.add_scalar(f"{kind}/{name}", value, step)
 
+    def note(self, step: int, text: str) -> None:
+        """Add a text."""
+        self._writer.add_text("note", text, step)
+
     def close(self) -> None:
         """Flush the events."""
         self._writer.close()
@@ -191,6 +210,10 @@ class WandbSink:
         """Log every figure that is known."""
         known = {f"{kind}/{name}": value for name, value in figures.items() if value is not None}
         self._run.log(known, step=step)
+
+    def note(self, step: int, text: str) -> None:
+        """Log the text."""
+        self._run.log({"note": text}, step=step)
 
     def close(self) -> None:
         """Finish the run."""

@@ -134,7 +134,7 @@ class Trainer:
         """One step, and 0; when some rank wishes to stop, the wish, before anything of the step was done."""
         with self.timers.measure("step"):
             with self.timers.measure("data"):
-                batches = self._sound(loader.next_step())
+                batches = self._sound(loader.next_step(), self.progress.step + 1)
             news = RankNews(
                 self.stop.wish,
                 step_flops(batches, self.config) if self.leads_replica else 0.0,
@@ -158,7 +158,7 @@ class Trainer:
             trim_heap()
         return 0
 
-    def _sound(self, batches: list[PackedBatch]) -> list[PackedBatch]:
+    def _sound(self, batches: list[PackedBatch], step: int) -> list[PackedBatch]:
         """What was read, less the documents whose images some rank could not decode; tells how images are dealt."""
         for strategy in sorted(shard_strategies(batches) - self.known_strategies):
             self.known_strategies.add(strategy)
@@ -167,7 +167,7 @@ class Trainer:
             return batches
         batches, reasons = without_bad_images(batches, self.grid, self.rows.place.index)
         for reason in reasons:
-            self.log.say(f"left out a document: {reason}")
+            self.log.note(step, f"left out a document: {reason}")
         return batches
 
     def _report(self, result: StepResult, agreed: StepAgreement, seconds: float) -> None:
@@ -175,7 +175,7 @@ class Trainer:
             self.log.say(line)
         if result.skipped:
             what = f"gradient norm {result.grad_norm}, all ranks skipped the update; {result.suspects}"
-            self.log.say(f"step {self.progress.step}: {what}")
+            self.log.note(self.progress.step, what)
         self.log.step(
             StepRecord(
                 step=self.progress.step,
@@ -206,7 +206,7 @@ class Trainer:
         steps = validation_steps(self.sources.valid, options, self.rows.place, count, self.images)
         total, weight = 0.0, 0.0
         for read in steps:
-            batches = self._sound(read)
+            batches = self._sound(read, self.progress.step)
             agreed = agree(batches, self.grid, replica=self.rows.place.index)
             total += self.trainee.evaluate(batches, agreed.denominator) * agreed.denominator
             weight += agreed.weight

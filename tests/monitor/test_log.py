@@ -147,6 +147,20 @@ def test_tensorboard_gets_the_same_figures(tmp_path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("valid/loss")] == [(2, 1.5)]
 
 
+def test_a_note_stands_on_the_console_and_in_every_file(tmp_path, capsys) -> None:
+    """Would catch a skipped step of which only a lost console told."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    log = RunLog(LogTargets(True, tmp_path / "log.jsonl", str(tmp_path / "events")), total_steps=2)
+    log.note(2, "skipped; packs 3, 4")
+    log.close()
+    assert capsys.readouterr().out == "step 2: skipped; packs 3, 4\n"
+    assert rows(tmp_path / "log.jsonl") == [{"kind": "note", "step": 2, "text": "skipped; packs 3, 4"}]
+    events = accumulator.EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    (event,) = events.Tensors("note/text_summary")
+    assert event.step == 2 and event.tensor_proto.string_val == [b"skipped; packs 3, 4"]
+
+
 def test_wandb_gets_the_same_figures(monkeypatch) -> None:
     """Would catch figures logged under another step; a stand-in takes the calls, the network is not needed."""
     calls: list = []
@@ -158,10 +172,12 @@ def test_wandb_gets_the_same_figures(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     log = RunLog(LogTargets(wandb_project="mine"), total_steps=1, settings={"lr": 1.0})
     log.step(record(1, mfu=None))
+    log.note(1, "skipped")
     log.close()
-    opened, (step, figures), end = calls
+    opened, (step, figures), note, end = calls
     assert opened == ("mine", {"lr": 1.0}) and end == "finished"
     assert step == 1 and figures["train/loss"] == 1 / 3 and "train/mfu" not in figures
+    assert note == (1, {"note": "skipped"})
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ def test_forgetting_finetune_on_a_converted_model_is_told_as_such(
     assert loaded.extra == {"tokenizer_sha256": "", "image_rules": None}
     config = ["--config", str(loaded.path / "config.yaml"), "--global-batch-size", "2", "--train-iters", "1"]
     flags = [*config, "--lr", "0.001", "--seq-length", "32", "--seed", "3", "--load", str(tmp_path / "b")]
+    flags = [*flags, "--log-file", str(tmp_path / "log.jsonl")]
     capsys.readouterr()
     assert train(flags) == 2
     error = capsys.readouterr().err

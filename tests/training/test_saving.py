@@ -261,6 +261,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_and_its_packs_are_named(tmp
         assert "all losses were finite, a gradient was not; the step had packs " in line
         named = {int(text) for text in line.split("packs ")[1].split(", ")}
         assert len(named) == 4 and named >= {number for of_batch in ids for number in of_batch}
-    logged = [json.loads(row) for row in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert logged[1]["loss"] == "nan" if where == "loss" else isinstance(logged[1]["loss"], float)
+    _, note, logged, _ = [json.loads(row) for row in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert note == {"kind": "note", "step": 2, "text": line.removeprefix("step 2: ")}
+    assert logged["loss"] == "nan" if where == "loss" else isinstance(logged["loss"], float)
     assert load_checkpoint(tmp_path, WORLD).extra["updates"] == 2

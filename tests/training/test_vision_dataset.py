@@ -191,6 +191,8 @@ def test_a_run_tells_how_images_are_dealt_what_it_left_out_and_has_the_losses_of
     ]
     figures = [[row["loss"] for row in run if "loss" in row] for run in rows]
     assert len(figures[0]) == 4
+    left_out = [[(row["step"], row["text"]) for row in run if row["kind"] == "note"] for run in rows]
+    assert left_out[0] and left_out[0] == left_out[1]
     np.testing.assert_allclose(figures[1], figures[0], rtol=1e-9)
 
 
