@@ -1,7 +1,7 @@
 """Ranks started by a tool itself: a pool of gloo processes on this machine, kept alive between calls.
 
 Key property: a raise, a death or a hang in one rank becomes one `RankFailure` that holds that rank's number and
-traceback; no process outlives the pool. The processes come from a forkserver that imported torch once and meet through
+traceback; no process outlives the pool. The processes come from a forkserver that did all imports once and meet through
 a file, so no port is taken. Rejected: torchrun for tools that compare runs, which takes 5 s to start and can hand no
 result back.
 """
@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -34,6 +35,15 @@ _GRACE = 2.0
 
 class RankFailure(RuntimeError):
     """Some rank raised, died or hung; the message holds its number and its traceback."""
+
+
+def preloaded() -> list[str]:
+    """Modules that ranks find imported: torch's, and those of megacp that this process has.
+
+    torch._dynamo is what the first torch.optim optimizer of a process imports: 1.8 s of a core in every rank. None of
+    them starts a thread or asks for a device, after which a process could not be forked.
+    """
+    return ["torch", "torch.distributed", "torch._dynamo", *sorted(n for n in sys.modules if n.startswith("megacp."))]
 
 
 def _serve(rank: int, world_size: int, folder: str, threads: int, pipe: Connection) -> None:
@@ -68,7 +78,7 @@ class RankPool:
 
     def __init__(self, world_size: int, threads: int = 1) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context.set_forkserver_preload(preloaded())
         self._folder = tempfile.mkdtemp(prefix="megacp_pool_")
         self._pipes: list[Connection] = []
         self._processes = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -36,6 +38,26 @@ def pid(rank: int, world_size: int) -> int:
 def test_ranks_talk_and_answer_in_rank_order() -> None:
     """Would catch a group of the wrong size, or ranks with all the machine's threads each."""
     assert run_ranks(total, 3, 10) == [(30, 1)] * 3
+
+
+PRELOADS = """
+import sys, threading, torch
+for module in (torch.cuda, torch.accelerator):
+    for name in ("is_available", "device_count", "current_device_index", "init", "_lazy_init"):
+        setattr(module, name, lambda *_: sys.exit(f"{name} was asked"))
+import megacp.train, importlib
+from megacp.distributed.spawn import preloaded
+for name in preloaded():
+    importlib.import_module(name)
+assert "megacp.training.trainer" in preloaded()
+print(threading.active_count())
+"""
+
+
+def test_what_ranks_find_imported_asks_for_no_device_and_starts_no_thread() -> None:
+    """Would catch ranks that cannot use a GPU, or stand still, because their parent did before the fork."""
+    done = subprocess.run([sys.executable, "-c", PRELOADS], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
 
 
 def test_one_rank_needs_no_process_group_and_gets_its_threads() -> None:
