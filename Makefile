@@ -18,7 +18,7 @@ help:
 	@echo 'make setup      create $(VENV) with everything the tests and the demo need (done by the targets below)'
 	@echo 'make demo       train a model that sees on 8 CPU ranks, ask it about digits it never saw (14 minutes on two cores)'
 	@echo 'make demo-text  train a language model on 8 CPU ranks, stop it, resume it on another grid, sample text (about 5 minutes)'
-	@echo 'make test       all tests'
+	@echo 'make test       all tests (14 minutes on two cores)'
 	@echo 'make test-fast  the tests that take seconds'
 	@echo 'make check      lint, layer contract, fences, types'
 	@echo 'make format     format and repair what a tool can'
