@@ -13,10 +13,13 @@ assistant says in a record or branch is what the model has to say, and stands as
 from __future__ import annotations
 
 import argparse
+import codecs
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 
@@ -64,12 +67,18 @@ def refuse(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         reasons.append("--image goes with --prompt; records of --input name their own images")
     if arguments.input is None and arguments.image_root is not None:
         reasons.append("--image-root goes with --input")
-    if arguments.temperature < 0:
-        reasons.append(f"--temperature {arguments.temperature}: must be 0 or more")
+    if not 0 <= arguments.temperature < math.inf:
+        reasons.append(f"--temperature {arguments.temperature}: must be a finite number, 0 or more")
+    if arguments.output is not None and arguments.input is not None and _same_file(arguments.output, arguments.input):
+        reasons.append(f"--output {arguments.output} is --input, which it would overwrite")
     if arguments.max_new_tokens < 1:
         reasons.append(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 1")
     if reasons:
         parser.error("; ".join(reasons))
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    return one.exists() and other.exists() and one.samefile(other)
 
 
 def load(arguments: argparse.Namespace) -> tuple[Generator, Tokenizer]:
@@ -90,7 +99,7 @@ def read_records(path: Path, maker: PromptMaker) -> tuple[list[str], list[Prompt
     """The `id` of each record (or its line) and its prompt. ValueError names the line and what is wrong with it."""
     names, prompts = [], []
     try:
-        lines = path.read_bytes().splitlines()
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
     except OSError as error:
         raise ValueError(f"--input {path}: {error.strerror}") from error
     for number, line in enumerate(lines, 1):
@@ -101,7 +110,7 @@ def read_records(path: Path, maker: PromptMaker) -> tuple[list[str], list[Prompt
             prompts.append(maker.of_record(record))
         except RecordError as error:
             raise ValueError(f"--input {path}:{number}: {error}") from error
-        names.append(str(record.get("id", number)))
+        names.append(str(number if record.get("id") is None else record["id"]))
     if not prompts:
         raise ValueError(f"--input {path} holds no record")
     return names, prompts
@@ -115,6 +124,15 @@ def read_image(path: Path) -> bytes:
         raise ValueError(f"--image {path}: {error.strerror}") from error
 
 
+def opened(path: Path) -> TextIO:
+    """The file for the answers, empty; ValueError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--output {path}: {error.strerror}") from error
+
+
 def spoken(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
     """An answer as text, without the token that ends it."""
     return tokenizer.decode(tokens[:-1] if len(tokens) and tokens[-1] == tokenizer.eos_id else tokens)
@@ -122,7 +140,7 @@ def spoken(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
 
 def answer_prompts(arguments: argparse.Namespace, generator: Generator, tokenizer: Tokenizer) -> None:
     """Print every prompt with its continuation."""
-    rules = generator.image_rules(arguments.data_path) if arguments.image else None
+    rules = generator.image_rules(arguments.data_path) if arguments.image or generator.has_image_rules else None
     maker = PromptMaker(tokenizer, rules)
     if arguments.image:
         prompts = [maker.of_texts(arguments.prompt, [read_image(path) for path in arguments.image])]
@@ -142,8 +160,7 @@ def answer_records(arguments: argparse.Namespace, generator: Generator, tokenize
     names, prompts = read_records(arguments.input, PromptMaker(tokenizer, rules, arguments.image_root))
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.seed, tokenizer.eos_id)
     right, total, asked = 0, 0, 0
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    with arguments.output.open("w", encoding="utf-8") as stream:
+    with opened(arguments.output) as stream:
         for name, prompt, answers in zip(names, prompts, generator.answer(prompts, sampling), strict=True):
             for question, expected, tokens in zip(prompt.questions, prompt.expected, answers, strict=True):
                 line = {"id": name, "images": prompt.images, "prompt": question, "expected": expected}

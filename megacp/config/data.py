@@ -35,4 +35,4 @@ class DataConfig:
     it."""
 
     num_workers: int = 1
-    """Threads that read packs and decode images ahead of the step; 0 does it when they are needed."""
+    """Threads that read packs and decode images, each a step ahead of the others; 0 does it when they are needed."""

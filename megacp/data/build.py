@@ -184,6 +184,8 @@ def build(settings: BuildSettings, stream: TextIO, overwrite: bool = False) -> B
         )
     if settings.image_rules is not None:
         rules = settings.image_rules.with_token_ids(tokenizer)
+        if reasons := rules.reasons():
+            raise ValueError("; ".join(reasons))
         settings = dataclasses.replace(settings, image_rules=rules, unit_bytes=_unit_bytes_of_images(settings))
     directory = Path(settings.output)
     prepare_directory(directory, overwrite)

@@ -4,9 +4,10 @@ Key property: labels are shifted here, per document, before anything is cut over
 rank's edge never needs its neighbour's. Rejected: shifting logits against labels in the loss, which is wrong at every
 chunk edge of a context-parallel layout.
 
-The last token of a document predicts nothing. Neither does the last token of a prefix that has branches (each branch
-would be a different answer) nor the last of a branch. A loss weight belongs to the token that is predicted, so it moves
-with the label to the place before it.
+The last token of a document predicts nothing. Neither does the last of a branch, nor the last token of a prefix whose
+branches begin differently (each would be another answer); where all begin alike it predicts that token, with the weight
+that it has in the first branch. A loss weight belongs to the token that is predicted, so it moves with the label to the
+place before it.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def collate(packs: Sequence[Pack], attention_mask: str = "packed", image_attenti
     pack_of = np.repeat(np.arange(len(packs)), [len(pack.segments) for pack in packs])
     if attention_mask == "packed":
         runs = _document_runs(packs, segments, begin)
-        last = np.cumsum(runs.length) - 1  # of true tokens: the last of each run predicts nothing
+        last = (np.cumsum(runs.length) - 1)[~_agreeing(packs, runs)]  # of true tokens: those that predict nothing
     else:
         before = np.cumsum(true) - true
         first_of_pack = np.searchsorted(pack_of, np.arange(len(packs)))
@@ -120,6 +121,20 @@ def _document_runs(packs: Sequence[Pack], segments: np.ndarray, begin: np.ndarra
         document=np.concatenate((documents, owner))[order],
         branch=np.concatenate((zeros, number))[order],
     )
+
+
+def _agreeing(packs: Sequence[Pack], runs: _Runs) -> np.ndarray:
+    """bool [r]: whether a run is a prefix whose branches all begin with the same token."""
+    begin = np.cumsum(runs.length) - runs.length
+    in_branch = runs.branch > 0
+    if not in_branch.any():
+        return in_branch
+    stored = np.concatenate([pack.tokens for pack in packs])[begin]
+    differs = np.zeros(len(in_branch), np.int64)
+    differs[1:] = (runs.branch[1:] > 1) & (stored[1:] != stored[:-1])
+    owner = np.cumsum(~in_branch) - 1  # runs of a document stand together, its prefix first
+    alike = np.bincount(owner, weights=differs)[owner] == 0
+    return ~in_branch & np.append(in_branch[1:], False) & alike
 
 
 def _padding_positions(true: np.ndarray, padded: np.ndarray) -> np.ndarray:

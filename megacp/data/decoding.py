@@ -6,6 +6,8 @@ built. Rejected: storing pixels, 20 to 100 times the bytes of the files.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from megacp.data.image import ImageRules, frame_layout, image_layout, image_patches, load_pixels
@@ -29,8 +31,8 @@ class RulesDecoder:
         height, width, _ = pixels.shape
         return image_patches(pixels, self._rules), image_layout(width, height, self._rules).pooling
 
-    def video(self, data: bytes, frames: slice) -> tuple[np.ndarray, np.ndarray]:
-        """Some of the taken frames, float32 [frames, patches, patch_dim], and their pooling; ImageError."""
+    def video(self, data: bytes, frames: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Some of the taken frames, rising, float32 [frames, patches, patch_dim], and their pooling; ImageError."""
         patches = decode_video(data, self._rules, frames)
         window = frame_layout(self._rules).pooling
         begin = np.arange(len(patches))[:, None, None] * self._rules.patches_per_crop

@@ -122,16 +122,46 @@ class Stretch(NamedTuple):
     placed: Placed | None = None
 
 
+def _lengths(parts: list[list[Stretch]]) -> list[int]:
+    return [sum([len(stretch.ids) for stretch in part]) for part in parts]
+
+
+def _begins_learned(part: list[Stretch]) -> bool:
+    return next((stretch.weight for stretch in part if len(stretch.ids)), 0.0) > 0
+
+
+def _predictable(parts: list[list[Stretch]]) -> list[list[Stretch]]:
+    """A record's prefix and branches, such that some token before it predicts the first one of every branch.
+
+    The end of a prefix cannot stand for several: where a branch begins with learned text, every branch begins with the
+    prefix's last token instead, at the place that it had. Each still is the sequence that prefix and branch make, and
+    the token is learned once, as before.
+    """
+    prefix, *branches = parts
+    *before, end = prefix
+    while not len(end.ids):  # texts of no token
+        end = before.pop()
+    last = end.ids[-1:]
+    moved = [[Stretch(last, end.weight if i == 0 else 0.0), *branch] for i, branch in enumerate(branches)]
+    return [[*before, end._replace(ids=end.ids[:-1])], *moved]
+
+
 class Encoded:
     """A record's prefix and branches as stretches; made once for every record, so it counts once."""
 
-    __slots__ = ("lengths", "num_crops", "stretches")
+    __slots__ = ("is_guesswork", "lengths", "num_crops", "stretches")
 
     def __init__(self, parts: list[list[Stretch]]) -> None:
+        self.lengths = _lengths(parts)
+        """Tokens of the prefix and of each branch."""
+        self.is_guesswork = False
+        """Whether a branch begins with learned text and no token can be there to predict it."""
+        if len(parts) > 1 and 0 not in self.lengths and any(_begins_learned(branch) for branch in parts[1:]):
+            self.is_guesswork = self.lengths[0] == 1
+            parts = parts if self.is_guesswork else _predictable(parts)
+            self.lengths = _lengths(parts)
         self.stretches = [stretch for part in parts for stretch in part]
         """All of them, in order."""
-        self.lengths = [sum([len(stretch.ids) for stretch in part]) for part in parts]
-        """Tokens of the prefix and of each branch."""
         self.num_crops = sum([one.placed.layout.num_crops for one in self.stretches if one.placed is not None])
         """Crops of all its images and frames."""
 

@@ -37,6 +37,8 @@ TOKEN_TEXTS = {
 }
 """The special tokens by the names used here, and their texts in Molmo2's tokenizer."""
 TIME_MODES = ("per-frame", "off")
+_LARGEST_ID = (1 << 31) - 2
+"""Tokens are stored in at most 4 bytes, and there is one id more than the largest."""
 _UNREACHABLE = np.float32(10e9)
 
 
@@ -111,11 +113,11 @@ class ImageRules:
         for flag, values in {"--image-mean": self.image_mean, "--image-std": self.image_std}.items():
             if len(values) != 3 or not np.isfinite(values).all() or (flag == "--image-std" and min(values) <= 0):
                 found.append(f"{flag} is {list(values)}, it must be three finite numbers (a deviation above 0)")
-        if unknown := sorted(set(self.token_ids) - set(TOKEN_TEXTS)):
+        if unknown := sorted({str(name) for name in self.token_ids} - set(TOKEN_TEXTS)):
             found.append(f"--image-token-ids names {', '.join(unknown)}, known are {', '.join(TOKEN_TEXTS)}")
         ids = list(self.token_ids.values())
-        if len(set(ids)) < len(ids) or min(ids, default=0) < 0:
-            found.append(f"--image-token-ids are {self.token_ids}, they must differ and be at least 0")
+        if len(set(ids)) < len(ids) or min(ids, default=0) < 0 or max(ids, default=0) > _LARGEST_ID:
+            found.append(f"--image-token-ids are {self.token_ids}, they must differ and be 0 to {_LARGEST_ID}")
         return found
 
     def _fit_reasons(self) -> list[str]:
@@ -158,7 +160,7 @@ class ImageRules:
     def unchecked(values: Mapping[str, Any]) -> ImageRules:
         """As `from_dict`, whatever the numbers are. ValueError lists unknown keys, or values of a wrong type."""
         fields = {f.name: f for f in dataclasses.fields(ImageRules)}
-        if unknown := sorted(set(values) - set(fields)):
+        if unknown := sorted({str(key) for key in values} - set(fields)):
             raise ValueError(f"image rules: unknown keys {', '.join(unknown)}; known are {', '.join(fields)}")
         defaults = ImageRules()
         wrong = [

@@ -150,17 +150,38 @@ def read_pixels(data: bytes, max_pixels: int) -> np.ndarray:
         raise ImageError(f"the {opened.format} has pixels of kind {mode}, allowed are {', '.join(_COLOURS)} and I;16")
     try:
         image.load()
+        _scale_transparent_colour(opened, data)
         pixels = _rgb(image)
+    except ImageError:
+        raise
     except Exception as error:  # as above: whatever a decoder runs into
         raise ImageError(f"the {opened.format} is cut short or damaged ({_one_line(error)})") from error
     return np.ascontiguousarray(_turned(pixels, opened.orientation))
+
+
+def _scale_transparent_colour(opened: Any, data: bytes) -> None:
+    """The colour that a PNG without alpha calls transparent, in the units of Pillow's pixels instead of the file's.
+
+    PNG 1.2, 4.2.2.1: tRNS counts in the image's bit depth, which byte 24 of the file holds.
+    """
+    image, key = opened.image, opened.image.info.get("transparency")
+    if opened.format != "PNG" or image.mode == "P" or not isinstance(key, int | tuple):
+        return
+    bits = data[24]
+    if bits == 16 and isinstance(key, tuple):
+        raise ImageError("the PNG has 16 bits a channel and one transparent colour: give it an alpha channel")
+    if bits < 8 and isinstance(key, int):
+        image.info["transparency"] = key * 255 // (2**bits - 1)
 
 
 def _rgb(image: Any) -> np.ndarray:
     from PIL import Image
 
     if image.mode in _GREY_16:
-        high = (np.asarray(image) >> 8).astype(np.uint8)
+        grey, key = np.asarray(image), image.info.get("transparency")
+        high = (grey >> 8).astype(np.uint8)
+        if isinstance(key, int):
+            high[grey == key] = 255
         return np.repeat(high[..., None], 3, axis=2)  # [h, w] -> [h, w, 3]
     if image.mode in ("RGBa", "La"):  # colours multiplied by alpha
         image = image.convert(image.mode[:-1] + "A")

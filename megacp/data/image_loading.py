@@ -45,8 +45,8 @@ class Decoder(Protocol):
         """All crops of an image. ImageError says what is wrong with it."""
         ...
 
-    def video(self, data: bytes, frames: slice) -> Pixels:
-        """Some of the sampled frames of a video, one crop each. ImageError likewise."""
+    def video(self, data: bytes, frames: Sequence[int]) -> Pixels:
+        """Some of the sampled frames of a video (their numbers rise), one crop each. ImageError likewise."""
         ...
 
 
@@ -80,15 +80,6 @@ class ImageLoading:
             raise ValueError("; ".join(reasons))
 
 
-@dataclass(frozen=True)
-class _Item:
-    """Units of one image, or neighbouring frames of one video."""
-
-    units: range
-    frames: slice | None
-    """None for an image."""
-
-
 def load_images(batch: PackedBatch, packs: Sequence[Pack], loading: ImageLoading) -> PackedBatch:
     """The collated row of `packs` with its boundary table for `cp_size` ranks and the pixels that this rank encodes.
 
@@ -100,24 +91,27 @@ def load_images(batch: PackedBatch, packs: Sequence[Pack], loading: ImageLoading
     images = [pack.images for pack in packs if pack.images is not None]
     shards = _shards(images, units, loading)
     mine = shards.units(units.cum_images, loading.cp_rank) if loading.decodes else np.zeros(0, np.int64)
-    found: list[Pixels] = []
+    found: dict[int, Pixels] = {}
     bad: dict[int, str] = {}
     for item in _items(units, mine):
-        first = item.units[0]
-        sizes = _sizes(units, item.units)
+        first, is_video = item[0], units.frame[item[0]] >= 0
+        sizes = [_sizes(units, unit) for unit in item]
         try:
             data = images[int(units.pack[first])].read(int(units.item[first]))
-            pixels = loading.decoder.image(data) if item.frames is None else loading.decoder.video(data, item.frames)
-            _refuse_other_sizes(pixels, sizes, loading.decoder.patch_shape)
+            frames = [int(units.frame[unit]) for unit in item]
+            pixels = loading.decoder.video(data, frames) if is_video else loading.decoder.image(data)
+            _refuse_other_sizes(pixels, np.sum(sizes, 0), loading.decoder.patch_shape)
+            found.update(zip(item, _split(pixels, sizes), strict=True))
         except ImageError as error:
-            what = "image" if item.frames is None else "video"
+            what = "video" if is_video else "image"
             reason = f"{records_of_packs(packs)[int(units.segment[first])]}: {what} {units.item[first]}: {error}"
             if loading.on_bad_image == "fail":
                 raise ValueError(f"{reason} (--on-bad-image skip leaves such documents out)") from None
             bad.setdefault(int(batch.document[units.first[first]]), reason)
-            pixels = _blank(sizes, loading.decoder.patch_shape)
-        found.append(pixels)
-    patches, pooling = joined(found, loading.decoder.patch_shape)
+            found.update(
+                (unit, _blank(size, loading.decoder.patch_shape)) for unit, size in zip(item, sizes, strict=True)
+            )
+    patches, pooling = joined([found[unit] for unit in mine.tolist()], loading.decoder.patch_shape)
     return dataclasses.replace(
         batch,
         vision=dataclasses.replace(
@@ -145,34 +139,36 @@ def _shards(images: Sequence[PackImages], units: RowUnits, loading: ImageLoading
     return image_shards(bounds, loading.cp_size, stored, units_known=loading.strategy != "uniform")
 
 
-def _items(units: RowUnits, mine: np.ndarray) -> Iterator[_Item]:
-    """The images and stretches of videos that a rank decodes, in the order of its units."""
-    start = 0
-    for place in range(1, len(mine) + 1):
-        before = mine[place - 1]
-        if place < len(mine) and mine[place] == before + 1 and units.frame[before] >= 0:
-            same = (units.pack[before], units.item[before]) == (units.pack[before + 1], units.item[before + 1])
-            if same and units.frame[before + 1] == units.frame[before] + 1:
-                continue
-        together = range(int(mine[start]), int(before) + 1)
-        first, stop = int(units.frame[together[0]]), int(units.frame[before]) + 1
-        yield _Item(together, slice(first, stop) if first >= 0 else None)
-        start = place
+def _items(units: RowUnits, mine: np.ndarray) -> list[list[int]]:
+    """The units that a rank decodes, those of one video together with rising frames, so each file is read once."""
+    items: dict[tuple[int, ...], list[int]] = {}
+    for unit in sorted(mine.tolist()):
+        frame = () if units.frame[unit] >= 0 else (unit,)  # an image that is named twice stays two
+        items.setdefault((int(units.pack[unit]), int(units.item[unit]), *frame), []).append(unit)
+    return list(items.values())
 
 
-def _sizes(units: RowUnits, of: range) -> tuple[int, int]:
-    """Crops and pooled tokens of some neighbouring units."""
-    ends = ((cum[of[-1]], cum[of[0] - 1] if of[0] else 0) for cum in (units.cum_images, units.cum_pooled))
-    crops, pooled = (int(stop) - int(start) for stop, start in ends)
+def _sizes(units: RowUnits, unit: int) -> tuple[int, int]:
+    """Crops and pooled tokens of a unit."""
+    crops, pooled = (int(cum[unit]) - int(cum[unit - 1] if unit else 0) for cum in (units.cum_images, units.cum_pooled))
     return crops, pooled
 
 
-def _refuse_other_sizes(pixels: Pixels, sizes: tuple[int, int], patch_shape: tuple[int, int]) -> None:
+def _split(pixels: Pixels, sizes: Sequence[tuple[int, int]]) -> Iterator[Pixels]:
+    """The pixels of several units as those of each: indices count from its own patches."""
+    (patches, pooling), crop, row = pixels, 0, 0
+    for crops, pooled in sizes:
+        windows = pooling[row : row + pooled]
+        yield patches[crop : crop + crops], np.where(windows >= 0, windows - crop * patches.shape[1], -1)
+        crop, row = crop + crops, row + pooled
+
+
+def _refuse_other_sizes(pixels: Pixels, sizes: np.ndarray, patch_shape: tuple[int, int]) -> None:
     patches, pooling = pixels
     if patches.shape != (sizes[0], *patch_shape) or len(pooling) != sizes[1]:
         raise ImageError(
             f"it decodes to patches {patches.shape} and {len(pooling)} pooled tokens, the dataset was built for "
-            f"{(sizes[0], *patch_shape)} and {sizes[1]}"
+            f"{(int(sizes[0]), *patch_shape)} and {sizes[1]}"
         )
     if empty := int((pooling < 0).all(1).sum()):
         raise ImageError(f"{empty} of its {len(pooling)} pooled tokens have no patch inside of the image")

@@ -21,6 +21,8 @@ from megacp.data.image_file import ImageError
 from megacp.data.sample import Media, Piece, RecordError
 from megacp.data.video import sample_frames, time_text, video_info, video_pixels
 
+_SHOWN_CHARACTERS = 100
+"""Of a path, in messages."""
 LARGEST_ITEM = (1 << 31) - 1
 """Bytes of an item: the index of images.bin counts them in int32."""
 
@@ -124,7 +126,9 @@ class MediaReader:
         value = str(media.value)
         if self._root is None:
             raise ImageError("a path needs --image-root")
-        if "://" in value or value.startswith(("file:", "data:")):
+        if value.startswith("data:"):
+            raise ImageError("it is a data URL, which stands under `base64`")
+        if "://" in value or value.startswith("file:"):
             raise ImageError("it is a URL, allowed are paths relative to --image-root")
         if value.startswith("/") or "\0" in value:
             raise ImageError("the path is absolute or no path, allowed are paths relative to --image-root")
@@ -173,8 +177,10 @@ _SOURCES: dict[str, Callable[[MediaReader, Media, Mapping[str, bytes]], bytes]] 
 
 
 def _shown(media: Media) -> str:
-    named = media.source in ("path", "member")
-    return f"`{media.key}`" + (f" {str(media.value)!r}" if named else "")
+    value = str(media.value) if media.source in ("path", "member") else ""
+    if len(value) > _SHOWN_CHARACTERS:
+        value = value[:_SHOWN_CHARACTERS] + "..."
+    return f"`{media.key}`" + (f" {value!r}" if value else "")
 
 
 def _member(name: str, members: Mapping[str, bytes]) -> str | None:

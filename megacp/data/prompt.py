@@ -8,6 +8,7 @@ for all its questions. Rejected: a chat template of its own, which would be a se
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,8 +44,8 @@ class Prompt:
     prefix: PromptPart
     branches: tuple[PromptPart, ...] = ()
     """The questions; none = the one answer follows the prefix."""
-    pixels: tuple[Pixels, ...] = ()
-    """Of the units of all parts, in order."""
+    encoded: tuple[tuple[bytes, int], ...] = ()
+    """Of the units of all parts, in order: a file, and the number among its taken frames (-1: it is an image)."""
     questions: tuple[str, ...] = ("",)
     """The texts before each answer, special tokens and images left out."""
     expected: tuple[str | None, ...] = (None,)
@@ -70,7 +71,6 @@ class PromptMaker:
         self.rules = rules
         self._maker = DocumentMaker(tokenizer, tokenizer.eos_id is not None, rules.token_ids if rules else {})
         self._media = MediaReader(rules, image_root) if rules is not None else None
-        self._decoder = RulesDecoder(rules) if rules is not None else None
 
     def of_record(self, record: Any) -> Prompt:
         """A record as for preprocess_data.py, whose last learned text, if there is text before, is what to answer.
@@ -127,18 +127,8 @@ class PromptMaker:
             made.append(PromptPart(tokens, tuple(dataclasses.replace(u, start=u.start - begin) for u in mine)))
         questions = tuple(_shown(prefix + branch) for branch in branches or [[]])
         named = tuple(str(one.value) for one in media if one.source == "path")
-        return Prompt(made[0], tuple(made[1:]), self._pixels(units, items), questions, expected, named)
-
-    def _pixels(self, units: Sequence[SegmentUnit], items: Sequence[bytes]) -> tuple[Pixels, ...]:
-        decoder = self._decoder
-        if decoder is None:
-            return ()
-        return tuple(
-            decoder.image(items[unit.item])
-            if unit.frame < 0
-            else decoder.video(items[unit.item], slice(unit.frame, unit.frame + 1))
-            for unit in units
-        )
+        encoded_units = tuple((items[unit.item], unit.frame) for unit in units)
+        return Prompt(made[0], tuple(made[1:]), encoded_units, questions, expected, named)
 
 
 def _without_answer(pieces: list[Piece]) -> tuple[list[Piece], str | None]:
@@ -166,9 +156,14 @@ class PromptRow:
     """int64 [answers]: places of the tokens after which each answer goes on."""
 
 
-def prompt_pixels(prompts: Sequence[Prompt], patch_shape: tuple[int, int]) -> Pixels:
+def prompt_pixels(prompts: Sequence[Prompt], rules: ImageRules) -> Pixels:
     """All pixels of a row of these prompts, in the order in which its batch counts them."""
-    return joined([pixels for prompt in prompts for pixels in prompt.pixels], patch_shape)
+    decoder, found = RulesDecoder(rules), []
+    for prompt in prompts:
+        for _, units in itertools.groupby(prompt.encoded, lambda unit: (id(unit[0]), min(unit[1], 0))):
+            files, frames = zip(*units, strict=True)
+            found += [decoder.image(data) for data in files] if frames[0] < 0 else [decoder.video(files[0], frames)]
+    return joined(found, decoder.patch_shape)
 
 
 def prompt_row(

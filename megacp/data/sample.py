@@ -11,8 +11,10 @@ A record has exactly one of
   its end-of-document token, is learned; several messages are joined by a newline;
 * `content`: [{"type": "text", "text": ...}, ...], the texts joined as they are;
 and optionally `id` (string or integer, unique in the dataset), `weight` (a finite number >= 0 that multiplies the loss
-of the record) and `branches`: a list of alternative continuations, each a string or a record of one of these forms;
-they see the record's own text as their prefix, and not each other. Other keys are ignored.
+of the record) and `branches`: a list of alternative continuations, each a string or a record of one of these forms,
+maybe with a `weight` of its own; they see the record's own text as their prefix, and not each other. Messages after
+messages go on as in one conversation. A branch that begins with learned text right after an image begins with a newline
+that is not learned, for no token of its own would predict the first word. Other keys are ignored.
 
 In a build with images, `content` (also that of a message) may hold parts of type `image` and `video`, each with exactly
 one of `path` (relative to --image-root; `image` or `video` means the same), `base64`, `member` (of the record's tar:
@@ -25,7 +27,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 LEARNED_ROLES = ("assistant",)
@@ -224,23 +226,22 @@ def parse_record(record: Any, text_key: str = "text", media: bool = False) -> Sa
     if not isinstance(record, dict):
         raise RecordError(f"a record must be a JSON object, found {_name(record)}")
     pieces = _pieces(record, text_key, media)
-    identity, weight, branches = record.get("id"), record.get("weight"), record.get("branches")
+    identity, branches = record.get("id"), record.get("branches")
     if identity is not None and (isinstance(identity, bool) or not isinstance(identity, str | int)):
         raise RecordError(f"`id` is {_name(identity)}, it must be a string or an integer")
-    if weight is None:
-        weight = 1.0
-    elif isinstance(weight, bool) or not isinstance(weight, int | float):
-        raise RecordError(f"`weight` is {_name(weight)}, it must be a number")
-    elif not 0.0 <= weight <= 1e30:  # also refuses NaN; the upper bound keeps float32 finite
-        raise RecordError(f"`weight` is {weight}, it must be a finite number >= 0")
+    weight = _weight(record, "weight")
     identity = None if identity is None else str(identity)
     if branches is None:
-        return Sample(_ended(pieces), (), float(weight), identity)
+        return Sample(_ended(pieces), (), weight, identity)
     if not isinstance(branches, list) or not branches:
         raise RecordError(f"`branches` must be a list of at least one continuation, found {_name(branches)}")
-    return Sample(
-        tuple(pieces), tuple(_branch(b, i, text_key, media) for i, b in enumerate(branches)), float(weight), identity
+    found = [_branch(branch, i, text_key, media) for i, branch in enumerate(branches)]
+    conversation = record.get("messages") is not None
+    joined = (
+        _joined(pieces, each, conversation and isinstance(branch, dict) and branch.get("messages") is not None)
+        for branch, each in zip(branches, found, strict=True)
     )
+    return Sample(tuple(pieces), tuple(joined), weight, identity)
 
 
 def _branch(value: Any, i: int, text_key: str, media: bool) -> tuple[Piece, ...]:
@@ -249,7 +250,32 @@ def _branch(value: Any, i: int, text_key: str, media: bool) -> tuple[Piece, ...]
         return _ended(_from_text(value, where, media))
     if not isinstance(value, dict):
         raise RecordError(f"`{where}` is {_name(value)}, it must be a string or an object")
-    return _ended(_pieces(value, text_key, media, where))
+    if lost := [key for key in ("branches", "id") if value.get(key) is not None]:
+        raise RecordError(f"`{where}.{lost[0]}`: a branch has none; branches of branches are written out as branches")
+    weight = _weight(value, f"{where}.weight")
+    pieces = _ended(_pieces(value, text_key, media, where))
+    return pieces if weight == 1.0 else tuple(replace(piece, weight=piece.weight * weight) for piece in pieces)
+
+
+def _joined(prefix: list[Piece], branch: tuple[Piece, ...], conversation: bool) -> tuple[Piece, ...]:
+    """A branch with what stands between it and its prefix; `conversation`: both are messages."""
+    if conversation:
+        return (replace(branch[0], text=f"\n{branch[0].text}"), *branch[1:])
+    if prefix[-1].media is not None and branch[0].weight > 0:
+        return (Piece("\n", 0.0), *branch)
+    return branch
+
+
+def _weight(record: dict[str, Any], key: str) -> float:
+    """The `weight` of a record or branch, called `key` in messages; 1 where there is none."""
+    weight = record.get("weight")
+    if weight is None:
+        return 1.0
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise RecordError(f"`{key}` is {_name(weight)}, it must be a number")
+    if not 0.0 <= weight <= 1e30:  # also refuses NaN; the upper bound keeps float32 finite
+        raise RecordError(f"`{key}` is {weight}, it must be a finite number >= 0")
+    return float(weight)
 
 
 def decode_json(line: bytes) -> Any:

@@ -287,6 +287,9 @@ class _UnitRun:
                 self._refuse(entry.refusal("the tokenizer makes no token of a text of this record"))
             elif (name := self._maker.forged(encoded)) is not None:
                 self._refuse(entry.refusal(f"a text of this record spells the special token {name}"))
+            elif encoded.is_guesswork:
+                what = "branches begin with learned text after a prefix of a single token, and nothing could predict it"
+                self._refuse(entry.refusal(f"the record's {what}: let more stand before it"))
             elif (excess := self._excess(encoded)) is not None and self._settings.oversize == "drop":
                 self._dropped.append(entry.refusal(f"{excess[0]}, dropped by --oversize drop"))
             elif excess is not None and (self._settings.oversize == "error" or not excess[1]):

@@ -16,7 +16,7 @@ import bisect
 import io
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +38,10 @@ _CONTAINERS = {
     "asf": (0, (b"\x30\x26\xb2\x75\x8e\x66\xcf\x11",)),
 }
 """FFmpeg's name of a container: where its mark stands, and the mark."""
+_RATE_TOLERANCE = 0.1
+"""Part by which the rate in a header may differ from that of the frames before it is not believed."""
+_CUT_SECONDS, _CUT_FRAMES, _CUT_SHARE = 1.0, 2, 0.02
+"""By how much headers are off in whole files."""
 _WITHOUT_KEY_FRAMES = ("gif",)
 """Containers whose every frame claims to be a key frame and may yet need those before it."""
 
@@ -137,7 +141,39 @@ def _timeline(container: Any, stream: Any) -> _Timeline:
 
 def _info(timeline: _Timeline, stream: Any, rules: ImageRules) -> VideoInfo:
     fps = float(stream.average_rate or 0.0) or rules.video_fps
-    return VideoInfo(len(timeline.frames), fps, stream.width, stream.height)
+    count, first, last = len(timeline.frames), timeline.frames[0], timeline.frames[-1]
+    if count > 1 and stream.time_base:
+        true = (count - 1) / float((last - first) * stream.time_base)
+        fps = fps if abs(fps / true - 1) <= _RATE_TOLERANCE else true
+    return VideoInfo(count, fps, stream.width, stream.height)
+
+
+def _refuse_cut(container: Any, data: bytes) -> None:
+    """ImageError for a file that ends before what its header says of its length.
+
+    Of containers with their index at the end, FFmpeg opens no half; of these it does. `container` is at its beginning.
+    """
+    name = container.format.name
+    if "gif" in name:
+        if not data.rstrip(b"\0").endswith(b";"):  # GIF89a, 27: the trailer
+            raise ImageError("the gif video is cut short: it does not end with its trailer")
+        return
+    frames = {s.index: s.frames for s in container.streams.video if "avi" in name and s.frames}
+    seconds = (container.duration or 0) / 1e6 if {"matroska", "flv"} & {*name.split(",")} else 0.0
+    end, counted = 0.0, dict.fromkeys(frames, 0)
+    begin = min(container.start_time or 0, 0) / 1e6  # both count from 0, also where the first frame comes later
+    for packet in container.demux():
+        if packet.pts is not None and packet.time_base:
+            end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base) - begin)
+        if packet.stream.index in counted and packet.dts is not None:
+            counted[packet.stream.index] += 1
+    if seconds - end > max(_CUT_SECONDS, _CUT_SHARE * seconds):
+        raise ImageError(f"the {name} video is cut short: it ends at {end:.1f} s, its header says {seconds:.1f} s")
+    for index, promised in frames.items():
+        if promised - counted[index] > max(_CUT_FRAMES, _CUT_SHARE * promised):
+            raise ImageError(
+                f"the {name} video is cut short: it has {counted[index]} frames, its header says {promised}"
+            )
 
 
 def _is_still(data: bytes) -> bool:
@@ -145,29 +181,35 @@ def _is_still(data: bytes) -> bool:
 
 
 def video_info(data: bytes, rules: ImageRules) -> VideoInfo:
-    """Frames, rate and size of an encoded video, without decoding one; ImageError."""
+    """Frames, rate and size of an encoded video, without decoding one; ImageError, also for half a file."""
     if _is_still(data):
         height, width, _ = load_pixels(data, rules).shape
         return VideoInfo(1, rules.video_fps, width, height)
     with _opened(data, rules) as (container, stream):
+        _refuse_cut(container, data)
+    with _opened(data, rules) as (container, stream):
         return _info(_timeline(container, stream), stream, rules)
 
 
-def video_pixels(data: bytes, rules: ImageRules, frames: slice = slice(None)) -> Iterator[np.ndarray]:
-    """uint8 [h, w, 3] of each of some of the taken frames (`sample_frames`, counted from 0), upright; ImageError."""
+def video_pixels(data: bytes, rules: ImageRules, frames: Sequence[int] | None = None) -> Iterator[np.ndarray]:
+    """uint8 [h, w, 3] of each of some of the taken frames (`sample_frames`, counted from 0), upright; ImageError.
+
+    `frames` rise; None = all. Numbers behind the last are left out.
+    """
     if _is_still(data):
-        if range(1)[frames]:
+        if frames is None or 0 in frames:
             yield load_pixels(data, rules)
         return
     with _opened(data, rules) as (container, stream):
         timeline = _timeline(container, stream)
         info = _info(timeline, stream, rules)
-    times = [timeline.frames[number] for number in sample_frames(info.num_frames, info.fps, rules)[frames]]
+    taken = sample_frames(info.num_frames, info.fps, rules)
+    times = [timeline.frames[taken[i]] for i in (range(len(taken)) if frames is None else frames) if i < len(taken)]
     for key, group in itertools.groupby(times, lambda time: _key_before(timeline, time)):  # skips what lies between
         yield from _decode(data, rules, timeline, key, list(group))
 
 
-def decode_video(data: bytes, rules: ImageRules, frames: slice = slice(None)) -> np.ndarray:
+def decode_video(data: bytes, rules: ImageRules, frames: Sequence[int] | None = None) -> np.ndarray:
     """float32 [frames, patches_per_crop, 3 * patch ** 2] of some of the taken frames, as `video_pixels`; ImageError."""
     found = [frame_patches(pixels, rules) for pixels in video_pixels(data, rules, frames)]
     none = np.zeros((0, rules.patches_per_crop, rules.patch_dim), np.float32)
@@ -179,30 +221,23 @@ def _key_before(timeline: _Timeline, time: int) -> int:
     return bisect.bisect_right(timeline.keys, time) - 1
 
 
-def _decode(data: bytes, rules: ImageRules, timeline: _Timeline, key: int, times: list[int]) -> list[np.ndarray]:
+def _decode(data: bytes, rules: ImageRules, timeline: _Timeline, key: int, times: list[int]) -> Iterator[np.ndarray]:
     """Pixels of the frames at `times` (rising, all behind key frame number `key`), uint8 [h, w, 3]."""
-    while True:
+    left = list(times)
+    while left:
         with _opened(data, rules) as (container, stream):
             if key > 0:
                 container.seek(timeline.keys[key], stream=stream)
-            found = _collect(container, stream, times)
-        if found is not None:
-            return found
+            for frame in container.decode(stream):
+                if frame.pts is None or frame.pts < left[0]:
+                    continue
+                if frame.pts > left[0]:
+                    break
+                pixels = frame.to_ndarray(format="rgb24")
+                yield np.rot90(pixels, getattr(frame, "rotation", 0) // 90)  # degrees against the clock
+                del left[0]
+                if not left:
+                    return
         if key <= 0:
             raise ImageError(f"the video is cut short or damaged: not all frames up to time {times[-1]} can be decoded")
         key -= 1  # a seek may land behind the key frame it was asked for
-
-
-def _collect(container: Any, stream: Any, times: list[int]) -> list[np.ndarray] | None:
-    """The frames at `times`, None when one of them does not come."""
-    found: list[np.ndarray] = []
-    for frame in container.decode(stream):
-        if frame.pts is None or frame.pts < times[len(found)]:
-            continue
-        if frame.pts > times[len(found)]:
-            return None
-        pixels = frame.to_ndarray(format="rgb24")
-        found.append(np.rot90(pixels, getattr(frame, "rotation", 0) // 90))  # degrees against the clock
-        if len(found) == len(times):
-            return found
-    return None

@@ -80,6 +80,11 @@ class Generator:
         if places:
             raise ValueError(f"checkpoint {self.path} lacks {', '.join(sorted(places))}")
 
+    @property
+    def has_image_rules(self) -> bool:
+        """Whether the checkpoint itself says how images become tokens."""
+        return self._stored_rules is not None and self.config.vision.vision_num_layers > 0
+
     def image_rules(self, data_path: str | None) -> ImageRules:
         """The rules by which images become tokens: those of the checkpoint, or of the dataset at `data_path`.
 
@@ -88,6 +93,7 @@ class Generator:
         if not self.config.vision.vision_num_layers:
             raise ValueError(f"{self.path} has no vision tower: it was trained on text alone")
         values, reasons, where = self._stored_rules, [], str(self.path)
+        stored = values and values["token_ids"]
         if data_path is not None:
             manifest, where = Manifest.read(data_path), f"--data-path {data_path}"
             values = manifest.image_rules
@@ -97,6 +103,8 @@ class Generator:
             raise ValueError(f"{where} holds no image rules: give --data-path of a dataset built with image flags")
         rules = ImageRules.from_dict(values)
         reasons += image_misfits(where, rules, self.config.vision)
+        if stored and stored != rules.token_ids:
+            reasons.append(f"{where} has the image tokens {rules.token_ids}, {self.path} was trained with {stored}")
         rows, last = self.config.model.embedding_rows, max(rules.token_ids.values())
         if last >= rows:
             reasons.append(f"{where} has ids up to {last}, the model has {rows} rows")
@@ -104,6 +112,12 @@ class Generator:
             raise ValueError("\n".join(reasons))
         self._rules = rules
         return rules
+
+    def _image_ids(self) -> dict[str, int]:
+        """Ids that only images have, as far as they are known."""
+        if self._rules is not None:
+            return self._rules.token_ids
+        return ImageRules.from_dict(self._stored_rules).token_ids if self._stored_rules else {}
 
     @torch.no_grad()
     def logits(self, batch: PackedBatch, features: torch.Tensor | None = None) -> torch.Tensor:
@@ -116,10 +130,10 @@ class Generator:
     @torch.no_grad()
     def features(self, prompts: Sequence[Prompt]) -> torch.Tensor | None:
         """The encoded images `[n, h]` of a row of these prompts; None when they have none."""
-        if self.model.vision is None or not any(prompt.pixels for prompt in prompts):
+        if self.model.vision is None or not any(prompt.encoded for prompt in prompts):
             return None
-        vision = self.config.vision
-        patches, pooling = prompt_pixels(prompts, (vision.patches_per_crop, vision.patch_dim))
+        assert self._rules is not None, "no prompt has images without `image_rules`"
+        patches, pooling = prompt_pixels(prompts, self._rules)
         return self.model.vision(torch.from_numpy(patches), torch.from_numpy(pooling))
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[list[np.ndarray]]:
@@ -147,11 +161,13 @@ class Generator:
         lengths = [length for prompt in prompts for length in prompt.lengths]
         generators = [torch.Generator().manual_seed(seed + i) for i in range(len(flat))]
         going = set(range(len(flat))) if sampling.count > 0 else set()
-        token_ids = self._rules.token_ids if self._rules is not None else None
+        token_ids = self._image_ids()
+        never = torch.tensor([i for i in token_ids.values() if i < self.config.model.vocab_size], dtype=torch.int64)
         while going:
             shown = [_windowed(p, a, limit) for p, a in zip(prompts, answers, strict=True)]
             row = prompt_row([p for p, _ in shown], [a for _, a in shown], self.config.data.image_attention, token_ids)
             logits = self.logits(row.batch, features)[torch.from_numpy(row.last)]
+            logits[:, never] = -torch.inf  # only an image has them, also where the tokenizer knows them
             for i in sorted(going):
                 flat[i].append(_choose(logits[i], sampling.temperature, generators[i]))
                 full = not sliding[i] and lengths[i] + len(flat[i]) >= limit
@@ -168,7 +184,7 @@ def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator
 
 def _is_text(prompt: Prompt) -> bool:
     """Whether it is plain text, of which the end alone may be shown to the model."""
-    return not prompt.branches and not prompt.pixels
+    return not prompt.branches and not prompt.encoded
 
 
 def _windowed(prompt: Prompt, answers: list[list[int]], limit: int) -> tuple[Prompt, list[list[int]]]:

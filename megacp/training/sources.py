@@ -124,7 +124,7 @@ def loader_options(config: RunConfig, packs: int) -> LoaderOptions:
         seed=config.training.seed,
         attention_mask=config.data.attention_mask,
         image_attention=config.data.image_attention,
-        prefetch=2 if config.data.num_workers else 0,
+        prefetch=max(2, config.data.num_workers) if config.data.num_workers else 0,
         num_threads=max(1, config.data.num_workers),
     )
 

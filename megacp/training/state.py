@@ -131,7 +131,7 @@ def load(trainee: Trainee, progress: Progress, config: RunConfig, start: Start |
     if start.weights_only:
         loaded.read(boxes_to_load(trainee.buckets.whole_parameters(), {}))
         trainee.optimizer.reset_masters()
-        return Resumed(progress, loaded.path, _other_tokenizer(loaded, progress), loaded.rejected)
+        return Resumed(progress, loaded.path, _other_meaning(loaded, progress), loaded.rejected)
     loaded.read(boxes_to_load(trainee.buckets.whole_parameters(), trainee.optimizer.state_slices()))
     trainee.optimizer.set_updates(loaded.extra["updates"])
     kept = {name: loaded.extra[name] for name in asdict(progress) if name in loaded.extra}
@@ -157,8 +157,14 @@ def _other_data(loaded: LoadedCheckpoint, progress: Progress, config: RunConfig)
     return reasons
 
 
-def _other_tokenizer(loaded: LoadedCheckpoint, progress: Progress) -> tuple[str, ...]:
+def _other_meaning(loaded: LoadedCheckpoint, progress: Progress) -> tuple[str, ...]:
+    """What tokens and images meant to the run that made the weights and do not mean to this one."""
+    notes = []
     before = loaded.extra.get("tokenizer_sha256") or ""
-    if not before or not progress.tokenizer_sha256 or before == progress.tokenizer_sha256:
-        return ()
-    return (f"the tokenizer, now {progress.tokenizer_sha256[:12]} (was {before[:12]}): do ids still mean the same?",)
+    if before and progress.tokenizer_sha256 and before != progress.tokenizer_sha256:
+        now = progress.tokenizer_sha256[:12]
+        notes.append(f"the tokenizer, now {now} (was {before[:12]}): do ids still mean the same?")
+    rules, new = loaded.extra.get("image_rules") or {}, progress.image_rules or {}
+    changed = [key for key in rules if key in new and rules[key] != new[key]]
+    notes += [f"images are made with {key} {new[key]} (was {rules[key]})" for key in changed]
+    return tuple(notes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,16 @@ def moving(num_frames: int, width: int = 48, height: int = 32) -> list[np.ndarra
     return frames
 
 
-def video(num_frames: int, container: str = "mp4", codec: str = "mpeg4", fps: int = 10, key_every: int = 5) -> bytes:
+def video(
+    num_frames: int,
+    container: str = "mp4",
+    codec: str = "mpeg4",
+    fps: int = 10,
+    key_every: int = 5,
+    first: int = 0,
+    every: int = 1,
+) -> bytes:
+    """The frames of `moving`; those of the file begin at number `first` of its rate and take each `every`-th."""
     import av
 
     stream = io.BytesIO()
@@ -54,7 +64,9 @@ def video(num_frames: int, container: str = "mp4", codec: str = "mpeg4", fps: in
         track.pix_fmt = "rgb8" if codec == "gif" else "yuv420p"
         track.codec_context.gop_size = key_every
         output.start_encoding()  # a header also without a frame
-        for pixels in moving(num_frames):
-            output.mux(track.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        for number, pixels in enumerate(moving(num_frames)):
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame.pts, frame.time_base = first + every * number, Fraction(1, fps)
+            output.mux(track.encode(frame))
         output.mux(track.encode())
     return stream.getvalue()

@@ -13,6 +13,7 @@ import pytest
 
 import megacp.data.build as build_module
 from megacp.data.build import kept_tokenizer
+from megacp.data.collate import collate
 from megacp.data.journal import locked
 from megacp.data.jsonl import Record
 from megacp.data.store import PackedDataset, verify
@@ -286,12 +287,63 @@ def test_conversation_weights_and_record_weights_are_stored(tmp_path: Path) -> N
 
 def test_branches_are_stored_behind_their_prefix(tmp_path: Path) -> None:
     a = tmp_path / "a.jsonl"
-    a.write_text(json.dumps({"text": "Q", "branches": ["one", "second"]}) + "\n")
+    user = {"role": "user", "content": "Q"}
+    a.write_text(json.dumps({"text": "T", "branches": [{"messages": [user]}, {"messages": [user, user]}]}) + "\n")
     run([a], tmp_path / "d")
     pack = PackedDataset(tmp_path / "d").pack(0)
-    assert pack.tokens.tolist() == [*b"Q", *b"one", 256, *b"second", 256]
-    assert pack.branches is not None and [tuple(row) for row in pack.branches.tolist()] == [(1, 4), (5, 7)]
+    said = b"<|user|>\nQ"
+    assert pack.tokens.tolist() == [*b"T", *said, 256, *said, *b"\n", *said, 256]
+    assert pack.branches is not None and [tuple(row) for row in pack.branches.tolist()] == [(1, 11), (12, 22)]
     assert int(pack.segments["prefix_length"][0]) == 1 and verify(tmp_path / "d") == []
+
+
+def learned(directory: Path) -> list[tuple[bytes, int, float]]:
+    """Of every place with a loss weight: the tokens that it sees, in order, the label, the weight."""
+    found, dataset = [], PackedDataset(directory)
+    for number in range(len(dataset)):
+        batch = collate([dataset.pack(number)])
+        for place in np.flatnonzero(batch.loss_weights).tolist():
+            own = (batch.document == batch.document[place]) & np.isin(batch.branch, [0, batch.branch[place]])
+            seen = np.flatnonzero(own & (batch.position_ids <= batch.position_ids[place]))
+            assert batch.position_ids[seen].tolist() == list(range(len(seen)))
+            text = bytes(min(int(token), 255) for token in batch.tokens[seen])
+            found.append((text, int(batch.labels[place]), float(batch.loss_weights[place])))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("prefix", "branches"),
+    [
+        ("What? ", ["A", "Bc"]),
+        ("What? ", ["same", "same too", "sand"]),
+        ("What? ", ["one"]),
+        ("What? ", ["A", {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}]),
+        ("ab", ["b", "b"]),
+    ],
+)
+def test_branches_teach_what_their_records_apart_would(tmp_path: Path, prefix: str, branches: list[Any]) -> None:
+    """Would catch a first word of an answer that no token predicts, or that the wrong one does."""
+    both = {"text": prefix, "weight": 0.5, "branches": branches}
+    (tmp_path / "a.jsonl").write_text(json.dumps(both) + "\n")
+    run([tmp_path / "a.jsonl"], tmp_path / "together")
+    apart = [{**both, "branches": [branch]} for branch in branches]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(record) + "\n" for record in apart))
+    run([tmp_path / "b.jsonl"], tmp_path / "apart")
+    (tmp_path / "c.jsonl").write_text(json.dumps({"text": prefix + str(branches[0]), "weight": 0.5}) + "\n")
+    run([tmp_path / "c.jsonl"], tmp_path / "flat")
+    together, separate = learned(tmp_path / "together"), learned(tmp_path / "apart")
+    assert set(together) == set(separate)
+    once = [row for row in together if len(row[0]) < len(prefix)]
+    assert len(once) == len(set(once)) == len(prefix) - 1, "the prefix is learned once"
+    assert len(together) - len(once) == len(separate) - len(branches) * len(once)
+    if isinstance(branches[0], str):
+        assert set(learned(tmp_path / "flat")) <= set(together)
+
+
+def test_learned_text_after_a_single_token_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "Q", "branches": ["one", "second"]}) + "\n")
+    with pytest.raises(ValueError, match="begin with learned text after a prefix of a single token"):
+        run([tmp_path / "a.jsonl"], tmp_path / "d")
 
 
 def test_a_document_with_branches_is_never_cut(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_every_image_and_frame_is_stored_as_it_came_with_its_tokens(corpus: Path
             assert [(item, frame) for item, frame, *_ in units] == [
                 ((images / "v.mp4").read_bytes(), f) for f in range(12)
             ]
-            patches, pooling = decoder.video(units[0][0], slice(3, 7))
+            patches, pooling = decoder.video(units[0][0], range(3, 7))
             assert len(patches) == 4 and len(pooling) == sum(row[3] for row in units[3:7])
         else:
             expected = [(data, -1), (inlined(i), -1)]

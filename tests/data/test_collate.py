@@ -32,7 +32,8 @@ def make_pack(index: int, documents: list[reference.Document], weighted: bool) -
 
 @st.composite
 def document(draw: st.DrawFn, weighted: bool, branched: bool, pad_multiple: int) -> reference.Document:
-    tokens = draw(st.lists(st.integers(0, 65_000), min_size=1, max_size=12))
+    few = draw(st.booleans())  # so that branches begin alike
+    tokens = draw(st.lists(st.integers(0, 1 if few else 65_000), min_size=1, max_size=12))
     places = st.sets(st.integers(1, len(tokens) - 1), max_size=3) if branched and len(tokens) > 1 else st.just(set())
     starts = tuple(sorted(draw(places)))
     weight = st.sampled_from([0.0, 0.5, 1.0, 2.0]) if weighted else st.just(1.0)
@@ -91,6 +92,15 @@ def test_branches_restart_at_the_prefix_and_do_not_predict_each_other() -> None:
         collate([pack], "causal")
     with pytest.raises(ValueError, match="--attention-mask is 'full'"):
         collate([pack], "full")
+
+
+def test_a_prefix_predicts_what_all_its_branches_begin_with() -> None:
+    """Would catch a shared first token that is never learned, and one that only some branches begin with."""
+    alike = ([1, 2, 3, 9, 5, 9, 7], [1.0, 1.0, 1.0, 0.5, 1.0, 0.0, 1.0], 8, (3, 5))
+    differing = ([1, 2, 3, 9, 5, 8, 7], [1.0] * 7, 8, (3, 5))
+    batch = collate([make_pack(0, [alike, differing], weighted=True)])
+    assert batch.labels.tolist() == [2, 3, 9, 5, 0, 7, 0, 0] + [2, 3, 0, 5, 0, 7, 0, 0]
+    assert batch.loss_weights.tolist() == [1, 1, 0.5, 1, 0, 1, 0, 0] + [1, 1, 0, 1, 0, 1, 0, 0]
 
 
 def test_what_the_store_writes_is_what_collate_reads(tmp_path: Path) -> None:

@@ -150,6 +150,14 @@ def test_all_wrong_rules_are_listed_at_once_with_their_flags() -> None:
         "they must differ",
     ):
         assert part in str(error.value)
+    with pytest.raises(
+        ValueError, match="--image-token-ids are .*4000000000.*, they must differ and be 0 to 2147483646"
+    ):
+        ImageRules.from_dict({"token_ids": {"image_patch": 4_000_000_000}})
+    with pytest.raises(ValueError, match="unknown keys 14, foo; known are"):
+        ImageRules.from_dict({14: 2, "foo": 3})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="--image-token-ids names 5, known are"):
+        ImageRules.from_dict({"token_ids": {5: 7}})
     with pytest.raises(ValueError, match="--image-size 378 is not a multiple of --patch-size 16"):
         ImageRules.from_dict({"patch_size": 16})
     with pytest.raises(ValueError, match=r"--overlap-margins 4 \+ 4 patches leave nothing of a crop of 4"):

@@ -72,6 +72,32 @@ def test_transparent_palette_colours_are_white() -> None:
     assert read_pixels(encoded(source, "PNG", transparency=0), MOST).tolist() == [[[255] * 3, [40, 50, 60]]]
 
 
+def test_a_transparent_colour_counts_in_the_depth_of_the_file() -> None:
+    """Would catch white that is taken for another grey, which Pillow scales."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    def png(bits: int, colours: int, row: bytes, *key: int) -> bytes:
+        header = chunk(b"IHDR", struct.pack(">IIBBBBB", 2, 1, bits, colours, 0, 0, 0))
+        key_chunk = chunk(b"tRNS", struct.pack(f">{len(key)}H", *key))
+        tail = chunk(b"IDAT", zlib.compress(b"\0" + row)) + chunk(b"IEND", b"")
+        return b"\x89PNG\r\n\x1a\n" + header + key_chunk + tail
+
+    for bits, row, key, other in [
+        (1, b"\x40", 0, 255),
+        (2, b"\x60", 1, 170),
+        (4, b"\x38", 3, 136),
+        (8, b"\x12\x80", 0x12, 0x80),
+        (16, b"\x12\x34\x80\x00", 0x1234, 0x80),
+        (16, b"\x12\x34\x12\x35", 0x1234, 0x12),
+    ]:
+        assert read_pixels(png(bits, 0, row, key), MOST)[0, :, 0].tolist() == [255, other], bits
+    assert read_pixels(png(8, 2, bytes([1, 2, 3, 1, 2, 4]), 1, 2, 3), MOST).tolist() == [[[255] * 3, [1, 2, 4]]]
+    with pytest.raises(ImageError, match="16 bits a channel and one transparent colour"):
+        read_pixels(png(16, 2, bytes(12), 0, 0, 0), MOST)
+
+
 def test_16_bit_grey_keeps_its_high_byte() -> None:
     grey = np.array([[0, 255, 256], [32768, 65279, 65535]], np.uint16)
     pixels = read_pixels(encoded(Image.fromarray(grey)), MOST)

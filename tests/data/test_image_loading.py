@@ -35,7 +35,7 @@ class BrokenDecoder(MockDecoder):
         self._note(data)
         return super().image(data)
 
-    def video(self, data: bytes, frames: slice) -> Pixels:
+    def video(self, data: bytes, frames: Sequence[int]) -> Pixels:
         self._note(data)
         return super().video(data, frames)
 
@@ -151,6 +151,17 @@ def test_a_rank_decodes_its_images_and_no_others_and_other_stages_none() -> None
         empty = load_images(batch, packs, ImageLoading(idle, rank, 4, decodes=False)).vision
         assert not idle.asked and empty is not None and empty.patches.shape == (0, 6, 5)  # type: ignore[attr-defined]
     assert set().union(*asked) == items and all(len(one) < len(items) for one in asked)
+
+
+def test_a_video_is_read_once_by_each_rank_whatever_frames_it_gets() -> None:
+    """Would catch frames dealt in turn, each of which decodes all that comes before it."""
+    packs = [mock_pack(3, RULES), mock_pack(4, RULES)]
+    batch = collate(packs)
+    for rank in range(2):
+        decoder = BrokenDecoder()
+        load_images(batch, packs, ImageLoading(decoder, rank, 2, strategy="longest_first"))
+        asked = decoder.asked  # type: ignore[attr-defined]
+        assert len(asked) == len(set(asked)) > 0
 
 
 def test_a_bad_image_ends_the_run_or_drops_its_document_alone() -> None:

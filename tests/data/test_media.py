@@ -93,6 +93,10 @@ BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "file url": ({"path": "file:///etc/passwd"}, "it is a URL, allowed are paths relative to --image-root"),
     "short file url": ({"path": "file:/etc/passwd"}, "it is a URL"),
     "web url": ({"path": "https://example.org/a.png"}, "it is a URL"),
+    "data url as a path": (
+        {"path": "data:image/png;base64," + "A" * 1000},
+        "it is a data URL, which stands under `base64`",
+    ),
     "url key": ({"url": "https://example.org/a.png"}, r"`content\[0\].url`: nothing is downloaded"),
     "link to a file": ({"path": "out.png"}, "a symbolic link leads out of --image-root"),
     "link to a folder": ({"path": "up/secret.png"}, "a symbolic link leads out of --image-root"),
@@ -126,6 +130,13 @@ def test_a_bad_part_is_refused_with_its_place_and_reason(root: Path, name: str) 
     (root / "bad.mp4").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(RecordError, match=message):
         expand([{"type": "image", **part}], root, {"d/1.png": PICTURE})
+
+
+def test_a_message_shows_the_beginning_of_a_long_path(root: Path) -> None:
+    """Would catch an image in base64 printed whole, and stored again in rejects.jsonl."""
+    with pytest.raises(RecordError) as error:
+        expand([{"type": "image", "image": "data:image/png;base64," + "A" * 100_000}], root)
+    assert "data:image/png;base64,AAAA" in str(error.value) and len(str(error.value)) < 300
 
 
 def test_a_path_without_a_root_is_refused() -> None:

@@ -56,6 +56,32 @@ def test_branches_continue_the_record_which_itself_does_not_end() -> None:
     assert sample.branches == ((Piece("A1", 1.0), END), (Piece("<|assistant|>\n", 0.0), Piece("A2", 1.0), END))
 
 
+def test_a_branch_of_messages_goes_on_as_in_one_conversation() -> None:
+    """Would catch a model that is asked in other tokens than those it was trained on."""
+    user, assistant = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+    flat = parse_record({"messages": [user, user, assistant]}).prefix
+    sample = parse_record({"messages": [user], "branches": [{"messages": [user, assistant]}] * 2})
+    assert sample.prefix + sample.branches[0] == sample.prefix + sample.branches[1] == flat
+
+
+def test_learned_text_after_an_image_begins_with_a_newline_that_is_not_learned() -> None:
+    """Would catch captions whose first word nothing predicts."""
+    picture, words = {"type": "image", "path": "a.png"}, {"type": "text", "text": "x"}
+    line = Piece("\n", 0.0)
+    asked = {"messages": [{"role": "user", "content": "?"}]}
+    sample = parse_record({"content": [words, picture], "branches": ["a cat", {"content": [words]}, asked]}, media=True)
+    assert [branch[0] for branch in sample.branches] == [line, line, Piece("<|user|>\n", 0.0)]
+    assert parse_record({"content": [picture, words], "branches": ["a"]}, media=True).branches == (
+        (Piece("a", 1.0), END),
+    )
+
+
+def test_a_branch_may_have_a_weight_of_its_own() -> None:
+    sample = parse_record({"text": "Q", "weight": 2, "branches": ["a", {"text": "b", "weight": 0.25}]})
+    assert [[piece.weight for piece in branch] for branch in sample.branches] == [[1.0, 1.0], [0.25, 0.25]]
+    assert sample.weight == 2.0
+
+
 def test_the_text_key_can_be_named() -> None:
     assert parse_record({"body": "x", "text": "y"}, "body").prefix[0].text == "x"
 
@@ -85,6 +111,12 @@ def test_the_text_key_can_be_named() -> None:
         ({"text": "x", "branches": []}, "`branches` must be a list of at least one continuation"),
         ({"text": "x", "branches": [3]}, r"`branches\[0\]` is a number"),
         ({"text": "x", "branches": ["a", ""]}, r"`branches\[1\]` is empty"),
+        ({"text": "x", "branches": [{"text": "a", "branches": ["b"]}]}, r"`branches\[0\].branches`: a branch has none"),
+        ({"text": "x", "branches": ["a", {"text": "a", "id": 1}]}, r"`branches\[1\].id`: a branch has none"),
+        (
+            {"text": "x", "branches": [{"text": "a", "weight": -1}]},
+            r"`branches\[0\].weight` is -1, it must be a finite",
+        ),
         ({"text": "x", "branches": [{"no": 1}]}, r"missing key: branches\[0\] needs exactly one of"),
     ],
 )

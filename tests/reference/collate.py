@@ -25,6 +25,8 @@ def collate(packs: list[list[Document]], attention_mask: str) -> dict[str, list[
                     place = (pack_number, in_pack, 0)
                 else:
                     ends = i + 1 == len(tokens) or i + 1 in starts
+                    if starts and i + 1 == starts[0] and len({tokens[start] for start in starts}) == 1:
+                        ends = False  # all branches go on with the same token
                     after = None if ends else (tokens, weights, i + 1)
                     position = i if branch == 0 else starts[0] + i - starts[branch - 1]
                     place = (number, position, branch)

@@ -73,6 +73,15 @@ def test_records_are_answered_in_their_order_beside_what_was_expected(
     assert "2 answers, 0 of 2 as expected" in capsys.readouterr().out
 
 
+def test_records_may_begin_with_a_byte_order_mark_and_have_no_id(folder: Path, tmp_path: Path) -> None:
+    lines = (folder / "records.jsonl").read_text().splitlines()
+    records = [{**json.loads(lines[0]), "id": None}, {**json.loads(lines[1]), "id": 0}]
+    (tmp_path / "r.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8-sig")
+    more = ["--input", tmp_path / "r.jsonl", "--output", tmp_path / "o.jsonl", "--image-root", folder]
+    assert generate.main(flags(folder, "seeing", *more)) == 0
+    assert [json.loads(line)["id"] for line in (tmp_path / "o.jsonl").read_text().splitlines()] == ["1", "0"]
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -80,7 +89,9 @@ def test_records_are_answered_in_their_order_beside_what_was_expected(
         (["--prompt", "a", "--input", "b", "--output", "c"], "give either --prompt or --input"),
         (["--input", "b", "--image", "c"], "--input and --output go together; --image goes with --prompt"),
         (["--prompt", "a", "--image-root", "."], "--image-root goes with --input"),
-        (["--prompt", "a", "--temperature", "-1"], "--temperature -1.0: must be 0 or more"),
+        (["--prompt", "a", "--temperature", "-1"], "--temperature -1.0: must be a finite number, 0 or more"),
+        (["--prompt", "a", "--temperature", "nan"], "--temperature nan: must be a finite number, 0 or more"),
+        (["--input", __file__, "--output", __file__], "is --input, which it would overwrite"),
         (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens 0: must be at least 1"),
     ],
 )
@@ -99,6 +110,7 @@ def test_what_cannot_be_answered_ends_with_one_message(
     bad.write_text(json.dumps(question("a.png", "ok?", "yes")) + "\n" + json.dumps(question("c.png", "?", "!")) + "\n")
     records = ["--input", bad, "--output", tmp_path / "o.jsonl", "--image-root", folder]
     picture = ["--prompt", "a", "--image", folder / "a.png"]
+    good = ["--input", folder / "records.jsonl", "--image-root", folder]
     (tmp_path / "broken.png").write_bytes(b"nothing")
     for checkpoint, more, message in [
         ("seeing", records, "bad.jsonl:2: `messages[0].content[0].path` 'c.png': no such file under --image-root"),
@@ -106,6 +118,9 @@ def test_what_cannot_be_answered_ends_with_one_message(
         ("reading", records, "bad.jsonl:1: `messages[0].content[0].path` is an image, and no image rules are known"),
         ("seeing", ["--prompt", "a", "--image", tmp_path / "none.png"], "none.png: No such file"),
         ("seeing", ["--prompt", "a", "--image", tmp_path / "broken.png"], "`--image 1`: "),
+        ("seeing", ["--prompt", "a<im_patch>", "--data-path", folder / "none"], "none/manifest.json: no such file"),
+        ("seeing", [*good[:2], "--output", tmp_path, *good[2:]], f"--output {tmp_path}: Is a directory"),
+        ("seeing", [*good[:2], "--output", bad / "x", *good[2:]], f"--output {bad / 'x'}: "),
         ("seeing", [*picture, "--data-path", folder / "text"], "text holds no image rules: give --data-path"),
     ]:
         assert generate.main(flags(folder, checkpoint, *more)) == 2

@@ -9,17 +9,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from megacp.checkpoint.commit import load_checkpoint
 from megacp.config.run import RunConfig, flag, flatten, with_values
 from megacp.data.collate import collate
 from megacp.data.decoding import RulesDecoder
 from megacp.data.image_loading import ImageLoading, load_images
-from megacp.data.prompt import Prompt, PromptMaker
+from megacp.data.prompt import Prompt, PromptMaker, prompt_pixels, prompt_row
 from megacp.data.store import PackedDataset
 from megacp.data.tokenizer import load_tokenizer
+from megacp.distributed.grid import single_axis
 from megacp.train import main
 from megacp.training.generate import Generator, Sampling
 from megacp.training.parity_setup import MODELS
+from megacp.training.state import Progress, _other_meaning
 from tests.data.builds import run as build
 from tests.data.pictures import TINY
 from tests.training.test_vision_dataset import image_part
@@ -111,8 +115,8 @@ def test_images_are_encoded_once_a_row_however_many_tokens_are_made(
     forward = vision.forward
     monkeypatch.setattr(vision, "forward", lambda *given: calls.append(len(given[0])) or forward(*given))
     list(generator.answer(prompts_of(generator), Sampling(5)))
-    crops = sum(len(patches) for prompt in prompts_of(generator) for patches, _ in prompt.pixels)
-    assert calls == [crops]
+    patches, _ = prompt_pixels(prompts_of(generator), TINY)
+    assert calls == [len(patches)]
 
 
 def test_pixels_matter(generator: Generator) -> None:
@@ -156,6 +160,37 @@ def test_a_prompt_with_images_that_leaves_no_room_is_refused(generator: Generato
         list(generator.answer([maker.of_record(record)], Sampling(1)))
 
 
+def test_an_image_token_is_never_an_answer(trained: Path) -> None:
+    """Would catch a patch without an image, which ends all answers of a file, where the tokenizer has these tokens."""
+    generator = Generator(trained / "run")
+    ids = dict(zip(TINY.token_ids, range(40, 250), strict=False))
+    generator._rules = dataclasses.replace(TINY, token_ids=ids)
+    prompt = PromptMaker(load_tokenizer("byte")).of_texts(["a"])
+    (tokens,) = next(iter(generator.answer([prompt], Sampling(100, temperature=1e6))))
+    assert len(tokens) == 100 and len(set(tokens.tolist())) > 40 and not {*tokens.tolist()} & {*ids.values()}
+
+
+def test_a_record_answered_after_text_alone_sees_what_it_saw_in_training(generator: Generator, tmp_path: Path) -> None:
+    """Would catch branches that are trained after another token than the one they are asked after."""
+    record = {"text": "What? ", "branches": ["Abc", "Bde"]}
+    (tmp_path / "r.jsonl").write_text(json.dumps(record) + "\n")
+    build([tmp_path / "r.jsonl"], tmp_path / "packed", seq_length=512, cp_degrees=(1,))
+    stored = collate([PackedDataset(tmp_path / "packed").pack(0)])
+    prompt = PromptMaker(load_tokenizer("byte")).of_record(record)
+    row = prompt_row([prompt], [[[*b"Abc"], [*b"Bde"]]])
+    trained_on, asked = generator.logits(stored), generator.logits(row.batch)[row.last]
+    ends = [np.flatnonzero(stored.tokens == ord(letter))[-1] for letter in "ce"]
+    torch.testing.assert_close(asked, trained_on[ends], rtol=1e-10, atol=1e-12)
+
+
+def test_finetuning_tells_what_images_meant_before(trained: Path, tmp_path: Path) -> None:
+    """Would catch weights that meet other normalisation, pooling or token ids without a word."""
+    progress = Progress(image_rules=dataclasses.replace(TINY, image_pooling=(1, 1)).to_dict())
+    loaded = load_checkpoint(trained / "run", single_axis("world"))
+    assert _other_meaning(loaded, progress) == ("images are made with image_pooling [1, 1] (was [2, 2])",)
+    assert _other_meaning(loaded, Progress(image_rules=TINY.to_dict())) == _other_meaning(loaded, Progress()) == ()
+
+
 def test_image_rules_come_from_the_checkpoint_or_from_the_dataset_of_the_flag(trained: Path, tmp_path: Path) -> None:
     generator = Generator(trained / "run")
     assert generator.image_rules(None) == generator.image_rules(str(trained / "packed")) == TINY
@@ -167,6 +202,10 @@ def test_image_rules_come_from_the_checkpoint_or_from_the_dataset_of_the_flag(tr
     build([source], tmp_path / "other", image_rules=other, seq_length=512, cp_degrees=(1,), unit_bytes=1 << 20)
     with pytest.raises(ValueError, match="crops of 32 pixels with patches of 4, the model's have 16 and 4"):
         generator.image_rules(str(tmp_path / "other"))
+    ids = {name: 264 - i for i, name in enumerate(TINY.token_ids)}
+    build([source], tmp_path / "ids", image_rules=dataclasses.replace(TINY, token_ids=ids), seq_length=512)
+    with pytest.raises(ValueError, match=r"ids has the image tokens .*, .* was trained with "):
+        generator.image_rules(str(tmp_path / "ids"))
     source.write_text('{"text": "a text"}\n')
     build([source], tmp_path / "text", seq_length=512)
     with pytest.raises(ValueError, match="text holds no image rules: give --data-path"):

@@ -42,8 +42,8 @@ def inputs_of(prompt: Prompt) -> dict[str, Any]:
     """A prompt as the library takes it."""
     tokens = torch.from_numpy(prompt.prefix.tokens)[None]
     inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    if prompt.pixels:
-        patches, pooling = prompt_pixels([prompt], (TINY.patches_per_crop, TINY.patch_dim))
+    if prompt.encoded:
+        patches, pooling = prompt_pixels([prompt], TINY)
         inputs["mm_token_type_ids"] = torch.isin(tokens, torch.tensor(list(TINY.token_ids.values()))).long()
         inputs["pixel_values"], inputs["image_token_pooling"] = torch.from_numpy(patches), torch.from_numpy(pooling)
         inputs["image_grids"] = torch.tensor([[len(pooling), 1, 0, 0]])

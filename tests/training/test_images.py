@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ class SecondItemBroken(MockDecoder):
         self._refuse(data)
         return super().image(data)
 
-    def video(self, data: bytes, frames: slice) -> Pixels:
+    def video(self, data: bytes, frames: Sequence[int]) -> Pixels:
         self._refuse(data)
         return super().video(data, frames)
 

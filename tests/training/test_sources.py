@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megacp.config.run import RunConfig, with_values
-from megacp.training.sources import open_sources
+from megacp.training.sources import loader_options, open_sources
 from tests.data.datasets import random_packs, write_dataset
 
 
@@ -34,3 +34,10 @@ def test_stored_padding_of_another_degree_is_refused_for_zigzag_in_documents(tmp
         opened("zigzag_document", 4)
     write_dataset(tmp_path / "one", [random_packs(np.random.default_rng(0), 3)], pad_multiple=1)
     open_sources(with_values(config_of(tmp_path / "one", "zigzag_document", 4), base))
+
+
+def test_every_worker_has_a_step_to_read() -> None:
+    """Would catch threads beyond the second that only wait."""
+    for workers, steps in ((0, 0), (1, 2), (2, 2), (8, 8)):
+        options = loader_options(with_values(RunConfig(), {"num_workers": workers}), 1)
+        assert (options.prefetch, options.num_threads) == (steps, max(1, workers))
