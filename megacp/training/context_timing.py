@@ -9,6 +9,7 @@ counting FLOPs, which are equal where time is not.
 from __future__ import annotations
 
 import functools
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -109,6 +110,7 @@ def activation_peak(rank: int, world_size: int, config: RunConfig, batch: Packed
     trainee = Trainee(config, build_grid(grid_shape(config, world_size), rank))
     trainee.gradients([batch], 1, 1.0)  # the first step makes tables and index tensors, and warms up
     trainee.buckets.zero()
+    gc.collect()  # what earlier calls left in cycles would be freed inside, and taken off the peak
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True, acc_events=False) as profile:
         trainee.gradients([batch], 1, 1.0)

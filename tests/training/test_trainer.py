@@ -134,7 +134,7 @@ def test_another_length_is_told_where_the_learning_rate_decays_over_it(
 ) -> None:
     """Would catch a resumed run whose learning rate jumps without a word: the decay is as long as the run."""
     run(1, [*TINY, "--save", str(tmp_path), "--train-iters", "2"])
-    load = ["--load", str(tmp_path), "--train-iters", "3"]
+    load = ["--load", str(tmp_path), "--train-iters", "3", "--log-file", str(tmp_path / "resumed.jsonl")]
     run(1, [*TINY, *load])
     assert "changed since the checkpoint: --train-iters 3 (was 2)" in capsys.readouterr().out
     run(1, [*TINY, *load, "--lr-decay-style", "constant"])
