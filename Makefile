@@ -6,11 +6,12 @@ EXTRAS ?= test,data,hf,demo
 PIP_ARGS ?=
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-text test test-fast check format bench clean
+.PHONY: help setup demo demo-text test test-fast test-gpu check format bench clean
 
 BIN := $(VENV)/bin
 # Transformer Engine's Python files, whose signatures the tests check ours against, stand apart: see setup.py.
 STAMP := $(VENV)/.installed
+GPU_TESTS := tests/gpu tests/ops/test_flex.py tests/training/test_cuda.py tests/distributed/test_clock.py tests/monitor/test_memory.py
 # Several ranks share few cores: one thread each.
 export OMP_NUM_THREADS ?= 1
 
@@ -20,6 +21,7 @@ help:
 	@echo 'make demo-text  train a language model on 8 CPU ranks, stop it, resume it on another grid, sample text (about 5 minutes)'
 	@echo 'make test       all tests (14 minutes on two cores)'
 	@echo 'make test-fast  the tests that take seconds'
+	@echo 'make test-gpu   the tests that need an NVIDIA GPU, with PYTHON as it is'
 	@echo 'make check      lint, layer contract, fences, types'
 	@echo 'make format     format and repair what a tool can'
 	@echo 'make bench      measure speed, memory and traffic; prints a table and JSON'
@@ -42,11 +44,16 @@ demo: $(STAMP)
 demo-text: $(STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo_text.sh
 
+# Tests are for the CPU, where every run of one process would otherwise take a GPU that is there.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -m 'not slow'
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m 'not slow'
+
+# With the python3 that has CUDA torch; of the test extra it needs pytest, pytest-timeout and hypothesis.
+test-gpu:
+	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(GPU_TESTS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

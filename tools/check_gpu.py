@@ -12,6 +12,7 @@ Rejected: a notebook, whose figures lose the versions that they were measured wi
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import platform
@@ -132,8 +133,10 @@ def versions(device: str) -> dict[str, str]:
     return found
 
 
-def run(chosen: Sequence[Part], minutes: float) -> list[dict[str, Any]]:
-    """Every part with its results, its seconds, and its error if it had one."""
+def run(
+    chosen: Sequence[Part], minutes: float, keep: Callable[[list[dict[str, Any]]], object] = list
+) -> list[dict[str, Any]]:
+    """Every part with its results, its seconds, and its error if it had one; `keep` gets what there is after each."""
     begin, found = time.monotonic(), []
     for part in chosen:
         entry: dict[str, Any] = {"part": part.name, "results": [], "seconds": 0.0, "error": ""}
@@ -142,18 +145,35 @@ def run(chosen: Sequence[Part], minutes: float) -> list[dict[str, Any]]:
             entry["error"] = f"left out: {minutes:g} minutes are over"
         else:
             try:
+                torch._dynamo.reset()  # what one part compiled would decide what the next one gets
                 entry["results"] = part.run()
+                _clean()
             except Exception as error:  # a part that fails must not take the others with it
                 entry["error"] = f"{type(error).__name__}: {error}"
                 traceback.print_exc()
-            gc.collect()  # models are cycles: what is left of one would count as the next one's memory
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
         entry["seconds"] = time.monotonic() - started
         print(f"{part.name}: {entry['error'] or 'done'} ({entry['seconds']:.0f} s)", flush=True)
         found.append(entry)
+        keep(found)
     return found
+
+
+def _clean() -> None:
+    """Leave nothing of a part: models are cycles, and what is left of one would count as the next one's memory."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def write(output: Path, device: str, environment: dict[str, str], entries: Sequence[dict[str, Any]]) -> str:
+    """Write both reports; the text of the one for a person."""
+    plain = [{**e, "results": [asdict(r) for r in e["results"]]} for e in entries]
+    report = {"device": device, "versions": environment, "parts": plain}
+    (output / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+    text = markdown(device, environment, entries)
+    (output / "report.md").write_text(text, encoding="utf-8")
+    return text
 
 
 def markdown(device: str, environment: dict[str, str], entries: Sequence[dict[str, Any]]) -> str:
@@ -194,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("gpu_report"), help="folder for report.json and report.md")
-    parser.add_argument("--minutes", type=float, default=9.0, help="parts that would begin later are left out")
+    parser.add_argument("--minutes", type=float, default=7.0, help="parts that would begin later are left out")
     parser.add_argument("--dry-run", action="store_true", help="print what would run; needs no GPU")
     parser.add_argument(
         "--device", default="cuda", choices=("cuda", "cpu"), help="cpu runs small sizes: a check of this file"
@@ -208,14 +228,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("error: torch sees no CUDA device; --dry-run shows what would run", file=sys.stderr)
         return 2
-    environment, entries = versions(options.device), run(chosen, options.minutes)
     options.output.mkdir(parents=True, exist_ok=True)
-    plain = [{**e, "results": [asdict(r) for r in e["results"]]} for e in entries]
-    report = {"device": options.device, "versions": environment, "parts": plain}
-    (options.output / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
-    text = markdown(options.device, environment, entries)
-    (options.output / "report.md").write_text(text, encoding="utf-8")
-    print(text)
+    environment = versions(options.device)
+    # after every part: a machine that ends the command keeps what was found until then
+    entries = run(chosen, options.minutes, functools.partial(write, options.output, options.device, environment))
+    print(write(options.output, options.device, environment, entries))
     failed = [r for e in entries for r in e["results"] if isinstance(r, Finding) and r.verdict == "FAILED"]
     return 1 if failed or any(e["error"] for e in entries) else 0
 

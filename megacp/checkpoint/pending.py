@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megacp.checkpoint.directory import CONFIG_FILE, committed, point_and_prune, temporary
@@ -38,6 +39,8 @@ from megacp.distributed.grid import Axis
 _BYTES_PER_BOX, _MARGIN = 4096, 1 << 20
 """What a box takes in the files besides its values (its own archive, its lines in the index), and the smallest files;
 generous, since the disk must not be full afterwards either."""
+_ALIGNED = 64
+"""Bytes at multiples of which the values of a box begin in the block of copies."""
 
 
 class SaveError(RuntimeError):
@@ -85,7 +88,9 @@ class PendingCheckpoint:
             self._clean()
             raise self._failed(failure) from failure
         if background:
-            self._thread = threading.Thread(target=self._write_quietly, name="megacp save", daemon=True)
+            # a thread begins with the first GPU as its own, where every rank would then hold a context
+            device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+            self._thread = threading.Thread(target=self._write_quietly, args=(device,), name="megacp save", daemon=True)
             self._thread.start()
 
     @property
@@ -135,8 +140,10 @@ class PendingCheckpoint:
         folder.mkdir()
         return folder
 
-    def _write_quietly(self) -> None:
+    def _write_quietly(self, device: int | None) -> None:
         try:
+            if device is not None:
+                torch.cuda.set_device(device)
             self._write()
         except Exception as error:  # the step loop asks for it
             self._error = error
@@ -182,13 +189,14 @@ class PendingCheckpoint:
 
 
 def _copied(boxes: Sequence[TensorBox]) -> list[TensorBox]:
-    """The boxes with values of their own, on the CPU."""
+    """The boxes with values of their own, on the CPU; those of a GPU in one pinned block, which is allocated once."""
+    starts = np.cumsum([0, *(-(-box.tensor.nbytes // _ALIGNED) * _ALIGNED for box in boxes)]).tolist()
+    on_gpu = any(box.tensor.is_cuda for box in boxes)
+    block = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=on_gpu)
     copies = []
-    for box in boxes:
-        values = box.tensor.detach()
-        on_gpu = values.is_cuda
-        own = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_gpu)
-        copies.append(dataclasses.replace(box, tensor=own.copy_(values, non_blocking=on_gpu)))
-    if any(box.tensor.is_cuda for box in boxes):
+    for box, start in zip(boxes, starts, strict=False):
+        own = block[start : start + box.tensor.nbytes].view(box.tensor.dtype).view(box.tensor.shape)
+        copies.append(dataclasses.replace(box, tensor=own.copy_(box.tensor.detach(), non_blocking=on_gpu)))
+    if on_gpu:
         torch.cuda.synchronize()
     return copies

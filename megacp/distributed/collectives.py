@@ -229,4 +229,6 @@ def gather_to_first(value: Any, axis: Axis) -> list[Any] | None:
 def barrier(axis: Axis) -> None:
     """Return once every rank of the axis has arrived."""
     if axis.size > 1:
-        dist.barrier(group=axis.group)
+        # without its device NCCL guesses one, and warns at every call
+        devices = [torch.cuda.current_device()] if axis.backend == "nccl" else None
+        dist.barrier(group=axis.group, device_ids=devices)

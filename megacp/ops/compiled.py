@@ -2,17 +2,19 @@
 are.
 
 Key property: what is compiled is the arithmetic alone, a function of tensors with nothing of autograd, messages or
-plans in it, so a graph never breaks and every length and layer shares one form. It pays where several passes over large
+plans in it, so a graph never breaks and every length and layer shares one form: the first dim of tensors is free,
+widths are constants, which a kernel can divide by and load many at a time. It pays where several passes over large
 activations become one: norms, SwiGLU, rotary, dropout's bits, merged parts of attention. `TORCH_COMPILE_DISABLE=1` in
-the environment runs them one by one. Rejected: compiling blocks, which transports and recomputation cut into pieces
-anyway; compiling on the CPU, which needs a C++ compiler at run time and gains little there.
+the environment runs these one by one (FlexAttention needs its kernel). Rejected: compiling blocks, which transports and
+recomputation cut into pieces anyway; compiling on the CPU, which needs a C++ compiler at run time and gains little.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -26,20 +28,18 @@ limit is 8.
 
 
 def whole_graph(
-    function: Callable[Arguments, Result], backend: str | Callable = "inductor", dynamic: bool | None = None
+    function: Callable[Arguments, Result], backend: str | Callable = "inductor"
 ) -> Callable[Arguments, Result]:
-    """The function as one graph, in up to `FORMS` forms; what cannot be compiled raises, it does not run slowly.
+    """The function as one graph, in up to `FORMS` forms; what cannot be compiled raises, it does not run slowly."""
+    return torch.compile(function, fullgraph=True, backend=backend, **_limit())
 
-    `dynamic`: True takes lengths as free from the beginning, None from the second length on.
-    """
-    compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
 
-    @functools.wraps(function)
-    def within_forms(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
-        with torch._dynamo.config.patch(recompile_limit=FORMS):
-            return compiled(*args, **options)
-
-    return within_forms
+def _limit() -> dict[str, Any]:
+    """`FORMS` as torch takes it: of one function, or (before 2.13) of all; never per call, which leaks and costs."""
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        return {"recompile_limit": FORMS}
+    torch._dynamo.config.recompile_limit = FORMS
+    return {}
 
 
 def pays(x: torch.Tensor) -> bool:
@@ -56,10 +56,15 @@ def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
     @functools.cache
     def kernel(backend: str | Callable) -> Callable[Arguments, Result]:
-        return whole_graph(function, backend, dynamic=True)
+        return whole_graph(function, backend)
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
-        return (kernel(BACKEND) if pays(args[0]) else function)(*args, **options)  # type: ignore[arg-type]
+        if not pays(args[0]):  # type: ignore[arg-type]
+            return function(*args, **options)
+        for x in args:
+            if isinstance(x, torch.Tensor) and x.dim() > 0:
+                torch._dynamo.maybe_mark_dynamic(x, 0)
+        return kernel(BACKEND)(*args, **options)
 
     return call

@@ -75,6 +75,8 @@ def compiled(backend: str | Callable = "inductor") -> Attention:
     Lengths are taken as fixed until they change, then as free, so packs of any length need no form of their own.
     """
     # one graph or an error: without a fused kernel the scores of all pairs would be made
+    if torch._dynamo.config.disable:
+        raise ValueError("TORCH_COMPILE_DISABLE turns off what --attention-kernel flex needs: unset it, or choose math")
     return with_lse(whole_graph(flex_attention, backend))
 
 

@@ -67,11 +67,9 @@ class _Rotate(torch.autograd.Function):
 @fused
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
     """Rotate by the angles, or back by them when `sign` is -1."""
-    out = x.clone(memory_format=torch.contiguous_format)
-    (first, second), (to_first, to_second) = x.chunk(2, -1), out.chunk(2, -1)
-    to_first.mul_(cos).addcmul_(second, sin, value=-sign)
-    to_second.mul_(cos).addcmul_(first, sin, value=sign)
-    return out
+    first, second = x.chunk(2, -1)
+    turned = (first * cos).addcmul_(second, sin, value=-sign), (second * cos).addcmul_(first, sin, value=sign)
+    return torch.cat(turned, -1)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -14,13 +14,13 @@ import torch
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import Axis
 
-_BLOCK = 65_536
-"""Elements converted to float64 at a time: they stay in the cache, and no float64 copy of a bucket is made."""
+_BLOCKS = {"cpu": 65_536, "cuda": 1 << 24}
+"""Elements converted to float64 at a time: on a CPU they stay in the cache; no float64 copy of a bucket is made."""
 
 
 def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
     """Sum of the squares of 1-D `x` as a float64 scalar on its device."""
-    blocks = x.split(_BLOCK) if x.device.type == "cpu" else (x,)
+    blocks = x.split(_BLOCKS[x.device.type])
     return torch.stack([torch.linalg.vector_norm(block, dtype=torch.float64).square() for block in blocks]).sum()
 
 

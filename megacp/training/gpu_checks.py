@@ -8,6 +8,7 @@ tests alone, which a report of a machine cannot quote.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,8 +91,13 @@ def _rank_losses(rank: int, world: int, config: RunConfig, device: str, mask: st
     return losses(config, build_grid(shape, rank, device), mask)
 
 
+def _largest(values: Iterable[float]) -> float:
+    """The largest, NaN when one is: Python's `max` passes over a NaN that is not the first."""
+    return torch.tensor(list(values), dtype=torch.float64).max().item()
+
+
 def _worst(found: list[float], expected: list[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+    return _largest(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
 
 
 def native_against_cpu(device: str, sizes: CheckSizes) -> list[Finding]:
@@ -119,14 +125,14 @@ def fused_tiles(device: str, sizes: CheckSizes, seed: int = 3) -> list[Finding]:
     kind = torch.device(device)
     transport = select_transport("p2p", kernel_name("auto", kind.type), single_axis("cp"), kind)
     findings = []
-    for dtype, limit in ((torch.float32, 1e-3), (torch.bfloat16, 5e-2)):
+    for dtype, limit in ((torch.float32, 2e-5), (torch.bfloat16, 5e-2)):
         mine = [x.detach().to(device, dtype)[torch.from_numpy(plan.local)].requires_grad_() for x in (q, k, v)]
         out = core_attention(mine[0], mine[1], mine[2], transport=transport, plan=plan, scale=width**-0.5)
         grads = torch.autograd.grad(out, mine, dout.to(device, dtype)[torch.from_numpy(plan.local)])
         index = torch.from_numpy(plan.local)
         parts = zip((out, *grads), expected, strict=True)
-        worst = max(((a.detach().cpu().double() - b[index]).norm() / b.norm()).item() for a, b in parts)
-        why = "TF32 products" if dtype == torch.float32 else "8 bits of mantissa, scores and weights rounded"
+        worst = _largest(((a.detach().cpu().double() - b[index]).norm() / b.norm()).item() for a, b in parts)
+        why = "sums in float32" if dtype == torch.float32 else "8 bits of mantissa, scores and weights rounded"
         findings.append(Finding(f"attention tiles, {str(dtype)[6:]}", worst, limit, why))
     return findings
 
@@ -178,6 +184,10 @@ def fused_weight_gradient(device: str, sizes: CheckSizes) -> list[Finding]:
     return [Finding(name, worst, limit, "torch rounds the product to bfloat16 before it adds")]
 
 
+_COLD_SECONDS, _WARM_SECONDS = 240.0, 60.0
+"""Time of ranks that have to compile their kernels first, and of those that have."""
+
+
 def ranks_on_one_device(device: str, sizes: CheckSizes) -> list[Finding]:
     """Context parallelism of several processes that share the device, over gloo, against one process."""
     settings = {**sizes.settings, "dtype": "float32"}
@@ -185,16 +195,17 @@ def ranks_on_one_device(device: str, sizes: CheckSizes) -> list[Finding]:
     expected = losses(base, build_grid(GridShape(), 0, device), "mixed")
     findings = []
     for ranks in sizes.ranks:
+        limit = _COLD_SECONDS
         with RankPool(ranks) as pool:  # one for all transports: kernels are compiled once in a process
             for comm_type in ("p2p", "a2a", "all_gather", "kv_exchange"):
                 layout = "balanced" if comm_type == "kv_exchange" else "zigzag_document"
                 parallel = {"context_parallel_size": ranks, "cp_comm_type": comm_type, "cp_layout": layout}
                 name = f"{ranks} ranks on one device, {comm_type}"
                 try:
-                    found = pool.run(_rank_losses, with_values(base, parallel), device, "mixed", timeout=120.0)
+                    found = pool.run(_rank_losses, with_values(base, parallel), device, "mixed", timeout=limit)
                 except RankFailure as error:  # after which the pool is closed
-                    findings.append(Finding(name, math.nan, 2e-3, str(error).splitlines()[-1]))
+                    findings.append(Finding(name, math.nan, 2e-4, str(error).splitlines()[-1]))
                     break
-                worst = max(_worst(one, expected) for one in found)
-                findings.append(Finding(name, worst, 2e-3, "float32 with TF32 products"))
+                worst, limit = _largest(_worst(one, expected) for one in found), _WARM_SECONDS
+                findings.append(Finding(name, worst, 2e-4, "sums in float32 over three updates"))
     return findings

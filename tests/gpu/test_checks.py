@@ -40,5 +40,6 @@ def test_guest_packages_compute_like_native(check: Callable[[str, CheckSizes], l
     assert_sound(findings)
 
 
+@pytest.mark.timeout(600)
 def test_ranks_that_share_the_gpu_train_like_one() -> None:
     assert_sound(gpu_checks.ranks_on_one_device("cuda", SIZES))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from megacp.training import gpu_checks
 from megacp.training.gpu_checks import Finding
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "check_gpu.py"
@@ -65,6 +67,28 @@ def test_a_part_that_fails_is_a_line_and_the_others_run(tool: ModuleType) -> Non
     assert "out of memory" in entries[0]["error"] and entries[1]["results"] == [good]
     text = tool.markdown("cpu", {}, entries)
     assert "| one | RuntimeError: out of memory | | not finished |" in text
+
+
+def test_what_was_found_is_on_disk_when_the_machine_ends_the_command(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch ten minutes of a GPU without a report."""
+
+    def ended() -> list[Finding]:
+        raise SystemExit("out of time")
+
+    good = Finding("good", 0.0, 1.0, "exact")
+    monkeypatch.setattr(tool, "parts", lambda *_: [tool.Part("one", lambda: [good]), tool.Part("two", ended)])
+    with pytest.raises(SystemExit):
+        tool.main(["--device", "cpu", "--output", str(tmp_path / "report")])
+    (part,) = json.loads((tmp_path / "report" / "report.json").read_text())["parts"]
+    assert part["part"] == "one" and "| good |" in (tmp_path / "report" / "report.md").read_text()
+
+
+def test_a_loss_that_is_not_a_number_is_the_largest_difference() -> None:
+    """Would catch a NaN behind a sound first step, which Python's `max` passes over."""
+    assert math.isnan(gpu_checks._worst([1.0, math.nan, 1.0], [1.0, 1.0, 1.0]))
+    assert gpu_checks._worst([1.0, 1.5], [1.0, 1.0]) == 0.5
 
 
 def test_parts_that_would_begin_too_late_are_left_out(tool: ModuleType) -> None:
