@@ -16,7 +16,8 @@ import bisect
 import io
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -148,32 +149,45 @@ def _info(timeline: _Timeline, stream: Any, rules: ImageRules) -> VideoInfo:
     return VideoInfo(count, fps, stream.width, stream.height)
 
 
-def _refuse_cut(container: Any, data: bytes) -> None:
-    """ImageError for a file that ends before what its header says of its length.
+def _gif_end(container: Any, data: bytes) -> str | None:
+    return None if data.rstrip(b"\0").endswith(b";") else "it does not end with its trailer"  # GIF89a, 27
 
-    Of containers with their index at the end, FFmpeg opens no half; of these it does. `container` is at its beginning.
-    """
-    name = container.format.name
-    if "gif" in name:
-        if not data.rstrip(b"\0").endswith(b";"):  # GIF89a, 27: the trailer
-            raise ImageError("the gif video is cut short: it does not end with its trailer")
-        return
-    frames = {s.index: s.frames for s in container.streams.video if "avi" in name and s.frames}
-    seconds = (container.duration or 0) / 1e6 if {"matroska", "flv"} & {*name.split(",")} else 0.0
-    end, counted = 0.0, dict.fromkeys(frames, 0)
+
+def _counted_end(container: Any, data: bytes) -> str | None:
+    promised = {stream.index: stream.frames for stream in container.streams.video if stream.frames}
+    counted = Counter(packet.stream.index for packet in container.demux() if packet.dts is not None)
+    for index, frames in promised.items():
+        if frames - counted[index] > max(_CUT_FRAMES, _CUT_SHARE * frames):
+            return f"it has {counted[index]} frames, its header says {frames}"
+    return None
+
+
+def _timed_end(container: Any, data: bytes) -> str | None:
+    seconds, end = (container.duration or 0) / 1e6, 0.0
     begin = min(container.start_time or 0, 0) / 1e6  # both count from 0, also where the first frame comes later
     for packet in container.demux():
         if packet.pts is not None and packet.time_base:
             end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base) - begin)
-        if packet.stream.index in counted and packet.dts is not None:
-            counted[packet.stream.index] += 1
-    if seconds - end > max(_CUT_SECONDS, _CUT_SHARE * seconds):
-        raise ImageError(f"the {name} video is cut short: it ends at {end:.1f} s, its header says {seconds:.1f} s")
-    for index, promised in frames.items():
-        if promised - counted[index] > max(_CUT_FRAMES, _CUT_SHARE * promised):
-            raise ImageError(
-                f"the {name} video is cut short: it has {counted[index]} frames, its header says {promised}"
-            )
+    cut = seconds - end > max(_CUT_SECONDS, _CUT_SHARE * seconds)
+    return f"it ends at {end:.1f} s, its header says {seconds:.1f} s" if cut else None
+
+
+_ENDS: dict[str, Callable[[Any, bytes], str | None]] = {
+    "gif": _gif_end,
+    "avi": _counted_end,
+    "matroska": _timed_end,
+    "flv": _timed_end,
+}
+"""Of containers of which FFmpeg opens half a file: what is missing at the end, by what the header says of the length;
+the container is at its beginning.
+"""
+
+
+def _refuse_cut(container: Any, data: bytes) -> None:
+    """ImageError for a file that ends before what its header says."""
+    name = _container(data)
+    if name in _ENDS and (reason := _ENDS[name](container, data)):
+        raise ImageError(f"the {name} video is cut short: {reason}")
 
 
 def _is_still(data: bytes) -> bool:

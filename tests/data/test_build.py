@@ -332,6 +332,10 @@ def test_branches_teach_what_their_records_apart_would(tmp_path: Path, prefix: s
     (tmp_path / "c.jsonl").write_text(json.dumps({"text": prefix + str(branches[0]), "weight": 0.5}) + "\n")
     run([tmp_path / "c.jsonl"], tmp_path / "flat")
     together, separate = learned(tmp_path / "together"), learned(tmp_path / "apart")
+    stored = PackedDataset(tmp_path / "together").pack(0).weights
+    assert stored is not None and sum(weight for *_, weight in together) == stored.sum() - 0.5, (
+        "nothing predicts the first"
+    )
     assert set(together) == set(separate)
     once = [row for row in together if len(row[0]) < len(prefix)]
     assert len(once) == len(set(once)) == len(prefix) - 1, "the prefix is learned once"

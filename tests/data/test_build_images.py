@@ -254,6 +254,22 @@ def test_a_text_that_spells_an_image_token_is_refused(tmp_path: Path) -> None:
     assert min(i for name, i in rules["token_ids"].items() if name != "image_patch") == tokenizer.vocab_size
 
 
+def test_image_tokens_that_meet_in_one_id_are_refused_before_anything_is_built(tmp_path: Path) -> None:
+    """Would catch a finished dataset that only training refuses."""
+    tokenizers = pytest.importorskip("tokenizers")
+    bpe = tokenizers.ByteLevelBPETokenizer()
+    bpe.train_from_iterator(["a b c"], vocab_size=300, show_progress=False)
+    bpe.add_special_tokens(["<im_start>", "<|endoftext|>"])
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    taken = load_tokenizer(str(tmp_path / "tokenizer.json")).token_id("<im_start>")
+    (tmp_path / "c.jsonl").write_text('{"text": "a"}\n')
+    rules = dataclasses.replace(TINY, token_ids={"image_patch": taken})
+    settings = {**VISION, "tokenizer": str(tmp_path / "tokenizer.json"), "image_rules": rules}
+    with pytest.raises(ValueError, match="--image-token-ids are .*, they must differ"):
+        builds.run([tmp_path / "c.jsonl"], tmp_path / "d", **settings)
+    assert not (tmp_path / "d").exists()
+
+
 def test_a_webdataset_tar_names_its_images_and_one_that_nobody_names_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "w.tar"
     picture = encoded(noise(20, 20))

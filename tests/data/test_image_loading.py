@@ -155,13 +155,14 @@ def test_a_rank_decodes_its_images_and_no_others_and_other_stages_none() -> None
 
 def test_a_video_is_read_once_by_each_rank_whatever_frames_it_gets() -> None:
     """Would catch frames dealt in turn, each of which decodes all that comes before it."""
-    packs = [mock_pack(3, RULES), mock_pack(4, RULES)]
+    packs = [mock_pack(number, RULES) for number in (0, 7, 13)]  # each has a video of at least four frames
     batch = collate(packs)
     for rank in range(2):
         decoder = BrokenDecoder()
-        load_images(batch, packs, ImageLoading(decoder, rank, 2, strategy="longest_first"))
+        vision = load_images(batch, packs, ImageLoading(decoder, rank, 2, strategy="longest_first")).vision
+        assert vision is not None and vision.unit_order is not None and vision.boundaries is not None
         asked = decoder.asked  # type: ignore[attr-defined]
-        assert len(asked) == len(set(asked)) > 0
+        assert len(asked) == len(set(asked)) < len(vision.patches)
 
 
 def test_a_bad_image_ends_the_run_or_drops_its_document_alone() -> None:
