@@ -14,8 +14,11 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+
+_T = TypeVar("_T")
 
 ATTEMPTS = 300
 """Most pairs of ranks looked at, half a millisecond each."""
@@ -120,7 +123,7 @@ class Regrouping:
     def _price(self, holders: dict[int, list[int]]) -> int:
         return sum((len(ranks) - 1) * self.prices[document] for document, ranks in holders.items())
 
-    def _one_of(self, choices):  # type: ignore[no-untyped-def]
+    def _one_of(self, choices: Sequence[_T]) -> _T:
         return choices[int(self._random.random() * len(choices))]
 
     def _attempt(self, one: int, two: int, heat: float) -> None:

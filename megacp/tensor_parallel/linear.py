@@ -73,7 +73,7 @@ def _take_gradient(
         return grad.t() @ x
     add(total, grad, x)
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    weight.gradient_added(weight)  # type: ignore[operator]
+    weight.gradient_added(weight)  # type: ignore[attr-defined]
     return None
 
 

@@ -114,7 +114,7 @@ def activation_peak(rank: int, world_size: int, config: RunConfig, batch: Packed
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True, acc_events=False) as profile:
         trainee.gradients([batch], 1, 1.0)
-    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = profile.profiler.kineto_results.events()
     changes = [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns()) if event.name() == "[memory]"]
     return int(np.cumsum(changes).max())
 
