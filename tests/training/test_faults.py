@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megacp.checkpoint.commit import load_checkpoint
 from megacp.checkpoint.directory import committed
 from megacp.checkpoint.manifest import hash_file
+from megacp.checkpoint.pending import PendingCheckpoint
 from megacp.distributed.grid import single_axis
 from tests.ranks import RankError, run_ranks
 from tests.training.faulty_rank import FAULTS
@@ -39,7 +40,20 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def _finish_saves_before(step: int) -> None:
+    """Background saves of earlier steps are waited for: how fast a disk is must not decide which of them is there."""
+    real = PendingCheckpoint.writing.fget  # type: ignore[attr-defined]
+
+    def writing(self: PendingCheckpoint) -> bool:
+        if self.step < step and self._thread is not None:
+            self._thread.join()
+        return real(self)
+
+    PendingCheckpoint.writing = property(writing)  # type: ignore[method-assign, assignment]
+
+
 def _faulty(rank: int, world_size: int, flags: Sequence[str], fault: str, where: int, step: int) -> int:
+    _finish_saves_before(step)
     if rank == where:
         FAULTS[fault](step)
     return train_on_rank(rank, world_size, flags)
