@@ -6,7 +6,7 @@ EXTRAS ?= test,data,hf,demo
 PIP_ARGS ?=
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-text test test-fast test-gpu check format bench clean
+.PHONY: help setup demo demo-text test test-fast test-faults test-gpu check format bench clean
 
 BIN := $(VENV)/bin
 # Transformer Engine's Python files, whose signatures the tests check ours against, stand apart: see setup.py.
@@ -21,6 +21,7 @@ help:
 	@echo 'make demo-text  train a language model on 8 CPU ranks, stop it, resume it on another grid, sample text (about 5 minutes)'
 	@echo 'make test       all tests (14 minutes on two cores)'
 	@echo 'make test-fast  the tests that take seconds'
+	@echo 'make test-faults  kills, full disks, lost ranks and damaged files at random moments (15 minutes on two cores)'
 	@echo 'make test-gpu   the tests that need an NVIDIA GPU, with PYTHON as it is'
 	@echo 'make check      lint, layer contract, fences, types'
 	@echo 'make format     format and repair what a tool can'
@@ -46,10 +47,14 @@ demo-text: $(STAMP)
 
 # Tests are for the CPU, where every run of one process would otherwise take a GPU that is there.
 test: $(STAMP)
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m 'not faults'
 
 test-fast: $(STAMP)
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m 'not slow'
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m 'not slow and not faults'
+
+# FAULTS adds to it: FAULTS='--fault-seed 7 --fault-repeat 20 -k kill'
+test-faults: $(STAMP)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/faults $(FAULTS)
 
 # With the python3 that has CUDA torch; of the test extra it needs pytest, pytest-timeout and hypothesis.
 test-gpu:

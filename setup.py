@@ -31,6 +31,10 @@ EXTRAS = {
     "gpu": ["transformer_engine==2.20.2", "transformer_engine_cu13==2.20.2", "transformer_engine_torch==2.20.2"],
 }
 EXTRAS["all"] = sorted({name for extra, names in EXTRAS.items() if extra != "gpu" for name in names})
+COMMANDS = {
+    "train": "megacp.train",
+    **{name: f"megacp.commands.{name}" for name in ("preprocess", "convert", "generate", "parity", "plot")},
+}
 README = Path(__file__).with_name("README.md")
 
 setup(
@@ -52,4 +56,5 @@ setup(
         "tyro>=1.0",
     ],
     extras_require=EXTRAS,
+    entry_points={"console_scripts": [f"megacp-{name} = {target}:main" for name, target in COMMANDS.items()]},
 )

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megacp.batch import PackedBatch
+from megacp.commands import plot
 from megacp.config.checks import check
 from megacp.config.run import RunConfig, with_values
 from megacp.config.yaml_file import from_yaml
@@ -27,7 +28,6 @@ from megacp.training.parity_setup import Request, prepare
 from tests.ranks import grid, run_ranks
 from tests.reference.machines import machine
 from tests.training.runs import TINY, train_on_rank
-from tools import plot_log
 
 CP = "context_parallel_size"
 AUTO = {"cp_comm_type": "auto", "cp_layout": "auto"}
@@ -248,7 +248,7 @@ def test_a_run_tells_what_it_chose_and_how_good_the_prediction_was(tmp_path: Pat
     (compared,) = (number for number, line in enumerate(lines) if line.startswith("core attention of a layer and row"))
     assert lines[compared - 1].startswith("step 5/6")
     rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    assert plot_log.read_curves(out / "log.jsonl")["train"][0] == [1, 2, 3, 4, 5, 6]
+    assert plot.read_curves(out / "log.jsonl")["train"][0] == [1, 2, 3, 4, 5, 6]
     (figures,) = (row for row in rows if row["kind"] == "attention")
     assert figures["step"] == 5 and min(figures[name] for name in figures if name not in ("kind", "step")) > 0
     saved = from_yaml((out / "step_0000006" / "config.yaml").read_text())

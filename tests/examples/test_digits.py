@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from examples import digits_to_jsonl, evaluate_digits
+from megacp.commands import convert, generate, preprocess
 from megacp.train import main as train
 from tests.data.builds import files
-from tools import convert_checkpoint, generate, preprocess_data
 
 pytest.importorskip("sklearn", reason="the digit scans are inside scikit-learn (extra `demo`)")
 
@@ -114,7 +114,7 @@ def test_the_way_from_scans_to_a_page_of_answers(
     for split in ("train", "held_out"):
         build = ["build", "--input", str(digits / f"{split}.jsonl"), "--output", str(tmp_path / split), *image_flags]
         build += ["--tokenizer", "byte", "--seq-length", "1024", "--image-root", str(digits / "images")]
-        assert preprocess_data.main([*build, "--workers", "1"]) == 0
+        assert preprocess.main([*build, "--workers", "1"]) == 0
     sizes = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 2 --seq-length 1024 "
     sizes += "--qk-layernorm --untie-embeddings-and-output-weights --additional-vocab-size 8 --vision-num-layers 2 "
     sizes += "--vision-hidden-size 32 --vision-ffn-hidden-size 48 --vision-num-attention-heads 2 --vision-head-dim 16 "
@@ -136,7 +136,7 @@ def test_the_way_from_scans_to_a_page_of_answers(
     assert "which digits? (1 image)" in capsys.readouterr().out
     assert (tmp_path / "page.html").read_text().count("<img") >= 10
     flags = ["--from", "megacp", "--to", "hf", "--input", str(tmp_path / "run"), "--output", str(tmp_path / "hf")]
-    assert convert_checkpoint.main([*flags, "--tokenizer", "byte"]) == 0
+    assert convert.main([*flags, "--tokenizer", "byte"]) == 0
     again = ["--model", str(tmp_path / "hf"), "--answers", str(out), "--images", str(digits / "images")]
     capsys.readouterr()
     assert answer_with_transformers.main([*again, "--max-new-tokens", "2"]) == 0

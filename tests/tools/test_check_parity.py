@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megacp.commands import parity as tool
 from megacp.config.run import RunConfig, with_values
 from megacp.data.mock import MockRules
 from megacp.distributed import spawn
@@ -26,18 +25,6 @@ SMALL = ["--num-layers", "2", "--steps", "2", "--seq-length", "32", "--timeout",
 
 HIERARCHY = "--hierarchical-context-parallel-sizes"
 DYNAMIC = ["--dynamic-context-parallel", "--cp-comm-type", "kv_exchange", "--cp-layout", "balanced"]
-
-
-def load_tool() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "tools" / "check_parity.py"
-    spec = importlib.util.spec_from_file_location("check_parity", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import torch
 
 from megacp.checkpoint.commit import save_checkpoint
 from megacp.checkpoint.names import boxes_to_save
+from megacp.commands.convert import main
 from megacp.config.yaml_file import to_yaml
 from megacp.convert.architectures import ARCHITECTURES
 from megacp.convert.hf_files import write_tensors
@@ -27,7 +28,6 @@ from tests.convert.models import MODELS, save
 from tests.data.pictures import TINY
 from tests.ranks import grid, run_ranks
 from tests.reference.training import Values, config_of
-from tools.convert_checkpoint import main
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed (extra: hf)")
@@ -158,7 +158,7 @@ def test_rows_of_q_and_k_are_rotated_by_halves_and_another_order_is_seen(
     name = "model.layers.0.self_attn.q_proj.weight"
     tensors[name] = tensors[name].view(4, 2, 6, 48).transpose(1, 2).reshape(48, 48).contiguous()
     safetensors.save_file(tensors, path, {"format": "pt"})
-    from tools.convert_checkpoint import READERS, compare, logits_of, rows_for
+    from megacp.commands.convert import READERS, compare, logits_of, rows_for
 
     ours, theirs = READERS["megacp"](tmp_path / "b"), READERS["hf"](tmp_path / "a")
     (found,) = compare(logits_of(ours, "megacp"), logits_of(theirs, "hf"), rows_for(ours.config, None))
@@ -371,7 +371,7 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
 PEAK = """
 import sys, threading, time
 from pathlib import Path
-from tools.convert_checkpoint import main
+from megacp.commands.convert import main
 
 def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()

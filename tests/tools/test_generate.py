@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from megacp.commands import generate
 from megacp.train import main as train
 from tests.data.builds import run as build
 from tests.data.pictures import TINY, encoded, noise
-from tools import generate
 
 SIZES = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 2 --seq-length 256 "
 VISION = "--untie-embeddings-and-output-weights --additional-vocab-size 8 --vision-num-layers 2 --vision-head-dim 8 "

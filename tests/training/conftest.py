@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import preprocess_data
+from megacp.commands import preprocess
 
 
 @pytest.fixture(scope="session")
@@ -17,5 +17,5 @@ def packed_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     records = [{"text": f"{i} times {i} is {i * i}. " * (1 + i % 7)} for i in range(60)]
     (folder / "text.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     build = ["build", "--input", str(folder / "text.jsonl"), "--output", str(folder / "data"), "--tokenizer", "byte"]
-    assert preprocess_data.main([*build, "--seq-length", "64", "--oversize", "split", "--workers", "1"]) == 0
+    assert preprocess.main([*build, "--seq-length", "64", "--oversize", "split", "--workers", "1"]) == 0
     return folder / "data"

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from megacp.commands.convert import main
 from megacp.data.prompt import Prompt, PromptMaker, prompt_pixels, prompt_row
 from megacp.data.tokenizer import load_tokenizer
 from megacp.training.generate import Generator, Sampling
 from megacp.training.hf_parity import Difference, library_model
 from tests.convert.models import save
 from tests.data.pictures import TINY, encoded, noise
-from tools.convert_checkpoint import main
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
 pytest.importorskip("safetensors", reason="safetensors is not installed (extra: hf)")

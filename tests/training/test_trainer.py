@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from megacp.commands import preprocess
 from megacp.train import main
 from megacp.training.stopping import StopSignal
 from tests.training.runs import TINY, grid_flags, losses, run
-from tools import preprocess_data
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_validation_counts_only_tokens_with_a_weight(tmp_path: Path, packed_data
         lines = (tmp_path / "text.jsonl").read_text().splitlines(keepends=True)[:count]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
         build = ["build", "--input", str(tmp_path / f"{name}.jsonl"), "--output", str(tmp_path / name)]
-        assert preprocess_data.main([*build, "--tokenizer", "byte", "--seq-length", "64", "--workers", "1"]) == 0
+        assert preprocess.main([*build, "--tokenizer", "byte", "--seq-length", "64", "--workers", "1"]) == 0
     found = []
     for name in ("both", "one"):
         data = ["--data-path", str(packed_dataset), "--valid-data-path", str(tmp_path / name), "--eval-interval", "4"]

@@ -1,0 +1,165 @@
+"""Checkpoints of megacp to Hugging Face folders and back, on one CPU process, tensor by tensor.
+
+    python tools/convert_checkpoint.py --from megacp --to hf --input run/checkpoints --output model --tokenizer byte \\
+        --verify
+    python tools/convert_checkpoint.py --from hf --to megacp --input Qwen3-0.6B --output start --verify
+    python tools/convert_checkpoint.py --from hf --to hf --input Molmo2-8B --output native --layout native
+
+Llama, Qwen3 and Molmo2. Everything is written to a folder beside --output, which is renamed when all is well: a tensor
+that is missing, unexpected or of another shape, a field that the other side cannot express, or a tokenizer that gives
+other ids ends it. Exit status: 0 done, 1 --verify found a difference, 2 refused with one message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from megacp.checkpoint.pending import SaveError
+from megacp.convert.architectures import ARCHITECTURES, LAYOUTS
+from megacp.convert.hf_files import MIB, new_folder
+from megacp.convert.mapping import Cast
+from megacp.convert.tokenizer import refuse_difference
+from megacp.data.tokenizer import PROBE, load_tokenizer
+from megacp.training.hf_parity import (
+    Logits,
+    compare,
+    library_encoder,
+    library_logits,
+    library_model,
+    our_logits,
+    rows_for,
+)
+from megacp.training.hf_reading import Loaded, read_checkpoint, read_hf
+from megacp.training.hf_writing import Options, given_files, write_checkpoint, write_hf
+
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+DIFFERENT, REFUSED = 1, 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print `error: ...` and exit 2."""
+        self.exit(REFUSED, f"error: {message} (see {self.prog} --help)\n")
+
+
+def arguments_parser() -> argparse.ArgumentParser:
+    """The flags."""
+    parser = _Parser(description="Convert checkpoints between megacp and Hugging Face folders.", allow_abbrev=False)
+    parser.add_argument("--from", required=True, choices=("hf", "megacp"), dest="source", help="what --input is")
+    parser.add_argument("--to", required=True, choices=("hf", "megacp"), dest="target", help="what --output becomes")
+    parser.add_argument(
+        "--input", required=True, type=Path, metavar="DIR", help="folder; --save of a run or one of its steps"
+    )
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="new folder")
+    parser.add_argument("--verify", action="store_true", help="compare logits with those of the transformers library")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="KIND_OR_PATH",
+        help="the run's tokenizer, as given to preprocess_data.py build; `none` leaves it out",
+    )
+    parser.add_argument("--eod-token", metavar="TEXT", help="as given to preprocess_data.py build")
+    parser.add_argument("--architecture", choices=("auto", *ARCHITECTURES), default="auto", help="default: found out")
+    parser.add_argument("--layout", choices=LAYOUTS, help="names of a Molmo2's tensors in --output (default: native)")
+    parser.add_argument("--max-shard-size", type=int, default=5000, metavar="MIB", help="of a weight file (5000)")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the weights (default: as they are)")
+    parser.add_argument(
+        "--accept-ties",
+        action="store_true",
+        help="export a Unigram tokenizer although runs like ----- get its tokens in another order of the same score",
+    )
+    return parser
+
+
+def flag_reasons(arguments: argparse.Namespace) -> list[str]:
+    """All that is wrong with the flags alone."""
+    reasons = []
+    if (arguments.source, arguments.target) == ("megacp", "megacp"):
+        reasons.append("--from megacp --to megacp: a checkpoint is read by any grid as it is")
+    if arguments.target == "megacp" and arguments.dtype == "float16":
+        reasons.append("--dtype float16: runs of megacp have float32, bfloat16 or float64 weights")
+    if arguments.target == "megacp" and arguments.layout is not None:
+        reasons.append("--layout is for --to hf")
+    if arguments.eod_token is not None and arguments.tokenizer in (None, "none"):
+        reasons.append("--eod-token goes with --tokenizer")
+    if arguments.source == "hf" and arguments.tokenizer is not None:
+        reasons.append("--tokenizer is for --from megacp: a Hugging Face folder brings its own")
+    needed = ["safetensors"] + (["transformers"] if arguments.verify else [])
+    reasons += [f"the package {name} is not installed" for name in needed if importlib.util.find_spec(name) is None]
+    if arguments.max_shard_size < 1:
+        reasons.append(f"--max-shard-size {arguments.max_shard_size}: must be at least 1")
+    return reasons
+
+
+READERS = {"hf": read_hf, "megacp": read_checkpoint}
+WRITERS = {"hf": write_hf, "megacp": write_checkpoint}
+
+
+class _Differs(Exception):
+    """--verify has found another model; the folder is not kept."""
+
+
+def logits_of(loaded: Loaded, kind: str, dtype: torch.dtype | None = None) -> Logits:
+    """The model of a folder: one of ours as we compute it, another as the transformers library does; weights are
+    rounded to `dtype` before.
+    """
+    if kind == "megacp":
+        return our_logits(loaded.config, Cast(loaded.source, dtype) if dtype is not None else loaded.source)
+    return library_logits(library_model(loaded.folder, loaded.architecture.cls, dtype))
+
+
+def verify(before: Loaded, folder: Path, arguments: argparse.Namespace, dtype: torch.dtype | None) -> None:
+    """Print how far the result is from what was read; _Differs when that is too far."""
+    after = READERS[arguments.target](folder)
+    models = logits_of(before, arguments.source, dtype), logits_of(after, arguments.target)
+    rules = before.probe_rules if before.config.vision.vision_num_layers else None
+    found = compare(*models, rows_for(before.config, rules))
+    for difference in found:
+        print(f"verify: {difference}")
+    if before.checkpoint is not None and arguments.tokenizer not in (None, "none"):
+        given = given_files(before, load_tokenizer(arguments.tokenizer, engine="reference"), arguments.accept_ties)
+        refuse_difference(given, library_encoder(folder), PROBE)
+        print(f"verify: {len(PROBE)} texts get the ids of --tokenizer from the library's AutoTokenizer")
+    if not all(difference.is_small for difference in found):
+        raise _Differs
+
+
+def convert(arguments: argparse.Namespace) -> None:
+    """Do what the flags say. ValueError for what cannot be done."""
+    loaded = READERS[arguments.source](arguments.input, arguments.architecture)
+    dtype = DTYPES[arguments.dtype] if arguments.dtype else None
+    layout = arguments.layout or LAYOUTS[0]
+    tokenizer = (arguments.tokenizer, arguments.eod_token, arguments.accept_ties)
+    options = Options(dtype, layout, arguments.max_shard_size * MIB, *tokenizer)
+    with new_folder(arguments.output) as folder:
+        written = WRITERS[arguments.target](loaded, folder, options)
+        if arguments.verify:
+            verify(loaded, folder, arguments, dtype)
+    size = sum(math.prod(info.shape) for info in written.values())
+    print(f"{arguments.output}: {loaded.architecture.name}, {len(written)} tensors, {size:,} parameters")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, convert, verify."""
+    parser = arguments_parser()
+    arguments = parser.parse_args(argv)
+    if reasons := flag_reasons(arguments):
+        parser.error("; ".join(reasons))
+    try:
+        convert(arguments)
+    except (ValueError, OSError, SaveError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return REFUSED
+    except _Differs:
+        print(f"error: {arguments.output} was not written: it would be another model", file=sys.stderr)
+        return DIFFERENT
+    return 0

@@ -1,0 +1,146 @@
+"""Does this layout train like one process? Trains it on random packs on this machine's CPU and compares every gradient.
+
+    python tools/check_parity.py --nproc 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 \
+        --context-parallel-size 2 --mask mixed
+    python tools/check_parity.py --config my_run.yaml --nproc 8
+
+Takes every flag and `--config` of megacp.train. Exit status: 0 the same within rounding, 1 different (or a rank
+failed), 2 refused with one message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megacp.config.cli import parse
+from megacp.config.parallel import ParallelConfig
+from megacp.config.run import flatten
+from megacp.data.mock import MASKS
+from megacp.distributed.spawn import RankFailure, run_ranks
+from megacp.planner.costs import model_parameters
+from megacp.planner.report import human_count
+from megacp.training.parity import TOLERANCES, StepComparison, compare, train_rank
+from megacp.training.parity_setup import MODELS, ParitySetup, Request, prepare
+
+REFUSED = 2
+
+
+def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        description="Train a layout on random packs and compare it with one process; also takes all flags of "
+        "megacp.train (see its --help) and --config FILE.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start here (default: tp x pp x cp)")
+    parser.add_argument("--mask", choices=MASKS, help="attention mask of the packs (default: --attention-mask)")
+    parser.add_argument(
+        "--model", choices=list(MODELS), help="sizes by name (default: tiny_llm, with --config its own)"
+    )
+    parser.add_argument("--steps", type=int, default=2, metavar="N", help="optimizer steps to compare (default 2)")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds until a hang is told (600)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
+    own, rest = parser.parse_known_args(argv)
+    for name, least in (("nproc", 1), ("steps", 1), ("timeout", 1)):
+        value = getattr(own, name)
+        if value is not None and value < least:
+            parser.error(f"--{name} {value:g}: must be at least {least}")
+    if own.json is not None and not own.json.parent.is_dir():
+        parser.error(f"--json {own.json}: {own.json.parent} is not a directory")
+    return own, rest
+
+
+def _setup(own: argparse.Namespace, rest: Sequence[str]) -> ParitySetup:
+    names = {argument.partition("=")[0] for argument in rest if argument.startswith("--")}
+    given = frozenset(name[2:].replace("-", "_").removeprefix("no_") for name in names)
+    request = Request(given, "--config" in names, own.model, own.mask, own.nproc)
+    return prepare(parse(rest, prog="python tools/check_parity.py"), request)
+
+
+def _heading(setup: ParitySetup) -> str:
+    p, t, m = setup.config.parallel, setup.config.training, setup.config.model
+    dp = setup.config.data_parallel_size(setup.world_size)
+    lines = [
+        f"parity of {setup.world_size} ranks = pp {p.pipeline_model_parallel_size} x dp {dp} x "
+        f"cp {p.context_parallel_size} x tp {p.tensor_model_parallel_size} with one process",
+        f"  layout  virtual stages {p.num_virtual_stages_per_pipeline_rank}, "
+        f"sequence parallel {'on' if p.sequence_parallel else 'off'}, {_context(p)}, "
+        f"recompute {t.recompute_granularity}",
+        f"  model   {setup.model or 'of the config'}: {human_count(model_parameters(m))} parameters, "
+        f"{m.num_layers} layers, {m.num_attention_heads}/{m.query_groups} heads, {t.dtype}",
+        f"  packs   {t.global_batch_size} a step of up to {setup.rules.seq_length} tokens, mask {setup.rules.mask}, "
+        f"seed {t.seed}",
+    ]
+    return "\n".join([*lines, *(f"  note    {note}" for note in setup.notes)])
+
+
+def _context(p: ParallelConfig) -> str:
+    """Transport and layout in words."""
+    sizes = p.hierarchical_context_parallel_sizes
+    transport = p.cp_comm_type + (f" {sizes[0]} x {sizes[1]}" if sizes else "")
+    transport += f" in {p.cp_exchange_stages} stages" if p.cp_exchange_stages > 1 else ""
+    return f"{transport}, {p.cp_layout}" + (" over dp x cp" if p.dynamic_context_parallel else "")
+
+
+def _line(c: StepComparison) -> str:
+    return (
+        f"step {c.step}  loss {c.loss:.6f} off by {c.loss_difference:.1e}  grad norm {c.grad_norm:.4f} off by "
+        f"{c.grad_norm_difference:.1e}  gradients {c.gradient.value:.1e} ({c.gradient.name})  "
+        f"parameters {c.parameter.value:.1e} ({c.parameter.name})"
+    )
+
+
+def _as_json(setup: ParitySetup, comparisons: Sequence[StepComparison], tolerance: float, passed: bool) -> str:
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(inner) for key, inner in value.items()}
+        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+    result = {
+        "passed": passed,
+        "tolerance": tolerance,
+        "world_size": setup.world_size,
+        "mask": setup.rules.mask,
+        "notes": list(setup.notes),
+        "steps": [plain(dataclasses.asdict(c)) for c in comparisons],
+        "config": flatten(setup.config),
+    }
+    return json.dumps(result, indent=2, allow_nan=False) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    own, rest = _arguments(sys.argv[1:] if argv is None else argv)
+    try:
+        setup = _setup(own, rest)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return REFUSED
+    print(_heading(setup), flush=True)
+    begin = time.monotonic()
+    try:
+        (reference,) = run_ranks(train_rank, 1, setup.reference, setup.rules, own.steps, timeout=own.timeout)
+        ranks = run_ranks(train_rank, setup.world_size, setup.config, setup.rules, own.steps, timeout=own.timeout)
+    except RankFailure as error:
+        print(f"FAILED: {error}", file=sys.stderr)
+        return 1
+    comparisons = compare(reference, ranks)
+    tolerance = TOLERANCES[setup.config.training.dtype]
+    wrong = [f"step {c.step}: {reason}" for c in comparisons for reason in c.beyond(tolerance)]
+    for comparison in comparisons:
+        print(_line(comparison))
+    if own.json is not None:
+        own.json.write_text(_as_json(setup, comparisons, tolerance, not wrong), encoding="utf-8")
+    kind = f"{tolerance:g} ({setup.config.training.dtype}, relative), {time.monotonic() - begin:.1f} s"
+    if wrong:
+        print("\n".join([f"DIFFERENT: beyond {kind}", *(f"  {reason}" for reason in wrong)]))
+        return 1
+    print(f"THE SAME: within {kind}")
+    return 0

@@ -1,0 +1,308 @@
+#!/usr/bin/env python
+"""Makes packed datasets of text, images, videos (`build`), and looks into them: `inspect`, `stats`, `verify`, `merge`.
+
+Key property: this file only reads the command line and prints; the work is in megacp/data, and nothing here or there
+imports torch. Rejected: tyro for the flags, which costs more to import than a tiny build takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from megacp.data.image import ImageRules
+
+EXAMPLES = """examples:
+  tools/preprocess_data.py build --input corpus.jsonl --output data/corpus --tokenizer tokenizer.json --seq-length 4096
+  tools/preprocess_data.py build --input part-*.jsonl.zst --output data/big --tokenizer llama.model \\
+      --seq-length 32768 --oversize split --workers 16 --on-error skip --max-errors 100
+  tools/preprocess_data.py build --input pairs.jsonl --output data/pairs --tokenizer tokenizer.json \\
+      --seq-length 16384 --image-root photos --max-crops-per-pack 64 --cp-degrees 1,2,4,8
+  tools/preprocess_data.py inspect data/corpus --pack 0
+  tools/preprocess_data.py stats data/corpus
+  tools/preprocess_data.py verify data/corpus
+  tools/preprocess_data.py merge data/a data/b --output data/both
+"""
+INTERRUPTED = 130
+
+
+def _numbers(kind: type[int] | type[float]) -> Callable[[str], list[int] | list[float]]:
+    def parse(text: str) -> list[Any]:
+        return [kind(part) for part in text.split(",")]
+
+    parse.__name__ = f"{kind.__name__}s with commas between"  # what argparse says that a value is not
+    return parse
+
+
+def _token_ids(text: str) -> dict[str, int]:
+    return {name: int(value) for name, _, value in (part.partition("=") for part in text.split(","))}
+
+
+_token_ids.__name__ = "NAME=ID with commas between"
+IMAGE_FLAGS: dict[str, tuple[str, Any, str, str]] = {
+    "--image-size": ("image_size", int, "N", "side of a crop in pixels (378)"),
+    "--patch-size": ("patch_size", int, "N", "side of a patch in pixels (14)"),
+    "--max-crops": ("max_crops", int, "N", "high-resolution crops of an image at most (8)"),
+    "--overlap-margins": ("overlap_margins", _numbers(int), "A,B", "patches that neighbouring crops share (4,4)"),
+    "--image-pooling": ("image_pooling", _numbers(int), "H,W", "patches of one token of an image (2,2)"),
+    "--video-pooling": ("video_pooling", _numbers(int), "H,W", "patches of one token of a video frame (3,3)"),
+    "--max-frames": ("max_frames", int, "N", "frames of a video at most (64)"),
+    "--video-fps": ("video_fps", float, "X", "frames taken from a second at most (2)"),
+    "--time-mode": ("time_mode", str, "MODE", "per-frame: the time as text before each frame; off (per-frame)"),
+    "--column-tokens": ("use_column_tokens", None, "", "a token after each row of an image (no)"),
+    "--low-res-column-tokens": ("low_res_column_tokens", None, "", "in the low-resolution part (as --column-tokens)"),
+    "--video-column-tokens": ("video_column_tokens", None, "", "in video frames (no)"),
+    "--image-mean": ("image_mean", _numbers(float), "R,G,B", "subtracted from colours 0..1 (0.5,0.5,0.5)"),
+    "--image-std": ("image_std", _numbers(float), "R,G,B", "what the difference is divided by (0.5,0.5,0.5)"),
+    "--max-pixels": ("max_pixels", int, "N", "larger images are refused (89,478,485)"),
+    "--image-token-ids": ("token_ids", _token_ids, "NAME=ID,...", "ids of image tokens (the tokenizer's, or above it)"),
+}
+"""Flags of single image rules: key of the rules, type (None: yes or no), what --help shows."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print `error: ...` and exit 2."""
+        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        description="Make packed datasets from text, images and videos, and look into them.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    _add_build(commands)
+    inspect = commands.add_parser("inspect", help="show packs: documents, lengths, loss weights, beginnings")
+    inspect.add_argument("dataset")
+    inspect.add_argument("--pack", type=int, nargs="+", default=[0], metavar="N", help="which packs (default: 0)")
+    inspect.add_argument("--tokenizer", metavar="KIND_OR_PATH", help="default: the one kept in the dataset")
+    inspect.add_argument("--characters", type=int, default=60, metavar="N", help="how much of each document (60)")
+    stats = commands.add_parser("stats", help="counts, packing efficiency, histogram of lengths, refused records")
+    stats.add_argument("dataset")
+    stats.add_argument("--json", action="store_true", help="print JSON")
+    verify = commands.add_parser("verify", help="read every byte: sizes, hashes, bounds, token ids; exit 1 on damage")
+    verify.add_argument("dataset", nargs="+")
+    merge = commands.add_parser("merge", help="copy several datasets of one tokenizer and length into one")
+    merge.add_argument("dataset", nargs="+", help="at least two, in order")
+    merge.add_argument("--output", required=True, metavar="DIR")
+    merge.add_argument("--overwrite", action="store_true", help="delete the dataset in DIR first")
+    return parser
+
+
+def _add_build(commands: argparse._SubParsersAction[_Parser]) -> None:
+    build = commands.add_parser(
+        "build",
+        help="tokenize and pack files of records; run it again to continue after an interruption",
+        description="Tokenize and pack files of records. The result does not depend on --workers or on interruptions.",
+    )
+    what = build.add_argument_group("input and output")
+    what.add_argument(
+        "--input", nargs="+", required=True, metavar="F", help=".jsonl, .gz, .zst, .parquet or .tar files"
+    )
+    what.add_argument("--output", required=True, metavar="DIR", help="directory of the dataset")
+    what.add_argument("--overwrite", action="store_true", help="delete the dataset in DIR first, finished or not")
+    what.add_argument("--text-key", default="text", metavar="KEY", help="key of plain text in a record (text)")
+    how = build.add_argument_group("tokens")
+    how.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="KIND_OR_PATH",
+        help="byte | FILE.model (SentencePiece) | tokenizer.json (Hugging Face) | vocab.json,merges.txt (GPT-2)",
+    )
+    how.add_argument("--append-eod", action=argparse.BooleanOptionalAction, default=True, help="end documents (yes)")
+    how.add_argument("--eod-token", metavar="TEXT", help="the token that ends a document, when its files do not say")
+    how.add_argument(
+        "--tokenizer-engine",
+        choices=("auto", "reference"),
+        default="auto",
+        help="auto: the fast engine where its ids are identical (auto)",
+    )
+    packs = build.add_argument_group("packs")
+    packs.add_argument("--seq-length", type=int, required=True, metavar="N", help="tokens of a pack")
+    packs.add_argument(
+        "--oversize",
+        choices=("error", "drop", "split", "truncate"),
+        default="error",
+        help="what to do with a document longer than a pack (error)",
+    )
+    packs.add_argument("--pad-multiple", type=int, default=1, metavar="N", help="pad every document to this (1)")
+    packs.add_argument("--seed", type=int, metavar="N", help="shuffle documents within a window (default: input order)")
+    packs.add_argument("--window-tokens", type=int, metavar="N", help="tokens packed at a time (16,777,216)")
+    packs.add_argument(
+        "--max-crops-per-pack", type=int, metavar="N", help="second budget of a pack: image crops (none)"
+    )
+    packs.add_argument("--cp-degrees", default="1,2,4,8,16", metavar="A,B", help="context-parallel sizes planned for")
+    _add_images(build)
+    work = build.add_argument_group("work")
+    work.add_argument("--workers", type=int, metavar="N", help="processes (default: one for each core)")
+    work.add_argument(
+        "--unit-bytes",
+        type=int,
+        default=0,
+        metavar="N",
+        help="input of one shard (8 MiB or 256 packs; with images about 1024 records)",
+    )
+    work.add_argument("--on-error", choices=("fail", "skip"), default="fail", help="at a bad record (fail)")
+    work.add_argument("--max-errors", type=int, metavar="N", help="with skip: give up after more bad records than N")
+    work.add_argument("--max-line-bytes", type=int, default=64 << 20, metavar="N", help="longest record (64 MiB)")
+
+
+def _add_images(build: argparse.ArgumentParser) -> None:
+    images = build.add_argument_group("images", "any of these, or --max-crops-per-pack, lets records hold images")
+    images.add_argument("--image-root", metavar="DIR", help="directory that paths of images are relative to")
+    images.add_argument("--image-rules", metavar="FILE", help="YAML with the rules below by their keys; flags win")
+    for flag, (key, kind, metavar, text) in IMAGE_FLAGS.items():
+        if kind is None:
+            images.add_argument(flag, dest=key, action=argparse.BooleanOptionalAction, help=text)
+        else:
+            images.add_argument(flag, dest=key, type=kind, metavar=metavar, help=text)
+
+
+def _image_rules(args: argparse.Namespace) -> ImageRules | None:
+    """The rules of the command line, unchecked; None when nothing says that there are images."""
+    given = {key: getattr(args, key) for key, *_ in IMAGE_FLAGS.values() if getattr(args, key) is not None}
+    if not given and args.image_root is None and args.image_rules is None and args.max_crops_per_pack is None:
+        return None
+    from megacp.data.image import ImageRules
+
+    values: Any = {}
+    if args.image_rules is not None:
+        import yaml
+
+        with open(args.image_rules, encoding="utf-8") as stream:
+            try:
+                values = yaml.safe_load(stream)
+            except yaml.YAMLError as error:
+                raise ValueError(f"--image-rules {args.image_rules}: {' '.join(str(error).split())}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"--image-rules {args.image_rules}: expected keys and values, as in `patch_size: 14`")
+    return ImageRules.unchecked({**values, **given})
+
+
+def _build(args: argparse.Namespace) -> int:
+    from megacp.data.build import build
+    from megacp.data.unit import DEFAULT_WINDOW_TOKENS, BuildSettings
+
+    try:
+        cp_degrees = tuple(int(part) for part in args.cp_degrees.split(","))
+    except ValueError as error:
+        raise ValueError(f"--cp-degrees is {args.cp_degrees!r}, it must be integers with commas between") from error
+    settings = BuildSettings(
+        input=tuple(args.input),
+        output=args.output,
+        tokenizer=args.tokenizer,
+        seq_length=args.seq_length,
+        oversize=args.oversize,
+        pad_multiple=args.pad_multiple,
+        append_eod=args.append_eod,
+        seed=args.seed,
+        text_key=args.text_key,
+        max_line_bytes=args.max_line_bytes,
+        on_error=args.on_error,
+        max_errors=args.max_errors,
+        workers=len(os.sched_getaffinity(0)) if args.workers is None else args.workers,
+        unit_bytes=args.unit_bytes,
+        window_tokens=DEFAULT_WINDOW_TOKENS if args.window_tokens is None else args.window_tokens,
+        cp_degrees=cp_degrees,
+        tokenizer_engine=args.tokenizer_engine,
+        eod_token=args.eod_token,
+        image_rules=_image_rules(args),
+        image_root=args.image_root,
+        max_crops_per_pack=args.max_crops_per_pack,
+    )
+    summary = build(settings, sys.stderr, args.overwrite)
+    manifest = summary.manifest
+    if summary.already_complete:
+        print(f"{args.output} is already complete: {manifest.num_packs:,} packs; nothing to do")
+        return 0
+    files = [file for shard in manifest.shards for file in shard.files if file.name == "images.bin"]
+    images = 0 if summary.units_resumed else sum(file.size for file in files)  # of this run alone, or not at all
+    speed = (summary.input_bytes + images) / max(summary.seconds, 1e-9) / 1e6
+    resumed = f" ({summary.units_resumed} of {summary.units} shards were there)" if summary.units_resumed else ""
+    print(
+        f"{args.output}: {summary.documents:,} documents, {manifest.num_tokens:,} tokens in "
+        f"{manifest.num_packs:,} packs of {manifest.seq_length:,} ({manifest.packing_efficiency:.2%} full), "
+        f"{manifest.num_rejected:,} rejected; "
+        f"{summary.seconds:.1f} s, {speed:.1f} MB/s, tokenizer {manifest.tokenizer.kind} ({summary.tokenizer_engine})"
+        f"{resumed}"
+    )
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from megacp.data.build import kept_tokenizer
+    from megacp.data.describe import describe_pack
+    from megacp.data.store import PackedDataset
+    from megacp.data.tokenizer import load_tokenizer
+
+    dataset = PackedDataset(args.dataset)
+    tokenizer = load_tokenizer(args.tokenizer or kept_tokenizer(args.dataset), engine="reference")
+    if tokenizer.sha256 != dataset.manifest.tokenizer.sha256:
+        raise ValueError(f"--tokenizer {args.tokenizer} is not the one {args.dataset} was made with (sha256 differs)")
+    for index in args.pack:
+        print(describe_pack(dataset, index, tokenizer, args.characters))
+    return 0
+
+
+def _stats(args: argparse.Namespace) -> int:
+    from megacp.data.describe import statistics, statistics_text
+
+    values = statistics(args.dataset)
+    print(json.dumps(values, indent=1) if args.json else statistics_text(values))
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from megacp.data.store import verify
+
+    damaged = 0
+    for path in args.dataset:
+        reasons = verify(path)
+        damaged += bool(reasons)
+        for reason in reasons:
+            print(f"error: {reason}", file=sys.stderr)
+        if not reasons:
+            print(f"{path}: sound")
+    return 1 if damaged else 0
+
+
+def _merge(args: argparse.Namespace) -> int:
+    from megacp.data.merge import merge
+
+    manifest = merge(args.dataset, args.output, args.overwrite)
+    count = len(args.dataset)
+    print(f"{args.output}: {manifest.num_packs:,} packs, {manifest.num_tokens:,} tokens from {count} datasets")
+    return 0
+
+
+COMMANDS = {"build": _build, "inspect": _inspect, "stats": _stats, "verify": _verify, "merge": _merge}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 done, 1 damage found, 2 an error, 130 interrupted."""
+    args = _parser().parse_args(argv)
+    from megacp.data.workers import WorkerFailed
+
+    def interrupted(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupted)
+    try:
+        return COMMANDS[args.command](args)
+    except (ValueError, OSError, WorkerFailed) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        again = "; run the same command again to continue" if args.command == "build" else ""
+        print(f"interrupted{again}", file=sys.stderr)
+        return INTERRUPTED

@@ -1,0 +1,196 @@
+"""Files that somebody else may have written, or may be writing: opened, read, parsed, made, replaced and locked here.
+
+Key property: nothing here waits or grows without a limit. A pipe, a device or a folder under a file's name is refused
+before it is read, a size is compared before the content, and a new file never follows a link. Rejected: `Path.open`,
+which hangs on a pipe, reads /dev/zero to the end of memory and writes through a planted link.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable
+from io import BufferedReader, BufferedWriter
+from pathlib import Path
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+StrPath = str | os.PathLike[str]
+TEXT_LIMIT = 64 << 20
+"""Bytes of the largest JSON or YAML file that is read as a whole."""
+_LATE = (errno.ENOENT, errno.ESTALE)
+"""What a network file system answers for a name that another machine has just made."""
+
+
+def open_regular(path: StrPath, size: int | None = None) -> BufferedReader:
+    """Open a regular file for reading bytes; links to regular files count.
+
+    Raises ValueError naming the path when it is a folder, pipe, device or socket, or has not `size` bytes; OSError
+    when it cannot be opened. Never waits for a writer.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{os.fspath(path)} is {_kind(status.st_mode)}, no regular file")
+        if size is not None and status.st_size != size:
+            raise ValueError(f"{os.fspath(path)} has {status.st_size} bytes, expected {size}")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: StrPath, limit: int = TEXT_LIMIT) -> bytes:
+    """The whole content of a regular file. Raises like `open_regular`, and ValueError above `limit` bytes."""
+    with open_regular(path) as stream:
+        content = stream.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"{os.fspath(path)} has more than {limit:,} bytes, the most that is read of such a file")
+    return content
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text. Raises ValueError, also for text nested too deeply, NaN, Infinity and huge numbers."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_json(path: StrPath, limit: int = TEXT_LIMIT) -> Any:
+    """`parse_json` of a regular file; ValueError names the path. Raises OSError when it cannot be opened."""
+    content = read_regular(path, limit)
+    try:
+        return parse_json(content)
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)} is no JSON: {error}") from error
+
+
+def sha256_of(path: StrPath, size: int | None = None) -> tuple[int, str]:
+    """Size in bytes and sha256 (hexadecimal) of a regular file. Raises like `open_regular`."""
+    with open_regular(path, size) as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return stream.tell(), digest
+
+
+def create_new(path: StrPath, mode: int = 0o644) -> BufferedWriter:
+    """Make a file that does not exist and open it for writing. Raises FileExistsError, also where a link stands."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, mode), "wb")
+
+
+def open_own(path: StrPath, flags: int) -> int:
+    """A descriptor of a file that is ours to write, made where there is none (`flags`: os.O_RDWR, os.O_APPEND, ...).
+
+    Raises ValueError where a link, a folder, a pipe or a device stands.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK):
+            raise ValueError(f"{os.fspath(path)} is a link, which is not written through: remove it") from error
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise ValueError(f"{os.fspath(path)} is {_kind(mode)}, no regular file: remove it")
+    return descriptor
+
+
+def write_atomically(path: StrPath, data: bytes) -> None:
+    """Replace `path` by `data`: a reader, also after a crash, sees the old or the new content, never a part."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.partial")
+    try:
+        with create_new(temporary) as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        rename(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: StrPath) -> None:
+    """Wait until the folder's entries (new names, renames) are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rename(source: StrPath, target: StrPath, seconds: float = 10.0) -> None:
+    """`os.replace` that also holds on NFS, where a rename that was done may answer that its source is missing."""
+    before = os.lstat(source)
+
+    def attempt() -> None:
+        try:
+            os.replace(source, target)
+        except FileNotFoundError:
+            if os.lstat(target).st_ino != before.st_ino:
+                raise
+
+    seen(attempt, seconds)
+
+
+def seen(action: Callable[[], _T], seconds: float = 10.0) -> _T:
+    """`action`, tried again for `seconds` while it finds no such file: another machine's file may be seen late."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return action()
+        except OSError as error:
+            if error.errno not in _LATE or time.monotonic() >= deadline:
+                raise
+        time.sleep(0.1)
+
+
+def lock(path: StrPath) -> int:
+    """Take the POSIX record lock of a file, made where there is none; the descriptor that holds it until it is closed.
+
+    Raises BlockingIOError or PermissionError when another process holds it, ValueError where a link or no regular file
+    stands. The file is never removed: a lock on a file without a name keeps nobody out.
+    """
+    while True:
+        descriptor = open_own(path, os.O_RDWR)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_named(descriptor, path):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # it was removed between opening and locking: lock the one that has the name now
+
+
+def _is_named(descriptor: int, path: StrPath) -> bool:
+    try:
+        named = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(named, os.fstat(descriptor))
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"it holds {name}, which is no JSON")
+
+
+def _kind(mode: int) -> str:
+    kinds = {
+        stat.S_IFDIR: "a directory",
+        stat.S_IFIFO: "a named pipe",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+        stat.S_IFSOCK: "a socket",
+    }
+    return kinds.get(stat.S_IFMT(mode), "something else")

@@ -1,0 +1,125 @@
+"""Files that are none, links, sizes, JSON without an end, and locks: every one has an answer at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from megacp import files
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def odd_file(kind: str, path: Path) -> None:
+    """Put something that is no regular file at `path`."""
+    if kind == "a named pipe":
+        os.mkfifo(path)
+    elif kind == "a directory":
+        path.mkdir()
+    elif kind == "a device":
+        path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("kind", ["a named pipe", "a directory", "a device"])
+def test_what_is_no_regular_file_is_refused_by_its_kind_and_read_by_nobody(tmp_path: Path, kind: str) -> None:
+    """Would catch a reader that waits for a pipe's writer or fills the memory from /dev/zero."""
+    odd_file(kind, tmp_path / "x")
+    for read in (files.open_regular, files.read_regular, files.read_json, files.sha256_of):
+        with pytest.raises(ValueError, match=f"x is {kind}, no regular file"):
+            read(tmp_path / "x")
+
+
+def test_sizes_are_compared_before_the_content(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"12345")
+    with files.open_regular(tmp_path / "x", 5) as stream:
+        assert stream.read() == b"12345"
+    with pytest.raises(ValueError, match="x has 5 bytes, expected 6"):
+        files.open_regular(tmp_path / "x", 6)
+    with pytest.raises(ValueError, match="x has more than 4 bytes"):
+        files.read_regular(tmp_path / "x", 4)
+    assert files.sha256_of(tmp_path / "x")[0] == 5
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"a": NaN}', "[Infinity]", "9" * 5000, "{", ""])
+def test_json_without_an_end_or_a_number_is_a_value_error(tmp_path: Path, text: str) -> None:
+    """Would catch a RecursionError, which no reader expects, and a NaN that passes every comparison."""
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ValueError, match=r"x\.json is no JSON: "):
+        files.read_json(tmp_path / "x.json")
+
+
+def test_a_new_file_and_a_lock_follow_no_link(tmp_path: Path) -> None:
+    """Would catch a planted link through which a file elsewhere is overwritten."""
+    outside = tmp_path / "outside"
+    outside.write_text("precious")
+    (tmp_path / "link").symlink_to(outside)
+    with pytest.raises(FileExistsError):
+        files.create_new(tmp_path / "link")
+    with pytest.raises(ValueError, match="link is a link, which is not written through"):
+        files.open_own(tmp_path / "link", os.O_RDWR)
+    with pytest.raises(ValueError, match="is a link"):
+        files.lock(tmp_path / "link")
+    files.write_atomically(tmp_path / "link", b"new")  # replaces the link itself
+    assert outside.read_text() == "precious" and (tmp_path / "link").read_bytes() == b"new"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "outside"]
+
+
+LOCKER = """
+import sys
+from megacp import files
+try:
+    files.lock(sys.argv[1])
+except OSError:
+    print("taken")
+else:
+    print("free")
+"""
+
+
+def test_a_lock_that_was_taken_away_and_made_anew_still_keeps_others_out(tmp_path: Path) -> None:
+    """Would catch a lock on a file that has lost its name, which two builds can hold at once."""
+    path = tmp_path / "lock"
+    opened = files.open_own
+
+    def and_replaced(name: files.StrPath, flags: int) -> int:
+        descriptor = opened(name, flags)
+        path.unlink()
+        files.open_own = opened  # once
+        return descriptor
+
+    files.open_own = and_replaced
+    descriptor = files.lock(path)
+    assert os.path.samestat(os.fstat(descriptor), path.stat())
+    other = subprocess.run([sys.executable, "-c", LOCKER, str(path)], capture_output=True, text=True, check=True)
+    assert other.stdout == "taken\n"
+    os.close(descriptor)
+    other = subprocess.run([sys.executable, "-c", LOCKER, str(path)], capture_output=True, text=True, check=True)
+    assert other.stdout == "free\n"
+
+
+def test_a_rename_that_was_done_but_answered_missing_counts_as_done(tmp_path: Path, monkeypatch) -> None:
+    """What NFS does when the answer to a rename was lost and the client asked again."""
+    (tmp_path / "a").write_text("1")
+    replace = os.replace
+
+    def lost_answer(source: str, target: str) -> None:
+        replace(source, target)
+        raise FileNotFoundError(2, "No such file or directory", str(source))
+
+    monkeypatch.setattr(os, "replace", lost_answer)
+    files.rename(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b").read_text() == "1"
+
+
+def test_a_file_of_another_machine_may_be_seen_late_but_not_forever(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    threading.Timer(0.3, lambda: path.write_text(json.dumps(1))).start()
+    assert files.seen(lambda: files.read_json(path), seconds=30) == 1
+    with pytest.raises(FileNotFoundError):
+        files.seen(lambda: files.read_json(tmp_path / "never"), seconds=0.2)
