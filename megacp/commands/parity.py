@@ -4,8 +4,9 @@
         --context-parallel-size 2 --mask mixed
     python tools/check_parity.py --config my_run.yaml --nproc 8
 
-Takes every flag and `--config` of megacp.train. Exit status: 0 the same within rounding, 1 different (or a rank
-failed), 2 refused with one message.
+Takes every flag and `--config` of megacp.train: what is too large for one process is made small, what needs a GPU is
+replaced, and each such change is told. With `--data-path` the stored packs are used, where they are short enough. Exit
+status: 0 the same within rounding, 1 different, 2 refused with one message, 3 a rank failed.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ from typing import Any
 from megacp.config.cli import parse
 from megacp.config.parallel import ParallelConfig
 from megacp.config.run import flatten
+from megacp.context_parallel.auto import is_auto
 from megacp.data.mock import MASKS
 from megacp.distributed.spawn import RankFailure, run_ranks
-from megacp.planner.costs import model_parameters
 from megacp.planner.report import human_count
-from megacp.training.parity import TOLERANCES, StepComparison, compare, train_rank
-from megacp.training.parity_setup import MODELS, ParitySetup, Request, prepare
+from megacp.planner.vision import run_parameters
+from megacp.training.parity import TOLERANCES, StepComparison, chosen_way, compare, train_rank
+from megacp.training.parity_setup import ParitySetup, Request, prepare
+from megacp.training.parity_sizes import MODELS
 
-REFUSED = 2
+REFUSED, FAILED = 2, 3
 
 
 def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -40,7 +43,11 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start here (default: tp x pp x cp)")
-    parser.add_argument("--mask", choices=MASKS, help="attention mask of the packs (default: --attention-mask)")
+    parser.add_argument(
+        "--mask",
+        choices=MASKS,
+        help="attention mask of random packs (default: --attention-mask, mixed for a model with a vision tower)",
+    )
     parser.add_argument(
         "--model", choices=list(MODELS), help="sizes by name (default: tiny_llm, with --config its own)"
     )
@@ -61,21 +68,31 @@ def _setup(own: argparse.Namespace, rest: Sequence[str]) -> ParitySetup:
     names = {argument.partition("=")[0] for argument in rest if argument.startswith("--")}
     given = frozenset(name[2:].replace("-", "_").removeprefix("no_") for name in names)
     request = Request(given, "--config" in names, own.model, own.mask, own.nproc)
-    return prepare(parse(rest, prog="python tools/check_parity.py"), request)
+    return prepare(parse(rest, prog="megacp-parity"), request)
+
+
+def _without_auto(setup: ParitySetup, timeout: float) -> ParitySetup:
+    """The setup with transport and layout chosen on this machine, as a run chooses them; told in lines."""
+    if not is_auto(setup.config):
+        return setup
+    config, lines = run_ranks(chosen_way, setup.world_size, setup.config, setup.rules, timeout=timeout)[0]
+    print("\n".join(f"  {line}" for line in lines), flush=True)
+    return dataclasses.replace(setup, config=config)
 
 
 def _heading(setup: ParitySetup) -> str:
     p, t, m = setup.config.parallel, setup.config.training, setup.config.model
-    dp = setup.config.data_parallel_size(setup.world_size)
+    dp, layers = setup.config.data_parallel_size(setup.world_size), setup.config.vision.vision_num_layers
+    tower = f"a vision tower of {layers} layers, " if layers else ""
     lines = [
         f"parity of {setup.world_size} ranks = pp {p.pipeline_model_parallel_size} x dp {dp} x "
         f"cp {p.context_parallel_size} x tp {p.tensor_model_parallel_size} with one process",
         f"  layout  virtual stages {p.num_virtual_stages_per_pipeline_rank}, "
         f"sequence parallel {'on' if p.sequence_parallel else 'off'}, {_context(p)}, "
         f"recompute {t.recompute_granularity}",
-        f"  model   {setup.model or 'of the config'}: {human_count(model_parameters(m))} parameters, "
-        f"{m.num_layers} layers, {m.num_attention_heads}/{m.query_groups} heads, {t.dtype}",
-        f"  packs   {t.global_batch_size} a step of up to {setup.rules.seq_length} tokens, mask {setup.rules.mask}, "
+        f"  model   {setup.model or 'of the config'}: {human_count(run_parameters(setup.config))} parameters, "
+        f"{m.num_layers} layers, {m.num_attention_heads}/{m.query_groups} heads, {tower}{t.dtype}",
+        f"  packs   {t.global_batch_size} a step of up to {setup.config.data.seq_length} tokens, {setup.packs}, "
         f"seed {t.seed}",
     ]
     return "\n".join([*lines, *(f"  note    {note}" for note in setup.notes)])
@@ -107,7 +124,7 @@ def _as_json(setup: ParitySetup, comparisons: Sequence[StepComparison], toleranc
         "passed": passed,
         "tolerance": tolerance,
         "world_size": setup.world_size,
-        "mask": setup.rules.mask,
+        "packs": setup.packs,
         "notes": list(setup.notes),
         "steps": [plain(dataclasses.asdict(c)) for c in comparisons],
         "config": flatten(setup.config),
@@ -126,11 +143,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(_heading(setup), flush=True)
     begin = time.monotonic()
     try:
+        setup = _without_auto(setup, own.timeout)
         (reference,) = run_ranks(train_rank, 1, setup.reference, setup.rules, own.steps, timeout=own.timeout)
         ranks = run_ranks(train_rank, setup.world_size, setup.config, setup.rules, own.steps, timeout=own.timeout)
     except RankFailure as error:
         print(f"FAILED: {error}", file=sys.stderr)
-        return 1
+        return FAILED
     comparisons = compare(reference, ranks)
     tolerance = TOLERANCES[setup.config.training.dtype]
     wrong = [f"step {c.step}: {reason}" for c in comparisons for reason in c.beyond(tolerance)]

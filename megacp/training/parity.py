@@ -20,7 +20,9 @@ import torch
 from megacp.batch import PackedBatch
 from megacp.checkpoint.names import boxes_of_slice
 from megacp.config.run import RunConfig
+from megacp.context_parallel.auto import resolve_auto
 from megacp.data.image_loading import ImageLoading
+from megacp.data.loader import DataRank, step_batches
 from megacp.data.mock import MockRules, mock_batch
 from megacp.data.mock_images import MockDecoder
 from megacp.data_parallel.layout import ParameterSlice
@@ -30,6 +32,7 @@ from megacp.optim.lr_schedule import learning_rate
 from megacp.training.images import image_loading
 from megacp.training.loss import agree
 from megacp.training.rows import Rows
+from megacp.training.sources import Sources, loader_options, open_sources
 from megacp.training.step import Trainee
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 0.25}
@@ -102,32 +105,37 @@ class StepComparison:
 
 
 def microbatches(
-    config: RunConfig, rules: MockRules, step: int, rows: Rows, loading: ImageLoading | None = None
+    config: RunConfig, packs: MockRules | Sources, step: int, rows: Rows, loading: ImageLoading | None = None
 ) -> list[PackedBatch]:
-    """One rank's mock microbatches of a step, dealt as the loader deals packs; `loading` decodes their images."""
+    """One rank's microbatches of a step, random or stored, dealt as the loader does; `loading` decodes their images."""
     size = rows.packs
+    if isinstance(packs, Sources):
+        consumed = (step - 1) * config.training.global_batch_size
+        return step_batches(packs.train, loader_options(config, size), rows.place, consumed, loading)
     count = config.training.global_batch_size // size
     first = (step - 1) * config.training.global_batch_size
     return [
-        mock_batch(range(first + number * size, first + (number + 1) * size), rules, loading)
+        mock_batch(range(first + number * size, first + (number + 1) * size), packs, loading)
         for number in range(rows.place.index, count, rows.place.size)
     ]
 
 
 def train_rank(
-    rank: int, world_size: int, config: RunConfig, rules: MockRules, steps: int, strategy: str = "stored"
+    rank: int, world_size: int, config: RunConfig, rules: MockRules | None, steps: int, strategy: str = "stored"
 ) -> list[StepTrace]:
     """Train on this rank (a process group of `world_size` ranks exists) and record every step.
 
+    `rules`: of random packs; None takes those of --data-path.
     `strategy`: the first way to try of dealing images to ranks, see `ImageLoading`.
     """
     grid = build_grid(grid_shape(config, world_size), rank)
     trainee = Trainee(config, grid)
-    decoder = MockDecoder(rules.images) if rules.images is not None else None
+    packs = open_sources(config)[1] if rules is None else rules
+    decoder = packs.decoder if isinstance(packs, Sources) else mock_decoder(packs)
     loading = image_loading(config, grid, trainee.rows, decoder, strategy)
     traces = []
     for step in range(1, steps + 1):
-        batches = microbatches(config, rules, step, trainee.rows, loading)
+        batches = microbatches(config, packs, step, trainee.rows, loading)
         agreed = agree(batches, grid, replica=trainee.rows.place.index)
         loss = trainee.gradients(batches, step, agreed.denominator)
         shards = [trainee.buckets.grad_shard(i) for i in range(len(trainee.buckets.buckets))]
@@ -135,6 +143,24 @@ def train_rank(
         report = trainee.optimizer.step(learning_rate(step, trainee.schedule))
         traces.append(StepTrace(loss, report.grad_norm, gradients, _boxes(trainee.buckets.whole_parameters())))
     return traces
+
+
+def mock_decoder(rules: MockRules) -> MockDecoder | None:
+    """What draws the images of random packs; None where they have none."""
+    return MockDecoder(rules.images) if rules.images is not None else None
+
+
+def chosen_way(rank: int, world_size: int, config: RunConfig, rules: MockRules | None) -> tuple[RunConfig, list[str]]:
+    """The config with its `auto` resolved as a run does, for the first rows, and the words for it. Collective."""
+    grid = build_grid(grid_shape(config, world_size), rank)
+
+    def rows() -> list[PackedBatch]:
+        packs = open_sources(config)[1] if rules is None else rules
+        whole = Rows(grid.cp, DataRank(), config.training.micro_batch_size)
+        return microbatches(config, packs, 1, whole)
+
+    config, choice = resolve_auto(config, grid, rows)
+    return config, choice.lines() if choice is not None else []
 
 
 def _boxes(slices: Iterable[ParameterSlice]) -> tuple[Box, ...]:

@@ -24,7 +24,6 @@ from megacp.planner.attention_time import Candidate, Machine, Predictor, Seconds
 from megacp.planner.context import attention_sizes
 from megacp.train import main
 from megacp.training.measure import measure_rank
-from megacp.training.parity_setup import Request, prepare
 from tests.ranks import grid, run_ranks
 from tests.reference.machines import machine
 from tests.training.runs import TINY, train_on_rank
@@ -226,8 +225,6 @@ def test_a_report_shows_the_best_the_chosen_and_the_default() -> None:
 
 def test_tools_that_must_know_what_they_run_refuse_auto(capsys: pytest.CaptureFixture[str]) -> None:
     config = config_of(2)
-    with pytest.raises(ValueError, match="a parity check needs one transport and one layout"):
-        prepare(config, Request(frozenset()))
     with pytest.raises(ValueError, match="a measurement needs one transport"):
         measure_rank(0, 1, dataclasses.replace(config), None)  # type: ignore[arg-type]
     flags = ["--context-parallel-size", "2", "--cp-comm-type", "auto", "--vocab-size", "64"]

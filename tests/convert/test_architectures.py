@@ -15,7 +15,7 @@ from megacp.convert.mapping import Cast, Info, Mapped, problems, whole
 from megacp.distributed.grid import GridShape, build_grid
 from megacp.distributed.parameter import spec_of
 from megacp.models.build import build_chunks
-from megacp.training.parity_setup import MODELS
+from megacp.training.parity_sizes import MODELS
 from tests.convert.models import BANDS, rope
 from tests.convert.models import MODELS as THEIRS
 

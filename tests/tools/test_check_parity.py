@@ -14,12 +14,16 @@ import numpy as np
 import pytest
 
 from megacp.commands import parity as tool
+from megacp.commands import preprocess
 from megacp.config.run import RunConfig, with_values
+from megacp.config.yaml_file import read_yaml
 from megacp.data.mock import MockRules
 from megacp.distributed import spawn
+from megacp.planner.vision import run_parameters
 from megacp.training.parity import Box, StepTrace, compare, largest_difference, train_rank
 from megacp.training.parity_setup import MAX_PARAMETERS, Request, prepare
 
+ROOT = Path(__file__).resolve().parents[2]
 TP, CP, PP = "--tensor-model-parallel-size", "--context-parallel-size", "--pipeline-model-parallel-size"
 SMALL = ["--num-layers", "2", "--steps", "2", "--seq-length", "32", "--timeout", "120"]
 
@@ -167,7 +171,7 @@ def test_a_rank_that_fails_ends_the_tool_with_its_own_words(
 ) -> None:
     """Would catch a parent that waits for ever, or hides the traceback of the rank that began it."""
     with_fault(monkeypatch, faulty)
-    assert tool.main([*SMALL, TP, "2", "--timeout", timeout]) == 1
+    assert tool.main([*SMALL, TP, "2", "--timeout", timeout]) == 3
     assert message in capsys.readouterr().err
 
 
@@ -182,6 +186,7 @@ def test_a_rank_that_fails_ends_the_tool_with_its_own_words(
         (["--hidden-sise", "32"], "did you mean --hidden-size?"),
         (["--num-layers", "4", "--hidden-size", "1024", "--vocab-size", "50000"], "--model tiny_llm"),
         (["--config", "/no/such/file.yaml"], "--config /no/such/file.yaml: cannot be read"),
+        (["--data-path", "/no/such/folder"], "--data-path /no/such/folder: it holds no manifest.json; leave it out"),
     ],
 )
 def test_contradictions_are_refused_before_a_process_starts(
@@ -230,12 +235,75 @@ def test_the_one_process_is_dense_and_plain_and_the_grid_is_not_touched() -> Non
     assert setup.reference.model == setup.config.model
 
 
-def test_a_huge_model_is_refused_and_a_named_one_put_in_its_place() -> None:
-    """Would catch a check that fills the memory of the machine."""
+def test_a_huge_model_is_made_small_and_refused_only_where_flags_keep_it_huge() -> None:
+    """Would catch a check that fills the memory of the machine, also by its vision tower, and one nobody can run."""
     huge = with_values(RunConfig(), {"hidden_size": 8192, "num_layers": 80, "vocab_size": 128_000})
-    with pytest.raises(ValueError, match=f"at most {MAX_PARAMETERS / 1e6:.1f} M"):
-        prepare(huge, Request(frozenset(), has_config=True))
+    for sizes in ({"hidden_size", "num_layers"}, {"hidden_size", "num_layers", "vocab_size", "ffn_hidden_size"}):
+        with pytest.raises(ValueError, match=f"at most {MAX_PARAMETERS / 1e6:.1f} M"):
+            prepare(huge, Request(frozenset(sizes), has_config=True))
     assert prepare(huge, Request(frozenset(), has_config=True, model="tiny_llm")).config.model.num_layers == 4
+    small = prepare(huge, Request(frozenset(), has_config=True))
+    assert small.config.model.hidden_size == 64 and "--hidden-size 64 instead of 8192" in small.notes[0]
+
+
+@pytest.mark.parametrize("model", [None, "tiny_llm"])
+def test_the_8b_example_is_checked_with_a_small_tower_of_its_own_shape_and_mixed_masks(model: str | None) -> None:
+    """Would catch a size check that counts text alone, and a vision model that is checked without an image."""
+    config = read_yaml(str(ROOT / "examples" / "molmo2_8b.yaml"))
+    setup = prepare(config, Request(frozenset(), has_config=True, model=model))
+    assert run_parameters(setup.config) < MAX_PARAMETERS < run_parameters(config)
+    vision = setup.config.vision
+    assert (vision.vision_num_layers, vision.vision_hidden_size, vision.vision_feature_layers) == (3, 32, (-1, -2))
+    assert setup.rules is not None and setup.rules.has_images and setup.rules.mask == "mixed"
+    heads = (32, 8) if model is None else (8, 4)
+    assert (setup.config.model.num_attention_heads, setup.config.model.query_groups) == heads
+
+
+def test_every_example_is_taken_and_what_only_a_gpu_runs_is_replaced(capsys: pytest.CaptureFixture) -> None:
+    """Would catch a config that trains and is refused here, or that ends in a rank's traceback."""
+    values = {"attention_kernel": "flex", "transformer_impl": "transformer_engine", "fp8": "delayed"}
+    values |= {
+        "async_save": True,
+        "auto_resume": True,
+        "finetune": True,
+        "save": "/a",
+        "load": "/b",
+        "exit_duration": 5,
+    }
+    for name in ("small.yaml", "molmo2_8b.yaml"):
+        config = with_values(read_yaml(str(ROOT / "examples" / name)), values)
+        setup = prepare(config, Request(frozenset(), has_config=True))
+        notes = "\n".join(setup.notes)
+        assert "--fp8 off instead of delayed: the check runs on CPUs" in notes
+        assert "--attention-kernel auto instead of flex" in notes
+        assert "--transformer-impl native instead of transformer_engine" in notes
+        assert setup.config.checkpoint == RunConfig().checkpoint
+
+
+def test_auto_is_resolved_as_a_run_does_and_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Would catch a config of a run with auto that cannot be checked."""
+    auto = ["--cp-comm-type", "auto", "--cp-layout", "auto", "--cp-calibration", str(tmp_path / "machine.json")]
+    assert tool.main([*SMALL, CP, "2", *auto]) == 0
+    assert ", chosen among " in capsys.readouterr().out
+
+
+def build_text(folder: Path) -> None:
+    records = folder / "records.jsonl"
+    lines = [json.dumps({"text": "words and words " * (1 + number % 5)}) for number in range(60)]
+    records.write_text("\n".join(lines))
+    build = ["build", "--input", str(records), "--output", str(folder / "data"), "--tokenizer", "byte"]
+    assert preprocess.main([*build, "--seq-length", "96", "--workers", "1"]) == 0
+
+
+def test_stored_packs_are_taken_when_they_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Would catch a check on random packs while the run's own packs lie there."""
+    build_text(tmp_path)
+    data = ["--data-path", str(tmp_path / "data"), "--seq-length", "96"]
+    assert tool.main(["--num-layers", "2", "--steps", "1", CP, "2", *data, "--json", str(tmp_path / "json")]) == 0
+    assert f"packs of {tmp_path / 'data'}, mask packed" in capsys.readouterr().out
+    assert json.loads((tmp_path / "json").read_text())["config"]["vocab_size"] == 257
+    assert tool.main([*data, "--mask", "mixed"]) == 2
+    assert "--mask mixed draws random packs; leave it out" in capsys.readouterr().err
 
 
 def one_rank_traces() -> list[StepTrace]:

@@ -21,7 +21,7 @@ from megacp.config.yaml_file import to_yaml
 from megacp.convert.architectures import ARCHITECTURES
 from megacp.convert.hf_files import write_tensors
 from megacp.convert.mapping import Info, num_bytes
-from megacp.training.parity_setup import MODELS as OURS
+from megacp.training.parity_sizes import MODELS as OURS
 from megacp.training.state import Progress
 from megacp.training.step import Trainee
 from tests.convert.models import MODELS, save

@@ -22,7 +22,7 @@ from megacp.data.tokenizer import load_tokenizer
 from megacp.distributed.grid import single_axis
 from megacp.train import main
 from megacp.training.generate import Generator, Sampling
-from megacp.training.parity_setup import MODELS
+from megacp.training.parity_sizes import MODELS
 from megacp.training.state import Progress, _other_meaning
 from tests.data.builds import run as build
 from tests.data.pictures import TINY

@@ -19,7 +19,7 @@ from megacp.data.store import PackedDataset
 from megacp.train import main
 from megacp.training.images import image_loading, shard_strategies, without_bad_images
 from megacp.training.loss import agree
-from megacp.training.parity_setup import MODELS
+from megacp.training.parity_sizes import MODELS
 from megacp.training.sources import loader_options, open_sources
 from megacp.training.step import Trainee
 from tests.data.builds import run as build
