@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megacp.commands import parity
 from megacp.config.run import RunConfig, flag, flatten, with_values
+from megacp.config.yaml_file import to_yaml
 from megacp.data.collate import collate
 from megacp.data.decoding import RulesDecoder
 from megacp.data.image_loading import ImageLoading, load_images
@@ -204,3 +206,19 @@ def test_a_model_that_does_not_fit_the_images_is_refused_with_the_flags(tmp_path
         open_sources(config_for(data, vision_image_size=32))
     with pytest.raises(ValueError, match="--additional-vocab-size of at least 8"):
         open_sources(config_for(data, additional_vocab_size=4))
+
+
+def test_a_parity_check_takes_the_stored_images_and_keeps_their_patch_sizes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch a check of a vision run on random packs while its own lie there."""
+    data = write_dataset(tmp_path)
+    pixels = {name: MODELS["tiny_vlm"][name] for name in ("vision_image_size", "vision_patch_size")}
+    large = with_values(RunConfig(), {**pixels, "vision_num_layers": 25, "hidden_size": 2048, "num_layers": 12})
+    values = {"data_path": str(data), "seq_length": 512, "additional_vocab_size": 8, "context_parallel_size": 2}
+    values["untie_embeddings_and_output_weights"] = True
+    (tmp_path / "run.yaml").write_text(to_yaml(with_values(large, values)))
+    assert parity.main(["--config", str(tmp_path / "run.yaml"), "--steps", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert f"packs of {data}" in printed and "a vision tower of 3 layers" in printed and "THE SAME" in printed
+    assert "--vision-patch-size" not in printed
