@@ -17,18 +17,31 @@ def refuse(problems: Sequence[str]) -> None:
         raise ValueError("context_parallel: " + "; ".join(problems))
 
 
-def option_problems(attn_mask: torch.Tensor | None, dropout_p: float) -> list[str]:
-    """A mask or dropout of the call."""
-    found = []
-    if attn_mask is not None:
-        found.append(
-            f"attn_mask {tuple(attn_mask.shape)} is of this rank's tokens alone: describe the mask by document_ids (or "
-            f"a Metadata). transformers makes one of position_ids that jump or restart, of an attention_mask with "
-            f"zeros and of sliding windows: use register_with_transformers and its attn_implementation, not sdpa"
-        )
+def mask_problems(attn_mask: torch.Tensor | None) -> list[str]:
+    """A mask of the call; where transformers made it of values, some ranks may have one and others not."""
+    if attn_mask is None:
+        return []
+    return [
+        f"attn_mask {tuple(attn_mask.shape)} is of this rank's tokens alone: describe the mask by document_ids (or "
+        f"a Metadata). transformers makes one of position_ids that jump or restart, of an attention_mask with "
+        f"zeros and of sliding windows: use register_with_transformers and its attn_implementation, not sdpa"
+    ]
+
+
+def dropout_problems(dropout_p: float) -> list[str]:
+    """Dropout of the call."""
     if dropout_p > 0:
-        found.append(f"dropout_p = {dropout_p:g}: attention dropout is not supported, set the model's to 0")
-    return found
+        return [f"dropout_p = {dropout_p:g}: attention dropout is not supported, set the model's to 0"]
+    return []
+
+
+def stock_problems() -> list[str]:
+    """A call by the `sdpa` of transformers."""
+    return [
+        'attn_implementation="sdpa" of transformers makes masks, windows and packing of this rank\'s tokens alone, or '
+        "none where it should: call register_with_transformers() and load the model with the name it returns "
+        '("megacp"), or model.set_attn_implementation("megacp")'
+    ]
 
 
 def shape_problems(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grouped: bool) -> list[str]:

@@ -84,19 +84,22 @@ class RowMask:
         wide = (np.broadcast_to(x, (batch, x.shape[1])) for x in (values, local))
         return np.take_along_axis(*wide, axis=1)
 
-    def misplaced(self, positions: np.ndarray, local: np.ndarray) -> str:
-        """Why int position ids `[1 or B, s]` of the tokens at places `local[1 or B, s]` cannot be right, or nothing.
+    def misplaced(self, axes: np.ndarray, local: np.ndarray) -> str:
+        """Why int position ids `[axes, 1 or B, s]` of the tokens at `local[1 or B, s]` cannot be right, or nothing.
 
         They may count through each document or through the row, from any start. Positions 0 to s - 1 that do neither
-        are what a model makes up when it is given none.
+        are what a model makes up when it is given none. Axes that differ (images) never go back within a document.
         """
-        if self.whole_rule or positions.shape[1] != local.shape[1]:
+        if self.whole_rule or axes.shape[-1] != local.shape[1]:
             return ""
         document, number = (self.of(x, local) for x in (self.document, _numbers_in_documents(self.document)))
-        batch = max(len(positions), len(document))
-        wide = (np.broadcast_to(x, (batch, x.shape[1])) for x in (positions, document, number, local))
-        positions, document, number, local = wide
+        batch = max(axes.shape[1], len(document))
+        positions, document, number, local = (
+            np.broadcast_to(x, (batch, x.shape[1])) for x in (axes[0], document, number, local)
+        )
         document = document + np.where(document >= 0, np.arange(batch)[:, None] * (self.document.max() + 1), 0)
+        if not (axes == axes[:1]).all():
+            return _turned_back(positions, document, local)
         real = document >= 0
         made_up = (positions == np.arange(positions.shape[1])).all()
         counts = (number, local)
@@ -175,3 +178,11 @@ def _equal_within(values: np.ndarray, groups: np.ndarray) -> bool:
     """Whether `values[n]` are the same for all elements of each of `groups[n]`."""
     first, group = np.unique(groups, return_index=True, return_inverse=True)[1:]
     return bool((values == values[first][group.reshape(-1)]).all()) if len(values) else True
+
+
+def _turned_back(positions: np.ndarray, document: np.ndarray, local: np.ndarray) -> str:
+    """Why positions `[B, s]` that fall from a token to a later one of its document cannot be right, or nothing."""
+    order = np.lexsort((local.reshape(-1), document.reshape(-1)))  # by document, then by place
+    position, owner = positions.reshape(-1)[order], document.reshape(-1)[order]
+    falls = (np.diff(position) < 0) & (owner[1:] == owner[:-1]) & (owner[1:] >= 0)
+    return f"position_ids go back {int(falls.sum())} times within a document" if falls.any() else ""

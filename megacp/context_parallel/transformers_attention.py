@@ -16,12 +16,17 @@ from typing import Any
 
 import torch
 
-from megacp.context_parallel.door import ContextParallel, current_context
+from megacp.context_parallel.attention_mode import ContextParallel, current_context
+from megacp.context_parallel.model_rules import rotary_length
 
 _NO_SDPA = ("s_aux", "sinks", "softcap", "indices", "block_indices")
 """Arguments of models whose attention is more than softmax(q k) v; `sdpa` would leave most of them out."""
 _NOT_SHARDED = ("position_bias", "cache", "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions")
 """Arguments that `sdpa` answers for a whole sequence and a block cannot."""
+_OVERLAY = (
+    "this model lays a mask of its own over the causal one (images that see each other, prefixes): give "
+    "context_parallel a Metadata with those spans as document_ids"
+)
 
 
 def register_with_transformers(name: str = "megacp") -> str:
@@ -63,7 +68,9 @@ def _attention(
     if context is None:
         return stock(module, query, key, value, attention_mask, **kwargs)
     _refuse_window(context, kwargs.get("sliding_window"))
-    context.check_positions(kwargs.get("position_ids"))
+    config = getattr(module, "config", None)
+    context.check_config(config)
+    context.check_positions(kwargs.get("position_ids"), rotary_length(config))
     is_causal = kwargs.get("is_causal")
     out = torch.nn.functional.scaled_dot_product_attention(
         query,
@@ -96,19 +103,15 @@ def _mask(
             f"not sharded, and an attention_mask of the whole sequence must be among the buffers"
         )
     _refuse_window(context, kwargs.get("local_size"))
-    _refuse_padding(context, kwargs.get("attention_mask"))
-    if not context.mask.whole_rule:
-        function = kwargs.get("mask_function")
-        overlaid = kwargs.get("use_vmap", False) or (
-            function is not None
-            and function is not bidirectional
-            and _sees_its_neighbour(function, batch_size, q_length, kwargs)
-        )
-        if overlaid:
-            raise ValueError(
-                "this model lays a mask of its own over the causal one (images that see each other, prefixes): give "
-                "context_parallel a Metadata with those spans as document_ids"
-            )
+    padding = kwargs.get("attention_mask")
+    if padding is not None:
+        context.agreement.note(_padding_problems(context, padding))
+    function = kwargs.get("mask_function")
+    if not context.mask.whole_rule and function is not None and function is not bidirectional:
+        if kwargs.get("use_vmap", False):
+            raise ValueError(_OVERLAY)
+        overlaid = _sees_its_neighbour(function, batch_size, q_length, kwargs)
+        context.agreement.note([_OVERLAY] if overlaid else [])
     return None
 
 
@@ -128,14 +131,15 @@ def _refuse_window(context: ContextParallel, window: int | None) -> None:
         )
 
 
-def _refuse_padding(context: ContextParallel, attention_mask: torch.Tensor | None) -> None:
+def _padding_problems(context: ContextParallel, attention_mask: torch.Tensor) -> list[str]:
     """Zeros in `attention_mask[B, s]` must be where the block has padding, and only there."""
-    if attention_mask is None or bool(attention_mask.all()):
-        return
+    if bool(attention_mask.all()):
+        return []
     real = torch.from_numpy(context.mask.of(context.mask.document, context.local) >= 0)
     given = attention_mask.cpu().bool()
-    if given.shape[1:] != real.shape[1:] or not bool((given == real).all()):
-        raise ValueError(
-            f"attention_mask {tuple(given.shape)} has {int((~given).sum())} zeros, which are not this rank's padding "
-            f"in document_ids: put it among the buffers, and give context_parallel document_ids with -1 there"
-        )
+    if given.shape[1:] == real.shape[1:] and bool((given == real).all()):
+        return []
+    return [
+        f"attention_mask {tuple(given.shape)} has {int((~given).sum())} zeros, which are not this rank's padding in "
+        f"document_ids: put it among the buffers, and give context_parallel document_ids with -1 there"
+    ]

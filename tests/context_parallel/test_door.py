@@ -34,8 +34,8 @@ TWO = Axis("cp", 2, 1, (0, 1), group=object())  # type: ignore[arg-type]
 
 
 def no_attention() -> Any:
-    """Around a block in which nothing attends."""
-    return pytest.warns(UserWarning, match="no scaled_dot_product_attention was called")
+    """Around a block in which nothing attends, which is refused when it ends."""
+    return pytest.raises(ValueError, match="no scaled_dot_product_attention was called")
 
 
 @functools.cache
@@ -386,7 +386,6 @@ def test_calls_that_cannot_be_taken_over_are_refused() -> None:
     q, few = torch.zeros(2, 4, 24, 8), torch.zeros(2, 2, 24, 8)
     sdpa = F.scaled_dot_product_attention
     calls: list[tuple[str, Any]] = [
-        ("attn_mask .* describe the mask by document_ids", lambda: sdpa(q, q, q, torch.ones(24, 24))),
         ("dropout_p = 0.1", lambda: sdpa(q, q, q, dropout_p=0.1)),
         ("24 queries and 48 keys: cross attention and a KV cache", lambda: sdpa(q, *[torch.zeros(2, 4, 48, 8)] * 2)),
         ("48 tokens, the buffers hold 24 of 48", lambda: sdpa(*[torch.zeros(2, 4, 48, 8)] * 3)),
@@ -414,10 +413,14 @@ def test_calls_that_cannot_be_taken_over_are_refused() -> None:
     assert torch.equal(sdpa(q, q, q, torch.ones(24, 24, dtype=torch.bool)), q), "the door is still closed"
 
 
-def test_heads_for_sequence_with_more_ranks_than_heads_is_refused() -> None:
-    block = context_parallel(TWO, buffers=[torch.zeros(48)], buffer_seq_dims=[0], transport="a2a")
+def too_few_heads(rank: int, world_size: int) -> None:
+    block = context_parallel(axis_of(2), buffers=[torch.zeros(48)], buffer_seq_dims=[0], transport="a2a")
     with pytest.raises(ValueError, match="gives each of 2 ranks a head of its own, there are 1 heads"), block:
         F.scaled_dot_product_attention(*[torch.zeros(1, 1, 24, 8)] * 3, is_causal=True)
+
+
+def test_heads_for_sequence_with_more_ranks_than_heads_is_refused() -> None:
+    run_ranks(too_few_heads, 4)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
