@@ -48,8 +48,8 @@ def config_problems(config: Any, tokens: int) -> list[str]:
     found = []
     if strange:
         found.append(
-            f"{_name(config)} has layers of type {', '.join(strange)}: convolutions, state-space and linear attention "
-            f"run along the sequence and would see this rank's tokens alone; they are not supported"
+            f"{_name(config)} has layers of type {', '.join(strange)}, which would see this rank's tokens alone: "
+            f"convolutions, state-space, linear and indexed attention along the sequence are not supported"
         )
     scale = getattr(config, "floor_scale", None)
     if getattr(config, "attn_temperature_tuning", False) and scale is not None and tokens >= scale:

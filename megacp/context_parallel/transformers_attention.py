@@ -11,6 +11,9 @@ stock `sdpa` inside a block, for which transformers reads packed documents into 
 from __future__ import annotations
 
 import functools
+import inspect
+import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -37,14 +40,46 @@ def register_with_transformers(name: str = "megacp") -> str:
     the block, sliding windows shorter than the sequence, overlays on the causal mask (unless the block has a
     `Metadata`, which is then the whole rule), attention sinks, soft caps, position biases and KV caches; and position
     ids that do not follow the documents. Outside: the library's `sdpa`, with its masks for packing and padding.
+
+    A model that computes attention without the library's interface (Falcon, GPT-J, Bloom, MPT) cannot take this name:
+    loading it so raises a ValueError instead of a KeyError or worse. One method of `PreTrainedModel` is wrapped for it.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
     AttentionInterface.register(name, functools.partial(_attention, sdpa_attention_forward))
     AttentionMaskInterface.register(name, functools.partial(_mask, sdpa_mask, bidirectional_mask_function))
+    stock = PreTrainedModel.get_correct_attn_implementation
+    if not hasattr(stock, "megacp_names"):
+        names: set[str] = set()
+
+        @functools.wraps(stock)
+        def checked(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+            if requested_attention in names and _has_no_interface(type(self)):
+                raise ValueError(
+                    f"{type(self).__name__} computes attention without the attention interface of transformers, so "
+                    f'attn_implementation="{requested_attention}" cannot reach it, and its own is not sharded'
+                )
+            return stock(self, requested_attention, *args, **kwargs)
+
+        checked.megacp_names = names  # type: ignore[attr-defined]
+        PreTrainedModel.get_correct_attn_implementation = checked
+    PreTrainedModel.get_correct_attn_implementation.megacp_names.add(name)
     return name
+
+
+@functools.cache
+def _has_no_interface(kind: type[torch.nn.Module]) -> bool:
+    """Whether the library's file of this class has attention layers, and none of them asks the interface.
+
+    A file that takes its language model from elsewhere (`from_config`) says nothing about that model.
+    """
+    if not kind.__module__.startswith("transformers.models."):
+        return False
+    source = inspect.getsource(sys.modules[kind.__module__])
+    own = re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE)
+    return own is not None and "ALL_ATTENTION_FUNCTIONS" not in source and ".from_config(" not in source
 
 
 def _attention(
@@ -102,6 +137,7 @@ def _mask(
             f"{q_length} queries and {kv_length} keys in a context_parallel block: a KV cache and cross attention are "
             f"not sharded, and an attention_mask of the whole sequence must be among the buffers"
         )
+    context.check_config(kwargs.get("config"))
     _refuse_window(context, kwargs.get("local_size"))
     padding = kwargs.get("attention_mask")
     if padding is not None:
@@ -124,7 +160,7 @@ def _sees_its_neighbour(function: Callable[..., Any], batch: int, length: int, k
 
 
 def _refuse_window(context: ContextParallel, window: int | None) -> None:
-    if window is not None and window < context.mask.length:
+    if window and window < context.mask.length:  # some configs say 0 where there is none
         raise ValueError(
             f"a sliding (or chunked) window of {window} tokens in a sequence of {context.mask.length} is not supported "
             f"in a context_parallel block: switch it off in the model's config"
