@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from megacp.context_parallel.door import context_parallel
 from megacp.context_parallel.loop_rules import shift_labels, sum_gradients
+from megacp.context_parallel.row_mask import row_mask
 from megacp.context_parallel.transformers_attention import register_with_transformers
 from tests.ranks import grid, run_ranks
 
@@ -92,9 +94,8 @@ FAST = [
     Case("Mixtral", "load-balancing loss is not a sum over tokens", {"output_router_logits": True, **EXPERTS}),
     Case("BartForCausalLM", "takes no position_ids: it numbers the tokens of each rank from 0 by itself"),
 ]
-"""Under 40 s with what the ranks import."""
 
-SLOW = [
+MORE = [
     Case("Qwen3Next", MIXING, {**EXPERTS, **LINEAR, "layer_types": ["linear_attention", "full_attention"]}),
     Case("Qwen3_5Text", MIXING, {**LINEAR, "layer_types": ["linear_attention", "full_attention"]}),
     Case("MiniMax", MIXING, {**EXPERTS, "layer_types": ["linear_attention", "full_attention"]}),
@@ -226,7 +227,29 @@ def test_stock_models_that_would_be_wrong_are_refused_and_right_ones_are_exact()
     check(FAST)
 
 
-@pytest.mark.slow
 def test_more_stock_models_that_would_be_wrong_are_refused() -> None:
     """Would catch a kind of layer, of rope or of attention that only some families have."""
-    check(SLOW)
+    check(MORE)
+
+
+@pytest.mark.parametrize("kind", ["Falcon", "GPTJ", "GPTNeo", "Bloom", "Mpt"])
+def test_a_model_without_the_attention_interface_says_so_when_it_is_loaded(kind: str) -> None:
+    """Would catch KeyError('megacp') or an AttributeError from deep inside, and a refusal under another name."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+    register_with_transformers()
+    config, model = getattr(transformers, f"{kind}Config")(), getattr(transformers, f"{kind}ForCausalLM")
+    with torch.device("meta"):
+        with pytest.raises(ValueError, match=f'{kind}ForCausalLM computes attention without .*"megacp" cannot reach'):
+            model._from_config(config, attn_implementation="megacp")
+        assert model._from_config(config, attn_implementation="eager") is not None
+
+
+def test_positions_of_several_axes_may_differ_but_never_go_back_in_a_document() -> None:
+    """Would catch packed rows of a model with images whose documents see each other, and images taken for an error."""
+    text = np.arange(8)[None]
+    picture = np.stack([[[0, 1, 2, 2, 2, 2, 4, 5]], [[0, 1, 2, 2, 3, 3, 4, 5]], [[0, 1, 2, 3, 2, 3, 4, 5]]])
+    packed = np.where(np.arange(8) < 6, picture, picture[:, :, [0, 1, 2, 3, 4, 5, 0, 1]])
+    one, two = row_mask(None, 8), row_mask(torch.arange(8) // 6, 8)
+    assert one.misplaced(picture, text) == "" and two.misplaced(packed, text) == ""
+    assert one.misplaced(packed, text) == "position_ids go back 1 times within a document"
+    assert one.misplaced(np.stack([text] * 3), text + 8).startswith("position_ids are 0, 1, 2, ... on this rank")
