@@ -252,4 +252,5 @@ def test_positions_of_several_axes_may_differ_but_never_go_back_in_a_document() 
     one, two = row_mask(None, 8), row_mask(torch.arange(8) // 6, 8)
     assert one.misplaced(picture, text) == "" and two.misplaced(packed, text) == ""
     assert one.misplaced(packed, text) == "position_ids go back 1 times within a document"
-    assert one.misplaced(np.stack([text] * 3), text + 8).startswith("position_ids are 0, 1, 2, ... on this rank")
+    longer = row_mask(None, 16)
+    assert longer.misplaced(np.stack([text] * 3), text + 8).startswith("position_ids are 0, 1, 2, ... on this rank")
