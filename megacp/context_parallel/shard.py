@@ -24,7 +24,11 @@ from megacp.ops.to_device import to_device
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """One rank's share of a microbatch: `t = padded tokens / cp` tokens, and the plan that relates them."""
+    """One rank's share of a microbatch: `t = padded tokens / cp` tokens, and the plan that relates them.
+
+    The tokens stand in the order of `plan.local`, which is not that of the row, also on one rank: a plan sorts a
+    video's tokens by type.
+    """
 
     tokens: torch.Tensor
     """int64 `[t]`."""
@@ -46,6 +50,13 @@ class LocalBatch:
     def num_tokens(self) -> int:
         """Tokens on this rank, padding included."""
         return len(self.plan.local)
+
+    def in_row_order(self, values: torch.Tensor) -> torch.Tensor:
+        """`values [t, ...]` of this rank's tokens as the row has them. ValueError where ranks share the row."""
+        if self.plan.cp > 1:
+            raise ValueError(f"a rank of {self.plan.cp} holds a part of the row: its order is that of one rank alone")
+        place = self.plan.on_device("places in the row", values.device, lambda: np.argsort(self.plan.local))
+        return values[place]
 
 
 def row_axis(grid: ProcessGrid, parallel: ParallelConfig) -> Axis:
@@ -73,7 +84,7 @@ def shard_batch(
     `exchange`: how features of images reach their tokens, `--vision-feature-exchange`.
     """
     if cp.size == 1:
-        layout = LAYOUTS["contiguous"]  # one rank holds the row as it is
+        layout = LAYOUTS["contiguous"]  # there is nothing to deal
     padded = batch.with_padding_to(layout.padded_length(mask_metadata(batch), cp.size, tp))
     places = padded.token_names
     metadata = mask_metadata(padded)

@@ -105,12 +105,19 @@ class LanguageModelChunk(nn.Module):
             features, rows = place_features(features, batch.vision)
         return add_features(x, features, rows, self.backend.tp, self.backend.sequence_parallel)
 
-    def logits(self, x: torch.Tensor | None, batch: LocalBatch) -> torch.Tensor:
-        """Logits `[t, true vocabulary rows of this rank]`; only on the last chunk."""
+    def local_logits(self, x: torch.Tensor | None, batch: LocalBatch) -> torch.Tensor:
+        """Logits `[t, true vocabulary rows of this rank]` in the order of `batch`; only on the last chunk."""
         return self.head.logits(self.final_norm(self.hidden(x, batch)))
+
+    def row_logits(self, batch: LocalBatch, features: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits `[T, true vocabulary rows of this rank]` in the order of the row, for whoever reads them by place.
+
+        `features` as in `embedded`. Only on a chunk that is the whole model. ValueError where cp ranks share the row.
+        """
+        return batch.in_row_order(self.local_logits(self.embedded(batch, features), batch))
 
     def forward(self, x: torch.Tensor | None, batch: LocalBatch) -> torch.Tensor:
         """The hidden state, or on the last chunk the loss per token `[t]` in fp32 or wider, replicated over tp."""
         if not self.is_last:
             return self.hidden(x, batch)
-        return self.backend.cross_entropy(self.logits(x, batch), batch.labels, self.head.first)
+        return self.backend.cross_entropy(self.local_logits(x, batch), batch.labels, self.head.first)

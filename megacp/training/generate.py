@@ -121,10 +121,9 @@ class Generator:
 
     @torch.no_grad()
     def logits(self, batch: PackedBatch, features: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits `[T, vocab]` in fp32 or wider of a row; `features` of its images if they are known."""
+        """Logits `[T, vocab]` in fp32 or wider, in the order of the row; `features` of its images if they are known."""
         local = shard_batch(batch, self.grid.cp, select_layout("contiguous"))
-        embedded = self.model.embedded(local, features) if features is not None else None
-        logits = self.model.logits(embedded, local)
+        logits = self.model.row_logits(local, features)
         return logits if logits.dtype == torch.float64 else logits.float()
 
     @torch.no_grad()

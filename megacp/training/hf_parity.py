@@ -79,7 +79,7 @@ def our_logits(config: RunConfig, source: Source) -> Logits:
 
     @torch.no_grad()
     def logits(batch: PackedBatch) -> torch.Tensor:
-        return model.logits(None, shard_batch(batch, grid.cp, select_layout("contiguous")))
+        return model.row_logits(shard_batch(batch, grid.cp, select_layout("contiguous")))
 
     return logits
 

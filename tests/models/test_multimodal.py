@@ -172,7 +172,7 @@ def logits(
     mine = grid(**shape)
     local = shard_batch(batch, mine.cp, LAYOUTS["contiguous"], tp=mine.tp.size)
     with torch.no_grad():
-        return chunk.logits(None, local).numpy()
+        return chunk.row_logits(local).numpy()
 
 
 def their_logits(model: Any, batch: PackedBatch, video: bool) -> np.ndarray:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from megacp.data.tokenizer import load_tokenizer
 from megacp.training.generate import Generator, Sampling
 from megacp.training.hf_parity import Difference, library_model
 from tests.convert.models import save
-from tests.data.pictures import TINY, encoded, noise
+from tests.data.pictures import TINY, encoded, noise, video
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
 pytest.importorskip("safetensors", reason="safetensors is not installed (extra: hf)")
@@ -70,6 +73,71 @@ def test_greedy_answers_are_those_of_transformers(folders: Path, images: int) ->
     ours = generator.logits(row.batch, generator.features([prompt])).numpy()
     # fp32 through 2 layers and a tower of 3: sums in another order
     assert np.abs(ours - logits).max() <= 1e-5 * np.abs(logits).max()
+
+
+@dataclass(frozen=True)
+class Ours:
+    """A converted model, both ways, and what makes prompts for it."""
+
+    generator: Generator
+    maker: PromptMaker
+    model: Any
+
+
+@pytest.fixture(scope="module")
+def ours(folders: Path) -> Ours:
+    generator = Generator(folders / "ours")
+    tokenizer = load_tokenizer(str(folders / "ours" / "tokenizer.json"), engine="reference")
+    model = library_model(folders / "theirs", "Molmo2ForConditionalGeneration")
+    return Ours(generator, PromptMaker(tokenizer, generator.image_rules(None)), model)
+
+
+def part(kind: str, data: bytes) -> dict[str, Any]:
+    return {"type": kind, "base64": base64.b64encode(data).decode()}
+
+
+TEXT = {"type": "text", "text": "and then?"}
+MOVING = {"type": "video", "base64": ""}
+CONTENTS: dict[str, list[dict[str, Any]]] = {
+    "text": [TEXT],
+    "a video": [MOVING, TEXT],
+    "a video behind text": [TEXT, MOVING, TEXT],
+    "several images": [part("image", encoded(noise(20 + 12 * i, 16, seed=i))) for i in range(4)] + [TEXT],
+    "an image and a video": [part("image", encoded(noise(20, 16))), TEXT, MOVING, TEXT],
+    "two videos and an image": [MOVING, MOVING, part("image", encoded(noise(44, 16))), TEXT],
+}
+
+
+def prompt_of(ours: Ours, content: list[dict[str, Any]]) -> Prompt:
+    record = {"content": [part("video", video(43)) if one is MOVING else one for one in content], "branches": [" a"]}
+    return dataclasses.replace(ours.maker.of_record(record), branches=())
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_logits_and_answers_of_videos_are_those_of_transformers(ours: Ours, name: str) -> None:
+    """Would catch logits in the order in which the plan sorts the tokens of a video, read in the order of the row."""
+    pytest.importorskip("av")
+    prompt = prompt_of(ours, CONTENTS[name])
+    inputs = inputs_of(prompt)
+    with torch.no_grad():
+        found = ours.model.generate(**inputs, max_new_tokens=LENGTH, do_sample=False, eos_token_id=None)
+        logits = ours.model(**inputs).logits[0].numpy()
+    row = prompt_row([prompt], [[[]]], "example", TINY.token_ids)
+    ours_of_row = ours.generator.logits(row.batch, ours.generator.features([prompt])).numpy()
+    assert np.abs(ours_of_row - logits).max() <= 1e-5 * np.abs(logits).max()
+    (answers,) = ours.generator.answer([prompt], Sampling(LENGTH))
+    assert found[0, inputs["input_ids"].shape[1] :].tolist() == answers[0].tolist()
+
+
+def test_answers_of_prompts_that_share_a_row_with_a_video_are_those_of_transformers(ours: Ours) -> None:
+    """Would catch an image whose answer is read at a place of the video beside it."""
+    pytest.importorskip("av")
+    prompts = [prompt_of(ours, CONTENTS[name]) for name in ("a video", "text", "several images")]
+    with torch.no_grad():
+        for prompt, answers in zip(prompts, ours.generator.answer(prompts, Sampling(3)), strict=True):
+            inputs = inputs_of(prompt)
+            found = ours.model.generate(**inputs, max_new_tokens=3, do_sample=False, eos_token_id=None)
+            assert found[0, inputs["input_ids"].shape[1] :].tolist() == answers[0].tolist()
 
 
 def test_tensors_that_the_library_misses_or_does_not_know_are_told(tmp_path: Path) -> None:
