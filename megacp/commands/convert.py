@@ -35,9 +35,9 @@ from megacp.training.hf_parity import (
     library_logits,
     library_model,
     our_logits,
-    rows_for,
 )
 from megacp.training.hf_reading import Loaded, read_checkpoint, read_hf
+from megacp.training.hf_rows import rows_for
 from megacp.training.hf_writing import Options, given_files, write_checkpoint, write_hf
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}

@@ -1,4 +1,4 @@
-"""Are two folders the same model? Logits of ours and of the transformers library on random text and a random image.
+"""Are two folders the same model? Logits of ours and of the transformers library on the same rows (`hf_rows`).
 
 Key property: both are computed in float32 on one process, from what was written to disk. Rejected: comparing tensors
 alone, which says nothing of a lost theta, of another epsilon or of halves that were meant to be pairs.
@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from megacp.batch import PackedBatch, VisionInputs
+from megacp.batch import PackedBatch
 from megacp.config.run import RunConfig, with_values
 from megacp.context_parallel.layout import select_layout
 from megacp.context_parallel.shard import shard_batch
 from megacp.convert.mapping import Source, whole
-from megacp.data.image import ImageRules, image_layout, image_patches
 from megacp.distributed.grid import GridShape, build_grid
 from megacp.distributed.parameter import spec_of
 from megacp.models.build import build_chunks
@@ -27,7 +26,6 @@ from megacp.models.language import LanguageModelChunk
 
 TOLERANCE = 1e-4
 """Of the largest logit, in float32: a wrong theta or epsilon is above it, another order of sums far below."""
-_MOST_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -124,39 +122,6 @@ def library_logits(model: Any) -> Logits:
     return logits
 
 
-def random_text(config: RunConfig, seed: int = 0) -> PackedBatch:
-    """One document of random tokens."""
-    rng = np.random.default_rng(seed)
-    count = min(_MOST_TOKENS, config.data.seq_length)
-    return _row(rng.integers(0, config.model.vocab_size, count), np.zeros(count, np.int32), None)
-
-
-def random_image(config: RunConfig, rules: ImageRules, seed: int = 0) -> PackedBatch:
-    """One document with noise of two crops by one between random tokens."""
-    rng = np.random.default_rng(seed)
-    width, height = 2 * rules.image_size, rules.image_size
-    layout = image_layout(width, height, rules)
-    patches = image_patches(rng.integers(0, 256, (height, width, 3), dtype=np.uint8), rules)
-    before, after = (rng.integers(0, config.model.vocab_size, 5) for _ in range(2))
-    tokens = np.concatenate((before, layout.tokens, after))
-    span = np.concatenate((np.zeros(5), np.ones(len(layout.tokens)), np.zeros(5))).astype(np.int32)
-    vision = VisionInputs(
-        np.array([layout.num_crops], np.int64),
-        np.array([layout.num_pooled], np.int64),
-        np.flatnonzero(tokens == rules.token_ids["image_patch"]),
-        None,
-        0,
-        patches,
-        layout.pooling.copy(),  # a layout is shared and cannot be written
-    )
-    return _row(tokens, span, vision)
-
-
-def _row(tokens: np.ndarray, span: np.ndarray, vision: VisionInputs | None) -> PackedBatch:
-    zeros, weights = np.zeros(len(tokens), np.int32), np.ones(len(tokens), np.float32)
-    return PackedBatch(tokens, np.zeros_like(tokens), weights, np.arange(len(tokens)), zeros, zeros, span, (0,), vision)
-
-
 def compare(first: Logits, second: Logits, rows: Mapping[str, PackedBatch]) -> list[Difference]:
     """The difference of two models on each of some rows."""
     found = []
@@ -166,12 +131,3 @@ def compare(first: Logits, second: Logits, rows: Mapping[str, PackedBatch]) -> l
         gap = float((expected - other).abs().nan_to_num(nan=torch.inf).max())
         found.append(Difference(name, float(expected.abs().max()), gap, agreement, len(row.tokens)))
     return found
-
-
-def rows_for(config: RunConfig, rules: ImageRules | None) -> dict[str, PackedBatch]:
-    """Random rows that use all of a model: text, and an image for one with a tower (`rules` must be given then)."""
-    rows = {"random text": random_text(config)}
-    if config.vision.vision_num_layers:
-        assert rules is not None
-        rows["random image"] = random_image(config, rules)
-    return rows

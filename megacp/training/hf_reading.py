@@ -79,7 +79,7 @@ class Loaded:
         said = {name: self.content[key] for key, name in TOKEN_FIELDS.items() if key in self.content}
         ids = token_ids(self.values, None) | said
         rows = self.config.model.embedding_rows
-        ids = {name: i if i < rows else ids["image_patch"] for name, i in ids.items()}
+        ids = {name: i if i < rows else 0 for name, i in ids.items()}  # a marker without a row: any text
         vision = self.config.vision
         sizes = (vision.vision_image_size, vision.vision_patch_size)
         return ImageRules(*sizes, max_crops=2, overlap_margins=(0, 0), token_ids=ids)

@@ -176,6 +176,16 @@ def test_frames_that_see_each_other_across_text_are_sorted_together() -> None:
         assert np.array_equal(key_order(same), np.arange(len(same)))
 
 
+def test_values_of_one_rank_are_put_into_the_order_of_the_row_and_those_of_a_part_are_refused() -> None:
+    """Would catch logits of a video that are read in the order of its plan."""
+    row = video_batch(frames=6, text=2, tokens_of_frame=10)
+    (whole,) = all_shards(row, "contiguous", 1, 1)
+    assert (np.diff(whole.plan.local) < 0).any(), "the plan sorts such a row"
+    assert whole.in_row_order(whole.tokens).tolist() == row.tokens.tolist()
+    with pytest.raises(ValueError, match="a rank of 2 holds a part of the row"):
+        all_shards(row, "contiguous", 2, 1)[0].in_row_order(whole.tokens)
+
+
 def test_padding_is_seen_by_nobody_and_counts_nothing() -> None:
     batch = random_batch(np.random.default_rng(2), 13, documents=2)
     for name in LAYOUTS:

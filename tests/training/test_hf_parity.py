@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from megacp.commands.convert import main
+from megacp.context_parallel.shard import LocalBatch
 from megacp.data.prompt import Prompt, PromptMaker, prompt_pixels, prompt_row
 from megacp.data.tokenizer import load_tokenizer
 from megacp.training.generate import Generator, Sampling
-from megacp.training.hf_parity import Difference, library_model
+from megacp.training.hf_parity import Difference, compare, library_logits, library_model
+from megacp.training.hf_rows import rows_for
 from tests.convert.models import save
 from tests.data.pictures import TINY, encoded, noise, video
 
@@ -138,6 +140,16 @@ def test_answers_of_prompts_that_share_a_row_with_a_video_are_those_of_transform
             inputs = inputs_of(prompt)
             found = ours.model.generate(**inputs, max_new_tokens=3, do_sample=False, eos_token_id=None)
             assert found[0, inputs["input_ids"].shape[1] :].tolist() == answers[0].tolist()
+
+
+def test_the_rows_of_verify_tell_logits_in_another_order(ours: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a verify that tries rows which no plan sorts: it agreed while answers to videos were wrong."""
+    rows = rows_for(ours.generator.config, TINY)
+    models = ours.generator.logits, library_logits(ours.model)
+    assert all(difference.is_small for difference in compare(*models, rows))
+    monkeypatch.setattr(LocalBatch, "in_row_order", lambda self, values: values)
+    wrong = {difference.name for difference in compare(*models, rows) if not difference.is_small}
+    assert wrong == {"random video", "random image and video"}
 
 
 def test_tensors_that_the_library_misses_or_does_not_know_are_told(tmp_path: Path) -> None:
