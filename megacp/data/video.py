@@ -2,8 +2,9 @@
 
 Key property: frames and times are those of the transformers library's Molmo2 video processor, and a frame has the same
 pixels whichever range it is decoded in, so the frames of one video may be decoded by different ranks: each is decoded
-from the key frame before it, never from wherever the last range ended. Rejected: decoding all of a video to take some
-of it, and torchvision or decord (one more package each for what PyAV does).
+from the key frame before it, never from wherever the last range ended. A frame that the decoder calls damaged ends in
+an ImageError, never in the grey that FFmpeg fills in. Rejected: decoding all of a video to take some of it, and
+torchvision or decord (one more package each for what PyAV does).
 
 A still image is a video of one frame, which is how a record gives frames as images of their own. Numbers of frames
 count in the order in which they are shown. The container is told by its first bytes and given to FFmpeg by name, so
@@ -43,6 +44,10 @@ _RATE_TOLERANCE = 0.1
 """Part by which the rate in a header may differ from that of the frames before it is not believed."""
 _CUT_SECONDS, _CUT_FRAMES, _CUT_SHARE = 1.0, 2, 0.02
 """By how much headers are off in whole files."""
+_UNKNOWN_SIZES = (0, 0xFFFFFFFF)
+"""Of an AVI whose writer could not go back to its beginning."""
+_MPEG4_FRAME = b"\0\0\1\xb6"
+"""What begins a frame in MPEG-4 part 2."""
 _WITHOUT_KEY_FRAMES = ("gif",)
 """Containers whose every frame claims to be a key frame and may yet need those before it."""
 
@@ -65,6 +70,8 @@ class _Timeline:
     frames: list[int]
     keys: list[int]
     """Those at which decoding can begin."""
+    packed: bool = False
+    """Whether packets hold a frame and the one shown before it: the times of such packets are not those of frames."""
 
 
 def sample_frames(num_frames: int, fps: float, rules: ImageRules) -> list[int]:
@@ -128,16 +135,24 @@ def _opened(data: bytes, rules: ImageRules) -> Iterator[tuple[Any, Any]]:
 
 def _timeline(container: Any, stream: Any) -> _Timeline:
     """Read the packets without decoding them."""
-    packets = [p for p in container.demux(stream) if p.size and not p.is_discard]
-    if any(packet.pts is None for packet in packets):
-        raise ImageError("the frames of the video have no times; put it into a container that keeps them, such as MP4")
-    frames = sorted({packet.pts for packet in packets})
-    if not frames:
+    times, at_keys, packed = set(), set(), False
+    for packet in container.demux(stream):
+        if not packet.size or packet.is_discard:
+            continue
+        if packet.pts is None:
+            raise ImageError(
+                "the frames of the video have no times; put it into a container that keeps them, such as MP4"
+            )
+        times.add(packet.pts)
+        if packet.is_keyframe:
+            at_keys.add(packet.pts)
+        packed = packed or (stream.codec_context.name == "mpeg4" and bytes(packet).count(_MPEG4_FRAME) > 1)
+    if not times:
         raise ImageError("the video has no frames")
-    keys = sorted({packet.pts for packet in packets if packet.is_keyframe})
+    frames, keys = sorted(times), sorted(at_keys)
     if container.format.name in _WITHOUT_KEY_FRAMES or not keys:
         keys = frames[:1]
-    return _Timeline(frames, keys)
+    return _Timeline(frames, keys, packed)
 
 
 def _info(timeline: _Timeline, stream: Any, rules: ImageRules) -> VideoInfo:
@@ -153,12 +168,24 @@ def _gif_end(container: Any, data: bytes) -> str | None:
     return None if data.rstrip(b"\0").endswith(b";") else "it does not end with its trailer"  # GIF89a, 27
 
 
-def _counted_end(container: Any, data: bytes) -> str | None:
+def _avi_end(container: Any, data: bytes) -> str | None:
+    """A whole AVI has either all bytes of its chunks or frames up to the time that its header says."""
+    place = 0
+    while data[place : place + 4] == b"RIFF" and place + 8 <= len(data):
+        size = int.from_bytes(data[place + 4 : place + 8], "little")
+        if size in _UNKNOWN_SIZES or place + 8 + size > len(data):
+            break
+        place += 8 + size + size % 2
+    else:
+        return None
     promised = {stream.index: stream.frames for stream in container.streams.video if stream.frames}
-    counted = Counter(packet.stream.index for packet in container.demux() if packet.dts is not None)
-    for index, frames in promised.items():
-        if frames - counted[index] > max(_CUT_FRAMES, _CUT_SHARE * frames):
-            return f"it has {counted[index]} frames, its header says {frames}"
+    end: Counter[int] = Counter()  # in the header's unit: where frames are left out, there is time without one
+    for packet in container.demux():
+        if packet.dts is not None:
+            end[packet.stream.index] = max(end[packet.stream.index], packet.dts + 1)
+    for index, length in promised.items():
+        if length - end[index] > max(_CUT_FRAMES, _CUT_SHARE * length):
+            return f"it ends at frame {end[index]}, its header says {length}"
     return None
 
 
@@ -174,7 +201,7 @@ def _timed_end(container: Any, data: bytes) -> str | None:
 
 _ENDS: dict[str, Callable[[Any, bytes], str | None]] = {
     "gif": _gif_end,
-    "avi": _counted_end,
+    "avi": _avi_end,
     "matroska": _timed_end,
     "flv": _timed_end,
 }
@@ -235,23 +262,63 @@ def _key_before(timeline: _Timeline, time: int) -> int:
     return bisect.bisect_right(timeline.keys, time) - 1
 
 
+def _beginnings(key: int) -> Iterator[int]:
+    """Key frames to decode from, ever farther back: all together cost no more than twice what the last does."""
+    step = 1
+    while key > 0:
+        yield key
+        key, step = key - step, 2 * step
+    yield 0
+
+
 def _decode(data: bytes, rules: ImageRules, timeline: _Timeline, key: int, times: list[int]) -> Iterator[np.ndarray]:
-    """Pixels of the frames at `times` (rising, all behind key frame number `key`), uint8 [h, w, 3]."""
+    """Pixels of the frames at `times` (rising, all behind key frame number `key`), uint8 [h, w, 3].
+
+    A seek may land behind the key frame it was asked for, and a key frame may yet need frames before it: then from
+    an earlier one.
+    """
     left = list(times)
-    while left:
+    for begin in _beginnings(key):
         with _opened(data, rules) as (container, stream):
-            if key > 0:
-                container.seek(timeline.keys[key], stream=stream)
-            for frame in container.decode(stream):
-                if frame.pts is None or frame.pts < left[0]:
-                    continue
-                if frame.pts > left[0]:
+            if begin > 0:
+                _read_beginning(container, stream)
+                container.seek(timeline.keys[begin], stream=stream)
+            for time, frame in _timed_frames(container, stream, timeline):
+                if time > left[0]:
                     break
-                pixels = frame.to_ndarray(format="rgb24")
-                yield np.rot90(pixels, getattr(frame, "rotation", 0) // 90)  # degrees against the clock
-                del left[0]
-                if not left:
-                    return
-        if key <= 0:
-            raise ImageError(f"the video is cut short or damaged: not all frames up to time {times[-1]} can be decoded")
-        key -= 1  # a seek may land behind the key frame it was asked for
+                if frame.is_corrupt and (time >= timeline.keys[begin] or time == left[0]):
+                    if begin > 0:
+                        break
+                    seconds = float((time - timeline.frames[0]) * stream.time_base)
+                    raise ImageError(f"the video is damaged: its frame at {seconds:.2f} s cannot be decoded as a whole")
+                if time == left[0]:
+                    pixels = frame.to_ndarray(format="rgb24")
+                    yield np.rot90(pixels, getattr(frame, "rotation", 0) // 90)  # degrees against the clock
+                    del left[0]
+                    if not left:
+                        return
+    raise ImageError(f"the video is cut short or damaged: not all frames up to time {times[-1]} can be decoded")
+
+
+def _read_beginning(container: Any, stream: Any) -> None:
+    """Let the decoder see the first packet: a stream names its writer there alone, whose old errors FFmpeg mends.
+
+    H.264 in 4:4:4 of an old x264 is green without it.
+    """
+    for packet in container.demux(stream):
+        if packet.size:
+            stream.codec_context.decode(packet)
+            return
+
+
+def _timed_frames(container: Any, stream: Any, timeline: _Timeline) -> Iterator[tuple[int, Any]]:
+    """Frames in the order in which they are shown, from where the container stands, each with its time."""
+    last = None
+    for frame in container.decode(stream):
+        time = frame.dts if timeline.packed else frame.pts  # a decoder gives one frame for each packet it takes
+        if time is None and timeline.packed and last is not None:  # but for those it holds back until the end
+            following = bisect.bisect_right(timeline.frames, last)
+            time = timeline.frames[following] if following < len(timeline.frames) else None
+        if time is not None:
+            last = time
+            yield time, frame
