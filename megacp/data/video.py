@@ -18,7 +18,7 @@ import io
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +47,9 @@ _CUT_SECONDS, _CUT_FRAMES, _CUT_SHARE = 1.0, 2, 0.02
 _UNKNOWN_SIZES = (0, 0xFFFFFFFF)
 """Of an AVI whose writer could not go back to its beginning."""
 _MPEG4_FRAME = b"\0\0\1\xb6"
-"""What begins a frame in MPEG-4 part 2."""
+"""What begins a frame in MPEG-4 part 2; packets of DivX hold a frame and the one that is shown before it."""
+_WITHOUT_TIMES, _REORDERED = ("avi",), ("h264", "hevc")
+"""Containers that count frames as they are stored, and codecs that store them in another order than they are shown."""
 _WITHOUT_KEY_FRAMES = ("gif",)
 """Containers whose every frame claims to be a key frame and may yet need those before it."""
 
@@ -70,8 +72,9 @@ class _Timeline:
     frames: list[int]
     keys: list[int]
     """Those at which decoding can begin."""
-    packed: bool = False
-    """Whether packets hold a frame and the one shown before it: the times of such packets are not those of frames."""
+    guessed: bool = False
+    """Whether the times of packets are guesses that come out of order; those at which frames leave the decoder do not.
+    """
 
 
 def sample_frames(num_frames: int, fps: float, rules: ImageRules) -> list[int]:
@@ -135,7 +138,8 @@ def _opened(data: bytes, rules: ImageRules) -> Iterator[tuple[Any, Any]]:
 
 def _timeline(container: Any, stream: Any) -> _Timeline:
     """Read the packets without decoding them."""
-    times, at_keys, packed = set(), set(), False
+    times, at_keys, codec = set(), set(), stream.codec_context.name
+    guessed = container.format.name in _WITHOUT_TIMES and codec in _REORDERED
     for packet in container.demux(stream):
         if not packet.size or packet.is_discard:
             continue
@@ -146,13 +150,13 @@ def _timeline(container: Any, stream: Any) -> _Timeline:
         times.add(packet.pts)
         if packet.is_keyframe:
             at_keys.add(packet.pts)
-        packed = packed or (stream.codec_context.name == "mpeg4" and bytes(packet).count(_MPEG4_FRAME) > 1)
+        guessed = guessed or (codec == "mpeg4" and bytes(packet).count(_MPEG4_FRAME) > 1)
     if not times:
         raise ImageError("the video has no frames")
     frames, keys = sorted(times), sorted(at_keys)
     if container.format.name in _WITHOUT_KEY_FRAMES or not keys:
         keys = frames[:1]
-    return _Timeline(frames, keys, packed)
+    return _Timeline(frames, keys, guessed)
 
 
 def _info(timeline: _Timeline, stream: Any, rules: ImageRules) -> VideoInfo:
@@ -280,10 +284,11 @@ def _decode(data: bytes, rules: ImageRules, timeline: _Timeline, key: int, times
     left = list(times)
     for begin in _beginnings(key):
         with _opened(data, rules) as (container, stream):
+            delay = None
             if begin > 0:
-                _read_beginning(container, stream)
+                delay = _read_beginning(container, stream, timeline)
                 container.seek(timeline.keys[begin], stream=stream)
-            for time, frame in _timed_frames(container, stream, timeline):
+            for time, frame in _timed_frames(container.decode(stream), timeline, begin, delay):
                 if time > left[0]:
                     break
                 if frame.is_corrupt and (time >= timeline.keys[begin] or time == left[0]):
@@ -300,25 +305,33 @@ def _decode(data: bytes, rules: ImageRules, timeline: _Timeline, key: int, times
     raise ImageError(f"the video is cut short or damaged: not all frames up to time {times[-1]} can be decoded")
 
 
-def _read_beginning(container: Any, stream: Any) -> None:
-    """Let the decoder see the first packet: a stream names its writer there alone, whose old errors FFmpeg mends.
+def _read_beginning(container: Any, stream: Any, timeline: _Timeline) -> int | None:
+    """Decode the first frame; the `_delay` that it shows, if there is one.
 
-    H.264 in 4:4:4 of an old x264 is green without it.
+    A stream names its writer there alone, whose errors FFmpeg mends: H.264 in 4:4:4 of an old x264 is green without.
     """
-    for packet in container.demux(stream):
-        if packet.size:
-            stream.codec_context.decode(packet)
-            return
+    frame = next(container.decode(stream), None)
+    return None if frame is None else _delay(frame, timeline)
 
 
-def _timed_frames(container: Any, stream: Any, timeline: _Timeline) -> Iterator[tuple[int, Any]]:
-    """Frames in the order in which they are shown, from where the container stands, each with its time."""
-    last = None
-    for frame in container.decode(stream):
-        time = frame.dts if timeline.packed else frame.pts  # a decoder gives one frame for each packet it takes
-        if time is None and timeline.packed and last is not None:  # but for those it holds back until the end
-            following = bisect.bisect_right(timeline.frames, last)
-            time = timeline.frames[following] if following < len(timeline.frames) else None
+def _delay(first: Any, timeline: _Timeline) -> int | None:
+    """How much later frames leave the decoder than they are shown, by the first frame of the video."""
+    return None if first.dts is None else first.dts - timeline.frames[0]
+
+
+def _timed_frames(
+    frames: Iterable[Any], timeline: _Timeline, begin: int, delay: int | None
+) -> Iterator[tuple[int, Any]]:
+    """Frames as they are shown, each with its time; `begin`: 0 when they begin with the first frame of the video."""
+    last = timeline.frames[0] - 1 if begin == 0 else None
+    for frame in frames:
+        time = frame.pts
+        if timeline.guessed:
+            delay = _delay(frame, timeline) if delay is None and begin == 0 else delay
+            time = frame.dts - delay if frame.dts is not None and delay is not None else None
+            if time is None and last is not None:  # the decoder has held it until the end
+                following = bisect.bisect_right(timeline.frames, last)
+                time = timeline.frames[following] if following < len(timeline.frames) else None
         if time is not None:
             last = time
             yield time, frame

@@ -11,9 +11,12 @@ import pytest
 from megacp.data.image_file import ImageError
 from megacp.data.video import decode_video, sample_frames, time_text, video_info, video_pixels
 from tests.data.pictures import TINY, encoded, moving, noise, video
+from tests.data.streams import claiming_an_old_x264, coded, damaged, h264, packed_avi
 from tests.reference import molmo2_processor as reference
 
 av = pytest.importorskip("av")
+EVERY = dataclasses.replace(TINY, max_frames=64, video_fps=10.0)
+"""Takes all frames of short videos."""
 CONTAINERS = [
     ("mp4", "mpeg4"),
     ("mp4", "libx264"),
@@ -86,6 +89,72 @@ def test_a_rate_that_the_frames_contradict_is_not_believed() -> None:
     data = video(20, "matroska", every=10)
     info = video_info(data, TINY)
     assert info.fps == pytest.approx(1.0, rel=0.01) and len(sample_frames(20, info.fps, TINY)) == 12
+
+
+def in_order(data: bytes) -> np.ndarray:
+    """All frames, decoded from the first to the last on one thread."""
+    with av.open(io.BytesIO(data)) as source:
+        source.streams.video[0].codec_context.thread_count = 1
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in source.decode(video=0)])
+
+
+def test_what_the_first_packet_alone_says_is_known_behind_a_seek() -> None:
+    """Would catch green frames of 4:4:4 by an old x264, whose errors FFmpeg mends where it knows the writer."""
+    now = h264(30, "cabac=1:8x8dct=1:crf=14:keyint=1")
+    old = claiming_an_old_x264(now)
+    expected = in_order(old)
+    assert (expected != in_order(now)).any(axis=(1, 2, 3)).sum() > 1, "the name decides on pixels"
+    for number in range(30):
+        (found,) = video_pixels(old, EVERY, [number])
+        assert np.array_equal(found, expected[number]), number
+
+
+SOUND = {
+    "open groups": lambda: h264(40, "open-gop=1:bframes=3:keyint=12"),
+    "open groups in a stream": lambda: h264(40, "open-gop=1:bframes=3:keyint=12", "mpegts"),
+    "refreshed in columns": lambda: h264(40, "intra-refresh=1:keyint=12", size=(64, 16)),
+    "H.264 in AVI": lambda: h264(40, "bframes=3:keyint=12", "avi"),
+    "open groups in AVI": lambda: h264(40, "open-gop=1:bframes=3:keyint=12", "avi"),
+    "one frame in AVI": lambda: h264(1, "bframes=3:keyint=12", "avi"),
+    "packed": lambda: packed_avi(40),
+    "packed, odd": lambda: packed_avi(31),
+    "AVI with holes": lambda: video(40, "avi", every=2),
+    "AVI with long holes": lambda: video(30, "avi", every=10),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_video_is_read_frame_by_frame_as_in_order(name: str) -> None:
+    """Would catch a sound video that is called damaged, or whose frames stand at other times."""
+    data = SOUND[name]()
+    expected = in_order(data)
+    info = video_info(data, EVERY)
+    assert info.num_frames == len(expected) == len(sample_frames(info.num_frames, info.fps, EVERY))
+    assert np.array_equal(np.stack(list(video_pixels(data, EVERY))), expected)
+    for number in range(len(expected)):
+        (found,) = video_pixels(data, EVERY, [number])
+        assert np.array_equal(found, expected[number]), number
+
+
+def test_an_avi_whose_header_counts_in_another_unit_is_whole_when_its_bytes_are() -> None:
+    data = bytearray(video(40, "avi", every=2))
+    place = data.index(b"strh") + 8 + 32
+    assert int.from_bytes(data[place : place + 4], "little") == 79
+    data[place : place + 4] = (79 * 1001).to_bytes(4, "little")
+    assert video_info(bytes(data), EVERY).num_frames == 40
+    with pytest.raises(ImageError, match=r"avi video is cut short: it ends at frame \d\d, its header says 79079"):
+        video_info(bytes(data[: len(data) * 2 // 3]), EVERY)
+
+
+@pytest.mark.parametrize("count", [20, 200])
+@pytest.mark.parametrize("codec", ["libx264", "mpeg4"])
+def test_a_damaged_video_is_refused(codec: str, count: int) -> None:
+    """Would catch the grey that FFmpeg fills in for blocks that it cannot decode."""
+    whole = coded(40, codec, {}, "mp4", (160, 96), "yuv420p")
+    assert len(list(video_pixels(whole, EVERY))) == 40
+    for seed in range(6):
+        with pytest.raises(ImageError, match=r"the video is damaged: its frame at \d.\d0 s|is cut short or damaged"):
+            list(video_pixels(damaged(whole, count, seed), EVERY))
 
 
 def test_frames_really_differ() -> None:
