@@ -6,12 +6,13 @@ twice its limit and is one number for the whole process, and which tries every f
 
 What becomes RGB, 8 bits: grey and palettes as they are; 16-bit grey by its high byte (as Pillow does for 16-bit
 colour); CMYK by Pillow's formula; alpha and transparent colours over white. Orientation of EXIF is applied. Refused:
-animations and several pages, 32-bit and float pixels, more pixels than the limit.
+animations (a GIF may be a video), several pages, 32-bit and float pixels, more pixels than the limit.
 """
 
 from __future__ import annotations
 
 import importlib
+import io
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,19 @@ def file_format(data: bytes) -> str | None:
     return next((name for beginning, name in _BEGINNINGS.items() if data.startswith(beginning)), None)
 
 
+def is_still(data: bytes) -> bool:
+    """Whether the bytes are an image file and no GIF of several frames, which alone of these is a video too."""
+    name = file_format(data)
+    if name != "GIF":
+        return name is not None
+    try:
+        from PIL import GifImagePlugin
+
+        return not GifImagePlugin.GifImageFile(io.BytesIO(data)).is_animated
+    except Exception:  # no pillow, or a GIF of which whoever decodes it says what is wrong
+        return False
+
+
 def refuse_no_media(data: bytes) -> None:
     """ImageError for what no decoder needs to see: no bytes at all, or a page of text."""
     if not data:
@@ -75,8 +89,6 @@ class _Opened:
 
 
 def _open(data: bytes, max_pixels: int) -> _Opened:
-    import io
-
     try:
         from PIL import Image
     except ImportError as error:
@@ -100,11 +112,13 @@ def _open(data: bytes, max_pixels: int) -> _Opened:
     except Exception as error:  # foreign bytes: the plugins raise whatever their parser runs into
         raise ImageError(f"the {name} is cut short or damaged in its header ({_one_line(error)})") from error
     if width * height > max_pixels:
-        raise ImageError(f"{width} x {height} = {width * height} pixels, more than --max-pixels {max_pixels}")
+        found = f"{width} x {height} = {width * height} pixels"
+        raise ImageError(f"{found}, more than --max-pixels {max_pixels} of the rules")
     if frames > 1 and name == "TIFF":
         raise ImageError(f"the TIFF has {frames} pages, one is wanted")
     if frames > 1:
-        raise ImageError(f"the {name} is animated, {frames} frames; an image stands still")
+        way = "name it as a video" if name == "GIF" else "give its frames, or a video such as MP4"
+        raise ImageError(f"the {name} is animated, {frames} frames; an image stands still: {way}")
     return _Opened(image, name, _orientation(image, data, name, Image))
 
 

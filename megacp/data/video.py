@@ -6,9 +6,9 @@ from the key frame before it, never from wherever the last range ended. A frame 
 an ImageError, never in the grey that FFmpeg fills in. Rejected: decoding all of a video to take some of it, and
 torchvision or decord (one more package each for what PyAV does).
 
-A still image is a video of one frame, which is how a record gives frames as images of their own. Numbers of frames
-count in the order in which they are shown. The container is told by its first bytes and given to FFmpeg by name, so
-that no playlist or script among the "videos" can make it open other files.
+A still image, also a GIF of one frame, is a video of one frame, which is how a record gives frames as images of their
+own. Numbers of frames count in the order in which they are shown. The container is told by its first bytes and given
+to FFmpeg by name, so that no playlist or script among the "videos" can make it open other files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from megacp.data.image import ImageRules, frame_patches, load_pixels
-from megacp.data.image_file import ImageError, file_format, refuse_no_media
+from megacp.data.image_file import ImageError, is_still, refuse_no_media
 
 _CONTAINERS = {
     "mov": (4, (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")),
@@ -120,12 +120,7 @@ def _opened(data: bytes, rules: ImageRules) -> Iterator[tuple[Any, Any]]:
             if not container.streams.video:
                 raise ImageError("the file has no video stream")
             stream = container.streams.video[0]
-            pixels = stream.width * stream.height
-            if pixels > rules.max_pixels:
-                raise ImageError(
-                    f"frames of {stream.width} x {stream.height} = {pixels} pixels, "
-                    f"more than --max-pixels {rules.max_pixels}"
-                )
+            _refuse_large(stream, rules)
             stream.codec_context.thread_count = 1  # ranks and workers share the cores already
             yield container, stream
     except ImageError:
@@ -134,6 +129,15 @@ def _opened(data: bytes, rules: ImageRules) -> Iterator[tuple[Any, Any]]:
         raise ImageError(f"the video has no frames: the {name} file ends before the first") from error
     except Exception as error:  # foreign bytes: FFmpeg's errors are of many classes
         raise ImageError(f"the {name} video is cut short or damaged ({' '.join(str(error).split())})") from error
+
+
+def _refuse_large(shown: Any, rules: ImageRules) -> None:
+    """ImageError for a stream or a frame (they may differ) above the limit."""
+    if (pixels := shown.width * shown.height) > rules.max_pixels:
+        raise ImageError(
+            f"frames of {shown.width} x {shown.height} = {pixels} pixels, "
+            f"more than --max-pixels {rules.max_pixels} of the rules"
+        )
 
 
 def _timeline(container: Any, stream: Any) -> _Timeline:
@@ -221,13 +225,9 @@ def _refuse_cut(container: Any, data: bytes) -> None:
         raise ImageError(f"the {name} video is cut short: {reason}")
 
 
-def _is_still(data: bytes) -> bool:
-    return file_format(data) not in (None, "GIF")
-
-
 def video_info(data: bytes, rules: ImageRules) -> VideoInfo:
     """Frames, rate and size of an encoded video, without decoding one; ImageError, also for half a file."""
-    if _is_still(data):
+    if is_still(data):
         height, width, _ = load_pixels(data, rules).shape
         return VideoInfo(1, rules.video_fps, width, height)
     with _opened(data, rules) as (container, stream):
@@ -241,7 +241,7 @@ def video_pixels(data: bytes, rules: ImageRules, frames: Sequence[int] | None = 
 
     `frames` rise; None = all. Numbers behind the last are left out.
     """
-    if _is_still(data):
+    if is_still(data):
         if frames is None or 0 in frames:
             yield load_pixels(data, rules)
         return
@@ -297,6 +297,7 @@ def _decode(data: bytes, rules: ImageRules, timeline: _Timeline, key: int, times
                     seconds = float((time - timeline.frames[0]) * stream.time_base)
                     raise ImageError(f"the video is damaged: its frame at {seconds:.2f} s cannot be decoded as a whole")
                 if time == left[0]:
+                    _refuse_large(frame, rules)
                     pixels = frame.to_ndarray(format="rgb24")
                     yield np.rot90(pixels, getattr(frame, "rotation", 0) // 90)  # degrees against the clock
                     del left[0]

@@ -36,6 +36,27 @@ def coded(
     return stream.getvalue()
 
 
+def growing(*sizes: tuple[int, int]) -> bytes:
+    """Four frames of each size in one WebM, whose header says the first."""
+    import av
+
+    stream, number = io.BytesIO(), 0
+    with av.open(stream, "w", format="webm") as output:
+        track = output.add_stream("libvpx", rate=10)
+        (track.width, track.height), track.pix_fmt = sizes[0], "yuv420p"
+        output.start_encoding()
+        for size in sizes:
+            with av.open(io.BytesIO(coded(4, "libvpx", {}, "webm", size, "yuv420p"))) as source:
+                for packet in (packet for packet in source.demux(video=0) if packet.size):
+                    copied = av.Packet(bytes(packet))
+                    copied.stream, copied.is_keyframe = track, packet.is_keyframe
+                    copied.pts = copied.dts = number
+                    copied.time_base = Fraction(1, 10)
+                    output.mux(copied)
+                    number += 1
+    return stream.getvalue()
+
+
 def h264(num_frames: int, parameters: str, container: str = "mp4", size: tuple[int, int] = (32, 16)) -> bytes:
     """By libx264 in 4:4:4."""
     return coded(num_frames, "libx264", {"x264-params": parameters}, container, size, "yuv444p")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from megacp.data.image_file import ImageError, read_pixels, read_size
+from megacp.data.image_file import ImageError, is_still, read_pixels, read_size
 from tests.data.pictures import encoded, noise
 
 MOST = 10_000
@@ -116,6 +116,37 @@ def without_pixels() -> bytes:
     return bytes(data)
 
 
+def chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def png_of_one_frame() -> bytes:
+    """An animation by its header, of one frame."""
+    data = encoded(noise(8, 8))
+    place = data.index(b"IDAT") - 4
+    frame = struct.pack(">IIIIIHHBB", 0, 8, 8, 0, 0, 1, 10, 0, 0)
+    return data[:place] + chunk(b"acTL", struct.pack(">II", 1, 0)) + chunk(b"fcTL", frame) + data[place:]
+
+
+def webp_of_one_frame() -> bytes:
+    image = encoded(noise(8, 8), "WEBP", lossless=True)[12:]
+    size = (7).to_bytes(3, "little") * 2
+    frame = bytes(6) + size + (100).to_bytes(3, "little") + b"\0" + image
+    parts = [(b"VP8X", b"\x02\0\0\0" + size), (b"ANIM", bytes(6)), (b"ANMF", frame)]
+    content = b"WEBP" + b"".join(name + struct.pack("<I", len(data)) + data for name, data in parts)
+    return b"RIFF" + struct.pack("<I", len(content)) + content
+
+
+@pytest.mark.parametrize("data", [encoded(noise(8, 8), "GIF"), png_of_one_frame(), webp_of_one_frame()], ids=len)
+def test_an_animation_of_one_frame_stands_still(data: bytes) -> None:
+    assert read_pixels(data, MOST).shape == (8, 8, 3) and is_still(data)
+
+
+def test_only_a_gif_of_several_frames_is_a_video_too() -> None:
+    assert not is_still(animated("GIF")) and is_still(animated("PNG")) and is_still(animated("WEBP"))
+    assert not is_still(b"GIF89a damaged") and not is_still(b"")
+
+
 JPEG = encoded(noise(64, 64), "JPEG")
 PNG = encoded(noise(64, 64))
 BAD = {
@@ -127,14 +158,14 @@ BAD = {
     "half a png": (PNG[: len(PNG) // 2], "the PNG is cut short or damaged"),
     "header only": (JPEG[:20], "the JPEG is cut short or damaged in its header"),
     "damaged png": (PNG[:60] + b"\0" * 60 + PNG[120:], "the PNG is cut short or damaged"),
-    "animated gif": (animated("GIF"), "the GIF is animated, 3 frames"),
-    "animated png": (animated("PNG"), "the PNG is animated, 3 frames"),
+    "animated gif": (animated("GIF"), "the GIF is animated, 3 frames; an image stands still: name it as a video"),
+    "animated png": (animated("PNG"), "the PNG is animated, 3 frames; an image stands still: give its frames"),
     "animated webp": (animated("WEBP"), "the WEBP is animated, 3 frames"),
     "pages": (animated("TIFF"), "the TIFF has 3 pages"),
     "float": (encoded(Image.fromarray(np.ones((4, 4), np.float32)), "TIFF"), "pixels of kind F, allowed are 1, L"),
     "32 bits": (encoded(Image.fromarray(np.ones((4, 4), np.int32)), "TIFF"), "pixels of kind I, allowed are 1, L"),
     "zero size": (without_pixels(), "the PNG has no pixels: its header says 0 x 8"),
-    "too large": (encoded(noise(101, 100)), "101 x 100 = 10100 pixels, more than --max-pixels 10000"),
+    "too large": (encoded(noise(101, 100)), "101 x 100 = 10100 pixels, more than --max-pixels 10000 of the rules"),
 }
 
 

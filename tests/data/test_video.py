@@ -8,10 +8,10 @@ import io
 import numpy as np
 import pytest
 
-from megacp.data.image_file import ImageError
+from megacp.data.image_file import ImageError, read_pixels
 from megacp.data.video import decode_video, sample_frames, time_text, video_info, video_pixels
 from tests.data.pictures import TINY, encoded, moving, noise, video
-from tests.data.streams import claiming_an_old_x264, coded, damaged, h264, packed_avi
+from tests.data.streams import claiming_an_old_x264, coded, damaged, growing, h264, packed_avi
 from tests.reference import molmo2_processor as reference
 
 av = pytest.importorskip("av")
@@ -59,10 +59,11 @@ def test_every_range_of_frames_has_the_pixels_of_the_whole(container: str, codec
         assert np.array_equal(decode_video(data, TINY, part), whole[list(part)])
 
 
-def test_a_still_image_is_a_video_of_one_frame() -> None:
-    data = encoded(noise(30, 20))
+@pytest.mark.parametrize("kind", ["PNG", "GIF", "WEBP"])
+def test_a_still_image_is_a_video_of_one_frame(kind: str) -> None:
+    data = encoded(noise(30, 20), kind)
     assert video_info(data, TINY).num_frames == 1
-    expected = reference.process_video(noise(30, 20)[None], TINY)[0]
+    expected = reference.process_video(read_pixels(data, TINY.max_pixels)[None], TINY)[0]
     assert np.abs(decode_video(data, TINY, [0]) - expected).max() <= 2 / 255 * 1.001
     assert decode_video(data, TINY, [1, 2]).shape == (0, 16, 48)
 
@@ -187,3 +188,14 @@ def test_a_bad_video_is_refused_with_its_own_message() -> None:
             decode_video(data, TINY)
     with pytest.raises(ImageError, match="frames of 48 x 32 = 1536 pixels, more than --max-pixels 1000"):
         video_info(video(3), dataclasses.replace(TINY, max_pixels=1000))
+
+
+def test_frames_that_grow_within_a_video_are_held_to_the_limit_too() -> None:
+    """Would catch a limit that the header alone is held to."""
+    data = growing((32, 16), (320, 160))
+    assert (video_info(data, EVERY).width, video_info(data, EVERY).num_frames) == (32, 8)
+    assert [pixels.shape[0] for pixels in video_pixels(data, EVERY)] == [16] * 4 + [160] * 4
+    with pytest.raises(
+        ImageError, match="frames of 320 x 160 = 51200 pixels, more than --max-pixels 1000 of"
+    ):
+        list(video_pixels(data, dataclasses.replace(EVERY, max_pixels=1000)))
