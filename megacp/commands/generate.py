@@ -1,4 +1,4 @@
-"""Answers of a megacp checkpoint on one process: to texts, to texts with images, or to a file of records.
+"""Answers of a megacp checkpoint on one process: to texts, to texts with images and videos, or to a file of records.
 
     python tools/generate.py --checkpoint out/checkpoints --tokenizer out/tokenizer.json --prompt "def main"
     python tools/generate.py --checkpoint out/checkpoints --tokenizer byte --image a.png --image b.png \\
@@ -6,7 +6,8 @@
     python tools/generate.py --checkpoint out/checkpoints --tokenizer byte --input held_out.jsonl --image-root images \\
         --output answers.jsonl
 
-A prompt stands as it is written, after all images. Records are those of preprocess_data.py; the last thing that an
+A prompt stands as it is written, after all images and videos in the order of their flags; of a video the frames are
+taken that a build with these image rules takes. Records are those of preprocess_data.py; the last thing that an
 assistant says in a record or branch is what the model has to say, and stands as `expected` beside its `answer`.
 """
 
@@ -14,19 +15,32 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import functools
 import json
 import math
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 import numpy as np
 
+from megacp.data.media import LARGEST_ITEM
 from megacp.data.prompt import Prompt, PromptMaker
-from megacp.data.sample import RecordError, decode_json
+from megacp.data.sample import Media, RecordError, decode_json
 from megacp.data.tokenizer import Tokenizer, load_tokenizer
+from megacp.files import open_own, open_regular, read_regular
 from megacp.training.generate import Generator, Sampling
+
+_A = {"image": "an image", "video": "a video"}
+
+
+def given_media(kind: str, path: str) -> Media:
+    """What `--image` or `--video` names, not yet read."""
+    return Media(kind, "path", path, f"--{kind}")
 
 
 def arguments_parser() -> argparse.ArgumentParser:
@@ -39,9 +53,16 @@ def arguments_parser() -> argparse.ArgumentParser:
         "--tokenizer", required=True, metavar="KIND_OR_PATH", help="as given to preprocess_data.py build"
     )
     parser.add_argument("--prompt", action="append", default=[], help="text to continue; may be repeated")
-    parser.add_argument(
-        "--image", type=Path, action="append", default=[], metavar="FILE", help="seen before each prompt; repeatable"
-    )
+    for kind in ("image", "video"):  # one list, for their order
+        parser.add_argument(
+            f"--{kind}",
+            type=functools.partial(given_media, kind),
+            action="append",
+            dest="media",
+            default=[],
+            metavar="FILE",
+            help=f"{_A[kind]} that is seen before each prompt; repeatable",
+        )
     parser.add_argument("--input", type=Path, metavar="FILE.jsonl", help="records to answer, instead of --prompt")
     parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="where the answers to --input go")
     parser.add_argument("--image-root", metavar="DIR", help="directory that paths in --input are relative to")
@@ -63,10 +84,12 @@ def refuse(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         reasons.append("give either --prompt or --input")
     if (arguments.input is None) != (arguments.output is None):
         reasons.append("--input and --output go together")
-    if arguments.input is not None and arguments.image:
-        reasons.append("--image goes with --prompt; records of --input name their own images")
+    for key in sorted({media.key for media in arguments.media} if arguments.input is not None else ()):
+        reasons.append(f"{key} goes with --prompt; records of --input name their own images and videos")
     if arguments.input is None and arguments.image_root is not None:
         reasons.append("--image-root goes with --input")
+    elif arguments.image_root is not None and not Path(arguments.image_root).is_dir():
+        reasons.append(f"--image-root {arguments.image_root}: no such directory")
     if not 0 <= arguments.temperature < math.inf:
         reasons.append(f"--temperature {arguments.temperature}: must be a finite number, 0 or more")
     if arguments.output is not None and arguments.input is not None and _same_file(arguments.output, arguments.input):
@@ -84,7 +107,10 @@ def _same_file(one: Path, other: Path) -> bool:
 def load(arguments: argparse.Namespace) -> tuple[Generator, Tokenizer]:
     """The model and its tokenizer. ValueError when they do not belong together."""
     tokenizer = load_tokenizer(arguments.tokenizer)
-    generator = Generator(arguments.checkpoint)
+    try:
+        generator = Generator(arguments.checkpoint)
+    except ValueError as error:  # who loads a checkpoint for a run says --load
+        raise ValueError(str(error).replace("--load ", "--checkpoint ")) from error
     if generator.tokenizer_sha256 and tokenizer.sha256 != generator.tokenizer_sha256:
         raise ValueError(f"--tokenizer {arguments.tokenizer} is not the one that {generator.path} was trained with")
     if tokenizer.vocab_size > generator.config.model.embedding_rows:
@@ -95,42 +121,60 @@ def load(arguments: argparse.Namespace) -> tuple[Generator, Tokenizer]:
     return generator, tokenizer
 
 
-def read_records(path: Path, maker: PromptMaker) -> tuple[list[str], list[Prompt]]:
-    """The `id` of each record (or its line) and its prompt. ValueError names the line and what is wrong with it."""
-    names, prompts = [], []
+@contextmanager
+def _named(flag: str, path: str | Path) -> Iterator[None]:
+    """Whatever is wrong with a file that the block opens becomes a ValueError with the flag and the path."""
     try:
-        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
+        yield
     except OSError as error:
-        raise ValueError(f"--input {path}: {error.strerror}") from error
+        raise ValueError(f"{flag} {path}: {error.strerror}") from error
+    except ValueError as error:  # of `megacp.files`, which begins with the path
+        raise ValueError(f"{flag} {path}: {str(error).removeprefix(str(path)).strip(': ')}") from error
+
+
+@dataclass(frozen=True)
+class Question:
+    """A record of --input."""
+
+    name: str
+    """Its `id`, or its line."""
+    place: str
+    """Where it stands, for messages."""
+    prompt: Prompt
+
+
+def read_records(path: Path, maker: PromptMaker) -> list[Question]:
+    """The records of a file. ValueError names the line and what is wrong with it."""
+    found = []
+    with _named("--input", path), open_regular(path) as stream:
+        lines = stream.read().removeprefix(codecs.BOM_UTF8).splitlines()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        place = f"--input {path}:{number}"
         try:
             record = decode_json(line)
-            prompts.append(maker.of_record(record))
+            prompt = maker.of_record(record)
         except RecordError as error:
-            raise ValueError(f"--input {path}:{number}: {error}") from error
-        names.append(str(number if record.get("id") is None else record["id"]))
-    if not prompts:
+            raise ValueError(f"{place}: {error}") from error
+        found.append(Question(str(number if record.get("id") is None else record["id"]), place, prompt))
+    if not found:
         raise ValueError(f"--input {path} holds no record")
-    return names, prompts
+    return found
 
 
-def read_image(path: Path) -> bytes:
-    """The bytes of a file; ValueError."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"--image {path}: {error.strerror}") from error
+def read_media(named: Media) -> Media:
+    """The same with the bytes of its file. ValueError names flag and path."""
+    path = str(named.value)
+    with _named(named.key, path):
+        return Media(named.kind, "bytes", read_regular(path, LARGEST_ITEM), f"{named.key} {path}")
 
 
 def opened(path: Path) -> TextIO:
     """The file for the answers, empty; ValueError."""
-    try:
+    with _named("--output", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"--output {path}: {error.strerror}") from error
+        return os.fdopen(open_own(path, os.O_WRONLY | os.O_TRUNC), "w", encoding="utf-8")
 
 
 def spoken(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
@@ -140,15 +184,20 @@ def spoken(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
 
 def answer_prompts(arguments: argparse.Namespace, generator: Generator, tokenizer: Tokenizer) -> None:
     """Print every prompt with its continuation."""
-    rules = generator.image_rules(arguments.data_path) if arguments.image or generator.has_image_rules else None
+    rules = generator.image_rules(arguments.data_path) if arguments.media or generator.has_image_rules else None
     maker = PromptMaker(tokenizer, rules)
-    if arguments.image:
-        prompts = [maker.of_texts(arguments.prompt, [read_image(path) for path in arguments.image])]
-    else:
-        prompts = [maker.of_texts([text]) for text in arguments.prompt]
+    media = [read_media(named) for named in arguments.media]
+    asked = [arguments.prompt] if media else [[text] for text in arguments.prompt]  # one row sees the media once
+    names = ["--prompt " + ", ".join(map(repr, texts)) for texts in asked]
+    prompts = []
+    for name, texts in zip(names, asked, strict=True):
+        try:
+            prompts.append(maker.of_texts(texts, media))
+        except RecordError as error:
+            raise ValueError(str(error) if "`--" in str(error) else f"{name}: {error}") from error
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.seed, tokenizer.eos_id)
     print(f"{generator.path} after step {generator.step}")
-    new = (tokens for answers in generator.answer(prompts, sampling) for tokens in answers)
+    new = (tokens for answers in generator.answer(prompts, sampling, names) for tokens in answers)
     for text, tokens in zip(arguments.prompt, new, strict=True):
         print(f"--- {text!r}\n{text}{spoken(tokenizer, tokens)}")
 
@@ -157,13 +206,15 @@ def answer_records(arguments: argparse.Namespace, generator: Generator, tokenize
     """Write one line of JSON for every answer, in the order of the records."""
     has_vision = generator.config.vision.vision_num_layers > 0
     rules = generator.image_rules(arguments.data_path) if has_vision else None
-    names, prompts = read_records(arguments.input, PromptMaker(tokenizer, rules, arguments.image_root))
+    questions = read_records(arguments.input, PromptMaker(tokenizer, rules, arguments.image_root))
+    prompts = [question.prompt for question in questions]
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.seed, tokenizer.eos_id)
     right, total, asked = 0, 0, 0
     with opened(arguments.output) as stream:
-        for name, prompt, answers in zip(names, prompts, generator.answer(prompts, sampling), strict=True):
-            for question, expected, tokens in zip(prompt.questions, prompt.expected, answers, strict=True):
-                line = {"id": name, "images": prompt.images, "prompt": question, "expected": expected}
+        given = generator.answer(prompts, sampling, [question.place for question in questions])
+        for question, prompt, answers in zip(questions, prompts, given, strict=True):
+            for text, expected, tokens in zip(prompt.questions, prompt.expected, answers, strict=True):
+                line = {"id": question.name, "images": prompt.images, "prompt": text, "expected": expected}
                 line["answer"] = spoken(tokenizer, tokens)
                 right += expected is not None and line["answer"] == expected
                 asked += expected is not None

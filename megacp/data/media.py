@@ -20,9 +20,12 @@ from megacp.data.image import ImageLayout, ImageRules, frame_layout, image_layou
 from megacp.data.image_file import ImageError
 from megacp.data.sample import Media, Piece, RecordError
 from megacp.data.video import sample_frames, time_text, video_info, video_pixels
+from megacp.files import read_regular
 
 _SHOWN_CHARACTERS = 100
 """Of a path, in messages."""
+_LONGEST_PATH = 4096
+"""Bytes; the systems that this runs on take no longer ones, and each folder of a path is looked up."""
 LARGEST_ITEM = (1 << 31) - 1
 """Bytes of an item: the index of images.bin counts them in int32."""
 
@@ -130,6 +133,10 @@ class MediaReader:
             raise ImageError("it is a data URL, which stands under `base64`")
         if "://" in value or value.startswith("file:"):
             raise ImageError("it is a URL, allowed are paths relative to --image-root")
+        if len(value.encode("utf-8", "replace")) > _LONGEST_PATH:
+            raise ImageError(f"the path has {len(value)} characters, it may have {_LONGEST_PATH} bytes")
+        if not value.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in value):
+            raise ImageError("the path holds half a character, which no file is named by")
         if value.startswith("/") or "\0" in value:
             raise ImageError("the path is absolute or no path, allowed are paths relative to --image-root")
         if ".." in PurePosixPath(value).parts:
@@ -137,15 +144,14 @@ class MediaReader:
         path = os.path.realpath(os.path.join(self._root, value))
         if os.path.commonpath((path, self._root)) != self._root:
             raise ImageError("a symbolic link leads out of --image-root")
-        if not os.path.isfile(path):
-            raise ImageError(f"no such file under --image-root {self._shown_root}")
-        if os.path.getsize(path) > LARGEST_ITEM:
-            raise ImageError(f"{os.path.getsize(path)} bytes, an item may have {LARGEST_ITEM}")
         try:
-            with open(path, "rb") as stream:
-                return stream.read()
+            return read_regular(path, LARGEST_ITEM)
+        except (FileNotFoundError, NotADirectoryError):
+            raise ImageError(f"no such file under --image-root {self._shown_root}") from None
         except OSError as error:
             raise ImageError(f"it cannot be read ({error.strerror})") from error
+        except ValueError as error:  # no regular file, or too large
+            raise ImageError(f"it {str(error).removeprefix(path).strip()}") from error
 
     def _from_base64(self, media: Media, members: Mapping[str, bytes]) -> bytes:
         text = str(media.value)

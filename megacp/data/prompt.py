@@ -26,6 +26,8 @@ from megacp.data.sample import Media, Piece, RecordError, parse_record
 from megacp.data.shard_writer import SegmentUnit
 from megacp.data.tokenizer import Tokenizer
 
+_KINDS = {"image": "an image", "video": "a video"}
+
 
 @dataclass(frozen=True, eq=False)
 class PromptPart:
@@ -89,12 +91,9 @@ class PromptMaker:
             prefix, expected = [piece for piece in prefix if not piece.is_end], (None,)
         return self._prompt(prefix, branches, expected)
 
-    def of_texts(self, texts: Sequence[str], images: Sequence[bytes] = ()) -> Prompt:
-        """`images` and then each of `texts`, as they are, one question each."""
-        prefix = [
-            Piece(None, 0.0, Media("image", "bytes", data, f"--image {number}"))
-            for number, data in enumerate(images, 1)
-        ]
+    def of_texts(self, texts: Sequence[str], media: Sequence[Media] = ()) -> Prompt:
+        """Images and videos, then each of `texts` as it is, one question each. RecordError names a bad one's `key`."""
+        prefix = [Piece(None, 0.0, one) for one in media]
         questions = [[Piece(text, 0.0)] for text in texts]
         if len(questions) == 1 or not prefix:
             assert len(questions) == 1, "without images each text is a prompt of its own"
@@ -105,7 +104,7 @@ class PromptMaker:
         texts = [prefix, *branches]
         media = [piece.media for pieces in texts for piece in pieces if piece.media is not None]
         if media and self._media is None:
-            raise RecordError(f"`{media[0].key}` is an image, and no image rules are known")
+            raise RecordError(f"`{media[0].key}` is {_KINDS[media[0].kind]}, and no image rules are known")
         items: list[bytes] = []
         parts: list[tuple[Part, ...]] = [
             tuple(self._media.expand(pieces, {}, items)) if self._media is not None else tuple(pieces)
@@ -113,7 +112,7 @@ class PromptMaker:
         ]
         encoded = next(self._maker.encode([parts]))
         if (name := self._maker.forged(encoded)) is not None:
-            raise RecordError(f"a text of this record spells the special token {name}")
+            raise RecordError(f"a text spells the special token {name}")
         if sum(encoded.lengths) == 0:
             raise RecordError("the prompt is empty; give at least one token of text")
         ids = np.concatenate([np.asarray(stretch.ids, np.int64) for stretch in encoded.stretches])
@@ -159,10 +158,12 @@ class PromptRow:
 def prompt_pixels(prompts: Sequence[Prompt], rules: ImageRules) -> Pixels:
     """All pixels of a row of these prompts, in the order in which its batch counts them."""
     decoder, found = RulesDecoder(rules), []
-    for prompt in prompts:
-        for _, units in itertools.groupby(prompt.encoded, lambda unit: (id(unit[0]), min(unit[1], 0))):
-            files, frames = zip(*units, strict=True)
-            found += [decoder.image(data) for data in files] if frames[0] < 0 else [decoder.video(files[0], frames)]
+    units = [unit for prompt in prompts for unit in prompt.encoded]
+    begins = [number for number, (_, frame) in enumerate(units) if frame <= 0]  # of images and of videos
+    for begin, end in itertools.pairwise([*begins, len(units)]):
+        data, first = units[begin]
+        frames = [frame for _, frame in units[begin:end]]
+        found.append(decoder.image(data) if first < 0 else decoder.video(data, frames))
     return joined(found, decoder.patch_shape)
 
 

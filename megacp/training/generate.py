@@ -135,17 +135,20 @@ class Generator:
         patches, pooling = prompt_pixels(prompts, self._rules)
         return self.model.vision(torch.from_numpy(patches), torch.from_numpy(pooling))
 
-    def answer(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[list[np.ndarray]]:
+    def answer(
+        self, prompts: Sequence[Prompt], sampling: Sampling, names: Sequence[str] = ()
+    ) -> Iterator[list[np.ndarray]]:
         """For each prompt in order the new tokens int64 of each of its answers.
 
-        ValueError for a prompt that leaves no room in a row of the model's length.
+        ValueError for a prompt that leaves no room in a row of the model's length, by its name if it has one.
         """
         limit = self.config.data.seq_length
         for number, prompt in enumerate(prompts):
             if _is_text(prompt):
                 continue
             if max(prompt.lengths) >= limit:
-                raise ValueError(f"prompt {number}: {max(prompt.lengths)} tokens, --seq-length of the run is {limit}")
+                name = names[number] if names else f"prompt {number}"
+                raise ValueError(f"{name}: {max(prompt.lengths)} tokens, --seq-length of the run is {limit}")
         first = 0
         for group in _groups(prompts, limit, sampling.count):
             yield from self._answer_row(group, sampling, sampling.seed + first)

@@ -15,9 +15,11 @@ from megacp.data.image import frame_layout, image_layout
 from megacp.data.media import MediaReader, Part, Placed, unnamed_members
 from megacp.data.sample import Piece, RecordError, parse_record
 from tests.data.pictures import TINY, encoded, noise, video
+from tests.data.streams import coded, damaged
 
 pytest.importorskip("av")
 PICTURE = encoded(noise(30, 20))
+GREY = damaged(coded(40, "libx264", {}, "mp4", (160, 96), "yuv420p"), 20, 0)
 
 
 @pytest.fixture
@@ -31,6 +33,8 @@ def root(tmp_path: Path) -> Path:
     (folder / "up").symlink_to(tmp_path)
     (folder / "in.png").symlink_to("sub/a.png")
     os.mkfifo(folder / "pipe.png")
+    (folder / "zero.png").symlink_to("/dev/zero")
+    (folder / "round.png").symlink_to("round.png")
     return folder
 
 
@@ -101,8 +105,15 @@ BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "link to a file": ({"path": "out.png"}, "a symbolic link leads out of --image-root"),
     "link to a folder": ({"path": "up/secret.png"}, "a symbolic link leads out of --image-root"),
     "missing": ({"path": "none.png"}, "no such file under --image-root"),
-    "folder": ({"path": "sub"}, "no such file under --image-root"),
-    "pipe": ({"path": "pipe.png"}, "no such file under --image-root"),
+    "folder": ({"path": "sub"}, "'sub': it is a directory, no regular file"),
+    "pipe": ({"path": "pipe.png"}, "'pipe.png': it is a named pipe, no regular file"),
+    "file as a folder": ({"path": "sub/a.png/b"}, "no such file under --image-root"),
+    "device": ({"path": "zero.png"}, "a symbolic link leads out of --image-root"),
+    "links in a circle": ({"path": "round.png"}, "it cannot be read .Too many levels of symbolic links"),
+    "long name": ({"path": "a" * 300}, "it cannot be read .File name too long"),
+    "long path": ({"path": "a/" * 2100 + "b"}, "the path has 4201 characters, it may have 4096 bytes"),
+    "half a character": ({"path": "a\ud800.png"}, "the path holds half a character"),
+    "damaged video": ({"type": "video", "path": "grey.mp4"}, "grey.mp4': the video is damaged: its frame at"),
     "zero byte": ({"path": "a\0.png"}, "absolute or no path"),
     "empty path": ({"path": ""}, r"`content\[0\].path` is empty"),
     "no text": ({"path": 5}, r"`content\[0\].path` is a number \(5\), it must be a string"),
@@ -128,6 +139,7 @@ def test_a_bad_part_is_refused_with_its_place_and_reason(root: Path, name: str) 
     part, message = BAD_PARTS[name]
     whole = (root / "v.mp4").read_bytes()
     (root / "bad.mp4").write_bytes(whole[: len(whole) // 2])
+    (root / "grey.mp4").write_bytes(GREY)
     with pytest.raises(RecordError, match=message):
         expand([{"type": "image", **part}], root, {"d/1.png": PICTURE})
 

@@ -195,7 +195,5 @@ def test_frames_that_grow_within_a_video_are_held_to_the_limit_too() -> None:
     data = growing((32, 16), (320, 160))
     assert (video_info(data, EVERY).width, video_info(data, EVERY).num_frames) == (32, 8)
     assert [pixels.shape[0] for pixels in video_pixels(data, EVERY)] == [16] * 4 + [160] * 4
-    with pytest.raises(
-        ImageError, match="frames of 320 x 160 = 51200 pixels, more than --max-pixels 1000 of"
-    ):
+    with pytest.raises(ImageError, match="frames of 320 x 160 = 51200 pixels, more than --max-pixels 1000 of"):
         list(video_pixels(data, dataclasses.replace(EVERY, max_pixels=1000)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 
 from megacp.commands import generate
 from megacp.train import main as train
+from megacp.training.generate import Generator
 from tests.data.builds import run as build
-from tests.data.pictures import TINY, encoded, noise
+from tests.data.pictures import TINY, encoded, noise, video
 
 SIZES = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 2 --seq-length 256 "
 VISION = "--untie-embeddings-and-output-weights --additional-vocab-size 8 --vision-num-layers 2 --vision-head-dim 8 "
@@ -59,6 +61,26 @@ def test_prompts_with_images_and_without_are_continued(folder: Path, capsys: pyt
     assert "--- 'one'\none" in said and "--- 'two'\ntwo" in said
 
 
+def test_videos_are_seen_alone_and_beside_images_in_the_order_of_their_flags(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[int]] = []
+    answer = Generator.answer
+
+    def noted(self: Generator, prompts: Any, *given: Any) -> Any:
+        seen.extend([unit.frame for unit in prompt.prefix.units] for prompt in prompts)
+        return answer(self, prompts, *given)
+
+    monkeypatch.setattr(Generator, "answer", noted)
+    (tmp_path / "v.mp4").write_bytes(video(20))
+    moving, still = ["--video", tmp_path / "v.mp4"], ["--image", folder / "a.png"]
+    for media in (moving, [*moving, *still], [*still, *moving]):
+        assert generate.main(flags(folder, "seeing", "--prompt", "one", *media)) == 0
+    assert capsys.readouterr().out.count("--- 'one'\none") == 3
+    frames = list(range(8))
+    assert seen == [frames, [*frames, -1], [-1, *frames]]
+
+
 def test_records_are_answered_in_their_order_beside_what_was_expected(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,6 +110,8 @@ def test_records_may_begin_with_a_byte_order_mark_and_have_no_id(folder: Path, t
         ([], "give either --prompt or --input"),
         (["--prompt", "a", "--input", "b", "--output", "c"], "give either --prompt or --input"),
         (["--input", "b", "--image", "c"], "--input and --output go together; --image goes with --prompt"),
+        (["--input", "b", "--output", "c", "--video", "d"], "--video goes with --prompt; records of --input name"),
+        (["--input", "b", "--output", "c", "--image-root", "none"], "--image-root none: no such directory"),
         (["--prompt", "a", "--image-root", "."], "--image-root goes with --input"),
         (["--prompt", "a", "--temperature", "-1"], "--temperature -1.0: must be a finite number, 0 or more"),
         (["--prompt", "a", "--temperature", "nan"], "--temperature nan: must be a finite number, 0 or more"),
@@ -111,13 +135,50 @@ def test_what_cannot_be_answered_ends_with_one_message(
     records = ["--input", bad, "--output", tmp_path / "o.jsonl", "--image-root", folder]
     picture = ["--prompt", "a", "--image", folder / "a.png"]
     good = ["--input", folder / "records.jsonl", "--image-root", folder]
+    there, output = str(tmp_path), ["--output", tmp_path / "o.jsonl"]
     (tmp_path / "broken.png").write_bytes(b"nothing")
+    (tmp_path / "v.mp4").write_bytes(video(20))
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "long").write_text("\n" + json.dumps({"text": "a" * 300, "branches": ["b"]}) + "\n")
+    os.mkfifo(tmp_path / "pipe")
     for checkpoint, more, message in [
         ("seeing", records, "bad.jsonl:2: `messages[0].content[0].path` 'c.png': no such file under --image-root"),
         ("reading", picture, "has no vision tower: it was trained on text alone"),
         ("reading", records, "bad.jsonl:1: `messages[0].content[0].path` is an image, and no image rules are known"),
-        ("seeing", ["--prompt", "a", "--image", tmp_path / "none.png"], "none.png: No such file"),
-        ("seeing", ["--prompt", "a", "--image", tmp_path / "broken.png"], "`--image 1`: "),
+        ("none", ["--prompt", "a"], f"--checkpoint {folder / 'none'}: there is no committed checkpoint"),
+        (
+            "seeing",
+            ["--prompt", "a", "--image", tmp_path / "none.png"],
+            f"--image {there}/none.png: No such file",
+        ),
+        (
+            "seeing",
+            ["--prompt", "a", "--video", tmp_path / "none.mp4"],
+            f"--video {there}/none.mp4: No such file",
+        ),
+        ("seeing", ["--prompt", "a", "--image", tmp_path], f"--image {tmp_path}: is a directory, no regular file"),
+        ("seeing", ["--prompt", "a", "--video", tmp_path / "pipe"], "pipe: is a named pipe, no regular file"),
+        ("seeing", ["--prompt", "a", "--image", "/dev/zero"], "--image /dev/zero: is a device, no regular file"),
+        ("seeing", ["--prompt", "a", "--image", tmp_path / "broken.png"], f"`--image {there}/broken.png`: the"),
+        (
+            "seeing",
+            ["--prompt", "a", "--image", tmp_path / "v.mp4"],
+            f"`--image {there}/v.mp4`: the file is none",
+        ),
+        ("seeing", ["--prompt", "a", "--video", tmp_path / "broken.png"], f"`--video {there}/broken.png`: the"),
+        ("seeing", ["--prompt", ""], "--prompt '': the prompt is empty"),
+        ("seeing", ["--prompt", "a" * 300, *picture[2:]], "aaa': 3"),
+        ("seeing", ["--input", tmp_path / "none", *good[2:], *output], f"--input {there}/none: No such file"),
+        ("seeing", ["--input", tmp_path, *good[2:], *output], f"--input {tmp_path}: is a directory, no regular file"),
+        ("seeing", ["--input", tmp_path / "pipe", *good[2:], *output], "pipe: is a named pipe, no regular file"),
+        (
+            "seeing",
+            ["--input", tmp_path / "empty", *good[2:], *output],
+            f"--input {there}/empty holds no record",
+        ),
+        ("seeing", ["--input", tmp_path / "long", *good[2:], *output], f"--input {there}/long:2: 3"),
+        ("seeing", [*good, "--output", tmp_path / "pipe"], f"--output {tmp_path / 'pipe'}: "),
+        ("seeing", [*good, "--output", "/dev/full"], "--output /dev/full: is a device, no regular file"),
         ("seeing", ["--prompt", "a<im_patch>", "--data-path", folder / "none"], "none/manifest.json: no such file"),
         ("seeing", [*good[:2], "--output", tmp_path, *good[2:]], f"--output {tmp_path}: Is a directory"),
         ("seeing", [*good[:2], "--output", bad / "x", *good[2:]], f"--output {bad / 'x'}: "),

@@ -15,6 +15,7 @@ import torch
 from megacp.commands.convert import main
 from megacp.context_parallel.shard import LocalBatch
 from megacp.data.prompt import Prompt, PromptMaker, prompt_pixels, prompt_row
+from megacp.data.sample import Media
 from megacp.data.tokenizer import load_tokenizer
 from megacp.training.generate import Generator, Sampling
 from megacp.training.hf_parity import Difference, compare, library_logits, library_model
@@ -61,7 +62,7 @@ def test_greedy_answers_are_those_of_transformers(folders: Path, images: int) ->
     generator = Generator(folders / "ours")
     assert generator.image_rules(None) == TINY
     tokenizer = load_tokenizer(str(folders / "ours" / "tokenizer.json"), engine="reference")
-    pictures = [encoded(noise(20 + 12 * i, 16, seed=i)) for i in range(images)]
+    pictures = [Media("image", "bytes", encoded(noise(20 + 12 * i, 16, seed=i)), "") for i in range(images)]
     prompt = PromptMaker(tokenizer, TINY).of_texts(["what do you see?"], pictures)
     (answers,) = generator.answer([prompt], Sampling(LENGTH))
     model = library_model(folders / "theirs", "Molmo2ForConditionalGeneration")
