@@ -105,15 +105,20 @@ def open_own(path: StrPath, flags: int) -> int:
     return descriptor
 
 
+def write_new(path: StrPath, data: bytes) -> None:
+    """Make a file that does not exist, with this content, and wait until it is on disk. Raises like `create_new`."""
+    with create_new(path) as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
 def write_atomically(path: StrPath, data: bytes) -> None:
     """Replace `path` by `data`: a reader, also after a crash, sees the old or the new content, never a part."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.partial")
     try:
-        with create_new(temporary) as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
+        write_new(temporary, data)
         rename(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -155,22 +160,35 @@ def seen(action: Callable[[], _T], seconds: float = 10.0) -> _T:
         time.sleep(0.1)
 
 
+class NoLocksError(OSError):
+    """The file system has no locks."""
+
+
 def lock(path: StrPath) -> int:
     """Take the POSIX record lock of a file, made where there is none; the descriptor that holds it until it is closed.
 
-    Raises BlockingIOError or PermissionError when another process holds it, ValueError where a link or no regular file
-    stands. The file is never removed: a lock on a file without a name keeps nobody out.
+    Raises BlockingIOError when another process holds it, NoLocksError where the file system has no locks, ValueError
+    where a link or no regular file stands. The file is never removed: a lock on a file without a name keeps nobody out.
     """
     while True:
         descriptor = open_own(path, os.O_RDWR)
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take_lock(descriptor)
             if _is_named(descriptor, path):
                 return descriptor
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)  # it was removed between opening and locking: lock the one that has the name now
+
+
+def _take_lock(descriptor: int) -> None:
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as taken:  # systems differ in which
+        raise BlockingIOError(taken.errno, "another process holds the lock") from taken
+    except OSError as error:
+        raise NoLocksError(error.errno, error.strerror) from error
 
 
 def _is_named(descriptor: int, path: StrPath) -> bool:

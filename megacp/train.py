@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from megacp.backends.apex import describe_apex
 from megacp.backends.select import backend_problems
 from megacp.config.checks import require
-from megacp.config.cli import parse
+from megacp.config.cli import given_names, parse
 from megacp.config.run import RunConfig
 from megacp.distributed import launch
 from megacp.models.build import grid_shape, stage_layers
@@ -23,6 +23,7 @@ from megacp.ops.attention import kernel_problem
 from megacp.planner.report import describe
 from megacp.training.sources import Sources, open_sources
 from megacp.training.stopping import STOPPED
+from megacp.training.stored import with_stored_model
 from megacp.training.trainer import Trainer
 
 REFUSED = 2
@@ -60,7 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         world = launch.world_from_environment()
         rank = world.rank
-        config = parse(sys.argv[1:] if argv is None else argv)
+        arguments = sys.argv[1:] if argv is None else argv
+        config, note = with_stored_model(parse(arguments), given_names(arguments))
+        if note and rank == 0:
+            print(note, flush=True)
         if config.dry_run:
             print(dry_run(config))
             return 0

@@ -9,23 +9,42 @@ good checkpoint together with the new one. The directory must be on a file syste
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from megacp.checkpoint.directory import CONFIG_FILE, LATEST_FILE, is_step_name, step_folders
+from megacp.checkpoint.directory import CONFIG_FILE, is_step_name, latest_of, step_folders
 from megacp.checkpoint.manifest import MANIFEST_FILE, Manifest, damage, read_manifest
 from megacp.checkpoint.names import TensorBox
 from megacp.checkpoint.pending import Contents, PendingCheckpoint
 from megacp.checkpoint.storage import INDEX_FILE, Payload
-from megacp.checkpoint.together import together
+from megacp.checkpoint.together import on_first, reason_of, together
 from megacp.distributed.collectives import all_reduce, gather_objects
 from megacp.distributed.grid import Axis
+from megacp.files import open_regular
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_ATTEMPTS = 10
+"""At checkpoints that a running job removes while they are looked at."""
+_SECONDS = 10.0
+"""For which a file that another rank sees, or has seen, is waited for."""
+_MOST_CONFIG_BYTES = 1 << 20
+
+
+class RemovedError(ValueError):
+    """A checkpoint was removed while it was read, as --keep-last of a running job does; the same on all ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(
+            f"{folder} was removed while it was read, as --keep-last of a running job does: name the directory above "
+            "it instead of one step, then the newest checkpoint is taken"
+        )
+        self.folder = folder
 
 
 def save_checkpoint(
@@ -61,9 +80,11 @@ class LoadedCheckpoint:
     manifest: Manifest
     passed_over: tuple[str, ...]
     """What was wrong with newer checkpoints that were not taken, one line per file; empty when the newest is whole."""
+    config_yaml: str
+    """The resolved config it was saved with."""
     world: Axis
     rejected: tuple[Path, ...] = ()
-    """The directories of those."""
+    """The directories of those that were passed over."""
 
     @property
     def step(self) -> int:
@@ -75,24 +96,29 @@ class LoadedCheckpoint:
         """The small JSON state it was saved with."""
         return dict(self.manifest.extra)
 
-    @property
-    def config_yaml(self) -> str:
-        """The resolved config it was saved with."""
-        return (self.path / CONFIG_FILE).read_text(encoding="utf-8")
-
-    def _payload(self) -> Payload:
-        return Payload(self.path, {name: record.sha256 for name, record in self.manifest.files.items()})
+    def payload(self) -> Payload:
+        """Its tensors, opened for reading. Raises like `Payload`."""
+        return Payload(self.path, self.manifest.files, _SECONDS if self.world.size > 1 else 0.0)
 
     def read(self, boxes: Sequence[TensorBox]) -> None:
         """Fill the tensors of `boxes` (`names.boxes_to_load`), whatever grid wrote them. Collective over `world`.
 
         Raises ValueError on every rank, before anything is read, that names the tensors which are missing, have another
         shape or dtype, or are in the checkpoint but on no rank (a kind that no rank asks for may be left out).
+        RemovedError when it is there no more: some of the tensors may be filled then.
         """
+        try:
+            self._read(boxes)
+        except ValueError as error:
+            if _is_removed(self.path, self.world):
+                raise RemovedError(self.path) from error
+            raise
+
+    def _read(self, boxes: Sequence[TensorBox]) -> None:
         payload: list[Payload] = []
 
         def check() -> None:
-            payload.append(self._payload())
+            payload.append(self.payload())
             problems = payload[0].problems(boxes)
             if problems:
                 raise ValueError(_listed(problems, f"checkpoint {self.path} does not fit this run"))
@@ -117,11 +143,40 @@ class LoadedCheckpoint:
             raise ValueError(_listed(lines, f"checkpoint {self.path} does not fit this run"))
 
     def whole_tensors(self, kind: str = "model") -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors of a kind, whole, by global name in sorted order, one at a time; no other rank is needed."""
-        payload = self._payload()
+        """All tensors of a kind, whole, by global name in sorted order, one at a time; no other rank is needed.
+
+        Raises ValueError when they cannot be read, RemovedError when the checkpoint is there no more.
+        """
+        with self.reading():
+            payload = self.payload()
         for name in sorted(payload.tensors):
             if _kind(name) == kind:
-                yield name.removeprefix(f"{kind}."), payload.read_whole(name)
+                with self.reading():
+                    tensor = payload.read_whole(name)
+                yield name.removeprefix(f"{kind}."), tensor
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around a read of the payload by this rank alone: what goes wrong becomes ValueError, or RemovedError."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            if not self.path.is_dir():
+                raise RemovedError(self.path) from error
+            raise ValueError(f"{self.path} cannot be read: {reason_of(error)}") from error
+
+
+def _config_of(folder: Path, manifest: Manifest) -> str:
+    path = folder / CONFIG_FILE
+    try:
+        with open_regular(path, manifest.files[CONFIG_FILE].size) as stream:
+            return stream.read(_MOST_CONFIG_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8") from error
+
+
+def _is_removed(folder: Path, world: Axis) -> bool:
+    return on_first(world, lambda: not folder.is_dir(), ValueError)
 
 
 def _kind(name: str) -> str:
@@ -140,10 +195,20 @@ def load_checkpoint(path: Path | str, world: Axis) -> LoadedCheckpoint:
 
     In a directory, `latest` is tried first, then the others from the newest on; what is passed over is logged and
     listed in the result. A step directory is taken or refused. Every file is hashed by one of the ranks. Raises
-    ValueError on every rank that names the damaged files when nothing whole is left.
+    ValueError on every rank that names the damaged files when nothing whole is left. The choice begins again when a
+    running job removes what is looked at.
     """
     root = Path(path)
-    candidates: list[Path] = gather_objects(_candidates(root) if world.rank == 0 else [], world)[0]
+    for _ in range(_ATTEMPTS):
+        found = _choose(root, world)
+        if found is not None:
+            return found
+    raise RemovedError(root)
+
+
+def _choose(root: Path, world: Axis) -> LoadedCheckpoint | None:
+    """The checkpoint to load; None when the one that was looked at has been removed meanwhile."""
+    candidates: list[Path] = on_first(world, lambda: _candidates(root), ValueError)
     if not candidates:
         raise ValueError(
             f"--load {root}: there is no committed checkpoint (no step_* directory with a {MANIFEST_FILE})"
@@ -151,16 +216,50 @@ def load_checkpoint(path: Path | str, world: Axis) -> LoadedCheckpoint:
     problems: list[str] = []
     rejected: list[Path] = []
     for folder in candidates:
-        manifest, wrong = _verify(folder, world)
+        manifest, config, wrong = _verify(folder, world)
         if manifest is not None and not wrong:
             for line in problems if world.rank == 0 else []:
                 _log.warning("checkpoint passed over: %s", line)
             if problems and world.rank == 0:
                 _log.warning("loading the earlier checkpoint %s (step %d) instead", folder, manifest.step)
-            return LoadedCheckpoint(folder, manifest, tuple(problems), world, tuple(rejected))
+            return LoadedCheckpoint(folder, manifest, tuple(problems), config, world, tuple(rejected))
+        if _is_removed(folder, world):
+            if folder == root:
+                raise RemovedError(root)
+            return None
         problems += wrong
         rejected.append(folder)
     raise ValueError(_listed(problems, f"--load {root}: no checkpoint is whole"))
+
+
+def again_when_removed(path: Path | str, action: Callable[[], _T]) -> _T:
+    """`action`, which loads from `path` and reads; from its beginning when the checkpoint was removed meanwhile.
+
+    Not when `path` names that step: RemovedError then. Collective when `action` is; without other effects it must be.
+    """
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return action()
+        except RemovedError as error:
+            if error.folder == Path(path):
+                raise
+            _log.warning("%s was removed while it was read: taking the newest one there is now", error.folder)
+    return action()
+
+
+def peek(path: Path | str) -> tuple[Path, Manifest, str] | None:
+    """The first step directory that would be loaded, its manifest and its config; None where there is none.
+
+    One rank alone reads it, and no tensors: `load_checkpoint` may yet pass over it.
+    """
+    for folder in _candidates(Path(path)):
+        try:
+            manifest = read_manifest(folder)
+            if not damage(folder, manifest.files, [CONFIG_FILE]):
+                return folder, manifest, _config_of(folder, manifest)
+        except (OSError, ValueError, KeyError):
+            continue
+    return None
 
 
 def _candidates(root: Path) -> list[Path]:
@@ -169,15 +268,12 @@ def _candidates(root: Path) -> list[Path]:
         return [root] if root.is_dir() else []
     whole, damaged = step_folders(root)
     others = [*damaged, *whole]
-    try:
-        latest = root / (root / LATEST_FILE).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return others
+    latest = root / (latest_of(root) or "")
     return [latest, *(folder for folder in others if folder != latest)] if latest in others else others
 
 
-def _verify(folder: Path, world: Axis) -> tuple[Manifest | None, list[str]]:
-    """The manifest and what is wrong; each rank hashes its share of the files."""
+def _verify(folder: Path, world: Axis) -> tuple[Manifest | None, str, list[str]]:
+    """The manifest, the config and what is wrong; each rank hashes its share of the files."""
     manifest: Manifest | None = None
     wrong: list[str] = []
     if world.rank == 0:
@@ -187,9 +283,27 @@ def _verify(folder: Path, world: Axis) -> tuple[Manifest | None, list[str]]:
             wrong = [str(error)]
     manifest, wrong = gather_objects((manifest, wrong), world)[0]
     if manifest is None:
-        return None, wrong
+        return None, "", wrong
     needed = {INDEX_FILE, CONFIG_FILE} - set(manifest.files)
     wrong = [f"{folder / MANIFEST_FILE} does not list {name}" for name in sorted(needed)]
-    names = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
-    mine = damage(folder, manifest.files, names[world.rank :: world.size])
-    return manifest, [*wrong, *(line for of_rank in gather_objects(mine, world) for line in of_rank)]
+    wrong += _damage_of_all(folder, manifest, world)
+    if wrong:
+        return manifest, "", wrong
+    try:
+        return manifest, on_first(world, lambda: _config_of(folder, manifest), ValueError), []
+    except ValueError as error:
+        return manifest, "", [str(error)]
+
+
+def _damage_of_all(folder: Path, manifest: Manifest, world: Axis) -> list[str]:
+    """What is wrong with the files; one that another rank sees gets a second look, since it may be seen late here."""
+    names = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))[world.rank :: world.size]
+    mine = damage(folder, manifest.files, names)
+    wrong = {name: line for of_rank in gather_objects(mine, world) for name, line in of_rank.items()}
+    if wrong and world.size > 1:
+        present = [name for name in wrong if (folder / name).exists()]
+        anywhere = {name for of_rank in gather_objects(present, world) for name in of_rank}
+        mine = damage(folder, manifest.files, [name for name in mine if name in anywhere], _SECONDS)
+        again = {name: line for of_rank in gather_objects(mine, world) for name, line in of_rank.items()}
+        wrong = {name: line for name, line in wrong.items() if name not in anywhere} | again
+    return list(wrong.values())

@@ -17,10 +17,12 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from megacp.checkpoint.manifest import read_manifest, sync_folder, write_synced
+from megacp.checkpoint.manifest import read_manifest
+from megacp.files import open_regular, read_regular, rename, sync_folder, write_new
 
 LATEST_FILE = "latest"
 CONFIG_FILE = "config.yaml"
+_MOST_LATEST = 4096
 _STEP = re.compile(r"step_\d{7,}(\.\d+)?")
 _TEMPORARY = re.compile(r"(step_\d{7,}(\.\d+)?|latest)\.tmp-[0-9a-f]{8}")
 
@@ -61,11 +63,26 @@ def traces_of_checkpoints(directory: Path | str) -> list[Path]:
     return [*whole, *damaged, *([latest] if latest.exists() else [])]
 
 
+def latest_of(directory: Path | str) -> str | None:
+    """The name in `latest`; None where it cannot be read, or holds no name of a step directory."""
+    try:
+        name = read_regular(Path(directory) / LATEST_FILE, _MOST_LATEST).decode().strip()
+    except (OSError, ValueError):
+        return None
+    return name if is_step_name(name) else None
+
+
 def refuse_unpointable(directory: Path | str) -> None:
-    """ValueError when `latest` is a directory: it could name no checkpoint, which the first save would find out."""
+    """ValueError when `latest` is a link or no regular file, which the first save would find out or replace."""
     latest = Path(directory) / LATEST_FILE
-    if latest.is_dir():
-        raise ValueError(f"{latest} is a directory; it must be a file, or nothing: move it away")
+    try:
+        if latest.is_symlink():
+            raise ValueError(f"{latest} is a link; it must be a file, or nothing")
+        open_regular(latest).close()
+    except (FileNotFoundError, PermissionError):  # whatever it holds, it can be replaced
+        return
+    except ValueError as error:
+        raise ValueError(f"{error}: move it away") from error
 
 
 def point_and_prune(final: Path, keep_last: int, distrusted: Collection[Path] = ()) -> list[str]:
@@ -79,8 +96,8 @@ def point_and_prune(final: Path, keep_last: int, distrusted: Collection[Path] = 
     root = final.parent
     pointer = temporary(root, LATEST_FILE)
     try:
-        write_synced(pointer, final.name + "\n")
-        pointer.replace(root / LATEST_FILE)
+        write_new(pointer, f"{final.name}\n".encode())
+        rename(pointer, root / LATEST_FILE)
     except OSError:
         pointer.unlink(missing_ok=True)
         raise
@@ -118,7 +135,7 @@ def _remove_checkpoint(folder: Path) -> list[str]:
     """Remove a committed checkpoint, or a link to one; why it could not be, in words."""
     doomed = temporary(folder.parent, folder.name)
     try:
-        folder.rename(doomed)  # a half-deleted directory is never taken for a checkpoint
+        rename(folder, doomed)  # a half-deleted directory is never taken for a checkpoint
     except OSError as error:
         return [f"the old checkpoint {folder} could not be removed: {error.strerror}"]
     return _remove(doomed)
@@ -128,12 +145,24 @@ def _remove(path: Path) -> list[str]:
     """Remove a file, a link (never what it points to) or a folder; why it could not be, in words."""
     try:
         if path.is_symlink() or not path.is_dir():
-            path.unlink()
+            path.unlink(missing_ok=True)
         else:
-            shutil.rmtree(path)
+            _remove_folder(path)
     except OSError as error:
         return [f"{path} could not be removed: {error.strerror or error}"]
     return []
+
+
+def _remove_folder(path: Path, attempts: int = 5) -> None:
+    """`shutil.rmtree`, again when a file was gone before it came to it, as on NFS or with a second remover."""
+    for attempt in range(attempts):
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:
+            if attempt + 1 == attempts and path.exists():
+                raise
+        else:
+            return
 
 
 def remove_leftovers(directory: Path | str) -> list[str]:

@@ -10,38 +10,46 @@ would keep, and a file whose existence is the lock, which outlives its owner.
 
 from __future__ import annotations
 
-import fcntl
 import os
+import re
 import socket
 from pathlib import Path
 
+from megacp import files
+
 LOCK_FILE = "lock"
+_OWNER = re.compile(rb"(host [^\n]*, process \d+\n)?")
+"""What a lock file may hold: it is written over."""
+_MOST = 4096
 
 
 class DirectoryLock:
     """Held from construction to `release` or the end of this process. Raises ValueError, with the host and process id
-    of the owner, when another process holds it."""
+    of the owner, when another process holds it, and where the lock file is a link or a file of somebody else."""
 
     def __init__(self, directory: Path | str) -> None:
         root = Path(directory)
         root.mkdir(parents=True, exist_ok=True)
+        path = root / LOCK_FILE
         self.problem: str | None = None
         """Why there is no protection; None where there is."""
-        descriptor = os.open(root / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._descriptor: int | None = descriptor
+        self._descriptor: int | None = None
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as taken:
-            owner = os.pread(descriptor, 400, 0).decode(errors="replace").strip()
-            self.release()
+            self._descriptor = files.lock(path)
+        except BlockingIOError as taken:
+            with files.open_regular(path) as stream:  # another process has the lock, so closing this loses none
+                owner = stream.read(_MOST).decode(errors="replace").strip()
             raise ValueError(
                 f"--save {directory} is in use by {owner or 'another run'}: choose another directory, or end that run"
             ) from taken
-        except OSError as error:
-            self.problem = f"{root / LOCK_FILE} cannot be locked ({error.strerror}): a second run would not be noticed"
+        except files.NoLocksError as error:
+            self.problem = f"{path} cannot be locked ({error.strerror}): a second run would not be noticed"
             return
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"host {socket.gethostname()}, process {os.getpid()}\n".encode(), 0)
+        if not _OWNER.fullmatch(os.pread(self._descriptor, _MOST, 0)):
+            self.release()  # a second name of another file, for example
+            raise ValueError(f"{path} is no lock of a run and would be written over: move it away")
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"host {socket.gethostname()}, process {os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
         """Let the next run in; may be called twice."""

@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from megacp.checkpoint.fields import Fields
+from megacp.files import parse_json, read_regular, seen, sha256_of
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_MOST_BYTES = 32 << 20
+"""Of a manifest: a quarter of a million files."""
+_MOST_RANKS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -46,27 +52,8 @@ class Manifest:
 
 
 def hash_file(path: Path) -> FileRecord:
-    """Size and sha256 of a file as it is on disk."""
-    with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        return FileRecord(stream.tell(), digest)
-
-
-def write_synced(path: Path, text: str) -> None:
-    """Write a new text file and wait until it is on disk."""
-    with path.open("x", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the folder's entries (new names, renames) are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Size and sha256 of a file as it is on disk. Raises like `files.open_regular`."""
+    return FileRecord(*sha256_of(path))
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
@@ -74,7 +61,7 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 
 def to_json(manifest: Manifest) -> str:
-    """The manifest as text, with its own checksum. Raises TypeError when `extra` is not JSON."""
+    """The manifest as text, with its own checksum. TypeError or ValueError when it could not be read again."""
     content = {
         "format": FORMAT,
         "step": manifest.step,
@@ -84,58 +71,69 @@ def to_json(manifest: Manifest) -> str:
         "extra": dict(manifest.extra),
         "files": {name: {"size": r.size, "sha256": r.sha256} for name, r in sorted(manifest.files.items())},
     }
-    content = json.loads(json.dumps(content))  # keys become text, as they will be when it is read
+    content = json.loads(json.dumps(content, allow_nan=False))  # keys become text, as they will be when it is read
+    _manifest(Fields(content, "its"))
     return json.dumps({**content, "checksum": _checksum(content)}, indent=1)  # no newline: each byte lost is seen
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check `manifest.json`. Raises ValueError naming the file when it is missing or damaged."""
+    """Read and check `manifest.json`. Raises ValueError naming the file, and the field, when it is not what it must."""
     path = folder / MANIFEST_FILE
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        checksum = content.pop("checksum")
-        if checksum != _checksum(content):
-            raise ValueError("its checksum does not match")
-        if content["format"] != FORMAT:
-            raise ValueError(f"it has format {content['format']}, this version reads {FORMAT}")
-        files = {name: _record(name, entry["size"], entry["sha256"]) for name, entry in content["files"].items()}
-        numbers = [_whole_number(name, content[name]) for name in ("step", "serial", "world_size")]
-        for name in ("grid", "extra"):
-            if not isinstance(content[name], dict):
-                raise ValueError(f"its {name} is no object")
-        return Manifest(*numbers, content["grid"], files, content["extra"])
+        text = read_regular(path, _MOST_BYTES)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+    try:
+        content = parse_json(text)
+        if not isinstance(content, dict):
+            raise ValueError("it is no object")
+        checksum = content.pop("checksum", None)
+        if checksum != _checksum(content):
+            raise ValueError("its checksum does not match")
+        return _manifest(Fields(content, "its"))
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"{path} is damaged: {reason}") from error
 
 
-def _whole_number(name: str, value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"its {name} is {value!r}, no whole number")
-    return value
+def _manifest(its: Fields) -> Manifest:
+    """The checksum says nothing of who wrote a manifest: every value is checked."""
+    form = its.whole("format")
+    if form != FORMAT:
+        raise ValueError(f"it has format {form}, this version reads {FORMAT}")
+    grid = Fields(its.object("grid"), "its grid")
+    return Manifest(
+        step=its.whole("step"),
+        serial=its.whole("serial"),
+        world_size=its.whole("world_size", high=_MOST_RANKS),
+        grid={axis: grid.whole(axis, high=_MOST_RANKS) for axis in grid.names},
+        files={name: _record(name, entry) for name, entry in its.object("files").items()},
+        extra=its.object("extra"),
+    )
 
 
-def _record(name: str, size: Any, sha256: Any) -> FileRecord:
-    """One entry of `files`, for a file of this folder alone: the checksum says nothing of who wrote the manifest."""
-    if Path(name).name != name or name == ".." or "\0" in name:
-        raise ValueError(f"it names {name!r}, which is no file of its folder")
-    if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
-        raise ValueError(f"the sha256 of {name} is {sha256!r}")
-    return FileRecord(_whole_number(f"size of {name}", size), sha256)
+def _record(name: str, entry: Any) -> FileRecord:
+    """One entry of `files`, for a file of this folder alone."""
+    if Path(name).name != name or name == ".." or not name.isprintable():
+        raise ValueError(f"it names {name[:100]!r}, which is no file of its folder")
+    fields = Fields(entry, f"of its file {name[:100]!r} the")
+    sha256 = fields.text("sha256")
+    if not _SHA256.fullmatch(sha256):
+        raise ValueError(f"the sha256 of {name[:100]!r} is no 64 hexadecimal digits")
+    return FileRecord(fields.whole("size", high=1 << 62), sha256)
 
 
-def damage(folder: Path, files: Mapping[str, FileRecord], names: Sequence[str]) -> list[str]:
-    """What is wrong with these files of a checkpoint, one line per file."""
-    problems = []
+def damage(folder: Path, files: Mapping[str, FileRecord], names: Sequence[str], seconds: float = 0.0) -> dict[str, str]:
+    """What is wrong with these files of a checkpoint, by name; one that is missing is waited for `seconds`."""
+    problems = {}
     for name in names:
-        path = folder / name
+        path, record = folder / name, files[name]
         try:
-            size = path.stat().st_size
-            if size != files[name].size:
-                problems.append(f"{path} has {size} bytes, the manifest says {files[name].size}")
-            elif hash_file(path) != files[name]:
-                problems.append(f"{path} is damaged: its sha256 is not the one in the manifest")
-        except (OSError, ValueError) as error:  # ValueError: no name at all, with a NUL byte
-            problems.append(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
+            found = FileRecord(*seen(partial(sha256_of, path, record.size), seconds))
+            if found != record:
+                problems[name] = f"{path} is damaged: its sha256 is not the one in the manifest"
+        except OSError as error:
+            problems[name] = f"{path} cannot be read: {error.strerror}"
+        except ValueError as error:  # it names the file
+            problems[name] = str(error)
     return problems

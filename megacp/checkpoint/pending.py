@@ -26,15 +26,14 @@ from megacp.checkpoint.manifest import (
     Manifest,
     hash_file,
     read_manifest,
-    sync_folder,
     to_json,
-    write_synced,
 )
 from megacp.checkpoint.names import TensorBox
 from megacp.checkpoint.storage import PayloadError, PayloadWriter
 from megacp.checkpoint.together import on_first, together
 from megacp.distributed.collectives import gather_to_first
 from megacp.distributed.grid import Axis
+from megacp.files import rename, sync_folder, write_new
 
 _BYTES_PER_BOX, _MARGIN = 4096, 1 << 20
 """What a box takes in the files besides its values (its own archive, its lines in the index), and the smallest files;
@@ -164,11 +163,11 @@ class PendingCheckpoint:
         """Complete the written folder with config and manifest, and rename it; rank 0 only."""
         assert of_ranks is not None and index is not None
         files = {name: record for of_rank in of_ranks for name, record in of_rank.items()}
-        write_synced(self._folder / CONFIG_FILE, self._contents.config_yaml)
+        write_new(self._folder / CONFIG_FILE, self._contents.config_yaml.encode())
         files |= {path.name: hash_file(path) for path in (index, self._folder / CONFIG_FILE)}
         serial = max((read_manifest(folder).serial for folder in committed(self._root)), default=0) + 1
         manifest = Manifest(self.step, serial, self._world.size, self._contents.grid, files, self._contents.extra)
-        write_synced(self._folder / MANIFEST_FILE, to_json(manifest))
+        write_new(self._folder / MANIFEST_FILE, to_json(manifest).encode())
         sync_folder(self._folder)
         base = f"step_{self.step:07d}"
         attempt = 1
@@ -176,7 +175,7 @@ class PendingCheckpoint:
         while final.exists():
             attempt += 1
             final = self._root / f"{base}.{attempt}"
-        self._folder.rename(final)
+        rename(self._folder, final)
         sync_folder(self._root)
         return final
 

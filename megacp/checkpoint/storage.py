@@ -1,9 +1,9 @@
 """The payload of a checkpoint: `torch.distributed.checkpoint` (DCP) files written and read box by box.
 
 Key property: boxes of global tensors become DCP shards through two small planners, so the files are ordinary DCP (its
-own tools open them) while flat ZeRO slices need no sharded tensor type. The index, a pickle, is opened only after its
-hash was checked and only through an unpickler that knows the dozen classes it may hold. Loading talks to no other
-rank. Rejected: `state_dict` with DTensor, which cannot describe a slice that starts in the middle of a row.
+own tools open them) while flat ZeRO slices need no sharded tensor type. Files are made anew and never through a link;
+they are read only where they are regular and as large as stated. Loading talks to no other rank. Rejected:
+`state_dict` with DTensor, which cannot describe a slice that starts in the middle of a row.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from __future__ import annotations
 import hashlib
 import io
 import math
-import pickle
+import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -40,34 +41,73 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megacp.checkpoint.archive import refuse_growth
+from megacp.checkpoint.index import coverage, read_index
+from megacp.checkpoint.manifest import FileRecord
 from megacp.checkpoint.names import TensorBox
 from megacp.checkpoint.together import on_first, together
 from megacp.distributed.collectives import gather_to_first
 from megacp.distributed.grid import Axis
+from megacp.files import create_new, open_regular, rename, seen
 
 INDEX_FILE = ".metadata"
-
-_DCP_METADATA = "torch.distributed.checkpoint.metadata"
-_ALLOWED_GLOBALS = {
-    *((_DCP_METADATA, name) for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties")),
-    *((_DCP_METADATA, name) for name in ("ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING")),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    *(("torch", name) for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32")),
-}
-"""Everything the index of a megacp checkpoint refers to."""
+_MOST_INDEX_BYTES = 1 << 30
 
 
 class PayloadError(RuntimeError):
     """Writing the payload failed on some rank; the message names rank and reason, the same on all ranks."""
 
 
+class _NewFiles(FileSystem):
+    """Files that DCP makes: each is new, in a folder that another machine may have made a moment ago."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[IO[bytes]]:
+        with seen(lambda: create_new(path)) as stream:
+            yield stream
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        seen(lambda: os.stat(path))  # it exists, or the save is wrong
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        rename(path, new_path)
+
+
 class _Writer(dcp.FileSystemWriter):
     """DCP's file writer, without the path and the random id it would put in the index."""
 
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, overwrite=False)
+        self.fs = _NewFiles()
+
     def storage_meta(self) -> None:
         return None
+
+
+class _StatedFiles(FileSystem):
+    """Files that DCP reads: regular ones of the size that the manifest says."""
+
+    def __init__(self, files: Mapping[str, FileRecord], seconds: float) -> None:
+        self._files, self._seconds = files, seconds
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[IO[bytes]]:
+        size = self._files[Path(path).name].size
+        with seen(lambda: open_regular(path, size), self._seconds) as stream:
+            yield stream
+
+
+class _Reader(dcp.FileSystemReader):
+    """DCP's file reader, which unpacks the archive of a box only when it is no larger unpacked."""
+
+    def __init__(self, folder: Path, files: Mapping[str, FileRecord], seconds: float) -> None:
+        super().__init__(folder)
+        self.fs = _StatedFiles(files, seconds)
+
+    def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
+        where = f"{self.path / sinfo.relative_path} from byte {sinfo.offset} on"
+        refuse_growth(file, sinfo.offset, sinfo.length, where)
+        return super()._slice_file(file, sinfo)
 
 
 class _SavePlanner(SavePlanner):
@@ -92,7 +132,7 @@ class _SavePlanner(SavePlanner):
                 if (entry.size, entry.properties.dtype) != (data.size, data.properties.dtype):
                     raise ValueError(f"ranks disagree on shape or dtype of {item.index.fqn}")
                 entry.chunks.append(data.chunk)
-        problems = [problem for name, entry in index.items() for problem in _coverage(name, entry)]
+        problems = [problem for name, entry in index.items() for problem in coverage(name, entry)]
         if problems:
             raise ValueError("; ".join(problems[:20]))
         return all_plans, Metadata(state_dict_metadata=dict(index))
@@ -113,27 +153,6 @@ def _write_item(box: TensorBox) -> WriteItem:
         size=torch.Size(box.global_shape),
     )
     return WriteItem(index=MetadataIndex(box.name, offsets), type=WriteItemType.SHARD, tensor_data=data)
-
-
-def _coverage(name: str, entry: TensorStorageMetadata) -> list[str]:
-    """Reasons why the boxes of a tensor are no exact tiling of it."""
-    held = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-    if held != math.prod(entry.size):
-        return [f"the ranks together write {held} elements of {name}, which has {math.prod(entry.size)}"]
-    return [f"two boxes of {name} that ranks write overlap"] if _overlap(entry.chunks) else []
-
-
-def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Whether two boxes share an element: a sweep along dim 0, in which few boxes are open at a time."""
-    opened: list[ChunkStorageMetadata] = []
-    for chunk in sorted(chunks, key=lambda chunk: tuple(chunk.offsets)):
-        opened = [o for o in opened if not o.sizes or o.offsets[0] + o.sizes[0] > chunk.offsets[0]]
-        for other in opened:
-            sides = zip(chunk.offsets, chunk.sizes, other.offsets, other.sizes, strict=True)
-            if all(a < b + m and b < a + n for a, n, b, m in sides):
-                return True
-        opened.append(chunk)
-    return False
 
 
 class PayloadWriter:
@@ -158,7 +177,7 @@ class PayloadWriter:
 
     def write(self, folder: Path) -> list[Path]:
         """Write and sync this rank's boxes into an existing folder, which all ranks share; the files' paths."""
-        writer = _Writer(folder, overwrite=False)
+        writer = _Writer(folder)
         writer.set_up_storage_writer(self._world.rank == 0)
         before: list[SavePlan] = [SavePlan([]) for _ in range(self._world.rank)]  # DCP names files by place in a list
         plan = writer.prepare_global_plan([*before, writer.prepare_local_plan(self._plan)])[-1]
@@ -171,7 +190,7 @@ class PayloadWriter:
 
         def write_index() -> None:
             assert self._metadata is not None and results is not None
-            writer = _Writer(folder, overwrite=False)
+            writer = _Writer(folder)
             writer.set_up_storage_writer(True)
             writer.finish(self._metadata, results)
 
@@ -191,40 +210,27 @@ def write_payload(folder: Path, boxes: Sequence[TensorBox], world: Axis) -> list
     return [*files, index] if index is not None else files
 
 
-def _enum_member(owner: Any, name: str) -> Any:
-    """What Python before 3.11.4 writes as `getattr(Enum, "member")`; nothing else may be looked up."""
-    if owner is not _MEM_FORMAT_ENCODING:
-        raise ValueError(f"the checkpoint index looks up {name} of {owner}, which no megacp checkpoint does")
-    return _MEM_FORMAT_ENCODING[name]
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _enum_member
-        if (module, name) not in _ALLOWED_GLOBALS:
-            raise ValueError(f"the checkpoint index refers to {module}.{name}, which no megacp checkpoint does")
-        return super().find_class(module, name)
-
-
 class Payload:
-    """A written payload, opened for reading; `hashes` gives the sha256 of each of its files by name.
+    """A written payload, opened for reading; `files` are its files as the manifest states them.
 
-    Raises ValueError when the index has another hash, refers to a file that `hashes` does not name, or to anything but
-    DCP's own data classes.
+    Files that are missing are waited for `seconds`. Raises ValueError when the index has another hash, says anything
+    that no megacp checkpoint says, or refers to a file that `files` does not name.
     """
 
-    def __init__(self, folder: Path, hashes: Mapping[str, str]) -> None:
-        content = (folder / INDEX_FILE).read_bytes()
-        if hashlib.sha256(content).hexdigest() != hashes.get(INDEX_FILE):
-            raise ValueError(f"{folder / INDEX_FILE} is damaged: its sha256 is not the one in the manifest")
-        self._metadata: Metadata = _IndexUnpickler(io.BytesIO(content)).load()
-        unknown = {info.relative_path for info in self._metadata.storage_data.values()} - set(hashes)
-        if unknown:
-            raise ValueError(
-                f"{folder / INDEX_FILE} refers to files that the manifest does not list: {sorted(unknown)}"
-            )
-        self._reader = dcp.FileSystemReader(folder)
+    def __init__(self, folder: Path, files: Mapping[str, FileRecord], seconds: float = 0.0) -> None:
+        path = folder / INDEX_FILE
+        stated = files.get(INDEX_FILE)
+        if stated is None or stated.size > _MOST_INDEX_BYTES:
+            raise ValueError(f"{path} is not in the manifest, or larger than any index")
+        with seen(lambda: open_regular(path, stated.size), seconds) as stream:
+            content = stream.read(stated.size)
+        if hashlib.sha256(content).hexdigest() != stated.sha256:
+            raise ValueError(f"{path} is damaged: its sha256 is not the one in the manifest")
+        try:
+            self._metadata = read_index(content, {name: record.size for name, record in files.items()})
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+        self._reader = _Reader(folder, files, seconds)
         self._reader.set_up_storage_reader(self._metadata, True)
 
     @property
@@ -248,9 +254,18 @@ class Payload:
         return list(found.values())
 
     def read(self, boxes: Iterable[TensorBox]) -> None:
-        """Fill the boxes' tensors; each stored box that overlaps one of them is read. `problems` must be empty."""
+        """Fill the boxes' tensors; each stored box that overlaps one of them is read. `problems` must be empty.
+
+        Raises ValueError when a file does not hold what the index says, OSError when it cannot be opened.
+        """
         planner = _LoadPlanner(boxes, self._metadata)
-        self._reader.read_data(planner.create_local_plan(), planner).wait()
+        plan = planner.create_local_plan()
+        try:
+            self._reader.read_data(plan, planner).wait()
+        except (OSError, ValueError):
+            raise
+        except Exception as error:  # whatever torch makes of bytes that are no tensor of this shape
+            raise ValueError(f"{self._reader.path} does not hold what its index says: {error}") from error
 
     def read_whole(self, name: str) -> torch.Tensor:
         """One tensor, whole, on the CPU."""

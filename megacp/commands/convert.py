@@ -22,6 +22,7 @@ from typing import NoReturn
 
 import torch
 
+from megacp.checkpoint.commit import again_when_removed
 from megacp.checkpoint.pending import SaveError
 from megacp.convert.architectures import ARCHITECTURES, LAYOUTS
 from megacp.convert.hf_files import MIB, new_folder
@@ -155,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if reasons := flag_reasons(arguments):
         parser.error("; ".join(reasons))
     try:
-        convert(arguments)
+        again_when_removed(arguments.input, lambda: convert(arguments))
     except (ValueError, OSError, SaveError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return REFUSED

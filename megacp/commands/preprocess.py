@@ -177,13 +177,9 @@ def _image_rules(args: argparse.Namespace) -> ImageRules | None:
 
     values: Any = {}
     if args.image_rules is not None:
-        import yaml
+        from megacp.config.safe_yaml import read_yaml_file
 
-        with open(args.image_rules, encoding="utf-8") as stream:
-            try:
-                values = yaml.safe_load(stream)
-            except yaml.YAMLError as error:
-                raise ValueError(f"--image-rules {args.image_rules}: {' '.join(str(error).split())}") from error
+        values = read_yaml_file(args.image_rules, f"--image-rules {args.image_rules}")
         if not isinstance(values, dict):
             raise ValueError(f"--image-rules {args.image_rules}: expected keys and values, as in `patch_size: 14`")
     return ImageRules.unchecked({**values, **given})

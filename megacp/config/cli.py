@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megacp.config.run import RunConfig, fields
-from megacp.config.yaml_file import nearest, read_yaml
+from megacp.config.yaml_file import nearest, read_yaml, values_of_file
 
 _HELP = ("-h", "--help")
 _DESCRIPTION = (
@@ -22,12 +22,34 @@ _DESCRIPTION = (
 def parse(argv: Sequence[str], prog: str = "python -m megacp.train") -> RunConfig:
     """The configuration said by command line arguments (without the program's name).
 
-    Raises ValueError for unknown flags (all of them, with the nearest name) and for a YAML file that is missing or
-    wrong. Exits with status 2 and tyro's message for a value of the wrong type, and with 0 after `--help`.
+    Raises ValueError for unknown flags (all of them, with the nearest name), for text that is no UTF-8, and for a YAML
+    file that is missing or wrong. Exits with status 2 and tyro's message for a value of the wrong type, and with 0
+    after `--help`.
     """
     arguments = [argument for argument in argv if argument not in _HELP]
     _refuse_unknown(arguments)
+    _refuse_other_encodings(arguments)
     config = RunConfig()
+    *parts, (last, _) = _segments(arguments)
+    for flags, path in parts:
+        config = read_yaml(path, _apply(flags, config, prog))
+    asks_help = ["--help"] if len(arguments) != len(argv) else []
+    return _apply(last + asks_help, config, prog)
+
+
+def given_names(argv: Sequence[str]) -> frozenset[str]:
+    """The fields that flags or YAML files of a command line set, whatever the value; ValueError as `parse`."""
+    names: set[str] = set()
+    for flags, path in _segments([argument for argument in argv if argument not in _HELP]):
+        plain = {text.partition("=")[0][2:].replace("-", "_") for text in flags if text.startswith("--")}
+        names |= {name if name in fields() else name.removeprefix("no_") for name in plain}
+        names |= set(values_of_file(path)) if path else set()
+    return frozenset(names)
+
+
+def _segments(arguments: Sequence[str]) -> list[tuple[list[str], str]]:
+    """The flags before each `--config` with its file, and at last those after all of them with no file."""
+    parts: list[tuple[list[str], str]] = []
     segment: list[str] = []
     position = 0
     while position < len(arguments):
@@ -41,10 +63,16 @@ def parse(argv: Sequence[str], prog: str = "python -m megacp.train") -> RunConfi
                 raise ValueError("--config needs the path of a YAML file")
             path = arguments[position]
             position += 1
-        config = read_yaml(path, _apply(segment, config, prog))
+        parts.append((segment, path))
         segment = []
-    asks_help = ["--help"] if len(arguments) != len(argv) else []
-    return _apply(segment + asks_help, config, prog)
+    return [*parts, (segment, "")]
+
+
+def _refuse_other_encodings(arguments: Sequence[str]) -> None:
+    """A name that is no UTF-8 cannot stand in a config, a log or a message."""
+    for argument in arguments:
+        if any("\ud800" <= character <= "\udfff" for character in argument):
+            raise ValueError(f"{argument!r} on the command line is no text in UTF-8: rename the file or directory")
 
 
 def _refuse_unknown(arguments: Sequence[str]) -> None:

@@ -7,39 +7,23 @@ and the nearest right name, never dropped. Rejected: nested sections, which woul
 from __future__ import annotations
 
 import difflib
-import re
+import reprlib
 import types
 import typing
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megacp.config.run import RunConfig, Value, fields, flag, flatten, with_values
-
-_FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z")
-"""`3e-4` and `1.5e8`, which YAML 1.1 would read as strings."""
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads `3e-4` as a number and refuses a key that stands twice."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        seen = [str(key).replace("-", "_") for key in keys]
-        double = sorted({name for name in seen if seen.count(name) > 1})
-        if double:
-            raise ValueError(f"the key {', '.join(double)} stands more than once")
-        return super().construct_mapping(node, deep)
+from megacp.config.safe_yaml import FLOAT, FLOAT_TAG, load_yaml, read_yaml_file
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes strings which `_Loader` would read as numbers."""
+    """SafeDumper that quotes strings which `load_yaml` would read as numbers."""
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+_Dumper.add_implicit_resolver(FLOAT_TAG, FLOAT, list("-+.0123456789"))
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -58,10 +42,22 @@ def from_yaml(text: str, base: RunConfig | None = None, source: str = "YAML") ->
     Keys are flag names with underscores or dashes. Raises ValueError with all wrong keys and values at once, each
     naming `source`.
     """
-    try:
-        content = yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{source}: not valid YAML: {error}") from error
+    return with_values(base if base is not None else RunConfig(), _values(load_yaml(text, source), source))
+
+
+def read_yaml(path: str, base: RunConfig | None = None) -> RunConfig:
+    """`from_yaml` of a file; ValueError when it cannot be read."""
+    return with_values(base if base is not None else RunConfig(), values_of_file(path))
+
+
+def values_of_file(path: str) -> dict[str, Value]:
+    """What the file of a `--config` says, by field name; ValueError."""
+    source = f"--config {path}"
+    return _values(read_yaml_file(path, source), source)
+
+
+def _values(content: Any, source: str) -> dict[str, Value]:
+    """The values by field name; ValueError with all that is wrong."""
     if content is None:
         content = {}
     if not isinstance(content, dict):
@@ -71,7 +67,7 @@ def from_yaml(text: str, base: RunConfig | None = None, source: str = "YAML") ->
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in fields():
-            reasons.append(f"{source}: unknown key {key!r}{nearest(name, fields())}")
+            reasons.append(f"{source}: unknown key {reprlib.repr(key)}{nearest(name[:100], fields())}")
             continue
         fitting, problem = _convert(value, fields()[name].hint)
         if problem:
@@ -79,16 +75,7 @@ def from_yaml(text: str, base: RunConfig | None = None, source: str = "YAML") ->
         values[name] = fitting
     if reasons:
         raise ValueError("\n".join(reasons))
-    return with_values(base if base is not None else RunConfig(), values)
-
-
-def read_yaml(path: str, base: RunConfig | None = None) -> RunConfig:
-    """`from_yaml` of a file; ValueError when it cannot be read."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config {path}: cannot be read: {error}") from error
-    return from_yaml(text, base, f"--config {path}")
+    return values
 
 
 def nearest(name: str, names: Iterable[str], as_flag: bool = False) -> str:
@@ -102,6 +89,11 @@ def _plain(value: Value) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def _convert(value: Any, hint: Any) -> tuple[Value, str | None]:
     """The value as the field's type, or the reason why it is not of it."""
     if isinstance(hint, types.UnionType):
@@ -111,13 +103,13 @@ def _convert(value: Any, hint: Any) -> tuple[Value, str | None]:
     choices = typing.get_args(hint)
     if typing.get_origin(hint) is tuple:
         fits = isinstance(value, (list, tuple)) and len(value) == len(choices) and all(type(x) is int for x in value)
-        return (tuple(value), None) if fits else (None, f"expected {len(choices)} whole numbers, got {value!r}")
+        return (tuple(value), None) if fits else (None, f"expected {len(choices)} whole numbers, got {_shown(value)}")
     if choices:
         known = isinstance(value, str) and value in choices
-        return value, None if known else f"got {value!r}, allowed are {', '.join(choices)}"
+        return value, None if known else f"got {_shown(value)}, allowed are {', '.join(choices)}"
     if hint is float and type(value) is int and abs(value) < 2**1023:
         return float(value), None
     if type(value) is hint:
         return value, None
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string (quote it)"}
-    return None, f"expected {names[hint]}, got {value!r} ({type(value).__name__})"
+    return None, f"expected {names[hint]}, got {_shown(value)} ({type(value).__name__})"

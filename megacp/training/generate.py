@@ -18,9 +18,8 @@ import numpy as np
 import torch
 
 from megacp.batch import PackedBatch
-from megacp.checkpoint.commit import load_checkpoint
+from megacp.checkpoint.commit import again_when_removed, load_checkpoint
 from megacp.config.run import RunConfig, with_values
-from megacp.config.yaml_file import from_yaml
 from megacp.context_parallel.layout import select_layout
 from megacp.context_parallel.shard import shard_batch
 from megacp.data.image import ImageRules
@@ -31,6 +30,8 @@ from megacp.distributed.parameter import spec_of
 from megacp.models.build import build_chunks
 from megacp.models.language import LanguageModelChunk
 from megacp.training.sources import image_misfits
+from megacp.training.state import stored_progress
+from megacp.training.stored import stored_config
 
 _ONE_PROCESS = {
     "tensor_model_parallel_size": 1,
@@ -63,19 +64,25 @@ class Generator:
     def __init__(self, checkpoint: str | Path) -> None:
         """Load the newest whole checkpoint below `checkpoint`, or that step. Raises ValueError when there is none."""
         self.grid = build_grid(GridShape(), 0)
+        self._rules: ImageRules | None = None
+        again_when_removed(checkpoint, lambda: self._load(checkpoint))
+
+    def _load(self, checkpoint: str | Path) -> None:
         loaded = load_checkpoint(checkpoint, self.grid.world)
         self.path, self.step = loaded.path, loaded.step
-        self.tokenizer_sha256: str = loaded.extra["tokenizer_sha256"]
-        self._stored_rules: dict[str, Any] | None = loaded.extra.get("image_rules")
-        self.config: RunConfig = with_values(from_yaml(loaded.config_yaml), _ONE_PROCESS)
+        progress = stored_progress(loaded)
+        self.tokenizer_sha256: str = progress.tokenizer_sha256
+        self._stored_rules: dict[str, Any] | None = progress.image_rules
+        self.config: RunConfig = with_values(stored_config(loaded), _ONE_PROCESS)
         self.model: LanguageModelChunk = build_chunks(self.config, self.grid)[0].eval()
-        self._rules: ImageRules | None = None
         places = {
             piece.name: piece.of(parameter.detach())
             for parameter in self.model.parameters()
             for piece in spec_of(parameter).pieces
         }
         for name, tensor in loaded.whole_tensors():
+            if name not in places or places[name].shape != tensor.shape:
+                raise ValueError(f"checkpoint {self.path} holds {name} {tuple(tensor.shape)}, which its config has not")
             places.pop(name).copy_(tensor)
         if places:
             raise ValueError(f"checkpoint {self.path} lacks {', '.join(sorted(places))}")
@@ -93,7 +100,7 @@ class Generator:
         if not self.config.vision.vision_num_layers:
             raise ValueError(f"{self.path} has no vision tower: it was trained on text alone")
         values, reasons, where = self._stored_rules, [], str(self.path)
-        stored = values and values["token_ids"]
+        stored = values and values.get("token_ids")
         if data_path is not None:
             manifest, where = Manifest.read(data_path), f"--data-path {data_path}"
             values = manifest.image_rules

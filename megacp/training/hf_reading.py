@@ -15,9 +15,7 @@ import torch
 
 from megacp.checkpoint.commit import LoadedCheckpoint, load_checkpoint
 from megacp.checkpoint.names import MODEL, TensorBox
-from megacp.checkpoint.storage import Payload
 from megacp.config.run import RunConfig, flatten, with_values
-from megacp.config.yaml_file import from_yaml
 from megacp.convert import hf_files, processor
 from megacp.convert.architectures import IGNORED_TENSORS, LAYOUTS, Architecture, of_config, of_values, token_ids
 from megacp.convert.mapping import Info, Link, Mapped, Source, problems
@@ -25,6 +23,8 @@ from megacp.convert.molmo2 import TOKEN_FIELDS
 from megacp.data.image import TOKEN_TEXTS, ImageRules
 from megacp.data.tokenizer import load_tokenizer
 from megacp.distributed.grid import GridShape, build_grid
+from megacp.training.state import stored_progress
+from megacp.training.stored import stored_config
 
 MOST_LISTED = 20
 HEAD = "lm_head.weight"
@@ -43,7 +43,9 @@ class CheckpointSource:
     """The weights of a checkpoint of ours, by global name."""
 
     def __init__(self, loaded: LoadedCheckpoint) -> None:
-        self._payload = Payload(loaded.path, {name: record.sha256 for name, record in loaded.manifest.files.items()})
+        self._loaded = loaded
+        with loaded.reading():
+            self._payload = loaded.payload()
         tensors = self._payload.tensors.items()
         begin = f"{MODEL}."
         self.infos = {name.removeprefix(begin): Info(*what) for name, what in tensors if name.startswith(begin)}
@@ -53,7 +55,8 @@ class CheckpointSource:
         info = self.infos[name]
         tensor = torch.empty((stop - start, *info.shape[1:]), dtype=info.dtype)
         offsets = (start, *[0] * (len(info.shape) - 1))
-        self._payload.read([TensorBox(f"{MODEL}.{name}", info.shape, offsets, tensor)])
+        with self._loaded.reading():
+            self._payload.read([TensorBox(f"{MODEL}.{name}", info.shape, offsets, tensor)])
         return tensor
 
 
@@ -88,13 +91,13 @@ class Loaded:
 def read_checkpoint(path: Path, wanted: str = "auto") -> Loaded:
     """The newest whole checkpoint below `path`, or that step. ValueError names what the library has no word for."""
     loaded = load_checkpoint(path, build_grid(GridShape(), 0).world)
-    config = from_yaml(loaded.config_yaml)
+    config = stored_config(loaded)
     values = flatten(config)
     architecture = of_values(values, wanted)
     architecture.config(values)  # refuses what it cannot say
     source = CheckpointSource(loaded)
     require_all(source.infos, architecture.links(values, LAYOUTS[0]), False, loaded.path)
-    stored = loaded.extra.get("image_rules")
+    stored = stored_progress(loaded).image_rules
     rules = ImageRules.from_dict(stored) if stored is not None else None
     return Loaded(loaded.path, architecture, values, source, config, rules, loaded)
 

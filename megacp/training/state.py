@@ -7,19 +7,23 @@ generator objects, which tie a checkpoint to a number of ranks.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megacp.checkpoint.commit import LoadedCheckpoint, load_checkpoint
+from megacp.checkpoint.commit import LoadedCheckpoint, again_when_removed, load_checkpoint
 from megacp.checkpoint.directory import traces_of_checkpoints
+from megacp.checkpoint.fields import Fields
+from megacp.checkpoint.manifest import MANIFEST_FILE
 from megacp.checkpoint.names import boxes_to_load, boxes_to_save
 from megacp.checkpoint.pending import Contents, PendingCheckpoint
 from megacp.checkpoint.together import on_first
-from megacp.config.run import RunConfig, fields, flag, flatten
-from megacp.config.yaml_file import from_yaml, to_yaml
+from megacp.config.run import RunConfig, flag, flatten
+from megacp.config.yaml_file import to_yaml
 from megacp.distributed.grid import Axis
 from megacp.training.step import Trainee
+from megacp.training.stored import misfit, other_function, stored_config
 
 
 @dataclass(frozen=True)
@@ -58,13 +62,6 @@ class Resumed:
     """Newer checkpoints that were damaged."""
 
 
-_NOT_THE_FUNCTION = {"make_vocab_size_divisible_by", "init_method_std", "hidden_dropout"}
-_NOT_THE_FUNCTION |= {"vision_lr_multiplier", "connector_lr_multiplier", "vision_planned_crops"}
-"""Fields of the model that may change on resume: the weights still mean the same function. What is frozen may not: the
-checkpoint has no optimizer state for a tower that was.
-"""
-_FREEZING = {"freeze_vision", "freeze_connector", "freeze_text"}
-"""What may change besides when only the weights are taken."""
 _OF_THE_RUN = {"save", "load", "train_iters", "log_file", "log_interval", "dry_run", "world_size"}
 _OF_THE_RUN |= {"auto_resume", "finetune", "async_save", "exit_duration"}
 """Flags that differ between a run and its resumption as a matter of course."""
@@ -115,16 +112,21 @@ def load(trainee: Trainee, progress: Progress, config: RunConfig, start: Start |
     samples and miss others, without saying so. Weights alone may meet any data and need no optimizer state.
     """
     start = start or Start(config.checkpoint.load, config.checkpoint.finetune)
+    path = start.path
+    assert path is not None
+    return again_when_removed(path, lambda: _load(trainee, progress, config, dataclasses.replace(start, path=path)))
+
+
+def _load(trainee: Trainee, progress: Progress, config: RunConfig, start: Start) -> Resumed:
     assert start.path is not None
     loaded = load_checkpoint(start.path, trainee.grid.world)
     reasons = [] if start.weights_only else _other_data(loaded, progress, config)
-    before, now = flatten(from_yaml(loaded.config_yaml)), flatten(config)
+    stored = stored_config(loaded)
+    before, now = flatten(stored), flatten(config)
     usual = _OF_THE_RUN if _length_is_free(config) else _OF_THE_RUN - {"train_iters"}
     differing = [name for name in now if now[name] != before[name] and name not in usual]
-    free = _NOT_THE_FUNCTION | (_FREEZING if start.weights_only else set())
-    function = [name for name in differing if fields()[name].room in ("model", "vision") and name not in free]
-    function += [name for name in differing if name == "dtype"]  # the type of every tensor
-    reasons += [f"{loaded.path} has {flag(name)} {before[name]}, this run {now[name]}" for name in function]
+    function = other_function(stored, config, start.weights_only)
+    reasons += [misfit(loaded.path, name, before[name], now[name]) for name in function]
     if reasons:
         raise ValueError("\n".join(reasons))
     trainee.optimizer.clear()
@@ -133,10 +135,25 @@ def load(trainee: Trainee, progress: Progress, config: RunConfig, start: Start |
         trainee.optimizer.reset_masters()
         return Resumed(progress, loaded.path, _other_meaning(loaded, progress), loaded.rejected)
     loaded.read(boxes_to_load(trainee.buckets.whole_parameters(), trainee.optimizer.state_slices()))
-    trainee.optimizer.set_updates(loaded.extra["updates"])
-    kept = {name: loaded.extra[name] for name in asdict(progress) if name in loaded.extra}
+    trainee.optimizer.set_updates(_extra(loaded).whole("updates"))
     changed = tuple(f"{flag(name)} {now[name]} (was {before[name]})" for name in differing)
-    return Resumed(Progress(**kept), loaded.path, changed, loaded.rejected)
+    return Resumed(stored_progress(loaded), loaded.path, changed, loaded.rejected)
+
+
+def stored_progress(loaded: LoadedCheckpoint) -> Progress:
+    """What a checkpoint says of its run; weights alone say less. ValueError names file and field of a wrong value."""
+    progress = Progress(**_extra(loaded).present(Progress, {"seed": 2**63 - 1}))
+    if "step" in loaded.extra and progress.step != loaded.step:
+        raise ValueError(f"{_manifest_of(loaded)} has step {loaded.step}, its extra has step {progress.step}")
+    return progress
+
+
+def _extra(loaded: LoadedCheckpoint) -> Fields:
+    return Fields(loaded.extra, f"{_manifest_of(loaded)}: extra")
+
+
+def _manifest_of(loaded: LoadedCheckpoint) -> Path:
+    return loaded.path / MANIFEST_FILE
 
 
 def _length_is_free(config: RunConfig) -> bool:
@@ -147,24 +164,28 @@ def _length_is_free(config: RunConfig) -> bool:
 def _other_data(loaded: LoadedCheckpoint, progress: Progress, config: RunConfig) -> list[str]:
     """Why a run cannot go on with the samples of a checkpoint where that one stopped."""
     extra = loaded.extra
-    if "updates" not in extra or "data_fingerprint" not in extra:
+    if not {"updates", "data_fingerprint"} & set(extra):
         return [f"{loaded.path} holds weights without the state of a run: start from them by --finetune"]
+    if missing := sorted({"updates", "step", "consumed_samples", "data_fingerprint", "seed"} - set(extra)):
+        return [f"{_manifest_of(loaded)}: extra {', '.join(missing)} is missing"]
+    stored = stored_progress(loaded)
     reasons = []
-    if extra["data_fingerprint"] != progress.data_fingerprint:
+    if stored.data_fingerprint != progress.data_fingerprint:
         reasons.append(f"{loaded.path} was trained on another dataset than --data-path {config.data.data_path}")
-    if extra["seed"] != progress.seed:
-        reasons.append(f"{loaded.path} was trained with --seed {extra['seed']}, this run has --seed {progress.seed}")
+    if stored.seed != progress.seed:
+        reasons.append(f"{loaded.path} was trained with --seed {stored.seed}, this run has --seed {progress.seed}")
     return reasons
 
 
 def _other_meaning(loaded: LoadedCheckpoint, progress: Progress) -> tuple[str, ...]:
     """What tokens and images meant to the run that made the weights and do not mean to this one."""
     notes = []
-    before = loaded.extra.get("tokenizer_sha256") or ""
+    stored = stored_progress(loaded)
+    before = stored.tokenizer_sha256
     if before and progress.tokenizer_sha256 and before != progress.tokenizer_sha256:
         now = progress.tokenizer_sha256[:12]
         notes.append(f"the tokenizer, now {now} (was {before[:12]}): do ids still mean the same?")
-    rules, new = loaded.extra.get("image_rules") or {}, progress.image_rules or {}
+    rules, new = stored.image_rules or {}, progress.image_rules or {}
     changed = [key for key in rules if key in new and rules[key] != new[key]]
     notes += [f"images are made with {key} {new[key]} (was {rules[key]})" for key in changed]
     return tuple(notes)

@@ -79,7 +79,7 @@ def test_a_file_system_without_locks_is_told_and_no_reason_to_stop(
     def unsupported(*_: object) -> None:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr("megacp.checkpoint.lock.fcntl.lockf", unsupported)
+    monkeypatch.setattr("megacp.files.fcntl.lockf", unsupported)
     lock = DirectoryLock(tmp_path)
     assert lock.problem is not None and "Function not implemented" in lock.problem and "second run" in lock.problem
     lock.release()

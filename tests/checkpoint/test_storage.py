@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megacp.checkpoint.manifest import hash_file
+from megacp.checkpoint.manifest import FileRecord, hash_file
 from megacp.checkpoint.names import TensorBox
 from megacp.checkpoint.storage import INDEX_FILE, Payload, PayloadError, write_payload
 from megacp.distributed.grid import single_axis
@@ -23,8 +22,8 @@ def whole_box(name: str, tensor: torch.Tensor) -> TensorBox:
     return TensorBox(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
-def hashes(folder: Path) -> dict[str, str]:
-    return {path.name: hash_file(path).sha256 for path in folder.iterdir()}
+def hashes(folder: Path) -> dict[str, FileRecord]:
+    return {path.name: hash_file(path) for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -71,24 +70,10 @@ CUTS = {"hole": [(0, 3)], "overlap": [(0, 4), (3, 6)], "overlap and hole": [(0, 
 def test_elements_written_twice_or_not_at_all_are_refused(tmp_path: Path, cuts: list[tuple[int, int]]) -> None:
     """Would catch a wrong `counted`: a copy that is written, or a parameter that no rank writes."""
     x = torch.zeros(6)
-    with pytest.raises(PayloadError, match=r"elements of w, which has 6|boxes of w that ranks write overlap"):
+    with pytest.raises(
+        PayloadError, match=r"boxes of w together have \d elements, the tensor has 6|two boxes of w overlap"
+    ):
         write_payload(tmp_path, [TensorBox("w", (6,), (i,), x[i:j]) for i, j in cuts], WORLD)
-
-
-def test_an_enum_member_may_be_looked_up_by_name_and_nothing_else() -> None:
-    """Python before 3.11.4 writes one as `getattr(Enum, "member")`; the same words must not reach another object."""
-    from megacp.checkpoint.storage import _IndexUnpickler
-
-    def lookup(owner: str, name: str) -> bytes:
-        return f"cbuiltins\ngetattr\n(c{owner}\nV{name}\ntR.".encode()
-
-    encoding = "torch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING"
-    found = _IndexUnpickler(io.BytesIO(lookup(encoding, "TORCH_PRESERVE_FORMAT"))).load()
-    assert found.name == "TORCH_PRESERVE_FORMAT"
-    with pytest.raises(ValueError, match="looks up __subclasses__ of"):
-        _IndexUnpickler(io.BytesIO(lookup("torch\nSize", "__subclasses__"))).load()
-    with pytest.raises(KeyError):
-        _IndexUnpickler(io.BytesIO(lookup(encoding, "__class__"))).load()
 
 
 def test_a_crafted_index_runs_nothing(tmp_path: Path) -> None:
@@ -109,7 +94,7 @@ def test_an_index_with_another_hash_is_not_opened(tmp_path: Path) -> None:
     """Would catch an index that is unpickled before it is checked."""
     write_payload(tmp_path, [whole_box("w", torch.zeros(2))], WORLD)
     known = hashes(tmp_path)
-    (tmp_path / INDEX_FILE).write_bytes(b"not a pickle")
+    (tmp_path / INDEX_FILE).write_bytes(bytes(known[INDEX_FILE].size))
     with pytest.raises(ValueError, match="sha256"):
         Payload(tmp_path, known)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megacp.config.cli import parse
+from megacp.config.cli import given_names, parse
 from megacp.config.run import RunConfig, fields, flag, flatten, with_values
 
 
@@ -108,3 +108,18 @@ def test_every_field_says_what_it_is() -> None:
                 documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
                 undocumented += [] if documented else [info.name]
     assert undocumented == []
+
+
+def test_what_is_given_is_known_whatever_its_value(tmp_path) -> None:
+    """Would catch a flag that is given with its default, and then counts as not given."""
+    path = tmp_path / "a.yaml"
+    path.write_text("num-layers: 4\nseed: 1\n")
+    argv = ["--hidden-size=256", "--no-qk-layernorm", "--config", str(path), "--vision-feature-layers", "-1", "-7"]
+    assert given_names(argv) == {"hidden_size", "qk_layernorm", "num_layers", "seed", "vision_feature_layers"}
+    assert given_names([]) == frozenset()
+
+
+def test_text_that_is_no_utf_8_is_refused_before_anything_else() -> None:
+    """Would catch a traceback at the first save, after hours of training."""
+    with pytest.raises(ValueError, match=r"'/data/\\udcff' on the command line is no text in UTF-8"):
+        parse(["--save", "/data/\udcff", "--num-layers", "2"])
