@@ -70,8 +70,12 @@ class Fields:
 
     def _value(self, name: str) -> Any:
         if name not in self._content:
-            raise ValueError(f"{self._where} {name} is missing")
+            raise ValueError(f"{self._where} {_shown(name)} is missing")
         return self._content[name]
 
     def _wrong(self, name: str, value: Any, expected: str) -> ValueError:
-        return ValueError(f"{self._where} {name} is {reprlib.repr(value)}, expected {expected}")
+        return ValueError(f"{self._where} {_shown(name)} is {reprlib.repr(value)}, expected {expected}")
+
+
+def _shown(name: str) -> str:
+    return name if name.isprintable() and len(name) < 100 else ascii(name[:100])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megacp.checkpoint.commit import load_checkpoint
 from megacp.checkpoint.manifest import (
     MANIFEST_FILE,
+    FileRecord,
     Manifest,
     _checksum,
     damage,
@@ -19,6 +23,7 @@ from megacp.checkpoint.manifest import (
     to_json,
 )
 from tests.checkpoint.test_commit import WORLD, save
+from tests.test_files import odd_file
 
 
 def written(folder: Path) -> Manifest:
@@ -79,6 +84,24 @@ WRONG: dict[str, dict[str, Any]] = {
     "a step that is true": {"step": True},
     "a grid in a list": {"grid": [1]},
     "extra state in a list": {"extra": []},
+    "a step of thirty digits": {"step": 10**30},
+    "a step below zero": {"step": -5},
+    "half a step": {"step": 1.5},
+    "no step": {"step": None},
+    "a serial after which there is none": {"serial": 2**53 + 1},
+    "an axis of no ranks in words": {"grid": {"tp": "2"}},
+    "files in a list": {"files": [1]},
+    "a file that is none": {"files": {"x": 1}},
+    "a file name of half a letter": {"files": {"\ud800": _FILE}},
+    "a file name over two lines": {"files": {"a\nb": _FILE}},
+    "a format in words": {"format": "1"},
+}
+FIELDS = {
+    "a step of thirty digits": "its step is 1000.*000, expected a whole number from 0 to 9007199254740992",
+    "no step": "its step is None, expected",
+    "a serial in words": "its serial is '9', expected",
+    "an axis of no ranks in words": "its grid tp is '2', expected",
+    "a file that is none": "of its file 'x' the fields are 1, expected an object",
 }
 
 
@@ -89,7 +112,7 @@ def test_a_manifest_with_a_right_checksum_is_not_trusted_for_that(kind: str, tmp
     content = {**json.loads((newest / MANIFEST_FILE).read_text()), **WRONG[kind]}
     content.pop("checksum")
     (newest / MANIFEST_FILE).write_text(json.dumps({**content, "checksum": _checksum(content)}))
-    with pytest.raises(ValueError, match=f"{MANIFEST_FILE} is damaged: "):
+    with pytest.raises(ValueError, match=f"{MANIFEST_FILE} is damaged: {FIELDS.get(kind, '')}"):
         read_manifest(newest)
     assert load_checkpoint(tmp_path, WORLD).path == older
 
@@ -97,4 +120,59 @@ def test_a_manifest_with_a_right_checksum_is_not_trusted_for_that(kind: str, tmp
 def test_a_manifest_nested_too_deep_is_damaged(tmp_path: Path) -> None:
     older, newest = save(tmp_path, 1), save(tmp_path, 2)
     (newest / MANIFEST_FILE).write_text('{"extra": ' + "[" * 100_000)
+    assert load_checkpoint(tmp_path, WORLD).path == older
+
+
+_VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["6", "\ud800", ".."]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_any_value_in_any_field_is_a_manifest_or_a_value_error(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Would catch a TypeError, an OverflowError or an AttributeError of a value that nobody thought of."""
+    folder = tmp_path_factory.getbasetemp()
+    manifest = Manifest(7, 3, 4, {"tp": 2}, {"data": FileRecord(1, "0" * 64)}, {"step": 7})
+    content = json.loads(to_json(manifest))
+    content.pop("checksum")
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.sampled_from([content, content["files"], content.get("extra")]))
+        if isinstance(place, dict):
+            place[data.draw(st.sampled_from(list(content) + ["data", "x", "a/b"]))] = data.draw(_VALUES)
+    (folder / MANIFEST_FILE).write_text(json.dumps({**content, "checksum": _checksum(content)}))
+    try:
+        found = read_manifest(folder)
+    except ValueError as error:
+        assert str(error).startswith(str(folder / MANIFEST_FILE)) and str(error).isprintable()
+        return
+    assert all(type(value) is int and 0 <= value <= 2**53 for value in (found.step, found.serial, found.world_size))
+    assert all(type(record.size) is int for record in found.files.values())
+
+
+def test_a_manifest_that_could_not_be_read_again_is_not_written() -> None:
+    """Would catch a checkpoint that is committed and then found damaged: NaN, a number without an end."""
+    manifest = Manifest(7, 3, 4, {}, {})
+    for change in ({"extra": {"loss": float("nan")}}, {"step": 2**60}, {"grid": {"tp": -1}}):
+        with pytest.raises(ValueError):
+            to_json(dataclasses.replace(manifest, **change))
+
+
+@pytest.mark.parametrize("name", ["a named pipe", "a directory", "a device"])
+def test_a_manifest_that_is_no_regular_file_is_named_by_its_kind(tmp_path: Path, name: str) -> None:
+    """Would catch a reader that waits for a pipe, or for the end of /dev/zero."""
+    older, newest = save(tmp_path, 1), save(tmp_path, 2)
+    (newest / MANIFEST_FILE).unlink()
+    odd_file(name, newest / MANIFEST_FILE)
+    with pytest.raises(ValueError, match=f"{MANIFEST_FILE} is {name}, no regular file"):
+        read_manifest(newest)
     assert load_checkpoint(tmp_path, WORLD).path == older
