@@ -1,35 +1,58 @@
 """Train: `torchrun --nproc-per-node 8 -m megacp.train --data-path DIR ...`, or without torchrun on one process.
 
-Key property: parse, check everything, then call one thing. With `--dry-run` it prints grid, stages and memory of any
-world size on one process and stops. Exit status: 0 finished, 1 a failure with its traceback, 2 refused with one
-message, 3 stopped early (by a signal or --exit-duration) after saving; torchrun --max-restarts would start the run
-again for a 3, so there it is 0. Rejected: checks spread over the run, which end it after minutes of start-up.
+Key property: parse, check everything, agree with all other ranks, then call one thing. With `--dry-run` it prints grid,
+stages and memory of any world size on one process and stops. Exit status: 0 finished, 1 a failure with its traceback, 2
+refused with one message, 3 stopped early (by a signal or --exit-duration) after saving; torchrun --max-restarts would
+start the run again for a 3, so there it is 0. Rejected: checks spread over the run, which end it after minutes of
+start-up.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 import time
+import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
 
 from megacp.backends.apex import describe_apex
 from megacp.backends.select import backend_problems
 from megacp.config.checks import require
 from megacp.config.cli import given_names, parse
 from megacp.config.run import RunConfig
+from megacp.config.smaller_grid import largest_grid
 from megacp.distributed import launch
+from megacp.distributed.grid import GridShape
+from megacp.distributed.last_words import last_words
+from megacp.distributed.meeting import Meeting
+from megacp.distributed.spare import tell_spares, wait_as_spare
+from megacp.distributed.watch import Watch
 from megacp.models.build import grid_shape, stage_layers
 from megacp.ops.attention import kernel_problem
 from megacp.planner.report import describe
+from megacp.training.agreement import require_agreement, require_shared_folder, statement
 from megacp.training.sources import Sources, open_sources
 from megacp.training.stopping import STOPPED
 from megacp.training.stored import with_stored_model
 from megacp.training.trainer import Trainer
 
 REFUSED = 2
-SECONDS_FOR_RANK_0 = 5.0
-"""torchrun ends all ranks when the first one exits: the others leave rank 0 the time to say what is wrong, and speak
-only if they are still there, because rank 0 found nothing."""
+_SECONDS_OF_A_REFUSED_RANK = 60.0
+"""How long a rank that cannot run waits for the others, to refuse the run together with them."""
+_SECONDS_FOR_THE_FIRST = 5.0
+"""torchrun ends all ranks of a machine when the first one exits: the others leave the one that speaks the time to."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What this rank would run."""
+
+    config: RunConfig
+    sources: Sources
+    shape: GridShape
 
 
 def prepare(config: RunConfig, world_size: int, device_type: str | None = None) -> tuple[RunConfig, Sources]:
@@ -55,32 +78,122 @@ def dry_run(config: RunConfig) -> str:
     return f"{describe(config, world_size, stage_layers(config))}\n\n{describe_apex()}"
 
 
+def plan(arguments: Sequence[str], world: launch.World) -> Plan | None:
+    """What these flags ask of this rank; None when they ask for a report, which is printed. Raises ValueError."""
+    config, note = with_stored_model(_parsed(arguments, world), given_names(arguments))
+    if note and world.rank == 0:
+        print(note, flush=True)
+    if config.dry_run:
+        print(dry_run(config))
+        return None
+    config, ranks = largest_grid(config, world.size)
+    config, sources = prepare(config, ranks, launch.device_type(world))
+    return Plan(config, sources, grid_shape(config, ranks))
+
+
+def _parsed(arguments: Sequence[str], world: launch.World) -> RunConfig:
+    """The config. A value of the wrong type is a ValueError where other ranks must hear of it."""
+    if world.size == 1:
+        return parse(arguments)
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(told):
+            return parse(arguments)
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise ValueError(told.getvalue().strip()) from None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    rank = 0
+    world, own = launch.World(), None
     try:
         world = launch.world_from_environment()
-        rank = world.rank
-        arguments = sys.argv[1:] if argv is None else argv
-        config, note = with_stored_model(parse(arguments), given_names(arguments))
-        if note and rank == 0:
-            print(note, flush=True)
-        if config.dry_run:
-            print(dry_run(config))
-            return 0
-        config, sources = prepare(config, world.size, launch.device_type(world))
-        grid = launch.start(grid_shape(config, world.size), config.parallel.distributed_timeout_minutes)
-        trainer = Trainer(config, grid, sources)
+        try:
+            own = plan(sys.argv[1:] if argv is None else argv, world)
+            if own is None:
+                return 0
+        except ValueError as error:
+            _refuse_together(world, str(error))
+        minutes = own.config.parallel.distributed_timeout_minutes
+        meeting = launch.meet(world, 60.0 * minutes)
+        device = launch.device_type(world)
+        _agree(meeting, own, device)
     except ValueError as error:
-        if rank > 0:
-            time.sleep(SECONDS_FOR_RANK_0)
-        place = f" on rank {rank}" if rank else ""
-        print(f"error{place}: {error}", file=sys.stderr, flush=True)
-        return REFUSED
-    status = trainer.run()
+        return _refused(str(error), world)
+    if meeting.rank >= own.shape.world_size:
+        return wait_as_spare(meeting)
+    status = _train(own, meeting, world)
     launch.stop()
     return 0 if status == STOPPED and launch.would_restart() else status
 
 
+def _refuse_together(world: launch.World, problem: str) -> NoReturn:
+    """Raise ValueError with this rank's problem, or with what all ranks together have to say."""
+    try:
+        meeting = launch.meet(world, _SECONDS_OF_A_REFUSED_RANK)
+    except ValueError:
+        raise ValueError(problem) from None  # the others did not come; the problem here is certain
+    try:
+        require_agreement(meeting, None, problem)
+    finally:
+        meeting.heard_by_all("start")
+    raise AssertionError("a rank with a problem was let in")
+
+
+def _agree(meeting: Meeting, own: Plan, device: str) -> None:
+    """Return when all ranks would run the same and see the same directory; raises ValueError on all alike."""
+    try:
+        require_agreement(meeting, statement(own.config, own.sources, device))
+    except ValueError:
+        meeting.heard_by_all("start")
+        raise
+    try:
+        require_shared_folder(meeting, own.config.checkpoint.save)
+    except ValueError:
+        meeting.heard_by_all("folder")
+        raise
+
+
+def _train(own: Plan, meeting: Meeting, world: launch.World) -> int:
+    """Join the grid and train; the exit status."""
+    status = 1
+    try:
+        grid = launch.join(meeting, own.shape, own.config.parallel.distributed_timeout_minutes)
+        with Watch(grid):
+            try:
+                trainer = Trainer(own.config, grid, own.sources)
+            except ValueError as error:
+                status = _refused(str(error), world)
+                return status
+            except Exception as error:
+                error.add_note(last_words(error, "the start", grid.world))
+                raise
+            status = trainer.run()
+            return status
+    finally:
+        tell_spares(meeting, own.shape.world_size, status)
+
+
+def _refused(problem: str, world: launch.World) -> int:
+    """Print the message where nobody else on this machine does."""
+    if world.local_rank > 0:
+        time.sleep(_SECONDS_FOR_THE_FIRST)
+    else:
+        print(f"error: {problem}", file=sys.stderr, flush=True)
+    return REFUSED
+
+
+def program() -> NoReturn:
+    """The process: `main`, and an end that waits for nothing after a failure."""
+    try:
+        status = main()
+    except Exception:
+        traceback.print_exc()
+        launch.leave(1)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from megacp.distributed.collectives import gather_objects
 from megacp.distributed.grid import Axis
+from megacp.distributed.patience import LateError, wait_for_all
 
 _T = TypeVar("_T")
 
@@ -25,6 +26,8 @@ def together(world: Axis, action: Callable[[], _T], error: type[Exception]) -> l
         result = action()
     except Exception as raised:  # whatever it is, the other ranks wait to hear of it
         own = raised
+    if world.patience:
+        _await_all(world, error)
     outcomes = gather_objects((result, None if own is None else reason_of(own)), world)
     failures: dict[str, list[int]] = {}
     for rank, (_, why) in enumerate(outcomes):
@@ -34,6 +37,14 @@ def together(world: Axis, action: Callable[[], _T], error: type[Exception]) -> l
         lines = (f"rank {', '.join(map(str, ranks))}: {why}" for why, ranks in failures.items())
         raise error("; ".join(lines)) from own
     return [value for value, _ in outcomes]
+
+
+def _await_all(world: Axis, error: type[Exception]) -> None:
+    """Wait for ranks that are slower than the group's timeout allows; `error` names those beyond `world.patience`."""
+    try:
+        wait_for_all(world, world.patience, "reading or writing a checkpoint")
+    except LateError as late:
+        raise error(f"{late} (--checkpoint-timeout-minutes; is its disk or network slow?)") from late
 
 
 def on_first(world: Axis, action: Callable[[], _T], error: type[Exception]) -> _T:

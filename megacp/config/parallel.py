@@ -63,5 +63,10 @@ class ParallelConfig:
     ddp_bucket_size: int = 25_000_000
     """Gradient elements that are reduced together over dp x cp while backward still runs."""
 
+    allow_smaller_grid: bool = False
+    """Where the world does not fit the grid (a machine was lost), take the largest grid that fits: fewer data-parallel
+    ranks first, then smaller tp, pp and cp. Left-over ranks wait. The global batch stays what it is.
+    """
+
     distributed_timeout_minutes: float = 10.0
     """Minutes after which a collective that a rank did not join ends the run."""

@@ -107,6 +107,7 @@ RANGES: dict[str, Range] = {
     "eval_iters": POSITIVE,
     "save_interval": NOT_NEGATIVE,
     "keep_last": NOT_NEGATIVE,
+    "checkpoint_timeout_minutes": ABOVE_ZERO,
     "log_interval": POSITIVE,
     "world_size": POSITIVE,
 }

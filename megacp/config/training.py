@@ -127,6 +127,11 @@ class CheckpointConfig:
     keep_last: int = 0
     """Newest checkpoints to keep; 0 keeps all."""
 
+    checkpoint_timeout_minutes: float = 60.0
+    """Minutes that the ranks wait for one that is slow to write or read its part of a checkpoint, before the run ends;
+    --distributed-timeout-minutes does not count meanwhile.
+    """
+
     async_save: bool = False
     """Write checkpoints in the background from a copy in memory; an error ends the run at the next step."""
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megacp.distributed.calls import Call
 from megacp.distributed.grid import Axis
 
 # torch 2.13 renames these two; older releases know only the second name.
@@ -30,11 +31,12 @@ _SMALL_REDUCE, _SMALL_GATHER = 16_384, 262_144
 
 
 class Pending:
-    """A collective under way; `wait` returns its result and may be called again."""
+    """A collective under way; `wait` returns its result and may be called again. `call` is its entry in the record."""
 
-    def __init__(self, work: Any, finish: Callable[[], Any]) -> None:
+    def __init__(self, work: Any, finish: Callable[[], Any], call: Call | None = None) -> None:
         self._work = work
         self._finish = finish
+        self._call = call
         self._result: Any = None
 
     def wait(self) -> Any:
@@ -42,6 +44,8 @@ class Pending:
         if self._result is None:
             if self._work is not None:
                 self._work.wait()
+            if self._call is not None:
+                self._call.done = True
             self._result = self._finish()
             self._work = None
             self._finish = None  # type: ignore[assignment]  # drops the buffers it holds
@@ -61,11 +65,12 @@ def _count(axis: Axis, name: str, elements: int, x: torch.Tensor) -> None:
     axis.traffic.add(name, elements * x.element_size())
 
 
-def _exchange(x: torch.Tensor, axis: Axis) -> Pending:
-    """Even all-to-all of contiguous `x[size * n, ...]`."""
+def _exchange(x: torch.Tensor, axis: Axis, name: str) -> Pending:
+    """Even all-to-all of contiguous `x[size * n, ...]`, on behalf of the collective `name`."""
     out = torch.empty_like(x)
+    call = axis.calls.begin(name, x)
     work = dist.all_to_all_single(out, x, group=axis.group, async_op=True)
-    return Pending(work, lambda: out)
+    return Pending(work, lambda: out, call)
 
 
 def _sum_blocks(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -86,9 +91,10 @@ def start_all_gather(x: torch.Tensor, axis: Axis) -> Pending:
         return _done(x)
     _count(axis, "all_gather", x.numel() * (axis.size - 1), x)
     if axis.backend == "gloo" and x.numel() <= _SMALL_GATHER:
-        return _exchange(x.repeat(axis.size, *[1] * (x.dim() - 1)), axis)
+        return _exchange(x.repeat(axis.size, *[1] * (x.dim() - 1)), axis, "all_gather")
     out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
-    return Pending(_all_gather_single(out, x, group=axis.group, async_op=True), lambda: out)
+    call = axis.calls.begin("all_gather", x)
+    return Pending(_all_gather_single(out, x, group=axis.group, async_op=True), lambda: out, call)
 
 
 def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -104,10 +110,11 @@ def start_reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
         return _done(x)
     _count(axis, "reduce_scatter", x.numel() // axis.size * (axis.size - 1), x)
     if axis.backend == "gloo":
-        exchange = _exchange(x, axis)
+        exchange = _exchange(x, axis, "reduce_scatter")
         return Pending(None, lambda: _sum_blocks(exchange.wait(), axis.size))
     out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
-    return Pending(_reduce_scatter_single(out, x, group=axis.group, async_op=True), lambda: out)
+    call = axis.calls.begin("reduce_scatter", x)
+    return Pending(_reduce_scatter_single(out, x, group=axis.group, async_op=True), lambda: out, call)
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -131,7 +138,9 @@ def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
             return all_gather(reduce_scatter(padded, axis), axis)[: flat.numel()].view(x.shape)
     _count(axis, "all_reduce", 2 * x.numel() * (axis.size - 1) // axis.size, x)
     x = x.contiguous().clone()
+    call = axis.calls.begin("all_reduce", x)
     dist.all_reduce(x, op=_REDUCE[op], group=axis.group)
+    call.done = True
     return x
 
 
@@ -145,10 +154,11 @@ def start_all_to_all(
     kept = x.shape[0] // axis.size if in_splits is None else in_splits[axis.rank]
     _count(axis, "all_to_all", x.numel() // max(x.shape[0], 1) * (x.shape[0] - kept), x)
     if in_splits is None or out_splits is None:
-        return _exchange(x, axis)
+        return _exchange(x, axis, "all_to_all")
     out = x.new_empty(sum(out_splits), *x.shape[1:])
+    call = axis.calls.begin("all_to_all", x)
     work = dist.all_to_all_single(out, x, list(out_splits), list(in_splits), group=axis.group, async_op=True)
-    return Pending(work, lambda: out)
+    return Pending(work, lambda: out, call)
 
 
 def all_to_all(
@@ -204,7 +214,9 @@ def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
     if axis.rank == source:
         _count(axis, "broadcast", x.numel() * (axis.size - 1), x)
     x = x.contiguous().clone()
+    call = axis.calls.begin("broadcast", x)
     dist.broadcast(x, src=axis.global_ranks[source], group=axis.group)
+    call.done = True
     return x
 
 
@@ -213,7 +225,9 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     if axis.size == 1:
         return [value]
     values: list[Any] = [None] * axis.size
+    call = axis.calls.begin("gather_objects")
     dist.all_gather_object(values, value, group=axis.group)
+    call.done = True
     return values
 
 
@@ -222,7 +236,9 @@ def gather_to_first(value: Any, axis: Axis) -> list[Any] | None:
     if axis.size == 1:
         return [value]
     values: list[Any] | None = [None] * axis.size if axis.rank == 0 else None
+    call = axis.calls.begin("gather_to_first")
     dist.gather_object(value, values, dst=axis.global_ranks[0], group=axis.group)
+    call.done = True
     return values
 
 
@@ -231,4 +247,6 @@ def barrier(axis: Axis) -> None:
     if axis.size > 1:
         # without its device NCCL guesses one, and warns at every call
         devices = [torch.cuda.current_device()] if axis.backend == "nccl" else None
+        call = axis.calls.begin("barrier")
         dist.barrier(group=axis.group, device_ids=devices)
+        call.done = True

@@ -9,6 +9,7 @@ Rank order, fastest first: tp, cp, dp, pp. It equals Megatron's default `tp-cp-e
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import itertools
 from collections import defaultdict
@@ -17,6 +18,8 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+
+from megacp.distributed.calls import Calls
 
 AXES = ("tp", "cp", "dp", "pp")
 """Axis names, fastest varying first."""
@@ -53,12 +56,22 @@ class Axis:
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
     backend: str = "none"
     traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
+    calls: Calls = field(default_factory=Calls, compare=False, repr=False)
     parts: dict[int, tuple[Axis, Axis]] = field(default_factory=dict, compare=False, repr=False)
     """What `split_axis` has made of it, by the ranks of a group."""
+    patience: float = field(default=0.0, compare=False, repr=False)
+    """Seconds that its ranks wait for one whose own work takes long, before they meet in a collective; 0: the group's
+    timeout.
+    """
 
     def __post_init__(self) -> None:
         assert len(self.global_ranks) == self.size and 0 <= self.rank < self.size, self
         assert self.size == 1 or self.group is not None, f"axis {self.name} of size {self.size} has no process group"
+
+
+def patient(axis: Axis, seconds: float) -> Axis:
+    """The same axis for work that may take long on one rank, such as files (`checkpoint.together`)."""
+    return dataclasses.replace(axis, patience=seconds)
 
 
 def single_axis(name: str, global_rank: int = 0) -> Axis:
@@ -168,6 +181,12 @@ class ProcessGrid:
     def all_axes(self) -> list[Axis]:
         """Every distinct axis, for reports of traffic."""
         return [*self.axes.values(), self.embedding, *self.channels.values(), self.world]
+
+    def with_groups(self) -> list[Axis]:
+        """The axes with a process group, also those that `split_axis` has made of others since."""
+        axes = self.all_axes()
+        parts = [part for axis in axes for pair in list(axis.parts.values()) for part in pair]
+        return [axis for axis in (*axes, *parts) if axis.group is not None]
 
 
 def build_grid(

@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import errno
 import os
+import socket
+import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from megacp.distributed.generation import fresh_store
 from megacp.distributed.grid import GridShape, ProcessGrid, build_grid
+from megacp.distributed.meeting import Meeting
 
 _M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 4 << 20
 """glibc's name for the option (malloc.h), and the bytes from which on a block gets a map of its own."""
+_NAME_SECONDS = 30.0
+"""How long MASTER_ADDR may be unknown to the name service: a cluster may start machines before their names."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +43,13 @@ class World:
 def world_from_environment() -> World:
     """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; a single process when they are absent.
 
-    Raises ValueError naming every variable that is no number, or a rank outside its world.
+    Raises ValueError naming every variable that is no number, a rank outside its world, and one of RANK and WORLD_SIZE
+    without the other: every process would then train alone.
     """
+    given = [key for key in ("RANK", "WORLD_SIZE") if key in os.environ]
+    if len(given) == 1:
+        (missing,) = {"RANK", "WORLD_SIZE"} - set(given)
+        raise ValueError(f"environment variables: {given[0]} is set, {missing} is not; start with torchrun or set both")
     size = os.environ.get("WORLD_SIZE", "1")
     defaults = {"RANK": "0", "WORLD_SIZE": size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": size}
     texts = {key: os.environ.get(key, default) for key, default in defaults.items()}
@@ -102,22 +115,107 @@ def trim_heap() -> None:
         malloc_trim(0)
 
 
-def start(shape: GridShape, timeout_minutes: float = 10.0) -> ProcessGrid:
-    """Join the run: device, process group (gloo on CPU, NCCL on CUDA), grid. Raises ValueError on a wrong world
-    size.
+def meet(world: World, seconds: float) -> Meeting:
+    """Find the other ranks of this run in its store; no process group is made.
+
+    Raises ValueError with one message for a store that cannot be opened or reached, a rank that does not come within
+    `seconds`, or comes twice.
+    """
+    if world.size == 1:
+        return Meeting(world.rank, 1, None, seconds)
+    by_hand = "TORCHELASTIC_RUN_ID" not in os.environ
+    try:
+        launched = _open_store(world, seconds)
+        store = fresh_store(launched, world.rank, world.size, seconds, by_hand)
+    except dist.DistError as error:
+        lost = str(error).strip().partition("\n")[0]
+        raise ValueError(f"rank {world.rank} on {socket.gethostname()} lost the run's store: {lost}") from error
+    return Meeting(world.rank, world.size, store, seconds)
+
+
+def join(meeting: Meeting, shape: GridShape, timeout_minutes: float = 10.0) -> ProcessGrid:
+    """The grid of the first ranks that met: device, process group (gloo on CPU, NCCL on CUDA), axes.
+
+    Raises ValueError when fewer met than the grid holds; a rank beyond it must not call this.
     """
     world = world_from_environment()
     device = pick_device(world)
     timeout = datetime.timedelta(minutes=timeout_minutes)
-    if world.size > 1 and not dist.is_initialized():
+    size = min(meeting.size, shape.world_size)
+    if size > 1 and not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        launched, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
-        store = fresh_store(launched, world.rank, world.size, timeout.total_seconds())
-        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
-    return build_grid(shape, world.rank, device, timeout)
+        dist.init_process_group(backend, store=meeting.store, rank=meeting.rank, world_size=size, timeout=timeout)
+    return build_grid(shape, meeting.rank, device, timeout)
+
+
+def start(shape: GridShape, timeout_minutes: float = 10.0) -> ProcessGrid:
+    """Join the run: the other ranks, device, process group, grid. Raises ValueError on a wrong world size."""
+    world = world_from_environment()
+    if world.size < shape.world_size:
+        return build_grid(shape, world.rank)  # which refuses it
+    return join(meet(world, 60.0 * timeout_minutes), shape, timeout_minutes)
 
 
 def stop() -> None:
     """Leave the run in order; without a process group nothing happens."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _open_store(world: World, seconds: float) -> dist.Store:
+    """The store at MASTER_ADDR:MASTER_PORT: torchrun's agent has it, or else rank 0."""
+    host, text = (os.environ.get(key, "") for key in ("MASTER_ADDR", "MASTER_PORT"))
+    wrong = [f"{key} is not set" for key, value in (("MASTER_ADDR", host), ("MASTER_PORT", text)) if not value]
+    if text and not (text.isdecimal() and 0 < int(text) < 2**16):
+        wrong.append(f"MASTER_PORT={text!r} is no number of a port (1 to 65535)")
+    if wrong:
+        raise ValueError(f"environment variables: {', '.join(wrong)}; start with torchrun or set them alike everywhere")
+    port = int(text)
+    timeout = datetime.timedelta(seconds=max(1.0, seconds))
+    if world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        listening = _listen(port)
+        return dist.TCPStore(
+            "localhost", port, None, True, timeout, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+    _await_store(host, port, world, seconds)
+    return dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+
+
+def _listen(port: int) -> socket.socket:
+    """A socket that listens on all addresses of this machine. Raises ValueError when the port is taken."""
+    both = socket.has_dualstack_ipv6()
+    try:
+        family = socket.AF_INET6 if both else socket.AF_INET
+        return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=2048)
+    except OSError as error:
+        why = "is in use by another process" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
+        raise ValueError(
+            f"MASTER_PORT={port} {why} on {socket.gethostname()}, the machine of rank 0: choose another port, the same "
+            "for all ranks, or end what is left of an earlier run"
+        ) from error
+
+
+def _await_store(host: str, port: int, world: World, seconds: float) -> None:
+    """Return once somebody listens there: torch's own waiting prints a page for every attempt."""
+    begun = time.monotonic()
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(1.0, min(10.0, seconds))).close()
+            return
+        except (socket.gaierror, UnicodeError) as error:
+            limit, why = min(seconds, _NAME_SECONDS), f"MASTER_ADDR={host!r} is no machine that can be found: {error}"
+        except OSError as error:
+            limit = seconds
+            why = f"nobody listens at MASTER_ADDR={host}, MASTER_PORT={port}: {error.strerror or error}"
+        if time.monotonic() - begun >= limit:
+            raise ValueError(
+                f"rank {world.rank} on {socket.gethostname()} waited {limit:g} s: {why}; is rank 0 running there?"
+            )
+        time.sleep(0.2)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process now: destructors of a broken process group may wait for ever for a machine that is frozen."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megacp.distributed.calls import Call
 from megacp.distributed.grid import Axis
 
 
@@ -29,8 +30,11 @@ class Handle:
     `arrived`: where a message that is received on the host lies until it is copied to `tensor`.
     """
 
-    def __init__(self, work: Any, tensor: torch.Tensor, arrived: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, work: Any, tensor: torch.Tensor, arrived: torch.Tensor | None = None, call: Call | None = None
+    ) -> None:
         self._work = work
+        self._call = call
         self.tensor = tensor
         self._arrived = arrived
 
@@ -39,6 +43,8 @@ class Handle:
         if self._work is not None:
             self._work.wait()
             self._work = None
+            if self._call is not None:
+                self._call.done = True
             if self._arrived is not None:
                 self.tensor.copy_(self._arrived)
                 self._arrived = None
@@ -51,7 +57,8 @@ def isend(x: torch.Tensor, axis: Axis, peer: int) -> Handle:
     x = x.detach().contiguous()
     axis.traffic.add("send", x.numel() * x.element_size())
     sent = x.cpu() if through_host(x, axis) else x
-    return Handle(dist.isend(sent, dst=axis.global_ranks[peer], group=axis.group), sent)
+    call = axis.calls.message("send", axis.global_ranks[peer], sent)
+    return Handle(dist.isend(sent, dst=axis.global_ranks[peer], group=axis.group), sent, call=call)
 
 
 def irecv(buffer: torch.Tensor, axis: Axis, peer: int) -> Handle:
@@ -59,7 +66,8 @@ def irecv(buffer: torch.Tensor, axis: Axis, peer: int) -> Handle:
     assert peer != axis.rank and buffer.is_contiguous()
     arrived = torch.empty_like(buffer, device="cpu") if through_host(buffer, axis) else None
     target = buffer if arrived is None else arrived
-    return Handle(dist.irecv(target, src=axis.global_ranks[peer], group=axis.group), buffer, arrived)
+    call = axis.calls.message("receive", axis.global_ranks[peer], target)
+    return Handle(dist.irecv(target, src=axis.global_ranks[peer], group=axis.group), buffer, arrived, call)
 
 
 class Shift:
@@ -69,9 +77,15 @@ class Shift:
     """
 
     def __init__(
-        self, works: list[Any], sent: torch.Tensor, received: torch.Tensor, device: torch.device | None = None
+        self,
+        works: list[Any],
+        sent: torch.Tensor,
+        received: torch.Tensor,
+        device: torch.device | None = None,
+        call: Call | None = None,
     ) -> None:
         self._works = works
+        self._call = call
         self._sent = sent
         self._received = received
         self._device = device
@@ -81,6 +95,8 @@ class Shift:
         for work in self._works:
             work.wait()
         self._works = []
+        if self._call is not None:
+            self._call.done = True
         if self._device is not None:
             self._received, self._device = self._received.to(self._device), None
         return self._received
@@ -96,4 +112,5 @@ def start_shift(x: torch.Tensor, axis: Axis) -> Shift:
     axis.traffic.add("ring", x.numel() * x.element_size())
     send = dist.P2POp(dist.isend, sent, target, axis.group)
     receive = dist.P2POp(dist.irecv, received, source, axis.group)
-    return Shift(dist.batch_isend_irecv([send, receive]), sent, received, device)
+    call = axis.calls.begin("ring shift", sent)
+    return Shift(dist.batch_isend_irecv([send, receive]), sent, received, device, call)

@@ -21,7 +21,7 @@ from megacp.checkpoint.pending import Contents, PendingCheckpoint
 from megacp.checkpoint.together import on_first
 from megacp.config.run import RunConfig, flag, flatten
 from megacp.config.yaml_file import to_yaml
-from megacp.distributed.grid import Axis
+from megacp.distributed.grid import Axis, patient
 from megacp.training.step import Trainee
 from megacp.training.stored import misfit, other_function, stored_config
 
@@ -63,7 +63,7 @@ class Resumed:
 
 
 _OF_THE_RUN = {"save", "load", "train_iters", "log_file", "log_interval", "dry_run", "world_size"}
-_OF_THE_RUN |= {"auto_resume", "finetune", "async_save", "exit_duration"}
+_OF_THE_RUN |= {"auto_resume", "finetune", "async_save", "exit_duration", "checkpoint_timeout_minutes"}
 """Flags that differ between a run and its resumption as a matter of course."""
 
 
@@ -94,7 +94,7 @@ def begin_save(trainee: Trainee, progress: Progress, config: RunConfig, backgrou
         Path(config.checkpoint.save),
         boxes_to_save(trainee.buckets.parameter_slices(), trainee.optimizer.state_slices()),
         Contents(progress.step, extra, to_yaml(config), sizes),
-        grid.world,
+        patient(grid.world, 60.0 * config.checkpoint.checkpoint_timeout_minutes),
         background=background,
     )
 
@@ -119,7 +119,9 @@ def load(trainee: Trainee, progress: Progress, config: RunConfig, start: Start |
 
 def _load(trainee: Trainee, progress: Progress, config: RunConfig, start: Start) -> Resumed:
     assert start.path is not None
-    loaded = load_checkpoint(start.path, trainee.grid.world)
+    loaded = load_checkpoint(
+        start.path, patient(trainee.grid.world, 60.0 * config.checkpoint.checkpoint_timeout_minutes)
+    )
     reasons = [] if start.weights_only else _other_data(loaded, progress, config)
     stored = stored_config(loaded)
     before, now = flatten(stored), flatten(config)

@@ -1,0 +1,39 @@
+"""The largest grid that a world of any size can hold, for a run that goes on after it has lost machines.
+
+Key property: a pure function of the config and the world size, so every rank finds the same grid without asking.
+Rejected: a grid that a user writes for every number of machines that may be left.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from megacp.config.checks import check
+from megacp.config.run import RunConfig, with_values
+
+_SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+
+
+def largest_grid(config: RunConfig, world_size: int) -> tuple[RunConfig, int]:
+    """The config with a grid that fits, and the ranks it takes; as given where it fits or --allow-smaller-grid is off.
+
+    The given tp, cp and pp stay where any number of replicas of them fits the world and the global batch. Else they
+    shrink to divisors: most ranks first, then most ranks of one model (least memory a rank), then largest tp, cp, pp.
+    Where nothing fits, the config comes back as it was: its checks say why.
+    """
+    if not config.parallel.allow_smaller_grid or not check(config, world_size):
+        return config, world_size
+    given = tuple(getattr(config.parallel, name) for name in _SIZES)
+    shapes = itertools.product(*([d for d in range(size, 0, -1) if size % d == 0] for size in given))
+    found = []
+    for shape in shapes:
+        smaller = with_values(config, dict(zip(_SIZES, shape, strict=True)))
+        for replicas in range(world_size // smaller.model_ranks, 0, -1):
+            ranks = replicas * smaller.model_ranks
+            if not check(smaller, ranks):
+                found.append(((shape == given, ranks, smaller.model_ranks, shape), smaller, ranks))
+                break
+    if not found:
+        return config, world_size
+    _, chosen, ranks = max(found, key=lambda candidate: candidate[0])
+    return chosen, ranks

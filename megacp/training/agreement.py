@@ -1,0 +1,153 @@
+"""What every rank states before anything depends on it, and how a difference is told.
+
+Key property: compared in the run's store before any process group of the grid exists, so another grid, size or timeout
+on one rank is a message and not a hang. Rejected: a hash alone, which says that ranks differ and not in what.
+
+Only the flags in MAY_DIFFER may: where a machine keeps its copy of the packs (their fingerprint is compared instead)
+and how many threads read them. All others act on the result, on files or on when ranks meet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from pathlib import Path
+
+import torch
+
+import megacp
+from megacp.checkpoint.directory import LATEST_FILE, temporary
+from megacp.config.run import RunConfig, flag, flatten
+from megacp.distributed.generation import named
+from megacp.distributed.meeting import Meeting
+from megacp.files import create_new, read_regular, seen
+from megacp.training.sources import Sources
+
+MAY_DIFFER = ("data_path", "valid_data_path", "num_workers")
+"""Flags that are the machine's own affair."""
+_LATE_SECONDS = 40.0
+"""How long another machine may see a file late on NFS: its caches of names hold for 30 s."""
+
+
+def statement(config: RunConfig, sources: Sources, device_type: str) -> dict[str, str]:
+    """Everything that must be equal on all ranks, by the name that a message gives it."""
+    values = {flag(name): json.dumps(value) for name, value in flatten(config).items() if name not in MAY_DIFFER}
+    valid = getattr(sources.valid, "fingerprint", "none")
+    return values | {
+        "the fingerprint of --data-path": sources.fingerprint,
+        "the fingerprint of --valid-data-path": valid,
+        "the version of megacp": megacp.__version__,
+        "the source of megacp (sha256)": _source_digest(),
+        "the version of torch": str(torch.__version__),
+        "the version of Python": platform.python_version(),
+        "the device": device_type,
+    }
+
+
+def require_agreement(meeting: Meeting, stated: dict[str, str] | None, problem: str = "") -> None:
+    """Return when all ranks state the same and none has a `problem`; else raise one ValueError, alike on every rank."""
+    mine = json.dumps({"host": meeting.host, "stated": stated or {}, "problem": problem})
+    verdict = meeting.judged("start", mine, _differences)
+    if verdict:
+        raise ValueError(verdict)
+
+
+def require_shared_folder(meeting: Meeting, folder: str | None, seconds: float = _LATE_SECONDS) -> None:
+    """Return when every rank sees a file that rank 0 writes into `folder`, made where there is none (None: no folder).
+
+    Raises ValueError on every rank, naming the ranks and machines that do not see it within `seconds`.
+    """
+    if folder is None or meeting.size == 1:
+        return
+    token = temporary(Path(folder), LATEST_FILE)  # what a crash leaves of this name is removed with its like
+    name, problem = "", ""
+    if meeting.rank == 0:
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with create_new(token) as stream:
+                stream.write(token.name.encode())
+            name = token.name
+        except OSError as error:
+            problem = f"cannot be written by rank 0 on {meeting.host}: {error.strerror or error}"
+    try:
+        name = meeting.told("token", name)
+        if name and meeting.rank != 0:
+            problem = _unseen(Path(folder), name, seconds)
+        seen_by = json.dumps({"host": meeting.host, "problem": problem})
+        verdict = meeting.judged("folder", seen_by, lambda values: _blind(folder, values), also=seconds)
+    finally:
+        if meeting.rank == 0:
+            token.unlink(missing_ok=True)
+    if verdict:
+        raise ValueError(verdict)
+
+
+def _unseen(folder: Path, name: str, seconds: float) -> str:
+    """Why this rank does not see rank 0's file; empty when it does."""
+
+    def look() -> bytes:
+        place = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
+        list(place.iterdir())  # has NFS ask its server instead of a cache that remembers what was missing
+        return read_regular(folder / name)
+
+    try:
+        content = seen(look, seconds)
+    except (OSError, ValueError) as error:
+        return f"does not see it ({getattr(error, 'strerror', None) or error})"
+    return "" if content == name.encode() else "sees another content"
+
+
+def _blind(folder: str, values: list[str]) -> str:
+    told = [json.loads(value) for value in values]
+    failed = {rank: text for rank, text in enumerate(told) if text["problem"]}
+    if not failed:
+        return ""
+    if 0 in failed:
+        return f"--save {folder} {failed[0]['problem']}"
+    by_host: dict[tuple[str, str], list[int]] = {}
+    for rank, text in failed.items():
+        by_host.setdefault((text["host"], text["problem"]), []).append(rank)
+    lines = [f"  - {named(ranks)} on {host} {problem}" for (host, problem), ranks in by_host.items()]
+    head = f"--save {folder} is not one directory for all machines: rank 0 on {told[0]['host']} wrote a file there, and"
+    return "\n".join([head, *lines, "use a file system that all machines share, and a path that is the same on all"])
+
+
+def _differences(values: list[str]) -> str:
+    """What the ranks do not agree on, in words; empty when they do."""
+    told = [json.loads(value) for value in values]
+    problems: dict[str, list[int]] = {}
+    for rank, one in enumerate(told):
+        if one["problem"]:
+            problems.setdefault(one["problem"], []).append(rank)
+    if problems:
+        if len(problems) == 1 and len(*problems.values()) == len(told):
+            return next(iter(problems))
+        return "\n".join(f"{_places(ranks, told)}: {text}" for text, ranks in problems.items())
+    lines = []
+    for name in dict.fromkeys(name for one in told for name in one["stated"]):
+        groups: dict[str, list[int]] = {}
+        for rank, one in enumerate(told):
+            groups.setdefault(one["stated"].get(name, "absent"), []).append(rank)
+        if len(groups) > 1:
+            usual, *others = sorted(groups, key=lambda value: -len(groups[value]))
+            odd = ", ".join(f"{value} on {_places(groups[value], told)}" for value in others)
+            lines.append(f"  - {name}: {odd}; {usual} on {_places(groups[usual], told)}")
+    head = f"the {len(told)} ranks of this run were not started alike; give all of them the same flags and software:"
+    return "\n".join([head, *lines]) if lines else ""
+
+
+def _places(ranks: list[int], told: list[dict[str, str]]) -> str:
+    """`rank 3 (host b)`."""
+    hosts = list(dict.fromkeys(told[rank]["host"] for rank in ranks))
+    shown = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
+    return f"{named(ranks)} ({'host' if len(hosts) == 1 else 'hosts'} {shown})"
+
+
+def _source_digest() -> str:
+    """sha256 over the package's Python files: one machine with an older copy would compute something else."""
+    root = Path(megacp.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]

@@ -1,0 +1,83 @@
+"""Real ranks of `megacp.train`, each a process with flags, an environment and a folder of its own.
+
+Key property: what differs between machines can differ here between processes of one. Rejected: a pool of ranks, which
+share one start.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended, and what it wrote."""
+
+    status: int
+    out: str
+    err: str
+
+
+def free_port() -> int:
+    """A port that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(rank: int, size: int, port: int, **changed: str | None) -> dict[str, str]:
+    """What a launcher would set; None in `changed` leaves a variable out."""
+    values: dict[str, str | None] = {key: text for key, text in os.environ.items() if "TORCHELASTIC" not in key}
+    values |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    values |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    values |= changed
+    return {key: text for key, text in values.items() if text is not None}
+
+
+def launch(
+    flags: Sequence[str], environment: Mapping[str, str], folder: Path | None = None, module: str = "megacp.train"
+) -> subprocess.Popen[str]:
+    """One process; `folder` is where it stands."""
+    command = [sys.executable, "-m", module, *flags]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder or ROOT, env=dict(environment), stdout=pipe, stderr=pipe, text=True)
+
+
+def ends(processes: Sequence[subprocess.Popen[str]], timeout: float = 200.0) -> list[Ended]:
+    """How all of them end, in order; none outlives this call. One that hangs fails with its stacks."""
+    try:
+        return [_end(process, timeout) for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+
+
+def _end(process: subprocess.Popen[str], timeout: float) -> Ended:
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        out, err = process.communicate(timeout=30)
+        raise AssertionError(f"a rank hangs:\n{out}\n{err}") from None
+    return Ended(process.returncode, out, err)
+
+
+def run_all(
+    flags: Sequence[Sequence[str]], folders: Sequence[Path] | None = None, timeout: float = 200.0
+) -> list[Ended]:
+    """One rank for each list of flags, started by hand."""
+    port, size = free_port(), len(flags)
+    places = folders or [ROOT] * size
+    return ends([launch(flags[r], environment(r, size, port), places[r]) for r in range(size)], timeout)

@@ -1,0 +1,170 @@
+"""Ranks that were not started alike, miss each other or do not see one directory: one message on each, no step."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.faults.processes import Ended, ends, environment, free_port, launch, run_all
+from tests.training.runs import TINY
+
+HOST = socket.gethostname()
+QUICK = [*TINY, "--distributed-timeout-minutes", "1"]
+IMPATIENT = [*TINY, "--distributed-timeout-minutes", "0.25"]
+
+
+def refused(ended: Ended) -> str:
+    """The one message of a rank that was refused."""
+    assert ended.status == 2, ended
+    assert "Traceback" not in ended.err and "step 1/" not in ended.out
+    assert ended.err.count("error: ") == 1, ended.err
+    return ended.err.partition("error: ")[2].strip()
+
+
+def test_a_rank_with_another_learning_rate_is_refused_on_every_rank_with_both_values() -> None:
+    """Would catch ranks that train to the end with two configurations and end with status 0."""
+    messages = {refused(ended) for ended in run_all([QUICK, [*QUICK, "--lr", "0.02"]])}
+    assert messages == {
+        "the 2 ranks of this run were not started alike; give all of them the same flags and software:\n"
+        f"  - --lr: 0.02 on rank 1 (host {HOST}); 0.01 on rank 0 (host {HOST})"
+    }
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "other",
+    [
+        ["--seed", "5"],
+        ["--hidden-dropout", "0.2"],
+        ["--weight-decay", "0.2"],
+        ["--clip-grad", "0.5"],
+        ["--rotary-base", "20000"],
+        ["--attention-mask", "causal"],
+        ["--global-batch-size", "8"],
+        ["--save", "elsewhere"],
+        ["--dtype", "float32"],
+        ["--num-attention-heads", "8"],
+        ["--num-layers", "2"],
+        ["--train-iters", "6"],
+        ["--tensor-model-parallel-size", "2"],
+        ["--pipeline-model-parallel-size", "2"],
+        ["--context-parallel-size", "2"],
+        ["--distributed-timeout-minutes", "5"],
+        ["--eval-iters", "2"],
+        ["--save-interval", "3", "--save", "here"],
+    ],
+    ids=lambda flags: flags[0],
+)
+@pytest.mark.parametrize("odd", [0, 1])
+def test_any_other_flag_on_one_rank_is_refused(tmp_path: Path, other: list[str], odd: int) -> None:
+    """Would catch a difference that dies later, hangs, or is never noticed."""
+    flags = [QUICK, QUICK]
+    flags[odd] = [*QUICK, *other]
+    first, second = (refused(ended) for ended in run_all(flags, [tmp_path, tmp_path]))
+    assert first == second
+    assert all(f"  - {flag}: " in first for flag in other if flag.startswith("--"))
+    assert f"on rank {odd} (host {HOST})" in first
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("wrong", [["--data-path", "/nowhere"], ["--lr", "much"], ["--lerning-rate", "1"]])
+def test_what_only_one_rank_cannot_do_ends_all_of_them_with_its_reason(wrong: list[str]) -> None:
+    """Would catch ranks that wait for one that has gone, and a reason that only its own machine has seen."""
+    first, second = (refused(ended) for ended in run_all([QUICK, [*QUICK, *wrong]]))
+    assert first == second
+    assert f"rank 1 (host {HOST}): " in first and wrong[0].strip("-") in first
+
+
+@pytest.mark.faults
+def test_what_no_rank_can_do_is_told_without_ranks() -> None:
+    messages = {refused(ended) for ended in run_all([[*QUICK, "--data-path", "/nowhere"]] * 2)}
+    assert messages == {"this configuration cannot run:\n  - --data-path /nowhere: does not exist"}
+
+
+@pytest.mark.faults
+def test_a_save_directory_that_is_not_shared_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """Would catch a run that finds out at its last step, with checkpoints that lack one machine's files."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    messages = {refused(ended) for ended in run_all([[*QUICK, "--save", "out"]] * 2, folders)}
+    assert messages == {
+        f"--save out is not one directory for all machines: rank 0 on {HOST} wrote a file there, and\n"
+        f"  - rank 1 on {HOST} does not see it (No such file or directory)\n"
+        "use a file system that all machines share, and a path that is the same on all"
+    }
+    assert list((tmp_path / "a" / "out").iterdir()) == []
+
+
+def by_hand(ranks: list[int], size: int, **changed: str | None) -> list[Ended]:
+    port = free_port()
+    return ends([launch(IMPATIENT, environment(rank, size, port, **changed)) for rank in ranks])
+
+
+@pytest.mark.faults
+def test_a_rank_that_never_comes_is_named_by_all_others() -> None:
+    flags = [*IMPATIENT, "--global-batch-size", "6"]
+    port = free_port()
+    for ended in ends([launch(flags, environment(rank, 3, port)) for rank in (0, 1)]):
+        message = refused(ended)
+        assert "waited 15 s for the 3 ranks of this run to start: no word from rank 2; start every rank" in message
+
+
+@pytest.mark.faults
+def test_a_missing_first_rank_is_named_too() -> None:
+    (ended,) = by_hand([1], 2)
+    assert f"rank 1 on {HOST} waited 15 s: nobody listens at MASTER_ADDR=127.0.0.1" in refused(ended)
+
+
+@pytest.mark.faults
+def test_a_rank_number_that_was_given_twice_is_told_by_all() -> None:
+    """Would catch one of the two training on and the other waiting for the timeout."""
+    port = free_port()
+    twice = [launch([*QUICK, "--global-batch-size", "6"], environment(rank, 3, port)) for rank in (0, 1, 1)]
+    messages = {refused(ended) for ended in ends(twice)}
+    assert all(f"rank 1 was started twice, on {HOST} process" in message for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"RANK": "one"}, "RANK='one' is not a number"),
+        ({"WORLD_SIZE": None}, "RANK is set, WORLD_SIZE is not"),
+        ({"RANK": None}, "WORLD_SIZE is set, RANK is not"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
+        ({"MASTER_ADDR": "no machine!"}, "MASTER_ADDR='no machine!' is no machine that can be found"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http' is no number of a port"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT='70000' is no number of a port"),
+    ],
+    ids=str,
+)
+@pytest.mark.faults
+def test_garbage_in_the_launchers_variables_is_one_message(changed: dict[str, str | None], told: str) -> None:
+    """Would catch a traceback from torch, and processes that each train alone with status 0."""
+    (ended,) = by_hand([1], 2, **changed)
+    assert told in refused(ended)
+
+
+@pytest.mark.faults
+def test_a_port_that_is_taken_is_one_message() -> None:
+    with socket.create_server(("", 0)) as taken:
+        flags = [*QUICK, "--distributed-timeout-minutes", "0.1"]
+        process = launch(flags, environment(0, 2, taken.getsockname()[1]))
+        (ended,) = ends([process])
+    assert f"is in use by another process on {HOST}, the machine of rank 0" in refused(ended)
+
+
+@pytest.mark.faults
+def test_local_ranks_behind_the_first_are_silent() -> None:
+    """Would catch the same message from every rank of a machine."""
+    port = free_port()
+    processes: list[subprocess.Popen[str]] = []
+    for rank, flags in enumerate((QUICK, [*QUICK, "--lr", "0.02"])):
+        local = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+        processes.append(launch(flags, environment(rank, 2, port, **local)))
+    first, second = ends(processes)
+    assert "--lr" in refused(first)
+    assert (second.status, second.err) == (2, "")
