@@ -8,6 +8,7 @@ own for the writing thread, which would let ranks commit while others step and d
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 import threading
@@ -33,7 +34,7 @@ from megacp.checkpoint.storage import PayloadError, PayloadWriter
 from megacp.checkpoint.together import on_first, together
 from megacp.distributed.collectives import gather_to_first
 from megacp.distributed.grid import Axis
-from megacp.files import rename, sync_folder, write_new
+from megacp.files import rename, seen, sync_folder, write_new
 
 _BYTES_PER_BOX, _MARGIN = 4096, 1 << 20
 """What a box takes in the files besides its values (its own archive, its lines in the index), and the smallest files;
@@ -162,6 +163,7 @@ class PendingCheckpoint:
     def _commit(self, of_ranks: list[dict[str, FileRecord]] | None, index: Path | None) -> Path:
         """Complete the written folder with config and manifest, and rename it; rank 0 only."""
         assert of_ranks is not None and index is not None
+        self._see_all(of_ranks)
         files = {name: record for of_rank in of_ranks for name, record in of_rank.items()}
         write_new(self._folder / CONFIG_FILE, self._contents.config_yaml.encode())
         files |= {path.name: hash_file(path) for path in (index, self._folder / CONFIG_FILE)}
@@ -178,6 +180,21 @@ class PendingCheckpoint:
         rename(self._folder, final)
         sync_folder(self._root)
         return final
+
+    def _see_all(self, of_ranks: list[dict[str, FileRecord]]) -> None:
+        """Raise SaveError naming the first rank and file that is not where rank 0 commits: its machine has another
+        directory under this name.
+        """
+        for rank, name, record in [(rank, *item) for rank, files in enumerate(of_ranks) for item in files.items()]:
+            path, size = self._folder / name, -1
+            with contextlib.suppress(OSError):
+                size = seen(path.stat).st_size
+            if size < 0:
+                raise SaveError(
+                    f"rank 0 does not see {name} of rank {rank}: is {path} the same place for all machines?"
+                )
+            if size != record.size:
+                raise SaveError(f"rank 0 sees {size} bytes of {name}, rank {rank} wrote {record.size}: {path}")
 
     def _failed(self, failure: Exception) -> SaveError:
         return SaveError(f"checkpoint of step {self.step} in {self._root} was not written: {failure}")

@@ -57,11 +57,14 @@ def _wait(store: dist.Store, room: str, axis: Axis, seconds: float, what: str) -
     deadline, pause = time.monotonic() + seconds, 0.002
     beats: dict[int, tuple[int, float]] = {}
     looked = time.monotonic()
-    while not store.check([f"{room}/all"]):
+    while not store.check([f"{room}/all"]) or store.check([f"{room}/given_up"]):
         now = time.monotonic()
+        if store.check([f"{room}/given_up"]):
+            raise LateError(store.get(f"{room}/given_up").decode())
         if now >= deadline:
             late = [axis.global_ranks[place] for place in _late(store, room, axis)]
-            raise LateError(f"{named(late)}{_hosts(store, late)} still {what} after {seconds:g} s")
+            store.set(f"{room}/given_up", f"{named(late)}{_hosts(store, late)} still {what} after {seconds:g} s")
+            continue
         if now - looked > 1.0:
             looked = now
             _refuse_dead(store, axis, _late(store, room, axis), beats, what)

@@ -1,0 +1,98 @@
+"""A rank whose disk is slow or elsewhere: waited for longer than a collective may take, then named."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import time
+from pathlib import Path
+
+import pytest
+
+from megacp.checkpoint import pending
+from megacp.checkpoint.commit import load_checkpoint
+from megacp.checkpoint.directory import committed
+from megacp.checkpoint.pending import SaveError
+from megacp.checkpoint.storage import PayloadWriter
+from megacp.distributed.grid import GridShape, build_grid, patient, single_axis
+from megacp.files import seen
+from tests.checkpoint.test_pending import begin, boxes
+from tests.ranks import grid, run_ranks
+
+GROUP_SECONDS = 2.0
+
+
+def _slow(rank: int, world_size: int, root: str, seconds: float, patience: float, background: bool) -> str:
+    """Save where rank 1 needs `seconds` for its file; the error, if any."""
+    timeout = datetime.timedelta(seconds=GROUP_SECONDS)
+    world = patient(build_grid(GridShape(dp=world_size), rank, timeout=timeout).world, patience)
+    real = PayloadWriter.write
+
+    def write(self: PayloadWriter, folder: Path) -> list[Path]:
+        time.sleep(seconds * rank)
+        return real(self, folder)
+
+    PayloadWriter.write = write  # type: ignore[method-assign]
+    try:
+        begin(Path(root), 3, boxes(world), world, background).commit()
+    except SaveError as error:
+        return str(error)
+    finally:
+        PayloadWriter.write = real  # type: ignore[method-assign]
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_may_take_longer_than_a_collective(tmp_path: Path, background: bool) -> None:
+    """Would catch a slow disk that ends the run after --distributed-timeout-minutes."""
+    assert run_ranks(_slow, 2, str(tmp_path), 2 * GROUP_SECONDS, 60.0, background) == ["", ""]
+    assert load_checkpoint(tmp_path, single_axis("world")).step == 3
+
+
+@pytest.mark.slow
+def test_a_rank_beyond_the_limit_of_saving_is_named(tmp_path: Path) -> None:
+    first, late = run_ranks(_slow, 2, str(tmp_path), 4.0, 1.0, False)
+    assert "rank 1 still reading or writing a checkpoint after 1 s (--checkpoint-timeout-minutes" in first
+    assert first == late
+    assert committed(tmp_path) == []
+
+
+def _elsewhere(rank: int, world_size: int, root: str, kept: int) -> str:
+    """Save where rank 1's file comes to lie in a directory that only rank 1 has, but for `kept` bytes."""
+    world = grid(dp=world_size).world
+    real = PayloadWriter.write
+
+    def write(self: PayloadWriter, folder: Path) -> list[Path]:
+        paths = real(self, folder)
+        if rank == 1:
+            lost = Path(root, "machine of rank 1")
+            lost.mkdir()
+            content = paths[0].read_bytes()
+            paths[0].unlink()
+            if kept:
+                paths[0].write_bytes(content[:kept])
+            paths = [lost / paths[0].name]
+            paths[0].write_bytes(content)
+        return paths
+
+    PayloadWriter.write = write  # type: ignore[method-assign]
+    pending.seen = functools.partial(seen, seconds=0.2)  # type: ignore[attr-defined]
+    try:
+        begin(Path(root, "out"), 3, boxes(world), world, False).commit()
+    except SaveError as error:
+        return str(error)
+    finally:
+        PayloadWriter.write = real  # type: ignore[method-assign]
+        pending.seen = seen  # type: ignore[attr-defined]
+    return ""
+
+
+@pytest.mark.parametrize("kept", [0, 100])
+def test_a_file_that_rank_0_does_not_see_is_not_committed(tmp_path: Path, kept: int) -> None:
+    """Would catch a committed checkpoint without the file of a rank that saw another directory."""
+    first, second = run_ranks(_elsewhere, 2, str(tmp_path), kept)
+    assert first == second
+    told = "rank 0 does not see __1_0.distcp of rank 1" if not kept else "rank 0 sees 100 bytes of __1_0.distcp, rank 1"
+    assert told in first
+    assert committed(tmp_path / "out") == []

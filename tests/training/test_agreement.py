@@ -1,0 +1,105 @@
+"""What ranks state at the start: every difference is told with both values, and a directory must be one for all."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from megacp.config.cli import parse
+from megacp.config.run import fields, flag
+from megacp.distributed.meeting import Meeting
+from megacp.training.agreement import MAY_DIFFER, require_agreement, require_shared_folder, statement
+from megacp.training.sources import open_sources
+from tests.distributed.test_meeting import at_once
+from tests.training.runs import TINY
+
+HOST = socket.gethostname()
+
+
+def stated(*flags: str) -> dict[str, str]:
+    config, sources = open_sources(parse([*TINY, *flags]))
+    return statement(config, sources, "cpu")
+
+
+def test_every_flag_is_stated_but_those_that_may_differ() -> None:
+    """Would catch a new flag that ranks may set differently without anybody having thought of it."""
+    assert {name for name in fields() if flag(name) not in stated()} == set(MAY_DIFFER)
+
+
+def test_data_and_software_are_stated() -> None:
+    assert stated("--seq-length", "128")["the fingerprint of --data-path"] != stated()["the fingerprint of --data-path"]
+    named = "the version of megacp", "the source of megacp (sha256)", "the version of torch", "the version of Python"
+    assert all(stated()[name] for name in (*named, "the device"))
+
+
+def agreed(statements: list[dict[str, str]], problems: dict[int, str] | None = None) -> list[str]:
+    def action(meeting: Meeting) -> str:
+        require_agreement(meeting, statements[meeting.rank], (problems or {}).get(meeting.rank, ""))
+        return "agreed"
+
+    return at_once(len(statements), action)
+
+
+def test_equal_statements_agree_also_where_machines_read_their_own_copy() -> None:
+    assert agreed([stated(), stated("--num-workers", "3"), stated()]) == ["agreed"] * 3
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ([0.01, 0.01, 0.5, 0.01], f"0.5 on rank 2 (host {HOST}); 0.01 on ranks 0, 1, 3 (host {HOST})"),
+        ([0.5, 0.01, 0.01, 0.01], f"0.5 on rank 0 (host {HOST}); 0.01 on ranks 1, 2, 3 (host {HOST})"),
+        (
+            [0.01, 0.5, 0.7, 0.01],
+            f"0.5 on rank 1 (host {HOST}), 0.7 on rank 2 (host {HOST}); 0.01 on ranks 0, 3 (host {HOST})",
+        ),
+    ],
+)
+def test_a_difference_is_told_with_its_ranks_on_every_rank(values: list[float], told: str) -> None:
+    refusals = agreed([stated("--lr", str(value)) for value in values])
+    assert len(set(refusals)) == 1
+    assert refusals[0].endswith(f"\n  - --lr: {told}")
+
+
+def test_every_difference_is_told_at_once() -> None:
+    (refusal, _) = agreed([stated(), stated("--seed", "2", "--num-layers", "2") | {"the version of torch": "1.0"}])
+    assert all(f"\n  - {name}: " in refusal for name in ("--seed", "--num-layers", "the version of torch"))
+    assert refusal.count("  - ") == 3
+
+
+def test_a_problem_of_one_rank_is_told_by_all_of_them() -> None:
+    refusals = agreed([stated(), {}], {1: "--data-path is not here"})
+    assert refusals == [f"refused: rank 1 (host {HOST}): --data-path is not here"] * 2
+
+
+def test_a_problem_of_all_ranks_is_told_as_it_is() -> None:
+    assert agreed([{}, {}], dict.fromkeys((0, 1), "no such flag")) == ["refused: no such flag"] * 2
+
+
+def shared(folders: list[Path]) -> list[str]:
+    def action(meeting: Meeting) -> str:
+        require_shared_folder(meeting, str(folders[meeting.rank]), 0.3)
+        return "shared"
+
+    return at_once(len(folders), action)
+
+
+def test_a_directory_that_all_see_is_left_empty(tmp_path: Path) -> None:
+    assert shared([tmp_path / "new"] * 3) == ["shared"] * 3
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_ranks_that_see_another_directory_are_named_by_all(tmp_path: Path) -> None:
+    """Would catch the loss of their share of every checkpoint."""
+    refusals = shared([tmp_path / name for name in ("a", "b", "a", "c")])
+    assert len(set(refusals)) == 1
+    assert f"ranks 1, 3 on {HOST} does not see it (No such file or directory)" in refusals[0]
+    assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_a_directory_that_rank_0_cannot_make_is_told_by_all(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    refusals = shared([tmp_path / "file" / "out"] * 2)
+    assert len(set(refusals)) == 1 and f"cannot be written by rank 0 on {HOST}: Not a directory" in refusals[0]
