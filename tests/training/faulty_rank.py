@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from megacp.checkpoint import pending
 from megacp.checkpoint.pending import PendingCheckpoint
 from megacp.checkpoint.storage import PayloadWriter
-from megacp.train import main
+from megacp.train import program
 from megacp.training.step import Trainee
 
 
@@ -77,6 +78,10 @@ def _kill_before_latest(step: int) -> None:
     PendingCheckpoint._commit = commit  # type: ignore[method-assign]
 
 
+def _hang() -> None:
+    time.sleep(600)
+
+
 def _raise() -> None:
     raise ValueError("something of this rank alone is wrong")
 
@@ -86,6 +91,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "kill in step": _in_step(lambda: _die(signal.SIGKILL)),
     "stop in step": _in_step(lambda: _die(signal.SIGSTOP)),
     "raise in step": _in_step(_raise),
+    "hang in step": _in_step(_hang),
     "kill in writing": _kill_in_writing,
     "kill before rename": _kill_before_rename,
     "kill before latest": _kill_before_latest,
@@ -93,6 +99,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
 
 if __name__ == "__main__":
     fault, rank, step, *flags = sys.argv[1:]
-    if os.environ["RANK"] == rank and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if os.environ["RANK"] == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         FAULTS[fault](int(step))
-    sys.exit(main(flags))
+    sys.argv[1:] = flags
+    program()
