@@ -10,6 +10,8 @@ CP=${CP:-1}
 # How long torchrun waits for ranks that save after SIGTERM before it kills them (its default is 30 s).
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# A store of its own for each life of the run: a machine that replaces a lost one then meets the others again.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
 exec torchrun --standalone --nproc-per-node "$NPROC" -m megacp.train \
     --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP" --context-parallel-size "$CP" \
     "$@"

@@ -18,6 +18,8 @@ TP=${TP:-4}
 CP=${CP:-2}
 RECOMPUTE=${RECOMPUTE:-full}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+# A store of its own for each life of the run: a machine that replaces a lost one then meets the others again.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
 # One queue: a collective of tensor parallelism starts before the product that hides it.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 # Packs of many lengths: without this the allocator loses memory between blocks of all sizes.

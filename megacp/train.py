@@ -161,6 +161,8 @@ def _train(own: Plan, meeting: Meeting, world: launch.World) -> int:
     status = 1
     try:
         grid = launch.join(meeting, own.shape, own.config.parallel.distributed_timeout_minutes)
+        if meeting.rank == 0 and own.config.parallel.allow_smaller_grid:
+            print(f"--allow-smaller-grid: {own.shape.world_size} of {meeting.size} ranks are used", flush=True)
         with Watch(grid):
             try:
                 trainer = Trainer(own.config, grid, own.sources)

@@ -1,0 +1,61 @@
+"""The largest grid for any number of ranks: replicas go first, then the axes of the model; nothing changes unasked."""
+
+from __future__ import annotations
+
+import pytest
+
+from megacp.config.checks import check
+from megacp.config.cli import parse
+from megacp.config.smaller_grid import largest_grid
+
+MODEL = [
+    *("--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4", "--num-query-groups", "4"),
+    *("--ffn-hidden-size", "64", "--vocab-size", "64", "--seq-length", "64", "--allow-smaller-grid"),
+]
+
+
+def grid(world: int, tp: int, cp: int, pp: int, batch: int = 24) -> tuple[int, int, int, int]:
+    """(ranks used, tp, cp, pp) of the grid that is taken."""
+    sizes = ["--tensor-model-parallel-size", str(tp), "--context-parallel-size", str(cp)]
+    sizes += ["--pipeline-model-parallel-size", str(pp), "--global-batch-size", str(batch)]
+    config, ranks = largest_grid(parse([*MODEL, *sizes]), world)
+    assert check(config, ranks) == []
+    assert config.training.global_batch_size == batch
+    p = config.parallel
+    return ranks, p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size
+
+
+@pytest.mark.parametrize(
+    ("world", "given", "batch", "taken"),
+    [
+        (8, (2, 2, 1), 24, (8, 2, 2, 1)),  # it fits as it is
+        (7, (2, 1, 1), 24, (6, 2, 1, 1)),  # dp 4 to 3, one rank is left over
+        (7, (1, 1, 1), 8, (4, 1, 1, 1)),  # 5, 6 and 7 replicas do not divide the batch of 8
+        (6, (2, 2, 2), 24, (6, 2, 1, 1)),  # less than one model: most ranks, then the largest model
+        (4, (2, 2, 2), 24, (4, 2, 2, 1)),  # 4 ranks of one model, tp and cp before pp
+        (3, (4, 1, 1), 24, (3, 1, 1, 1)),
+        (1, (4, 2, 2), 24, (1, 1, 1, 1)),
+    ],
+)
+def test_the_largest_grid_that_fits_is_taken(
+    world: int, given: tuple[int, int, int], batch: int, taken: tuple[int, int, int, int]
+) -> None:
+    assert grid(world, *given, batch=batch) == taken
+
+
+def test_every_world_has_a_grid_that_its_checks_accept() -> None:
+    for world in range(1, 25):
+        ranks, tp, cp, pp = grid(world, 2, 2, 2)
+        assert ranks <= world and ranks % (tp * cp * pp) == 0
+
+
+def test_without_the_flag_nothing_changes() -> None:
+    flags = [flag for flag in MODEL if flag != "--allow-smaller-grid"]
+    config = parse([*flags, "--tensor-model-parallel-size", "2"])
+    assert largest_grid(config, 3) == (config, 3)
+
+
+def test_what_no_grid_cures_is_left_to_the_checks() -> None:
+    config = parse([*MODEL, "--num-query-groups", "3"])
+    assert largest_grid(config, 2) == (config, 2)
+    assert any("--num-query-groups 3" in reason for reason in check(config, 2))

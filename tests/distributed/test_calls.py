@@ -1,0 +1,106 @@
+"""The record of calls: what it costs, what it says, and how the answers of all ranks become a report."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from megacp.distributed.calls import Calls
+from megacp.distributed.collectives import all_gather, all_reduce, start_all_to_all
+from megacp.distributed.grid import ProcessGrid
+from megacp.distributed.hang_report import report
+from megacp.distributed.last_words import last_words
+from megacp.distributed.p2p import irecv, isend
+from megacp.distributed.watch import Watch, _calls, group_name
+from tests.ranks import grid, run_ranks
+
+
+def test_a_call_costs_microseconds() -> None:
+    """Would catch a record that a training step notices: some thousand calls a second."""
+    calls, x = Calls(), torch.zeros(8)
+    best = min(_timed(calls, x) for _ in range(5))
+    assert best < 10e-6
+
+
+def _timed(calls: Calls, x: torch.Tensor) -> float:
+    begun = time.perf_counter()
+    for _ in range(2000):
+        calls.begin("all_gather", x).done = True
+    return (time.perf_counter() - begun) / 2000
+
+
+def _recorded(rank: int, world_size: int) -> list[object]:
+    axis = grid(dp=world_size).dp
+    axis.calls.__init__()  # type: ignore[misc]  # other tests of this pool have used it
+    all_reduce(torch.ones(3), axis)
+    all_gather(torch.ones(3), axis)
+    pending = start_all_to_all(torch.ones(4), axis)
+    under_way = [(call.name, call.number, call.bytes) for call in axis.calls.under_way()]
+    pending.wait()
+    sent = isend(torch.ones(5), axis, 1) if rank == 0 else irecv(torch.empty(5), axis, 0)
+    sent.wait()
+    return [under_way, axis.calls.collectives, dict(axis.calls.messages), len(axis.calls.under_way())]
+
+
+def test_all_ranks_number_their_collectives_alike_and_messages_by_peer() -> None:
+    first, second = run_ranks(_recorded, 2)
+    assert first == [[("all_to_all", 3, 16)], 3, {("send", 1): 1}, 0]
+    assert second == [[("all_to_all", 3, 16)], 3, {("receive", 0): 1}, 0]
+
+
+def answer(number: int, under_way: list[list[object]], stack: str = "wait") -> dict[str, object]:
+    state = {"axis": "tp", "ranks": [0, 1, 2], "number": number, "messages": [], "under_way": under_way}
+    return {"stack": [["a.py", 7, stack, "x.wait()"]], "calls": {"g": state}}
+
+
+def test_the_report_says_who_has_not_called_and_tells_equal_stacks_once() -> None:
+    waiting = [["all_reduce", 9, 4096, None, 3.0]]
+    text = report({0: answer(9, waiting), 1: answer(9, waiting), 2: answer(8, [], "sleep")}, [])
+    assert text == (
+        "calls under way:\n"
+        "  all_reduce, call 9 on tp (ranks 0, 1, 2): 4,096 bytes, 3.0 s in ranks 0, 1; not called by rank 2\n"
+        "stacks:\n"
+        '  ranks 0, 1:\n    File "a.py", line 7, in wait\n      x.wait()\n'
+        '  rank 2:\n    File "a.py", line 7, in sleep\n      x.wait()'
+    )
+
+
+def test_the_report_names_ranks_that_do_not_answer_and_calls_that_differ_in_size() -> None:
+    first, second = answer(9, [["all_reduce", 9, 8, None, 3.0]]), answer(9, [["all_reduce", 9, 16, None, 3.0]])
+    text = report({0: first, 1: second}, [2])
+    assert "8 or 16 bytes, 3.0 s in ranks 0, 1; not known of rank 2" in text
+    assert "  no answer from rank 2: stopped, dead, or cut off from the store" in text
+
+
+def test_the_report_says_how_many_messages_a_peer_has_made() -> None:
+    receiver = answer(3, [["receive", 7, 64, 1, 2.0]])
+    sender = answer(3, [])
+    sender["calls"]["g"]["messages"] = [["send", 0, 6]]  # type: ignore[index]
+    text = report({0: receiver, 1: sender}, [])
+    assert "receive from rank 1, message 7 on tp: 64 bytes, 2.0 s in rank 0; rank 1 has made 6" in text
+
+
+def _asked(rank: int, world_size: int) -> str:
+    """Rank 0 gives up in a call that rank 1 does not make."""
+    place: ProcessGrid = grid(dp=world_size)
+    with Watch(place):
+        if rank == 1:
+            time.sleep(4.0)
+            return ""
+        call = place.dp.calls.begin("all_gather", torch.ones(2))
+        try:
+            raise RuntimeError("Timed out waiting 1ms")
+        except RuntimeError as error:
+            text = last_words(error, "step 1", place.world, 2.5)
+        call.done = True
+        assert group_name(place.dp) and _calls(place.dp)["axis"] == "dp"
+        return text
+
+
+def test_a_rank_that_hangs_answers_with_its_stack() -> None:
+    """Would catch a question that only a rank in good order can answer."""
+    text, _ = run_ranks(_asked, 2)
+    assert "rank 0 failed in step 1: RuntimeError: Timed out waiting 1ms" in text
+    assert "on dp (ranks 0, 1): 8 bytes" in text and "not called by rank 1" in text
+    assert "in _asked\n      time.sleep(4.0)" in text
