@@ -1,7 +1,8 @@
 """The last communication calls of this rank on one axis: which is under way, its number and its size.
 
 Key property: all ranks of an axis make the same collectives in the same order, so a number says who has not called yet.
-A rank keeps them as it goes (under a microsecond a call) and compares nothing. Rejected: torch's flight recorder, which
+A rank keeps them as it goes, which
+takes a few microseconds a call, and compares nothing. Rejected: torch's flight recorder, which
 knows NCCL alone.
 """
 

@@ -56,14 +56,14 @@ def fresh_store(store: dist.Store, rank: int, size: int, seconds: float, by_hand
                 return dist.PrefixStore(f"{_ROOM}/{name}", store)
         if twin := _twin(store, rank, mine):
             if by_hand:
-                _refuse(store, rank, twin)
+                _refuse(store, rank, size, twin)
             raise ValueError(twin)
-        if told := _refusal(store):
+        if told := _refusal(store, mine):
             raise ValueError(told)
         time.sleep(0.02)
     told = f"rank {rank} on {socket.gethostname()} waited {seconds:g} s for the {size} ranks of this run to start"
     told += _absent(store, size, agreed)
-    _refuse(store, rank, told)
+    _refuse(store, rank, size, told)
     raise ValueError(told)
 
 
@@ -86,20 +86,18 @@ def _twin(store: dist.Store, rank: int, mine: str) -> str:
     )
 
 
-def _refuse(store: dist.Store, rank: int, text: str) -> None:
-    """Tell `text` to the ranks that still wait."""
-    words = ",".join(f"{other}={_read(store, f'word/{other}')}" for other in {0, rank})
+def _refuse(store: dist.Store, rank: int, size: int, text: str) -> None:
+    """Tell `text` to the ranks that wait now: it is for those whose words are there."""
+    words = ",".join(_read(store, f"word/{other}") for other in range(size))
     store.set(f"{_ROOM}/refusal", f"{words}\n{text}")
     if rank == 0:
         time.sleep(_LINGER)
 
 
-def _refusal(store: dist.Store) -> str:
-    """What another rank of this life has told; what is left of an earlier life names words that are gone."""
+def _refusal(store: dist.Store, mine: str) -> str:
+    """What another rank has told to the ranks of this life; what is left of an earlier one is not for them."""
     words, _, text = _read(store, "refusal").partition("\n")
-    known = [pair.partition("=") for pair in words.split(",") if pair]
-    current = bool(known) and all(_read(store, f"word/{other}") == word for other, _, word in known)
-    return text if current else ""
+    return text if mine in words.split(",") else ""
 
 
 def _absent(store: dist.Store, size: int, agreed: str) -> str:

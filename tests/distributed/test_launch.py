@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from megacp.distributed.grid import GridShape
 from megacp.distributed.launch import (
     World,
     device_type,
+    meet,
     pick_device,
     set_defaults,
     start,
@@ -66,6 +68,43 @@ def test_ranks_outside_their_world_are_refused(
         environment.setenv(key, value)
     with pytest.raises(ValueError, match=named):
         world_from_environment()
+
+
+@pytest.mark.parametrize(("given", "missing"), [("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")])
+def test_a_rank_without_its_world_is_refused(environment: pytest.MonkeyPatch, given: str, missing: str) -> None:
+    """Would catch processes that each train alone and end with status 0."""
+    environment.setenv(given, "1")
+    with pytest.raises(ValueError, match=f"{given} is set, {missing} is not"):
+        world_from_environment()
+
+
+@pytest.mark.parametrize(
+    ("rank", "variables", "told"),
+    [
+        (1, {}, "MASTER_ADDR is not set, MASTER_PORT is not set"),
+        (1, {"MASTER_ADDR": "localhost", "MASTER_PORT": "x"}, "MASTER_PORT='x' is no number of a port"),
+        (1, {"MASTER_ADDR": "no machine!", "MASTER_PORT": "1"}, "MASTER_ADDR='no machine!' is no machine"),
+        (1, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "nobody listens at MASTER_ADDR=127.0.0.1"),
+    ],
+)
+def test_a_store_that_cannot_be_found_is_one_message(
+    environment: pytest.MonkeyPatch, rank: int, variables: dict[str, str], told: str
+) -> None:
+    for key in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        environment.delenv(key, raising=False)
+    for key, text in variables.items():
+        environment.setenv(key, text)
+    with pytest.raises(ValueError, match=told):
+        meet(World(rank, 2), 0.3)
+
+
+def test_a_port_in_use_is_one_message(environment: pytest.MonkeyPatch) -> None:
+    environment.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with socket.create_server(("", 0)) as taken:
+        environment.setenv("MASTER_ADDR", "127.0.0.1")
+        environment.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(ValueError, match="is in use by another process"):
+            meet(World(0, 2), 0.3)
 
 
 def test_ranks_compute_on_gpus_only_where_each_of_them_has_one(monkeypatch: pytest.MonkeyPatch) -> None:

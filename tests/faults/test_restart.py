@@ -89,7 +89,8 @@ def test_a_run_that_lost_one_of_four_machines_goes_on_without_it(
     lost = time.monotonic()
     wait_until(lambda: bool(resumed(four, after)), four, 240)
     first = max(resumed(four, after))
-    wait_until(lambda: f"step {first + 1}/" in "".join(four.output(m).rpartition(after)[2] for m in range(4)), four, 60)
+    again = re.compile(rf"step +{first + 1}/")
+    wait_until(lambda: any(again.search(four.output(m).rpartition(after)[2]) for m in range(4)), four, 60)
     record_property("seconds to the first resumed step", round(time.monotonic() - lost, 1))
     print(f"first resumed step after {time.monotonic() - lost:.1f} s; {trained} steps were trained before")
     wait_until(lambda: max(losses(tmp_path / "out")) >= first + 5, four, 120)
@@ -100,5 +101,24 @@ def test_a_run_that_lost_one_of_four_machines_goes_on_without_it(
     loading = ["--load", str(source), "--save", str(tmp_path / "clean"), "--train-iters", str(last)]
     alone = [*LONG, *flags, *loading]
     assert [ended.status for ended in run_all([alone] * clean)] == [0] * clean
-    again = losses(tmp_path / "clean")
-    assert {step: went_on[step] for step in range(first + 1, last + 1)} == again
+    assert {step: went_on[step] for step in range(first + 1, last + 1)} == losses(tmp_path / "clean")
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+def test_a_machine_that_replaces_a_lost_one_meets_the_others(
+    machines: Callable[..., Machines], tmp_path: Path, moments: random.Random
+) -> None:
+    """Would catch a new agent that looks for the others in the store of the life before."""
+    two = machines(["--global-batch-size", "12"], 2, 2)
+    for machine in range(2):
+        two.start(machine)
+    wait_until(lambda: any((tmp_path / "out").glob("step_*/manifest.json")), two, 300)
+    time.sleep(moments.uniform(0.0, 2.0))
+    two.lose(1)
+    lost = time.monotonic()
+    two.start(1)
+    wait_until(lambda: bool(resumed(two, "2 of 2")), two, 240)
+    first = max(resumed(two, "2 of 2"))
+    wait_until(lambda: max(losses(tmp_path / "out")) >= first + 5, two, 120)
+    print(f"five steps after {time.monotonic() - lost:.1f} s")
