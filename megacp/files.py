@@ -7,6 +7,7 @@ which hangs on a pipe, reads /dev/zero to the end of memory and writes through a
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -15,7 +16,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -115,10 +116,20 @@ def write_new(path: StrPath, data: bytes) -> None:
 
 def write_atomically(path: StrPath, data: bytes) -> None:
     """Replace `path` by `data`: a reader, also after a crash, sees the old or the new content, never a part."""
+    with replacement(path) as stream:
+        stream.write(data)
+
+
+@contextlib.contextmanager
+def replacement(path: StrPath) -> Iterator[BufferedWriter]:
+    """A stream whose content replaces `path` when the body ends without an error, as by `write_atomically`."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.partial")
     try:
-        write_new(temporary, data)
+        with create_new(temporary) as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
         rename(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megacp.config.checkpoint_checks import CHECKPOINT_RULES
 from megacp.config.context_checks import CONTEXT_RULES
+from megacp.config.health_checks import HEALTH_RULES
 from megacp.config.ranges import problem_of_value
 from megacp.config.rules import Finder, Rule, registrar
 from megacp.config.run import RunConfig, fields, flag, flatten
@@ -330,6 +331,7 @@ def _blocked_folder(name: str) -> Finder:
 
 _rule("save", "dry_run")(_blocked_folder("save"))
 _rule("tensorboard_dir", "dry_run")(_blocked_folder("tensorboard_dir"))
+_rule("profile_dir", "dry_run")(_blocked_folder("profile_dir"))
 
 
 @_rule("log_file", "dry_run")
@@ -339,5 +341,5 @@ def _log_file_is_a_file(config: RunConfig, world: int) -> str | None:
     return f"--log-file {config.log_path}: is a directory, a file is needed"
 
 
-RULES: tuple[Rule, ...] = (*_OWN_RULES, *CHECKPOINT_RULES, *CONTEXT_RULES, *VISION_RULES)
+RULES: tuple[Rule, ...] = (*_OWN_RULES, *CHECKPOINT_RULES, *CONTEXT_RULES, *HEALTH_RULES, *VISION_RULES)
 """Every comparison of fields."""

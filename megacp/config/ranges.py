@@ -105,10 +105,16 @@ RANGES: dict[str, Range] = {
     "exit_duration": ABOVE_ZERO,
     "eval_interval": NOT_NEGATIVE,
     "eval_iters": POSITIVE,
+    "max_skipped_steps": NOT_NEGATIVE,
+    "loss_spike_factor": NOT_NEGATIVE,
+    "grad_norm_spike_factor": NOT_NEGATIVE,
+    "spike_window": Range(low=4, high=10_000),
+    "max_bad_image_share": Range(low=0, high=1),
     "save_interval": NOT_NEGATIVE,
     "keep_last": NOT_NEGATIVE,
     "checkpoint_timeout_minutes": ABOVE_ZERO,
     "log_interval": POSITIVE,
+    "timing_log_interval": NOT_NEGATIVE,
     "world_size": POSITIVE,
 }
 """The range of every number; None (a default to be derived) is always allowed."""

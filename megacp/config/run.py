@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megacp.config.data import DataConfig
+from megacp.config.health import HealthConfig
 from megacp.config.model import ModelConfig
 from megacp.config.parallel import ParallelConfig
 from megacp.config.training import CheckpointConfig, LogConfig, TrainingConfig
@@ -34,6 +35,7 @@ class RunConfig:
     vision: VisionConfig = field(default_factory=VisionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -63,6 +65,11 @@ class RunConfig:
         if self.log.log_file is not None:
             return Path(self.log.log_file)
         return Path(self.checkpoint.save, "log.jsonl") if self.checkpoint.save else Path("megacp_log.jsonl")
+
+    @property
+    def profile_path(self) -> Path:
+        """The folder for traces: `profile_dir`, or the folder `profile` beside the JSONL file."""
+        return Path(self.log.profile_dir) if self.log.profile_dir else self.log_path.parent / "profile"
 
 
 @dataclass(frozen=True)

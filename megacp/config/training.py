@@ -143,6 +143,11 @@ class LogConfig:
     log_interval: int = 1
     """Steps between lines on the console."""
 
+    timing_log_interval: int = 0
+    """Steps between lines that say where the time of a step went, phase by phase over the ranks, and which rank was the
+    slowest; 0 writes none.
+    """
+
     log_file: str | None = None
     """JSONL file with one line per step (default: log.jsonl in --save, else megacp_log.jsonl)."""
 
@@ -151,3 +156,12 @@ class LogConfig:
 
     wandb_project: str | None = None
     """Weights & Biases project (needs the extra `log`)."""
+
+    profile: str | None = None
+    """START:STOP, the first and the last step of which a trace is written: chrome JSON, one file a rank."""
+
+    profile_ranks: str = "0"
+    """Ranks that write a trace with --profile, as 0,3 or all."""
+
+    profile_dir: str | None = None
+    """Folder for traces (default: profile beside the JSONL file)."""

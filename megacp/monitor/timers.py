@@ -1,16 +1,27 @@
-"""Named timers of a step.
+"""Named timers of a step and of its phases.
 
 Key property: a timer adds up until it is taken; what a moment is on an accelerator (an event in its queue) is a clock
-given from outside, and its seconds are worked out when they are asked for, not while the step runs. Rejected: calling
-the device's synchronise here, which would cost every CPU run an import and every GPU run a stall.
+given from outside, and its seconds are worked out when they are asked for, not while the step runs. A phase costs one
+test while nobody looks at it. Rejected: calling the device's synchronise here, which would cost every CPU run an import
+and every GPU run a stall.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
+
+Phase = Callable[[str], AbstractContextManager[Any]]
+"""Gives the context in which a named part of a step runs."""
+_NOTHING = contextlib.nullcontext()
+
+
+def unmeasured(name: str) -> AbstractContextManager[Any]:
+    """The phase of a caller who looks at none."""
+    return _NOTHING
 
 
 class Clock(Protocol):
@@ -40,16 +51,25 @@ class Timers:
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or WallClock()
+        self.detailed = False
+        """Whether phases are timed."""
+        self.annotate: Phase | None = None
+        """Names phases in a trace while one is taken."""
         self._spans: dict[str, list[tuple[Any, Any]]] = {}
 
     @contextlib.contextmanager
     def measure(self, name: str) -> Iterator[None]:
         """Add the time of the body to `name`, also when the body raises."""
-        begin = self._clock.mark()
-        try:
-            yield
-        finally:
-            self._spans.setdefault(name, []).append((begin, self._clock.mark()))
+        with (self.annotate or unmeasured)(name):
+            begin = self._clock.mark()
+            try:
+                yield
+            finally:
+                self._spans.setdefault(name, []).append((begin, self._clock.mark()))
+
+    def phase(self, name: str) -> AbstractContextManager[Any]:
+        """The context of a part of a step: measured in detailed steps and in a trace, else nothing."""
+        return self.measure(name) if self.detailed or self.annotate is not None else _NOTHING
 
     def seconds(self, name: str) -> float:
         """Time added to `name` since the last `take`; 0 when it did not run."""

@@ -8,6 +8,7 @@ together, because all see the same global norm. Rejected: `ZeroRedundancyOptimiz
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from megacp.backends.native import fused_adamw
 from megacp.data_parallel.buckets import Bucket, FlatBuckets
 from megacp.data_parallel.layout import ParameterSlice, slices_of
 from megacp.distributed.grid import Axis
+from megacp.monitor.timers import Phase, unmeasured
 from megacp.optim.adamw import AdamWSettings, Engine, FlatAdamW, SliceRule
 from megacp.optim.clip import clip_scale, global_norm
 
@@ -27,7 +29,7 @@ class StepReport:
     grad_norm: float
     """Global norm before clipping."""
     skipped: bool
-    """True when a gradient was not finite: weights, moments and the count of updates are untouched."""
+    """True when a gradient was not finite or the norm was refused: weights, moments and updates are untouched."""
 
 
 class ShardedAdamW:
@@ -52,24 +54,33 @@ class ShardedAdamW:
         self._adamw = FlatAdamW(trained, rules, settings, engine)
         self._device = (*buckets.buckets, *buckets.frozen)[0].parameters.device
 
-    def step(self, lr: float) -> StepReport:
-        """Clip, update, gather the new parameters, zero the gradients; call it after `FlatBuckets.finish`."""
+    def step(self, lr: float, allows: Callable[[float], bool] = math.isfinite, phase: Phase = unmeasured) -> StepReport:
+        """Clip, update, gather the new parameters, zero the gradients; call it after `FlatBuckets.finish`.
+
+        `allows` is asked once, with the global norm, before anything is changed; its answer must be that of all ranks.
+        """
         gradients = [self.buckets.grad_shard(i) for i in range(len(self.buckets.buckets))]
         counted = [bucket.plan.counted for bucket in self.buckets.buckets]
-        norm = global_norm(zip(gradients, counted, strict=True), self._world, self._device)
-        finite = math.isfinite(norm)
-        if finite:
-            scale = clip_scale(norm, self._settings.clip_grad)
-            if scale < 1.0:
-                for gradient in gradients:
-                    gradient.mul_(scale)
-            self._adamw.update(gradients, lr)
-            self.updates += 1
-            for bucket, master in self._masters():
-                bucket.parameter_shard.copy_(master)
-            self.buckets.gather_parameters()
+        with phase("norm"):
+            norm = global_norm(zip(gradients, counted, strict=True), self._world, self._device)
+        applied = allows(norm) and math.isfinite(norm)
+        if applied:
+            with phase("optimizer"):
+                self._update(gradients, norm, lr)
+            with phase("parameter exchange"):
+                self.buckets.gather_parameters()
         self.buckets.zero()
-        return StepReport(norm, skipped=not finite)
+        return StepReport(norm, skipped=not applied)
+
+    def _update(self, gradients: Sequence[torch.Tensor], norm: float, lr: float) -> None:
+        scale = clip_scale(norm, self._settings.clip_grad)
+        if scale < 1.0:
+            for gradient in gradients:
+                gradient.mul_(scale)
+        self._adamw.update(gradients, lr)
+        self.updates += 1
+        for bucket, master in self._masters():
+            bucket.parameter_shard.copy_(master)
 
     def _masters(self) -> list[tuple[Bucket, torch.Tensor]]:
         pairs = zip(self.buckets.buckets, self._adamw.slices, strict=True)

@@ -25,6 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megacp.distributed.grid import Axis, ProcessGrid
 from megacp.distributed.p2p import Handle, irecv, isend
+from megacp.monitor.timers import Phase, unmeasured
 from megacp.pipeline_parallel.schedules import (
     COMPUTE,
     RECEIVES,
@@ -99,19 +100,22 @@ def run(
     links: PipelineLinks,
     hidden: HiddenStates,
     last_backward: Callable[[int], None] | None = None,
+    phase: Phase = unmeasured,
 ) -> list[Tensor]:
     """Execute this stage's action list over one step; every stage calls it with its own list of the same schedule.
 
     `chunks[c]` is model chunk c of this stage, that is virtual stage `c * num_stages + stage`; `batches[i]` is
     microbatch i. The chunk of the last virtual stage returns the microbatch's scalar loss, already divided by the
     step's denominator. Parameter gradients accumulate in the parameters. `last_backward(c)` is called right before
-    chunk c's last backward of the step begins: what that backward makes final may be reduced while it runs.
+    chunk c's last backward of the step begins: what that backward makes final may be reduced while it runs. `phase`
+    gives the context of every forward, backward and wait for another stage.
 
     Returns the detached losses in microbatch order on the rank of the last virtual stage, [] on the others. With a
     forward-only list call it under `torch.no_grad()`. Other ranks are left waiting when a chunk raises: the launcher
     (or the process group's timeout) ends them.
     """
-    execution = _Execution(chunks, batches, links, hidden, trains=any(a.kind is Kind.BACKWARD for a in actions))
+    trains = any(a.kind is Kind.BACKWARD for a in actions)
+    execution = _Execution(chunks, batches, links, hidden, trains, phase)
     assert len(batches) == len({action.microbatch for action in actions}), f"{len(batches)} batches for other actions"
     assert torch.is_grad_enabled() or not execution.trains, "a training schedule under no_grad"
     final = {a.chunk: a for a in actions if a.kind is Kind.BACKWARD}
@@ -150,6 +154,7 @@ class _Execution:
     links: PipelineLinks
     hidden: HiddenStates
     trains: bool
+    phase: Phase
     receiving: dict[Action, Handle] = field(default_factory=dict)
     sending: defaultdict[Channel, deque[Handle]] = field(default_factory=lambda: defaultdict(deque))
     inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # until the backward (forward if not training)
@@ -164,15 +169,20 @@ class _Execution:
         key = (action.microbatch, action.chunk)
         match action.kind:
             case Kind.FORWARD:
-                self.forward(key)
+                with self.phase("forward"):
+                    self.forward(key)
             case Kind.BACKWARD:
-                self.backward(key)
+                with self.phase("backward"):
+                    self.backward(key)
             case Kind.RECV_FORWARD:
-                self.inputs[key] = self.receiving.pop(action).wait().requires_grad_(self.trains)
+                with self.phase("pipeline exchange"):
+                    self.inputs[key] = self.receiving.pop(action).wait().requires_grad_(self.trains)
             case Kind.RECV_BACKWARD:
-                self.output_gradients[key] = self.receiving.pop(action).wait()
+                with self.phase("pipeline exchange"):
+                    self.output_gradients[key] = self.receiving.pop(action).wait()
             case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
-                self.send(action, self.outgoing.pop(key))
+                with self.phase("pipeline exchange"):
+                    self.send(action, self.outgoing.pop(key))
 
     def place(self, chunk: int) -> int:
         """The virtual stage that this stage's model chunk `chunk` is."""

@@ -20,7 +20,7 @@ from megacp.planner.costs import embedding_parameters
 from megacp.planner.memory import BYTES, accumulation_bytes, trained_parameters
 from megacp.planner.vision_traffic import RowImages, all_reduce_bytes, vision_context_bytes, vision_tensor_bytes
 
-_AGREEMENT = 9
+_AGREEMENT = 10
 """Float64 numbers that each rank tells all others before a step."""
 
 

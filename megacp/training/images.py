@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from megacp.batch import PackedBatch
@@ -62,6 +63,12 @@ def vision_cost(config: RunConfig) -> VisionCost:
 def shard_strategies(batches: Sequence[PackedBatch]) -> set[str]:
     """How the images of these rows were dealt to the ranks: `stored`, `computed`, `uniform`; empty without images."""
     return {batch.vision.strategy for batch in batches if batch.vision is not None and batch.vision.num_images}
+
+
+def image_documents(batches: Sequence[PackedBatch]) -> int:
+    """Documents of these rows that hold images."""
+    rows = [(batch.document, batch.vision.places) for batch in batches if batch.vision is not None]
+    return sum(len(np.unique(document[places])) for document, places in rows if len(places))
 
 
 def without_bad_images(

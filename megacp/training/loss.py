@@ -34,6 +34,8 @@ class RankNews:
     """Seconds it waited for its packs."""
     saving: int = 0
     """How far its files of a checkpoint in the background are (`saving.DONE`, `WRITING`, `FAILED`)."""
+    image_documents: int = 0
+    """Its documents with images; told by one rank of each replica."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,9 @@ class StepAgreement:
     tokens: int
     """Tokens of the step, padding left out."""
     news: RankNews
-    """The highest wish to stop and state of saving, the sum of FLOPs, the fullest rank's memory, the longest wait."""
+    """The highest wish to stop and state of saving, the sums of FLOPs and of documents with images, the fullest rank's
+    memory, the longest wait.
+    """
 
     @property
     def denominator(self) -> float:
@@ -77,13 +81,15 @@ def agree(
         own.peak_bytes,
         own.data_wait,
         own.saving,
+        own.image_documents,
     ]
     table = torch.tensor([row], dtype=torch.float64, device=grid.device)
-    table = all_gather(table, grid.world).cpu()  # [1, 9] -> [world, 9]
+    table = all_gather(table, grid.world).cpu()  # [1, 10] -> [world, 10]
     first = _first_rank_of_each_replica(table)
     weight, total, flops = (float(table[first, column].sum()) for column in (2, 3, 4))
     stop, peak, wait, saving = (float(table[:, column].max()) for column in (5, 6, 7, 8))
-    return StepAgreement(weight, int(total), RankNews(int(stop), flops, int(peak), wait, int(saving)))
+    documents = int(table[:, 9].sum())
+    return StepAgreement(weight, int(total), RankNews(int(stop), flops, int(peak), wait, int(saving), documents))
 
 
 def _first_rank_of_each_replica(table: torch.Tensor) -> list[int]:

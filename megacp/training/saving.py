@@ -1,8 +1,10 @@
 """The checkpoints of one run: the directory it owns, what is being written there, and when that is committed.
 
 Key property: a save in the background is committed at a step boundary, when the exchange before the step
-(`loss.agree`) has told all ranks that all have written; an error of any rank ends the run there. Rejected: committing
-from the writing threads, whose collectives would meet those of training in another order on each rank.
+(`loss.agree`) has told all ranks that all have written; an error of any rank ends the run there. What is saved is
+finite and new: weights that hold NaN end the run, weights without an update since the last checkpoint are not written
+again, and nothing is removed while updates are being skipped. Rejected: committing from the writing threads, whose
+collectives would meet those of training in another order on each rank.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from megacp.checkpoint.pending import PendingCheckpoint
 from megacp.checkpoint.together import on_first
 from megacp.config.run import RunConfig
 from megacp.distributed.grid import Axis
-from megacp.training.state import Progress, begin_save
+from megacp.training.health import UnwellError
+from megacp.training.nonfinite import damaged_tensors
+from megacp.training.state import Progress, begin_save, saved_boxes
 from megacp.training.step import Trainee
 
 DONE, WRITING, FAILED = 0, 1, 2
@@ -34,7 +38,11 @@ class Saver:
         self._pending: PendingCheckpoint | None = None
         self._lock: DirectoryLock | None = None
         self._step: int | None = None
-        self._path: Path | None = None
+        self._updates: int | None = None
+        self.newest: Path | None = None
+        """The last checkpoint that this run has written or was resumed from; its weights are finite."""
+        self.keeps_all = False
+        """Whether old checkpoints stay, whatever --keep-last says: the run has just skipped a step."""
         self.distrusted: tuple[Path, ...] = ()
         """Checkpoints that were found damaged when the run looked for a start: --keep-last does not count them."""
         self.notes: list[str] = []
@@ -50,9 +58,9 @@ class Saver:
             notes += remove_leftovers(directory)
         return notes
 
-    def resumed(self, step: int, path: Path) -> None:
-        """The run starts from this checkpoint: its step needs no saving."""
-        self._step, self._path = step, path
+    def resumed(self, step: int, updates: int, path: Path) -> None:
+        """The run starts from this checkpoint: its step and its weights need no saving."""
+        self._step, self._updates, self.newest = step, updates, path
 
     @property
     def news(self) -> int:
@@ -75,15 +83,25 @@ class Saver:
         if self._pending is not None:
             self._commit(say)
         if self._step == step:
-            say(f"{reason} after step {step}: {self._path}")
+            say(f"{reason} after step {step}: {self.newest}")
             return
+        updates = trainee.optimizer.updates
+        if self._updates == updates:
+            say(f"{reason} after step {step}: no update since step {self._step}, whose checkpoint is {self.newest}")
+            return
+        self._refuse_damaged(trainee, step)
         background = self._config.checkpoint.async_save
         self._pending = begin_save(trainee, progress, trainee.config, background)  # auto is resolved there
-        self._reason = reason
+        self._reason, self._pending_updates = reason, updates
         if background:
             say(f"saving step {step} in the background")
         else:
             self._commit(say)
+
+    def _refuse_damaged(self, trainee: Trainee, step: int) -> None:
+        """UnwellError on all ranks when a weight or a moment of any is not finite."""
+        if damaged := damaged_tensors(saved_boxes(trainee), self._world):
+            raise UnwellError(f"the weights after step {step} are not finite: {damaged}")
 
     def finish(self, say: Callable[[str], None]) -> None:
         """Wait for what is pending and commit it."""
@@ -98,8 +116,9 @@ class Saver:
     def _commit(self, say: Callable[[str], None]) -> None:
         assert self._pending is not None
         pending, self._pending = self._pending, None
-        self._path = pending.commit(self._config.checkpoint.keep_last, self.distrusted)
-        self._step = pending.step
-        say(f"{self._reason} after step {pending.step}: {self._path}")
+        keep_last = 0 if self.keeps_all else self._config.checkpoint.keep_last
+        self.newest = pending.commit(keep_last, self.distrusted)
+        self._step, self._updates = pending.step, self._pending_updates
+        say(f"{self._reason} after step {pending.step}: {self.newest}")
         for note in pending.notes:
             say(note)

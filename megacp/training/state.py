@@ -16,7 +16,7 @@ from megacp.checkpoint.commit import LoadedCheckpoint, again_when_removed, load_
 from megacp.checkpoint.directory import traces_of_checkpoints
 from megacp.checkpoint.fields import Fields
 from megacp.checkpoint.manifest import MANIFEST_FILE
-from megacp.checkpoint.names import boxes_to_load, boxes_to_save
+from megacp.checkpoint.names import TensorBox, boxes_to_load, boxes_to_save
 from megacp.checkpoint.pending import Contents, PendingCheckpoint
 from megacp.checkpoint.together import on_first
 from megacp.config.run import RunConfig, flag, flatten
@@ -37,6 +37,8 @@ class Progress:
     tokenizer_sha256: str = ""
     image_rules: dict[str, Any] | None = None
     """By which images became tokens: with them a checkpoint can be asked about images without its dataset."""
+    health: dict[str, Any] | None = None
+    """What `health.Health` remembers of earlier steps."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,11 @@ def starting_point(config: RunConfig, world: Axis) -> Start:
     return Start(checkpoint.load, checkpoint.finetune)
 
 
+def saved_boxes(trainee: Trainee) -> list[TensorBox]:
+    """What this rank writes of the weights and the optimizer's state."""
+    return boxes_to_save(trainee.buckets.parameter_slices(), trainee.optimizer.state_slices())
+
+
 def begin_save(trainee: Trainee, progress: Progress, config: RunConfig, background: bool) -> PendingCheckpoint:
     """Begin a checkpoint of the run below `--save`; `commit` ends it. Collective over all ranks."""
     assert config.checkpoint.save is not None
@@ -92,7 +99,7 @@ def begin_save(trainee: Trainee, progress: Progress, config: RunConfig, backgrou
     extra = asdict(progress) | {"updates": trainee.optimizer.updates}
     return PendingCheckpoint(
         Path(config.checkpoint.save),
-        boxes_to_save(trainee.buckets.parameter_slices(), trainee.optimizer.state_slices()),
+        saved_boxes(trainee),
         Contents(progress.step, extra, to_yaml(config), sizes),
         patient(grid.world, 60.0 * config.checkpoint.checkpoint_timeout_minutes),
         background=background,

@@ -7,7 +7,8 @@ contain. Rejected: a fast path for one rank, which would leave the tested progra
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,14 +24,19 @@ from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import ProcessGrid
 from megacp.models.build import build_chunks
 from megacp.models.language import LanguageModelChunk
+from megacp.monitor.timers import Phase, unmeasured
 from megacp.optim.adamw import AdamWSettings
 from megacp.optim.lr_schedule import LrSchedule, learning_rate
 from megacp.optim.sharded import ShardedAdamW
 from megacp.pipeline_parallel.runtime import HiddenStates, ModelChunk, links_of, open_channels, run
 from megacp.pipeline_parallel.schedules import schedule, training_schedule_name
+from megacp.training.health import Verdict, finite_only
 from megacp.training.loss import weighted_loss
-from megacp.training.nonfinite import suspects
+from megacp.training.nonfinite import Suspects, suspects
 from megacp.training.rows import rows_of
+
+Judge = Callable[[float, float], Verdict]
+"""(loss, gradient norm) of a step, equal on all ranks, to what becomes of it."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +46,10 @@ class StepResult:
     loss: float
     grad_norm: float
     lr: float
-    skipped: bool
-    """A gradient was not finite: no rank changed anything."""
-    suspects: str = ""
-    """Of a skipped step: which packs may be to blame."""
+    verdict: Verdict
+    """Whether the update was applied; where it was not, no rank changed anything."""
+    suspects: Suspects | None = None
+    """Of a step with findings: which packs may be to blame."""
 
 
 def lr_schedule(config: RunConfig) -> LrSchedule:
@@ -63,10 +69,13 @@ def lr_schedule(config: RunConfig) -> LrSchedule:
 class Trainee:
     """This rank's share of the model, its gradients and its optimizer, and how to step them."""
 
-    def __init__(self, config: RunConfig, grid: ProcessGrid, watch: Stopwatch | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, grid: ProcessGrid, watch: Stopwatch | None = None, phase: Phase = unmeasured
+    ) -> None:
         training, parallel = config.training, config.parallel
         self.config = config
         self.grid = grid
+        self.phase = phase
         self.chunks = build_chunks(config, grid, watch)
         self.backend = self.chunks[0].backend
         reduced_over = grid.over("dp", "cp")
@@ -119,14 +128,32 @@ class Trainee:
                     "was --data-path built for another --vocab-size?"
                 )
 
-    def train(self, batches: Sequence[PackedBatch], step: int, denominator: float) -> StepResult:
-        """One update from this data-parallel rank's microbatches; `step` counts from 1."""
+    def train(
+        self, batches: Sequence[PackedBatch], step: int, denominator: float, judge: Judge = finite_only
+    ) -> StepResult:
+        """One update from this data-parallel rank's microbatches, if `judge` lets it be; `step` counts from 1.
+
+        `judge` is asked once, before anything is changed, with the loss and the gradient norm of the whole step.
+        """
         losses = self._run(batches, step, denominator, training=True)
-        self.buckets.finish()
+        with self.phase("gradient exchange"):
+            self.buckets.finish()
+        loss = self._total(losses)
+        verdicts: list[Verdict] = []
+
+        def allows(grad_norm: float) -> bool:
+            verdicts.append(judge(loss, grad_norm))
+            return verdicts[-1].update
+
         lr = learning_rate(step, self.schedule)
-        report = self.optimizer.step(lr)
-        blamed = suspects(batches, losses, self.grid.world) if report.skipped else ""
-        return StepResult(self._total(losses), report.grad_norm, lr, report.skipped, blamed)
+        report = self.optimizer.step(lr, allows, self.phase)
+        (verdict,) = verdicts
+        blamed = suspects(batches, losses, verdict.finite, self.grid.world) if verdict.findings else None
+        return StepResult(loss, report.grad_norm, lr, verdict, blamed)
+
+    def leave_out(self, step: int, judge: Judge) -> StepResult:
+        """A step in which no token has a weight: nothing is computed and nothing changes; its loss is NaN."""
+        return StepResult(math.nan, 0.0, learning_rate(step, self.schedule), judge(math.nan, 0.0))
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[PackedBatch], denominator: float) -> float:
@@ -148,12 +175,13 @@ class Trainee:
         return self._total(losses)
 
     def _run(self, batches: Sequence[PackedBatch], step: int, denominator: float, training: bool) -> list[torch.Tensor]:
-        local = [self.shard(batch, step) for batch in batches]
+        with self.phase("shard"):
+            local = [self.shard(batch, step) for batch in batches]
         name = training_schedule_name(len(self.chunks)) if training else "forward_only"
         actions = schedule(name, self.grid.pp.rank, self.grid.pp.size, len(local), len(self.chunks))
         chunks: list[ModelChunk] = [partial(_chunk_output, chunk, denominator) for chunk in self.chunks]
         last_backward = self.buckets.start_last_backward if training else None
-        return run(actions, chunks, local, self.links, self.hidden, last_backward)
+        return run(actions, chunks, local, self.links, self.hidden, last_backward, self.phase)
 
     def _total(self, losses: Sequence[torch.Tensor]) -> float:
         """Sum of all microbatch losses over dp and cp, on every rank."""

@@ -10,6 +10,8 @@ import signal
 import time
 from types import FrameType
 
+FAILED = 1
+"""Exit status of a run that a limit on its numbers has ended; nothing was saved after it."""
 STOPPED = 3
 """Exit status of a run that stopped early and saved first: start it again to go on."""
 
@@ -18,17 +20,19 @@ REASONS = {1: "stopped on request", 2: "stopped after --exit-duration"}
 
 
 class StopSignal:
-    """Remembers SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 until the next step boundary, and when `minutes` are over.
+    """Remembers SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGHUP until the next step boundary, and when `minutes` are over.
 
     A second Ctrl-C ends the run at once; within two seconds it counts as the first, since a terminal and torchrun may
-    both pass one on.
+    both pass one on. A SIGHUP that the starter of the process has ignored (nohup) stays ignored.
     """
 
     def __init__(self, minutes: float | None = None) -> None:
         self.received = False
         self._deadline = None if minutes is None else time.monotonic() + 60.0 * minutes
         self._interrupted: float | None = None
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
         self._before = {number: signal.signal(number, self._remember) for number in numbers}
 
     @property

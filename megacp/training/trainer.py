@@ -12,30 +12,37 @@ import os
 import torch
 
 from megacp.batch import PackedBatch
+from megacp.checkpoint.together import together
+from megacp.config.health_checks import profiled_ranks, profiled_steps
 from megacp.config.run import RunConfig, flatten
 from megacp.context_parallel.auto import resolve_auto
 from megacp.context_parallel.shard import mask_metadata
 from megacp.context_parallel.stopwatch import Stopwatch
 from megacp.data.loader import PackedLoader, validation_steps
 from megacp.distributed.clock import clock_of
-from megacp.distributed.collectives import barrier
+from megacp.distributed.collectives import barrier, gather_objects
 from megacp.distributed.grid import ProcessGrid
 from megacp.distributed.last_words import last_words
 from megacp.distributed.launch import trim_heap
 from megacp.monitor.flops import cpu_machine_peak, cpu_peak, gpu_peak, utilisation
 from megacp.monitor.log import LogTargets, RunLog, StepRecord
 from megacp.monitor.memory import peak_bytes
+from megacp.monitor.pace import Pace
 from megacp.monitor.timers import Timers
+from megacp.monitor.trace import Trace
 from megacp.planner.costs import model_flops
 from megacp.planner.report import human_count
 from megacp.planner.vision import run_parameters, vision_flops
-from megacp.training.images import image_loading, shard_strategies, without_bad_images
+from megacp.training.health import Health, StepNumbers, UnwellError, Verdict
+from megacp.training.images import image_documents, image_loading, shard_strategies, without_bad_images
 from megacp.training.loss import RankNews, StepAgreement, agree
+from megacp.training.nonfinite import damaged_tensors, listed
 from megacp.training.saving import Saver
 from megacp.training.sources import Sources, first_rows, loader_options
-from megacp.training.state import Progress, Resumed, Start, load, starting_point
+from megacp.training.state import Progress, Resumed, Start, load, saved_boxes, starting_point
 from megacp.training.step import StepResult, Trainee
-from megacp.training.stopping import REASONS, STOPPED, StopSignal
+from megacp.training.stopping import FAILED, REASONS, STOPPED, StopSignal
+from megacp.training.timing import breakdown
 
 STEPS_BETWEEN_TRIMS = 10
 """Optimizer steps after which a CPU rank gives free heap back: milliseconds, and without it a small run grows by MiB a
@@ -76,7 +83,8 @@ class Trainer:
         config, self.choice = resolve_auto(config, grid, lambda: first_rows(config, sources))
         self.config, self.grid, self.sources = config, grid, sources
         self.watch = Stopwatch(grid.device) if self.choice else None
-        self.trainee = Trainee(config, grid, self.watch)
+        self.timers = Timers(clock_of(grid.device))
+        self.trainee = Trainee(config, grid, self.watch, self.timers.phase)
         self.progress = Progress(
             data_fingerprint=sources.fingerprint,
             seed=config.training.seed,
@@ -88,22 +96,29 @@ class Trainer:
         self.saver.distrusted = resumed.rejected if resumed is not None else ()
         if resumed is not None and not start.weights_only:
             self.progress = resumed.progress
-            self.saver.resumed(self.progress.step, resumed.path)
+            self.saver.resumed(self.progress.step, self.trainee.optimizer.updates, resumed.path)
+        if resumed is not None:
+            self._refuse_damaged(resumed)
+        self.health = Health(config.health, self.progress.health)
+        self.skipped_packs: frozenset[int] = frozenset()
         self.first_step = self.progress.step + 1
+        self.trace = self._trace()
         self.log = self._open_log()
         for line in self._opening_lines(start, resumed):
             self.log.say(line)
-        self.timers = Timers(clock_of(grid.device))
         self.rows = self.trainee.rows
         self.images = image_loading(config, grid, self.rows, sources.decoder)
         self.known_strategies: set[str] = set()
         self.leads_replica = grid.tp.rank == self.rows.axis.rank == grid.pp.rank == 0
+        self.counts_images = self.leads_replica and config.data.on_bad_image == "skip"
         self.peak_flops = self._peak_flops()
 
     def run(self) -> int:
         """Train to the end or until asked to stop; the exit status."""
         try:
             return self._run()
+        except UnwellError as reason:
+            return self._end_unwell(str(reason))
         except Exception as error:
             error.add_note(last_words(error, f"step {self.progress.step + 1}", self.grid.world))
             raise
@@ -115,9 +130,11 @@ class Trainer:
     def _run(self) -> int:
         training, checkpoint = self.config.training, self.config.checkpoint
         options, consumed = loader_options(self.config, self.rows.packs), self.progress.consumed_samples
+        self.pace = Pace()
         with PackedLoader(self.sources.train, options, self.rows.place, consumed, self.images) as loader:
             while self.progress.step < training.train_iters:
                 if wish := self._train_step(loader):
+                    self._end_trace()
                     self._save(REASONS[wish])
                     self.saver.finish(self.log.say)
                     return STOPPED
@@ -126,59 +143,115 @@ class Trainer:
                     self._validate()
                 if checkpoint.save_interval and step % checkpoint.save_interval == 0 and step < training.train_iters:
                     self._save("saved")
+        self._end_trace()
+        self._tell_last_steps()
         self._save("finished")
         self.saver.finish(self.log.say)
         return 0
 
+    def _tell_last_steps(self) -> None:
+        """A run that ends with skipped steps says so; one that never made an update is no finished run."""
+        if self.trainee.optimizer.updates == 0:
+            raise UnwellError(f"none of {self.progress.step} steps made an update{self._of_skipped()}")
+        if skipped := self.health.skipped_in_a_row:
+            self.log.note(self.progress.step, f"the last {skipped} steps made no update{self._of_skipped()}")
+
+    def _of_skipped(self) -> str:
+        return f"; they had {listed(self.skipped_packs)}" if self.skipped_packs else ""
+
+    def _end_unwell(self, reason: str) -> int:
+        """Commit what was pending, say why the run ends and from where to go on; the exit status."""
+        self._end_trace()
+        self.saver.keeps_all = True
+        self.saver.finish(self.log.say)
+        newest = self.saver.newest
+        way = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint of this run"
+        self.log.fail(self.progress.step, f"{reason}. Nothing was saved after it; {way}")
+        return FAILED
+
     def _train_step(self, loader: PackedLoader) -> int:
         """One step, and 0; when some rank wishes to stop, the wish, before anything of the step was done."""
+        step, interval = self.progress.step + 1, self.config.log.timing_log_interval
+        self.timers.detailed = interval > 0 and step % interval == 0
+        if self.trace:
+            self.trace.before(step)
         with self.timers.measure("step"):
             with self.timers.measure("data"):
-                batches = self._sound(loader.next_step(), self.progress.step + 1)
-            news = RankNews(
-                self.stop.wish,
-                step_flops(batches, self.config) if self.leads_replica else 0.0,
-                peak_bytes(self.grid.device.type),
-                self.timers.seconds("data"),
-                self.saver.news,
-            )
-            agreed = agree(batches, self.grid, news, replica=self.rows.place.index)
+                read = loader.next_step()
+                documents = image_documents(read) if self.counts_images else 0
+                batches, left_out = self._sound(read, step)
+            with self.timers.phase("agreement"):
+                agreed = agree(batches, self.grid, self._news(batches, documents), replica=self.rows.place.index)
             self.saver.settle(agreed.news.saving, self.log.say)
             if agreed.news.stop:
                 return agreed.news.stop
-            step = self.progress.step + 1
             if self.watch:
                 self.watch.running = step - self.first_step in WATCHED_STEPS
-            result = self.trainee.train(batches, step, agreed.denominator)
+            seen = StepNumbers(step, 0.0, 0.0, agreed.weight, agreed.news.image_documents, left_out)
+            result = self._update(batches, agreed.denominator, seen)
         self.progress = dataclasses.replace(self.progress, step=step, consumed_samples=loader.consumed_samples)
-        self._report(result, agreed, self.timers.take()["step"])
+        taken = self.timers.take()
+        self._report(result, agreed, taken["step"])
+        if self.timers.detailed:
+            found = breakdown(taken, self.grid.world, self.grid.device)
+            self.log.figures("timing", step, found.line(step), found.figures())
         if self.watch and self.watch.running:
             self._report_attention(step)
+        if self.trace and self.trace.is_over(step):
+            self._end_trace()
         if self.grid.device.type == "cpu" and step % STEPS_BETWEEN_TRIMS == 0:
             trim_heap()
         return 0
 
-    def _sound(self, batches: list[PackedBatch], step: int) -> list[PackedBatch]:
-        """What was read, less the documents whose images some rank could not decode; tells how images are dealt."""
+    def _news(self, batches: list[PackedBatch], documents: int) -> RankNews:
+        return RankNews(
+            self.stop.wish,
+            step_flops(batches, self.config) if self.leads_replica else 0.0,
+            peak_bytes(self.grid.device.type),
+            self.timers.seconds("data"),
+            self.saver.news,
+            documents,
+        )
+
+    def _update(self, batches: list[PackedBatch], denominator: float, seen: StepNumbers) -> StepResult:
+        """Forward, backward and, if the step's numbers are well, the update."""
+
+        def judge(loss: float, grad_norm: float) -> Verdict:
+            return self.health.judge(dataclasses.replace(seen, loss=loss, grad_norm=grad_norm))
+
+        if seen.weight == 0.0:
+            return self.trainee.leave_out(seen.step, judge)
+        return self.trainee.train(batches, seen.step, denominator, judge)
+
+    def _sound(self, batches: list[PackedBatch], step: int) -> tuple[list[PackedBatch], int]:
+        """What was read, less the documents whose images some rank could not decode, and how many those are.
+
+        Also tells how images are dealt.
+        """
         for strategy in sorted(shard_strategies(batches) - self.known_strategies):
             self.known_strategies.add(strategy)
             self.log.say(f"image shards of the context-parallel ranks: {strategy}")
         if self.images is None or self.images.on_bad_image != "skip":
-            return batches
+            return batches, 0
         batches, reasons = without_bad_images(batches, self.grid, self.rows.place.index)
         for reason in reasons:
             self.log.note(step, f"left out a document: {reason}")
-        return batches
+        return batches, len(reasons)
 
     def _report(self, result: StepResult, agreed: StepAgreement, seconds: float) -> None:
+        """Log a step; UnwellError when the run ends with it."""
+        step, verdict = self.progress.step, result.verdict
         for line in self.trainee.backend.news():
             self.log.say(line)
-        if result.skipped:
-            what = f"gradient norm {result.grad_norm}, all ranks skipped the update; {result.suspects}"
-            self.log.note(self.progress.step, what)
+        if verdict.findings:
+            what = "; ".join(verdict.findings) + ("" if verdict.update else ", all ranks skipped the update")
+            self.log.note(step, what + (f"; {result.suspects.sentence}" if result.suspects else ""))
+        packs = result.suspects.packs if result.suspects else frozenset()
+        self.skipped_packs = frozenset() if verdict.update else self.skipped_packs | packs
+        self.saver.keeps_all = not verdict.update
         self.log.step(
             StepRecord(
-                step=self.progress.step,
+                step=step,
                 loss=result.loss,
                 grad_norm=result.grad_norm,
                 lr=result.lr,
@@ -188,8 +261,12 @@ class Trainer:
                 data_wait=agreed.news.data_wait,
                 seconds=seconds,
                 consumed_samples=self.progress.consumed_samples,
+                epoch=self.progress.consumed_samples / len(self.sources.train),
+                seconds_left=self.pace.left(self.config.training.train_iters - step),
             )
         )
+        if verdict.end:
+            raise UnwellError(f"{verdict.end}{self._of_skipped()}")
 
     def _report_attention(self, step: int) -> None:
         """After the last step that is watched: measured core attention beside the predicted."""
@@ -197,7 +274,7 @@ class Trainer:
         self.watch.running = False
         if step == self.config.training.train_iters or step - self.first_step == WATCHED_STEPS[-1]:
             measured = self.watch.slowest(self.grid.world)
-            self.log.attention(step, self.choice.compared(measured), self.choice.figures(measured))
+            self.log.figures("attention", step, self.choice.compared(measured), self.choice.figures(measured))
 
     def _validate(self) -> None:
         assert self.sources.valid is not None
@@ -206,7 +283,7 @@ class Trainer:
         steps = validation_steps(self.sources.valid, options, self.rows.place, count, self.images)
         total, weight = 0.0, 0.0
         for read in steps:
-            batches = self._sound(read, self.progress.step)
+            batches, _ = self._sound(read, self.progress.step)
             agreed = agree(batches, self.grid, replica=self.rows.place.index)
             total += self.trainee.evaluate(batches, agreed.denominator) * agreed.denominator
             weight += agreed.weight
@@ -216,7 +293,29 @@ class Trainer:
         self.log.validation(self.progress.step, total / weight)
 
     def _save(self, reason: str) -> None:
-        self.saver.save(self.trainee, self.progress, self.log.say, reason)
+        progress = dataclasses.replace(self.progress, health=self.health.state())
+        self.saver.save(self.trainee, progress, self.log.say, reason)
+
+    def _refuse_damaged(self, resumed: Resumed) -> None:
+        """ValueError on all ranks when what was read is not finite on any."""
+        if damaged := damaged_tensors(saved_boxes(self.trainee), self.grid.world):
+            raise ValueError(f"{resumed.path} holds numbers that are not finite: {damaged}; --load an older checkpoint")
+
+    def _trace(self) -> Trace | None:
+        log, world, rank = self.config.log, self.grid.world, self.grid.rank
+        if log.profile is None:
+            return None
+        mine = rank in profiled_ranks(log.profile_ranks, world.size)
+        return Trace(self.config.profile_path, profiled_steps(log.profile), rank, mine, self.timers)
+
+    def _end_trace(self) -> None:
+        """Write the trace where one was begun, and say where it is."""
+        if self.trace is None or not self.trace.running:
+            return
+        problems = gather_objects(self.trace.finish(self.progress.step), self.grid.world)
+        self.log.say(f"trace up to step {self.progress.step}: {self.trace.folder}")
+        for problem in filter(None, problems):
+            self.log.note(self.progress.step, f"the trace could not be written: {problem}")
 
     def _opening_lines(self, start: Start, resumed: Resumed | None) -> list[str]:
         """What runs where, what it starts from, and what is not as it was."""
@@ -230,14 +329,20 @@ class Trainer:
         return lines
 
     def _open_log(self) -> RunLog:
-        targets = LogTargets()
+        """The log of this rank; ValueError on all ranks when rank 0 cannot open its own."""
+        targets, log = LogTargets(), self.config.log
         if self.grid.rank == 0:
-            log = self.config.log
             targets = LogTargets(True, self.config.log_path, log.tensorboard_dir, log.wandb_project, log.log_interval)
-        try:
-            return RunLog(targets, self.config.training.train_iters, self.progress.step, flatten(self.config))
-        except OSError as error:
-            raise ValueError(f"the log cannot be written: {error}") from error
+        settings, opened = flatten(self.config), list[RunLog]()
+
+        def opens() -> None:
+            try:
+                opened.append(RunLog(targets, self.config.training.train_iters, self.progress.step, settings))
+            except OSError as error:
+                raise ValueError(f"the log cannot be written: {error}") from error
+
+        together(self.grid.world, opens, ValueError)
+        return opened[0]
 
     def _heading(self) -> str:
         """One line: what runs where."""

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megacp.monitor.log import JsonlSink, LogTargets, RunLog, StepRecord, truncate_after
+from megacp.monitor.log import LogTargets, RunLog, StepRecord, duration, step_line
+from megacp.monitor.sinks import JsonlSink, truncate_after
 
 
 def record(step: int, **changes) -> StepRecord:
@@ -26,6 +27,8 @@ def record(step: int, **changes) -> StepRecord:
         "data_wait": 0.0012,
         "seconds": 0.25,
         "consumed_samples": 8 * step,
+        "epoch": 0.125,
+        "seconds_left": 3723.4,
     }
     return StepRecord(**{**values, **changes})
 
@@ -45,8 +48,8 @@ def test_a_step_is_one_line_with_every_figure(capsys) -> None:
     """Would catch a figure of the issue that is left out of the line."""
     RunLog(LogTargets(console=True), total_steps=100).step(record(7))
     assert capsys.readouterr().out == (
-        "step   7/100  loss 0.3333  grad norm 0.500  lr 3.000e-04  12,346 tokens/s  MFU 42.3%  "
-        "peak 1.50 GiB  data wait 1.2 ms\n"
+        "step   7/100  epoch 0.12  loss 0.3333  grad norm 0.500  lr 3.00e-04  0.25 s  12,346 tokens/s  MFU 42.3%  "
+        "1.50 GiB  data wait 1.2 ms  left 1:02:03\n"
     )
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -228,12 +229,12 @@ def _skipping(rank: int, world_size: int, flags: Sequence[str], where: str) -> l
         value.register_hook(lambda gradient: gradient * float("inf"))
         return value
 
-    def train(self: Trainee, batches: Sequence[PackedBatch], step: int, denominator: float) -> StepResult:
+    def train(self: Trainee, batches: Sequence[PackedBatch], step: int, *rest: Any) -> StepResult:
         now.update(step=step, microbatch=0)
         if rank == 1 and step == 2:
             folder = self.config.checkpoint.save or ""
             Path(folder, "ids.json").write_text(json.dumps([batch.pack_ids for batch in batches]))
-        return real_train(self, batches, step, denominator)
+        return real_train(self, batches, step, *rest)
 
     step_module.weighted_loss, Trainee.train = loss, train  # type: ignore[method-assign]
     RunLog.say = lambda self, text: said.append(text)  # type: ignore[method-assign]

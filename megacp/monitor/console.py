@@ -1,0 +1,56 @@
+"""Standard output of one rank, which may go away under a run: a closed pipe, a full disk, a lost terminal.
+
+Key property: a line that cannot be printed ends nothing; the first one of a row is told on another channel, and the
+next line is tried again. Rejected: letting the error through, which would end weeks of training because `head` has
+read enough.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+
+
+class Console:
+    """Prints lines on standard output. `lost` is called with the reason when a line cannot be printed, once a row."""
+
+    def __init__(self, lost: Callable[[str], None]) -> None:
+        self._lost = lost
+        self._broken = False
+
+    def say(self, text: str) -> None:
+        """Print a line at once."""
+        try:
+            print(text, file=sys.stdout, flush=True)
+        except (OSError, ValueError) as error:  # ValueError: the stream was closed
+            if not self._broken:
+                self._broken = True
+                self._lost(getattr(error, "strerror", None) or str(error))
+        else:
+            self._broken = False
+
+    def close(self) -> None:
+        """Forget what could not be printed: Python would try once more at exit and end with status 120."""
+        if self._broken:
+            _to_nowhere(1, sys.stdout)
+
+
+def warn(text: str) -> None:
+    """Print a line on standard error; where that is not possible, nothing happens."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        _to_nowhere(2, sys.stderr)
+
+
+def _to_nowhere(number: int, stream: object) -> None:
+    """Let the stream of descriptor `number` write to nothing, with what it still holds."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if stream.fileno() != number:  # type: ignore[attr-defined]  # somebody has put another stream in its place
+            return
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+        stream.flush()  # type: ignore[attr-defined]

@@ -1,0 +1,66 @@
+"""`megacp.train` with numbers that go wrong: `python -m tests.faults.sick_run SICKNESS RANK STEP FLAGS...`.
+
+Key property: the real loop runs; only what one rank's loss or weight is from a step on is changed. Rejected: a learning
+rate that makes a run diverge, which does so at another step on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megacp.train import main
+from megacp.training import step as step_module
+from megacp.training.step import StepResult, Trainee
+from tests.training.runs import train_on_rank
+
+SICKNESSES = ("nan loss", "nan loss once", "nan weight", "spike")
+
+
+@contextmanager
+def sick(sickness: str, here: bool, steps: Sequence[int]) -> Iterator[None]:
+    """`steps`, where `here`: their losses are NaN or 1000 times themselves, or a weight becomes NaN after the first."""
+    real_loss, real_train = step_module.weighted_loss, Trainee.train
+    now = {"step": 0}
+
+    def loss(losses: torch.Tensor, weights: torch.Tensor, denominator: float) -> torch.Tensor:
+        value = real_loss(losses, weights, denominator)
+        if not here or now["step"] not in steps or sickness == "nan weight":
+            return value
+        return value * (1000.0 if sickness == "spike" else math.nan)
+
+    def train(self: Trainee, batches: Any, step: int, *rest: Any) -> StepResult:
+        now["step"] = step
+        result = real_train(self, batches, step, *rest)
+        if here and sickness == "nan weight" and step == steps[0]:
+            self.buckets.buckets[0].parameter_shard[0] = math.nan
+            for bucket, master in self.optimizer._masters():
+                master.copy_(bucket.parameter_shard)
+        return result
+
+    step_module.weighted_loss, Trainee.train = loss, train  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        step_module.weighted_loss, Trainee.train = real_loss, real_train  # type: ignore[method-assign]
+
+
+def train_sick(
+    rank: int, world_size: int, flags: Sequence[str], sickness: str, where: int, steps: Sequence[int]
+) -> int:
+    """A run on the pool's ranks of which rank `where` is sick; its status."""
+    with sick(sickness, rank == where, steps):
+        return train_on_rank(rank, world_size, flags)
+
+
+if __name__ == "__main__":
+    sickness, where, first, *flags = sys.argv[1:]
+    with sick(sickness, os.environ.get("RANK", "0") == where, range(int(first), 10_000)):
+        status = main(flags)
+    sys.exit(status)

@@ -1,0 +1,138 @@
+"""Numbers that go wrong and stay wrong: the run ends with a reason, and the last good weights are still there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacp.checkpoint.commit import load_checkpoint
+from megacp.checkpoint.directory import committed
+from megacp.config.cli import parse
+from megacp.distributed.grid import single_axis
+from megacp.train import main, prepare
+from megacp.training.sources import open_sources
+from megacp.training.state import Progress, save
+from megacp.training.step import Trainee
+from megacp.training.stopping import FAILED
+from tests.faults.sick_run import train_sick
+from tests.ranks import grid, run_ranks
+from tests.training.runs import TINY, losses
+
+ROOT = Path(__file__).resolve().parents[2]
+WORLD = single_axis("world")
+LONG = [*TINY, "--train-iters", "40", "--lr-decay-iters", "40"]
+
+
+def notes(folder: Path) -> list[tuple[int, str]]:
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [(row["step"], row["text"]) for row in rows if row["kind"] == "note"]
+
+
+def steps(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step_")) for path in committed(folder))
+
+
+def finite(folder: Path) -> bool:
+    return all(bool(tensor.isfinite().all()) for _, tensor in load_checkpoint(folder, WORLD).whole_tensors())
+
+
+@pytest.mark.parametrize("saving", [[], ["--async-save"]], ids=["at once", "in the background"])
+def test_a_loss_that_stays_nan_ends_the_run_and_costs_no_checkpoint(tmp_path: Path, saving: list[str]) -> None:
+    """Would catch 34 skipped steps and "finished", and --keep-last that deletes the way back meanwhile."""
+    flags = [*LONG, "--save", str(tmp_path), "--save-interval", "2", "--keep-last", "2", "--max-skipped-steps", "4"]
+    assert run_ranks(train_sick, 2, [*flags, *saving], "nan loss", 1, range(6, 99)) == [FAILED, FAILED]
+    assert max(losses(tmp_path)) == 9
+    assert steps(tmp_path) == [2, 4, 6]  # step 6 holds the update of step 5; 8 would hold the same weights
+    assert finite(tmp_path / "step_0000006")
+    step, text = notes(tmp_path)[-1]
+    assert step == 9 and text.startswith(
+        "no update in 4 steps in a row, 6 to 9 (--max-skipped-steps 4); they had packs "
+    )
+    assert f"Nothing was saved after it; the newest checkpoint is {tmp_path / 'step_0000006'}" in text
+
+
+def test_the_limit_is_ten_steps_and_zero_sets_none(tmp_path: Path) -> None:
+    for name, more, last in (("default", [], 12), ("none", ["--max-skipped-steps", "0"], 16)):
+        flags = [*LONG, "--train-iters", "16", "--save", str(tmp_path / name), *more]
+        (status,) = run_ranks(train_sick, 1, flags, "nan loss", 0, range(3, 99))
+        assert (status, max(losses(tmp_path / name))) == (FAILED if name == "default" else 0, last)
+    assert "the last 14 steps made no update; they had packs " in notes(tmp_path / "none")[-1][1]
+
+
+def test_weights_that_became_nan_are_not_saved_and_delete_nothing(tmp_path: Path) -> None:
+    """Would catch two checkpoints of NaN in place of every good one; one rank of two holds the bad weight."""
+    flags = [*LONG, "--save", str(tmp_path), "--save-interval", "5", "--keep-last", "2"]
+    assert run_ranks(train_sick, 2, flags, "nan weight", 1, [12]) == [FAILED, FAILED]
+    assert steps(tmp_path) == [5, 10] and finite(tmp_path / "step_0000010")
+    step, text = notes(tmp_path)[-1]
+    assert step == 15 and text.startswith("the weights after step 15 are not finite: model.")
+    assert "on rank 1. Nothing was saved after it" in text and text.endswith("step_0000010")
+
+
+def test_a_run_without_any_update_is_not_finished(tmp_path: Path) -> None:
+    flags = [*TINY, "--save", str(tmp_path)]
+    assert run_ranks(train_sick, 1, flags, "nan loss", 0, range(1, 99)) == [FAILED]
+    assert steps(tmp_path) == []
+    assert "none of 4 steps made an update" in notes(tmp_path)[-1][1]
+    assert notes(tmp_path)[-1][1].endswith("there is no checkpoint of this run")
+
+
+def test_a_run_resumed_between_skipped_steps_is_the_undisturbed_one(tmp_path: Path) -> None:
+    """Would catch a count in a row that starts again with every resume, and so never ends a run that is restarted."""
+    flags = [*LONG, "--train-iters", "20", "--max-skipped-steps", "3"]
+    bad = [4, 5, 9, 10, 11]
+    whole, halved = [*flags, "--save", str(tmp_path / "whole")], [*flags, "--save", str(tmp_path / "halved")]
+    assert run_ranks(train_sick, 2, whole, "nan loss", 0, bad) == [FAILED] * 2
+    assert run_ranks(train_sick, 2, [*halved, "--train-iters", "10"], "nan loss", 0, bad) == [0] * 2
+    assert steps(tmp_path / "halved") == [10]
+    again = [*halved, "--load", str(tmp_path / "halved")]
+    assert run_ranks(train_sick, 2, again, "nan loss", 0, bad) == [FAILED] * 2
+    first, second = (
+        {step: value for step, value in losses(tmp_path / n).items() if step not in bad} for n in ("whole", "halved")
+    )
+    assert first == second and max(losses(tmp_path / "halved")) == 11
+    assert notes(tmp_path / "whole")[-1][1].split(";")[0] == notes(tmp_path / "halved")[-1][1].split(";")[0]
+
+
+def _save_nan(folder: str) -> None:
+    config, _ = prepare(parse([*TINY, "--save", folder]), 1)
+    trainee = Trainee(config, grid())
+    trainee.buckets.buckets[0].parameters[3] = torch.inf
+    _, sources = open_sources(config)
+    save(trainee, Progress(2, 8, sources.fingerprint, config.training.seed), config)
+
+
+def test_a_checkpoint_of_nan_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Would catch a run that goes on from what an earlier version has written."""
+    _save_nan(str(tmp_path))
+    for more in ([], ["--finetune"]):
+        assert main([*TINY, "--load", str(tmp_path), *more]) == 2
+        error = capsys.readouterr().err
+        assert f"{tmp_path / 'step_0000002'} holds numbers that are not finite: model." in error
+        assert "on rank 0; --load an older checkpoint" in error
+
+
+def test_a_run_in_bfloat16_looks_at_its_masters_too(tmp_path: Path) -> None:
+    flags = [text if text != "float64" else "bfloat16" for text in LONG]
+    flags = [*flags, "--save", str(tmp_path), "--save-interval", "2", "--train-iters", "8"]
+    assert run_ranks(train_sick, 2, flags, "nan weight", 0, [3]) == [FAILED, FAILED]
+    assert steps(tmp_path) == [2]
+
+
+@pytest.mark.faults
+def test_torchrun_reports_the_failure_and_the_reason_stands_above_it(tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "tests.faults.sick_run", "nan loss", "1", "6", *LONG]
+    command += ["--save", str(tmp_path), "--save-interval", "2"]
+    environment: dict[str, Any] = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode != 0 and "Traceback" not in done.stderr.split("torch/distributed")[0]
+    assert done.stderr.count("error: step 15: no update in 10 steps in a row, 6 to 15") == 1
+    assert "exitcode  : 1" in done.stderr and steps(tmp_path) == [2, 4, 6]
