@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megacp.files import read_regular
+
 READING = "which digits?"
 _ASKED = re.compile(r"<\|user\|>\n(.*)\n<\|assistant\|>\n$", re.DOTALL)
 _STYLE = (
@@ -38,7 +40,8 @@ def read_answers(path: Path) -> list[dict[str, Any]]:
         try:
             answer = json.loads(line)
             asked = _ASKED.search(answer["prompt"])
-            if asked is None or not isinstance(answer["expected"], str):
+            words = (answer["expected"], answer["answer"], *answer["images"])
+            if asked is None or not all(isinstance(word, str) for word in words):
                 raise ValueError("it holds no question with an expected answer")
             answers.append({**answer, "question": asked[1], "right": answer["answer"] == answer["expected"]})
         except (KeyError, TypeError, ValueError) as error:
@@ -68,10 +71,17 @@ def table(counts: dict[str, tuple[int, int]]) -> str:
 
 
 def page(answers: Sequence[dict[str, Any]], counts: dict[str, tuple[int, int]], images: Path, each: int) -> str:
-    """HTML that needs no other file: the figures, all wrong readings of single scans, `each` records of each size."""
+    """HTML that needs no other file: the figures, all wrong readings of single scans, `each` records of each size.
+
+    ValueError for an image outside of the folder `images`, by its name or by a link.
+    """
+    root = images.resolve()
 
     def picture(file: str) -> str:
-        data = base64.b64encode((images / file).read_bytes()).decode()
+        path = (root / file).resolve()
+        if not path.is_relative_to(root):
+            raise ValueError(f"--answers names the image {file}, which is outside of --images {images}")
+        data = base64.b64encode(read_regular(path)).decode()
         return f'<img src="data:image/png;base64,{data}" alt="{html.escape(file)}">'
 
     def row(answer: dict[str, Any]) -> str:

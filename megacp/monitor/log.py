@@ -170,17 +170,18 @@ def step_line(record: StepRecord, total_steps: int) -> str:
     return (
         f"step {record.step:>{width}}/{total_steps}  epoch {record.epoch:.2f}  loss {record.loss:.4f}  "
         f"grad norm {record.grad_norm:.3f}  lr {record.lr:.2e}  {record.seconds:.3g} s  "
-        f"{record.tokens_per_second:,.0f} tokens/s  MFU {mfu}  {record.peak_memory / 2**30:.2f} GiB  "
-        f"data wait {1000 * record.data_wait:.1f} ms  left {duration(record.seconds_left)}"
+        f"{record.tokens_per_second:,.0f} tokens/s  MFU {mfu}  {record.peak_memory / 2**30:.3g} GiB  "
+        f"data wait {1000 * record.data_wait:.3g} ms  left {duration(record.seconds_left)}"
     )
 
 
 def duration(seconds: float) -> str:
-    """`0:07`, `12:30`, `5:06:07`, `3d 5:06:07`."""
+    """`0:07`, `12:30`, `5:06:07`, `3d 5h`."""
     whole = round(seconds)
     days, hours, minutes = whole // 86_400, whole // 3600 % 24, whole // 60 % 60
-    clock = f"{hours}:{minutes:02}:{whole % 60:02}" if whole >= 3600 else f"{minutes}:{whole % 60:02}"
-    return f"{days}d {clock}" if days else clock
+    if days:
+        return f"{days}d {hours}h"
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
 def _exp(loss: float) -> float:

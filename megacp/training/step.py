@@ -47,9 +47,14 @@ class StepResult:
     grad_norm: float
     lr: float
     verdict: Verdict
-    """Whether the update was applied; where it was not, no rank changed anything."""
+    """What became of it, and why."""
     suspects: Suspects | None = None
     """Of a step with findings: which packs may be to blame."""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether no rank changed anything."""
+        return not self.verdict.update
 
 
 def lr_schedule(config: RunConfig) -> LrSchedule:

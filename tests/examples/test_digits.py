@@ -102,6 +102,23 @@ def test_only_exact_answers_count_and_single_scans_stand_alone(
     assert "answers.jsonl:1 is no line of tools/generate.py" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["../secret.txt", "{absolute}", "inside/../../secret.txt", "link.png"])
+def test_a_page_shows_no_file_outside_of_its_images(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch answers.jsonl of somebody else that copies a file of mine into a page that I pass on."""
+    images, secret = tmp_path / "images", tmp_path / "secret.txt"
+    images.mkdir()
+    secret.write_text("secret")
+    (images / "link.png").symlink_to(secret)
+    line = answer("1", "which digits?", "3", "4", [name.format(absolute=secret)])
+    (tmp_path / "answers.jsonl").write_text(line)
+    flags = ["--answers", str(tmp_path / "answers.jsonl"), "--images", str(images)]
+    assert evaluate_digits.main([*flags, "--page", str(tmp_path / "page.html")]) == 2
+    assert f"which is outside of --images {images}" in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
+
+
 @pytest.mark.slow
 def test_the_way_from_scans_to_a_page_of_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 import math
+import os
 import sys
 import types
 from pathlib import Path
@@ -49,7 +50,7 @@ def test_a_step_is_one_line_with_every_figure(capsys) -> None:
     RunLog(LogTargets(console=True), total_steps=100).step(record(7))
     assert capsys.readouterr().out == (
         "step   7/100  epoch 0.12  loss 0.3333  grad norm 0.500  lr 3.00e-04  0.25 s  12,346 tokens/s  MFU 42.3%  "
-        "1.50 GiB  data wait 1.2 ms  left 1:02:03\n"
+        "1.5 GiB  data wait 1.2 ms  left 1:02:03\n"
     )
 
 
@@ -202,3 +203,161 @@ def test_a_missing_package_names_flag_and_extra(targets: LogTargets, package: st
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(ValueError, match=r"--(tensorboard-dir|wandb-project) needs the package .*extra `log`"):
         RunLog(targets, total_steps=1)
+
+
+def test_time_left_is_read_at_a_glance() -> None:
+    assert [duration(s) for s in (0.4, 59.6, 3599, 3600, 90_061)] == ["0:00", "1:00", "59:59", "1:00:00", "1d 1h"]
+
+
+def test_a_long_run_on_many_devices_has_a_line_of_readable_length() -> None:
+    line = step_line(
+        record(100_000, tokens_per_second=1.2e7, peak_memory=75 << 30, seconds=12.34, seconds_left=1e6, epoch=12.34),
+        100_000,
+    )
+    assert len(line) <= 155, line
+
+
+class Stream:
+    """Standard output that takes nothing while it is full."""
+
+    def __init__(self) -> None:
+        self.full = False
+        self.text = ""
+
+    def write(self, text: str) -> int:
+        if self.full:
+            raise OSError(28, "No space left on device")
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        self.write("")
+
+    def fileno(self) -> int:
+        raise ValueError("no descriptor")
+
+
+def test_a_console_that_is_full_ends_nothing_is_told_once_and_tried_again(tmp_path, monkeypatch, capsys) -> None:
+    """Would catch a traceback before the first save because somebody's `head` has read enough."""
+    stream = Stream()
+    monkeypatch.setattr(sys, "stdout", stream)
+    log = RunLog(LogTargets(console=True, jsonl=tmp_path / "log.jsonl"), total_steps=9)
+    for step in range(1, 8):
+        stream.full = step in (2, 3, 6)
+        log.step(record(step))
+    log.close()
+    assert [int(line.split("/")[0].split()[1]) for line in stream.text.splitlines()] == [1, 4, 5, 7]
+    told = capsys.readouterr().err.splitlines()
+    assert told == [
+        "standard output cannot be written (No space left on device): the run goes on, its lines are in " + x
+        for x in ["the log file"] * 2
+    ]
+    found = rows(tmp_path / "log.jsonl")
+    assert [row["step"] for row in found if row["kind"] == "train"] == list(range(1, 8))
+    assert [row["step"] for row in found if row["kind"] == "note"] == [2, 6]
+
+
+def test_a_log_file_that_is_full_holds_whole_lines_and_goes_on_when_there_is_room(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    """Would catch half a line, after which no reader takes the file, and a run that ends for its log."""
+    real, room = os.write, {"left": 10**9}
+
+    def write(descriptor: int, data: bytes) -> int:
+        if not room["left"]:
+            raise OSError(28, "No space left on device")
+        done = real(descriptor, data[: room["left"]])
+        room["left"] -= done
+        return done
+
+    monkeypatch.setattr("megacp.monitor.sinks.os.write", write)
+    log = RunLog(LogTargets(console=True, jsonl=tmp_path / "log.jsonl"), total_steps=9)
+    for step in range(1, 8):
+        room["left"] = {3: 40, 4: 0, 5: 0}.get(step, 10**9)
+        log.step(record(step))
+    log.close()
+    assert [row["step"] for row in rows(tmp_path / "log.jsonl")] == [1, 2, 6, 7]
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 8
+    assert [line for line in said if "cannot be written (No space left on device): the run goes on" in line] == [
+        said[2]
+    ]
+
+
+def test_a_guest_that_raises_is_left_behind_and_told(tmp_path, monkeypatch, capsys) -> None:
+    calls: list[int] = []
+
+    def log_figures(figures: object, step: int) -> None:
+        calls.append(step)
+        raise RuntimeError("the network is gone")
+
+    stand_in = types.ModuleType("wandb")
+    stand_in.init = lambda project, config: types.SimpleNamespace(log=log_figures, finish=lambda: calls.append(-1))
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    log = RunLog(LogTargets(True, tmp_path / "log.jsonl", wandb_project="mine"), total_steps=9)
+    for step in (1, 2):
+        log.step(record(step))
+    log.close()
+    assert calls == [1]
+    text = (
+        "--wandb-project mine cannot be written (RuntimeError: the network is gone): the run goes on without its lines"
+    )
+    assert capsys.readouterr().out.count(text) == 1
+    assert [row.get("text") for row in rows(tmp_path / "log.jsonl")] == [text, None, None]
+
+
+DAMAGES = {
+    "a flipped bit": b'{"kind": "train", "step\xb3: 2, "loss": 1.0}\n',
+    "a null step": b'{"kind": "train", "step": null, "loss": 1.0}\n',
+    "a step in words": b'{"kind": "train", "step": "2"}\n',
+    "no object": b"[2]\n",
+    "deep JSON": b"[" * 100_000 + b"\n",
+    "a huge number": b'{"step": ' + b"9" * 5000 + b"}\n",
+    "not UTF-8": b'{"kind": "note", "step": 2, "text": "\xff\xfe"}\n',
+    "no JSON number": b'{"kind": "train", "step": 2, "loss": NaN}\n',
+    "zeros of a lost block": b"\0" * 4096 + b"\n",
+    "a line without end": b"x" * (3 << 20) + b"\n",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_log_stays_under_another_name_and_a_new_one_goes_on(tmp_path, damage: bytes, capsys) -> None:
+    """Would catch one flipped bit of a log that keeps a run from going on, or sound lines that are lost with it."""
+    path = tmp_path / "log.jsonl"
+    run(path, range(1, 5))
+    lines = path.read_bytes().splitlines(keepends=True)
+    whole = b"".join([lines[0], damage, *lines[1:]])
+    path.write_bytes(whole)
+    log = RunLog(LogTargets(console=True, jsonl=path), total_steps=10, resume_step=3)
+    log.step(record(4))
+    log.close()
+    assert [row["step"] for row in rows(path)] == [1, 2, 3, 4]
+    assert (tmp_path / "log.1.jsonl").read_bytes() == whole
+    said = capsys.readouterr().out.splitlines()[0]
+    assert f"{path} holds lines that no run writes: it is now {tmp_path / 'log.1.jsonl'}" in said
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.1.jsonl", "log.jsonl"]
+
+
+@pytest.mark.parametrize("resume_step", [0, 2])
+def test_nothing_is_written_through_a_planted_link(tmp_path, resume_step: int) -> None:
+    """Would catch a log or its temporary file that overwrites a file of mine through somebody's link."""
+    mine, folder = tmp_path / "mine.txt", tmp_path / "out"
+    mine.write_text("precious\n")
+    folder.mkdir()
+    run(folder / "log.jsonl", range(1, 4))
+    (folder / "log.jsonl.new").symlink_to(mine)
+    run(folder / "log.jsonl", range(resume_step + 1, 5), resume_step)
+    assert [row["step"] for row in rows(folder / "log.jsonl")] == [1, 2, 3, 4]
+    (folder / "log.jsonl").unlink()
+    for target in (mine, tmp_path / "not yet there"):
+        (folder / "log.jsonl").symlink_to(target)
+        with pytest.raises(ValueError, match="is a link, which is not written through: remove it"):
+            run(folder / "log.jsonl", range(1, 2), resume_step)
+        (folder / "log.jsonl").unlink()
+    assert mine.read_text() == "precious\n" and not (tmp_path / "not yet there").exists()
+
+
+def test_a_pipe_under_the_logs_name_is_refused_and_not_waited_for(tmp_path) -> None:
+    os.mkfifo(tmp_path / "log.jsonl")
+    with pytest.raises(ValueError, match="a named pipe"):
+        run(tmp_path / "log.jsonl", range(1, 2))

@@ -178,7 +178,7 @@ def test_validation_counts_only_tokens_with_a_weight(tmp_path: Path, packed_data
 def test_ctrl_c_stops_in_order_and_a_later_second_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch a Ctrl-C that torchrun passes on once more and that then ends the run before it has saved."""
     before = signal.getsignal(signal.SIGINT)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         stop = StopSignal()
         assert not stop.received
         signal.raise_signal(number)

@@ -1,0 +1,125 @@
+"""Places that a run writes to which go away or fill up: the run trains on, saves, and says what it could not write."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.training.runs import TINY, losses
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = [sys.executable, "-m", "megacp.train"]
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "-m",
+    "megacp.train",
+]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def notes(folder: Path) -> list[str]:
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [row["text"] for row in rows if row["kind"] == "note"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher", [PYTHON, pytest.param(TORCHRUN, marks=pytest.mark.faults)], ids=["one", "torchrun"]
+)
+def test_a_reader_that_has_read_enough_does_not_end_the_run(tmp_path: Path, launcher: list[str]) -> None:
+    """`| head -1`: would catch a traceback before the first save, and status 120 at the end of a finished run."""
+    flags = [*TINY, "--save", str(tmp_path), "--save-interval", "2"]
+    run = subprocess.Popen(
+        [*launcher, *flags], cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert run.stdout is not None and run.stderr is not None
+    assert "ranks = pp 1" in run.stdout.readline()
+    run.stdout.close()
+    error = run.stderr.read()
+    run.stderr.close()
+    assert run.wait(timeout=120) == 0, error
+    assert error.count("standard output cannot be written (Broken pipe): the run goes on") == 1
+    assert "Traceback" not in error and "Exception ignored" not in error
+    assert sorted(losses(tmp_path)) == [1, 2, 3, 4]
+    assert [path.name for path in sorted(tmp_path.glob("step_*"))] == ["step_0000002", "step_0000004"]
+    assert len(notes(tmp_path)) == 1 and notes(tmp_path)[0].startswith("standard output cannot be written")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("both", [False, True], ids=["output", "output and error"])
+def test_a_full_disk_under_the_console_does_not_end_the_run(tmp_path: Path, both: bool) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*PYTHON, *TINY, "--save", str(tmp_path)],
+            cwd=ROOT,
+            env=ENVIRONMENT,
+            stdout=full,
+            stderr=full if both else subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 0
+    assert both or done.stderr.count("standard output cannot be written (No space left on device)") == 1
+    assert sorted(losses(tmp_path)) == [1, 2, 3, 4] and (tmp_path / "step_0000004").is_dir()
+    assert len(notes(tmp_path)) == 1
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("events", [False, True], ids=["jsonl", "jsonl and TensorBoard"])
+def test_a_full_disk_under_the_log_file_does_not_end_the_run(tmp_path: Path, events: bool) -> None:
+    """The log may grow to 4 MiB and 1,000 bytes; checkpoints are smaller. Would catch half a line in the file."""
+    whole = [*TINY, "--lr-decay-iters", "30", "--save", str(tmp_path), "--save-interval", "10"]
+    first = subprocess.run([*PYTHON, *whole, "--train-iters", "2"], cwd=ROOT, env=ENVIRONMENT, timeout=120)
+    assert first.returncode == 0
+    note = json.dumps({"kind": "note", "step": 1, "text": "x" * 1000}) + "\n"
+    room = (4 << 20) - (tmp_path / "log.jsonl").stat().st_size
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write(note * (room // len(note)))
+    more = ["--train-iters", "30", "--load", str(tmp_path)]
+    more += ["--tensorboard-dir", str(tmp_path / "events")] if events else []
+    limit = (tmp_path / "log.jsonl").stat().st_size + 1000
+    done = subprocess.run(
+        [*PYTHON, *whole, *more],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert done.returncode == 0, done.stderr
+    told = f"{tmp_path / 'log.jsonl'} cannot be written (File too large): the run goes on without its lines"
+    assert done.stdout.count(told) == 1 and "Traceback" not in done.stderr
+    assert "finished after step 30" in done.stdout and (tmp_path / "step_0000030").is_dir()
+    kept = sorted(losses(tmp_path))  # json of every line: none is cut
+    assert kept[:3] == [1, 2, 3] and 3 <= len(kept) < 30
+    assert (tmp_path / "log.jsonl").stat().st_size <= limit
+
+
+@pytest.mark.faults
+def test_a_full_disk_under_tensorboard_does_not_end_the_run(tmp_path: Path) -> None:
+    """A file of events may grow to 60 bytes less than its first step; no checkpoint is written."""
+    pytest.importorskip("tensorboard")
+    flags = [*TINY, "--train-iters", "40", "--tensorboard-dir", str(tmp_path / "events")]
+    done = subprocess.run(
+        [*PYTHON, *flags, "--log-file", str(tmp_path / "log.jsonl")],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "finished after step 40" in done.stdout

@@ -1,0 +1,241 @@
+"""One decision a step: spikes against a running median, steps that learn nothing, images that cannot be decoded."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacp.checkpoint.commit import load_checkpoint
+from megacp.checkpoint.directory import committed
+from megacp.config.health import HealthConfig
+from megacp.distributed.grid import single_axis
+from megacp.train import main
+from megacp.training.health import Health, StepNumbers, Verdict
+from megacp.training.loss import agree
+from megacp.training.parity import microbatches
+from megacp.training.parity_setup import ParitySetup, Request, prepare
+from megacp.training.step import Trainee
+from megacp.training.stopping import FAILED
+from tests.data.builds import run as build
+from tests.data.datasets import damage
+from tests.data.pictures import TINY as TINY_RULES
+from tests.faults.sick_run import train_sick
+from tests.ranks import grid, run_ranks
+from tests.training.runs import TINY, losses
+from tests.training.test_vision_dataset import config_for, flags_of, image_part
+
+WORLD = single_axis("world")
+TWELVE = [*TINY, "--train-iters", "12", "--lr-decay-iters", "12"]
+
+
+def notes(folder: Path) -> list[tuple[int, str]]:
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [(row["step"], row["text"]) for row in rows if row["kind"] == "note"]
+
+
+def fed(health: Health, count: int, loss: float = 2.0, norm: float = 1.0) -> Health:
+    for step in range(1, count + 1):
+        assert health.judge(StepNumbers(step, loss, norm)) == Verdict()
+    return health
+
+
+def test_a_jump_is_measured_against_the_median_of_updates_alone() -> None:
+    """Would catch a spike that raises the level which the next one is compared with."""
+    health = fed(Health(HealthConfig(spike_action="skip")), 8)
+    for step in range(9, 15):
+        verdict = health.judge(StepNumbers(step, 3407.0, 1.0))
+        assert not verdict.update and verdict.finite and not verdict.end
+        assert verdict.findings == ("the loss 3407 is 1.7e+03 times the median 2 of 8 updates",)
+    assert health.judge(StepNumbers(15, 2.0, 11.0)).findings == (
+        "the gradient norm 11 is 11 times the median 1 of 8 updates",
+    )
+    assert health.judge(StepNumbers(16, 5.9, 9.9)) == Verdict()
+
+
+def test_a_level_is_learned_from_eight_updates_or_the_window_and_a_factor_of_zero_looks_away() -> None:
+    for window, known in ((64, 8), (4, 4)):
+        health = fed(Health(HealthConfig(spike_window=window)), known - 1)
+        assert health.judge(StepNumbers(known, 100.0, 1.0)) == Verdict()
+        assert health.judge(StepNumbers(known + 1, 100.0, 1.0)).findings
+    health = fed(Health(HealthConfig(loss_spike_factor=0.0)), 8)
+    assert health.judge(StepNumbers(9, 100.0, 1.0)) == Verdict()
+
+
+def test_the_window_forgets() -> None:
+    """Would catch a run whose loss has changed for good and that is warned of for ever."""
+    health = fed(Health(HealthConfig(spike_window=8)), 8)
+    warned = [bool(health.judge(StepNumbers(9 + i, 20.0, 1.0)).findings) for i in range(8)]
+    assert warned == [True] * 4 + [False] * 4
+
+
+def test_warn_updates_skip_does_not_and_stop_ends() -> None:
+    found = {}
+    for action in ("warn", "skip", "stop"):
+        verdict = fed(Health(HealthConfig(spike_action=action)), 8).judge(StepNumbers(9, 100.0, 1.0))
+        found[action] = (verdict.update, bool(verdict.findings), bool(verdict.end))
+    assert found == {"warn": (True, True, False), "skip": (False, True, False), "stop": (False, True, True)}
+
+
+def test_a_state_survives_json_and_decides_alike() -> None:
+    """Would catch digits lost on the way through a checkpoint."""
+    settings = HealthConfig(spike_action="skip", spike_window=9)
+    one = Health(settings)
+    numbers = [StepNumbers(i, 2 + math.sin(i) / 3, 1 + math.cos(7 * i) / 2, 1.0, 3, i % 2) for i in range(1, 30)]
+    numbers[20] = StepNumbers(21, math.nan, 1.0)
+    for place, step in enumerate(numbers):
+        other = Health(settings, json.loads(json.dumps(one.state())))
+        assert other.state() == one.state()
+        assert one.judge(step) == other.judge(step), place
+        assert one.state() == other.state()
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{"losses": 3}, {"losses": ["2"]}, {"grad_norms": [math.nan]}, {"skipped_in_a_row": -1}, {"left_out": True}],
+)
+def test_a_state_that_no_run_writes_is_refused(state: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"state of health has {next(iter(state))}"):
+        Health(HealthConfig(), state)
+
+
+def test_bad_images_are_a_share_of_documents_with_images_however_few_a_step_has() -> None:
+    """Would catch one bad image in a step of one that ends a run, and a share that text documents make small."""
+    health = Health(HealthConfig())
+    assert health.judge(StepNumbers(1, 2.0, 1.0, 1.0, image_documents=1, left_out=1)) == Verdict()
+    for step in range(2, 18):
+        assert health.judge(StepNumbers(step, 2.0, 1.0, 1.0, image_documents=1, left_out=0)) == Verdict()
+    ends = [health.judge(StepNumbers(step, 2.0, 1.0, 1.0, 2, 2)).end for step in range(18, 26)]
+    assert not any(ends[:7])
+    assert ends[7] == (
+        "16 of the last 17 documents with images were left out because an image could not be decoded "
+        "(--max-bad-image-share 0.5)"
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_spike_is_told_skipped_before_the_update_or_ends_the_run(tmp_path: Path, world_size: int) -> None:
+    """Would catch a rank that updates while another does not: step 10 of rank 0 alone has the large loss."""
+    found = {}
+    for action in ("warn", "skip", "stop"):
+        folder = tmp_path / action
+        flags = [*TWELVE, "--save", str(folder), "--spike-action", action, "--clip-grad", "0"]
+        status = run_ranks(train_sick, world_size, flags, "spike", 0, [10])
+        assert len(set(status)) == 1
+        updates = [load_checkpoint(path, WORLD).extra["updates"] for path in committed(folder)]
+        found[action] = (status[0], updates)
+        step, text = notes(folder)[0]
+        assert step == 10 and text.startswith("the loss ") and " of 9 updates; the gradient norm " in text
+        assert ("all ranks skipped the update" in text) == (action != "warn") and "the step had packs " in text
+    assert found == {"warn": (0, [12]), "skip": (0, [11]), "stop": (FAILED, [])}
+    assert losses(tmp_path / "skip")[9] == losses(tmp_path / "warn")[9]
+    assert losses(tmp_path / "skip")[11] < 2 * losses(tmp_path / "skip")[9]
+    assert notes(tmp_path / "stop")[-1][1].count("(--spike-action stop)") == 1
+
+
+def test_a_run_resumed_before_a_spike_skips_it_like_the_undisturbed_one(tmp_path: Path) -> None:
+    """Would catch a running median that begins anew with every resume."""
+    flags = [*TWELVE, "--spike-action", "skip", "--save-interval", "9"]
+    assert run_ranks(train_sick, 2, [*flags, "--save", str(tmp_path / "whole")], "spike", 1, [10]) == [0, 0]
+    halved = [*flags, "--save", str(tmp_path / "halved")]
+    assert run_ranks(train_sick, 2, [*halved, "--train-iters", "9"], "spike", 1, [10]) == [0, 0]
+    resumed = [*halved, "--load", str(tmp_path / "halved")]
+    assert run_ranks(train_sick, 2, resumed, "spike", 1, [10]) == [0, 0]
+    assert notes(tmp_path / "halved") == notes(tmp_path / "whole") and len(notes(tmp_path / "whole")) == 1
+    assert losses(tmp_path / "halved") == losses(tmp_path / "whole")
+    first, second = (load_checkpoint(tmp_path / name / "step_0000012", WORLD) for name in ("whole", "halved"))
+    assert first.extra == second.extra and first.extra["updates"] == 11
+    other = dict(second.whole_tensors())
+    assert all(torch.equal(tensor, other[name]) for name, tensor in first.whole_tensors())
+
+
+def _refused(rank: int, world: int, setup: ParitySetup) -> bool:
+    """Whether a step that is refused leaves weights, moments and the next step as if it had never been."""
+    mine = grid(**({"tp": 2, "pp": 2} if world == 4 else {"dp": world}))
+    trainee, twin = Trainee(setup.config, mine), Trainee(setup.config, mine)
+    same = True
+    for step in range(1, 4):
+        batches = microbatches(setup.config, setup.rules, step, trainee.rows, None)
+        denominator = agree(batches, mine, replica=trainee.rows.place.index).denominator
+        if step == 2:
+            refused = trainee.train(batches, step, denominator, lambda loss, norm: Verdict(False, findings=("no",)))
+            same &= refused.skipped and refused.grad_norm > 0 and trainee.optimizer.updates == 1
+            continue
+        for each in (trainee, twin):
+            each.train(batches, step, denominator)
+    state = [trainee.optimizer.state_slices(), twin.optimizer.state_slices()]
+    pairs = [(trainee.buckets.whole_parameters(), twin.buckets.whole_parameters())]
+    pairs += [(state[0][kind], state[1][kind]) for kind in state[0]]
+    return same and all(torch.equal(a.values, b.values) for one, two in pairs for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_refused_update_changes_nothing(world: int) -> None:
+    from megacp.config.run import RunConfig, with_values
+
+    values = {"global_batch_size": 4, "dtype": "float64"}
+    if world == 4:
+        values |= {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    config = with_values(RunConfig(), values)
+    setup = prepare(config, Request(frozenset(values), model="tiny_llm", world_size=world))
+    assert all(run_ranks(_refused, world, setup))
+
+
+def broken_images(folder: Path, text: bool, count: int = 12) -> Path:
+    """A dataset of which no image can be decoded, with documents of text or without."""
+    records: list[dict[str, Any]] = []
+    for i in range(count):
+        records.append({"content": [{"type": "text", "text": "look "}, image_part(16, 12, i)], "branches": ["it"]})
+        records += [{"text": f"nothing but text {i}"}] if text else []
+    source = folder / "records.jsonl"
+    source.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    build([source], folder / "packed", image_rules=TINY_RULES, seq_length=512, cp_degrees=(1, 2))
+    for path in (folder / "packed").glob("shard_*/images.bin"):
+        stored = path.read_bytes()
+        for place in range(len(stored)):
+            if stored[place : place + 4] == b"IDAT":
+                damage(path, place + 6, b"\xff" * 8)
+    return folder / "packed"
+
+
+def _train(data: Path, folder: Path, **values: Any) -> int:
+    limits = {"on_bad_image": "skip", "train_iters": 4, "save": str(folder), **values}
+    return main(flags_of(config_for(data, **limits), folder))
+
+
+def test_a_run_all_of_whose_images_are_broken_ends(tmp_path: Path) -> None:
+    """Would catch documents left out by the hundred, a loss of 0.0 and "finished"."""
+    for name, text in (("mixed", True), ("images", False)):
+        (tmp_path / name).mkdir()
+        data = broken_images(tmp_path / name, text)
+        assert _train(data, tmp_path / name / "out") == FAILED
+        step, told = notes(tmp_path / name / "out")[-1]
+        assert step == 2 and "documents with images were left out because an image could not be" in told
+        assert "--max-bad-image-share 0.5" in told and committed(tmp_path / name / "out") == []
+
+
+def test_a_step_that_learns_from_no_token_is_named_and_skipped(tmp_path: Path) -> None:
+    """Would catch weight decay and momentum that move weights for nothing, and a loss of 0.0 in the curve."""
+    data = broken_images(tmp_path, text=False)
+    assert _train(data, tmp_path / "out", max_bad_image_share=1.0) == FAILED
+    told = notes(tmp_path / "out")
+    named = [step for step, text in told if text.startswith("no token of the step has a loss weight, bad images left")]
+    assert named == [1, 2, 3, 4] and "none of 4 steps made an update" in told[-1][1]
+    assert all(math.isnan(float(loss)) for loss in losses(tmp_path / "out").values())
+
+
+def _on_ranks(rank: int, world: int, flags: Sequence[str]) -> int:
+    return train_sick(rank, world, flags, "spike", -1, [])
+
+
+def test_bad_images_end_all_ranks_alike(tmp_path: Path) -> None:
+    data = broken_images(tmp_path, text=True)
+    config = config_for(data, on_bad_image="skip", train_iters=4, context_parallel_size=2)
+    flags = flags_of(config, tmp_path / "out")
+    assert run_ranks(_on_ranks, 4, flags) == [FAILED] * 4
+    assert " of the last " in notes(tmp_path / "out")[-1][1]
