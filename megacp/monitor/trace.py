@@ -6,6 +6,7 @@ profiler that waits in the background with a schedule, which costs every step.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from pathlib import Path
@@ -62,7 +63,7 @@ class Trace:
             profiler.export_chrome_trace(os.fspath(partial))
             rename(partial, path)
         except (OSError, RuntimeError) as error:
+            with contextlib.suppress(OSError):
+                partial.unlink()
             return f"rank {self._rank}: {getattr(error, 'strerror', None) or error}"
-        finally:
-            partial.unlink(missing_ok=True)
         return ""

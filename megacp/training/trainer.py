@@ -312,9 +312,10 @@ class Trainer:
         """Write the trace where one was begun, and say where it is."""
         if self.trace is None or not self.trace.running:
             return
-        problems = gather_objects(self.trace.finish(self.progress.step), self.grid.world)
-        self.log.say(f"trace up to step {self.progress.step}: {self.trace.folder}")
-        for problem in filter(None, problems):
+        problems = [text for text in gather_objects(self.trace.finish(self.progress.step), self.grid.world) if text]
+        if not problems:
+            self.log.say(f"trace up to step {self.progress.step}: {self.trace.folder}")
+        for problem in problems:
             self.log.note(self.progress.step, f"the trace could not be written: {problem}")
 
     def _opening_lines(self, start: Start, resumed: Resumed | None) -> list[str]:
