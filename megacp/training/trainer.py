@@ -7,36 +7,29 @@ hold. Rejected: callbacks and hooks, whose order nobody can read.
 from __future__ import annotations
 
 import dataclasses
-import os
-
-import torch
 
 from megacp.batch import PackedBatch
-from megacp.checkpoint.together import together
 from megacp.config.health_checks import profiled_ranks, profiled_steps
-from megacp.config.run import RunConfig, flatten
+from megacp.config.run import RunConfig
 from megacp.context_parallel.auto import resolve_auto
-from megacp.context_parallel.shard import mask_metadata
 from megacp.context_parallel.stopwatch import Stopwatch
 from megacp.data.loader import PackedLoader, validation_steps
 from megacp.distributed.clock import clock_of
-from megacp.distributed.collectives import barrier, gather_objects
+from megacp.distributed.collectives import gather_objects
 from megacp.distributed.grid import ProcessGrid
 from megacp.distributed.last_words import last_words
 from megacp.distributed.launch import trim_heap
-from megacp.monitor.flops import cpu_machine_peak, cpu_peak, gpu_peak, utilisation
-from megacp.monitor.log import LogTargets, RunLog, StepRecord
+from megacp.monitor.flops import utilisation
+from megacp.monitor.log import StepRecord
 from megacp.monitor.memory import peak_bytes
 from megacp.monitor.pace import Pace
 from megacp.monitor.timers import Timers
 from megacp.monitor.trace import Trace
-from megacp.planner.costs import model_flops
-from megacp.planner.report import human_count
-from megacp.planner.vision import run_parameters, vision_flops
 from megacp.training.health import Health, StepNumbers, UnwellError, Verdict
 from megacp.training.images import image_documents, image_loading, shard_strategies, without_bad_images
 from megacp.training.loss import RankNews, StepAgreement, agree
 from megacp.training.nonfinite import damaged_tensors, listed
+from megacp.training.opening import heading, open_log, peak_flops, step_flops
 from megacp.training.saving import Saver
 from megacp.training.sources import Sources, first_rows, loader_options
 from megacp.training.state import Progress, Resumed, Start, load, saved_boxes, starting_point
@@ -51,19 +44,6 @@ step."""
 
 WATCHED_STEPS = range(1, 5)
 """Steps after the first one of a run in which core attention is timed, where a prediction chose its transport."""
-
-
-def step_flops(batches: list[PackedBatch], config: RunConfig) -> float:
-    """FLOPs of training on these rows, attention counted by the allowed pairs of their masks, vision by its images."""
-    total = 0.0
-    for batch in batches:
-        area = int(mask_metadata(batch).cost.sum())
-        text = model_flops(config.model, int((batch.document >= 0).sum()), area)
-        total += text.passing if config.vision.freeze_text else text.training
-        if batch.vision is not None:
-            images = batch.vision
-            total += vision_flops(config, images.num_images, images.num_features, images.pooling.shape[1])
-    return total
 
 
 class Trainer:
@@ -103,7 +83,7 @@ class Trainer:
         self.skipped_packs: frozenset[int] = frozenset()
         self.first_step = self.progress.step + 1
         self.trace = self._trace()
-        self.log = self._open_log()
+        self.log = open_log(config, grid, self.progress.step)
         for line in self._opening_lines(start, resumed):
             self.log.say(line)
         self.rows = self.trainee.rows
@@ -111,7 +91,7 @@ class Trainer:
         self.known_strategies: set[str] = set()
         self.leads_replica = grid.tp.rank == self.rows.axis.rank == grid.pp.rank == 0
         self.counts_images = self.leads_replica and config.data.on_bad_image == "skip"
-        self.peak_flops = self._peak_flops()
+        self.peak_flops = peak_flops(config, grid)
 
     def run(self) -> int:
         """Train to the end or until asked to stop; the exit status."""
@@ -320,7 +300,7 @@ class Trainer:
 
     def _opening_lines(self, start: Start, resumed: Resumed | None) -> list[str]:
         """What runs where, what it starts from, and what is not as it was."""
-        lines = [self._heading(), *(self.choice.lines() if self.choice else ()), *self.saver.notes]
+        lines = [heading(self.config, self.grid), *(self.choice.lines() if self.choice else ()), *self.saver.notes]
         lines += [start.note] if start.note else []
         if resumed is not None:
             resumes = f"resumed from {resumed.path} after step {self.progress.step}"
@@ -328,40 +308,3 @@ class Trainer:
             lines.append(fresh if start.weights_only else resumes)
             lines += [f"changed since the checkpoint: {change}" for change in resumed.changed]
         return lines
-
-    def _open_log(self) -> RunLog:
-        """The log of this rank; ValueError on all ranks when rank 0 cannot open its own."""
-        targets, log = LogTargets(), self.config.log
-        if self.grid.rank == 0:
-            targets = LogTargets(True, self.config.log_path, log.tensorboard_dir, log.wandb_project, log.log_interval)
-        settings, opened = flatten(self.config), list[RunLog]()
-
-        def opens() -> None:
-            try:
-                opened.append(RunLog(targets, self.config.training.train_iters, self.progress.step, settings))
-            except OSError as error:
-                raise ValueError(f"the log cannot be written: {error}") from error
-
-        together(self.grid.world, opens, ValueError)
-        return opened[0]
-
-    def _heading(self) -> str:
-        """One line: what runs where."""
-        shape, training = self.grid.shape, self.config.training
-        return (
-            f"{shape.world_size} ranks = pp {shape.pp} x dp {shape.dp} x cp {shape.cp} x tp {shape.tp} on "
-            f"{self.grid.device.type}, {human_count(run_parameters(self.config))} parameters in "
-            f"{training.dtype}, {training.global_batch_size} packs of up to {self.config.data.seq_length} tokens a step"
-        )
-
-    def _peak_flops(self) -> float | None:
-        """FLOP/s of all devices of the run together; on CPU measured by rank 0 while the others wait."""
-        dtype, peak = self.config.training.dtype, None
-        if self.grid.device.type == "cuda":
-            one = gpu_peak(torch.cuda.get_device_name(self.grid.device), dtype)
-            peak = one * self.grid.world.size if one is not None else None
-        elif self.grid.rank == 0:
-            threads, cores = torch.get_num_threads(), os.cpu_count() or 1
-            peak = cpu_machine_peak(cpu_peak(dtype), self.grid.world.size, threads, cores)
-        barrier(self.grid.world)
-        return peak
