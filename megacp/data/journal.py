@@ -11,15 +11,16 @@ other line is one finished unit.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megacp import files
 from megacp.data.jsonl import Refusal
 from megacp.data.manifest import MANIFEST_NAME, ShardEntry, write_atomically
 from megacp.data.unit import UnitResult
@@ -28,23 +29,38 @@ JOURNAL_NAME = "journal.jsonl"
 REJECTS_NAME = "rejects.jsonl"
 TOKENIZER_DIRECTORY = "tokenizer"
 _LOCK_NAME = ".lock"
+_HELD: set[Path] = set()
+"""Directories that builds of this process hold: a process may take its own record locks a second time."""
+_HELD_CHANGES = threading.Lock()
 
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold DIRECTORY against other builds; ValueError when one is running. Dying releases it."""
-    path = directory / _LOCK_NAME
-    with open(path, "a") as lock:
+    """Hold DIRECTORY against other builds; ValueError when one is running, in this process or another.
+
+    Dying releases it. The lock file stays: whoever waits to lock it must find the file that has the name.
+    """
+    held = directory.resolve()
+    busy = f"{directory}: another build is writing to it; wait for it or choose another --output"
+    with _HELD_CHANGES:
+        if held in _HELD:
+            raise ValueError(busy)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ValueError(
-                f"{directory}: another build is writing to it; wait for it or choose another --output"
-            ) from error
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)  # while it is still locked: nobody else can have got hold of it
+            descriptor = files.lock(directory / _LOCK_NAME)
+        except (BlockingIOError, PermissionError) as error:
+            raise ValueError(busy if _is_locked(error) else f"{directory}: cannot be locked: {error}") from error
+        _HELD.add(held)
+    try:
+        yield
+    finally:
+        with _HELD_CHANGES:
+            os.close(descriptor)
+            _HELD.remove(held)
+
+
+def _is_locked(error: OSError) -> bool:
+    """Whether a lock was refused because it is held; a folder without write permission names a file."""
+    return error.filename is None
 
 
 def is_dataset(directory: Path) -> bool:

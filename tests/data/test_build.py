@@ -30,7 +30,7 @@ def test_every_document_is_stored_once_and_whole(tmp_path: Path) -> None:
     assert documents(tmp_path / "d") == expected(records)
     assert summary.documents == 150 and summary.units > 3 and len(summary.manifest.shards) == summary.units
     assert verify(tmp_path / "d") == []
-    assert not (tmp_path / "d/.ids").exists() and not (tmp_path / "d/.lock").exists()
+    assert not (tmp_path / "d/.ids").exists()
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
