@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import os
+import resource
 import secrets
 import stat
 import time
@@ -204,6 +205,17 @@ def _take_lock(descriptor: int) -> None:
         raise BlockingIOError(taken.errno, "another process holds the lock") from taken
     except OSError as error:
         raise NoLocksError(error.errno, error.strerror) from error
+
+
+def raise_descriptor_limit() -> int:
+    """Let this process open as many files as it may without asking anybody; that number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (ValueError, OSError):  # a hard limit above what the kernel gives now
+            return soft
+    return hard
 
 
 def _is_named(descriptor: int, path: StrPath) -> bool:

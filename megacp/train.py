@@ -30,6 +30,7 @@ from megacp.distributed.last_words import last_words
 from megacp.distributed.meeting import Meeting
 from megacp.distributed.spare import tell_spares, wait_as_spare
 from megacp.distributed.watch import Watch
+from megacp.files import raise_descriptor_limit
 from megacp.models.build import grid_shape, stage_layers
 from megacp.ops.attention import kernel_problem
 from megacp.planner.report import describe
@@ -64,6 +65,7 @@ def prepare(config: RunConfig, world_size: int, device_type: str | None = None) 
     problem = device_type and kernel_problem(training.attention_kernel, device_type, training.dtype)
     problems = [*([problem] if problem else []), *backend_problems(config, device_type)]
     require(config, world_size, problems)
+    raise_descriptor_limit()
     config, sources = open_sources(config)
     require(config, world_size)
     return config, sources

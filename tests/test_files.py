@@ -123,3 +123,19 @@ def test_a_file_of_another_machine_may_be_seen_late_but_not_forever(tmp_path: Pa
     assert files.seen(lambda: files.read_json(path), seconds=30) == 1
     with pytest.raises(FileNotFoundError):
         files.seen(lambda: files.read_json(tmp_path / "never"), seconds=0.2)
+
+
+def test_an_atomic_write_never_shows_or_leaves_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.json"
+    files.write_atomically(path, b"older")
+    with open(path, "rb") as reader:  # a file rewritten in place would change under a reader
+        files.write_atomically(path, b"old")
+        assert reader.read() == b"older"
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        files.write_atomically(path, b"new")
+    assert path.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["m.json"]

@@ -259,7 +259,7 @@ def _stats(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from megacp.data.store import verify
+    from megacp.data.verify import verify
 
     damaged = 0
     for path in args.dataset:

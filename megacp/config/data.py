@@ -36,3 +36,7 @@ class DataConfig:
 
     num_workers: int = 1
     """Threads that read packs and decode images, each a step ahead of the others; 0 does it when they are needed."""
+
+    verify_data: bool = False
+    """Compare the sha256 of all dataset files with their manifests before the first step; the ranks of a machine share
+    its files. Without it, a pack or an image is compared with its checksum when it is read."""

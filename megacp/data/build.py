@@ -20,10 +20,11 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from megacp import files
 from megacp.data.image import frame_layout, image_layout
 from megacp.data.journal import REJECTS_NAME, TOKENIZER_DIRECTORY, Journal, locked, prepare_directory
 from megacp.data.jsonl import Refusal, Unit, is_plain, plan_units
-from megacp.data.manifest import MANIFEST_NAME, Manifest, write_atomically
+from megacp.data.manifest import MANIFEST_NAME, Manifest
 from megacp.data.packing import OVERSIZE_RULES
 from megacp.data.progress import Progress
 from megacp.data.tokenizer import ByteTokenizer, Tokenizer
@@ -286,10 +287,11 @@ class _Build:
 
     def _write(self) -> Manifest:
         """The files that make the directory a dataset, manifest last."""
+        self._journal.add_checksums()
         results = [self._journal.results[unit.index] for unit in self._units]
         rejected = _in_order(results, self._settings.input)
         lines = [json.dumps(asdict(refusal), ensure_ascii=False).encode() + b"\n" for refusal in rejected]
-        write_atomically(self._directory / REJECTS_NAME, b"".join(lines))
+        files.write_atomically(self._directory / REJECTS_NAME, b"".join(lines))
         copy_tokenizer(self._tokenizer.files, self._directory)
         self._journal.settle()
         rules = self._settings.image_rules
@@ -336,12 +338,12 @@ def _in_order(results: list[UnitResult], paths: tuple[str, ...]) -> list[Refusal
     return sorted(everything, key=lambda refusal: (order[refusal.file], refusal.line, refusal.offset))
 
 
-def copy_tokenizer(files: Sequence[Path], directory: Path) -> None:
+def copy_tokenizer(paths: Sequence[Path], directory: Path) -> None:
     """Keep the tokenizer's files in DIRECTORY/tokenizer, so that a dataset can be read as text wherever it goes."""
     target = directory / TOKENIZER_DIRECTORY
-    for path in files:
+    for path in paths:
         target.mkdir(exist_ok=True)
-        write_atomically(target / path.name, path.read_bytes())
+        files.write_atomically(target / path.name, path.read_bytes())
 
 
 def kept_tokenizer(directory: str | os.PathLike[str]) -> str:

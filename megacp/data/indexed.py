@@ -1,8 +1,8 @@
-"""Megatron's indexed dataset, `.bin` + `.idx`: a ragged array of sequences, grouped into documents, read by memory map.
+"""Megatron's indexed dataset, `.bin` + `.idx`: a ragged array of sequences, grouped into documents, read by place.
 
 Key property: a prefix that opens is whole. The `.idx` is checked against itself and against the size of the `.bin` at
 open, so that a truncated or swapped file is an error that names the file; no byte of the `.bin` is read for it, and
-reading one sequence is pointer arithmetic. Rejected: a container of our own (zarr, arrow), because every Megatron
+one sequence is one read at a known place. Rejected: a container of our own (zarr, arrow), because every Megatron
 user's tools read this one, and importing megatron-core, because it pulls in torch.
 
 `.idx`: 9-byte magic, uint64 version 1, uint8 dtype code, uint64 number of sequences, uint64 number of document
@@ -15,10 +15,13 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+import zlib
 from array import array
 from pathlib import Path
 
 import numpy as np
+
+from megacp.data.stored_file import StoredFile
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -39,15 +42,6 @@ CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 def token_dtype(vocab_size: int) -> np.dtype:
     """Megatron's rule for the dtype of token ids: uint16 when `vocab_size` < 65,500, else int32."""
     return np.dtype("<u2") if vocab_size < 65_500 else np.dtype("<i4")
-
-
-def sync_directory(directory: str | os.PathLike[str]) -> None:
-    """Make the names (creations, renames) of `directory` durable; without it a crash can lose a finished rename."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class HashedFile:
@@ -96,6 +90,7 @@ class IndexedWriter:
             raise ValueError(f"{self.prefix}: the .idx format has no dtype {dtype}; it knows {list(CODE_OF_DTYPE)}")
         self._lengths = array("i")
         self._boundaries = array("q", [0])
+        self._crc, self._checksums = 0, array("I")
         self._bin = HashedFile(_with_suffix(self.prefix, ".bin"))
 
     @property
@@ -113,7 +108,9 @@ class IndexedWriter:
             raise ValueError(f"{self.prefix}: a sequence must be 1-D, got shape {values.shape}")
         if values.dtype != self.dtype:
             values = self._cast(values)
-        self._bin.write(np.ascontiguousarray(values).view(np.uint8).data)
+        stored = np.ascontiguousarray(values).view(np.uint8).data
+        self._crc = zlib.crc32(stored, self._crc)
+        self._bin.write(stored)
         self._lengths.append(len(values))
 
     def _cast(self, values: np.ndarray) -> np.ndarray:
@@ -129,6 +126,13 @@ class IndexedWriter:
     def end_document(self) -> None:
         """Close the current document (one pack): it holds the sequences added since the last call."""
         self._boundaries.append(len(self._lengths))
+        self._checksums.append(self._crc)
+        self._crc = 0
+
+    @property
+    def checksums(self) -> np.ndarray:
+        """crc32 of the stored bytes of each document so far, uint32 [documents]."""
+        return np.array(self._checksums, np.uint32)
 
     def close(self) -> list[tuple[Path, int, str]]:
         """Write the `.idx`, fsync both files; returns (path, size in bytes, sha256) of the `.bin` and the `.idx`."""
@@ -156,28 +160,17 @@ def _pointers(lengths: np.ndarray, itemsize: int) -> np.ndarray:
     return np.concatenate(([0], stops[:-1])).astype("<i8") if len(lengths) else np.zeros(0, "<i8")
 
 
-def map_bytes(path: str | os.PathLike[str]) -> np.ndarray:
-    """Memory-map a whole file read-only as uint8 [size]; an empty file gives an empty array."""
-    if os.path.getsize(path) == 0:
-        return np.zeros(0, np.uint8)
-    return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
-
-
 class IndexedReader:
-    """Reads `PREFIX.bin` / `PREFIX.idx`; arrays returned are read-only views into the memory map.
+    """Reads `PREFIX.bin` / `PREFIX.idx`; arrays returned are read-only.
 
-    Attributes: `dtype`; `lengths` int32 [sequences]; `boundaries` int64 [documents + 1], in sequences.
+    Attributes: `dtype`; `lengths` int32 [sequences]; `boundaries` int64 [documents + 1], in sequences; `bin`.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str]) -> None:
-        """Open and check; ValueError names the file and the numbers when it is missing, truncated, or swapped."""
-        prefix = Path(prefix)
-        self.index_path, self.bin_path = _with_suffix(prefix, ".idx"), _with_suffix(prefix, ".bin")
-        for path in (self.index_path, self.bin_path):
-            if not path.is_file():
-                raise ValueError(f"{path}: no such file")
-        index = map_bytes(self.index_path)
-        self.dtype, num_sequences, num_boundaries = _read_header(self.index_path, index)
+    def __init__(self, index_file: StoredFile, bin_file: StoredFile) -> None:
+        """Check both, read the index; ValueError names the file and the numbers when one is truncated, or swapped."""
+        self.index_path, self.bin = index_file.path, bin_file
+        self.dtype, num_sequences, num_boundaries = _read_header(index_file)  # the size is right before all is read
+        index = np.frombuffer(index_file.whole(), np.uint8)
         start = HEADER.size
         self.lengths = index[start : start + 4 * num_sequences].view("<i4")
         start += 4 * num_sequences
@@ -185,9 +178,13 @@ class IndexedReader:
         start += 8 * num_sequences
         self.boundaries = index[start : start + 8 * num_boundaries].view("<i8")
         self._check_tables()
-        self._items = map_bytes(self.bin_path).view(self.dtype)
-        # element offsets of sequences, with the end: a slice of `_items` needs no division
-        self._offsets = np.append(self._pointers // self.dtype.itemsize, len(self._items))
+        # byte offsets of sequences, with the end
+        self._offsets = np.append(self._pointers, self.bin.size)
+
+    @staticmethod
+    def open(prefix: str | os.PathLike[str]) -> IndexedReader:
+        """`PREFIX.bin` and `PREFIX.idx` of anybody. ValueError also when one is missing."""
+        return IndexedReader(*(StoredFile(_with_suffix(Path(prefix), suffix)) for suffix in (".idx", ".bin")))
 
     def _check_tables(self) -> None:
         if len(self.lengths) and int(self.lengths.min()) < 0:
@@ -205,11 +202,11 @@ class IndexedReader:
                 f"{self.index_path}: document boundaries must rise from 0 to at most {len(self.lengths)} sequences, "
                 f"they run from {int(bounds[0])} to {int(bounds[-1])}"
             )
-        size = os.path.getsize(self.bin_path)
+        size = self.bin.size
         needed = int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
         if size != needed:
             raise ValueError(
-                f"{self.bin_path}: {size} bytes, but {self.index_path.name} describes {needed} "
+                f"{self.bin.path}: {size} bytes, but {self.index_path.name} describes {needed} "
                 f"({len(self.lengths)} sequences of {self.dtype}): truncated, or it belongs to another index"
             )
 
@@ -223,26 +220,32 @@ class IndexedReader:
         return len(self.boundaries) - 1
 
     def sequence(self, i: int) -> np.ndarray:
-        """Sequence `i` (0 <= i < len) as a read-only view [length]."""
+        """Sequence `i` (0 <= i < len), [length]."""
         return self.sequences(i, i + 1)
 
     def sequences(self, start: int, stop: int) -> np.ndarray:
-        """Sequences `start..stop` concatenated (they are adjacent on disk), a read-only view."""
+        """Sequences `start..stop` concatenated (they are adjacent on disk)."""
+        return np.frombuffer(self.stored(start, stop), self.dtype)
+
+    def stored(self, start: int, stop: int) -> bytes:
+        """The bytes of sequences `start..stop`."""
         if not 0 <= start <= stop <= len(self.lengths):
-            raise IndexError(f"sequences {start}..{stop} of {self.bin_path}, which has {len(self.lengths)}")
-        return self._items[self._offsets[start] : self._offsets[stop]]
+            raise IndexError(f"sequences {start}..{stop} of {self.bin.path}, which has {len(self.lengths)}")
+        first = int(self._offsets[start])
+        return self.bin.read(first, int(self._offsets[stop]) - first)
 
     def document(self, i: int) -> np.ndarray:
-        """All sequences of document `i` (0 <= i < num_documents) concatenated, a read-only view."""
+        """All sequences of document `i` (0 <= i < num_documents) concatenated."""
         if not 0 <= i < self.num_documents:
-            raise IndexError(f"document {i} of {self.bin_path}, which has {self.num_documents}")
+            raise IndexError(f"document {i} of {self.bin.path}, which has {self.num_documents}")
         return self.sequences(int(self.boundaries[i]), int(self.boundaries[i + 1]))
 
 
-def _read_header(path: Path, index: np.ndarray) -> tuple[np.dtype, int, int]:
-    if len(index) < HEADER.size:
-        raise ValueError(f"{path}: {len(index)} bytes, the header alone has {HEADER.size}: truncated")
-    magic, version, code, num_sequences, num_boundaries = HEADER.unpack(index[: HEADER.size].tobytes())
+def _read_header(file: StoredFile) -> tuple[np.dtype, int, int]:
+    path = file.path
+    if file.size < HEADER.size:
+        raise ValueError(f"{path}: {file.size} bytes, the header alone has {HEADER.size}: truncated")
+    magic, version, code, num_sequences, num_boundaries = HEADER.unpack(file.read(0, HEADER.size))
     if magic != MAGIC:
         raise ValueError(f"{path}: begins with {magic!r}, a Megatron index with {MAGIC!r}")
     if version != VERSION:
@@ -250,9 +253,9 @@ def _read_header(path: Path, index: np.ndarray) -> tuple[np.dtype, int, int]:
     if code not in DTYPE_OF_CODE:
         raise ValueError(f"{path}: dtype code {code}, known are {sorted(DTYPE_OF_CODE)}")
     size = HEADER.size + 12 * num_sequences + 8 * num_boundaries
-    if num_boundaries < 1 or len(index) not in (size, size + num_sequences):
+    if num_boundaries < 1 or file.size not in (size, size + num_sequences):
         raise ValueError(
-            f"{path}: {len(index)} bytes, but {num_sequences} sequences and {num_boundaries} document boundaries "
+            f"{path}: {file.size} bytes, but {num_sequences} sequences and {num_boundaries} document boundaries "
             f"take {size}: truncated or damaged"
         )
     return DTYPE_OF_CODE[code], num_sequences, num_boundaries

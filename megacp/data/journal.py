@@ -21,14 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from megacp import files
+from megacp.data.checksums import with_checksums
+from megacp.data.fields import Fields
 from megacp.data.jsonl import Refusal
-from megacp.data.manifest import MANIFEST_NAME, ShardEntry, write_atomically
+from megacp.data.manifest import MANIFEST_NAME, ShardEntry
 from megacp.data.unit import UnitResult
 
 JOURNAL_NAME = "journal.jsonl"
 REJECTS_NAME = "rejects.jsonl"
 TOKENIZER_DIRECTORY = "tokenizer"
 _LOCK_NAME = ".lock"
+_LARGEST = 1 << 32
+"""Bytes of a journal, which holds a line for each refused record."""
 _HELD: set[Path] = set()
 """Directories that builds of this process hold: a process may take its own record locks a second time."""
 _HELD_CHANGES = threading.Lock()
@@ -118,21 +122,16 @@ class Journal:
         decisive = json.loads(json.dumps(decisive))  # tuples become lists, as they come back from the file
         header = {"settings": decisive}
         if not self.path.exists():
-            write_atomically(self.path, _line(header))
+            files.write_atomically(self.path, _line(header))
             return
-        data = self.path.read_bytes()
+        data = files.read_regular(self.path, _LARGEST)
         whole = data[: data.rfind(b"\n") + 1]
-        try:
-            lines = [json.loads(line) for line in whole.splitlines()]
-            before = lines[0]["settings"]
-            results = [_from_json(line) for line in lines[1:]]
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise ValueError(f"{self.path} is damaged ({error}); --overwrite starts again") from error
+        before, results = self._parse(whole)
         if not before.keys() & decisive.keys():
             raise ValueError(f"{directory} holds a merged dataset; nothing was overwritten, --overwrite replaces it")
         differences = _differences(before, decisive)
         if differences and not results:  # nothing was finished, so nothing is lost
-            write_atomically(self.path, _line(header))
+            files.write_atomically(self.path, _line(header))
             return
         if differences:
             raise ValueError(
@@ -145,7 +144,31 @@ class Journal:
             else:
                 self.results.pop(result.unit, None)
         if len(whole) < len(data):
-            write_atomically(self.path, whole)
+            files.write_atomically(self.path, whole)
+
+    def _parse(self, text: bytes) -> tuple[dict[str, Any], list[UnitResult]]:
+        """The settings, and a result for each further line."""
+        results = []
+        number, before = 0, None
+        try:
+            for number, line in enumerate(text.splitlines(), 1):
+                value = files.parse_json(line)
+                if number == 1:
+                    before = Fields(value).object("settings").values
+                else:
+                    results.append(_from_json(value))
+            if before is None:
+                raise ValueError("it has no first line")
+        except ValueError as error:
+            raise ValueError(f"{self.path} is damaged (line {number}: {error}); --overwrite starts again") from error
+        return before, results
+
+    def add_checksums(self) -> None:
+        """Give shards that an earlier version of this program finished what they lack, before `settle`."""
+        for unit, result in self.results.items():
+            if result.entry is not None:
+                entry = with_checksums(self.path.parent / result.entry.name, result.entry)
+                self.results[unit] = dataclasses.replace(result, entry=entry)
 
     def add(self, result: UnitResult) -> None:
         """Enter a finished unit, durably."""
@@ -157,9 +180,9 @@ class Journal:
 
     def settle(self) -> None:
         """Rewrite the lines in the order of units, so that equal builds have equal journals."""
-        header = self.path.read_bytes().split(b"\n", 1)[0] + b"\n"
+        header = files.read_regular(self.path, _LARGEST).split(b"\n", 1)[0] + b"\n"
         lines = [_line(_to_json(self.results[unit])) for unit in sorted(self.results)]
-        write_atomically(self.path, header + b"".join(lines))
+        files.write_atomically(self.path, header + b"".join(lines))
 
 
 def _is_there(directory: Path, entry: ShardEntry) -> bool:
@@ -182,12 +205,25 @@ def _to_json(result: UnitResult) -> dict[str, Any]:
     }
 
 
-def _from_json(value: dict[str, Any]) -> UnitResult:
-    return UnitResult(
-        value["unit"],
-        None if value["shard"] is None else ShardEntry.from_json(value["shard"]),
-        value["documents"],
-        tuple(Refusal(**refusal) for refusal in value["refusals"]),
-        tuple(Refusal(**refusal) for refusal in value["dropped"]),
-        value["has_ids"],
+def _from_json(value: Any) -> UnitResult:
+    fields = Fields(value)
+    shard = fields.optional_object("shard")
+    result = UnitResult(
+        fields.integer("unit"),
+        None if shard is None else ShardEntry.from_json(shard),
+        fields.integer("documents"),
+        _refusals(fields, "refusals"),
+        _refusals(fields, "dropped"),
+        fields.boolean("has_ids"),
     )
+    fields.done()
+    return result
+
+
+def _refusals(fields: Fields, name: str) -> tuple[Refusal, ...]:
+    refusals = []
+    for refusal in fields.objects(name):
+        line, offset = refusal.integer("line"), refusal.integer("offset")
+        refusals.append(Refusal(refusal.text("file"), line, offset, refusal.text("reason")))
+        refusal.done()
+    return tuple(refusals)

@@ -1,8 +1,8 @@
 """`manifest.json`: what a packed dataset is, and the exact files it consists of.
 
-Key property: it is written last, atomically, so a directory with a manifest is a finished dataset; and its text is
-canonical, so that equal datasets have equal manifests. Rejected: inferring the dataset from a directory listing,
-which cannot tell a finished build from a killed one.
+Key property: it is written last, atomically, so a directory with a manifest is a finished dataset. Its text is
+canonical and holds its own checksum, so equal datasets have equal manifests and a changed one is told. Rejected:
+inferring the dataset from a directory listing, which cannot tell a finished build from a killed one.
 """
 
 from __future__ import annotations
@@ -11,16 +11,23 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from megacp.data.indexed import sync_directory
+from megacp import files
+from megacp.data.fields import LARGEST_INT32, PLAIN_NAME, SHA256, Fields
 
-T = TypeVar("T")
-
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+CHECKSUMS_SINCE = 2
+"""The first format with a checksum of the manifest and a checksums.npy in each shard."""
 MANIFEST_NAME = "manifest.json"
+_LARGEST = 1 << 30
+"""Bytes of a manifest: half a million shards."""
+_MOST_RANKS = 1 << 20
+_HASH, _NAME = "64 hexadecimal digits", "a plain name"
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,8 @@ class TokenizerInfo:
     eos_id: int | None
     bos_id: int | None
     pad_id: int | None
+    begins_with: int | None = None
+    """The id that begins every document; None = none, and then it is not written."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +74,13 @@ class ShardEntry:
         return dataclasses.asdict(self)
 
     @staticmethod
-    def from_json(value: dict[str, Any]) -> ShardEntry:
-        """The inverse of `to_json`; ValueError when keys are missing or unknown."""
-        return _build(ShardEntry, {**value, "files": tuple(_build(FileEntry, f) for f in value.get("files", ()))})
+    def from_json(value: Any, place: str = "shard") -> ShardEntry:
+        """The inverse of `to_json`; ValueError names the field below `place` that is missing, unknown or wrong."""
+        return _parse_shard(Fields(value, place))
+
+    def file(self, name: str) -> FileEntry | None:
+        """What is stated of one file; None when the shard has no such file."""
+        return next((file for file in self.files if file.name == name), None)
 
 
 @dataclass(frozen=True)
@@ -119,79 +132,130 @@ class Manifest:
         places = self.num_packs * self.seq_length
         return self.num_tokens / places if places else 0.0
 
+    @property
+    def checksum(self) -> str:
+        """sha256 in hex of all other fields, in canonical JSON."""
+        return hashlib.sha256(json.dumps(self._fields(), sort_keys=True).encode()).hexdigest()
+
     def to_text(self) -> str:
         """Canonical JSON (sorted keys, indented, newline at the end), with the derived counts for human readers."""
-        derived = {name: getattr(self, name) for name in _DERIVED}
-        return json.dumps({**dataclasses.asdict(self), **derived}, indent=1, sort_keys=True) + "\n"
+        own = {"checksum": self.checksum} if self.format_version >= CHECKSUMS_SINCE else {}
+        return json.dumps({**self._fields(), **own}, indent=1, sort_keys=True) + "\n"
+
+    def _fields(self) -> dict[str, Any]:
+        value = dataclasses.asdict(self)
+        if self.tokenizer.begins_with is None:
+            del value["tokenizer"]["begins_with"]
+        return {**value, **{name: getattr(self, name) for name in _DERIVED}}
 
     @property
     def fingerprint(self) -> str:
         """sha256 in hex of the canonical text: equal for byte-identical datasets, wherever they lie."""
         return hashlib.sha256(self.to_text().encode()).hexdigest()
 
+    @property
+    def unchecked(self) -> str:
+        """What no checksum covers, in one line; empty for a dataset of the present format."""
+        if self.format_version >= CHECKSUMS_SINCE:
+            return ""
+        return (
+            f"built in format {self.format_version}, without checksums of packs and of the manifest: flipped bits of a "
+            ".bin are found by `verify` and --verify-data alone, an edited manifest.json by nothing"
+        )
+
     def write(self, directory: str | os.PathLike[str]) -> None:
         """Write DIRECTORY/manifest.json atomically (temporary name, fsync, rename, fsync of the directory)."""
-        write_atomically(Path(directory) / MANIFEST_NAME, self.to_text().encode())
+        files.write_atomically(Path(directory) / MANIFEST_NAME, self.to_text().encode())
 
     @staticmethod
     def read(directory: str | os.PathLike[str]) -> Manifest:
         """Read DIRECTORY/manifest.json; ValueError names the file and what is wrong with it."""
         path = Path(directory) / MANIFEST_NAME
-        if not path.is_file():
-            raise ValueError(f"{path}: no such file; a finished dataset has one (was the build interrupted?)")
         try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(value, dict):
-                raise ValueError(f"expected an object, found a {type(value).__name__}")
-            return _parse(value)
-        except (ValueError, TypeError, AttributeError) as error:
+            text = files.read_regular(path, _LARGEST)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise ValueError(
+                f"{path}: no such file; a finished dataset has one (was the build interrupted?)"
+            ) from error
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+        try:
+            return _parse(Fields(files.parse_json(text)))
+        except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
 
 _DERIVED = ("num_packs", "num_segments", "num_tokens", "packing_efficiency")
 
 
-def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-    """Replace `path` by `data` so that a reader, also after a crash, sees the old or the new content, never a part."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with open(temporary, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_directory(path.parent)
-
-
-def _parse(value: dict[str, Any]) -> Manifest:
-    version = value.get("format_version")
-    if version != FORMAT_VERSION:
-        raise ValueError(f"format_version {version!r}, this program reads {FORMAT_VERSION}")
-    derived = {name: value.get(name) for name in _DERIVED}
-    fields = {name: item for name, item in value.items() if name not in _DERIVED}
-    for name in ("sources", "shards", "cp_degrees"):
-        if not isinstance(fields.get(name), list):
-            raise ValueError(f"`{name}` must be a list")
-    if not isinstance(fields.get("image_rules"), dict | None):
-        raise ValueError("`image_rules` must be an object or null")
-    fields["tokenizer"] = _build(TokenizerInfo, fields.get("tokenizer") or {})
-    fields["sources"], fields["cp_degrees"] = tuple(fields["sources"]), tuple(fields["cp_degrees"])
-    fields["shards"] = tuple(ShardEntry.from_json(shard) for shard in fields["shards"])
-    manifest = _build(Manifest, fields)
-    for name, stated in derived.items():
-        if stated != getattr(manifest, name):
-            raise ValueError(f"`{name}` is {stated}, but the shards add up to {getattr(manifest, name)}")
+def _parse(fields: Fields) -> Manifest:
+    version = fields.integer("format_version", 0)
+    if not 1 <= version <= FORMAT_VERSION:
+        raise ValueError(f"format_version {version}, this program reads 1 to {FORMAT_VERSION}")
+    seq_length = fields.integer("seq_length", 1, LARGEST_INT32)
+    manifest = Manifest(
+        config_fingerprint=fields.text("config_fingerprint", SHA256, _HASH),
+        tokenizer=_parse_tokenizer(fields.object("tokenizer")),
+        seq_length=seq_length,
+        pad_multiple=fields.integer("pad_multiple", 1, seq_length),
+        sources=fields.texts("sources"),
+        shards=tuple(_parse_shard(shard) for shard in fields.objects("shards")),
+        num_rejected=fields.integer("num_rejected"),
+        image_rules=fields.optional_object("image_rules"),
+        cp_degrees=fields.integers("cp_degrees", 1, _MOST_RANKS),
+        format_version=version,
+    )
+    _refuse_token_ids(manifest.image_rules)
+    _refuse_repeated("shards", [shard.name for shard in manifest.shards])
+    stated = fields.text("checksum", SHA256, _HASH) if version >= CHECKSUMS_SINCE else None
+    fields.done(_DERIVED)
+    for name in _DERIVED:
+        if not fields.is_number(name, getattr(manifest, name)):
+            raise fields.refused(name, f"but the shards add up to {getattr(manifest, name)}")
+    if stated is not None and stated != manifest.checksum:
+        raise ValueError(
+            f"its checksum is {manifest.checksum}, it was written with {stated}: it was damaged or edited since; copy "
+            "it again from where it was built, or build the dataset again"
+        )
     return manifest
 
 
-def _build(cls: type[T], value: dict[str, Any]) -> T:
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    known = {field.name for field in fields}
-    required = {field.name for field in fields if field.default is dataclasses.MISSING}
-    missing, unknown = sorted(required - set(value)), sorted(set(value) - known)
-    if missing or unknown:
-        raise ValueError(f"{cls.__name__}: missing keys {missing}, unknown keys {unknown}")
-    return cls(**value)
+def _parse_tokenizer(fields: Fields) -> TokenizerInfo:
+    vocab_size = fields.integer("vocab_size", 1, LARGEST_INT32)
+    ids = {name: fields.optional_integer(name, 0, vocab_size - 1) for name in ("eos_id", "bos_id", "pad_id")}
+    if fields.has("begins_with"):
+        ids["begins_with"] = fields.integer("begins_with", 0, vocab_size - 1)
+    info = TokenizerInfo(fields.text("kind", PLAIN_NAME), fields.text("sha256", SHA256, _HASH), vocab_size, **ids)
+    fields.done()
+    return info
+
+
+def _parse_shard(fields: Fields) -> ShardEntry:
+    listed = tuple(_parse_file(file) for file in fields.objects("files"))
+    _refuse_repeated("files", [file.name for file in listed])
+    counts = {name: fields.integer(name) for name in ("num_segments", "num_tokens", "num_padded_tokens")}
+    name = fields.text("name", PLAIN_NAME, _NAME)
+    entry = ShardEntry(name, num_packs=fields.integer("num_packs", 1), files=listed, **counts)
+    fields.done()
+    return entry
+
+
+def _parse_file(fields: Fields) -> FileEntry:
+    entry = FileEntry(
+        fields.text("name", PLAIN_NAME, _NAME), fields.integer("size"), fields.text("sha256", SHA256, _HASH)
+    )
+    fields.done()
+    return entry
+
+
+def _refuse_repeated(what: str, names: Sequence[str]) -> None:
+    if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
+        raise ValueError(f"`{what}` names {', '.join(repeated[:5])} more than once")
+
+
+def _refuse_token_ids(image_rules: dict[str, Any] | None) -> None:
+    """The one part of the rules that is needed before the image room reads them all."""
+    if image_rules is not None and "token_ids" in image_rules:
+        ids = Fields(image_rules).object("token_ids")
+        for name in image_rules["token_ids"]:
+            ids.integer(name, 0, LARGEST_INT32 - 1)

@@ -6,17 +6,20 @@ part cannot get in. Rejected: a manifest that points into other directories, whi
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from megacp import files
 from megacp.data import tables
 from megacp.data.build import copy_tokenizer
-from megacp.data.indexed import HashedFile, sync_directory
+from megacp.data.checksums import with_checksums
+from megacp.data.indexed import HashedFile
 from megacp.data.journal import REJECTS_NAME, TOKENIZER_DIRECTORY, Journal, is_dataset, locked, prepare_directory
-from megacp.data.manifest import FileEntry, Manifest, ShardEntry, write_atomically
+from megacp.data.manifest import FileEntry, Manifest, ShardEntry
 from megacp.data.store import PackedDataset
 from megacp.data.unit import shard_name
 
@@ -57,7 +60,7 @@ def merge(inputs: Sequence[str], output: str, overwrite: bool = False) -> Manife
                 shards.append(_copy_shard(Path(path) / entry.name, entry, directory / shard_name(len(shards)), shift))
             shift += len(manifest.sources)
         rejects = [Path(path) / REJECTS_NAME for path in inputs]
-        write_atomically(directory / REJECTS_NAME, b"".join(p.read_bytes() for p in rejects if p.exists()))
+        files.write_atomically(directory / REJECTS_NAME, b"".join(p.read_bytes() for p in rejects if p.exists()))
         copy_tokenizer(sorted((Path(inputs[0]) / TOKENIZER_DIRECTORY).glob("*")), directory)
         result = Manifest(
             config_fingerprint=hashlib.sha256("\n".join(parts).encode()).hexdigest(),
@@ -78,7 +81,7 @@ def _copy_shard(source: Path, entry: ShardEntry, target: Path, shift: int) -> Sh
     """Copy one shard; its segments' `source_file` grows by `shift`."""
     temporary = target.with_name(f".{target.name}.partial")
     temporary.mkdir()
-    files = []
+    copies = []
     for file in entry.files:
         copied = _copy(source / file.name, temporary / file.name)
         if copied != file:
@@ -88,13 +91,12 @@ def _copy_shard(source: Path, entry: ShardEntry, target: Path, shift: int) -> Sh
             table["source_file"] += shift
             path, size, sha256 = tables.write_table(temporary / file.name, table)
             copied = FileEntry(path.name, size, sha256)
-        files.append(copied)
-    sync_directory(temporary)
+        copies.append(copied)
+    copy = with_checksums(temporary, dataclasses.replace(entry, name=target.name, files=tuple(copies)))
+    files.sync_folder(temporary)
     temporary.rename(target)
-    sync_directory(target.parent)
-    return ShardEntry(
-        target.name, entry.num_packs, entry.num_segments, entry.num_tokens, entry.num_padded_tokens, tuple(files)
-    )
+    files.sync_folder(target.parent)
+    return copy
 
 
 def _copy(source: Path, target: Path) -> FileEntry:

@@ -15,15 +15,19 @@ import bisect
 import os
 import shutil
 import struct
+import zlib
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from megacp import files
 from megacp.data import tables
+from megacp.data.checksums import pack_checksums
 from megacp.data.image_shards import compute_image_shard_boundaries
-from megacp.data.indexed import IndexedWriter, sync_directory, token_dtype
+from megacp.data.indexed import IndexedWriter, token_dtype
 from megacp.data.manifest import FileEntry, ShardEntry
 from megacp.data.packing import padded_lengths
 
@@ -106,6 +110,7 @@ class ShardWriter:
         self._images: IndexedWriter | None = None
         self._packs, self._segments, self._branches, self._units = bytearray(), bytearray(), bytearray(), bytearray()
         self._boundaries: dict[int, list[np.ndarray]] = {degree: [] for degree in cp_degrees}
+        self._item_checksums = array("I")
         self._num_tokens = self._num_padded = 0
         self._open = True
 
@@ -218,7 +223,9 @@ class ShardWriter:
         for number, segment in enumerate(segments, self._tokens.num_sequences):
             first_item = self._images.num_sequences
             for read in segment.items:
-                self._images.add_sequence(np.frombuffer(read(), np.uint8))
+                data = read()
+                self._item_checksums.append(zlib.crc32(data))
+                self._images.add_sequence(np.frombuffer(data, np.uint8))
             for unit in segment.units:
                 self._units += _UNIT_ROW.pack(
                     number,
@@ -259,28 +266,35 @@ class ShardWriter:
         if self.directory.exists() and not replace:
             raise ValueError(f"{self.directory} exists already; nothing was overwritten")
         num_packs, num_segments = self.num_packs, self._tokens.num_sequences
-        written = self._tokens.close()
-        if self._weights is not None:
-            written += self._weights.close()
-        rows = {"packs": (self._packs, tables.PACK_DTYPE), "segments": (self._segments, tables.SEGMENT_DTYPE)}
-        if self._branches:
-            rows["branches"] = (self._branches, tables.BRANCH_DTYPE)
-        if self._images is not None:
-            written += self._images.close()
-            rows["units"] = (self._units, tables.UNIT_DTYPE)
-            for degree, boundaries in self._boundaries.items():
-                table = np.stack(boundaries)  # [packs, degree]
-                written.append(tables.write_table(self._temporary / f"shards_cp{degree}.npy", table))
-        for name, (data, dtype) in rows.items():
-            written.append(tables.write_table(self._temporary / f"{name}.npy", np.frombuffer(bytes(data), dtype)))
-        sync_directory(self._temporary)
+        written = self._write_tables()
+        for writer in (self._tokens, self._weights, self._images):
+            if writer is not None:
+                written += writer.close()
+        files.sync_folder(self._temporary)
         self._open = False
         if self.directory.exists():
             shutil.rmtree(self.directory)
         os.rename(self._temporary, self.directory)
-        sync_directory(self.directory.parent)
-        files = tuple(sorted((FileEntry(path.name, size, sha) for path, size, sha in written), key=lambda f: f.name))
-        return ShardEntry(self.directory.name, num_packs, num_segments, self._num_tokens, self._num_padded, files)
+        files.sync_folder(self.directory.parent)
+        listed = sorted((FileEntry(path.name, size, sha) for path, size, sha in written), key=lambda f: f.name)
+        counts = (num_packs, num_segments, self._num_tokens, self._num_padded)
+        return ShardEntry(self.directory.name, *counts, tuple(listed))
+
+    def _write_tables(self) -> list[tuple[Path, int, str]]:
+        """All `.npy` files, in the temporary directory; path, size and sha256 of each."""
+        rows = {"packs": (self._packs, tables.PACK_DTYPE), "segments": (self._segments, tables.SEGMENT_DTYPE)}
+        if self._branches:
+            rows["branches"] = (self._branches, tables.BRANCH_DTYPE)
+        if self._images is not None:
+            rows["units"] = (self._units, tables.UNIT_DTYPE)
+        found = {name: np.frombuffer(bytes(data), dtype) for name, (data, dtype) in rows.items()}
+        weights = None if self._weights is None else self._weights.checksums
+        found["checksums"] = pack_checksums(self._tokens.checksums, weights)
+        if self._images is not None:
+            found["image_checksums"] = np.array(self._item_checksums, np.uint32).view(tables.ITEM_CHECKSUM_DTYPE)
+            # each [packs, degree]
+            found |= {f"shards_cp{degree}": np.stack(of_packs) for degree, of_packs in self._boundaries.items()}
+        return [tables.write_table(self._temporary / f"{name}.npy", table) for name, table in found.items()]
 
     def abort(self) -> None:
         """Remove the temporary directory; does nothing after a commit."""

@@ -1,8 +1,8 @@
-"""Reads a packed dataset: what training opens, and `verify`.
+"""Reads a packed dataset: what training opens.
 
-Key property: what opens is whole. A dataset opens only if all files have the manifest's sizes and all tables agree;
-opening reads no bin, and reading a random pack is one slice of a memory map. Rejected: checking at the first use of a
-pack, which finds damage hours into a run.
+Key property: what opens is whole, and a pack is what was built. A dataset opens only if all files have the manifest's
+sizes and all tables agree; reading a random pack is one read at a known place, compared with its checksum. Rejected:
+checking tables at the first use of a shard, which finds damage hours into a run.
 
 See `shard_writer` for what makes a shard, `indexed`, `tables` and `manifest` for the three kinds of file.
 """
@@ -11,22 +11,24 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import json
 import os
-import re
+import threading
+from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
-from megacp.data import tables
-from megacp.data.image_shards import boundary_reasons
-from megacp.data.indexed import IndexedReader, token_dtype
-from megacp.data.manifest import Manifest, ShardEntry
-from megacp.data.row_images import PackImages, row_units, vision_inputs
+from megacp.data.image import ImageRules
+from megacp.data.manifest import MANIFEST_NAME, Manifest
+from megacp.data.row_images import PackImages
+from megacp.data.shard import Shard
 
-_REQUIRED = {"tokens.bin", "tokens.idx", "packs.npy", "segments.npy"}
-_SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+OPEN_SHARDS = 64
+_TOLD = 20
+"""Shards whose faults one message tells."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +38,7 @@ class Pack:
     index: int
     """Number in the dataset."""
     tokens: np.ndarray
-    """[n] token ids, n = sum of the true lengths (a read-only view of the memory map)."""
+    """[n] token ids, n = sum of the true lengths (read-only)."""
     weights: np.ndarray | None
     """float32 [n], or None = all ones."""
     segments: np.ndarray
@@ -56,191 +58,82 @@ class Pack:
         return f"pack {self.index}, record of {name} at byte {int(row['source_offset'])}"
 
 
-class _Shard:
-    """One open shard: its readers and tables, checked against each other and against the manifest."""
-
-    def __init__(self, directory: Path, entry: ShardEntry, manifest: Manifest) -> None:
-        self.entry = entry
-        names = {file.name for file in entry.files}
-        self.tokens = IndexedReader(directory / "tokens")
-        self.weights = IndexedReader(directory / "weights") if "weights.bin" in names else None
-        self.packs = tables.read_table(directory / "packs.npy", tables.PACK_DTYPE)
-        self.segments = tables.read_table(directory / "segments.npy", tables.SEGMENT_DTYPE)
-        self.branches = self._optional(directory, "branches", tables.BRANCH_DTYPE, names)
-        self.units = self._optional(directory, "units", tables.UNIT_DTYPE, names)
-        self.images = IndexedReader(directory / "images") if "images.bin" in names else None
-        reasons = self._reasons(manifest)
-        reasons = reasons or tables.unit_reasons(self.packs, self.segments, self.units)
-        self.boundaries: dict[int, np.ndarray] = {}
-        for degree in manifest.cp_degrees if len(self.units) else ():
-            table = tables.read_table(directory / f"shards_cp{degree}.npy", tables.BOUNDARY_DTYPE)
-            self.boundaries[degree] = table
-            if table.shape != (len(self.packs), degree):
-                reasons.append(f"shards_cp{degree}.npy has shape {table.shape}, not {(len(self.packs), degree)}")
-        reasons += self._image_reasons(manifest)
-        if reasons:
-            raise ValueError(f"{directory}: " + "; ".join(reasons))
-
-    @staticmethod
-    def _optional(directory: Path, name: str, dtype: np.dtype, names: set[str]) -> np.ndarray:
-        return tables.read_table(directory / f"{name}.npy", dtype) if f"{name}.npy" in names else np.zeros(0, dtype)
-
-    def _reasons(self, manifest: Manifest) -> list[str]:
-        entry, expected = self.entry, token_dtype(manifest.num_token_ids)
-        reasons = []
-        if self.tokens.dtype != expected:
-            reasons.append(f"tokens.idx has dtype {self.tokens.dtype}, a vocabulary of this size has {expected}")
-        if (len(self.packs), len(self.segments)) != (entry.num_packs, entry.num_segments):
-            reasons.append(
-                f"{len(self.packs)} packs and {len(self.segments)} segments, "
-                f"the manifest says {entry.num_packs} and {entry.num_segments}"
-            )
-        reasons += tables.segment_reasons(
-            self.segments, self.tokens.lengths, self.branches, manifest.pad_multiple, len(manifest.sources)
-        )
-        reasons += tables.pack_reasons(self.packs, self.segments, self.tokens.boundaries, manifest.seq_length)
-        sums = int(self.tokens.lengths.sum(dtype=np.int64)), int(self.packs["num_tokens"].sum(dtype=np.int64))
-        if sums != (entry.num_tokens, entry.num_padded_tokens):
-            reasons.append(
-                f"{sums[0]} true and {sums[1]} padded tokens, "
-                f"the manifest says {entry.num_tokens} and {entry.num_padded_tokens}"
-            )
-        if self.weights is not None:
-            same = np.array_equal(self.weights.lengths, self.tokens.lengths)
-            if not same or self.weights.dtype != np.dtype("<f4"):
-                reasons.append(f"weights.idx ({self.weights.dtype}) does not have the lengths of tokens.idx, float32")
-        return reasons
-
-    def _image_reasons(self, manifest: Manifest) -> list[str]:
-        """What is wrong between units.npy, images.idx and the manifest."""
-        if not len(self.units):
-            return []
-        reasons = []
-        if manifest.image_rules is None or "image_patch" not in manifest.image_rules.get("token_ids", {}):
-            reasons.append("units.npy holds images, but the manifest's image_rules name no image_patch token")
-        if self.images is None or self.images.dtype != np.uint8:
-            reasons.append("units.npy holds images, but there is no images.bin of bytes")
-        elif not 0 <= self.units["item"].min() <= self.units["item"].max() < len(self.images):
-            reasons.append(f"units.npy names item {int(self.units['item'].max())} of {len(self.images)} in images.idx")
-        return reasons
-
-    def images_of(self, number: int, image_patch: int) -> PackImages:
-        """The images of pack `number` of this shard."""
-        row = self.packs[number]
-        first = int(row["first_unit"])
-        units = self.units[first : first + int(row["num_units"])].copy()
-        units["segment"] -= int(row["first_segment"])
-        tables_of = {degree: np.asarray(table[number]) for degree, table in self.boundaries.items()}
-        return PackImages(units, tables_of, self._item, image_patch)
-
-    def _item(self, number: int) -> bytes:
-        assert self.images is not None
-        return self.images.sequence(number).tobytes()
-
-
 class PackedDataset:
-    """A finished dataset directory, open for reading. Pack numbers run over the shards in the manifest's order."""
+    """A finished dataset directory, open for reading. Pack numbers run over the shards in the manifest's order.
+
+    At most OPEN_SHARDS of its shards are open at a time: 3 descriptors each, and tables of about 60 bytes a segment.
+    """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Open manifest.json and every shard. ValueError lists all files of wrong size, or the first bad shard."""
+        """Open manifest.json and look at every shard. ValueError lists all that is wrong with them."""
         self.directory = Path(directory)
         self.manifest = Manifest.read(directory)
-        reasons = _size_reasons(self.directory, self.manifest)
-        if reasons:
-            raise ValueError("; ".join(reasons))
-        self._shards = [_Shard(self.directory / entry.name, entry, self.manifest) for entry in self.manifest.shards]
         self._stops = list(accumulate(entry.num_packs for entry in self.manifest.shards))
-        self._image_patch = (self.manifest.image_rules or {}).get("token_ids", {}).get("image_patch")
-
-    @property
-    def fingerprint(self) -> str:
-        """sha256 in hex of the manifest, which holds the sha256 of every file: equal only for equal data."""
-        return self.manifest.fingerprint
+        self._image_patch = image_patch_of(self.directory, self.manifest)
+        self._open: OrderedDict[int, Shard] = OrderedDict()
+        self._changes = threading.Lock()
+        samples, reasons = [], []
+        for number in range(len(self.manifest.shards)):
+            try:
+                samples.append(self._shard(number, known=False).sample())
+            except ValueError as error:
+                reasons.append(str(error))
+        if reasons:
+            more = [f"and {len(reasons) - _TOLD} more shards; `verify` lists all"] if len(reasons) > _TOLD else []
+            raise ValueError("; ".join([*reasons[:_TOLD], *more]))
+        found = json.dumps([self.manifest.fingerprint, samples])
+        self.fingerprint = hashlib.sha256(found.encode()).hexdigest()
+        """Of the files on this machine's disk: the sizes of all, the content of all but the bins, and the beginnings of
+        the bins. Equal on two machines only for equal files, but for later bytes of the bins, which are compared with
+        their checksums as they are read."""
 
     def __len__(self) -> int:
         """Number of packs."""
         return self._stops[-1] if self._stops else 0
 
     def pack(self, i: int) -> Pack:
-        """Pack `i`, 0 <= i < len (IndexError otherwise); its arrays are read-only views, copied by nobody."""
+        """Pack `i`, 0 <= i < len (IndexError otherwise), from any thread; its arrays are read-only.
+
+        ValueError: the files are not as they were when the dataset was opened, or not as they were built.
+        """
         if not 0 <= i < len(self):
             raise IndexError(f"pack {i} of {self.directory}, which has {len(self)}")
         number = bisect.bisect_right(self._stops, i)
-        shard = self._shards[number]
+        shard = self._shard(number)
         within = i - self._stops[number] + shard.entry.num_packs
         row = shard.packs[within]
         start = int(row["first_segment"])
-        stop = start + int(row["num_segments"])
-        segments = shard.segments[start:stop]
-        weights = None if shard.weights is None else shard.weights.sequences(start, stop)
+        segments = shard.segments[start : start + int(row["num_segments"])]
         branches = None
         if len(shard.branches):
             count = segments["num_branches"]
             first = int(segments["first_branch"][count > 0][0]) if count.any() else 0
             branches = shard.branches[first : first + int(count.sum())] if count.any() else None
         images = None if self._image_patch is None else shard.images_of(within, self._image_patch)
-        return Pack(i, shard.tokens.sequences(start, stop), weights, segments, branches, images, self.manifest.sources)
+        name = f"pack {i}"
+        tokens, weights = shard.token_ids(within, name), shard.loss_weights(within, name)
+        return Pack(i, tokens, weights, segments, branches, images, self.manifest.sources)
+
+    def _shard(self, number: int, known: bool = True) -> Shard:
+        """An open shard; the one that was not used for longest is let go when there are too many."""
+        with self._changes:
+            if number in self._open:
+                self._open.move_to_end(number)
+                return self._open[number]
+        entry = self.manifest.shards[number]
+        shard = Shard(self.directory / entry.name, entry, self.manifest, known=known)
+        with self._changes:
+            self._open[number] = shard
+            if len(self._open) > OPEN_SHARDS:
+                self._open.popitem(last=False)
+        return shard
 
 
-def _size_reasons(directory: Path, manifest: Manifest) -> list[str]:
-    reasons = []
-    for shard in manifest.shards:
-        absent = sorted(_REQUIRED - {file.name for file in shard.files})
-        if absent:
-            reasons.append(f"{directory / shard.name}: the manifest does not list {absent}")
-        for file in shard.files:
-            path = directory / shard.name / file.name
-            if not _SAFE_NAME.fullmatch(shard.name) or not _SAFE_NAME.fullmatch(file.name):
-                reasons.append(f"manifest.json names the file {shard.name}/{file.name}, which is not a plain name")
-            elif not path.is_file():
-                reasons.append(f"{path}: no such file, the manifest says {file.size} bytes")
-            elif path.stat().st_size != file.size:
-                reasons.append(f"{path}: {path.stat().st_size} bytes, the manifest says {file.size}")
-    return reasons
-
-
-def verify(directory: str | os.PathLike[str]) -> list[str]:
-    """Everything that is wrong with a dataset, [] when it is sound: what opening checks, then every byte of it.
-
-    Bytes: the sha256 of each file, token ids below the vocabulary size, weights finite and not negative, image tokens
-    and boundary tables as the units say.
-    """
+def image_patch_of(directory: Path, manifest: Manifest) -> int | None:
+    """Token id that stands where an image feature is added; None for text. ValueError: the image rules are wrong."""
+    if manifest.image_rules is None:
+        return None
     try:
-        dataset = PackedDataset(directory)
-    except ValueError as error:
-        return [str(error)]
-    reasons = []
-    for shard in dataset.manifest.shards:
-        for file in shard.files:
-            path = dataset.directory / shard.name / file.name
-            with open(path, "rb") as stream:
-                found = hashlib.file_digest(stream, "sha256").hexdigest()
-            if found != file.sha256:
-                reasons.append(f"{path}: sha256 is {found}, the manifest says {file.sha256}")
-    vocab_size = dataset.manifest.num_token_ids
-    for i in range(len(dataset)):
-        pack = dataset.pack(i)
-        low, high = int(pack.tokens.min()), int(pack.tokens.max())
-        if low < 0 or high >= vocab_size:
-            reasons.append(f"pack {i}: token ids {low}..{high}, the vocabulary is 0..{vocab_size - 1}")
-        if pack.weights is not None and not (np.isfinite(pack.weights).all() and (pack.weights >= 0).all()):
-            reasons.append(f"pack {i}: loss weights that are negative or not finite")
-        reasons += [f"pack {i}: {reason}" for reason in _pack_image_reasons(pack)]
-    return reasons
-
-
-def _pack_image_reasons(pack: Pack) -> list[str]:
-    """Whether the image tokens are those of the units, and the boundary tables fit them."""
-    if pack.images is None:
-        return []
-    lengths = pack.segments["true_length"].astype(np.int64)
-    units = row_units([pack.images], [len(lengths)], np.cumsum(lengths) - lengths)
-    reasons = []
-    try:
-        vision_inputs(units, pack.tokens, pack.images.image_patch)
-    except ValueError as error:
-        reasons.append(str(error))
-    for degree, table in pack.images.boundaries.items():
-        found = boundary_reasons(table, units.cum_images, units.cum_pooled)
-        reasons += [f"shards_cp{degree}.npy: {reason}" for reason in found]
-    return reasons
+        return ImageRules.from_dict(manifest.image_rules).token_ids.get("image_patch")
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ValueError(f"{directory / MANIFEST_NAME}: `image_rules`: {error}") from error

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megacp.batch import PackedBatch
+from megacp.config.data import DataConfig
 from megacp.config.run import RunConfig, with_values
 from megacp.config.vision import VisionConfig
 from megacp.data.decoding import RulesDecoder
@@ -25,17 +26,35 @@ from megacp.training.images import mock_images
 
 @dataclass(frozen=True)
 class Sources:
-    """Training and validation packs, and a fingerprint that changes with the training data."""
+    """Training and validation packs, and by what they are told from others."""
 
     train: PackSource
     valid: PackSource | None
     fingerprint: str
+    """Of the training data as this machine holds it: equal on all ranks of a run."""
+    data_fingerprint: str
+    """Of the training data as it was built: a checkpoint keeps it, and a resumed run must have the same."""
     tokenizer_sha256: str = ""
     """Of the training data; empty for mock packs."""
     decoder: Decoder | None = None
     """Turns the images of both datasets into patches; None when they are text."""
     image_rules: dict[str, Any] | None = None
     """By which images became tokens, as in the manifests; None for text and mock packs."""
+
+    @property
+    def datasets(self) -> dict[str, PackedDataset]:
+        """Those on disk, by flag."""
+        both = {"--data-path": self.train, "--valid-data-path": self.valid}
+        return {name: source for name, source in both.items() if isinstance(source, PackedDataset)}
+
+    @property
+    def notes(self) -> list[str]:
+        """What a run should know of its data before it starts, one line each."""
+        return [
+            f"{name} {dataset.directory} was {dataset.manifest.unchecked}"
+            for name, dataset in self.datasets.items()
+            if dataset.manifest.unchecked
+        ]
 
 
 def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
@@ -45,9 +64,9 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
         images = mock_images(config)
         mock = MockDataset(config.model.vocab_size, config.data.seq_length, images=images)
         decoder = MockDecoder(images) if images is not None else None
-        return config, Sources(mock, None, _mock_fingerprint(config), decoder=decoder)
-    train = PackedDataset(config.data.data_path)
-    valid = PackedDataset(config.data.valid_data_path) if config.data.valid_data_path else None
+        known = _mock_fingerprint(config)
+        return config, Sources(mock, None, known, known, decoder=decoder)
+    train, valid = _open_datasets(config.data)
     if config.model.vocab_size == 0:
         config = with_values(config, {"vocab_size": train.manifest.tokenizer.vocab_size})
     reasons = _misfits("--data-path", config.data.data_path, train, config)
@@ -61,7 +80,24 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
         raise ValueError("\n".join(reasons))
     values = train.manifest.image_rules or (valid.manifest.image_rules if valid is not None else None)
     decoder = RulesDecoder(ImageRules.from_dict(values)) if values is not None else None
-    return config, Sources(train, valid, train.fingerprint, train.manifest.tokenizer.sha256, decoder, values)
+    built, tokenizer = train.manifest.fingerprint, train.manifest.tokenizer.sha256
+    return config, Sources(train, valid, train.fingerprint, built, tokenizer, decoder, values)
+
+
+def _open_datasets(data: DataConfig) -> tuple[PackedDataset, PackedDataset | None]:
+    """The training and the validation packs. ValueError tells what is wrong with both."""
+    opened: list[PackedDataset | None] = []
+    reasons = []
+    for name, path in (("--data-path", data.data_path), ("--valid-data-path", data.valid_data_path)):
+        try:
+            opened.append(PackedDataset(path) if path else None)
+        except ValueError as error:
+            reasons.append(f"{name} {path}: {error}")
+    if reasons:
+        raise ValueError("\n".join(reasons))
+    train, valid = opened
+    assert train is not None, "asked for with a --data-path"
+    return train, valid
 
 
 def _mock_fingerprint(config: RunConfig) -> str:

@@ -25,6 +25,7 @@ from megacp.monitor.memory import peak_bytes
 from megacp.monitor.pace import Pace
 from megacp.monitor.timers import Timers
 from megacp.monitor.trace import Trace
+from megacp.training.data_check import require_sound
 from megacp.training.health import Health, StepNumbers, UnwellError, Verdict
 from megacp.training.images import image_documents, image_loading, shard_strategies, without_bad_images
 from megacp.training.loss import RankNews, StepAgreement, agree
@@ -60,13 +61,15 @@ class Trainer:
             raise
 
     def _prepare(self, config: RunConfig, grid: ProcessGrid, sources: Sources) -> None:
+        if config.data.verify_data:
+            require_sound(sources, grid.world)
         config, self.choice = resolve_auto(config, grid, lambda: first_rows(config, sources))
         self.config, self.grid, self.sources = config, grid, sources
         self.watch = Stopwatch(grid.device) if self.choice else None
         self.timers = Timers(clock_of(grid.device))
         self.trainee = Trainee(config, grid, self.watch, self.timers.phase)
         self.progress = Progress(
-            data_fingerprint=sources.fingerprint,
+            data_fingerprint=sources.data_fingerprint,
             seed=config.training.seed,
             tokenizer_sha256=sources.tokenizer_sha256,
             image_rules=sources.image_rules,
@@ -301,6 +304,7 @@ class Trainer:
     def _opening_lines(self, start: Start, resumed: Resumed | None) -> list[str]:
         """What runs where, what it starts from, and what is not as it was."""
         lines = [heading(self.config, self.grid), *(self.choice.lines() if self.choice else ()), *self.saver.notes]
+        lines += self.sources.notes
         lines += [start.note] if start.note else []
         if resumed is not None:
             resumes = f"resumed from {resumed.path} after step {self.progress.step}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from megacp.data.manifest import Manifest, TokenizerInfo
+from megacp import files
+from megacp.data.manifest import FileEntry, Manifest, TokenizerInfo
 from megacp.data.shard_writer import Segment, ShardWriter
 
 
@@ -36,6 +38,31 @@ def write_dataset(
     )
     manifest.write(directory)
     return manifest
+
+
+def write_older(directory: Path, shards: Sequence[Sequence[Sequence[Segment]]], **sizes: int) -> Manifest:
+    """As `write_dataset`, in format 1: without checksums."""
+    manifest = write_dataset(directory, shards, **sizes)
+    entries = []
+    for entry in manifest.shards:
+        for name in ("checksums.npy", "image_checksums.npy"):
+            (directory / entry.name / name).unlink(missing_ok=True)
+        entries.append(dataclasses.replace(entry, files=tuple(f for f in entry.files if "checksums" not in f.name)))
+    older = dataclasses.replace(manifest, shards=tuple(entries), format_version=1)
+    older.write(directory)
+    return older
+
+
+def sign(directory: Path) -> Manifest:
+    """Write the manifest anew with the sizes and hashes that the listed files have now."""
+    manifest = Manifest.read(directory)
+    entries = []
+    for entry in manifest.shards:
+        found = [(file.name, *files.sha256_of(directory / entry.name / file.name)) for file in entry.files]
+        entries.append(dataclasses.replace(entry, files=tuple(FileEntry(*values) for values in found)))
+    signed = dataclasses.replace(manifest, shards=tuple(entries))
+    signed.write(directory)
+    return signed
 
 
 def damage(path: Path, offset: int, value: bytes) -> None:

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megacp.data.store import PackedDataset, verify
+from megacp.data.store import PackedDataset
+from megacp.data.verify import verify
 from tests.data import builds
 from tests.data.pictures import TINY, encoded, noise, video
 from tests.data.test_image_file import BAD, exif

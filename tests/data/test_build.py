@@ -16,10 +16,11 @@ from megacp.data.build import kept_tokenizer
 from megacp.data.collate import collate
 from megacp.data.journal import locked
 from megacp.data.jsonl import Record
-from megacp.data.store import PackedDataset, verify
+from megacp.data.store import PackedDataset
 from megacp.data.tables import FLAG_SPLIT, FLAG_TRUNCATED
 from megacp.data.tokenizer import load_tokenizer
 from megacp.data.unit import BuildSettings, UnitBuilder, UnitTask
+from megacp.data.verify import verify
 from tests.data.builds import documents, expected, files, run, write_records
 
 

@@ -20,9 +20,10 @@ from megacp.data.describe import describe_pack, statistics, statistics_text
 from megacp.data.image import ImageRules, image_patches, load_pixels
 from megacp.data.image_shards import compute_image_shard_boundaries
 from megacp.data.merge import merge
-from megacp.data.store import PackedDataset, verify
+from megacp.data.store import PackedDataset
 from megacp.data.tokenizer import load_tokenizer
 from megacp.data.unit import UnitBuilder
+from megacp.data.verify import verify
 from tests.data import builds
 from tests.data.pictures import TINY, encoded, noise, video
 

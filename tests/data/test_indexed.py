@@ -42,7 +42,7 @@ def test_indexed_files_round_trip_in_every_dtype(
             writer.add_sequence(np.arange(length))
         writer.end_document()
     writer.close()
-    reader = IndexedReader(prefix)
+    reader = IndexedReader.open(prefix)
     assert reader.dtype == np.dtype(dtype) and len(reader) == len(expected)
     assert all(np.array_equal(reader.sequence(i), values) for i, values in enumerate(expected))
     assert [len(reader.document(i)) for i in range(reader.num_documents)] == [sum(lengths) for lengths in documents]
@@ -100,7 +100,7 @@ def test_we_read_files_of_megatron_core_exactly_and_write_the_same_bytes(tmp_pat
         writer.end_document()
     builder.finalize(str(tmp_path / "t.idx"))
     writer.close()
-    reader = IndexedReader(tmp_path / "t")
+    reader = IndexedReader.open(tmp_path / "t")
     for i, document in enumerate(documents):
         assert np.array_equal(reader.document(i), np.concatenate(document))
     assert (tmp_path / "t.bin").read_bytes() == (tmp_path / "o.bin").read_bytes()
@@ -147,7 +147,7 @@ def test_each_kind_of_damage_to_an_index_is_an_error_that_names_it(
     writer.close()
     damage(tmp_path / "x.idx", offset, value)
     with pytest.raises(ValueError, match=rf"x\.idx: .*{message}"):
-        IndexedReader(tmp_path / "x")
+        IndexedReader.open(tmp_path / "x")
 
 
 def test_truncated_and_missing_files_are_named(tmp_path: Path) -> None:
@@ -157,11 +157,11 @@ def test_truncated_and_missing_files_are_named(tmp_path: Path) -> None:
     writer.close()
     os.truncate(tmp_path / "x.bin", 12)
     with pytest.raises(ValueError, match=r"x\.bin: 12 bytes, but x\.idx describes 20"):
-        IndexedReader(tmp_path / "x")
+        IndexedReader.open(tmp_path / "x")
     for size, message in ((40, "truncated or damaged"), (20, "header alone has 34")):
         os.truncate(tmp_path / "x.idx", size)
         with pytest.raises(ValueError, match=rf"x\.idx: {size} bytes.*{message}"):
-            IndexedReader(tmp_path / "x")
+            IndexedReader.open(tmp_path / "x")
     (tmp_path / "x.bin").unlink()
     with pytest.raises(ValueError, match=r"x\.bin: no such file"):
-        IndexedReader(tmp_path / "x")
+        IndexedReader.open(tmp_path / "x")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megacp.data.merge import merge
-from megacp.data.store import verify
+from megacp.data.verify import verify
 from tests.data.builds import documents, expected, run, write_records
 
 

@@ -14,8 +14,9 @@ from megacp.data import tables
 from megacp.data.indexed import IndexedWriter
 from megacp.data.manifest import ShardEntry
 from megacp.data.shard_writer import Segment, ShardWriter
-from megacp.data.store import PackedDataset, verify
-from tests.data.datasets import damage, random_packs, write_dataset
+from megacp.data.store import PackedDataset
+from megacp.data.verify import verify
+from tests.data.datasets import random_packs, sign, write_dataset
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -38,7 +39,7 @@ def test_packs_come_back_exactly(tmp_path: Path, weighted: bool) -> None:
             pack[0] = dataclasses.replace(pack[0], weights=rng.random(len(pack[0].tokens)).astype(np.float32))
     manifest = write_dataset(tmp_path, shards, vocab_size=100_000, pad_multiple=4)
     dataset = PackedDataset(tmp_path)
-    assert len(dataset) == 9 and dataset.fingerprint == manifest.fingerprint
+    assert len(dataset) == 9 and dataset.manifest == manifest
     for i, segments in enumerate(shards[0] + shards[1]):
         pack = dataset.pack(i)
         assert pack.index == i and np.array_equal(pack.tokens, np.concatenate([s.tokens for s in segments]))
@@ -135,6 +136,9 @@ def rewrite(dataset_path: Path, name: str, column: str, row: int, value: int) ->
     table = np.load(path)
     table[column][row] = value
     tables.write_table(path, table)
+    with pytest.raises(ValueError, match=rf"shard_00000/{name}: sha256 is"):
+        PackedDataset(dataset_path)
+    sign(dataset_path)
     with pytest.raises(ValueError, match="shard_00000") as error:
         PackedDataset(dataset_path)
     return str(error.value)
@@ -163,7 +167,7 @@ def test_tables_that_contradict_each_other_are_named_at_open(
 def test_a_table_of_other_columns_or_a_pickle_is_refused(dataset_path: Path) -> None:
     path = dataset_path / "shard_00000" / "packs.npy"
     size = path.stat().st_size
-    for table, message in ((np.zeros(5), "has columns float64"), (np.array([{}], object), "cannot be read as a table")):
+    for table, message in ((np.zeros(5), "has columns float64"), (np.array([{}], object), "has columns object")):
         np.save(path, table, allow_pickle=True)
         with open(path, "ab") as stream:
             stream.write(bytes(max(0, size - path.stat().st_size)))
@@ -180,15 +184,6 @@ def test_two_shards_swapped_are_noticed(dataset_path: Path) -> None:
         PackedDataset(dataset_path)
 
 
-def test_verify_finds_a_flipped_bit_and_an_id_beyond_the_vocabulary(dataset_path: Path) -> None:
-    path = dataset_path / "shard_00001" / "tokens.bin"
-    damage(path, 0, b"\xff\xff")
-    PackedDataset(dataset_path)  # opening reads no bin
-    reasons = verify(dataset_path)
-    assert any("shard_00001/tokens.bin: sha256 is" in reason for reason in reasons)
-    assert any("pack 5: token ids" in reason and "0..99" in reason for reason in reasons)
-
-
 def test_branches_that_leave_a_gap_are_named_at_open(tmp_path: Path) -> None:
     write_dataset(tmp_path, [[[Segment(np.arange(9), branch_starts=(3, 5))]]])
     path = tmp_path / "shard_00000" / "branches.npy"
@@ -197,6 +192,7 @@ def test_branches_that_leave_a_gap_are_named_at_open(tmp_path: Path) -> None:
         changed = table.copy()
         changed[column][row] = value
         tables.write_table(path, changed)
+        sign(tmp_path)
         with pytest.raises(ValueError, match="it leaves a gap or is empty"):
             PackedDataset(tmp_path)
 

@@ -58,7 +58,7 @@ def _read_and_write_again(rank: int, world_size: int, flags: Sequence[str], targ
     trainee = Trainee(config, grid(tp=shape.tp, cp=shape.cp, dp=shape.dp, pp=shape.pp))
     for bucket in trainee.buckets.buckets:
         bucket.parameters.fill_(7.0)
-    fresh = Progress(data_fingerprint=sources.fingerprint, seed=config.training.seed)
+    fresh = Progress(data_fingerprint=sources.data_fingerprint, seed=config.training.seed)
     progress = load(trainee, fresh, config).progress
     save(trainee, progress, with_values(config, {"save": target}))
     return trainee.optimizer.updates
