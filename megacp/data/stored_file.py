@@ -58,8 +58,8 @@ class StoredFile:
                 more = os.pread(self._descriptor, count - len(data), offset + len(data))
                 if not more:
                     raise ValueError(
-                        f"{self.path}: ends at byte {offset + len(data)}, it had {self.size} bytes when it was opened: "
-                        "it was cut meanwhile"
+                        f"{self.path}: has {os.fstat(self._descriptor).st_size} bytes, it had {self.size} when it was "
+                        "opened: it was cut meanwhile"
                     )
                 data += more
         except OSError as error:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megacp import files
 from megacp.data.manifest import FileEntry, Manifest, TokenizerInfo
-from megacp.data.shard_writer import Segment, ShardWriter
+from megacp.data.shard_writer import Segment, SegmentUnit, ShardWriter
 
 
 def write_dataset(
@@ -19,6 +20,7 @@ def write_dataset(
     vocab_size: int = 100,
     seq_length: int = 32,
     pad_multiple: int = 1,
+    image_rules: dict[str, Any] | None = None,
 ) -> Manifest:
     """Write shards -> packs -> segments as a finished dataset."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -35,12 +37,33 @@ def write_dataset(
         pad_multiple=pad_multiple,
         sources=("a.jsonl", "b.jsonl"),
         shards=tuple(entries),
+        image_rules=image_rules,
     )
     manifest.write(directory)
     return manifest
 
 
-def write_older(directory: Path, shards: Sequence[Sequence[Sequence[Segment]]], **sizes: int) -> Manifest:
+IMAGE_RULES = {"token_ids": {"image_patch": 5}}
+
+
+def weighted_images(rng: np.random.Generator, count: int) -> list[list[Segment]]:
+    """`count` packs of two segments: one with an image of 100 to 200 bytes that no decoder knows, one with weights."""
+
+    def image() -> bytes:
+        return rng.bytes(int(rng.integers(100, 200)))
+
+    packs = []
+    for _ in range(count):
+        tokens = np.array([7, 5, 5, 5, 9, *rng.integers(10, 100, 4)])
+        unit = SegmentUnit(item=0, start=0, num_tokens=5, num_crops=1, num_pooled=3)
+        weights = rng.random(6).astype(np.float32)
+        packs.append(
+            [Segment(tokens, units=(unit,), items=(image,)), Segment(rng.integers(10, 100, 6), weights=weights)]
+        )
+    return packs
+
+
+def write_older(directory: Path, shards: Sequence[Sequence[Sequence[Segment]]], **sizes: Any) -> Manifest:
     """As `write_dataset`, in format 1: without checksums."""
     manifest = write_dataset(directory, shards, **sizes)
     entries = []

@@ -53,6 +53,7 @@ def test_a_manifest_cut_short_missing_or_pointing_elsewhere_is_refused(dataset_p
     path.write_text(text.replace('"shard_00000"', '"../shard_00000"'))
     with pytest.raises(ValueError, match=r"`shards\[0\]\.name` is '\.\./shard_00000', it must be a plain name"):
         PackedDataset(dataset_path)
+    path.write_text(text)
     manifest = Manifest.read(dataset_path)
     first = dataclasses.replace(manifest.shards[0], files=manifest.shards[0].files[1:])
     dataclasses.replace(manifest, shards=(first, *manifest.shards[1:])).write(dataset_path)

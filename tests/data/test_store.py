@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megacp import files
 from megacp.data import tables
+from megacp.data.checksums import with_checksums
 from megacp.data.indexed import IndexedWriter
-from megacp.data.manifest import ShardEntry
+from megacp.data.manifest import FileEntry
 from megacp.data.shard_writer import Segment, ShardWriter
 from megacp.data.store import PackedDataset
 from megacp.data.verify import verify
@@ -216,10 +218,9 @@ def test_the_format_holds_images_units_and_boundaries_beside_the_text(tmp_path: 
         tables.write_table(shard / "packs.npy", packs)
         tables.write_table(shard / "units.npy", units)
         tables.write_table(shard / "shards_cp2.npy", boundaries)
-        files = [
-            {"name": path.name, "size": path.stat().st_size, "sha256": "0" * 64} for path in sorted(shard.iterdir())
-        ]
-        entry = ShardEntry.from_json({**manifest.shards[0].to_json(), "files": files})
+        names = [path.name for path in sorted(shard.iterdir()) if "checksums" not in path.name]
+        listed = tuple(FileEntry(name, *files.sha256_of(shard / name)) for name in names)
+        entry = with_checksums(shard, dataclasses.replace(manifest.shards[0], files=listed))
         rules = {"token_ids": {"image_patch": 5}}
         dataclasses.replace(manifest, shards=(entry,), image_rules=rules, cp_degrees=(2,)).write(tmp_path)
 
