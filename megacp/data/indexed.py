@@ -206,7 +206,7 @@ class IndexedReader:
         needed = int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
         if size != needed:
             raise ValueError(
-                f"{self.bin.path}: {size} bytes, but {self.index_path.name} describes {needed} "
+                f"{self.bin.path}: {size} bytes, but {os.path.basename(self.index_path)} describes {needed} "
                 f"({len(self.lengths)} sequences of {self.dtype}): truncated, or it belongs to another index"
             )
 

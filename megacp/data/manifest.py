@@ -8,6 +8,7 @@ inferring the dataset from a directory listing, which cannot tell a finished bui
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -71,7 +72,7 @@ class ShardEntry:
 
     def to_json(self) -> dict[str, Any]:
         """Builtin types only: a line of journal.jsonl, an element of the manifest's `shards`."""
-        return dataclasses.asdict(self)
+        return {**vars(self), "files": [vars(file) for file in self.files]}
 
     @staticmethod
     def from_json(value: Any, place: str = "shard") -> ShardEntry:
@@ -132,7 +133,7 @@ class Manifest:
         places = self.num_packs * self.seq_length
         return self.num_tokens / places if places else 0.0
 
-    @property
+    @functools.cached_property
     def checksum(self) -> str:
         """sha256 in hex of all other fields, in canonical JSON."""
         return hashlib.sha256(json.dumps(self._fields(), sort_keys=True).encode()).hexdigest()
@@ -143,14 +144,18 @@ class Manifest:
         return json.dumps({**self._fields(), **own}, indent=1, sort_keys=True) + "\n"
 
     def _fields(self) -> dict[str, Any]:
-        value = dataclasses.asdict(self)
+        tokenizer = dict(vars(self.tokenizer))
         if self.tokenizer.begins_with is None:
-            del value["tokenizer"]["begins_with"]
-        return {**value, **{name: getattr(self, name) for name in _DERIVED}}
+            del tokenizer["begins_with"]
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        derived = {name: getattr(self, name) for name in _DERIVED}
+        return {**own, "tokenizer": tokenizer, "shards": [shard.to_json() for shard in self.shards], **derived}
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
-        """sha256 in hex of the canonical text: equal for byte-identical datasets, wherever they lie."""
+        """A sha256 in hex over all fields: equal for byte-identical datasets, wherever they lie."""
+        if self.format_version >= CHECKSUMS_SINCE:
+            return self.checksum
         return hashlib.sha256(self.to_text().encode()).hexdigest()
 
     @property

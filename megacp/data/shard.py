@@ -7,12 +7,14 @@ the bins at open, which takes as long as reading all of them.
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from megacp import files
 from megacp.data import tables
 from megacp.data.indexed import IndexedReader, token_dtype
 from megacp.data.manifest import CHECKSUMS_SINCE, Manifest, ShardEntry
@@ -164,7 +166,7 @@ class Shard:
         return [zlib.crc32(reader.bin.read(0, min(_SAMPLE, reader.bin.size))) for reader in readers]
 
 
-def _refuse_changed(data: bytes, built: int, path: Path, name: str) -> None:
+def _refuse_changed(data: bytes, built: int, path: files.StrPath, name: str) -> None:
     found = zlib.crc32(data)
     if found != built:
         raise ValueError(
@@ -181,7 +183,7 @@ def _opened(directory: Path, entry: ShardEntry, manifest: Manifest) -> dict[str,
     opened, reasons = {}, []
     for file in entry.files:
         try:
-            opened[file.name] = StoredFile(directory / file.name, file)
+            opened[file.name] = StoredFile(os.path.join(directory, file.name), file)
         except ValueError as error:
             reasons.append(str(error))
     if reasons:

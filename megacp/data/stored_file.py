@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
-from pathlib import Path
 from typing import Protocol
 
 from megacp import files
@@ -32,7 +31,7 @@ class FileStatement(Protocol):
 class StoredFile:
     """An open file. It closes when nobody refers to it, so a thread that still reads is never left without."""
 
-    def __init__(self, path: Path, stated: FileStatement | None = None) -> None:
+    def __init__(self, path: files.StrPath, stated: FileStatement | None = None) -> None:
         """ValueError: `path` is not there, no regular file, or has not the stated size."""
         try:
             stream = files.open_regular(path)

@@ -15,9 +15,11 @@ xxhash, ten times faster, which would save 1 or 2 % of a thread that reads ahead
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +74,9 @@ FLAG_TRUNCATED = 2
 """Segment flag: the rest of the document was left out by `--oversize truncate`."""
 _LONGEST_HEADER = 10_000
 """Bytes; numpy's own limit."""
+_MAGIC = b"\x93NUMPY\x01\x00"
+_USUAL_HEADER = re.compile(rb".{10}(\{'descr': [^{}]*, 'shape': \()([0-9, ]{1,40})(\), \} *\n)", re.DOTALL)
+"""Magic, format and length; then the header around the numbers of its shape."""
 
 
 def write_table(path: str | os.PathLike[str], table: np.ndarray) -> tuple[Path, int, str]:
@@ -100,19 +105,34 @@ def table_of(file: StoredFile, dtype: np.dtype, ndim: int = 1) -> np.ndarray:
 
 def _read_header(file: StoredFile, dtype: np.dtype) -> tuple[tuple[int, ...], int]:
     """Shape of the array in an `.npy`, and where its data begins; its size fits them."""
-    stream = io.BytesIO(file.read(0, min(file.size, _LONGEST_HEADER)))
+    beginning = file.read(0, min(file.size, _LONGEST_HEADER))
+    start = len(_MAGIC) + 2 + int.from_bytes(beginning[len(_MAGIC) : len(_MAGIC) + 2], "little")
+    usual = _USUAL_HEADER.fullmatch(beginning, 0, start)
+    if usual:
+        text, numbers = usual[1] + usual[3], usual[2]
+        shape = tuple(int(number) for number in numbers.split(b",") if number.strip())
+    else:
+        text, shape = beginning[len(_MAGIC) + 2 : start], None
     try:
-        if np.lib.format.read_magic(stream) != (1, 0):
-            raise ValueError("its format is not 1.0")
-        shape, fortran_order, found = np.lib.format.read_array_header_1_0(stream, max_header_size=_LONGEST_HEADER)
+        if not beginning.startswith(_MAGIC):
+            raise ValueError(f"it begins with {beginning[: len(_MAGIC)]!r}, a table with {_MAGIC!r}")
+        stated, fortran_order, found = _parsed(text)
     except Exception as error:  # numpy has a Python expression parsed, which fails in its own ways, of many classes
         raise ValueError(f"{file.path}: cannot be read as a table: {type(error).__name__}: {error}") from error
+    shape = stated if shape is None else shape
     if found != dtype:
         raise ValueError(f"{file.path}: has columns {found}, expected {dtype}")
-    size = stream.tell() + math.prod(shape) * dtype.itemsize
+    size = start + math.prod(shape) * dtype.itemsize
     if fortran_order or min(shape, default=0) < 0 or size != file.size:
         raise ValueError(f"{file.path}: cannot be read as a table: {file.size} bytes, its shape {shape} takes {size}")
-    return shape, stream.tell()
+    return shape, start
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(text: bytes) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, order and dtype by a header's text. Cached, without the shape: numpy takes longer than reading a table."""
+    stream = io.BytesIO(len(text).to_bytes(2, "little") + text)
+    return np.lib.format.read_array_header_1_0(stream, max_header_size=_LONGEST_HEADER)
 
 
 def _first(bad: np.ndarray) -> int:
