@@ -24,7 +24,7 @@ EXTRAS = {
         "transformers",
         "types-PyYAML",
     ],
-    "data": ["av", "gigatoken", "pillow", "pyarrow", "zstandard"],
+    "data": ["av", "gigatoken", "pillow", "pyarrow", "zlib-ng", "zstandard"],
     "demo": ["matplotlib", "pillow", "scikit-learn"],
     "hf": ["huggingface_hub", "safetensors"],
     "log": ["matplotlib", "tensorboard", "wandb"],

@@ -7,7 +7,6 @@ them. Rejected: leaving old shards without, where nothing tells a flipped bit fr
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from megacp import files
 from megacp.data import tables
 from megacp.data.indexed import IndexedReader
 from megacp.data.manifest import FileEntry, ShardEntry
+from megacp.data.stored_file import crc32
 
 
 def pack_checksums(tokens: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
@@ -58,4 +58,4 @@ def _checksums(reader: IndexedReader, by_sequence: bool) -> np.ndarray:
     """crc32 of each sequence or each document, uint32."""
     bounds = np.arange(len(reader) + 1) if by_sequence else reader.boundaries
     spans = zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
-    return np.array([zlib.crc32(reader.stored(start, stop)) for start, stop in spans], np.uint32)
+    return np.array([crc32(reader.stored(start, stop)) for start, stop in spans], np.uint32)

@@ -15,13 +15,12 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-import zlib
 from array import array
 from pathlib import Path
 
 import numpy as np
 
-from megacp.data.stored_file import StoredFile
+from megacp.data.stored_file import StoredFile, crc32
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -109,7 +108,7 @@ class IndexedWriter:
         if values.dtype != self.dtype:
             values = self._cast(values)
         stored = np.ascontiguousarray(values).view(np.uint8).data
-        self._crc = zlib.crc32(stored, self._crc)
+        self._crc = crc32(stored, self._crc)
         self._bin.write(stored)
         self._lengths.append(len(values))
 

@@ -8,7 +8,6 @@ the bins at open, which takes as long as reading all of them.
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from megacp.data import tables
 from megacp.data.indexed import IndexedReader, token_dtype
 from megacp.data.manifest import CHECKSUMS_SINCE, Manifest, ShardEntry
 from megacp.data.row_images import PackImages
-from megacp.data.stored_file import StoredFile
+from megacp.data.stored_file import StoredFile, crc32
 
 _TABLES = {
     "packs": tables.PACK_DTYPE,
@@ -163,11 +162,11 @@ class Shard:
     def sample(self) -> list[int]:
         """crc32 of the beginning of each bin: differs where another file of the same size stands."""
         readers = [reader for reader in (self.tokens, self.weights, self.images) if reader is not None]
-        return [zlib.crc32(reader.bin.read(0, min(_SAMPLE, reader.bin.size))) for reader in readers]
+        return [crc32(reader.bin.read(0, min(_SAMPLE, reader.bin.size))) for reader in readers]
 
 
 def _refuse_changed(data: bytes, built: int, path: files.StrPath, name: str) -> None:
-    found = zlib.crc32(data)
+    found = crc32(data)
     if found != built:
         raise ValueError(
             f"{path}: {name} has the checksum {found:08x}, it was built with {built:08x}: the file was damaged or "

@@ -15,7 +15,6 @@ import bisect
 import os
 import shutil
 import struct
-import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from megacp.data.image_shards import compute_image_shard_boundaries
 from megacp.data.indexed import IndexedWriter, token_dtype
 from megacp.data.manifest import FileEntry, ShardEntry
 from megacp.data.packing import padded_lengths
+from megacp.data.stored_file import crc32
 
 # one row each of PACK_DTYPE, SEGMENT_DTYPE, ...: packing a row with struct is several times faster than with numpy
 _PACK_ROW = struct.Struct("<qqiiii")
@@ -224,7 +224,7 @@ class ShardWriter:
             first_item = self._images.num_sequences
             for read in segment.items:
                 data = read()
-                self._item_checksums.append(zlib.crc32(data))
+                self._item_checksums.append(crc32(data))
                 self._images.add_sequence(np.frombuffer(data, np.uint8))
             for unit in segment.units:
                 self._units += _UNIT_ROW.pack(

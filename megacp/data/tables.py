@@ -8,9 +8,6 @@ A text shard has packs.npy, segments.npy and checksums.npy, by which a flipped b
 read. branches.npy exists when a document has branches. A shard with images has images.bin / images.idx (dtype uint8,
 one sequence per image or video, the encoded bytes as they came; one Megatron document per pack), units.npy,
 image_checksums.npy, and for each planned CP degree P a shards_cp{P}.npy of shape [packs, P].
-
-Checksums are zlib's crc32: 2 GB/s, it lets other threads run, and Python has it. Weighed against google-crc32c and
-xxhash, ten times faster, which would save 1 or 2 % of a thread that reads ahead.
 """
 
 from __future__ import annotations
