@@ -299,6 +299,11 @@ def _missing_folder(name: str, file_inside: str) -> Finder:
         if path is None or config.dry_run:
             return None
         folder = Path(str(path))
+        if not folder.exists() and len(str(path).replace(",", " ").split()) > 1:
+            return (
+                f"{flag(name)} {path}: does not exist; it takes one directory, no list or weighted blend of them: "
+                f"tools/preprocess_data.py merge joins several"
+            )
         if not folder.is_dir():
             return f"{flag(name)} {path}: {'is not a directory' if folder.exists() else 'does not exist'}"
         if file_inside and not (folder / file_inside).is_file():

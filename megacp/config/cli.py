@@ -7,7 +7,8 @@ from the dataclasses; here tyro derives flags, types and help from the fields an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 from megacp.config.run import RunConfig, fields
 from megacp.config.yaml_file import nearest, read_yaml, values_of_file
@@ -83,8 +84,22 @@ def _refuse_unknown(arguments: Sequence[str]) -> None:
         plain = name[2:].replace("-", "_")
         if name.startswith("--") and plain not in known:
             reasons.append(f"unknown flag {name}{nearest(plain, known, as_flag=True)}")
+    reasons += [
+        f"--{name.replace('_', '-')} takes one value, it is followed by {len(values)}: {' '.join(values)}"
+        for name, values in _paths(arguments)
+        if len(values) > 1
+    ]
     if reasons:
         raise ValueError("\n".join(reasons))
+
+
+def _paths(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Flags of text, each with what follows up to the next flag."""
+    texts = {info.name for info in fields().values() if info.hint in (str, str | None)}
+    for position, argument in enumerate(arguments):
+        name = argument.removeprefix("--").replace("-", "_")
+        if argument.startswith("--") and name in texts:
+            yield name, list(itertools.takewhile(lambda text: not text.startswith("-"), arguments[position + 1 :]))
 
 
 def _apply(flags: Sequence[str], config: RunConfig, prog: str) -> RunConfig:

@@ -62,6 +62,14 @@ def test_unknown_flags_are_all_told_with_the_nearest_name() -> None:
     assert "unknown flag --no-lr" in text and text.splitlines()[-1] == "unknown flag --xyzzy"
 
 
+def test_several_paths_after_one_flag_are_refused_like_an_unknown_flag() -> None:
+    """Would catch Megatron's blend of datasets ending in another form of message than everything else."""
+    message = "^--data-path takes one value, it is followed by 4: 0.5 a 0.5 b$"
+    with pytest.raises(ValueError, match=message):
+        parse(["--data-path", "0.5", "a", "0.5", "b", "--lr", "1e-3"])
+    assert parse(["--data-path", "a b", "--hierarchical-context-parallel-sizes", "2", "4"]).data.data_path == "a b"
+
+
 @pytest.mark.parametrize("argv", [["--config"], ["--seed", "1", "--config", "--lr", "2"]])
 def test_config_without_a_path_is_refused(argv: list[str]) -> None:
     """Would catch a flag taken for a file."""
