@@ -29,17 +29,19 @@ from megacp.convert.hf_files import MIB, new_folder
 from megacp.convert.mapping import Cast
 from megacp.convert.tokenizer import refuse_difference
 from megacp.data.tokenizer import PROBE, load_tokenizer
+from megacp.training.hf_equality import field_differences, in_float32, state_by_our_names, tensor_differences
 from megacp.training.hf_parity import (
-    Logits,
+    Probed,
     compare,
+    compare_quiet,
     library_encoder,
     library_logits,
     library_model,
     our_logits,
 )
-from megacp.training.hf_reading import Loaded, read_checkpoint, read_hf
+from megacp.training.hf_reading import Loaded, listed, read_checkpoint, read_hf
 from megacp.training.hf_rows import rows_for
-from megacp.training.hf_writing import Options, given_files, write_checkpoint, write_hf
+from megacp.training.hf_writing import Options, given_files, with_positions, write_checkpoint, write_hf
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 DIFFERENT, REFUSED = 1, 2
@@ -72,6 +74,12 @@ def arguments_parser() -> argparse.ArgumentParser:
     parser.add_argument("--architecture", choices=("auto", *ARCHITECTURES), default="auto", help="default: found out")
     parser.add_argument("--layout", choices=LAYOUTS, help="names of a Molmo2's tensors in --output (default: native)")
     parser.add_argument("--max-shard-size", type=int, default=5000, metavar="MIB", help="of a weight file (5000)")
+    parser.add_argument(
+        "--max-position-embeddings",
+        type=int,
+        metavar="N",
+        help="positions that the model is for (default: as its config says, else the run's --seq-length)",
+    )
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the weights (default: as they are)")
     parser.add_argument(
         "--accept-ties",
@@ -96,6 +104,10 @@ def flag_reasons(arguments: argparse.Namespace) -> list[str]:
         reasons.append("--tokenizer is for --from megacp: a Hugging Face folder brings its own")
     needed = ["safetensors"] + (["transformers"] if arguments.verify else [])
     reasons += [f"the package {name} is not installed" for name in needed if importlib.util.find_spec(name) is None]
+    if arguments.max_position_embeddings is not None and arguments.max_position_embeddings < 1:
+        reasons.append(f"--max-position-embeddings {arguments.max_position_embeddings}: must be at least 1")
+    if arguments.max_position_embeddings is not None and (arguments.source, arguments.target) != ("megacp", "hf"):
+        reasons.append("--max-position-embeddings is for --from megacp --to hf: a Hugging Face config has its own")
     if arguments.max_shard_size < 1:
         reasons.append(f"--max-shard-size {arguments.max_shard_size}: must be at least 1")
     return reasons
@@ -109,28 +121,49 @@ class _Differs(Exception):
     """--verify has found another model; the folder is not kept."""
 
 
-def logits_of(loaded: Loaded, kind: str, dtype: torch.dtype | None = None) -> Logits:
+def probed(loaded: Loaded, kind: str, dtype: torch.dtype | None = None) -> tuple[Probed, list[str]]:
     """The model of a folder: one of ours as we compute it, another as the transformers library does; weights are
-    rounded to `dtype` before.
+    rounded to `dtype` before. Also what the library holds otherwise than its file.
     """
     if kind == "megacp":
-        return our_logits(loaded.config, Cast(loaded.source, dtype) if dtype is not None else loaded.source)
-    return library_logits(library_model(loaded.folder, loaded.architecture.cls, dtype))
+        return our_logits(loaded.config, Cast(loaded.source, dtype) if dtype is not None else loaded.source), []
+    model = library_model(loaded.folder, loaded.architecture.cls, dtype)
+    held = state_by_our_names(loaded, model)
+    wrong = tensor_differences(in_float32(loaded.source, dtype), held)
+    print(f"verify: the transformers library holds {_same(len(held.infos), wrong)}")
+    links = loaded.architecture.links(loaded.values, LAYOUTS[0])
+    return library_logits(model, links), wrong
+
+
+def _same(count: int, wrong: Sequence[str]) -> str:
+    return f"{len(wrong)} of {count} tensors otherwise: {listed(wrong)}" if wrong else f"the same {count} tensors"
 
 
 def verify(before: Loaded, folder: Path, arguments: argparse.Namespace, dtype: torch.dtype | None) -> None:
     """Print how far the result is from what was read; _Differs when that is too far."""
     after = READERS[arguments.target](folder)
-    models = logits_of(before, arguments.source, dtype), logits_of(after, arguments.target)
+    given = Cast(before.source, dtype) if dtype is not None else before.source
+    wrong = tensor_differences(given, after.source)
+    count = len(given.infos)
+    if wrong:
+        print(f"verify: {len(wrong)} of {count} tensors are not those of what was read: {listed(wrong)}")
+    else:
+        print(f"verify: all {count} tensors are those of what was read, bit for bit")
+    fields = field_differences(before, after)
+    print(f"verify: {listed(fields)}" if fields else "verify: all fields of the model are those of what was read")
+    if wrong or fields:
+        raise _Differs
+    (first, held), (second, others) = probed(before, arguments.source, dtype), probed(after, arguments.target)
     rules = before.probe_rules if before.config.vision.vision_num_layers else None
-    found = compare(*models, rows_for(before.config, rules))
+    rows = rows_for(before.config, rules)
+    found = [*compare(first, second, rows), *compare_quiet(before.config, first, second, rows)]
     for difference in found:
         print(f"verify: {difference}")
     if before.checkpoint is not None and arguments.tokenizer not in (None, "none"):
-        given = given_files(before, load_tokenizer(arguments.tokenizer, engine="reference"), arguments.accept_ties)
-        refuse_difference(given, library_encoder(folder), PROBE)
+        own = given_files(before, load_tokenizer(arguments.tokenizer, engine="reference"), arguments.accept_ties)
+        refuse_difference(own, library_encoder(folder), PROBE)
         print(f"verify: {len(PROBE)} texts get the ids of --tokenizer from the library's AutoTokenizer")
-    if not all(difference.is_small for difference in found):
+    if held or others or not all(difference.is_small for difference in found):
         raise _Differs
 
 
@@ -141,6 +174,9 @@ def convert(arguments: argparse.Namespace) -> None:
     layout = arguments.layout or LAYOUTS[0]
     tokenizer = (arguments.tokenizer, arguments.eod_token, arguments.accept_ties)
     options = Options(dtype, layout, arguments.max_shard_size * MIB, *tokenizer)
+    if arguments.target == "hf" and loaded.checkpoint is not None:
+        loaded, line = with_positions(loaded, arguments.max_position_embeddings)
+        print(line)
     with new_folder(arguments.output) as folder:
         written = WRITERS[arguments.target](loaded, folder, options)
         if arguments.verify:

@@ -59,6 +59,9 @@ class ModelConfig:
     rope_original_max_positions: int = 8192
     """llama3 scaling: the context length the model was first trained with."""
 
+    max_position_embeddings: int | None = None
+    """Positions that the model is for, as an exported config says (default: --seq-length); changes no computation."""
+
     norm_epsilon: float = 1e-5
     """Epsilon inside RMSNorm."""
 

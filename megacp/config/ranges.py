@@ -65,6 +65,7 @@ RANGES: dict[str, Range] = {
     "rope_low_freq_factor": ABOVE_ZERO,
     "rope_high_freq_factor": ABOVE_ZERO,
     "rope_original_max_positions": POSITIVE,
+    "max_position_embeddings": POSITIVE,
     "norm_epsilon": ABOVE_ZERO,
     "init_method_std": NOT_NEGATIVE,
     "hidden_dropout": FRACTION,

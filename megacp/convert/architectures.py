@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megacp.convert import llama, molmo2, qwen3
-from megacp.convert.fields import Field, Theirs, Values, read_fields, write_fields
+from megacp.convert.fields import Field, Theirs, Values, is_whole, read_fields, write_fields
 from megacp.convert.mapping import Info, Link
 
 LAYOUTS = (molmo2.NATIVE, molmo2.RELEASED)
@@ -24,6 +24,14 @@ GENERAL = frozenset(
 """Fields of any config that say nothing about the function of its weights."""
 IGNORED_TENSORS = ("rotary_emb.inv_freq",)
 """Ends of names that old files hold and nobody reads: they follow from the config."""
+
+
+_ID_ENDS = ("_token_id", "_patch_id", "_col_id")
+
+
+def _all(value: Any, kind: type) -> bool:
+    """Whether a value is a list of values of exactly one kind."""
+    return isinstance(value, list) and all(type(one) is kind for one in value)
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,8 @@ class Architecture:
 
     def values(self, content: Mapping[str, Any]) -> Values:
         """Our flags from a config.json. ValueError lists every field that cannot be expressed."""
+        if wrong := self._wrong_kinds(content):
+            raise ValueError("config.json: " + "; ".join(wrong))
         if self.sections:
             content = molmo2.native_spelling(content)
         theirs = Theirs(content)
@@ -49,6 +59,19 @@ class Architecture:
         if reasons:
             raise ValueError("config.json: " + "; ".join(reasons))
         return values
+
+    def _wrong_kinds(self, content: Mapping[str, Any]) -> list[str]:
+        """What is no object, no list of names or no token id although its place needs one."""
+        sections = (*self.sections, "vit_config") if self.sections else ()
+        wrong = [f"{name} is no object" for name in sections if not isinstance(content.get(name) or {}, Mapping)]
+        if not _all(content.get("architectures") or [], str):
+            wrong.append("architectures is no list of names")
+        insides = {"": content, **{f"{name}.": content.get(name) for name in sections}}
+        for prefix, inside in insides.items():
+            for key, value in inside.items() if isinstance(inside, Mapping) else ():
+                if key.endswith(_ID_ENDS) and not (value is None or is_whole(value) or _all(value, int)):
+                    wrong.append(f"{prefix}{key} is {value!r:.80}, expected a token id")
+        return wrong
 
     def config(self, values: Values, layout: str = molmo2.NATIVE) -> dict[str, Any]:
         """A config.json from our flags, without dtype and special tokens. ValueError lists every flag that cannot be
@@ -89,8 +112,8 @@ ARCHITECTURES = {
 def of_config(content: Mapping[str, Any], wanted: str = "auto") -> Architecture:
     """The architecture of a config.json. ValueError when it is not known, or not the one that is `wanted`."""
     name = content.get("model_type")
-    if name not in ARCHITECTURES:
-        raise ValueError(f"config.json: model_type is {name!r}, known are {', '.join(ARCHITECTURES)}")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise ValueError(f"config.json: model_type is {name!r:.80}, known are {', '.join(ARCHITECTURES)}")
     if wanted not in ("auto", name):
         raise ValueError(f"--architecture is {wanted}, but config.json has model_type {name}")
     return ARCHITECTURES[name]

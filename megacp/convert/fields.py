@@ -8,6 +8,7 @@ rotary embedding is simply gone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +16,46 @@ from typing import Any, Protocol
 Values = dict[str, Any]
 """Flags by field name, flat."""
 _ABSENT = object()
+_LARGEST = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Number:
+    """A kind of number with its ends: `low` <= value <= `high`, or above `low` where `low_open`."""
+
+    kind: type = int
+    low: float = 1
+    high: float = _LARGEST
+    low_open: bool = False
+
+    def read(self, value: Any) -> int | float | None:
+        """The value as this kind, None when it is none: text, true, null, not finite, out of the ends."""
+        if type(value) is int and self.kind is float and abs(value) <= _LARGEST:
+            value = float(value)
+        if type(value) is not self.kind or not math.isfinite(value):
+            return None
+        above = value > self.low if self.low_open else value >= self.low
+        return value if above and value <= self.high else None
+
+    def __str__(self) -> str:
+        whole = self.kind is int
+        begin = f"above {self.low - whole:g}" if whole or self.low_open else f"of at least {self.low:g}"
+        return f"a {'whole ' * whole}number {begin} and at most {self.high:.10g}"
+
+
+SIZE = Number()
+LAYERS = Number(high=4096)
+"""More would be a table of links without end rather than a model."""
+EPSILON = Number(float, 0.0, 1.0, low_open=True)
+SPREAD = Number(float, 0.0, 1e6)
+_THETA = Number(float, 1.0, 1e12, low_open=True)
+_FACTOR = Number(float, 0.0, 1e9, low_open=True)
+_SCALE = Number(float, 1.0, 1e9)
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is an integer, and not true or false."""
+    return type(value) is int
 
 
 class Theirs:
@@ -59,43 +100,61 @@ class Field(Protocol):
 
 @dataclass(frozen=True)
 class Same:
-    """The same value on both sides, but for its spelling in `words` (theirs -> ours)."""
+    """The same number on both sides."""
 
     theirs: str
     ours: str
     default: Any
     """What its absence means; a function of the values read so far where it depends on other fields."""
-    words: Mapping[Any, Any] | None = None
+    number: Number = SIZE
+    null: Callable[[Values], Any] | None = None
+    """What null means to the library; None: it takes no null here."""
     absent: Callable[[Values], Any] | None = None
     """What None means on our side, when a config is written."""
-    kind: type = int
 
     def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
         """As Field."""
-        found = theirs.get(self.theirs)
-        if found is None:
+        found = theirs.get(self.theirs, _ABSENT)
+        if found is _ABSENT:
             found = self.default(values) if callable(self.default) else self.default
-        if not callable(self.default):
-            values[self.ours] = self.default if self.words is None else self.words[self.default]  # if refused below
-        if self.words is not None:
-            if found not in self.words:
-                reasons.append(f"{self.theirs} is {found!r}, allowed are {', '.join(map(repr, self.words))}")
-                return
-            found = self.words[found]
-        if self.kind is float and type(found) is int:
-            found = float(found)
-        if type(found) is not self.kind or (isinstance(found, int) and found < 1):
-            kinds = {int: "a whole number above 0", float: "a number", str: "a word"}
-            reasons.append(f"{self.theirs} is {found!r}, expected {kinds[self.kind]}")
-            return
-        values[self.ours] = found
+        elif found is None and self.null is not None:
+            found = self.null(values)
+        number = self.number.read(found)
+        if number is None:
+            reasons.append(f"{self.theirs} is {_shown(found)}, expected {self.number}")
+        if number is not None or not callable(self.default):
+            values[self.ours] = self.default if number is None else number  # others are read beside a refused one
 
     def write(self, values: Values, content: Values, reasons: list[str]) -> None:
         """As Field."""
+        content[self.theirs] = self.resolved(values)
+
+    def resolved(self, values: Values) -> Any:
+        """Our value, or what None stands for."""
         value = values[self.ours]
-        if value is None and self.absent is not None:
-            value = self.absent(values)
-        content[self.theirs] = value if self.words is None else {v: k for k, v in self.words.items()}[value]
+        return self.absent(values) if value is None and self.absent is not None else value
+
+
+@dataclass(frozen=True)
+class Word:
+    """The same choice on both sides, in the spellings of `words` (theirs -> ours)."""
+
+    theirs: str
+    ours: str
+    default: str
+    words: Mapping[str, str]
+
+    def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
+        """As Field."""
+        found = theirs.get(self.theirs, self.default)
+        known = isinstance(found, str) and found in self.words
+        if not known:
+            reasons.append(f"{self.theirs} is {_shown(found)}, allowed are {', '.join(map(repr, self.words))}")
+        values[self.ours] = self.words[found if known else self.default]
+
+    def write(self, values: Values, content: Values, reasons: list[str]) -> None:
+        """As Field."""
+        content[self.theirs] = {v: k for k, v in self.words.items()}[values[self.ours]]
 
 
 @dataclass(frozen=True)
@@ -111,8 +170,8 @@ class Fixed:
     def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
         """As Field."""
         found = theirs.get(self.theirs, self.value if self.default is _ABSENT else self.default)
-        if found != self.value:
-            reasons.append(f"{self.theirs} is {found!r}, megacp can only express {self.value!r}")
+        if found != self.value or isinstance(found, bool) != isinstance(self.value, bool):
+            reasons.append(f"{self.theirs} is {_shown(found)}, megacp can only express {self.value!r}")
 
     def write(self, values: Values, content: Values, reasons: list[str]) -> None:
         """As Field."""
@@ -149,7 +208,7 @@ class Biases:
         """As Field."""
         found = theirs.get(self.theirs, False)
         if not isinstance(found, bool):
-            reasons.append(f"{self.theirs} is {found!r}, expected true or false")
+            reasons.append(f"{self.theirs} is {_shown(found)}, expected true or false")
         values.update(dict.fromkeys(self.ours, found))
 
     def write(self, values: Values, content: Values, reasons: list[str]) -> None:
@@ -170,7 +229,10 @@ class Tied:
 
     def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
         """As Field."""
-        values[self.ours] = not theirs.get(self.theirs, self.default)
+        found = theirs.get(self.theirs, self.default)
+        if not isinstance(found, bool):
+            reasons.append(f"{self.theirs} is {_shown(found)}, expected true or false")
+        values[self.ours] = not found
 
     def write(self, values: Values, content: Values, reasons: list[str]) -> None:
         """As Field."""
@@ -184,7 +246,12 @@ _ROPE_KEYS = {
     "original_max_position_embeddings": "rope_original_max_positions",
 }
 _ROPE_TYPES = {"default": (), "linear": ("factor",), "llama3": tuple(_ROPE_KEYS)}
-_ROPE_WHOLE = {"original_max_position_embeddings"}
+_ROPE_NUMBERS = {
+    "factor": _SCALE,
+    "low_freq_factor": _FACTOR,
+    "high_freq_factor": _FACTOR,
+    "original_max_position_embeddings": SIZE,
+}
 LIBRARY_THETA = 10_000.0
 """What the transformers library takes where a config says no theta."""
 
@@ -201,31 +268,39 @@ class Rope:
 
     def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
         """As Field."""
-        name = next(n for n in ("rope_scaling", "rope_parameters", "") if not n or theirs.get(self.section + n))
-        theirs.get(self.section + "rope_parameters")
-        path, params = self.section + name, (theirs.get(self.section + name) if name else {})
+        given = {name: theirs.get(self.section + name) for name in ("rope_scaling", "rope_parameters")}
+        name = next((n for n, params in given.items() if params), "rope_parameters")
+        path, params = self.section + name, ({} if given[name] is None else given[name])
         if not isinstance(params, Mapping) or any(isinstance(value, Mapping) for value in params.values()):
-            reasons.append(f"{path} is {params!r}, expected one set of parameters for all layers")
+            reasons.append(f"{path} is {_shown(params)}, expected one set of parameters for all layers")
+            return
+        kind = params.get("rope_type", params.get("type", "default"))
+        if not isinstance(kind, str) or kind not in _ROPE_TYPES:
+            reasons.append(f"{path}.rope_type is {_shown(kind)}, megacp can express {', '.join(_ROPE_TYPES)}")
             return
         theta = params.get("rope_theta", theirs.get(self.section + "rope_theta", LIBRARY_THETA))
-        kind = params.get("rope_type", params.get("type", "default"))
-        if kind not in _ROPE_TYPES:
-            reasons.append(f"{path}.rope_type is {kind!r}, megacp can express {', '.join(_ROPE_TYPES)}")
-            return
-        values |= {"rotary_base": _number(theta, f"{self.section}rope_theta", reasons)}
+        self._number(theta, _THETA, "rope_theta", "rotary_base", (values, reasons))
         values["rope_scaling"] = "none" if kind == "default" else kind
         known = {"rope_theta", "rope_type", "type", *_ROPE_KEYS}
         rest = {key for key, value in params.items() if value is not None} - known
-        reasons += [f"{path}.{key} is {params[key]!r}, which megacp cannot express" for key in sorted(rest)]
-        partial = theirs.get(self.section + "partial_rotary_factor", 1.0)
-        if partial not in (None, 1.0):
-            reasons.append(f"{self.section}partial_rotary_factor is {partial}, megacp can only express 1.0")
+        reasons += [f"{path}.{key} is {_shown(params[key])}, which megacp cannot express" for key in sorted(rest)]
+        partial = theirs.get(self.section + "partial_rotary_factor")
+        if partial is not None and partial != 1.0:
+            reasons.append(f"{self.section}partial_rotary_factor is {_shown(partial)}, megacp can only express 1.0")
         for key in _ROPE_TYPES[kind]:
             value = params.get(key)
-            if value is None and key in _ROPE_WHOLE:
-                value = values.get("seq_length")  # as the library: the length the model is for
-            number = _number(value, f"{path}.{key}", reasons)
-            values[_ROPE_KEYS[key]] = int(number) if key in _ROPE_WHOLE else number
+            if value is None and key == "original_max_position_embeddings":
+                value = values.get("max_position_embeddings")  # as the library: the length the model is for
+            where = f"{name}.{key}"
+            self._number(value, _ROPE_NUMBERS[key], where, _ROPE_KEYS[key], (values, reasons))
+
+    def _number(self, value: Any, number: Number, where: str, ours: str, into: tuple[Values, list[str]]) -> None:
+        values, reasons = into
+        found = number.read(value)
+        if found is None:
+            reasons.append(f"{self.section}{where} is {_shown(value)}, expected {number}")
+        else:
+            values[ours] = found
 
     def write(self, values: Values, content: Values, reasons: list[str]) -> None:
         """As Field."""
@@ -236,11 +311,10 @@ class Rope:
         content[self.section + "rope_parameters"] = {"rope_theta": values["rotary_base"], **params}
 
 
-def _number(value: Any, path: str, reasons: list[str]) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        reasons.append(f"{path} is {value!r}, expected a number above 0")
-        return 1.0
-    return float(value)
+def _shown(value: Any) -> str:
+    """A value of theirs in a message: JSON's null, long ones cut."""
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def read_fields(fields: Sequence[Field], theirs: Theirs) -> tuple[Values, list[str]]:

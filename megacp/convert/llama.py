@@ -9,7 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megacp.convert.fields import Biases, Field, Fixed, Rope, Same, Tied, Unsaid, Values
+from megacp.convert.fields import (
+    EPSILON,
+    LAYERS,
+    SIZE,
+    SPREAD,
+    Biases,
+    Field,
+    Fixed,
+    Number,
+    Rope,
+    Same,
+    Theirs,
+    Tied,
+    Unsaid,
+    Values,
+)
 from megacp.convert.mapping import Link, Named, same
 
 Linears = dict[str, tuple[tuple[str, int, int, bool], ...]]
@@ -80,28 +95,42 @@ def links(values: Values) -> list[Link]:
     return found
 
 
+class _Rows:
+    """The rows of a run that starts from a model: as long as the model is for, until the run says otherwise."""
+
+    def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
+        """As Field."""
+        values["seq_length"] = values["max_position_embeddings"]
+
+    def write(self, values: Values, content: Values, reasons: list[str]) -> None:
+        """As Field: rows are the run's, and say nothing of the model."""
+
+
 def sizes(defaults: Values, section: str = "") -> list[Field]:
     """Rows that the three decoders share; `defaults` are the library's for this architecture."""
 
-    def row(theirs: str, ours: str, kind: type = int) -> Same:
-        return Same(section + theirs, ours, defaults[theirs], kind=kind)
+    def row(theirs: str, ours: str, number: Number = SIZE) -> Same:
+        return Same(section + theirs, ours, defaults[theirs], number)
 
     def heads(v: Values) -> int:
         return v["num_attention_heads"]
 
-    groups, width = defaults["num_key_value_heads"], defaults["head_dim"]
+    groups, width, of_sizes = defaults["num_key_value_heads"], defaults["head_dim"], head_width_of_sizes
+    null_heads, null_width = None if section else heads, None if width else of_sizes  # as the library's own types
+    positions = "max_position_embeddings"
     return [
-        row("num_hidden_layers", "num_layers"),
+        row("num_hidden_layers", "num_layers", LAYERS),
         row("hidden_size", "hidden_size"),
         row("intermediate_size", "ffn_hidden_size"),
         row("num_attention_heads", "num_attention_heads"),
-        Same(section + "num_key_value_heads", "num_query_groups", groups or heads, absent=heads),
-        Same(section + "head_dim", "kv_channels", width or head_width_of_sizes, absent=head_width),
+        Same(section + "num_key_value_heads", "num_query_groups", groups or heads, null=null_heads, absent=heads),
+        Same(section + "head_dim", "kv_channels", width or of_sizes, null=null_width, absent=head_width),
         row("vocab_size", "vocab_size"),
-        row("max_position_embeddings", "seq_length"),
+        Same(section + positions, positions, defaults[positions], absent=lambda v: v["seq_length"]),
+        _Rows(),
         Rope(section),
-        row("rms_norm_eps", "norm_epsilon", float),
-        row("initializer_range", "init_method_std", float),
+        row("rms_norm_eps", "norm_epsilon", EPSILON),
+        row("initializer_range", "init_method_std", SPREAD),
         Fixed(section + "hidden_act", "silu"),
         Fixed(section + "attention_dropout", 0.0),
     ]

@@ -10,7 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from megacp.convert.fields import Biases, Field, Fixed, Same, Theirs, Unsaid, Values
+from megacp.convert.fields import (
+    EPSILON,
+    LAYERS,
+    SIZE,
+    Biases,
+    Field,
+    Fixed,
+    Same,
+    Theirs,
+    Unsaid,
+    Values,
+    Word,
+    is_whole,
+)
 from megacp.convert.llama import (
     NORMS,
     Linears,
@@ -137,7 +150,7 @@ class _ImageSize:
     def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
         """As Field."""
         size = theirs.get("vision_config.image_size") or [378, 378]
-        if not isinstance(size, list) or len(size) != 2 or size[0] != size[1] or type(size[0]) is not int:
+        if not isinstance(size, list) or len(size) != 2 or size[0] != size[1] or SIZE.read(size[0]) is None:
             reasons.append(f"vision_config.image_size is {size!r}, megacp can only express squares")
             return
         values["vision_image_size"] = size[0]
@@ -161,7 +174,7 @@ class _FeatureLayers:
     def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
         """As Field."""
         chosen, count = theirs.get(self.path) or [24, 18], values.get("vision_num_layers", 0)
-        sound = isinstance(chosen, list) and len(chosen) == 2 and all(type(layer) is int for layer in chosen)
+        sound = isinstance(chosen, list) and len(chosen) == 2 and all(map(is_whole, chosen))
         if not sound or not all(-count <= layer < count for layer in chosen):
             reasons.append(f"{self.path} is {chosen!r}, megacp can only express two of the {count} layers")
         elif max(layer % count for layer in chosen) != count - 1:
@@ -207,7 +220,10 @@ class _ScaledLayers:
     def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
         """As Field."""
         chosen, count = theirs.get(self.path), values.get("num_layers", 0)
-        if chosen is not None and values.get("rope_scaling") != "none" and sorted(chosen) != list(range(count)):
+        if chosen is None or values.get("rope_scaling") == "none":
+            return
+        sound = isinstance(chosen, list) and all(map(is_whole, chosen))
+        if not sound or sorted(chosen) != list(range(count)):
             reasons.append(f"{self.path} is {chosen}, megacp can only scale the positions of all {count} layers")
 
     def write(self, values: Values, content: Values, reasons: list[str]) -> None:
@@ -223,7 +239,7 @@ class _ExtraRows:
     def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
         """As Field."""
         found = theirs.get(self.path, 128)
-        if type(found) is not int or found < 1:
+        if SIZE.read(found) is None:
             reasons.append(f"{self.path} is {found!r}, megacp needs at least one row for image tokens")
         values["additional_vocab_size"] = found
 
@@ -283,7 +299,7 @@ FIELDS: list[Field] = [
     Biases("text_config.attention_bias", ("add_qkv_bias",)),
     *_fixed("text", {"qk_norm_type": "qwen3", "norm_after": False, "tie_word_embeddings": False}),
     *_fixed("text", {"use_qk_norm": True, "embedding_dropout": 0.0, "residual_dropout": 0.0}, written=False),
-    Same("vision_config.num_hidden_layers", "vision_num_layers", 25),
+    Same("vision_config.num_hidden_layers", "vision_num_layers", 25, LAYERS),
     Same("vision_config.hidden_size", "vision_hidden_size", 1152),
     Same("vision_config.intermediate_size", "vision_ffn_hidden_size", 4304),
     Same("vision_config.num_attention_heads", "vision_num_attention_heads", 16),
@@ -291,8 +307,8 @@ FIELDS: list[Field] = [
     Same("vision_config.head_dim", "vision_head_dim", 72),
     Same("vision_config.patch_size", "vision_patch_size", 14),
     _ImageSize(),
-    Same("vision_config.layer_norm_eps", "vision_norm_epsilon", 1e-6, kind=float),
-    Same("vision_config.hidden_act", "vision_activation", "gelu_pytorch_tanh", words=_ACTIVATIONS, kind=str),
+    Same("vision_config.layer_norm_eps", "vision_norm_epsilon", 1e-6, EPSILON),
+    Word("vision_config.hidden_act", "vision_activation", "gelu_pytorch_tanh", _ACTIVATIONS),
     *_fixed("vision", {"num_channels": 3, "attention_bias": True, "attention_dropout": 0.0}),
     *_fixed("vision", {"residual_dropout": 0.0}, written=False),
     _FeatureLayers(),
@@ -343,9 +359,11 @@ def native_spelling(content: Mapping[str, Any]) -> dict[str, Any]:
             inside[name] = inside.pop(released)
     if trimmed:
         vision, adapter = found["vision_config"], found.setdefault("adapter_config", {})
-        count = vision.get("num_hidden_layers", 25)
-        chosen = [layer % count for layer in adapter.get("vision_feature_layer") or [24, 18]]
-        adapter["vision_feature_layer"], vision["num_hidden_layers"] = chosen, max(chosen) + 1
+        count, chosen = vision.get("num_hidden_layers", 25), adapter.get("vision_feature_layer") or [24, 18]
+        # what is no number here is refused by its own row
+        if LAYERS.read(count) is not None and isinstance(chosen, list) and all(map(is_whole, chosen)):
+            chosen = [layer % count for layer in chosen]
+            adapter["vision_feature_layer"], vision["num_hidden_layers"] = chosen, max(chosen) + 1
     return found
 
 

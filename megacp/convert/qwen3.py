@@ -26,9 +26,15 @@ class _LayerTypes:
 
     def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
         """As Field."""
-        other = {kind for kind in theirs.get("layer_types") or () if kind != "full_attention"}
-        if other:
+        found, count = theirs.get("layer_types"), values.get("num_layers")
+        if found is None:
+            return
+        if not isinstance(found, list) or not all(isinstance(kind, str) for kind in found):
+            reasons.append("layer_types is no list of words")
+        elif other := {kind for kind in found if kind != "full_attention"}:
             reasons.append(f"layer_types holds {', '.join(sorted(other))}, megacp can only express full_attention")
+        elif len(found) != count:
+            reasons.append(f"layer_types has {len(found)} words, num_hidden_layers is {count}")
 
     def write(self, values: Values, content: Values, reasons: list[str]) -> None:
         """As Field."""

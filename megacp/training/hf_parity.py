@@ -1,12 +1,15 @@
 """Are two folders the same model? Logits of ours and of the transformers library on the same rows (`hf_rows`).
 
-Key property: both are computed in float32 on one process, from what was written to disk. Rejected: comparing tensors
-alone, which says nothing of a lost theta, of another epsilon or of halves that were meant to be pairs.
+Key property: both are computed in float32 on one process, from what was written to disk, with hidden states of the
+usual size and again with ones as small as the epsilons. Rejected: comparing tensors alone, which says nothing of a lost
+theta, of an epsilon that the library does not read or of halves that were meant to be pairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from megacp.batch import PackedBatch
 from megacp.config.run import RunConfig, with_values
 from megacp.context_parallel.layout import select_layout
 from megacp.context_parallel.shard import shard_batch
-from megacp.convert.mapping import Source, whole
+from megacp.convert.mapping import Link, Source, whole
 from megacp.distributed.grid import GridShape, build_grid
 from megacp.distributed.parameter import spec_of
 from megacp.models.build import build_chunks
@@ -62,24 +65,72 @@ def library_encoder(folder: Path) -> Callable[[str], list[int]]:
 
 
 Logits = Callable[[PackedBatch], torch.Tensor]
+INPUTS = (
+    *("embedding.weight", "vision.patch_embedding.weight", "vision.patch_embedding.bias"),
+    "vision.position_embedding.weight",
+)
+"""Tensors that make hidden states of tokens and pixels, by our names."""
 
 
-def our_logits(config: RunConfig, source: Source) -> Logits:
+@dataclass(frozen=True)
+class Probed:
+    """A model whose logits are asked for."""
+
+    logits: Logits
+    inputs: Mapping[str, torch.Tensor]
+    """Its own tensors of INPUTS."""
+
+    def __call__(self, batch: PackedBatch) -> torch.Tensor:
+        """Logits `[T, vocab]` of a row."""
+        return self.logits(batch)
+
+    @contextmanager
+    def quiet(self, factors: Mapping[str, float]) -> Iterator[None]:
+        """Inputs times powers of two, which are exact, inside the block."""
+        try:
+            for name, factor in factors.items():
+                self.inputs[name].mul_(factor)
+            yield
+        finally:
+            for name, factor in factors.items():
+                self.inputs[name].div_(factor)
+
+
+def quiet_factors(config: RunConfig, model: Probed) -> dict[str, float]:
+    """Powers of two that make the hidden states before the first norms as small as the norms' epsilons.
+
+    Another epsilon then is another model: beside hidden states of the usual size it is rounding. Mean squares are
+    those of the embedding, and of patches of noise on the positions of the tower.
+    """
+    squares = {name: float(tensor.double().square().mean()) for name, tensor in model.inputs.items()}
+    found = {"embedding.weight": (squares["embedding.weight"], config.model.norm_epsilon)}
+    if config.vision.vision_num_layers:
+        _, weight, bias, positions = INPUTS
+        inputs = model.inputs[weight].shape[1]
+        patches = inputs * squares[weight] / 3 + squares[bias] + squares[positions]  # pixels are even in [-1, 1]
+        found |= dict.fromkeys((weight, bias, positions), (patches, config.vision.vision_norm_epsilon))
+    return {name: 2.0 ** round(math.log2(epsilon / square) / 2) for name, (square, epsilon) in found.items() if square}
+
+
+def our_logits(config: RunConfig, source: Source) -> Probed:
     """Logits of the weights of `source`, by our names, on one process in float32."""
     own = RunConfig(model=config.model, vision=config.vision, data=config.data)  # nothing of its grid or its device
     grid = build_grid(GridShape(), 0)
     plain = with_values(own, {"dtype": "float32", "transformer_impl": "native"})
     model: LanguageModelChunk = build_chunks(plain, grid)[0].eval()
+    inputs: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for parameter in model.parameters():
             for piece in spec_of(parameter).pieces:
                 piece.of(parameter).copy_(whole(source, piece.name))
+                if piece.name in INPUTS:
+                    inputs[piece.name] = piece.of(parameter.detach())
 
     @torch.no_grad()
     def logits(batch: PackedBatch) -> torch.Tensor:
         return model.row_logits(shard_batch(batch, grid.cp, select_layout("contiguous")))
 
-    return logits
+    return Probed(logits, inputs)
 
 
 def library_model(folder: Path, cls: str, rounded_to: torch.dtype | None = None) -> Any:
@@ -103,8 +154,11 @@ def library_model(folder: Path, cls: str, rounded_to: torch.dtype | None = None)
     return model.eval()
 
 
-def library_logits(model: Any) -> Logits:
-    """Its logits of a row that is one document."""
+def library_logits(model: Any, links: Sequence[Link] = ()) -> Probed:
+    """Its logits of a row that is one document; `links` say which of its tensors are INPUTS."""
+    state = model.state_dict()  # views of its parameters
+    renamed = {link.ours[0].name: link.theirs[0].name for link in links if len(link.ours) == len(link.theirs) == 1}
+    inputs = {name: state[renamed[name]] for name in INPUTS if name in renamed}
 
     @torch.no_grad()
     def logits(batch: PackedBatch) -> torch.Tensor:
@@ -119,7 +173,16 @@ def library_logits(model: Any) -> Logits:
             }
         return model(input_ids=torch.from_numpy(batch.tokens)[None], **images).logits[0]
 
-    return logits
+    return Probed(logits, inputs)
+
+
+def compare_quiet(
+    config: RunConfig, first: Probed, second: Probed, rows: Mapping[str, PackedBatch]
+) -> list[Difference]:
+    """`compare` with hidden states so small that epsilons show; both models keep their weights."""
+    factors = quiet_factors(config, first)
+    with first.quiet(factors), second.quiet(factors):
+        return compare(first, second, {name.replace("random", "quiet"): row for name, row in rows.items()})
 
 
 def compare(first: Logits, second: Logits, rows: Mapping[str, PackedBatch]) -> list[Difference]:

@@ -35,8 +35,13 @@ def require_all(infos: Mapping[str, Info], links: Sequence[Link], to_ours: bool,
     wanted = [named for link in links for named in (link.theirs if to_ours else link.ours)]
     found = problems(infos, wanted, IGNORED_TENSORS if to_ours else ())
     if found:
-        more = [f"and {len(found) - MOST_LISTED} more"] if len(found) > MOST_LISTED else []
-        raise ValueError(f"{where} does not hold the tensors of its config: " + "; ".join(found[:MOST_LISTED] + more))
+        raise ValueError(f"{where} does not hold the tensors of its config: {listed(found)}")
+
+
+def listed(lines: Sequence[str]) -> str:
+    """The first lines in one, and how many more there are."""
+    more = [f"and {len(lines) - MOST_LISTED} more"] if len(lines) > MOST_LISTED else []
+    return "; ".join([*lines[:MOST_LISTED], *more])
 
 
 class CheckpointSource:

@@ -44,7 +44,7 @@ def rows_for(config: RunConfig, rules: ImageRules | None, seed: int = 0) -> dict
 
 def random_text(config: RunConfig, rules: ImageRules | None = None, seed: int = 0) -> PackedBatch:
     """One document of random tokens."""
-    count = min(_MOST_TOKENS, config.data.seq_length)
+    count = min(_MOST_TOKENS, config.model.max_position_embeddings or config.data.seq_length)
     tokens = _words(config, rules, count, np.random.default_rng(seed))
     return _row(tokens, np.zeros(count, np.int32), None)
 

@@ -6,6 +6,7 @@ the library's `save_pretrained`, which needs the whole model in memory and cuts 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shutil
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ import torch
 import megacp
 from megacp.checkpoint.commit import save_checkpoint
 from megacp.checkpoint.names import MODEL, TensorBox
-from megacp.config.run import with_values
+from megacp.config.run import flatten, with_values
 from megacp.config.yaml_file import to_yaml
 from megacp.convert import hf_files, processor
 from megacp.convert.architectures import LAYOUTS, token_fields, token_ids
@@ -91,6 +92,18 @@ def given_tokenizer(loaded: Loaded, specification: str | None, eod_token: str | 
     return tokenizer
 
 
+def with_positions(loaded: Loaded, given: int | None) -> tuple[Loaded, str]:
+    """A checkpoint with the length that its model is for resolved, and a line that says where it comes from."""
+    said = loaded.config.model.max_position_embeddings
+    length = given or said or loaded.config.data.seq_length
+    why = "as --max-position-embeddings says" if given else "as the model's config says"
+    if not given and not said:
+        why = "the run's --seq-length: its config names no length (--max-position-embeddings N sets another)"
+    config = with_values(loaded.config, {"max_position_embeddings": length})
+    resolved = dataclasses.replace(loaded, config=config, values=flatten(config))
+    return resolved, f"max_position_embeddings is {length}, {why}"
+
+
 def write_hf(loaded: Loaded, folder: Path, options: Options) -> dict[str, Info]:
     """Fill an empty folder; shape and dtype of what was written. ValueError names what the library cannot express."""
     architecture, layout = loaded.architecture, options.layout
@@ -133,7 +146,8 @@ def _special_files(loaded: Loaded, folder: Path, tokenizer: Tokenizer | None, op
     ids: dict[str, int | None] = dict.fromkeys(_SPECIAL)  # else the library takes its own, 1 and 2 for a Llama
     if tokenizer is not None:
         given = given_files(loaded, tokenizer, options.accept_ties)
-        names = write_tokenizer(given, folder, loaded.config.data.seq_length, PROBE)
+        positions = loaded.config.model.max_position_embeddings or loaded.config.data.seq_length
+        names = write_tokenizer(given, folder, positions, PROBE)
         ids = {f"{name}_token_id": names[name] for name in ("eos", "bos", "pad")}
     said = _generation_of(loaded, tokenizer)
     missing = {key: i for key, i in ids.items() if said.get(key) is None and (i is not None or not said)}

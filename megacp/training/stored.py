@@ -25,6 +25,8 @@ checkpoint has no optimizer state for a tower that was.
 """
 FREEZING = {"freeze_vision", "freeze_connector", "freeze_text"}
 """What may change besides when only the weights are taken."""
+_LENGTH = "max_position_embeddings"
+"""The length that a model is for may be another one, but is not lost because a flag was left out."""
 _LEAST_BYTES = 2
 """Of a stored parameter, in bfloat16."""
 
@@ -53,6 +55,8 @@ def other_function(before: RunConfig, now: RunConfig, weights_only: bool) -> lis
     """Names of the fields in which two configs differ so that the same weights are another function."""
     free = NOT_THE_FUNCTION | (FREEZING if weights_only else set())
     old, new = flatten(before), flatten(now)
+    if new[_LENGTH] is not None:
+        free |= {_LENGTH}
     return [name for name in new if name not in free and _is_of_the_model(name) and old[name] != new[name]]
 
 

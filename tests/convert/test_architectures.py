@@ -107,7 +107,51 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "llama quantized": ({"quantization_config": {"bits": 4}}, "quantization_config is not known"),
     "llama type": ({"hidden_size": "4096"}, "hidden_size is '4096'"),
     "llama no heads": ({"num_attention_heads": 0}, "num_attention_heads is 0, expected a whole number above 0"),
-    "llama null rope factor": ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is None"),
+    "llama null rope factor": ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is null"),
+    "llama many layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, expected a whole number"),
+    "llama true": ({"num_hidden_layers": True}, "num_hidden_layers is True, expected a whole number"),
+    "llama fraction": ({"hidden_size": 64.5}, "hidden_size is 64.5, expected a whole number"),
+    "llama text for ids": ({"vocab_size": "32000"}, "vocab_size is '32000', expected a whole number"),
+    "llama huge": ({"vocab_size": 2**31}, "vocab_size is 2147483648, expected a whole number"),
+    "llama null epsilon": ({"rms_norm_eps": None}, "rms_norm_eps is null, expected a number above 0"),
+    "llama negative epsilon": ({"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06, expected a number above 0"),
+    "llama endless theta": ({"rope_theta": 1e400}, "rope_theta is inf, expected a number above 1"),
+    "llama theta of nothing": ({"rope_theta": "a"}, "rope_theta is 'a', expected a number above 1"),
+    "llama null theta": ({"rope_parameters": {"rope_theta": None}}, "rope_theta is null, expected a number above 1"),
+    "llama rope words": ({"rope_scaling": {"type": ["linear"]}}, "rope_scaling.rope_type is ['linear']"),
+    "llama rope text": ({"rope_scaling": "linear"}, "rope_scaling is 'linear', expected one set of parameters"),
+    "llama endless factor": ({"rope_scaling": {"type": "linear", "factor": 1e400}}, "rope_scaling.factor is inf"),
+    "llama half positions": (
+        {"rope_scaling": {**BANDS, "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16.5}},
+        "rope_scaling.original_max_position_embeddings is 16.5, expected a whole number",
+    ),
+    "llama classes": ({"architectures": [{}]}, "architectures is no list of names"),
+    "llama class": ({"architectures": "LlamaForCausalLM"}, "architectures is no list of names"),
+    "llama tied in words": ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', expected true or false"),
+    "llama biases in words": ({"attention_bias": "no"}, "attention_bias is 'no', expected true or false"),
+    "llama end": ({"eos_token_id": {"id": 2}}, "eos_token_id is {'id': 2}, expected a token id"),
+    "llama ends": ({"eos_token_id": [2, "x"]}, "eos_token_id is [2, 'x'], expected a token id"),
+    "qwen3 null width": ({"head_dim": None}, "head_dim is null, expected a whole number"),
+    "qwen3 window as a number": ({"use_sliding_window": 0}, "use_sliding_window is 0"),
+    "qwen3 layers as objects": ({"layer_types": [{}]}, "layer_types is no list of words"),
+    "qwen3 layers as a number": ({"layer_types": 3}, "layer_types is no list of words"),
+    "qwen3 few layers": ({"layer_types": ["full_attention"]}, "layer_types has 1 words, num_hidden_layers is 32"),
+    "molmo2 section": ({"text_config": 5}, "text_config is no object"),
+    "molmo2 released section": ({"vit_config": [1]}, "vit_config is no object"),
+    "molmo2 released tower": (
+        {"vit_config": {"num_hidden_layers": "27"}},
+        "vision_config.num_hidden_layers is '27', expected a whole number",
+    ),
+    "molmo2 no released layers": ({"vit_config": {"num_hidden_layers": 0}}, "vision_config.num_hidden_layers is 0"),
+    "molmo2 many layers": ({"vision_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers is 1000000000"),
+    "molmo2 many rows": ({"text_config": {"num_hidden_layers": 10**9}}, "text_config.num_hidden_layers is 1000000000"),
+    "molmo2 activation": ({"vision_config": {"hidden_act": {}}}, "vision_config.hidden_act is {}, allowed are"),
+    "molmo2 crop of nothing": ({"vision_config": {"image_size": [0, 0]}}, "vision_config.image_size is [0, 0]"),
+    "molmo2 patch": ({"image_patch_id": "7"}, "image_patch_id is '7', expected a token id"),
+    "molmo2 scaled words": (
+        {"text_config": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_scaling_layers": 3}},
+        "text_config.rope_scaling_layers is 3",
+    ),
     "qwen3 window": ({"use_sliding_window": True}, "use_sliding_window is True"),
     "qwen3 layers": ({"layer_types": ["sliding_attention"]}, "layer_types holds sliding_attention"),
     "molmo2 norms": ({"text_config": {"qk_norm_type": "olmo"}}, "text_config.qk_norm_type is 'olmo'"),
@@ -169,6 +213,17 @@ def test_a_flag_that_the_library_has_no_word_for_is_refused_by_its_name(name: st
     with pytest.raises(ValueError, match="this model is no ") as refused:
         of_values(values, wanted).config(values)
     assert message in str(refused.value)
+
+
+def test_null_means_what_the_library_takes_where_it_takes_it() -> None:
+    """Would catch 32 groups, Qwen3's default, for a null that means as many groups as heads."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": None}
+    assert ARCHITECTURES["qwen3"].values({"model_type": "qwen3", **heads})["num_query_groups"] == 4
+    llama = ARCHITECTURES["llama"].values({"model_type": "llama", **heads, "head_dim": None, "hidden_size": 64})
+    assert (llama["num_query_groups"], llama["kv_channels"]) == (4, 16)
+    for name in ("num_key_value_heads", "head_dim"):
+        with pytest.raises(ValueError, match=f"text_config.{name} is null"):
+            ARCHITECTURES["molmo2"].values({"model_type": "molmo2", "text_config": {name: None}})
 
 
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
