@@ -39,7 +39,7 @@ from megacp.training.hf_parity import (
     library_model,
     our_logits,
 )
-from megacp.training.hf_reading import Loaded, listed, read_checkpoint, read_hf
+from megacp.training.hf_reading import Loaded, listed, read_checkpoint, read_hf, refuse_other_input
 from megacp.training.hf_rows import rows_for
 from megacp.training.hf_writing import Options, given_files, with_positions, write_checkpoint, write_hf
 
@@ -167,9 +167,20 @@ def verify(before: Loaded, folder: Path, arguments: argparse.Namespace, dtype: t
         raise _Differs
 
 
+def read_input(arguments: argparse.Namespace) -> Loaded:
+    """What --input holds. ValueError names the flag, the path and what is wrong."""
+    path = arguments.input
+    try:
+        refuse_other_input(path, arguments.source)
+        return READERS[arguments.source](path, arguments.architecture)
+    except (ValueError, OSError) as error:
+        said = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ValueError(f"--input {path}: {said.removeprefix(f'--load {path}: ')}") from error
+
+
 def convert(arguments: argparse.Namespace) -> None:
     """Do what the flags say. ValueError for what cannot be done."""
-    loaded = READERS[arguments.source](arguments.input, arguments.architecture)
+    loaded = read_input(arguments)
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
     layout = arguments.layout or LAYOUTS[0]
     tokenizer = (arguments.tokenizer, arguments.eod_token, arguments.accept_ties)
@@ -194,7 +205,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         again_when_removed(arguments.input, lambda: convert(arguments))
     except (ValueError, OSError, SaveError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        # a full disk names no file; what is read has been named before
+        begin = f"--output {arguments.output} cannot be written: " if isinstance(error, OSError | SaveError) else ""
+        print(f"error: {' '.join(f'{begin}{error}'.split())}", file=sys.stderr)
         return REFUSED
     except _Differs:
         print(f"error: {arguments.output} was not written: it would be another model", file=sys.stderr)

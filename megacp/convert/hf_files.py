@@ -9,9 +9,9 @@ A safetensors file is 8 bytes of length, a JSON header of name: {dtype, shape, d
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
+import os
 import re
 import secrets
 import shutil
@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from megacp import files
 from megacp.convert.mapping import Info, Source, num_bytes, whole
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -38,14 +39,12 @@ _WRITTEN = {dtype: name for name, dtype in DTYPES.items()}
 MIB = 1 << 20
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. ValueError names the file."""
+def read_json(path: Path, limit: int = files.TEXT_LIMIT) -> dict[str, Any]:
+    """The JSON object of a regular file of at most `limit` bytes. ValueError names the file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = files.read_json(path, limit)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, expected an object")
     return content
@@ -74,19 +73,19 @@ class SafetensorsFolder:
             raise ValueError(f"{folder / INDEX} and the files beside it disagree on {words}")
 
     def _listed(self) -> dict[str, str]:
-        if not (self.folder / INDEX).is_file():
-            if not (self.folder / SINGLE).is_file():
+        if not os.path.lexists(self.folder / INDEX):
+            if not os.path.lexists(self.folder / SINGLE):
                 others = sorted(path.name for path in self.folder.glob("*.bin"))
                 also = f"; pickled files are not read ({', '.join(others[:3])})" if others else ""
                 raise ValueError(f"{self.folder} has neither {SINGLE} nor {INDEX}{also}")
             return {}
-        if (self.folder / SINGLE).is_file():
+        if os.path.lexists(self.folder / SINGLE):
             raise ValueError(f"{self.folder} has both {SINGLE} and {INDEX}: remove the one that is not the model's")
         listed = read_json(self.folder / INDEX).get("weight_map")
         if not isinstance(listed, dict) or not listed or not all(isinstance(v, str) for v in listed.values()):
             raise ValueError(f"{self.folder / INDEX} has no weight_map of tensors and files")
         for name in set(listed.values()):
-            if Path(name).name != name or not name.endswith(".safetensors"):
+            if Path(name).name != name or "\0" in name or not name.endswith(".safetensors"):
                 raise ValueError(f"{self.folder / INDEX} names {name!r}, which is no safetensors file of this folder")
         return listed
 
@@ -94,6 +93,7 @@ class SafetensorsFolder:
         import safetensors
 
         try:
+            files.open_regular(self.folder / name).close()  # the library would wait for the writer of a pipe
             file = safetensors.safe_open(self.folder / name, "pt")
         except (OSError, safetensors.SafetensorError) as error:
             raise ValueError(f"{self.folder / name} cannot be read: {error}") from error
@@ -175,31 +175,46 @@ def write_sums(folder: Path) -> None:
     """SHA256SUMS of every file but the card, which people edit, as `sha256sum --check` reads it."""
     lines = []
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (SUMS, CARD)):
-        with path.open("rb") as stream:
-            lines.append(f"{hashlib.file_digest(stream, 'sha256').hexdigest()}  {path.relative_to(folder)}\n")
+        lines.append(f"{files.sha256_of(path)[1]}  {path.relative_to(folder)}\n")
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")
 
 
 def check_sums(folder: Path) -> None:
-    """Compare with SHA256SUMS where there is one. ValueError names the files that differ, or a line that is none."""
-    if not (folder / SUMS).is_file():
+    """Compare with SHA256SUMS where there is one. ValueError names the files that differ, or a line that is none.
+
+    Only regular files inside the folder are hashed: the list may be somebody else's, and name anything.
+    """
+    listed = folder / SUMS
+    if not os.path.lexists(listed):
         return
+    try:
+        lines = files.read_regular(listed).decode(errors="replace").split("\n")
+    except OSError as error:
+        raise ValueError(f"{listed} cannot be read: {error.strerror}") from error
     wrong = []
-    for number, line in enumerate((folder / SUMS).read_text(encoding="utf-8", errors="replace").split("\n"), start=1):
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         found = _SUM.fullmatch(line.rstrip("\r"))
         if found is None:
-            raise ValueError(f"{folder / SUMS}, line {number}: {line[:80]!r} is not a sha256, two spaces and a name")
+            raise ValueError(f"{listed}, line {number}: {line[:80]!r} is not a sha256, two spaces and a name")
         digest, name = found.groups()
-        try:
-            with (folder / name).open("rb") as stream:
-                if hashlib.file_digest(stream, "sha256").hexdigest() != digest:
-                    wrong.append(f"{name} is not the file that was hashed")
-        except OSError as error:
-            wrong.append(f"{name} cannot be read: {error.strerror}")
+        if name.startswith("/") or ".." in Path(name).parts or "\0" in name:
+            raise ValueError(f"{listed}, line {number}: {name[:80]!r} leads out of the folder")
+        if problem := _hash_problem(folder / name, name, digest):
+            wrong.append(problem)
     if wrong:
-        raise ValueError(f"{folder / SUMS}: {'; '.join(wrong)}")
+        raise ValueError(f"{listed}: {'; '.join(wrong)}")
+
+
+def _hash_problem(path: Path, name: str, digest: str) -> str | None:
+    try:
+        same = files.sha256_of(path)[1] == digest
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    except ValueError as error:
+        return str(error)
+    return None if same else f"{name} is not the file that was hashed"
 
 
 @contextmanager
@@ -210,6 +225,9 @@ def new_folder(output: Path) -> Iterator[Path]:
     """
     if output.exists() or output.is_symlink():
         raise ValueError(f"--output {output} exists; nothing is ever written over")
+    above = next(folder for folder in output.absolute().parents if os.path.lexists(folder))
+    if not above.is_dir():
+        raise ValueError(f"--output {output} cannot be written: {above} is no directory")
     try:
         output.absolute().parent.mkdir(parents=True, exist_ok=True)
         folder = output.absolute().parent / f"{output.name}.tmp-{secrets.token_hex(4)}"

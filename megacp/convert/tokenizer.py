@@ -19,11 +19,14 @@ from typing import Any
 
 from megacp.convert.hf_files import read_json, write_json
 from megacp.convert.sentencepiece import CONTROL, USER_DEFINED, are_tied, fast_tokenizer, parse
+from megacp.files import read_regular
 
 CLASS = "PreTrainedTokenizerFast"
 BYTE_EOS = "<|endoftext|>"
 COMPANIONS = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
 """Files that may lie beside a tokenizer and go with it."""
+LARGEST = 512 << 20
+"""Bytes of a tokenizer's file."""
 _KEPT = {"chat_template", "extra_special_tokens", "additional_special_tokens", "padding_side", "truncation_side"}
 _KEPT |= {"model_input_names", "add_bos_token", "add_eos_token"}
 """What of a tokenizer_config.json goes on saying the same beside CLASS."""
@@ -63,9 +66,11 @@ def _byte_level() -> Any:
 def _gpt2(vocabulary: Path, merges: Path) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    lines = merges.read_text(encoding="utf-8").split("\n")
+    lines = read_regular(merges, LARGEST).decode().split("\n")
     pairs = [line.rstrip("\r").split(" ") for line in lines if line.strip() and not line.startswith("#version")]
-    tokenizer = Tokenizer(models.BPE(vocab=read_json(vocabulary), merges=[(left, right) for left, right in pairs]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab=read_json(vocabulary, LARGEST), merges=[(left, right) for left, right in pairs])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -79,10 +84,10 @@ def _content(given: Given) -> tuple[dict[str, Any], dict[str, int]]:
         return json.loads(_gpt2(*given.files).to_str()), {}
     if given.kind == "sentencepiece":
         try:
-            return json.loads(fast_tokenizer(parse(given.files[0].read_bytes())).to_str()), {}
+            return json.loads(fast_tokenizer(parse(read_regular(given.files[0], LARGEST))).to_str()), {}
         except ValueError as error:
             raise ValueError(f"{given.files[0]}: {error}") from error
-    return read_json(given.files[0]), {}
+    return read_json(given.files[0], LARGEST), {}
 
 
 def _add(content: dict[str, Any], special: Mapping[str, int]) -> bool:
@@ -172,7 +177,7 @@ def refuse_difference(given: Given, encode: Callable[[str], Sequence[int]], prob
     float32 prefers, the fast tokenizer, which adds in float64, the first. That is a difference too, unless
     `accept_ties`.
     """
-    model = parse(given.files[0].read_bytes()) if given.kind == "sentencepiece" else None
+    model = parse(read_regular(given.files[0], LARGEST)) if given.kind == "sentencepiece" else None
     for text in [*probe, *symbol_texts(given)]:
         expected, found = list(map(int, given.encode(text))), list(map(int, encode(text)))
         if expected == found:
@@ -193,11 +198,11 @@ def refuse_difference(given: Given, encode: Callable[[str], Sequence[int]], prob
 def symbol_texts(given: Given) -> list[str]:
     """Texts around each symbol that a text may spell, and what looks like one."""
     if given.kind == "huggingface":
-        added = [token["content"] for token in read_json(given.files[0]).get("added_tokens", [])]
+        added = [token["content"] for token in read_json(given.files[0], LARGEST).get("added_tokens", [])]
         return [f"a{text}b {text} {text}{text}" for text in added]
     if given.kind != "sentencepiece":
         return []
-    model = parse(given.files[0].read_bytes())
+    model = parse(read_regular(given.files[0], LARGEST))
     found = [
         text
         for symbol in model.of_kind(USER_DEFINED)[:200]

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 
 from megacp.checkpoint.commit import LoadedCheckpoint, load_checkpoint
+from megacp.checkpoint.directory import is_step_name
+from megacp.checkpoint.manifest import MANIFEST_FILE
 from megacp.checkpoint.names import MODEL, TensorBox
+from megacp.config.checks import check
 from megacp.config.run import RunConfig, flatten, with_values
 from megacp.convert import hf_files, processor
 from megacp.convert.architectures import IGNORED_TENSORS, LAYOUTS, Architecture, of_config, of_values, token_ids
@@ -28,6 +31,7 @@ from megacp.training.stored import stored_config
 
 MOST_LISTED = 20
 HEAD = "lm_head.weight"
+_CONFIG = "config.json"
 
 
 def require_all(infos: Mapping[str, Info], links: Sequence[Link], to_ours: bool, where: Path) -> None:
@@ -109,10 +113,13 @@ def read_checkpoint(path: Path, wanted: str = "auto") -> Loaded:
 
 def read_hf(path: Path, wanted: str = "auto") -> Loaded:
     """A Hugging Face folder. ValueError names the field, file or tensor that cannot be taken."""
-    content = hf_files.read_json(path / "config.json")
+    content = hf_files.read_json(path / _CONFIG)
     hf_files.check_sums(path)
     architecture = of_config(content, wanted)
     values = architecture.values(content)
+    config = with_values(RunConfig(), values)
+    if reasons := check(config, 1):
+        raise ValueError(f"{path / _CONFIG} describes a model that no run can have: {'; '.join(reasons)}")
     weights = hf_files.SafetensorsFolder(path)
     infos = dict(weights.infos)
     if not values["untie_embeddings_and_output_weights"]:
@@ -121,9 +128,32 @@ def read_hf(path: Path, wanted: str = "auto") -> Loaded:
     links = architecture.links(values, architecture.layout_of(infos), infos)
     require_all(infos, links, True, path)
     source = Mapped(weights, links, to_ours=True)
-    config = with_values(RunConfig(), values)
     rules = rules_of(path, content, values) if config.vision.vision_num_layers else None
     return Loaded(path, architecture, flatten(config), source, config, rules, None, content)
+
+
+def refuse_other_input(path: Path, kind: str) -> None:
+    """ValueError when `path` is no folder of this kind (`hf`, `megacp`), with what it is instead."""
+    if not path.is_dir():
+        what = "it is a file, expected a folder" if path.exists() else "there is no such folder"
+        beside = path.parent if path.exists() else None
+        also = f": its folder is {beside}" if beside is not None and (beside / _CONFIG).is_file() else ""
+        raise ValueError(f"{what}{also}")
+    names = {entry.name for entry in path.iterdir()}
+    if not names:
+        raise ValueError("the folder is empty")
+    is_checkpoint = MANIFEST_FILE in names or any(map(is_step_name, names))
+    if kind == "hf" and _CONFIG not in names:
+        also = ", it is a checkpoint of megacp: --from megacp" if is_checkpoint else ""
+        raise ValueError(f"the folder has no {_CONFIG}{also}")
+    if kind == "megacp" and not is_checkpoint and _CONFIG in names:
+        raise ValueError(f"there is no committed checkpoint, it is a Hugging Face folder with a {_CONFIG}: --from hf")
+
+
+def refuse_unread(folder: Path) -> None:
+    """ValueError when a tokenizer's settings are no JSON object."""
+    if (folder / "tokenizer_config.json").is_file():
+        hf_files.read_json(folder / "tokenizer_config.json")
 
 
 def refuse_other_head(weights: hf_files.SafetensorsFolder, folder: Path) -> None:
@@ -144,6 +174,7 @@ def rules_of(folder: Path, content: dict[str, Any], values: dict[str, Any]) -> I
     """The image rules of a Molmo2's folder: its processor files, and ids from its tokenizer or its config."""
     ids: dict[str, int] = {}
     if (folder / "tokenizer.json").is_file():
+        refuse_unread(folder)
         tokenizer = load_tokenizer(str(folder / "tokenizer.json"), engine="reference")
         found = {name: tokenizer.token_id(text) for name, text in TOKEN_TEXTS.items()}  # type: ignore[attr-defined]
         ids = {name: i for name, i in found.items() if i is not None}

@@ -28,7 +28,7 @@ from megacp.convert.tokenizer import COMPANIONS, Given, write_tokenizer
 from megacp.data.image import TOKEN_TEXTS
 from megacp.data.tokenizer import PROBE, Tokenizer, load_tokenizer
 from megacp.distributed.grid import GridShape, build_grid
-from megacp.training.hf_reading import Loaded, require_all
+from megacp.training.hf_reading import Loaded, refuse_unread, require_all
 
 _DTYPES = ("float32", "bfloat16", "float64")
 _TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
@@ -248,10 +248,11 @@ def _copy_tokenizer(loaded: Loaded, folder: Path) -> str:
     names = next((n for n in _TOKENIZERS if all((loaded.folder / name).is_file() for name in n)), None)
     if names is None:
         return ""
+    refuse_unread(loaded.folder)
+    tokenizer = load_tokenizer(",".join(str(loaded.folder / name) for name in names), engine="reference")
     for name in (*names, "tokenizer_config.json", *COMPANIONS):
         if (loaded.folder / name).is_file():
             shutil.copyfile(loaded.folder / name, folder / name)
-    tokenizer = load_tokenizer(",".join(str(folder / name) for name in names), engine="reference")
     rows = loaded.config.model.embedding_rows
     if tokenizer.vocab_size > rows:
         raise ValueError(f"{loaded.folder}: the tokenizer has {tokenizer.vocab_size} ids, the model has {rows} rows")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +94,115 @@ def test_hashes_tell_which_file_was_changed(tmp_path: Path) -> None:
     (tmp_path / "b").unlink()
     with pytest.raises(ValueError, match="a is not the file that was hashed; b cannot be read: No such file"):
         hf_files.check_sums(tmp_path)
+
+
+def test_a_list_of_hashes_names_nothing_but_regular_files_of_its_folder(tmp_path: Path) -> None:
+    """Would catch /dev/zero hashed without end, a pipe waited for, and a file of somebody else."""
+    (tmp_path / "a").write_text("one")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    sums = tmp_path / hf_files.SUMS
+    for name, message in (
+        ("/dev/zero", "line 1: '/dev/zero' leads out of the folder"),
+        ("../a", "line 1: '../a' leads out of the folder"),
+        ("folder/../../a", "leads out of the folder"),
+        ("pipe", "pipe is a named pipe, no regular file"),
+        ("zero", "zero is a device, no regular file"),
+        ("folder", "folder is a directory, no regular file"),
+        ("a\0b", "leads out of the folder"),
+    ):
+        sums.write_text(f"{'0' * 64}  {name}\n")
+        with pytest.raises(ValueError, match=message):
+            hf_files.check_sums(tmp_path)
+    sums.unlink()
+    os.mkfifo(sums)
+    with pytest.raises(ValueError, match="SHA256SUMS is a named pipe"):
+        hf_files.check_sums(tmp_path)
+
+
+def test_json_is_a_regular_file_of_bounded_size_and_depth(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    for content, message in (
+        (b"[" * 100_000, "no JSON: it is nested too deeply"),
+        (b'{"a":' * 100_000, "no JSON: it is nested too deeply"),
+        (b'{"a": NaN}', "no JSON: it holds NaN"),
+        (b'{"a": 1' + b"0" * 5000 + b"}", "no JSON: Exceeds the limit"),
+        (b"\xff", "no JSON: .*utf-8"),
+        (b"[]", "holds a list, expected an object"),
+        (b"", "no JSON"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"config.json (is )?{message}"):
+            hf_files.read_json(path)
+    path.write_bytes(b"{}" + b" " * 100)
+    with pytest.raises(ValueError, match="config.json has more than 64 bytes"):
+        hf_files.read_json(path, 64)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match="config.json is a named pipe"):
+        hf_files.read_json(path)
+    with pytest.raises(ValueError, match="is a directory, no regular file"):
+        hf_files.read_json(tmp_path)
+
+
+def crafted(tensors: dict[str, Any], data: int = 32, length: int | None = None) -> bytes:
+    """A safetensors file with any header."""
+    text = json.dumps(tensors).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + bytes(data)
+
+
+def described(begin: int, end: int, shape: list[int], dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+LIES: dict[str, bytes] = {
+    "nothing": b"",
+    "a short length": b"\1\0",
+    "a length beyond the file": crafted({"a": described(0, 32, [8])}, length=1 << 20),
+    "an endless length": crafted({"a": described(0, 32, [8])}, length=(1 << 64) - 1),
+    "offsets that overlap": crafted({"a": described(0, 16, [4]), "b": described(8, 24, [4])}, 24),
+    "one place for two": crafted({"a": described(0, 32, [8]), "b": described(0, 32, [8])}),
+    "a gap": crafted({"a": described(0, 8, [2]), "b": described(16, 32, [4])}),
+    "bytes after the end": crafted({"a": described(0, 16, [4])}),
+    "an end beyond the file": crafted({"a": described(0, 64, [16])}),
+    "an end before the begin": crafted({"a": described(32, 0, [8])}),
+    "a shape of other bytes": crafted({"a": described(0, 32, [9])}),
+    "a shape that overflows": crafted({"a": described(0, 32, [1 << 62, 8])}),
+    "a product that wraps to the right one": crafted({"a": described(0, 0, [1 << 32, 1 << 32])}, 0),
+    "a negative size": crafted({"a": described(0, 32, [-8])}),
+    "a size of text": crafted({"a": described(0, 32, ["8"])}),  # type: ignore[list-item]
+    "no dtype": crafted({"a": {"shape": [8], "data_offsets": [0, 32]}}),
+    "another dtype": crafted({"a": described(0, 32, [4], "I64")}),
+    "an unknown dtype": crafted({"a": described(0, 32, [4], "F128")}),
+    "a header that is no object": crafted([1, 2]),  # type: ignore[arg-type]
+    "a header nested too deeply": (100_000).to_bytes(8, "little") + b'{"a":' * 20_000,
+    "pickled weights": b"\x80\x02}q\0." * 100,
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_header_that_lies_is_refused_before_a_tensor_is_read(lie: str, tmp_path: Path) -> None:
+    """Would catch bytes of one tensor, or of nothing, taken for another's."""
+    (tmp_path / hf_files.SINGLE).write_bytes(LIES[lie])
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        hf_files.SafetensorsFolder(tmp_path)
+
+
+def test_weights_are_regular_files_of_the_folder_that_an_index_names(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / hf_files.SINGLE)
+    with pytest.raises(ValueError, match="model.safetensors is a named pipe"):
+        hf_files.SafetensorsFolder(tmp_path)
+    (tmp_path / hf_files.SINGLE).unlink()
+    hf_files.write_tensors(Counting(SHAPES, ALL[:1]), tmp_path / "..", 1 << 30)
+    for name in ("../model.safetensors", "/etc/model.safetensors", "..", "a\0.safetensors", ".safetensors/x"):
+        (tmp_path / hf_files.INDEX).write_text(json.dumps({"weight_map": {"vector": name}}))
+        with pytest.raises(ValueError, match="no safetensors file of this folder"):
+            hf_files.SafetensorsFolder(tmp_path)
+    for content in ({"weight_map": {"vector": 3}}, {"weight_map": ["a"]}, {"weight_map": None}):
+        (tmp_path / hf_files.INDEX).write_text(json.dumps(content))
+        with pytest.raises(ValueError, match="has no weight_map of tensors and files"):
+            hf_files.SafetensorsFolder(tmp_path)
 
 
 def test_sums_of_other_programs_are_read_and_the_card_may_be_edited(tmp_path: Path) -> None:

@@ -353,22 +353,6 @@ def test_flags_that_contradict_are_refused(
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
 
-def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save("llama 2", tmp_path / "a")
-    cases: list[tuple[tuple[Any, ...], str]] = [
-        (("hf", "hf", tmp_path / "nowhere", tmp_path / "x"), "config.json cannot be read"),
-        (("megacp", "hf", tmp_path / "a", tmp_path / "x"), "there is no committed checkpoint"),
-        (("hf", "hf", tmp_path / "a", tmp_path / "a"), "exists; nothing is ever written over"),
-        (("hf", "hf", tmp_path / "a", tmp_path / "x", "--layout", "released"), "llama has one layout"),
-        (("hf", "hf", tmp_path / "a", tmp_path / "x", "--architecture", "qwen3"), "config.json has model_type llama"),
-    ]
-    for arguments, message in cases:
-        assert convert(*arguments) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ") and message in error and error.count("\n") == 1, error
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
-
-
 PEAK = """
 import sys, threading, time
 from pathlib import Path

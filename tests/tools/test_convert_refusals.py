@@ -1,0 +1,173 @@
+"""What the converter refuses: one line that names the flag, the path and what to do; nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.convert.models import save
+from tests.tools.test_convert_checkpoint import convert, saved_on_grid
+
+pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+pytest.importorskip("safetensors", reason="safetensors is not installed (extra: hf)")
+
+ROOT = Path(__file__).resolve().parents[2]
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`theirs`, a Hugging Face folder, and `ours`, what it became."""
+    folder = tmp_path_factory.mktemp("refusals")
+    save("llama 2", folder / "theirs")
+    assert convert("hf", "megacp", folder / "theirs", folder / "ours") == 0
+    return folder
+
+
+def refusal(capsys: Capture, *arguments: Any) -> str:
+    """The one line of a refused conversion."""
+    capsys.readouterr()
+    assert convert(*arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+    return error
+
+
+def test_an_input_of_another_kind_is_named_with_its_flag(folders: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Would catch `--load`, a flag of another program, and a missing file where the whole folder is missing."""
+    theirs, ours, file = folders / "theirs", folders / "ours", folders / "theirs" / "model.safetensors"
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "notes.txt").write_text("x")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for source, path, message in (
+        ("hf", tmp_path / "nowhere", "there is no such folder"),
+        ("megacp", tmp_path / "nowhere", "there is no such folder"),
+        ("hf", tmp_path / "empty", "the folder is empty"),
+        ("megacp", tmp_path / "empty", "the folder is empty"),
+        ("hf", file, f"it is a file, expected a folder: its folder is {theirs}"),
+        ("hf", tmp_path / "others", "the folder has no config.json"),
+        ("hf", ours, "the folder has no config.json, it is a checkpoint of megacp: --from megacp"),
+        ("hf", next(ours.glob("step_*")), "it is a checkpoint of megacp: --from megacp"),
+        ("megacp", theirs, "it is a Hugging Face folder with a config.json: --from hf"),
+        ("megacp", tmp_path / "others", "there is no committed checkpoint"),
+        ("megacp", file, "it is a file, expected a folder"),
+    ):
+        error = refusal(capsys, source, "hf", path, tmp_path / "x")
+        assert error.startswith(f"error: --input {path}: ") and message in error, error
+        assert "--load" not in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_damaged_checkpoint_is_named_with_the_flag_of_this_command(tmp_path: Path, capsys: Capture) -> None:
+    saved_on_grid(0, 1, {}, {"dtype": "float32"}, str(tmp_path / "run"), None)
+    payload = next((tmp_path / "run").glob("step_*/*.distcp"))
+    payload.write_bytes(payload.read_bytes()[:-1])
+    error = refusal(capsys, "megacp", "hf", tmp_path / "run", tmp_path / "x")
+    assert error.startswith(f"error: --input {tmp_path / 'run'}: no checkpoint is whole: ") and "--load" not in error
+
+
+def test_flags_that_do_not_fit_the_input_are_refused(folders: Path, tmp_path: Path, capsys: Capture) -> None:
+    theirs = folders / "theirs"
+    flags = ("--layout", "released")
+    assert "llama has one layout" in refusal(capsys, "hf", "hf", theirs, tmp_path / "x", *flags)
+    flags = ("--architecture", "qwen3")
+    assert "config.json has model_type llama" in refusal(capsys, "hf", "hf", theirs, tmp_path / "x", *flags)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_that_cannot_be_is_named_with_its_flag(folders: Path, tmp_path: Path, capsys: Capture) -> None:
+    theirs = folders / "theirs"
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for output, message in (
+        (theirs, "exists; nothing is ever written over"),
+        (tmp_path / "file", "exists; nothing is ever written over"),
+        (tmp_path / "link", "exists; nothing is ever written over"),
+        (tmp_path / "file" / "x", f"cannot be written: {tmp_path / 'file'} is no directory"),
+        (tmp_path / "file" / "y" / "x", f"cannot be written: {tmp_path / 'file'} is no directory"),
+        (Path("/proc/nowhere/x"), "cannot be written: "),
+        (tmp_path / ("x" * 300), "File name too long"),
+    ):
+        error = refusal(capsys, "hf", "hf", theirs, output)
+        assert error.startswith(f"error: --output {output} ") and message in error, error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
+
+
+FULL = """
+import resource, sys
+from megacp.commands.convert import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("source", "target"), [("theirs", "megacp"), ("ours", "hf")])
+def test_a_disk_that_is_full_ends_with_the_flag_and_leaves_nothing(
+    source: str, target: str, folders: Path, tmp_path: Path
+) -> None:
+    """A file may grow to 100 kB here, the weights need 260."""
+    arguments = ["--from", "hf" if source == "theirs" else "megacp", "--to", target, "--input", str(folders / source)]
+    command = [sys.executable, "-c", FULL, *arguments, "--output", str(tmp_path / "x")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if "error" in line]
+    assert len(lines) == 1 and lines[0].startswith(f"error: --output {tmp_path / 'x'} cannot be written: "), done.stderr
+    assert "File too large" in lines[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+HOSTILE: dict[str, tuple[Any, str]] = {
+    "endless layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, expected a whole number"),
+    "layers without weights": ({"num_hidden_layers": 4096}, "does not hold the tensors of its config"),
+    "theta of text": ({"rope_parameters": None, "rope_theta": "a"}, "rope_theta is 'a', expected a number above 1"),
+    "no epsilon": ({"rms_norm_eps": None}, "rms_norm_eps is null, expected a number above 0"),
+    "classes": ({"architectures": [{}]}, "architectures is no list of names"),
+    "rows of text": ({"vocab_size": "97"}, "vocab_size is '97', expected a whole number"),
+    "another type": ({"model_type": ["llama"]}, "model_type is ['llama'], known are llama"),
+    "heads": ({"num_attention_heads": 5}, "--num-attention-heads 5 is no multiple of --num-query-groups 2"),
+    "width": ({"head_dim": 7}, "a head is 7 wide, the rotary embedding needs an even width"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_config_that_lies_is_refused_by_its_field(kind: str, folders: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Would catch a conversion that hangs, ends in a traceback, or takes a default for what stands there."""
+    change, message = HOSTILE[kind]
+    content = json.loads((folders / "theirs" / "config.json").read_text())
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").write_text(json.dumps({**content, **change}))
+    os.link(folders / "theirs" / "model.safetensors", tmp_path / "a" / "model.safetensors")
+    error = refusal(capsys, "hf", "megacp", tmp_path / "a", tmp_path / "x")
+    assert error.startswith(f"error: --input {tmp_path / 'a'}: ") and message in error
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_files_that_never_end_are_refused(folders: Path, tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "a").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        os.link(folders / "theirs" / name, tmp_path / "a" / name)
+    (tmp_path / "a" / "SHA256SUMS").write_text(f"{'0' * 64}  /dev/zero\n")
+    assert "'/dev/zero' leads out of the folder" in refusal(capsys, "hf", "hf", tmp_path / "a", tmp_path / "x")
+    (tmp_path / "a" / "SHA256SUMS").unlink()
+    (tmp_path / "a" / "tokenizer.json").write_text("[" * 100_000)
+    error = refusal(capsys, "hf", "megacp", tmp_path / "a", tmp_path / "x")
+    assert f"{tmp_path / 'a' / 'tokenizer.json'}: not a Hugging Face tokenizer.json" in error
+    (tmp_path / "a" / "tokenizer_config.json").write_text("[" * 100_000)
+    assert "tokenizer_config.json is no JSON: it is nested too deeply" in refusal(
+        capsys, "hf", "megacp", tmp_path / "a", tmp_path / "x"
+    )
+    (tmp_path / "a" / "tokenizer.json").unlink()
+    (tmp_path / "a" / "generation_config.json").write_text("[" * 100_000)
+    error = refusal(capsys, "hf", "megacp", tmp_path / "a", tmp_path / "x")
+    assert "generation_config.json is no JSON: it is nested too deeply" in error
+    (tmp_path / "a" / "config.json").unlink()
+    os.mkfifo(tmp_path / "a" / "config.json")
+    assert "config.json is a named pipe" in refusal(capsys, "hf", "hf", tmp_path / "a", tmp_path / "x")
