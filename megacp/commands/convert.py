@@ -29,6 +29,7 @@ from megacp.convert.hf_files import MIB, new_folder
 from megacp.convert.mapping import Cast
 from megacp.convert.tokenizer import refuse_difference
 from megacp.data.tokenizer import PROBE, load_tokenizer
+from megacp.training.hf_chat import CHOICES
 from megacp.training.hf_equality import field_differences, in_float32, state_by_our_names, tensor_differences
 from megacp.training.hf_parity import (
     Probed,
@@ -71,6 +72,13 @@ def arguments_parser() -> argparse.ArgumentParser:
         help="the run's tokenizer, as given to preprocess_data.py build; `none` leaves it out",
     )
     parser.add_argument("--eod-token", metavar="TEXT", help="as given to preprocess_data.py build")
+    parser.add_argument(
+        "--chat-template",
+        choices=CHOICES,
+        default="auto",
+        help="messages: that of records with `messages`; auto: the tokenizer's own, else messages for a vision model "
+        "that was trained here (default)",
+    )
     parser.add_argument("--architecture", choices=("auto", *ARCHITECTURES), default="auto", help="default: found out")
     parser.add_argument("--layout", choices=LAYOUTS, help="names of a Molmo2's tensors in --output (default: native)")
     parser.add_argument("--max-shard-size", type=int, default=5000, metavar="MIB", help="of a weight file (5000)")
@@ -100,6 +108,8 @@ def flag_reasons(arguments: argparse.Namespace) -> list[str]:
         reasons.append("--layout is for --to hf")
     if arguments.eod_token is not None and arguments.tokenizer in (None, "none"):
         reasons.append("--eod-token goes with --tokenizer")
+    if arguments.chat_template == "messages" and arguments.tokenizer in (None, "none"):
+        reasons.append("--chat-template messages goes with --tokenizer")
     if arguments.source == "hf" and arguments.tokenizer is not None:
         reasons.append("--tokenizer is for --from megacp: a Hugging Face folder brings its own")
     needed = ["safetensors"] + (["transformers"] if arguments.verify else [])
@@ -183,8 +193,16 @@ def convert(arguments: argparse.Namespace) -> None:
     loaded = read_input(arguments)
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
     layout = arguments.layout or LAYOUTS[0]
-    tokenizer = (arguments.tokenizer, arguments.eod_token, arguments.accept_ties)
-    options = Options(dtype, layout, arguments.max_shard_size * MIB, *tokenizer)
+    options = Options(
+        dtype=dtype,
+        layout=layout,
+        max_shard_bytes=arguments.max_shard_size * MIB,
+        tokenizer=arguments.tokenizer,
+        eod_token=arguments.eod_token,
+        accept_ties=arguments.accept_ties,
+        chat_template=arguments.chat_template,
+        tell=print,
+    )
     if arguments.target == "hf" and loaded.checkpoint is not None:
         loaded, line = with_positions(loaded, arguments.max_position_embeddings)
         print(line)

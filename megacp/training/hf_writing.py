@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +28,7 @@ from megacp.convert.tokenizer import COMPANIONS, Given, write_tokenizer
 from megacp.data.image import TOKEN_TEXTS
 from megacp.data.tokenizer import PROBE, Tokenizer, load_tokenizer
 from megacp.distributed.grid import GridShape, build_grid
+from megacp.training.hf_chat import write_chat_template
 from megacp.training.hf_reading import Loaded, refuse_unread, require_all
 
 _DTYPES = ("float32", "bfloat16", "float64")
@@ -37,6 +38,12 @@ _NOT_COPIED_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin
 _NOT_COPIED_SUFFIXES += (".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
 _SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id")
 _GENERATION = "generation_config.json"
+PROCESSOR_NEEDS = (
+    "`AutoProcessor` needs torchvision of the build that torch is of (for a CPU torch: `pip install torchvision "
+    "--index-url https://download.pytorch.org/whl/cpu`; the one of PyPI is for CUDA), and for video files torchcodec; "
+    "it puts one token before a text that training did not have: drop the first id"
+)
+"""What a user of a Molmo2's folder has to know."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,10 @@ class Options:
     """As given to `preprocess_data.py`; `none` for a folder without one."""
     eod_token: str | None = None
     """As given there: the token that ends a document, by its text, where the tokenizer's files do not say."""
+    chat_template: str = "auto"
+    """One of `hf_chat.CHOICES`."""
+    tell: Callable[[str], None] = lambda line: None
+    """Takes a line about what was decided."""
     accept_ties: bool = False
     """Of a Unigram tokenizer (`convert.tokenizer.refuse_difference`)."""
 
@@ -116,6 +127,9 @@ def write_hf(loaded: Loaded, folder: Path, options: Options) -> dict[str, Info]:
     source = Cast(source, options.dtype) if options.dtype is not None else source
     dtype = one_dtype(source)
     special = _special_files(loaded, folder, tokenizer, options)
+    chat = "none" if tokenizer is None else write_chat_template(loaded, folder, tokenizer, options.chat_template)
+    if loaded.checkpoint is not None:
+        options.tell(f"chat template: {chat}")
     hf_files.write_tensors(source, folder, options.max_shard_bytes)
     content["dtype"] = content["torch_dtype"] = str(dtype).removeprefix("torch.")  # its name before version 5
     if architecture.sections:
@@ -129,7 +143,7 @@ def write_hf(loaded: Loaded, folder: Path, options: Options) -> dict[str, Info]:
     written = dict(hf_files.SafetensorsFolder(folder).infos)
     require_all(written, links, True, folder)
     if loaded.checkpoint is not None:
-        (folder / hf_files.CARD).write_text(_card(loaded, written, content["dtype"]), encoding="utf-8")
+        (folder / hf_files.CARD).write_text(_card(loaded, written, content["dtype"], chat), encoding="utf-8")
     hf_files.write_sums(folder)
     return written
 
@@ -189,7 +203,7 @@ def _copy_beside(source: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def _card(loaded: Loaded, written: Mapping[str, Info], dtype: str) -> str:
+def _card(loaded: Loaded, written: Mapping[str, Info], dtype: str, chat: str) -> str:
     assert loaded.checkpoint is not None
     manifest, extra = loaded.checkpoint.manifest, loaded.checkpoint.extra
     grid = " ".join(f"{axis} {size}" for axis, size in manifest.grid.items()) or "one process"
@@ -201,8 +215,12 @@ def _card(loaded: Loaded, written: Mapping[str, Info], dtype: str) -> str:
         "grid": f"{grid} ({manifest.world_size} ranks)",
         "data fingerprint": f"`{extra.get('data_fingerprint', 'unknown') or 'none: random packs'}`",
         "tokenizer sha256": f"`{extra.get('tokenizer_sha256') or 'none'}`",
+        "positions": loaded.values["max_position_embeddings"],
+        "chat template": chat,
         "written by": f"megacp {megacp.__version__}, tools/convert_checkpoint.py",
     }
+    if loaded.architecture.sections:
+        facts["processor"] = PROCESSOR_NEEDS
     title = f"{loaded.architecture.name} after {manifest.step} steps"
     return hf_files.card(title, facts, loaded.checkpoint.config_yaml, ("megacp", loaded.architecture.name))
 
