@@ -4,6 +4,9 @@ Key property: nothing here needs a GPU. Transformer Engine is in the extra `gpu`
 is built from source (README), the package of that name on the public index is an unrelated web toolkit. The tests call
 the Python files of Transformer Engine, whose wheel alone breaks megatron-core where that can import it: it stands in a
 folder of its own (Makefile).
+
+The extra `processor` is what the library's AutoProcessor needs beside an exported vision model, and no code here. It
+must be of the build that torch is of, and the one of the public index is for CUDA: `all` leaves it out.
 """
 
 from pathlib import Path
@@ -26,11 +29,12 @@ EXTRAS = {
     ],
     "data": ["av", "gigatoken", "pillow", "pyarrow", "zlib-ng", "zstandard"],
     "demo": ["matplotlib", "pillow", "scikit-learn"],
-    "hf": ["huggingface_hub", "safetensors"],
+    "hf": ["huggingface_hub", "jinja2", "safetensors", "transformers"],
     "log": ["matplotlib", "tensorboard", "wandb"],
+    "processor": ["torchvision"],
     "gpu": ["transformer_engine==2.20.2", "transformer_engine_cu13==2.20.2", "transformer_engine_torch==2.20.2"],
 }
-EXTRAS["all"] = sorted({name for extra, names in EXTRAS.items() if extra != "gpu" for name in names})
+EXTRAS["all"] = sorted({name for extra, names in EXTRAS.items() if extra not in ("gpu", "processor") for name in names})
 COMMANDS = {
     "train": "megacp.train",
     **{name: f"megacp.commands.{name}" for name in ("preprocess", "convert", "generate", "parity", "plot")},

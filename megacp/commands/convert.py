@@ -112,8 +112,13 @@ def flag_reasons(arguments: argparse.Namespace) -> list[str]:
         reasons.append("--chat-template messages goes with --tokenizer")
     if arguments.source == "hf" and arguments.tokenizer is not None:
         reasons.append("--tokenizer is for --from megacp: a Hugging Face folder brings its own")
-    needed = ["safetensors"] + (["transformers"] if arguments.verify else [])
-    reasons += [f"the package {name} is not installed" for name in needed if importlib.util.find_spec(name) is None]
+    needed = {"safetensors": "it reads and writes weights", "jinja2": "it tries chat templates"}
+    needed |= {"transformers": "--verify compares with it"} if arguments.verify else {}
+    reasons += [
+        f"the package {name} is not installed ({why}): pip install 'megacp[hf]'"
+        for name, why in needed.items()
+        if importlib.util.find_spec(name) is None
+    ]
     if arguments.max_position_embeddings is not None and arguments.max_position_embeddings < 1:
         reasons.append(f"--max-position-embeddings {arguments.max_position_embeddings}: must be at least 1")
     if arguments.max_position_embeddings is not None and (arguments.source, arguments.target) != ("megacp", "hf"):

@@ -35,8 +35,11 @@ def read_curves(path: Path) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def draw(curves: dict[str, tuple[list[int], list[float]]], marks: Sequence[int], output: Path) -> None:
-    """Write the curve as PNG; `marks` are steps at which the run was resumed."""
-    import matplotlib
+    """Write the curve as PNG; `marks` are steps at which the run was resumed. ValueError without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError("a plot needs the package matplotlib: pip install 'megacp[log]'") from error
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

@@ -28,7 +28,7 @@ class Number:
     high: float = _LARGEST
     low_open: bool = False
 
-    def read(self, value: Any) -> int | float | None:
+    def read(self, value: Any) -> Any:
         """The value as this kind, None when it is none: text, true, null, not finite, out of the ends."""
         if type(value) is int and self.kind is float and abs(value) <= _LARGEST:
             value = float(value)

@@ -7,6 +7,7 @@ ids exceed the vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,8 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
             reasons.append("--valid-data-path was built with another tokenizer than --data-path")
         if None not in (rules := (train.manifest.image_rules, valid.manifest.image_rules)) and rules[0] != rules[1]:
             reasons.append("--valid-data-path was built with other image rules than --data-path")
+    if any(dataset is not None and dataset.manifest.image_rules is not None for dataset in (train, valid)):
+        reasons += _missing_packages()
     if reasons:
         raise ValueError("\n".join(reasons))
     values = train.manifest.image_rules or (valid.manifest.image_rules if valid is not None else None)
@@ -98,6 +101,13 @@ def _open_datasets(data: DataConfig) -> tuple[PackedDataset, PackedDataset | Non
     train, valid = opened
     assert train is not None, "asked for with a --data-path"
     return train, valid
+
+
+def _missing_packages() -> list[str]:
+    """Why images cannot be decoded here; empty when they can."""
+    if importlib.util.find_spec("PIL") is not None:
+        return []
+    return ["the dataset holds images, which need the package pillow: pip install 'megacp[data]'"]
 
 
 def _mock_fingerprint(config: RunConfig) -> str:

@@ -1,0 +1,180 @@
+"""What the wheel asks for is what its commands import: the requirements, and for each command the extras it names."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.metadata
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacp.commands import convert, plot
+from megacp.config.run import RunConfig, with_values
+from megacp.training.sources import open_sources
+from tests.data.builds import run as build
+from tests.data.pictures import TINY, encoded, noise
+
+ROOT = Path(__file__).resolve().parents[1]
+EXTRAS_OF = {
+    "train": {"data", "log", "gpu"},
+    "preprocess": {"data"},
+    "convert": {"data", "gpu", "hf"},
+    "generate": {"data", "gpu"},
+    "parity": {"data", "gpu"},
+    "plot": {"log"},
+}
+"""Extras that a command may need for one of its flags or inputs; without them it starts and says what is missing."""
+BUILT_FROM_SOURCE = {"apex", "amp_C", "fused_weight_gradient_mlp_cuda"}
+"""Guests that no index has; see README."""
+
+
+def packaging() -> dict[str, Any]:
+    """The tables of setup.py: EXTRAS, COMMANDS, and install_requires."""
+    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
+    call = next(n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "setup")
+    tables = [n for n in tree.body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "EXTRAS"]
+    requires = next(word.value for word in call.keywords if word.arg == "install_requires")
+    return {"requires": ast.literal_eval(requires), **ast.literal_eval(tables[0].value)}
+
+
+def distribution(requirement: str) -> str:
+    """`PyYAML>=6` -> `pyyaml`."""
+    name = requirement
+    for mark in "<>=![; ":
+        name = name.partition(mark)[0]
+    return name.lower().replace("_", "-")
+
+
+@functools.cache
+def owners() -> dict[str, set[str]]:
+    """Distributions that an importable name belongs to."""
+    return {
+        name: {distribution(d) for d in found} for name, found in importlib.metadata.packages_distributions().items()
+    }
+
+
+def file_of(module: str) -> Path | None:
+    path = ROOT.joinpath(*module.split("."))
+    return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
+
+
+@functools.cache
+def imports(module: str, late: bool) -> frozenset[str]:
+    """Dotted names that a module of ours imports, packages above it included; `late`: inside functions, too."""
+    file = file_of(module)
+    assert file is not None
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    parts = module.split(".")
+    found = {".".join(parts[:i]) for i in range(1, len(parts))}
+    nodes = [node for node in ast.walk(tree) if late or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inside = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_for_types(node)
+        for inner in ast.walk(node)
+    }
+    for node in nodes:
+        if not late and id(node) in inside:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(found)
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+
+
+def third_party(start: str, late: bool) -> set[str]:
+    """Top-level names of others that a module imports, itself or through ours."""
+    waiting, seen, found = [start], set[str](), set[str]()
+    while waiting:
+        module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        for name in imports(module, late):
+            if name.split(".")[0] == "megacp":
+                waiting += [name] if file_of(name) is not None else []
+            elif name.split(".")[0] not in sys.stdlib_module_names:
+                found.add(name.split(".")[0])
+    return found
+
+
+def entry(command: str) -> str:
+    return "megacp.train" if command == "train" else f"megacp.commands.{command}"
+
+
+def undeclared(names: set[str], declared: set[str]) -> set[str]:
+    return {name for name in names if not (owners().get(name, {distribution(name)}) & declared)}
+
+
+@pytest.mark.parametrize("command", EXTRAS_OF)
+def test_a_command_starts_with_the_requirements_alone(command: str) -> None:
+    """Would catch `megacp-train --help` that ends in ModuleNotFoundError on a machine without the extras."""
+    declared = {distribution(name) for name in packaging()["requires"]}
+    assert undeclared(third_party(entry(command), late=False), declared) == set()
+
+
+@pytest.mark.parametrize("command", EXTRAS_OF)
+def test_everything_a_command_can_import_is_in_the_requirements_or_its_extras(command: str) -> None:
+    """Would catch `megacp-convert --verify` that needs a package which no extra brings."""
+    tables = packaging()
+    names = [*tables["requires"], *(name for extra in EXTRAS_OF[command] for name in tables[extra])]
+    found = third_party(entry(command), late=True) - BUILT_FROM_SOURCE
+    assert undeclared(found, {distribution(name) for name in names}) == set()
+
+
+def test_every_command_of_the_wheel_is_known_here() -> None:
+    text = (ROOT / "setup.py").read_text(encoding="utf-8")
+    commands = {path.stem for path in (ROOT / "megacp" / "commands").glob("[a-z]*.py")}
+    assert {*commands, "train"} == EXTRAS_OF.keys()
+    assert all(f'"{name}"' in text for name in commands)
+
+
+def test_the_rules_see_what_is_missing() -> None:
+    """Would catch a walk that follows nothing: torch is reached through rooms, transformers inside functions."""
+    assert "torch" in third_party("megacp.train", late=False)
+    assert "transformers" in third_party("megacp.commands.convert", late=True)
+    assert "transformers" not in third_party("megacp.commands.convert", late=False)
+    assert undeclared({"PIL", "numpy"}, {"numpy"}) == {"PIL"} and undeclared({"PIL"}, {"pillow"}) == set()
+
+
+def test_images_without_pillow_are_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch a run on a cluster that starts all ranks and ends in its first batch."""
+    (tmp_path / "a.png").write_bytes(encoded(noise(16, 16)))
+    line = '{"content": [{"type": "image", "path": "a.png"}, {"type": "text", "text": "seen"}]}\n'
+    (tmp_path / "records.jsonl").write_text(line)
+    rules = {"image_rules": TINY, "image_root": str(tmp_path), "seq_length": 256, "cp_degrees": (1,)}
+    build([tmp_path / "records.jsonl"], tmp_path / "packed", **rules)
+    vision = {"vision_num_layers": 2, "vision_image_size": 16, "vision_patch_size": 4, "additional_vocab_size": 8}
+    config = with_values(RunConfig(), {"data_path": str(tmp_path / "packed"), "seq_length": 256, **vision})
+    open_sources(config)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ValueError, match=r"need the package pillow: pip install 'megacp\[data\]'"):
+        open_sources(config)
+
+
+def test_a_missing_package_is_one_message_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"kind": "train", "step": 1, "loss": 2.0}\n')
+    for name in ("matplotlib", "safetensors", "jinja2", "transformers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert plot.main(["--log", str(log), "--output", str(tmp_path / "loss.png")]) == 2
+    error = capsys.readouterr().err
+    assert error == "error: a plot needs the package matplotlib: pip install 'megacp[log]'\n"
+    with pytest.raises(SystemExit) as stopped:
+        convert.main(["--from", "hf", "--to", "megacp", "--input", "a", "--output", "b", "--verify"])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.count("pip install 'megacp[hf]'") == 3
+    assert "the package transformers is not installed (--verify compares with it)" in error
