@@ -32,7 +32,8 @@ class Number:
         """The value as this kind, None when it is none: text, true, null, not finite, out of the ends."""
         if type(value) is int and self.kind is float and abs(value) <= _LARGEST:
             value = float(value)
-        if type(value) is not self.kind or not math.isfinite(value):
+        is_kind = isinstance(value, self.kind) and not isinstance(value, bool)
+        if not is_kind or not math.isfinite(value):
             return None
         above = value > self.low if self.low_open else value >= self.low
         return value if above and value <= self.high else None
