@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
+    from megacp.data.build import BuildSummary
     from megacp.data.image import ImageRules
 
 EXAMPLES = """examples:
@@ -112,6 +113,7 @@ def _add_build(commands: argparse._SubParsersAction[_Parser]) -> None:
     what.add_argument("--output", required=True, metavar="DIR", help="directory of the dataset")
     what.add_argument("--overwrite", action="store_true", help="delete the dataset in DIR first, finished or not")
     what.add_argument("--text-key", default="text", metavar="KEY", help="key of plain text in a record (text)")
+    _add_records(build)
     how = build.add_argument_group("tokens")
     how.add_argument(
         "--tokenizer",
@@ -120,6 +122,12 @@ def _add_build(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="byte | FILE.model (SentencePiece) | tokenizer.json (Hugging Face) | vocab.json,merges.txt (GPT-2)",
     )
     how.add_argument("--append-eod", action=argparse.BooleanOptionalAction, default=True, help="end documents (yes)")
+    how.add_argument(
+        "--prepend-bos",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="begin documents with the tokenizer's first token (as its files say)",
+    )
     how.add_argument("--eod-token", metavar="TEXT", help="the token that ends a document, when its files do not say")
     how.add_argument(
         "--tokenizer-engine",
@@ -154,7 +162,30 @@ def _add_build(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     work.add_argument("--on-error", choices=("fail", "skip"), default="fail", help="at a bad record (fail)")
     work.add_argument("--max-errors", type=int, metavar="N", help="with skip: give up after more bad records than N")
-    work.add_argument("--max-line-bytes", type=int, default=64 << 20, metavar="N", help="longest record (64 MiB)")
+    work.add_argument("--max-record-bytes", type=int, default=64 << 20, metavar="N", help="longest record (64 MiB)")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split(",") if name)
+
+
+def _add_records(build: argparse.ArgumentParser) -> None:
+    records = build.add_argument_group("records", "what is refused unless it is named here, for it would be lost")
+    records.add_argument(
+        "--ignore-keys", type=_names, default=(), metavar="A,B", help="unknown keys of records to leave out; * in names"
+    )
+    records.add_argument(
+        "--context-roles", type=_names, default=(), metavar="A,B", help="further roles of messages, not learned"
+    )
+    records.add_argument(
+        "--chat-template",
+        choices=("refuse", "ignore"),
+        default="refuse",
+        help="at messages, where the tokenizer has a template for them (refuse)",
+    )
+    records.add_argument(
+        "--allow-unlearned", action="store_true", help="keep records of which nothing is learned (they are refused)"
+    )
 
 
 def _add_images(build: argparse.ArgumentParser) -> None:
@@ -187,7 +218,7 @@ def _image_rules(args: argparse.Namespace) -> ImageRules | None:
 
 def _build(args: argparse.Namespace) -> int:
     from megacp.data.build import build
-    from megacp.data.unit import DEFAULT_WINDOW_TOKENS, BuildSettings
+    from megacp.data.build_settings import DEFAULT_WINDOW_TOKENS, BuildSettings
 
     try:
         cp_degrees = tuple(int(part) for part in args.cp_degrees.split(","))
@@ -203,7 +234,7 @@ def _build(args: argparse.Namespace) -> int:
         append_eod=args.append_eod,
         seed=args.seed,
         text_key=args.text_key,
-        max_line_bytes=args.max_line_bytes,
+        max_record_bytes=args.max_record_bytes,
         on_error=args.on_error,
         max_errors=args.max_errors,
         workers=len(os.sched_getaffinity(0)) if args.workers is None else args.workers,
@@ -215,24 +246,33 @@ def _build(args: argparse.Namespace) -> int:
         image_rules=_image_rules(args),
         image_root=args.image_root,
         max_crops_per_pack=args.max_crops_per_pack,
+        ignore_keys=args.ignore_keys,
+        context_roles=args.context_roles,
+        chat_template=args.chat_template,
+        prepend_bos=args.prepend_bos,
+        allow_unlearned=args.allow_unlearned,
     )
     summary = build(settings, sys.stderr, args.overwrite)
-    manifest = summary.manifest
     if summary.already_complete:
-        print(f"{args.output} is already complete: {manifest.num_packs:,} packs; nothing to do")
-        return 0
-    files = [file for shard in manifest.shards for file in shard.files if file.name == "images.bin"]
-    images = 0 if summary.units_resumed else sum(file.size for file in files)  # of this run alone, or not at all
-    speed = (summary.input_bytes + images) / max(summary.seconds, 1e-9) / 1e6
-    resumed = f" ({summary.units_resumed} of {summary.units} shards were there)" if summary.units_resumed else ""
-    print(
-        f"{args.output}: {summary.documents:,} documents, {manifest.num_tokens:,} tokens in "
-        f"{manifest.num_packs:,} packs of {manifest.seq_length:,} ({manifest.packing_efficiency:.2%} full), "
-        f"{manifest.num_rejected:,} rejected; "
-        f"{summary.seconds:.1f} s, {speed:.1f} MB/s, tokenizer {manifest.tokenizer.kind} ({summary.tokenizer_engine})"
-        f"{resumed}"
-    )
+        print(f"{args.output} is already complete: {summary.manifest.num_packs:,} packs; nothing to do")
+    else:
+        print(f"{args.output}: {_summary_text(summary)}")
     return 0
+
+
+def _summary_text(summary: BuildSummary) -> str:
+    from megacp.data.progress import rate
+
+    manifest = summary.manifest
+    unlearned = f" ({summary.unlearned:,} teach nothing)" if summary.unlearned else ""
+    resumed = f" ({summary.units_resumed} of {summary.units} shards were there)" if summary.units_resumed else ""
+    return (
+        f"{summary.documents:,} documents{unlearned}, {manifest.num_tokens:,} tokens "
+        f"({summary.learned_tokens / max(1, manifest.num_tokens):.1%} learned) in "
+        f"{manifest.num_packs:,} packs of {manifest.seq_length:,} ({manifest.packing_efficiency:.2%} full), "
+        f"{manifest.num_rejected:,} rejected; {summary.seconds:.1f} s, {rate(summary.read_bytes, summary.seconds)}, "
+        f"tokenizer {manifest.tokenizer.kind} ({summary.tokenizer_engine}){resumed}"
+    )
 
 
 def _inspect(args: argparse.Namespace) -> int:

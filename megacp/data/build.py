@@ -21,17 +21,15 @@ from typing import Any, TextIO
 import numpy as np
 
 from megacp import files
-from megacp.data.image import frame_layout, image_layout
+from megacp.data.build_settings import BuildSettings, problems, tokenizer_problem
 from megacp.data.journal import REJECTS_NAME, TOKENIZER_DIRECTORY, Journal, locked, prepare_directory
 from megacp.data.jsonl import Refusal, Unit, is_plain, plan_units
 from megacp.data.manifest import MANIFEST_NAME, Manifest
-from megacp.data.packing import OVERSIZE_RULES
 from megacp.data.progress import Progress
-from megacp.data.tokenizer import ByteTokenizer, Tokenizer
+from megacp.data.tokenizer import Tokenizer
 from megacp.data.unit import (
     IDENTITY_DTYPE,
     BadRecord,
-    BuildSettings,
     UnitBuilder,
     UnitResult,
     UnitTask,
@@ -40,7 +38,8 @@ from megacp.data.unit import (
 )
 from megacp.data.workers import run_tasks
 
-ON_ERROR = ("fail", "skip")
+RECORD_RULES = 2
+"""What records mean: raised when a record becomes other tokens or weights, so that no dataset is half of each."""
 _SAMPLED_BYTES = 1 << 16
 _RECORDS_OF_A_SHARD = 1024
 
@@ -51,7 +50,8 @@ class BuildSummary:
 
     manifest: Manifest
     documents: int
-    input_bytes: int
+    read_bytes: int
+    """Of the input, or of images where those are more; by this run."""
     seconds: float
     units: int
     units_resumed: int
@@ -59,65 +59,9 @@ class BuildSummary:
     already_complete: bool
     """Nothing was done."""
     tokenizer_engine: str
-
-
-def problems(settings: BuildSettings) -> list[str]:
-    """Everything that is wrong with the settings and the input files, before anything is read or written."""
-    found = []
-    paths = settings.input
-    if absent := [path for path in paths if not os.path.isfile(path)]:
-        found.append(f"--input: no such file: {', '.join(absent)}")
-    if repeated := sorted({path for path in paths if paths.count(path) > 1}):
-        found.append(f"--input: given more than once: {', '.join(repeated)}")
-    if not paths:
-        found.append("--input needs at least one file")
-    least = {
-        "--seq-length": settings.seq_length,
-        "--pad-multiple": settings.pad_multiple,
-        "--workers": settings.workers,
-        "--max-line-bytes": settings.max_line_bytes,
-        "--window-tokens": settings.window_tokens,
-    }
-    found += [f"{flag} is {value}, it must be at least 1" for flag, value in least.items() if value < 1]
-    if settings.pad_multiple >= 1 and settings.seq_length % settings.pad_multiple:
-        found.append(f"--seq-length {settings.seq_length} is not a multiple of --pad-multiple {settings.pad_multiple}")
-    if settings.oversize not in OVERSIZE_RULES:
-        found.append(f"--oversize is {settings.oversize!r}, allowed are {', '.join(OVERSIZE_RULES)}")
-    if settings.on_error not in ON_ERROR:
-        found.append(f"--on-error is {settings.on_error!r}, allowed are {', '.join(ON_ERROR)}")
-    if settings.max_errors is not None and settings.on_error != "skip":
-        found.append(f"--max-errors {settings.max_errors} needs --on-error skip")
-    if settings.seed is not None and settings.seed < 0:
-        found.append(f"--seed is {settings.seed}, it must be at least 0")
-    if bad := [degree for degree in settings.cp_degrees if degree < 1]:
-        found.append(f"--cp-degrees: {bad} are not at least 1")
-    return found + _image_problems(settings)
-
-
-def _image_problems(settings: BuildSettings) -> list[str]:
-    rules, most, root = settings.image_rules, settings.max_crops_per_pack, settings.image_root
-    if rules is None:
-        given = {"--image-root": root, "--max-crops-per-pack": most}
-        return [f"{flag} {value} needs image rules" for flag, value in given.items() if value is not None]
-    found = rules.reasons()
-    if root is not None and not os.path.isdir(root):
-        found.append(f"--image-root {root} is not a directory")
-    if most is not None and most < 1:
-        found.append(f"--max-crops-per-pack is {most}, it must be at least 1")
-    if most is not None and 1 <= most <= rules.max_crops:
-        found.append(
-            f"--max-crops-per-pack {most} cannot hold an image of --max-crops {rules.max_crops} and its low-resolution "
-            "crop"
-        )
-    if not found:
-        some_ids = rules.with_token_ids(ByteTokenizer())  # which ones changes no length
-        image, frame = len(image_layout(1, 1, some_ids).tokens), len(frame_layout(some_ids).tokens)
-        if settings.seq_length < min(image, frame):
-            found.append(
-                f"--seq-length {settings.seq_length} is shorter than the smallest image, {image} tokens, and than a "
-                f"video frame, {frame}"
-            )
-    return found
+    learned_tokens: int
+    unlearned: int
+    """Documents of which nothing is learned."""
 
 
 def _unit_bytes_of_images(settings: BuildSettings) -> int:
@@ -153,6 +97,11 @@ def _decisive(settings: BuildSettings, tokenizer: Tokenizer) -> dict[str, Any]:
             "max_crops_per_pack": settings.max_crops_per_pack,
         }
     return images | {
+        "record_rules": RECORD_RULES,
+        "ignore_keys": settings.ignore_keys,
+        "context_roles": settings.context_roles,
+        "chat_template": settings.chat_template,
+        "allow_unlearned": settings.allow_unlearned,
         "input": [[path, os.path.getsize(path), _sample_hash(path)] for path in settings.input],
         "tokenizer": asdict(tokenizer.info()),
         "tokenizer_engine": settings.tokenizer_engine,
@@ -162,7 +111,7 @@ def _decisive(settings: BuildSettings, tokenizer: Tokenizer) -> dict[str, Any]:
         "append_eod": settings.append_eod,
         "seed": settings.seed,
         "text_key": settings.text_key,
-        "max_line_bytes": settings.max_line_bytes,
+        "max_record_bytes": settings.max_record_bytes,
         "unit_bytes": settings.bytes_per_unit,
         "window_tokens": settings.window_tokens,
         "cp_degrees": settings.cp_degrees,
@@ -178,11 +127,8 @@ def build(settings: BuildSettings, stream: TextIO, overwrite: bool = False) -> B
     if found := problems(settings):
         raise ValueError("; ".join(found))
     tokenizer = settings.load_tokenizer()
-    if settings.append_eod and tokenizer.eos_id is None:
-        raise ValueError(
-            f"--tokenizer {settings.tokenizer} does not say which token ends a document: "
-            "name it with --eod-token, or give --no-append-eod"
-        )
+    if (problem := tokenizer_problem(settings, tokenizer)) is not None:
+        raise ValueError(problem)
     if settings.image_rules is not None:
         rules = settings.image_rules.with_token_ids(tokenizer)
         if reasons := rules.reasons():
@@ -230,8 +176,7 @@ class _Build:
                 self._build([UnitTask(self._units[unit], again) for unit, again in sorted(duplicates.items())])
         finally:
             self._progress.finish()
-        if not any(result.entry for result in self._journal.results.values()):
-            raise ValueError(f"--input: {len(self._settings.input)} files hold no usable record; no dataset was made")
+        self._check_use()
         manifest = self._write()
         return self._summary(manifest, time.monotonic() - started, already_complete=False)
 
@@ -242,7 +187,9 @@ class _Build:
             self._check_refusals()
             packs, tokens = (result.entry.num_packs, result.entry.num_tokens) if result.entry else (0, 0)
             size = self._sizes[result.unit]
-            self._progress.add(result.documents, size, tokens, packs * self._settings.seq_length)
+            files = result.entry.files if result.entry else ()
+            images = sum(file.size for file in files if file.name == "images.bin")
+            self._progress.add(result.documents, size, tokens, packs * self._settings.seq_length, images)
 
     def _check_refusals(self) -> None:
         refusals = [refusal for result in self._journal.results.values() for refusal in result.refusals]
@@ -252,6 +199,24 @@ class _Build:
         if settings.max_errors is not None and len(refusals) > settings.max_errors:
             raise ValueError(
                 f"{len(refusals)} bad records, more than --max-errors {settings.max_errors}; the last is {refusals[-1]}"
+            )
+
+    def _check_use(self) -> None:
+        """ValueError when there is nothing in the dataset, or nothing that could be learned from it."""
+        results = self._journal.results.values()
+        if not any(result.entry for result in results):
+            empty = [path for path in self._settings.input if not os.path.getsize(path)]
+            all_empty = f"; empty: {', '.join(empty)}" if empty else ""
+            refused = sum(len(result.refusals) + len(result.dropped) for result in results)
+            raise ValueError(
+                f"--input: no usable record in {', '.join(self._settings.input)} ({refused} refused{all_empty}); "
+                "no dataset was made"
+            )
+        if not sum(result.learned_tokens for result in results):
+            documents = sum(result.documents for result in results)
+            raise ValueError(
+                f"--input: {documents} documents, and none of their tokens is learned: no assistant says anything, "
+                "or all weights are 0; no dataset was made"
             )
 
     def _duplicates(self) -> dict[int, dict[bytes, str]]:
@@ -316,12 +281,14 @@ class _Build:
         return BuildSummary(
             manifest,
             documents,
-            self._progress.bytes,
+            self._progress.read_bytes,
             seconds,
             len(self._units),
             self._resumed,
             already_complete,
             self._tokenizer.engine,
+            sum(result.learned_tokens for result in self._journal.results.values()),
+            sum(result.unlearned for result in self._journal.results.values()),
         )
 
 

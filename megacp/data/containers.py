@@ -57,7 +57,7 @@ def _checked_row(path: str, row: int, size: int, value: dict[str, Any], max_reco
     length = sum(len(item) for item in value.values() if isinstance(item, str))
     if length > max_record_bytes:
         return Refusal(
-            path, row + 1, row, f"a row of {length} characters, more than --max-line-bytes {max_record_bytes}"
+            path, row + 1, row, f"a row of {length} characters, more than --max-record-bytes {max_record_bytes}"
         )
     return Record(row + 1, row, size, value)
 
@@ -124,7 +124,7 @@ def _add(
     elif not is_record and not media:
         group.members[extension] = None
     elif member.size > limit:
-        group.problem = f"member {member.name!r} has {member.size} bytes, more than --max-line-bytes {limit}"
+        group.problem = f"member {member.name!r} has {member.size} bytes, more than --max-record-bytes {limit}"
     else:
         stream = archive.extractfile(member)
         content = stream.read() if stream else b""

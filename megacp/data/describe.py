@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from megacp.data import tables
+from megacp.data.document import learned_tokens
 from megacp.data.journal import REJECTS_NAME
 from megacp.data.store import Pack, PackedDataset
 from megacp.data.tables import FLAG_SPLIT, FLAG_TRUNCATED
@@ -56,6 +57,36 @@ def describe_pack(dataset: PackedDataset, index: int, tokenizer: Tokenizer | Non
             branch += 1
         start = stop
     return "\n".join(lines + _boundaries(pack))
+
+
+def learned_of_pack(pack: Pack) -> int:
+    """How many tokens of a pack training learns, as `document.learned_tokens` of each of its documents."""
+    stops = np.cumsum(pack.segments["true_length"], dtype=np.int64)
+    starts = stops - pack.segments["true_length"]
+    counted = np.ones(len(pack.tokens), bool) if pack.weights is None else pack.weights > 0
+    total = int(counted.sum() - counted[starts].sum())
+    first = 0
+    for row in np.flatnonzero(pack.segments["num_branches"]).tolist():
+        assert pack.branches is not None, "segments with branches have a branch table"
+        here, number = slice(int(starts[row]), int(stops[row])), int(pack.segments["num_branches"][row])
+        begins = pack.branches["start"][first : first + number].tolist()
+        first += number
+        weights = None if pack.weights is None else pack.weights[here]
+        total += learned_tokens(pack.tokens[here], weights, begins) - int(counted[here][1:].sum())
+    return total
+
+
+def _learned(dataset: PackedDataset) -> int:
+    """Learned tokens of a dataset; the bytes are read only where there are weights or branches."""
+    total, first = 0, 0
+    for shard in dataset.manifest.shards:
+        names = {file.name for file in shard.files}
+        if {"weights.bin", "branches.npy"} & names:
+            total += sum(learned_of_pack(dataset.pack(first + i)) for i in range(shard.num_packs))
+        else:
+            total += shard.num_tokens - shard.num_segments
+        first += shard.num_packs
+    return total
 
 
 def _images(pack: Pack, segment: int) -> list[str]:
@@ -135,6 +166,7 @@ def statistics(directory: str | Path) -> dict[str, Any]:
         "packs": len(dataset),
         "documents": len(lengths),
         "tokens": manifest.num_tokens,
+        "learned_tokens": _learned(dataset),
         "packing_efficiency": manifest.packing_efficiency,
         "padded_share": padded / places if places else 0.0,
         "length_quantiles": dict(zip(("min", "p10", "median", "p90", "max"), quantiles.tolist(), strict=True)),
@@ -191,7 +223,8 @@ def statistics_text(values: dict[str, Any]) -> str:
         f"  packs       {values['packs']:,} of {values['seq_length']:,} tokens in {values['shards']} shards",
         f"  documents   {values['documents']:,} ({values['split_pieces']:,} pieces of split ones, "
         f"{values['truncated']:,} truncated)",
-        f"  tokens      {values['tokens']:,}",
+        f"  tokens      {values['tokens']:,}, {values['learned_tokens']:,} learned "
+        f"({values['learned_tokens'] / max(1, values['tokens']):.1%})",
         f"  efficiency  {values['packing_efficiency']:.3%} of all places hold a token, "
         f"{values['padded_share']:.3%} with padding to {values['pad_multiple']}",
     ]

@@ -1,8 +1,9 @@
 """A parsed record as one row of token ids with its weights, branches, images: what a packer packs.
 
 Key property: every text of a chunk of records is tokenized in one call, and a token that means an image comes from an
-image alone: text that spells one is refused. Rejected: writing images as text and tokenizing the whole, which lets a
-record forge image tokens, and needs a tokenizer that has them.
+image alone: text that spells one is refused. A document begins with the token that the tokenizer begins a text with, so
+that a prompt which a server tokenizes is one of training. Rejected: writing images as text and tokenizing the whole,
+which lets a record forge image tokens, and needs a tokenizer that has them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,21 @@ class Origin(NamedTuple):
     """Its images and videos in the spool."""
 
 
+def learned_tokens(tokens: np.ndarray, weights: np.ndarray | None, branch_starts: Sequence[int]) -> int:
+    """How many tokens of a document have a loss weight and a token before them that predicts them.
+
+    tokens: [n]; weights: [n] or None = all ones. Where all branches begin with the same token, the prefix predicts it.
+    """
+    if weights is None and not branch_starts:
+        return len(tokens) - 1
+    counted = np.ones(len(tokens), bool) if weights is None else weights > 0
+    first = np.array([0, *branch_starts])
+    total = int(counted.sum() - counted[first].sum())
+    if branch_starts and (tokens[first[1:]] == tokens[first[1]]).all():
+        total += int(counted[first[1]])
+    return total
+
+
 class Document(NamedTuple):
     """A record in tokens."""
 
@@ -40,6 +56,11 @@ class Document(NamedTuple):
     """float32 [n]; None = all ones."""
     branch_starts: tuple[int, ...]
     units: tuple[SegmentUnit, ...]
+
+    def teaches(self, longest: int) -> bool:
+        """Whether something of its first `longest` tokens is learned."""
+        weights = None if self.weights is None else self.weights[:longest]
+        return learned_tokens(self.tokens[:longest], weights, self.branch_starts) > 0
 
     @property
     def num_crops(self) -> int:
@@ -71,13 +92,22 @@ class DocumentMaker:
         if append_eod:
             assert tokenizer.eos_id is not None, "checked before any worker starts"
             self._eod = np.array([tokenizer.eos_id], dtype=np.int32)
+        self._first = None if tokenizer.begins_with is None else np.array([tokenizer.begins_with], dtype=np.int32)
 
     def encode(self, records: Sequence[Sequence[Sequence[Part]]]) -> Iterator[Encoded]:
         """The ids of each record's prefix and branches, in order."""
         pieces = [part for record in records for parts in record for part in parts if isinstance(part, Piece)]
         encoded = iter(self._tokenizer.encode([piece.text for piece in pieces if piece.text is not None]))
         for record in records:
-            yield Encoded([self._stretches(parts, encoded) for parts in record])
+            yield Encoded(self._begun([self._stretches(parts, encoded) for parts in record]))
+
+    def _begun(self, parts: list[list[Stretch]]) -> list[list[Stretch]]:
+        """A record's prefix and branches after the token that begins every document, if its text does not have it."""
+        prefix, *branches = parts
+        head = next((stretch for stretch in prefix if len(stretch.ids)), None)
+        if self._first is None or head is None or head.ids[0] == self._first[0]:
+            return parts
+        return [[Stretch(self._first, head.weight), *prefix], *branches]
 
     def _stretches(self, parts: Sequence[Part], encoded: Iterator[np.ndarray]) -> list[Stretch]:
         result = []

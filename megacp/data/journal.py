@@ -202,6 +202,8 @@ def _to_json(result: UnitResult) -> dict[str, Any]:
         "refusals": [dataclasses.asdict(refusal) for refusal in result.refusals],
         "dropped": [dataclasses.asdict(refusal) for refusal in result.dropped],
         "has_ids": result.has_ids,
+        "learned_tokens": result.learned_tokens,
+        "unlearned": result.unlearned,
     }
 
 
@@ -215,6 +217,8 @@ def _from_json(value: Any) -> UnitResult:
         _refusals(fields, "refusals"),
         _refusals(fields, "dropped"),
         fields.boolean("has_ids"),
+        fields.integer("learned_tokens"),
+        fields.integer("unlearned"),
     )
     fields.done()
     return result

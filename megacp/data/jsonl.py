@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from megacp.data.sample import RecordError, decode_json
 
-DEFAULT_MAX_LINE_BYTES = 64 << 20
+DEFAULT_MAX_RECORD_BYTES = 64 << 20
 _BLOCK = 1 << 20
 
 
@@ -164,7 +164,7 @@ def line_number(path: str, offset: int) -> int:
 
 
 def read_extent(
-    extent: Extent, max_line_bytes: int = DEFAULT_MAX_LINE_BYTES, media: bool = False
+    extent: Extent, max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES, media: bool = False
 ) -> Iterator[Record | Refusal]:
     """The records of one extent of any supported file, in order, each bad one as a Refusal.
 
@@ -177,14 +177,14 @@ def read_extent(
     if suffix in CONTAINERS:
         from megacp.data.containers import READERS
 
-        yield from READERS[suffix](extent.path, max_line_bytes, media)
+        yield from READERS[suffix](extent.path, max_record_bytes, media)
         return
     opener = _COMPRESSED.get(suffix)
     with opener(extent.path) if opener else open(extent.path, "rb", buffering=_BLOCK) as stream:
-        yield from _read_lines(extent, stream, max_line_bytes, plain=opener is None)
+        yield from _read_lines(extent, stream, max_record_bytes, plain=opener is None)
 
 
-def _read_lines(extent: Extent, stream: IO[bytes], max_line_bytes: int, plain: bool) -> Iterator[Record | Refusal]:
+def _read_lines(extent: Extent, stream: IO[bytes], max_record_bytes: int, plain: bool) -> Iterator[Record | Refusal]:
     offset, line = extent.start, 0
     if offset:  # the line that runs into the range belongs to the range before it
         stream.seek(offset - 1)
@@ -200,18 +200,18 @@ def _read_lines(extent: Extent, stream: IO[bytes], max_line_bytes: int, plain: b
     while not plain or offset < extent.stop:
         line += 1
         try:
-            data = stream.readline(max_line_bytes + 2)
+            data = stream.readline(max_record_bytes + 2)
             size = len(data)
             content = data.rstrip(b"\r\n")
-            if len(content) > max_line_bytes and not data.endswith(b"\n"):
+            if len(content) > max_record_bytes and not data.endswith(b"\n"):
                 size += _skip_line(stream)
         except (EOFError, OSError, zlib.error) as error:
             yield refuse(_damage(error))
             return
         if not size:
             return
-        if len(content) > max_line_bytes:
-            yield refuse(f"a line of {size} bytes, more than --max-line-bytes {max_line_bytes}")
+        if len(content) > max_record_bytes:
+            yield refuse(f"a line of {size} bytes, more than --max-record-bytes {max_record_bytes}")
         else:
             if offset == 0 and content.startswith(b"\xef\xbb\xbf"):
                 content = content[3:]

@@ -27,6 +27,8 @@ class Progress:
     bytes: int = 0
     tokens: int = 0
     places: int = 0
+    image_bytes: int = 0
+    """Stored of images and videos; those that lie in files of their own are no bytes of the input."""
     _started: float = field(default_factory=time.monotonic)
     _shown: float = 0.0
 
@@ -34,8 +36,9 @@ class Progress:
         self._terminal = self.stream.isatty()
         self._shown = self._started
 
-    def add(self, documents: int, size: int, tokens: int, places: int) -> None:
+    def add(self, documents: int, size: int, tokens: int, places: int, image_bytes: int = 0) -> None:
         """One more unit is done."""
+        self.image_bytes += image_bytes
         self.documents += documents
         self.bytes += size
         self.tokens += tokens
@@ -58,9 +61,14 @@ class Progress:
         filled = "#" * round(_WIDTH * done)
         return (
             f"[{filled:<{_WIDTH}}] {done:4.0%}  {self.documents / seconds:,.0f} docs/s  "
-            f"{self.bytes / seconds / 1e6:.1f} MB/s  {self.tokens / seconds:,.0f} tokens/s  "
+            f"{rate(self.read_bytes, seconds)}  {self.tokens / seconds:,.0f} tokens/s  "
             f"packed {self.tokens / max(1, self.places):.2%}  {duration(left)} left"
         )
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read: of the input, or of images where those are more (a tar's are part of it, and count once)."""
+        return max(self.bytes, self.image_bytes)
 
     @property
     def seconds(self) -> float:
@@ -72,6 +80,12 @@ class Progress:
         if self._terminal:
             self.stream.write("\r\x1b[K")
             self.stream.flush()
+
+
+def rate(size: int, seconds: float) -> str:
+    """Bytes a second in words, with three digits that mean something."""
+    speed = size / max(seconds, 1e-9)
+    return f"{speed / 1e6:.1f} MB/s" if speed >= 1e6 else f"{speed / 1e3:.1f} kB/s"
 
 
 def duration(seconds: float) -> str:

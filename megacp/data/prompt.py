@@ -21,6 +21,7 @@ from megacp.data.document import DocumentMaker
 from megacp.data.image import ImageRules
 from megacp.data.image_loading import Pixels, joined
 from megacp.data.media import MediaReader, Part
+from megacp.data.record_keys import FOR_PROMPTS
 from megacp.data.row_images import RowUnits, spans, vision_inputs
 from megacp.data.sample import Media, Piece, RecordError, parse_record
 from megacp.data.shard_writer import SegmentUnit
@@ -79,7 +80,7 @@ class PromptMaker:
 
         RecordError (a ValueError) says what is wrong with it.
         """
-        sample = parse_record(record, media=True)
+        sample = parse_record(record, media=True, accepted=FOR_PROMPTS)
         prefix, branches = list(sample.prefix), [list(branch) for branch in sample.branches]
         cut = [_without_answer(branch) for branch in branches or [prefix]]
         expected = tuple(answer for _, answer in cut)

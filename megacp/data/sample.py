@@ -8,13 +8,14 @@ A record has exactly one of
 * `text`: a string, all of it learned;
 * `messages`: [{"role": ..., "content": ...}, ...]; a message is written as `<|ROLE|>` newline CONTENT, then the
   end-of-document token after an assistant's message and a newline after any other; only what an assistant says, with
-  its end-of-document token, is learned; several messages are joined by a newline;
+  its end-of-document token, is learned, times the message's own `weight`; several messages are joined by a newline;
 * `content`: [{"type": "text", "text": ...}, ...], the texts joined as they are;
 and optionally `id` (string or integer, unique in the dataset), `weight` (a finite number >= 0 that multiplies the loss
 of the record) and `branches`: a list of alternative continuations, each a string or a record of one of these forms,
 maybe with a `weight` of its own; they see the record's own text as their prefix, and not each other. Messages after
 messages go on as in one conversation. A branch that begins with learned text right after an image begins with a newline
-that is not learned, for no token of its own would predict the first word. Other keys are ignored.
+that is not learned, for no token of its own would predict the first word. Which other keys may stand beside these, and
+which roles there are, is in `record_keys`.
 
 In a build with images, `content` (also that of a message) may hold parts of type `image` and `video`, each with exactly
 one of `path` (relative to --image-root; `image` or `video` means the same), `base64`, `member` (of the record's tar:
@@ -30,7 +31,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-LEARNED_ROLES = ("assistant",)
+from megacp.data.record_keys import LEARNED_ROLES, MESSAGE_KEYS, NOTHING_MORE, Accepted, lost_keys
+
+RECORD_KEYS = ("id", "weight", "branches")
+"""Of a record beside what it says."""
 MEDIA_TYPES = ("image", "video")
 MEDIA_SOURCES = ("path", "base64", "member", "bytes")
 
@@ -74,6 +78,21 @@ END = Piece(None, 1.0)
 
 
 @dataclass(frozen=True)
+class _Rules:
+    """How records are read."""
+
+    text_key: str
+    media: bool
+    """Whether images and videos may be there."""
+    accepted: Accepted
+
+    def refuse_lost(self, found: dict[str, Any], known: tuple[str, ...], where: str, in_record: bool = False) -> None:
+        """RecordError for keys of `found`, which stands at `where`, that nobody reads."""
+        if not found.keys() <= set(known) and (lost := lost_keys(found, known, self.accepted, in_record)):
+            raise RecordError(f"{where}: {lost}" if where else lost)
+
+
+@dataclass(frozen=True)
 class Sample:
     """One document: `prefix`, then each of `branches` as an alternative continuation of it."""
 
@@ -91,14 +110,14 @@ def _text(value: Any, key: str) -> str:
     return value
 
 
-def _from_text(value: Any, key: str, media: bool) -> list[Piece]:
+def _from_text(value: Any, key: str, rules: _Rules) -> list[Piece]:
     text = _text(value, key)
     if not text:
         raise RecordError(f"`{key}` is empty")
     return [Piece(text, 1.0)]
 
 
-def _from_messages(value: Any, key: str, media: bool) -> list[Piece]:
+def _from_messages(value: Any, key: str, rules: _Rules) -> list[Piece]:
     if not isinstance(value, list) or not value:
         raise RecordError(f"`{key}` must be a list of at least one message, found {_name(value)}")
     pieces: list[Piece] = []
@@ -109,19 +128,32 @@ def _from_messages(value: Any, key: str, media: bool) -> list[Piece]:
         role, content = _text(message["role"], f"{where}.role"), message["content"]
         if not role:
             raise RecordError(f"`{where}.role` is empty")
-        learned = float(role in LEARNED_ROLES)
+        if problem := rules.accepted.role_problem(role):
+            raise RecordError(f"`{where}.role`: {problem}")
+        rules.refuse_lost(message, MESSAGE_KEYS, f"`{where}`")
+        learned = _message_weight(message, role, where, rules)
         pieces.append(Piece(("\n" if i else "") + f"<|{role}|>\n", 0.0))
         if isinstance(content, list):
-            said = _from_content(content, f"{where}.content", media)
+            said = _from_content(content, f"{where}.content", rules)
             pieces += [Piece(piece.text, learned * piece.weight, piece.media) for piece in said]
         elif _text(content, f"{where}.content"):
             pieces.append(Piece(content, learned))
-        if learned:
-            pieces.append(END)
+        if role in LEARNED_ROLES:
+            pieces.append(replace(END, weight=learned))
     return pieces
 
 
-def _from_content(value: Any, key: str, media: bool) -> list[Piece]:
+def _message_weight(message: dict[str, Any], role: str, where: str, rules: _Rules) -> float:
+    """The loss weight of what a message says: its own where it is an assistant's, else 0."""
+    weight = _weight(message, f"{where}.weight")
+    if role in LEARNED_ROLES:
+        return 1.0 if rules.accepted.ignore_weights else weight
+    if message.get("weight") is not None and weight > 0:
+        raise RecordError(f"`{where}.weight` is {weight:g}, but nothing that a {role} says is learned; leave it out")
+    return 0.0
+
+
+def _from_content(value: Any, key: str, rules: _Rules) -> list[Piece]:
     if not isinstance(value, list) or not value:
         raise RecordError(f"`{key}` must be a list of at least one part, found {_name(value)}")
     pieces: list[Piece] = []
@@ -135,15 +167,16 @@ def _from_content(value: Any, key: str, media: bool) -> list[Piece]:
     for i, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
         where = f"{key}[{i}]"
-        if kind in MEDIA_TYPES and not media:
+        if kind in MEDIA_TYPES and not rules.media:
             raise RecordError(
                 f"`{where}` is of type {kind}: this build makes text datasets, images need the vision build "
                 "(--image-root, --image-rules or another flag for images)"
             )
         if kind in MEDIA_TYPES:
             join()
-            pieces.append(Piece(None, 0.0, _media(part, kind, where)))
+            pieces.append(Piece(None, 0.0, _media(part, kind, where, rules)))
         elif kind == "text":
+            rules.refuse_lost(part, ("type", "text"), f"`{where}`")
             texts.append(_text(part.get("text"), f"{where}.text"))
         else:
             raise RecordError(
@@ -155,7 +188,7 @@ def _from_content(value: Any, key: str, media: bool) -> list[Piece]:
     return pieces
 
 
-def _media(part: dict[str, Any], kind: str, where: str) -> Media:
+def _media(part: dict[str, Any], kind: str, where: str, rules: _Rules) -> Media:
     # nulls are what Parquet fills in for absent keys
     given = {key: part[key] for key in (*MEDIA_SOURCES, kind, "frames", "url") if part.get(key) is not None}
     allowed = (*MEDIA_SOURCES, "frames") if kind == "video" else MEDIA_SOURCES
@@ -165,9 +198,10 @@ def _media(part: dict[str, Any], kind: str, where: str) -> Media:
         found = ", ".join(given) or "none"
         raise RecordError(f"`{where}` of type {kind} needs exactly one of {', '.join(allowed)}, found {found}")
     ((key, value),) = given.items()
+    rules.refuse_lost(part, ("type", key, "fps") if key == "frames" else ("type", key), f"`{where}`")
     where = f"{where}.{key}"
     if key == "frames":
-        return _frames(part, value, where)
+        return _frames(part, value, where, rules)
     if key == "bytes":
         if not isinstance(value, bytes):
             raise RecordError(f"`{where}` is {_name(value)}, it must be bytes (only Parquet has them; use base64)")
@@ -177,7 +211,7 @@ def _media(part: dict[str, Any], kind: str, where: str) -> Media:
     return Media(kind, "path" if key == kind else key, value, where)
 
 
-def _frames(part: dict[str, Any], value: Any, where: str) -> Media:
+def _frames(part: dict[str, Any], value: Any, where: str, rules: _Rules) -> Media:
     if not isinstance(value, list) or not value:
         raise RecordError(f"`{where}`: a video with no frames, it must be a list of images, found {_name(value)}")
     fps = part.get("fps")
@@ -188,27 +222,29 @@ def _frames(part: dict[str, Any], value: Any, where: str) -> Media:
         item = {"path": item} if isinstance(item, str) else item
         if not isinstance(item, dict):
             raise RecordError(f"`{where}[{i}]` must be a path or an object, found {_name(item)}")
-        images.append(_media(item, "image", f"{where}[{i}]"))
+        images.append(_media(item, "image", f"{where}[{i}]", rules))
     return Media("video", "frames", "", where, tuple(images), None if fps is None else float(fps))
 
 
-_FORMS: dict[str, Callable[[Any, str, bool], list[Piece]]] = {
+_FORMS: dict[str, Callable[[Any, str, _Rules], list[Piece]]] = {
     "text": _from_text,
     "messages": _from_messages,
     "content": _from_content,
 }
 
 
-def _pieces(record: dict[str, Any], text_key: str, media: bool, where: str = "") -> list[Piece]:
-    keys = {form: text_key if form == "text" else form for form in _FORMS}
+def _pieces(record: dict[str, Any], rules: _Rules, where: str = "") -> list[Piece]:
+    keys = {form: rules.text_key if form == "text" else form for form in _FORMS}
     present = [form for form in _FORMS if record.get(keys[form]) is not None]
     if len(present) != 1:
         found = ", ".join(f"`{key}`" for key in list(record)[:8]) or "no key"
         wanted = " or ".join(f"`{key}`" for key in keys.values())
         reason = "missing key" if not present else "more than one content key"
         raise RecordError(f"{reason}: {where or 'a record'} needs exactly one of {wanted}, found {found}")
+    beside = ("weight",) if where else RECORD_KEYS
+    rules.refuse_lost(record, (*keys.values(), *beside), f"`{where}`" if where else "", in_record=True)
     key = keys[present[0]]
-    return _FORMS[present[0]](record[key], f"{where}.{key}" if where else key, media)
+    return _FORMS[present[0]](record[key], f"{where}.{key}" if where else key, rules)
 
 
 def _ended(pieces: list[Piece]) -> tuple[Piece, ...]:
@@ -217,15 +253,16 @@ def _ended(pieces: list[Piece]) -> tuple[Piece, ...]:
     return (*pieces, Piece(None, pieces[-1].weight))
 
 
-def parse_record(record: Any, text_key: str = "text", media: bool = False) -> Sample:
+def parse_record(record: Any, text_key: str = "text", media: bool = False, accepted: Accepted = NOTHING_MORE) -> Sample:
     """A decoded record as a Sample; `text_key` is the name under which plain text is found; `media`: whether it may
-    hold images and videos.
+    hold images and videos; `accepted`: what else may stand in it.
 
     RecordError says what is wrong with it.
     """
     if not isinstance(record, dict):
         raise RecordError(f"a record must be a JSON object, found {_name(record)}")
-    pieces = _pieces(record, text_key, media)
+    rules = _Rules(text_key, media, accepted)
+    pieces = _pieces(record, rules)
     identity, branches = record.get("id"), record.get("branches")
     if identity is not None and (isinstance(identity, bool) or not isinstance(identity, str | int)):
         raise RecordError(f"`id` is {_name(identity)}, it must be a string or an integer")
@@ -235,7 +272,7 @@ def parse_record(record: Any, text_key: str = "text", media: bool = False) -> Sa
         return Sample(_ended(pieces), (), weight, identity)
     if not isinstance(branches, list) or not branches:
         raise RecordError(f"`branches` must be a list of at least one continuation, found {_name(branches)}")
-    found = [_branch(branch, i, text_key, media) for i, branch in enumerate(branches)]
+    found = [_branch(branch, i, rules) for i, branch in enumerate(branches)]
     conversation = record.get("messages") is not None
     joined = (
         _joined(pieces, each, conversation and isinstance(branch, dict) and branch.get("messages") is not None)
@@ -244,16 +281,22 @@ def parse_record(record: Any, text_key: str = "text", media: bool = False) -> Sa
     return Sample(tuple(pieces), tuple(joined), weight, identity)
 
 
-def _branch(value: Any, i: int, text_key: str, media: bool) -> tuple[Piece, ...]:
+def has_messages(record: Any) -> bool:
+    """Whether a record that could be parsed has messages, itself or in a branch."""
+    branches = (branch for branch in record.get("branches") or () if isinstance(branch, dict))
+    return any(each.get("messages") is not None for each in (record, *branches))
+
+
+def _branch(value: Any, i: int, rules: _Rules) -> tuple[Piece, ...]:
     where = f"branches[{i}]"
     if isinstance(value, str):
-        return _ended(_from_text(value, where, media))
+        return _ended(_from_text(value, where, rules))
     if not isinstance(value, dict):
         raise RecordError(f"`{where}` is {_name(value)}, it must be a string or an object")
     if lost := [key for key in ("branches", "id") if value.get(key) is not None]:
         raise RecordError(f"`{where}.{lost[0]}`: a branch has none; branches of branches are written out as branches")
-    weight = _weight(value, f"{where}.weight")
-    pieces = _ended(_pieces(value, text_key, media, where))
+    weight = 1.0 if rules.accepted.ignore_weights else _weight(value, f"{where}.weight")
+    pieces = _ended(_pieces(value, rules, where))
     return pieces if weight == 1.0 else tuple(replace(piece, weight=piece.weight * weight) for piece in pieces)
 
 

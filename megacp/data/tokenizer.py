@@ -13,7 +13,7 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from megacp.data.bpe import ByteLevelBPE, has_newer_characters
 from megacp.data.manifest import TokenizerInfo
+from megacp.data.tokenizer_beside import Surroundings, read_beside, surroundings
 
 ENGINES = ("auto", "reference")
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|eot|>", "<|im_end|>", "[EOS]")
@@ -57,6 +58,12 @@ class Tokenizer(abc.ABC):
     """The files it was read from; empty for `byte`."""
     engine: str = "reference"
     """Which implementation encodes: "gigatoken" or "reference"."""
+    begins_with: int | None = None
+    """The id that stands before every document; `encode` does not add it."""
+    surroundings: Surroundings = Surroundings()
+    """What its files put around a text."""
+    chat_template: Path | None = None
+    """The file with the template that a server writes messages by."""
 
     @abc.abstractmethod
     def encode_reference(self, text: str) -> np.ndarray:
@@ -82,7 +89,8 @@ class Tokenizer(abc.ABC):
 
     def info(self) -> TokenizerInfo:
         """What the manifest of a dataset records."""
-        return TokenizerInfo(self.kind, self.sha256, self.vocab_size, self.eos_id, self.bos_id, self.pad_id)
+        ids = self.eos_id, self.bos_id, self.pad_id, self.begins_with
+        return TokenizerInfo(self.kind, self.sha256, self.vocab_size, *ids)
 
 
 class _Accelerated(Tokenizer):
@@ -211,13 +219,15 @@ class HuggingFaceTokenizer(_Accelerated):
         self._model.no_truncation()
         self._model.no_padding()
         self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
-        config = path.with_name("tokenizer_config.json")
-        self.files = (path, config) if config.is_file() else (path,)
+        beside = read_beside(path.parent)
+        self.files = (path,) if beside.config is None else (path, beside.config)
         self.sha256 = _hash_files(path)
-        settings = _read_json_object(config) if config.is_file() else {}
+        settings = beside.values
         self.eos_id = self._special(settings.get("eos_token"), EOS_NAMES)
         self.bos_id = self._special(settings.get("bos_token"), BOS_NAMES)
         self.pad_id = self._special(settings.get("pad_token"), PAD_NAMES)
+        ids = [self._model.encode("a", add_special_tokens=add).ids for add in (False, True)]
+        self.surroundings = Surroundings(*surroundings(*ids))
         added = (token.content for token in self._model.get_added_tokens_decoder().values())
         self._accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_json(text), added)
 
@@ -332,11 +342,14 @@ _KINDS = (
 )
 
 
-def load_tokenizer(specification: str, engine: str = "auto", eod_token: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    specification: str, engine: str = "auto", eod_token: str | None = None, prepend_bos: bool | None = None
+) -> Tokenizer:
     """Load what `--tokenizer` names: byte | FILE.model | tokenizer.json | vocab.json,merges.txt.
 
     engine: "auto" uses gigatoken where its ids are identical, "reference" never. eod_token: the token, by its text,
-    that ends a document, for files that do not say. ValueError lists what is allowed; files are local, always.
+    that ends a document, for files that do not say. prepend_bos: whether a token begins every document; None = as the
+    files say. ValueError lists what is allowed; files are local, always.
     """
     if engine not in ENGINES:
         raise ValueError(f"--tokenizer-engine is {engine!r}, allowed are {', '.join(ENGINES)}")
@@ -351,8 +364,34 @@ def load_tokenizer(specification: str, engine: str = "auto", eod_token: str | No
         raise ValueError(f"--tokenizer {specification}: no such file: {', '.join(missing)} (nothing is downloaded)")
     tokenizer = kind.load(paths, engine)
     if eod_token is not None:
-        eos_id = tokenizer.token_id(eod_token) if isinstance(tokenizer, HuggingFaceTokenizer | GPT2Tokenizer) else None
+        eos_id = _id_of(tokenizer, eod_token)
         if eos_id is None:
             raise ValueError(f"--eod-token {eod_token!r} is not in the vocabulary of --tokenizer {specification}")
         tokenizer.eos_id = eos_id
+    if kind.shown != "byte":
+        _take_beside(tokenizer, paths[0].parent)
+    first = tokenizer.surroundings.first(tokenizer.bos_id)
+    if prepend_bos and first is None:
+        first = next(iter(tokenizer.surroundings.before), tokenizer.bos_id)
+        if first is None:
+            raise ValueError(f"--prepend-bos: --tokenizer {specification} does not say which token begins a document")
+    tokenizer.begins_with = first if prepend_bos is not False else None
     return tokenizer
+
+
+def _id_of(tokenizer: Tokenizer, token: Any) -> int | None:
+    """The id of a token by its text, where a kind's files name them by text."""
+    token = token.get("content") if isinstance(token, dict) else token
+    knows = isinstance(tokenizer, HuggingFaceTokenizer | GPT2Tokenizer) and isinstance(token, str)
+    return tokenizer.token_id(token) if knows else None
+
+
+def _take_beside(tokenizer: Tokenizer, folder: Path) -> None:
+    """Take over what the files beside a tokenizer's own say of it."""
+    beside = read_beside(folder)
+    tokenizer.chat_template = beside.chat_template
+    if tokenizer.bos_id is None and beside.values.get("add_bos_token") is True:
+        tokenizer.bos_id = _id_of(tokenizer, beside.values.get("bos_token"))
+    stated = beside.values.get("add_bos_token")
+    if isinstance(stated, bool):
+        tokenizer.surroundings = replace(tokenizer.surroundings, stated=stated)

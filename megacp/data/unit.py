@@ -15,64 +15,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megacp.data.document import Document, DocumentMaker, Encoded, Origin
-from megacp.data.image import ImageRules
-from megacp.data.jsonl import DEFAULT_MAX_LINE_BYTES, Extent, Record, Refusal, Unit, is_plain, line_number, read_extent
+from megacp.data.build_settings import BuildSettings
+from megacp.data.document import Document, DocumentMaker, Encoded, Origin, learned_tokens
+from megacp.data.jsonl import Extent, Record, Refusal, Unit, is_plain, line_number, read_extent
 from megacp.data.manifest import ShardEntry
 from megacp.data.media import MediaReader, Part, unnamed_members
 from megacp.data.packing import Packing, best_fit_decreasing, cut_oversize, padded_lengths, two_budgets
-from megacp.data.sample import Piece, RecordError, parse_record
+from megacp.data.record_keys import Accepted
+from megacp.data.sample import Piece, RecordError, has_messages, parse_record
 from megacp.data.shard_writer import ShardWriter
 from megacp.data.spool import Spool, Stored
 from megacp.data.tables import FLAG_SPLIT, FLAG_TRUNCATED
-from megacp.data.tokenizer import Tokenizer, load_tokenizer
+from megacp.data.tokenizer import Tokenizer
 
-DEFAULT_WINDOW_TOKENS = 1 << 24
 IDENTITY_DTYPE = np.dtype([("digest", "S16"), ("source", "<i4"), ("offset", "<i8"), ("line", "<i8")])
 _CHUNK_CHARACTERS = 1 << 20
 _CHUNK_RECORDS = 4096
 _AUDIT_CHARACTERS = 1 << 14
-
-
-@dataclass(frozen=True)
-class BuildSettings:
-    """Everything a build depends on; the names are those of the flags."""
-
-    input: tuple[str, ...]
-    output: str
-    tokenizer: str
-    seq_length: int
-    oversize: str = "error"
-    pad_multiple: int = 1
-    append_eod: bool = True
-    seed: int | None = None
-    """Shuffles documents inside each window; None keeps the input's order."""
-    text_key: str = "text"
-    max_line_bytes: int = DEFAULT_MAX_LINE_BYTES
-    on_error: str = "fail"
-    max_errors: int | None = None
-    workers: int = 1
-    unit_bytes: int = 0
-    """0: chosen from seq_length, so that a unit fills some hundred packs."""
-    window_tokens: int = DEFAULT_WINDOW_TOKENS
-    cp_degrees: tuple[int, ...] = (1, 2, 4, 8, 16)
-    tokenizer_engine: str = "auto"
-    eod_token: str | None = None
-    image_rules: ImageRules | None = None
-    """How images become tokens; None: records may hold text only."""
-    image_root: str | None = None
-    """Directory that paths of images are relative to."""
-    max_crops_per_pack: int | None = None
-    """Second budget of a pack; None = as many as its tokens allow."""
-
-    @property
-    def bytes_per_unit(self) -> int:
-        """unit_bytes, or at least 8 MiB and 256 packs of 4-byte tokens."""
-        return self.unit_bytes or max(8 << 20, 1024 * self.seq_length)
-
-    def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer these settings name."""
-        return load_tokenizer(self.tokenizer, self.tokenizer_engine, self.eod_token)
+_UNLEARNED = (
+    "nothing of this record is learned: it has neither plain text nor words of an assistant, all weights are 0, or "
+    "--oversize truncate cuts the learned text off; --allow-unlearned keeps such records"
+)
 
 
 @dataclass(frozen=True)
@@ -95,6 +58,10 @@ class UnitResult:
     dropped: tuple[Refusal, ...]
     """Good records that `--oversize drop` left out."""
     has_ids: bool
+    learned_tokens: int = 0
+    """Tokens that some token before them predicts with a loss weight."""
+    unlearned: int = 0
+    """Documents of which nothing is learned."""
 
 
 class BadRecord(ValueError):
@@ -171,7 +138,8 @@ class _UnitRun:
         self._refusals: list[Refusal] = []
         self._dropped: list[Refusal] = []
         self._seen: dict[bytes, tuple[Extent, int, int]] = {}
-        self._documents = 0
+        self._documents = self._unlearned = self._learned_tokens = 0
+        self._accepted = Accepted(settings.ignore_keys, settings.context_roles)
         self._windows = 0
 
     def run(self, position: MutableSequence[int]) -> UnitResult:
@@ -194,7 +162,14 @@ class _UnitRun:
             entry = writer.commit(replace=True) if writer.num_packs else None
         self._write_identities()
         return UnitResult(
-            unit.index, entry, self._documents, tuple(self._refusals), tuple(self._dropped), bool(self._seen)
+            unit.index,
+            entry,
+            self._documents,
+            tuple(self._refusals),
+            tuple(self._dropped),
+            bool(self._seen),
+            self._learned_tokens,
+            self._unlearned,
         )
 
     def close(self) -> None:
@@ -213,7 +188,7 @@ class _UnitRun:
         characters = 0
         for i, extent in enumerate(self._task.unit.extents):
             position[0], position[1] = i, extent.start
-            for item in read_extent(extent, self._settings.max_line_bytes, self._media is not None):
+            for item in read_extent(extent, self._settings.max_record_bytes, self._media is not None):
                 if isinstance(item, Refusal):
                     self._refuse(item)
                     continue
@@ -230,8 +205,10 @@ class _UnitRun:
             yield chunk
 
     def _parse(self, extent: Extent, record: Record) -> _Entry | None:
+        settings = self._settings
         try:
-            sample = parse_record(record.value, self._settings.text_key, self._media is not None)
+            sample = parse_record(record.value, settings.text_key, self._media is not None, self._accepted)
+            self._check_template(extent, record)
             parts, items = self._expanded((sample.prefix, *sample.branches), record.members or {})
             if sample.identity is not None:
                 self._check_identity(sample.identity, extent, record)
@@ -240,6 +217,18 @@ class _UnitRun:
             self._refuse(Refusal(path, line, record.offset, str(error)))
             return None
         return _Entry(extent, record.line, record.offset, parts, sample.weight, items)
+
+    def _check_template(self, extent: Extent, record: Record) -> None:
+        """ValueError for messages that a server would write by the tokenizer's template."""
+        template = self._tokenizer.chat_template
+        if template is None or self._settings.chat_template == "ignore" or not has_messages(record.value):
+            return
+        path, line = where(extent, record.line, record.offset)
+        raise ValueError(
+            f"{path}:{line}: a record with messages, and {template} has a chat template, which builds do not apply: "
+            "messages are written as <|ROLE|> newline CONTENT, so a model that is served by the template is asked in "
+            "other tokens than it learns here; give --chat-template ignore if that is what you want"
+        )
 
     def _expanded(
         self, texts: tuple[tuple[Piece, ...], ...], members: dict[str, bytes]
@@ -296,9 +285,15 @@ class _UnitRun:
                 ways = "drop, split or truncate" if excess[1] else "drop"
                 self._refuse(entry.refusal(f"a document of {excess[0]}: raise it or choose --oversize {ways}"))
             else:
-                self._documents += 1
                 origin = Origin(entry.extent.source, entry.offset, entry.weight, entry.items)
-                yield self._maker.document(encoded, origin)
+                document = self._maker.document(encoded, origin)
+                teaches = document.teaches(self._settings.longest_kept)
+                if teaches or self._settings.allow_unlearned:
+                    self._documents += 1
+                    self._unlearned += not teaches
+                    yield document
+                else:
+                    self._refuse(entry.refusal(_UNLEARNED))
 
     def _excess(self, encoded: Encoded) -> tuple[str, bool] | None:
         """What a record has too much of for any pack, and whether cutting it is allowed; None when it fits."""
@@ -330,7 +325,9 @@ class _UnitRun:
         packing = self._packing(padded_lengths(pieces.lengths, settings.pad_multiple), crops)
         for p in range(len(packing)):
             members = [places[i] for i in packing.pack(p).tolist()]
-            writer.add_pack([window[d].segment(start, stop, cut_flag, self._spool) for d, start, stop in members])
+            segments = [window[d].segment(start, stop, cut_flag, self._spool) for d, start, stop in members]
+            writer.add_pack(segments)
+            self._learned_tokens += sum([learned_tokens(s.tokens, s.weights, s.branch_starts) for s in segments])
         if self._spool is not None:
             self._spool.clear()
 

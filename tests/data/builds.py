@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megacp.data.build import BuildSummary, build
+from megacp.data.build_settings import BuildSettings
 from megacp.data.store import PackedDataset
-from megacp.data.unit import BuildSettings
 
 
 def write_records(path: Path, count: int, seed: int = 0, first_id: int | None = 0) -> list[dict[str, Any]]:

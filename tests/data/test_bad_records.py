@@ -25,12 +25,12 @@ from tests.data.test_image_file import BAD, exif
 
 pytest.importorskip("av")
 RULES = dataclasses.replace(TINY, token_ids={}, max_pixels=10_000)
-SETTINGS: dict[str, Any] = {"image_rules": RULES, "seq_length": 1024, "max_line_bytes": 200_000, "on_error": "skip"}
+SETTINGS: dict[str, Any] = {"image_rules": RULES, "seq_length": 1024, "max_record_bytes": 200_000, "on_error": "skip"}
 
 
 def record(**part: Any) -> bytes:
-    """A line whose only content is an image (or what `part` says)."""
-    return json.dumps({"content": [{"type": "image", **part}]}).encode()
+    """A line with an image (or what `part` says) and a word that is learned."""
+    return json.dumps({"content": [{"type": "image", **part}, {"type": "text", "text": "a"}]}).encode()
 
 
 def inline(data: bytes, kind: str = "image") -> bytes:
@@ -57,7 +57,7 @@ def bad_lines(root: Path) -> dict[bytes, str]:
     (root / "out.png").symlink_to(root.parent / "secret.png")
     lines = {
         b"": "an empty line",
-        json.dumps({"text": "x" * 200_000}).encode(): "more than --max-line-bytes 200000",
+        json.dumps({"text": "x" * 200_000}).encode(): "more than --max-record-bytes 200000",
         b'{"text": "\xff"}': "not UTF-8: byte 0xff at column 11",
         b'{"body": "x"}': "missing key: a record needs exactly one of",
         b'{"text": "cut': "invalid JSON",

@@ -13,13 +13,14 @@ import pytest
 
 import megacp.data.build as build_module
 from megacp.data.build import kept_tokenizer
+from megacp.data.build_settings import BuildSettings
 from megacp.data.collate import collate
 from megacp.data.journal import locked
 from megacp.data.jsonl import Record
 from megacp.data.store import PackedDataset
 from megacp.data.tables import FLAG_SPLIT, FLAG_TRUNCATED
 from megacp.data.tokenizer import load_tokenizer
-from megacp.data.unit import BuildSettings, UnitBuilder, UnitTask
+from megacp.data.unit import UnitBuilder, UnitTask
 from megacp.data.verify import verify
 from tests.data.builds import documents, expected, files, run, write_records
 
@@ -289,8 +290,9 @@ def test_conversation_weights_and_record_weights_are_stored(tmp_path: Path) -> N
 def test_branches_are_stored_behind_their_prefix(tmp_path: Path) -> None:
     a = tmp_path / "a.jsonl"
     user = {"role": "user", "content": "Q"}
-    a.write_text(json.dumps({"text": "T", "branches": [{"messages": [user]}, {"messages": [user, user]}]}) + "\n")
-    run([a], tmp_path / "d")
+    unlearned = {"text": "T", "branches": [{"messages": [user]}, {"messages": [user, user]}]}
+    a.write_text(json.dumps(unlearned) + "\n" + json.dumps({"text": "xy" * 40}) + "\n")
+    run([a], tmp_path / "d", allow_unlearned=True, seq_length=90)
     pack = PackedDataset(tmp_path / "d").pack(0)
     said = b"<|user|>\nQ"
     assert pack.tokens.tolist() == [*b"T", *said, 256, *said, *b"\n", *said, 256]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import megacp.data.build as build_module
-from megacp.data.build import problems
+from megacp.data.build_settings import problems
 from megacp.data.decoding import RulesDecoder
 from megacp.data.describe import describe_pack, statistics, statistics_text
 from megacp.data.image import ImageRules, image_patches, load_pixels
@@ -244,7 +244,8 @@ def test_a_text_that_spells_an_image_token_is_refused(tmp_path: Path) -> None:
     corpus = tmp_path / "c.jsonl"
     picture = {"type": "image", "base64": base64.b64encode(encoded(noise(9, 9))).decode()}
     words = {"type": "text", "text": "a <im_patch> b"}
-    corpus.write_text(json.dumps({"content": [picture]}) + "\n" + json.dumps({"content": [picture, words]}) + "\n")
+    sound = {"content": [picture, {"type": "text", "text": "a b"}]}
+    corpus.write_text(json.dumps(sound) + "\n" + json.dumps({"content": [picture, words]}) + "\n")
     settings = {**VISION, "tokenizer": str(tmp_path / "tokenizer.json")}
     with pytest.raises(ValueError, match="c.jsonl:2: a text of this record spells the special token image_patch"):
         builds.run([corpus], tmp_path / "d", **settings)
@@ -274,7 +275,8 @@ def test_image_tokens_that_meet_in_one_id_are_refused_before_anything_is_built(t
 def test_a_webdataset_tar_names_its_images_and_one_that_nobody_names_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "w.tar"
     picture = encoded(noise(20, 20))
-    named = json.dumps({"content": [{"type": "image", "member": "png"}]}).encode()
+    words = {"type": "text", "text": "a"}
+    named = json.dumps({"content": [{"type": "image", "member": "png"}, words]}).encode()
     climbs = json.dumps({"content": [{"type": "image", "member": "../../secret.png"}]}).encode()
     with tarfile.open(path, "w") as archive:
         for name, data in {

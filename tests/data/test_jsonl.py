@@ -67,7 +67,7 @@ BAD = {
     b"   ": "an empty line",
     b"{": "invalid JSON",
     b'{"text": "\xfe"}': "not UTF-8: byte 0xfe at column 11",
-    b'"' + b"x" * 300 + b'"': "a line of 303 bytes, more than --max-line-bytes 200",
+    b'"' + b"x" * 300 + b'"': "a line of 303 bytes, more than --max-record-bytes 200",
 }
 
 
@@ -79,7 +79,7 @@ def test_a_bad_line_is_refused_with_its_place_and_reading_goes_on(tmp_path: Path
     path = tmp_path / f"a.jsonl{suffix}"
     pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}[suffix]
     path.write_bytes(pack(data))
-    records, refusals = split(list(read_extent(whole(path), max_line_bytes=200)))
+    records, refusals = split(list(read_extent(whole(path), max_record_bytes=200)))
     assert len(records) == 8
     (refusal,) = refusals
     assert (refusal.file, refusal.line, refusal.offset) == (str(path), 6, len(before))
@@ -134,9 +134,9 @@ def test_parquet_rows_are_records_and_nulls_are_absent(tmp_path: Path) -> None:
     pq = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["a", None, "c" * 300], "id": ["1", "2", "3"]}), path)
-    records, refusals = split(list(read_extent(whole(path), max_line_bytes=200)))
+    records, refusals = split(list(read_extent(whole(path), max_record_bytes=200)))
     assert [(r.line, r.offset, r.value) for r in records] == [(1, 0, {"text": "a", "id": "1"}), (2, 1, {"id": "2"})]
-    assert refusals[0].line == 3 and "more than --max-line-bytes 200" in refusals[0].reason
+    assert refusals[0].line == 3 and "more than --max-record-bytes 200" in refusals[0].reason
     path.write_bytes(path.read_bytes()[:-20])
     records, refusals = split(list(read_extent(whole(path))))
     assert not records and "damaged or cut short" in refusals[0].reason
@@ -169,7 +169,7 @@ def test_members_of_one_name_in_a_tar_are_one_record(tmp_path: Path) -> None:
         ([("1.txt", b"\xff")], "not UTF-8 at byte 1"),
         ([("1.txt", b"x"), ("1.txt", b"y")], "occurs twice"),
         ([("1.json", b'{"text": "x"}'), ("1.txt", b"y")], "both"),
-        ([("1.txt", b"x" * 300)], "more than --max-line-bytes 200"),
+        ([("1.txt", b"x" * 300)], "more than --max-record-bytes 200"),
     ],
 )
 def test_a_bad_record_in_a_tar_is_refused_and_the_next_is_read(
@@ -177,7 +177,7 @@ def test_a_bad_record_in_a_tar_is_refused_and_the_next_is_read(
 ) -> None:
     path = tmp_path / "a.tar"
     write_tar(path, [*members, ("z.txt", b"last")])
-    records, refusals = split(list(read_extent(whole(path), max_line_bytes=200)))
+    records, refusals = split(list(read_extent(whole(path), max_record_bytes=200)))
     assert [r.value for r in records] == [{"text": "last"}]
     assert len(refusals) == 1 and message in refusals[0].reason and refusals[0].line == 1
 

@@ -83,7 +83,9 @@ def test_a_branch_may_have_a_weight_of_its_own() -> None:
 
 
 def test_the_text_key_can_be_named() -> None:
-    assert parse_record({"body": "x", "text": "y"}, "body").prefix[0].text == "x"
+    assert parse_record({"body": "x", "text": ""}, "body").prefix[0].text == "x"
+    with pytest.raises(RecordError, match="`text` looks like content"):
+        parse_record({"body": "x", "text": "y"}, "body")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,79 @@
+"""What the files beside a tokenizer say of the texts that a model is served: their first token, their chat template.
+
+Key property: both are read from files and never guessed, so that a build can keep to them or say that it does not.
+Rejected: leaving them to whoever serves the model, which then asks in other tokens than it was trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megacp.files import read_json
+
+CONFIG_NAME = "tokenizer_config.json"
+_TEMPLATE_NAMES = ("chat_template.jinja", "chat_template.json")
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The files beside a tokenizer's own."""
+
+    config: Path | None
+    """tokenizer_config.json; None when there is none."""
+    values: dict[str, Any]
+    """What stands in it."""
+    chat_template: Path | None
+    """The file with a chat template; None when there is none."""
+
+
+def read_beside(folder: Path) -> Beside:
+    """What lies in a tokenizer's folder. ValueError names a file that is no JSON object."""
+    config = folder / CONFIG_NAME
+    values: Any = read_json(config) if config.is_file() else {}
+    if not isinstance(values, dict):
+        raise ValueError(f"{config}: expected a JSON object, found a {type(values).__name__}")
+    template = next((folder / name for name in _TEMPLATE_NAMES if (folder / name).is_file()), None)
+    if template is None and values.get("chat_template"):
+        template = config
+    return Beside(config if config.is_file() else None, values, template)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The special tokens that a tokenizer's files put around every text."""
+
+    before: tuple[int, ...] = ()
+    """By the post-processor of tokenizer.json."""
+    after: tuple[int, ...] = ()
+    stated: bool | None = None
+    """`add_bos_token` of tokenizer_config.json; None when it does not say."""
+
+    def first(self, bos_id: int | None) -> int | None:
+        """The token that begins every text; None when there is none."""
+        if self.stated is False or not (self.before or self.stated):
+            return None
+        return self.before[0] if self.before else bos_id
+
+    def problem(self, eos_id: int | None, has_post_processor: bool) -> str | None:
+        """Why a document cannot be what the files say, or that they contradict each other; None when all is clear."""
+        if len(self.before) > 1 or self.after not in ((), (eos_id,)):
+            return (
+                f"the tokenizer puts the tokens {list(self.before)} before and {list(self.after)} after every text, "
+                "and a document begins with one at most and ends with that of --eod-token"
+            )
+        if has_post_processor and self.stated is not None and self.stated != bool(self.before):
+            does = f"puts token {self.before[0]} before every text" if self.before else "puts none before a text"
+            return f"{CONFIG_NAME} says add_bos_token {self.stated}, but the post-processor of tokenizer.json {does}"
+        return None
+
+
+def surroundings(plain: Sequence[int], with_special: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What stands before and after the ids of a text once a post-processor has added its own."""
+    plain, whole = list(plain), list(with_special)
+    for start in range(len(whole) - len(plain) + 1):
+        if whole[start : start + len(plain)] == plain:
+            return tuple(whole[:start]), tuple(whole[start + len(plain) :])
+    return tuple(whole), ()
