@@ -21,6 +21,8 @@ from megacp.data.sample import RecordError, decode_json
 
 DEFAULT_MAX_RECORD_BYTES = 64 << 20
 _BLOCK = 1 << 20
+_ZSTANDARD_STEP = 512
+"""Bytes decompressed at once: a block of 4 bytes may stand for 128 KiB, so that this many give 16 MiB at most."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def _zstandard_blocks(stream: IO[bytes]) -> Iterator[bytes]:
     decoder = zstandard.ZstdDecompressor().decompressobj()
     waiting = b""
     started = False
-    while block := waiting or stream.read(_BLOCK):
+    while block := waiting or stream.read(_ZSTANDARD_STEP):
         if decoder.eof:
             decoder = zstandard.ZstdDecompressor().decompressobj()
         started = True
@@ -135,7 +137,7 @@ class _BlockStream(io.RawIOBase):
 
 def _open_zstandard(path: str) -> IO[bytes]:
     def blocks() -> Iterator[bytes]:
-        with open(path, "rb") as stream:
+        with open(path, "rb", buffering=_BLOCK) as stream:
             yield from _zstandard_blocks(stream)
 
     return io.BufferedReader(_BlockStream(blocks()), _BLOCK)
