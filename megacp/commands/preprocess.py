@@ -321,6 +321,17 @@ def _merge(args: argparse.Namespace) -> int:
     return 0
 
 
+def _refuse_undecodable(args: argparse.Namespace) -> None:
+    """ValueError for a path that no manifest and no message could hold."""
+    for name, value in vars(args).items():
+        for text in value if isinstance(value, list | tuple) else (value,):
+            try:
+                str(text).encode()
+            except UnicodeEncodeError as error:
+                flag = name if name == "dataset" else f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag}: {str(text)!r} is no path in UTF-8: rename it") from error
+
+
 COMMANDS = {"build": _build, "inspect": _inspect, "stats": _stats, "verify": _verify, "merge": _merge}
 
 
@@ -334,6 +345,7 @@ def main(argv: list[str] | None = None) -> int:
 
     signal.signal(signal.SIGTERM, interrupted)
     try:
+        _refuse_undecodable(args)
         return COMMANDS[args.command](args)
     except (ValueError, OSError, WorkerFailed) as error:
         print(f"error: {error}", file=sys.stderr)

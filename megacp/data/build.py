@@ -21,6 +21,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from megacp import files
+from megacp.data.build_faults import told
 from megacp.data.build_settings import BuildSettings, problems, tokenizer_problem
 from megacp.data.journal import REJECTS_NAME, TOKENIZER_DIRECTORY, Journal, locked, prepare_directory
 from megacp.data.jsonl import Refusal, Unit, is_plain, plan_units
@@ -135,8 +136,12 @@ def build(settings: BuildSettings, stream: TextIO, overwrite: bool = False) -> B
             raise ValueError("; ".join(reasons))
         settings = dataclasses.replace(settings, image_rules=rules, unit_bytes=_unit_bytes_of_images(settings))
     directory = Path(settings.output)
-    prepare_directory(directory, overwrite)
-    with locked(directory):
+    with told(directory):
+        prepare_directory(directory, overwrite)
+    empty = [path for path in settings.input if not os.path.getsize(path)]
+    if len(empty) < len(settings.input):
+        stream.writelines(f"note: --input {path} is empty\n" for path in empty)
+    with told(directory), locked(directory):
         journal = Journal(directory, _decisive(settings, tokenizer))
         units = plan_units(settings.input, settings.bytes_per_unit)
         return _Build(settings, tokenizer, journal, units, stream).run()

@@ -121,7 +121,7 @@ def _input_problem(path: str) -> str | None:
     try:
         path.encode()
     except UnicodeEncodeError:
-        return f"{path!r} is no path in UTF-8, which the manifest could not hold: rename it"
+        return f"{path!r} is no path in UTF-8: rename it"
     if os.path.isdir(path):
         return f"{path} is a directory; give the files in it"
     try:

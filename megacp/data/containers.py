@@ -161,7 +161,9 @@ def _add(
     limit, media = wanted
     is_record = extension in (*TEXT_MEMBERS, *RECORD_MEMBERS)
     group.size += member.size
-    if member.name.startswith("/") or ".." in PurePosixPath(member.name).parts:
+    if not _is_text(member.name):
+        group.problem = f"the name of member {member.name!r} is not UTF-8".encode(errors="backslashreplace").decode()
+    elif member.name.startswith("/") or ".." in PurePosixPath(member.name).parts:
         group.problem = f"member {member.name!r} is named outside the archive"
     elif not member.isfile():
         group.problem = f"member {member.name!r} is a link or a device, not a file"
@@ -182,6 +184,14 @@ def _add(
             group.members[extension] = content
         else:
             group.media[member.name] = content
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _finish(path: str, number: int, group: _Group) -> Record | Refusal:

@@ -12,6 +12,7 @@ All little-endian. Multimodal files of Megatron append one int8 mode per sequenc
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import struct
@@ -68,7 +69,8 @@ class HashedFile:
 
     def abandon(self) -> None:
         """Close without making anything durable; the caller deletes the file."""
-        self._stream.close()
+        with contextlib.suppress(OSError):  # on a full disk what is left in the buffer cannot be written
+            self._stream.close()
 
 
 class IndexedWriter:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megacp import files
 from megacp.data import tables
 from megacp.data.build import copy_tokenizer
+from megacp.data.build_faults import told
 from megacp.data.checksums import with_checksums
 from megacp.data.indexed import HashedFile
 from megacp.data.journal import REJECTS_NAME, TOKENIZER_DIRECTORY, Journal, is_dataset, locked, prepare_directory
@@ -24,7 +27,30 @@ from megacp.data.store import PackedDataset
 from megacp.data.unit import shard_name
 
 _BLOCK = 1 << 20
+_SHOWN = 5
+"""Datasets, and differences of each, that are told at most."""
 _MUST_AGREE = ("tokenizer", "seq_length", "pad_multiple", "image_rules", "cp_degrees")
+
+
+def _differences(name: str, first: Manifest, other: Manifest) -> list[str]:
+    """In words what differs between a value of two manifests; of two tables, the entries that do."""
+    a, b = asdict(first)[name], asdict(other)[name]
+    if a == b:
+        return []
+    if not (isinstance(a, dict) and isinstance(b, dict)):
+        return [f"{name} {_short(b)}, not {_short(a)}"]
+    keys = sorted(key for key in {*a, *b} if a.get(key) != b.get(key))
+    return [f"{name}.{key} {_short(b.get(key))}, not {_short(a.get(key))}" for key in keys]
+
+
+def _shortened(texts: list[str], between: str) -> str:
+    more = len(texts) - _SHOWN
+    return between.join([*texts[:_SHOWN], *([f"{more} more"] if more > 0 else [])])
+
+
+def _short(value: Any) -> str:
+    text = "none" if value is None else "some" if isinstance(value, dict) and len(value) > 4 else str(value)
+    return text if len(text) <= 20 else text[:12] + "..."
 
 
 def merge(inputs: Sequence[str], output: str, overwrite: bool = False) -> Manifest:
@@ -40,16 +66,24 @@ def merge(inputs: Sequence[str], output: str, overwrite: bool = False) -> Manife
     manifests = [PackedDataset(path).manifest for path in inputs]
     first = manifests[0]
     mismatches = [
-        f"{path}: {name} is {getattr(manifest, name)}, {inputs[0]} has {getattr(first, name)}"
+        f"{path} has {_shortened(found, ', ')}"
         for path, manifest in zip(inputs[1:], manifests[1:], strict=True)
-        for name in _MUST_AGREE
-        if getattr(manifest, name) != getattr(first, name)
+        if (found := [text for name in _MUST_AGREE for text in _differences(name, first, manifest)])
     ]
     if mismatches:
-        raise ValueError("these datasets cannot be merged: " + "; ".join(mismatches))
+        raise ValueError(f"these datasets cannot be merged with {inputs[0]}: {_shortened(mismatches, '; ')}")
+    with told(directory):
+        return _merged(inputs, manifests, directory, overwrite)
+
+
+def _merged(inputs: Sequence[str], manifests: Sequence[Manifest], directory: Path, overwrite: bool) -> Manifest:
+    """The datasets of `inputs`, which fit each other, as one in `directory`."""
+    first = manifests[0]
     prepare_directory(directory, overwrite)
     if is_dataset(directory):
-        raise ValueError(f"--output {output} holds a dataset; nothing was overwritten, give --overwrite to replace it")
+        raise ValueError(
+            f"--output {directory} holds a dataset; nothing was overwritten, give --overwrite to replace it"
+        )
     with locked(directory):
         parts = [manifest.fingerprint for manifest in manifests]
         Journal(directory, {"merged from": parts})  # a later `build` into this directory is refused

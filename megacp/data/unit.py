@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megacp.data.build_faults import told
 from megacp.data.build_settings import BuildSettings
 from megacp.data.document import Document, DocumentMaker, Encoded, Origin, learned_tokens
 from megacp.data.jsonl import Extent, Record, Refusal, Unit, is_plain, line_number, read_extent
@@ -117,12 +118,14 @@ class UnitBuilder:
         """Write the unit's shard and identity file. `position` is set to [extent, byte offset] of the record at hand.
 
         BadRecord: the first refused record under on_error "fail". ValueError: the tokenizer's engines disagree.
+        StorageFault: the disk is full, or a file cannot be read.
         """
-        run = _UnitRun(self._settings, self._tokenizer, self._maker, task)
-        try:
-            return run.run(position)
-        finally:
-            run.close()
+        with told(Path(self._settings.output)):
+            run = _UnitRun(self._settings, self._tokenizer, self._maker, task)
+            try:
+                return run.run(position)
+            finally:
+                run.close()
 
 
 class _UnitRun:
@@ -148,7 +151,8 @@ class _UnitRun:
         window: list[Document] = []
         tokens = 0
         sizes = self._maker.num_token_ids, settings.seq_length, settings.pad_multiple
-        with ShardWriter(directory, *sizes, settings.cp_degrees) as writer:
+        output = Path(settings.output)
+        with ShardWriter(directory, *sizes, settings.cp_degrees) as writer, told(output, writer.temporary):
             for number, chunk in enumerate(self._chunks(position)):
                 if number == 0:
                     self._audit(chunk)

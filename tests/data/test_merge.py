@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from megacp.data.merge import merge
 from megacp.data.verify import verify
 from tests.data.builds import documents, expected, run, write_records
+from tests.data.pictures import TINY
 
 
 def test_merged_datasets_hold_the_documents_of_all(tmp_path: Path) -> None:
@@ -28,7 +30,7 @@ def test_datasets_that_do_not_fit_are_refused_with_all_mismatches(tmp_path: Path
     write_records(a, 5)
     run([a], tmp_path / "one")
     run([a], tmp_path / "two", seq_length=256, pad_multiple=2)
-    with pytest.raises(ValueError, match="seq_length is 256, .* has 128; .*pad_multiple is 2, .* has 1"):
+    with pytest.raises(ValueError, match="two has seq_length 256, not 128, pad_multiple 2, not 1$"):
         merge([str(tmp_path / "one"), str(tmp_path / "two")], str(tmp_path / "both"))
     with pytest.raises(ValueError, match="at least two"):
         merge([str(tmp_path / "one")], str(tmp_path / "both"))
@@ -49,3 +51,25 @@ def test_a_damaged_part_is_not_merged(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="two/shard_00000/tokens.bin: sha256"):
         merge([str(tmp_path / "one"), str(tmp_path / "two")], str(tmp_path / "both"))
     assert not (tmp_path / "both/manifest.json").exists()
+
+
+def test_what_keeps_image_datasets_apart_is_one_short_line(tmp_path: Path) -> None:
+    """Would catch a line of all rules of both."""
+    a = tmp_path / "a.jsonl"
+    write_records(a, 5)
+    run([a], tmp_path / "text")
+    run([a], tmp_path / "one", image_rules=TINY)
+    other = dataclasses.replace(
+        TINY, max_crops=2, video_fps=1.0, token_ids={k: i + 9 for k, i in TINY.token_ids.items()}
+    )
+    run([a], tmp_path / "two", image_rules=other, cp_degrees=(1, 2))
+    with pytest.raises(ValueError) as error:
+        merge([str(tmp_path / name) for name in ("one", "two", "text")], str(tmp_path / "both"))
+    text = str(error.value).replace(str(tmp_path), "")
+    for part in (
+        "/two has image_rules.max_crops 2, not 6",
+        "cp_degrees (1, 2), not",
+        "/text has image_rules none, not some",
+    ):
+        assert part in text
+    assert len(text) < 300
