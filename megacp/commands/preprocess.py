@@ -88,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--pack", type=int, nargs="+", default=[0], metavar="N", help="which packs (default: 0)")
     inspect.add_argument("--tokenizer", metavar="KIND_OR_PATH", help="default: the one kept in the dataset")
     inspect.add_argument("--characters", type=int, default=60, metavar="N", help="how much of each document (60)")
+    inspect.add_argument("--documents", type=int, default=10, metavar="N", help="how many of a pack; 0 is all (10)")
     stats = commands.add_parser("stats", help="counts, packing efficiency, histogram of lengths, refused records")
     stats.add_argument("dataset")
     stats.add_argument("--json", action="store_true", help="print JSON")
@@ -286,7 +287,7 @@ def _inspect(args: argparse.Namespace) -> int:
     if tokenizer.sha256 != dataset.manifest.tokenizer.sha256:
         raise ValueError(f"--tokenizer {args.tokenizer} is not the one {args.dataset} was made with (sha256 differs)")
     for index in args.pack:
-        print(describe_pack(dataset, index, tokenizer, args.characters))
+        print(describe_pack(dataset, index, tokenizer, args.characters, args.documents))
     return 0
 
 

@@ -7,6 +7,7 @@ parser of the files for display.
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,15 @@ from megacp.data.tables import FLAG_SPLIT, FLAG_TRUNCATED
 from megacp.data.tokenizer import Tokenizer
 
 _BAR = 40
-_BEGINNING_TOKENS = 24
+_JOINER = "\u200d"
+_TOKENS_OF_A_CHARACTER = 8
+"""More than a byte tokenizer needs: the last of them may hold a part of a character, and is never shown."""
 
 
-def describe_pack(dataset: PackedDataset, index: int, tokenizer: Tokenizer | None, characters: int = 60) -> str:
-    """One pack: a line for each document with its length, loss weights, source, and decoded beginning.
+def describe_pack(
+    dataset: PackedDataset, index: int, tokenizer: Tokenizer | None, characters: int = 60, documents: int = 10
+) -> str:
+    """One pack: a line for each of its first `documents` (0: all) with length, loss weights, source and beginning.
 
     ValueError when there is no such pack. Without a tokenizer the beginning is shown as ids.
     """
@@ -35,11 +40,15 @@ def describe_pack(dataset: PackedDataset, index: int, tokenizer: Tokenizer | Non
     padded = int(pack.segments["padded_length"].sum())
     lines = [
         f"pack {index} of {len(dataset)}: {len(pack.segments)} documents, {len(pack.tokens)} tokens, "
-        f"{padded} padded, {padded / manifest.seq_length:.2%} of --seq-length {manifest.seq_length}"
+        f"{learned_of_pack(pack)} learned, {padded} padded, "
+        f"{padded / manifest.seq_length:.2%} of --seq-length {manifest.seq_length}"
     ]
     start = 0
     branch = 0
     for number, row in enumerate(pack.segments):
+        if documents and number >= documents:
+            lines.append(f"  {len(pack.segments) - number} more documents; --documents 0 shows all")
+            break
         stop = start + int(row["true_length"])
         lines.append(
             f"  [{number}] {stop - start} tokens{_marks(row)}  {_weights(pack, start, stop)}  "
@@ -138,8 +147,25 @@ def _beginning(tokens: np.ndarray, tokenizer: Tokenizer | None, characters: int)
     if tokenizer is None:
         return " ".join(map(str, tokens[:12].tolist())) + (" ..." if len(tokens) > 12 else "")
     tokens = tokens[tokens < tokenizer.vocab_size]  # above are image tokens
-    text = tokenizer.decode(tokens[: max(_BEGINNING_TOKENS, characters)])
-    return repr(text if len(text) <= characters else text[:characters] + "...")
+    shown = tokens[: _TOKENS_OF_A_CHARACTER * (characters + 1)]
+    text = tokenizer.decode(shown)
+    return repr(text if len(text) <= characters and len(shown) == len(tokens) else f"{beginning(text, characters)}...")
+
+
+def beginning(text: str, characters: int) -> str:
+    """At most so many characters of a text: whole words where they are short, whole characters with their accents."""
+    if len(text) <= characters:
+        return text
+    space = text.rfind(" ", characters // 2, characters + 1)
+    stop = characters if space < 0 else space
+    while stop and (_joins(text[stop]) or text[stop - 1] == _JOINER):
+        stop -= 1
+    return text[:stop]
+
+
+def _joins(character: str) -> bool:
+    """Whether a character is drawn together with the one before it."""
+    return character == _JOINER or unicodedata.category(character) in ("Mn", "Me", "Mc")
 
 
 def statistics(directory: str | Path) -> dict[str, Any]:
