@@ -14,7 +14,8 @@ from megacp.data.describe import statistics, statistics_text
 from megacp.data.document import DocumentMaker
 from megacp.data.prompt import PromptMaker
 from megacp.data.sample import Piece
-from megacp.data.store import PackedDataset, verify
+from megacp.data.store import PackedDataset
+from megacp.data.verify import verify
 from megacp.data.tokenizer import Tokenizer, load_tokenizer
 from tests.data.builds import documents, run
 
