@@ -99,10 +99,9 @@ def open_own(path: StrPath, flags: int) -> int:
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK):
             raise ValueError(f"{os.fspath(path)} is a link, which is not written through: remove it") from error
-        if error.errno == errno.ENXIO:  # writing to a pipe that nobody reads
-            raise ValueError(
-                f"{os.fspath(path)} is {_kind(os.stat(path).st_mode)}, no regular file: remove it"
-            ) from error
+        if error.errno in (errno.EISDIR, errno.ENXIO):  # a folder, a pipe that nobody reads
+            kind = _kind(os.lstat(path).st_mode)
+            raise ValueError(f"{os.fspath(path)} is {kind}, no regular file: remove it") from error
         raise
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):

@@ -35,6 +35,15 @@ def test_what_is_no_regular_file_is_refused_by_its_kind_and_read_by_nobody(tmp_p
             read(tmp_path / "x")
 
 
+@pytest.mark.parametrize("kind", ["a named pipe", "a directory"])
+@pytest.mark.parametrize("flags", [os.O_RDWR, os.O_WRONLY | os.O_APPEND])
+def test_what_is_no_regular_file_is_not_opened_for_writing(tmp_path: Path, kind: str, flags: int) -> None:
+    """Would catch the system's `Is a directory` or `No such device or address` as the user's message."""
+    odd_file(kind, tmp_path / "x")
+    with pytest.raises(ValueError, match=f"x is {kind}, no regular file: remove it"):
+        files.open_own(tmp_path / "x", flags)
+
+
 def test_sizes_are_compared_before_the_content(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"12345")
     with files.open_regular(tmp_path / "x", 5) as stream:

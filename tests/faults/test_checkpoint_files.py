@@ -1,0 +1,132 @@
+"""Whole programs before a directory of checkpoints that is not what it must be: each ends at once with one message."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megacp.train import main
+from tests.test_files import odd_file
+from tests.training.runs import TINY, losses, run
+
+SECONDS = 60
+FILES = ["manifest.json", "config.yaml", ".metadata", "__0_0.distcp", "latest", "lock"]
+
+
+TRAIN = ["-m", "megacp.train"]
+GENERATE = [str(Path(__file__).resolve().parents[2] / "tools" / "generate.py")]
+
+
+def program(name: Sequence[str], *flags: object) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end; one that hangs, or fills the memory, fails the test."""
+    limit = f"ulimit -v {8 << 20}; exec"
+    command = [os.fsencode(str(text)) for text in (sys.executable, *name, *flags)]
+    words: Sequence[bytes] = [b"bash", b"-c", f'{limit} "$@"'.encode(), b"bash", *command]
+    return subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, errors="replace")
+
+
+def refused(done: subprocess.CompletedProcess[str], *parts: str) -> bool:
+    """Whether a program ended with status 2 and one message that holds all parts, without a traceback."""
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert all(part in done.stderr for part in parts), done.stderr
+    return True
+
+
+def checkpoint(folder: Path) -> Path:
+    run(1, [*TINY, "--train-iters", "2", "--save", str(folder)])
+    return folder
+
+
+@pytest.mark.parametrize("name", ["lock", "latest"])
+def test_planted_links_end_a_run_before_anything_is_written_through_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Would catch a file elsewhere that a run overwrites because somebody put a link into its directory."""
+    out, precious = tmp_path / "out", tmp_path / "precious"
+    out.mkdir()
+    precious.write_text("precious")
+    (out / name).symlink_to(precious)
+    assert main([*TINY, "--save", str(out)]) == 2
+    assert f"{out / name} is a link" in capsys.readouterr().err
+    assert precious.read_text() == "precious" and [path.name for path in out.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("flag", ["--save", "--load", "--data-path", "--log-file"])
+def test_names_that_are_no_utf_8_are_refused_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    """Would catch a run that trains for hours and dies at its first save."""
+    assert main([*TINY, flag, os.fsdecode(os.fsencode(tmp_path) + b"/\xff")]) == 2
+    assert r"\udcff' on the command line is no text in UTF-8" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.faults
+def test_a_program_says_of_a_name_that_is_no_utf_8_what_is_wrong(tmp_path: Path) -> None:
+    """Would catch a message that cannot be printed itself."""
+    odd = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    assert refused(program(TRAIN, *TINY, "--save", odd), r"\udcff' on the command line is no text in UTF-8")
+    assert not os.path.exists(odd)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("kind", ["a named pipe", "a directory", "a device"])
+def test_programs_do_not_wait_for_files_that_are_none(tmp_path: Path, kind: str) -> None:
+    """Would catch a resume or an answer that hangs on a pipe, or fills the memory from /dev/zero."""
+    folder = checkpoint(tmp_path / "out")
+    step = folder / "step_0000002"
+    for name in FILES:
+        path = folder / name if name in ("latest", "lock") else step / name
+        aside = path.rename(tmp_path / "aside")
+        odd_file(kind, path)
+        resumed = program(TRAIN, *TINY, "--save", folder, "--load", folder)
+        reason = "is a link" if kind == "a device" and path.parent == folder else f"is {kind}"
+        assert refused(resumed, f"{path} {reason}")
+        if path.parent == step:
+            asked = program(GENERATE, "--checkpoint", step, "--tokenizer", "byte", "--prompt", "a")
+            assert refused(asked, f"{path} is {kind}")
+        path.rmdir() if kind == "a directory" else path.unlink()
+        aside.rename(path)
+
+
+@pytest.mark.faults
+def test_readers_beside_a_run_that_keeps_one_checkpoint_always_find_one(tmp_path: Path) -> None:
+    """Would catch a reader that fails because --keep-last removed the checkpoint under its hands."""
+    out = tmp_path / "out"
+    flags = [*TINY, "--vocab-size", "257", "--train-iters", "1000000", "--lr-decay-style", "constant"]
+    flags += ["--save", str(out), "--save-interval", "1", "--keep-last", "1"]
+    job = subprocess.Popen([sys.executable, "-m", "megacp.train", *flags], stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + SECONDS
+        while not list(out.glob("step_*/manifest.json")):
+            assert time.monotonic() < deadline and job.poll() is None
+            time.sleep(0.1)
+        for _ in range(5):
+            flags = ["--tokenizer", "byte", "--prompt", "a", "--max-new-tokens", "2"]
+            answer = program(GENERATE, "--checkpoint", out, *flags)
+            assert answer.returncode == 0, answer.stderr
+            started = program(
+                TRAIN,
+                *TINY[-2:],
+                "--seq-length",
+                "64",
+                "--global-batch-size",
+                "4",
+                "--train-iters",
+                "1",
+                *("--load", out, "--finetune", "--save", tmp_path / f"tuned_{time.monotonic_ns()}"),
+            )
+            assert started.returncode == 0, started.stderr
+        gone = program(GENERATE, "--checkpoint", next(out.glob("step_*[0-9]")), *flags)
+        assert gone.returncode == 0 or refused(gone, "checkpoint")
+        assert job.poll() is None
+    finally:
+        job.terminate()
+        job.wait(timeout=SECONDS)
+    assert len(losses(out)) > 5

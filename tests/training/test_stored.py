@@ -1,0 +1,203 @@
+"""What a checkpoint says of its model and its run: taken over by a run that says nothing, and never trusted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megacp.checkpoint.commit import load_checkpoint
+from megacp.checkpoint.manifest import MANIFEST_FILE, _checksum
+from megacp.config.cli import given_names, parse
+from megacp.config.run import RunConfig
+from megacp.train import main
+from megacp.training.generate import Generator
+from megacp.training.state import stored_progress
+from megacp.training.stored import stored_config, with_stored_model
+from tests.checkpoint.test_commit import WORLD
+from tests.training.runs import TINY, losses, run
+
+REST = [
+    *("--seq-length", "64", "--global-batch-size", "4", "--train-iters", "4", "--lr", "0.01"),
+    *("--lr-warmup-iters", "2", "--lr-decay-iters", "4"),
+]
+"""TINY without what a checkpoint says: model and dtype."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of TINY after two steps."""
+    folder = tmp_path_factory.mktemp("base") / "out"
+    run(1, [*TINY, "--lr-decay-iters", "4", "--train-iters", "2", "--save", str(folder)])
+    return folder
+
+
+def copied(base: Path, target: Path) -> Path:
+    """A copy of the checkpoint; its directory."""
+    (target / "step_0000002").mkdir(parents=True)
+    for path in (base / "step_0000002").iterdir():
+        (target / "step_0000002" / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+def change(folder: Path, content: dict[str, Any] | None = None, config: str | None = None) -> None:
+    """Craft the manifest, with a right checksum, and the config, with a right hash."""
+    step = folder / "step_0000002"
+    manifest = json.loads((step / MANIFEST_FILE).read_text())
+    manifest.pop("checksum")
+    if config is not None:
+        (step / "config.yaml").write_text(config)
+        record = {"size": len(config.encode()), "sha256": hashlib.sha256(config.encode()).hexdigest()}
+        manifest["files"]["config.yaml"] = record
+    for key, value in (content or {}).items():
+        manifest["extra"][key] = value
+        if value is Ellipsis:
+            del manifest["extra"][key]
+    (step / MANIFEST_FILE).write_text(json.dumps(manifest | {"checksum": _checksum(manifest)}))
+
+
+@pytest.mark.parametrize("how", ["--load", "--auto-resume"])
+def test_a_run_is_resumed_without_a_flag_of_its_model(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    """Would catch defaults of flags that take the place of what the checkpoint says."""
+    folders = [copied(base, tmp_path / name) for name in ("with", "without")]
+    for folder, flags in zip(folders, (TINY, REST), strict=True):
+        save = ["--save", str(folder), "--lr-decay-iters", "4"]
+        run(1, [*flags, *save, *(["--load", str(folder)] if how == "--load" else ["--auto-resume"])])
+    assert losses(folders[0]) == losses(folders[1]) and sorted(losses(folders[0])) == [3, 4]
+    told = capsys.readouterr().out
+    assert f"the model is that of {folders[1] / 'step_0000002'}: --hidden-size 32, --ffn-hidden-size 48" in told
+    assert "--vocab-size 61, --hidden-dropout 0.1, --dtype float64" in told and str(folders[0]) in told
+    assert "changed since the checkpoint" not in told
+
+
+def test_a_finetuning_takes_the_model_and_leaves_dropout_rates_and_frozen_parts(base: Path, tmp_path: Path) -> None:
+    """Would catch a run that needs `--config` of a folder inside the checkpoint, and one that takes too much."""
+    explicit = [*TINY, "--hidden-dropout", "0", "--lr-decay-iters", "4"]
+    for name, flags in (("with", explicit), ("without", REST)):
+        run(1, [*flags, "--load", str(base), "--finetune", "--save", str(tmp_path / name)])
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+    stored = load_checkpoint(base, WORLD).config_yaml
+    crafted = stored.replace("freeze_text: false", "freeze_text: true").replace(
+        "vision_lr_multiplier: 1.0", "vision_lr_multiplier: 7.0"
+    )
+    assert crafted != stored
+    change(copied(base, tmp_path / "frozen"), config=crafted)
+    argv = [*REST, "--load", str(tmp_path / "frozen")]
+    tuned, _ = with_stored_model(parse([*argv, "--finetune"]), given_names(argv))
+    assert (tuned.vision.freeze_text, tuned.vision.vision_lr_multiplier, tuned.model.hidden_dropout) == (False, 1.0, 0)
+    resumed, _ = with_stored_model(parse(argv), given_names(argv))
+    assert (resumed.vision.freeze_text, resumed.model.hidden_dropout) == (True, 0.1)
+
+
+@pytest.mark.parametrize("finetune", [[], ["--finetune"]])
+@pytest.mark.parametrize("where", ["flag", "file"])
+def test_a_flag_that_is_given_and_contradicts_is_refused_by_its_name(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], finetune: list[str], where: str
+) -> None:
+    """Would catch a flag that is quietly replaced, also one that is given with its default."""
+    (tmp_path / "c.yaml").write_text("num_layers: 3\nhidden_size: 256\n")
+    given = ["--num-layers", "3", "--hidden-size", "256"] if where == "flag" else ["--config", str(tmp_path / "c.yaml")]
+    assert main([*REST, *given, "--load", str(base), *finetune]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    step = base / "step_0000002"
+    assert lines == [f"error: {step} has --num-layers 4, this run 3", f"{step} has --hidden-size 32, this run 256"]
+
+
+def test_a_run_without_a_checkpoint_keeps_its_flags(tmp_path: Path) -> None:
+    for flags in ([], ["--load", str(tmp_path)], ["--load", str(tmp_path / "none")], ["--save", str(tmp_path)]):
+        config = parse(flags)
+        assert with_stored_model(config, given_names(flags)) == (config, "")
+
+
+EXTRAS = {
+    "a step in words": ({"step": "6"}, "extra step is '6', expected a whole number from 0 to"),
+    "a step below zero": ({"step": -5}, "extra step is -5, expected"),
+    "half a step": ({"step": 1.5}, "extra step is 1.5, expected"),
+    "no step": ({"step": None}, "extra step is None, expected"),
+    "a step of thirty digits": ({"step": 10**30}, "extra step is 1000000000000000000.*00, expected"),
+    "another step": ({"step": 3}, "has step 2, its extra has step 3"),
+    "samples in words": ({"consumed_samples": "24"}, "extra consumed_samples is '24', expected"),
+    "samples that are true": ({"consumed_samples": True}, "extra consumed_samples is True, expected"),
+    "updates in a list": ({"updates": [1]}, r"extra updates is \[1\], expected"),
+    "no updates": ({"updates": ...}, "extra updates is missing"),
+    "a seed too large": ({"seed": 2**63}, "extra seed is 9223372036854775808, expected"),
+    "a fingerprint over two lines": (
+        {"data_fingerprint": "a\nb"},
+        r"data_fingerprint is 'a\\nb', expected a line",
+    ),
+    "rules in a list": ({"image_rules": [1]}, r"extra image_rules is \[1\], expected an object"),
+}
+
+
+@pytest.mark.parametrize("kind", EXTRAS)
+def test_a_crafted_value_of_the_run_is_refused_with_file_and_field(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """Would catch a TypeError in the middle of a start, and a run that goes on from sample -5."""
+    content, reason = EXTRAS[kind]
+    folder = copied(base, tmp_path / "out")
+    change(folder, content)
+    assert main([*REST, "--load", str(folder)]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and str(folder / "step_0000002" / MANIFEST_FILE) in message
+    assert re.search(reason, message), message
+
+
+CONFIGS = {
+    "layers without end": ("num_layers: 4", "num_layers: 1000000000", "describes [0-9,]* parameters, all files of the"),
+    "layers below zero": ("num_layers: 4", "num_layers: -4", "config.yaml: num_layers: got -4, it must be at least 1"),
+    "layers in words": ("num_layers: 4", "num_layers: four", "config.yaml: num_layers: expected a whole number"),
+    "laughs": ("num_layers: 4", "num_layers: &a [*a]", "config.yaml: not valid YAML in line [0-9]*: the alias"),
+    "depth": ("num_layers: 4", "num_layers: " + "[" * 90_000, "config.yaml: not valid YAML in line [0-9]*: nested"),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_crafted_config_is_refused_by_all_who_read_it(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """Would catch a model of a billion layers that is built because a file says so."""
+    before, after, reason = CONFIGS[kind]
+    folder = copied(base, tmp_path / "out")
+    text = (folder / "step_0000002" / "config.yaml").read_text()
+    assert before in text
+    change(folder, config=text.replace(before, after))
+    assert main([*REST, "--load", str(folder)]) == 2
+    with pytest.raises(ValueError, match=reason):
+        Generator(folder)
+    with pytest.raises(ValueError, match=reason):
+        stored_config(load_checkpoint(folder, WORLD))
+    assert str(folder / "step_0000002" / "config.yaml") in capsys.readouterr().err
+
+
+_VALUES: st.SearchStrategy[Any] = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=4), st.lists(st.integers(), max_size=2)
+)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(st.sampled_from(["step", "consumed_samples", "seed", "image_rules", "updates"]), _VALUES))
+def test_any_values_of_a_run_are_a_progress_or_a_value_error(base: Path, values: dict[str, Any]) -> None:
+    loaded = load_checkpoint(base, WORLD)
+    loaded.manifest.extra.update(values)  # type: ignore[attr-defined]
+    try:
+        progress = stored_progress(loaded)
+    except ValueError as error:
+        assert str(loaded.path / MANIFEST_FILE) in str(error)
+        return
+    assert type(progress.step) is type(progress.consumed_samples) is type(progress.seed) is int
+    assert progress.step == 2 and progress.consumed_samples >= 0
+
+
+def test_the_whole_config_comes_back(base: Path) -> None:
+    loaded = load_checkpoint(base, WORLD)
+    assert isinstance(stored_config(loaded), RunConfig) and stored_config(loaded).model.num_layers == 4
