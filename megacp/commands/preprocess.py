@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--tokenizer", metavar="KIND_OR_PATH", help="default: the one kept in the dataset")
     inspect.add_argument("--characters", type=int, default=60, metavar="N", help="how much of each document (60)")
     inspect.add_argument("--documents", type=int, default=10, metavar="N", help="how many of a pack; 0 is all (10)")
+    inspect.add_argument("--html", metavar="FILE", help="write one pack as a page with images, crops, mask; no text")
     stats = commands.add_parser("stats", help="counts, packing efficiency, histogram of lengths, refused records")
     stats.add_argument("dataset")
     stats.add_argument("--json", action="store_true", help="print JSON")
@@ -152,6 +153,10 @@ def _add_build(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     packs.add_argument("--cp-degrees", default="1,2,4,8,16", metavar="A,B", help="context-parallel sizes planned for")
     _add_images(build)
+    _add_work(build)
+
+
+def _add_work(build: argparse.ArgumentParser) -> None:
     work = build.add_argument_group("work")
     work.add_argument("--workers", type=int, metavar="N", help="processes (default: one for each core)")
     work.add_argument(
@@ -286,6 +291,14 @@ def _inspect(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(args.tokenizer or kept_tokenizer(args.dataset), engine="reference")
     if tokenizer.sha256 != dataset.manifest.tokenizer.sha256:
         raise ValueError(f"--tokenizer {args.tokenizer} is not the one {args.dataset} was made with (sha256 differs)")
+    if args.html is not None:
+        from megacp.data.inspect_page import write_page
+
+        if len(args.pack) > 1:
+            raise ValueError(f"--html shows one pack, --pack names {len(args.pack)}")
+        write_page(args.html, dataset, args.pack[0], tokenizer)
+        print(f"{args.html}: pack {args.pack[0]} of {args.dataset}")
+        return 0
     for index in args.pack:
         print(describe_pack(dataset, index, tokenizer, args.characters, args.documents))
     return 0

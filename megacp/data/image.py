@@ -339,6 +339,19 @@ def image_patches(pixels: np.ndarray, rules: ImageRules) -> np.ndarray:
     return _patches(np.stack([resized(pixels, side, side), *crops]), rules)
 
 
+def crop_boxes(width: int, height: int, rules: ImageRules) -> list[tuple[float, float, float, float]]:
+    """Left, top, right and bottom of each high-resolution crop, as shares of the image's width and height."""
+    rows, columns = _canvas(width, height, rules)
+    side, margin = rules.image_size, sum(rules.overlap_margins) * rules.patch_size
+    step = side - margin
+    across, down = columns * step + margin, rows * step + margin
+    return [
+        (c * step / across, r * step / down, (c * step + side) / across, (r * step + side) / down)
+        for r in range(rows)
+        for c in range(columns)
+    ]
+
+
 def frame_patches(pixels: np.ndarray, rules: ImageRules) -> np.ndarray:
     """uint8 [h, w, 3] of one video frame -> float32 [1, patches_per_crop, 3 * patch ** 2]."""
     return _patches(resized(pixels, rules.image_size, rules.image_size)[None], rules)

@@ -382,8 +382,9 @@ def load_tokenizer(
 def _id_of(tokenizer: Tokenizer, token: Any) -> int | None:
     """The id of a token by its text, where a kind's files name them by text."""
     token = token.get("content") if isinstance(token, dict) else token
-    knows = isinstance(tokenizer, HuggingFaceTokenizer | GPT2Tokenizer) and isinstance(token, str)
-    return tokenizer.token_id(token) if knows else None
+    if isinstance(tokenizer, HuggingFaceTokenizer | GPT2Tokenizer) and isinstance(token, str):
+        return tokenizer.token_id(token)
+    return None
 
 
 def _take_beside(tokenizer: Tokenizer, folder: Path) -> None:
