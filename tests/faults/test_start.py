@@ -33,32 +33,39 @@ def test_a_rank_with_another_learning_rate_is_refused_on_every_rank_with_both_va
     }
 
 
+SILENT = [
+    *(
+        "--seed",
+        "5",
+        "--hidden-dropout",
+        "0.2",
+        "--weight-decay",
+        "0.2",
+        "--clip-grad",
+        "0.5",
+        "--rotary-base",
+        "20000",
+    ),
+    *("--attention-mask", "causal", "--global-batch-size", "8", "--save", "elsewhere", "--dtype", "float32"),
+    *("--eval-iters", "2", "--save-interval", "3", "--distributed-timeout-minutes", "5", "--lr-warmup-iters", "1"),
+]
+"""Flags that ranks could have differed in without an end that says so."""
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    "other",
+    ("other", "odd"),
     [
-        ["--seed", "5"],
-        ["--hidden-dropout", "0.2"],
-        ["--weight-decay", "0.2"],
-        ["--clip-grad", "0.5"],
-        ["--rotary-base", "20000"],
-        ["--attention-mask", "causal"],
-        ["--global-batch-size", "8"],
-        ["--save", "elsewhere"],
-        ["--dtype", "float32"],
-        ["--num-attention-heads", "8"],
-        ["--num-layers", "2"],
-        ["--train-iters", "6"],
-        ["--tensor-model-parallel-size", "2"],
-        ["--pipeline-model-parallel-size", "2"],
-        ["--context-parallel-size", "2"],
-        ["--distributed-timeout-minutes", "5"],
-        ["--eval-iters", "2"],
-        ["--save-interval", "3", "--save", "here"],
+        (SILENT, 0),
+        (SILENT, 1),
+        (["--num-attention-heads", "8"], 1),
+        (["--num-layers", "2", "--train-iters", "6"], 0),
+        (["--tensor-model-parallel-size", "2"], 1),
+        (["--pipeline-model-parallel-size", "2"], 0),
+        (["--context-parallel-size", "2"], 1),
     ],
-    ids=lambda flags: flags[0],
+    ids=lambda value: value[0] if isinstance(value, list) else str(value),
 )
-@pytest.mark.parametrize("odd", [0, 1])
 def test_any_other_flag_on_one_rank_is_refused(tmp_path: Path, other: list[str], odd: int) -> None:
     """Would catch a difference that dies later, hangs, or is never noticed."""
     flags = [QUICK, QUICK]
@@ -67,6 +74,16 @@ def test_any_other_flag_on_one_rank_is_refused(tmp_path: Path, other: list[str],
     assert first == second
     assert all(f"  - {flag}: " in first for flag in other if flag.startswith("--"))
     assert f"on rank {odd} (host {HOST})" in first
+
+
+@pytest.mark.faults
+def test_ranks_that_a_smaller_grid_leaves_over_end_with_the_run() -> None:
+    """Would catch a left-over rank that trains, fails, or waits for ever."""
+    flags = [*QUICK, "--tensor-model-parallel-size", "2", "--allow-smaller-grid"]
+    first, second, spare = run_all([flags] * 3)
+    assert [first.status, second.status, spare.status] == [0, 0, 0]
+    assert "--allow-smaller-grid: 2 of 3 ranks are used" in first.out and "finished after step 4" in first.out
+    assert (spare.out, spare.err) == ("", "")
 
 
 @pytest.mark.faults
