@@ -46,6 +46,9 @@ _SECONDS_OF_A_REFUSED_RANK = 60.0
 _SECONDS_FOR_THE_FIRST = 5.0
 """torchrun ends all ranks of a machine when the first one exits: the others leave the one that speaks the time to."""
 
+_SHARE_BEFORE_NCCL_ENDS = 0.8
+"""Of the timeout: how long ranks on NCCL make no call before they tell what they do."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -162,10 +165,12 @@ def _train(own: Plan, meeting: Meeting, world: launch.World) -> int:
     """Join the grid and train; the exit status."""
     status = 1
     try:
-        grid = launch.join(meeting, own.shape, own.config.parallel.distributed_timeout_minutes)
+        minutes = own.config.parallel.distributed_timeout_minutes
+        grid = launch.join(meeting, own.shape, minutes)
         if meeting.rank == 0 and own.config.parallel.allow_smaller_grid:
             print(f"--allow-smaller-grid: {own.shape.world_size} of {meeting.size} ranks are used", flush=True)
-        with Watch(grid):
+        nccl = grid.world.backend == "nccl"
+        with Watch(grid, 60.0 * _SHARE_BEFORE_NCCL_ENDS * minutes if nccl else None):
             try:
                 trainer = Trainer(own.config, grid, own.sources)
             except ValueError as error:

@@ -18,7 +18,8 @@ Answer = Mapping[str, Any]
 
 def report(answers: Mapping[int, Answer], silent: Sequence[int]) -> str:
     """The report on the ranks that answered, by rank, and on those that did not."""
-    lines = ["calls under way:", *(f"  {line}" for line in _calls(answers)[:_SHOWN] or ["none"]), "stacks:"]
+    calls = [*_calls(answers)[:_SHOWN], *_behind(answers)[:_SHOWN]]
+    lines = ["calls under way:", *(f"  {line}" for line in calls or ["none"]), "stacks:"]
     stacks: dict[str, list[int]] = {}
     for rank, answer in sorted(answers.items()):
         text = "\n".join(
@@ -30,6 +31,23 @@ def report(answers: Mapping[int, Answer], silent: Sequence[int]) -> str:
     if silent:
         lines.append(f"  no answer from {named(list(silent))}: stopped, dead, or cut off from the store")
     return "\n".join(lines)
+
+
+def _behind(answers: Mapping[int, Answer]) -> list[str]:
+    """One line for each group whose ranks have made different numbers of collectives: on a GPU a call is through for
+    the host long before it is for the device, so nothing is under way there.
+    """
+    lines = []
+    groups = dict.fromkeys(group for answer in answers.values() for group in answer["calls"])
+    for group in groups:
+        of_rank = {rank: answer["calls"][group] for rank, answer in answers.items() if group in answer["calls"]}
+        numbers = {rank: state["number"] for rank, state in of_rank.items()}
+        waited_for = any(call[3] is None for state in of_rank.values() for call in state["under_way"])
+        if len(set(numbers.values())) > 1 and not waited_for:
+            counts = sorted(set(numbers.values()))
+            told = "; ".join(f"{count} by {named([r for r in numbers if numbers[r] == count])}" for count in counts)
+            lines.append(f"collectives made on {next(iter(of_rank.values()))['axis']}: {told}")
+    return lines
 
 
 def _calls(answers: Mapping[int, Answer]) -> list[str]:

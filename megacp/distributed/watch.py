@@ -3,11 +3,15 @@
 Key property: it has a connection to the run's store of its own and takes part in no collective, so any rank may ask all
 others what they are doing. Between questions it costs one small request a second. Rejected: signals, which reach one
 machine only, and a hook in the step loop, which a hang never gets to.
+
+NCCL ends the process itself when a collective takes too long, and no failure report is written then. So on NCCL the
+first rank that has made no call for most of the timeout asks and prints, while all are still there.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import socket
 import sys
 import threading
@@ -18,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megacp.distributed.grid import Axis, ProcessGrid
+from megacp.distributed.hang_report import report
 
 ROOM = "megacp_watch"
 _PERIOD = 1.0
@@ -33,13 +38,16 @@ class Watch:
 
     with Watch(grid):
         train()
+
+    `stall_seconds`: without a call for so long, one rank prints what all are doing; None never does.
     """
 
-    def __init__(self, grid: ProcessGrid) -> None:
-        self._grid = grid
+    def __init__(self, grid: ProcessGrid, stall_seconds: float | None = None) -> None:
+        self._grid, self._stall_seconds = grid, stall_seconds
         self._over = threading.Event()
         self._main = threading.get_ident()
         self._thread: threading.Thread | None = None
+        self._made, self._since = 0, time.monotonic()
 
     def __enter__(self) -> Watch:
         if self._grid.world.size > 1:
@@ -61,6 +69,7 @@ class Watch:
                 if looks % _BEATS == 0:
                     store.add(f"{ROOM}/beat/{rank}", 1)
                 looks += 1
+                self._look_for_a_stall(store)
                 if not store.check([f"{ROOM}/question"]):
                     continue
                 question = store.get(f"{ROOM}/question").decode()
@@ -69,6 +78,27 @@ class Watch:
                     answered = question
         except dist.DistError:  # the store went with the rank or machine that held it: the collectives will tell
             return
+
+    def _look_for_a_stall(self, store: dist.Store) -> None:
+        calls = [axis.calls for axis in self._grid.with_groups()]
+        made = sum(each.collectives + sum(list(each.messages.values())) for each in calls)
+        now = time.monotonic()
+        if made != self._made:
+            if self._since > now:  # what was told was no hang: the next one is told again
+                store.delete_key(f"{ROOM}/stalled")
+            self._made, self._since = made, now
+        elif self._stall_seconds and now - self._since > self._stall_seconds:
+            self._since = math.inf
+            if store.add(f"{ROOM}/stalled", 1) == 1:
+                threading.Thread(target=self._tell, args=(store.clone(),), daemon=True).start()
+
+    def _tell(self, store: dist.Store) -> None:
+        """Print what all ranks are doing."""
+        ranks = list(range(self._grid.world.size))
+        answers = ask_all(store, ranks, f"stall after {self._made} calls of rank {self._grid.rank}", 10.0)
+        silent = [rank for rank in ranks if rank not in answers]
+        head = f"rank {self._grid.rank} has made no call for {self._stall_seconds:g} s; if this is a hang:"
+        print(f"{head}\n{report(answers, silent)}", file=sys.stderr, flush=True)
 
     def _answer(self) -> dict[str, Any]:
         frame = sys._current_frames().get(self._main)

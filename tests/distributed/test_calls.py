@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import time
 
+import pytest
 import torch
 
 from megacp.distributed.calls import Calls
@@ -104,3 +107,26 @@ def test_a_rank_that_hangs_answers_with_its_stack() -> None:
     assert "rank 0 failed in step 1: RuntimeError: Timed out waiting 1ms" in text
     assert "on dp (ranks 0, 1): 8 bytes" in text and "not called by rank 1" in text
     assert "in _asked\n      time.sleep(4.0)" in text
+
+
+def test_groups_whose_ranks_have_made_different_numbers_of_calls_are_told() -> None:
+    """Would catch a hang on GPUs, where no call is under way for the host."""
+    text = report({0: answer(9, []), 1: answer(9, []), 2: answer(8, [])}, [])
+    assert "  collectives made on tp: 8 by rank 2; 9 by ranks 0, 1" in text
+
+
+def _stalled(rank: int, world_size: int) -> str:
+    """What is printed when no rank makes a call."""
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told), Watch(grid(dp=world_size), 1.5):
+        time.sleep(6.0)
+    return told.getvalue()
+
+
+@pytest.mark.slow
+def test_ranks_that_make_no_calls_are_told_of_once() -> None:
+    """Would catch a hang on NCCL, which ends the process before it can say anything."""
+    texts = [text for text in run_ranks(_stalled, 2) if text]
+    assert len(texts) == 1
+    assert "has made no call for 1.5 s; if this is a hang:" in texts[0]
+    assert "ranks 0, 1:" in texts[0] and "in _stalled\n      time.sleep(6.0)" in texts[0]
