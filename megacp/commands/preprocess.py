@@ -313,6 +313,7 @@ def _stats(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from megacp.data.manifest import Manifest
     from megacp.data.verify import verify
 
     damaged = 0
@@ -322,7 +323,8 @@ def _verify(args: argparse.Namespace) -> int:
         for reason in reasons:
             print(f"error: {reason}", file=sys.stderr)
         if not reasons:
-            print(f"{path}: sound")
+            unchecked = Manifest.read(path).unchecked
+            print(f"{path}: sound{f' ({unchecked})' if unchecked else ''}")
     return 1 if damaged else 0
 
 

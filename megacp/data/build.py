@@ -27,6 +27,7 @@ from megacp.data.journal import REJECTS_NAME, TOKENIZER_DIRECTORY, Journal, lock
 from megacp.data.jsonl import Refusal, Unit, is_plain, plan_units
 from megacp.data.manifest import MANIFEST_NAME, Manifest
 from megacp.data.progress import Progress
+from megacp.data.tables import read_table
 from megacp.data.tokenizer import Tokenizer
 from megacp.data.unit import (
     IDENTITY_DTYPE,
@@ -232,8 +233,8 @@ class _Build:
         tables, owners = [], []
         for unit in self._units:
             if self._journal.results[unit.index].has_ids:
-                table = np.load(identity_file(self._directory, unit.index), allow_pickle=False)
-                tables.append(table.astype(IDENTITY_DTYPE, copy=False))
+                table = read_table(identity_file(self._directory, unit.index), IDENTITY_DTYPE)
+                tables.append(table)
                 owners.append(np.full(len(table), unit.index))
         if not tables:
             return {}

@@ -75,7 +75,7 @@ class _Check:
             return list(damaged.values())
         try:
             shard = Shard(self.directory / self.entry.name, self.entry, self.manifest)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             return [*damaged.values(), str(error)]
         if not damaged:
             packs = range(self.entry.num_packs)

@@ -201,7 +201,8 @@ def test_a_shard_without_images_in_an_image_dataset_is_one_of_text(tmp_path: Pat
     corpus.write_text(json.dumps({"text": "only text"}) + "\n")
     builds.run([corpus], tmp_path / "d", **VISION)
     names = {path.name for path in (tmp_path / "d/shard_00000").iterdir()}
-    assert names == {"packs.npy", "segments.npy", "tokens.bin", "tokens.idx"} and verify(tmp_path / "d") == []
+    assert names == {"checksums.npy", "packs.npy", "segments.npy", "tokens.bin", "tokens.idx"}
+    assert verify(tmp_path / "d") == []
     images = PackedDataset(tmp_path / "d").pack(0).images
     assert images is not None and len(images.units) == 0
 

@@ -15,8 +15,8 @@ from megacp.data.document import DocumentMaker
 from megacp.data.prompt import PromptMaker
 from megacp.data.sample import Piece
 from megacp.data.store import PackedDataset
-from megacp.data.verify import verify
 from megacp.data.tokenizer import Tokenizer, load_tokenizer
+from megacp.data.verify import verify
 from tests.data.builds import documents, run
 
 USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
