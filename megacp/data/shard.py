@@ -15,6 +15,7 @@ import numpy as np
 
 from megacp import files
 from megacp.data import tables
+from megacp.data.image_file import ImageError
 from megacp.data.indexed import IndexedReader, token_dtype
 from megacp.data.manifest import CHECKSUMS_SINCE, Manifest, ShardEntry
 from megacp.data.row_images import PackImages
@@ -143,11 +144,16 @@ class Shard:
         return np.frombuffer(data, reader.dtype)
 
     def item(self, number: int) -> bytes:
-        """Encoded bytes of an image or a video; called from any thread. ValueError: they are not those of the build."""
+        """Encoded bytes of an image or a video; called from any thread. ImageError: they are not those of the build, so
+        that `--on-bad-image` decides.
+        """
         assert self.images is not None, "units without images are refused at open"
         data = self.images.stored(number, number + 1)
         if self.image_checksums is not None:
-            _refuse_changed(data, int(self.image_checksums["data"][number]), self.images.bin.path, f"item {number}")
+            try:
+                _refuse_changed(data, int(self.image_checksums["data"][number]), self.images.bin.path, f"item {number}")
+            except ValueError as error:
+                raise ImageError(str(error)) from error
         return data
 
     def images_of(self, number: int, image_patch: int) -> PackImages:
