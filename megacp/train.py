@@ -174,7 +174,8 @@ def _train(own: Plan, meeting: Meeting, world: launch.World) -> int:
             try:
                 trainer = Trainer(own.config, grid, own.sources)
             except ValueError as error:
-                status = _refused(str(error), world)
+                last_words(error, "the start", grid.world)  # left for ranks that see no reason of their own
+                status = _refused(str(error), world, alike=False)
                 return status
             except Exception as error:
                 error.add_note(last_words(error, "the start", grid.world))
@@ -185,12 +186,13 @@ def _train(own: Plan, meeting: Meeting, world: launch.World) -> int:
         tell_spares(meeting, own.shape.world_size, status)
 
 
-def _refused(problem: str, world: launch.World) -> int:
-    """Print the message where nobody else on this machine does."""
+def _refused(problem: str, world: launch.World, alike: bool = True) -> int:
+    """Print the message, once on each machine where all ranks have it `alike`; the first rank speaks first."""
     if world.local_rank > 0:
         time.sleep(_SECONDS_FOR_THE_FIRST)
-    else:
-        print(f"error: {problem}", file=sys.stderr, flush=True)
+    if world.local_rank == 0 or not alike:
+        place = "" if alike else f" on rank {world.rank}"
+        print(f"error{place if world.rank else ''}: {problem}", file=sys.stderr, flush=True)
     return REFUSED
 
 

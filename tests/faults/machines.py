@@ -47,7 +47,8 @@ class Machines:
         """Start an agent; what it writes is in `output`."""
         endpoint = f"127.0.0.1:{self.port}"
         launcher = ["torch.distributed.run", "--nnodes", f"{self.least}:{self.count}", "--rdzv-backend", "c10d"]
-        launcher += ["--rdzv-endpoint", endpoint, "--rdzv-id", "run", "--rdzv-conf", RENDEZVOUS]
+        launcher += ["--rdzv-endpoint", endpoint, "--rdzv-id", "run"]
+        launcher += ["--rdzv-conf", f"{RENDEZVOUS},is_host={machine == 0}"]  # on one machine all have its address
         launcher += ["--nproc-per-node", str(self.ranks), "--max-restarts", str(self.restarts)]
         command = [sys.executable, "-m", *launcher, "-m", "megacp.train", *self.flags]
         environment = {key: text for key, text in os.environ.items() if "TORCHELASTIC" not in key}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
+from megacp.checkpoint.commit import load_checkpoint
+from megacp.checkpoint.directory import committed
+from megacp.distributed.grid import single_axis
 from tests.faults.processes import Ended, ends, environment, free_port, launch
 from tests.training.runs import TINY, grid_flags
 
@@ -59,3 +63,41 @@ def test_a_stopped_rank_answers_nothing_and_is_told_apart_from_one_that_hangs(tm
     ended = survivors(tmp_path, "stop in step", 1, 2, [])
     assert "no answer from rank 1: stopped, dead, or cut off from the store" in ended[0].err
     assert "no word from rank 1 in step 3: stopped, dead, or still computing" in ended[0].err
+
+
+def slow_save(tmp_path: Path, where: int, *flags: str) -> list[Ended]:
+    """Two ranks, of which one takes 25 s to write; a collective may take 15."""
+    port = free_port()
+    arguments = [
+        "slow in writing",
+        str(where),
+        "0",
+        *SIX,
+        "--save-interval",
+        "0",
+        *flags,
+        "--save",
+        str(tmp_path / "out"),
+    ]
+    return ends([launch(arguments, environment(rank, 2, port), module=MODULE) for rank in range(2)])
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("where", "saving"), [(0, []), (1, []), (1, ["--async-save"])])
+def test_a_save_that_takes_longer_than_a_collective_may_ends_no_run(
+    tmp_path: Path, where: int, saving: list[str]
+) -> None:
+    """Would catch a slow disk that is taken for a lost rank."""
+    first, second = slow_save(tmp_path, where, *saving)
+    assert (first.status, second.status) == (0, 0), first.err + second.err
+    assert load_checkpoint(tmp_path / "out", single_axis("world")).step == 6
+
+
+@pytest.mark.faults
+def test_a_save_beyond_its_own_limit_names_the_slow_rank(tmp_path: Path) -> None:
+    first, second = slow_save(tmp_path, 1, "--checkpoint-timeout-minutes", "0.1")
+    host = socket.gethostname()
+    for ended in (first, second):
+        assert ended.status == 1
+        assert f"rank 1 (on {host}) still reading or writing a checkpoint after 6 s (--checkpoint-timeout" in ended.err
+    assert committed(tmp_path / "out") == []

@@ -55,6 +55,16 @@ def _kill_in_writing(step: int) -> None:
     PayloadWriter.write = write  # type: ignore[method-assign]
 
 
+def _slow_in_writing(step: int) -> None:
+    real = PayloadWriter.write
+
+    def write(self: PayloadWriter, folder: Path) -> list[Path]:
+        time.sleep(25)
+        return real(self, folder)
+
+    PayloadWriter.write = write  # type: ignore[method-assign]
+
+
 def _kill_before_rename(step: int) -> None:
     real = pending.sync_folder
 
@@ -93,6 +103,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "raise in step": _in_step(_raise),
     "hang in step": _in_step(_hang),
     "kill in writing": _kill_in_writing,
+    "slow in writing": _slow_in_writing,
     "kill before rename": _kill_before_rename,
     "kill before latest": _kill_before_latest,
 }
