@@ -22,10 +22,12 @@ import torch.distributed as dist
 
 from megacp.distributed.generation import fresh_store
 from megacp.distributed.grid import GridShape, ProcessGrid, build_grid
-from megacp.distributed.meeting import Meeting
+from megacp.distributed.meeting import Meeting, within
 
 _M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 4 << 20
 """glibc's name for the option (malloc.h), and the bytes from which on a block gets a map of its own."""
+_FROZEN_SECONDS = 60.0
+"""Beyond all deadlines: then a store that answers nothing is given up."""
 _NAME_SECONDS = 30.0
 """How long MASTER_ADDR may be unknown to the name service: a cluster may start machines before their names."""
 
@@ -124,10 +126,13 @@ def meet(world: World, seconds: float) -> Meeting:
     if world.size == 1:
         return Meeting(world.rank, 1, None, seconds)
     by_hand = "TORCHELASTIC_RUN_ID" not in os.environ
+
+    def find() -> dist.Store:
+        return fresh_store(_open_store(world, seconds), world.rank, world.size, seconds, by_hand)
+
     try:
-        launched = _open_store(world, seconds)
-        store = fresh_store(launched, world.rank, world.size, seconds, by_hand)
-    except dist.DistError as error:
+        store = within(2 * seconds + _FROZEN_SECONDS, find)  # it is looked for, then waited in
+    except (TimeoutError, dist.DistError) as error:
         lost = str(error).strip().partition("\n")[0]
         raise ValueError(f"rank {world.rank} on {socket.gethostname()} lost the run's store: {lost}") from error
     return Meeting(world.rank, world.size, store, seconds)

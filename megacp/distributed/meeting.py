@@ -18,6 +18,8 @@ import torch.distributed as dist
 from megacp.distributed.generation import named
 
 _T = TypeVar("_T")
+_FROZEN = 60.0
+"""Seconds beyond all deadlines after which a store that answers nothing is given up."""
 _GRACE = 10.0
 """Seconds that other ranks wait longer than rank 0, to hear from it whom it missed."""
 
@@ -38,11 +40,23 @@ class Meeting:
         if self.store is None:
             return judge([value])
         seconds = self.seconds + also
+        try:
+            answer = within(seconds + _FROZEN, lambda: self._answer(topic, value, judge, seconds))
+        except (TimeoutError, dist.DistError) as lost:
+            why = str(lost).strip().partition("\n")[0]
+            raise ValueError(f"rank {self.rank} on {self.host} lost the run's store: {why}") from lost
+        if answer[0] == "0":
+            raise ValueError(answer[1:])
+        return answer[1:]
+
+    def _answer(self, topic: str, value: str, judge: Callable[[list[str]], str], seconds: float) -> str:
+        """The verdict behind a 1, or a 0 and why there is none."""
+        assert self.store is not None
         self.store.set(f"{topic}/value/{self.rank}", value)
         if self.rank != 0:
             (answer,) = self._values([f"{topic}/verdict"], seconds + _GRACE) or [None]
             if answer is None:
-                raise ValueError(f"rank {self.rank} on {self.host}: no verdict from rank 0 on the {topic} of the ranks")
+                return f"0rank {self.rank} on {self.host}: no verdict from rank 0 on the {topic} of the ranks"
             self.store.add(f"{topic}/read", 1)
         else:
             keys = [f"{topic}/value/{rank}" for rank in range(self.size)]
@@ -50,9 +64,7 @@ class Meeting:
             silent = [rank for rank, key in enumerate(keys) if not self.store.check([key])] if values is None else []
             answer = "1" + judge(values) if values else f"0no word on the {topic} from {named(silent)}"
             self.store.set(f"{topic}/verdict", answer)
-        if answer[0] == "0":
-            raise ValueError(answer[1:])
-        return answer[1:]
+        return answer
 
     def told(self, topic: str, value: str) -> str:
         """Rank 0's value, on every rank."""
