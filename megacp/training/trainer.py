@@ -270,6 +270,7 @@ class Trainer:
             agreed = agree(batches, self.grid, replica=self.rows.place.index)
             total += self.trainee.evaluate(batches, agreed.denominator) * agreed.denominator
             weight += agreed.weight
+        self.timers.take()  # its phases belong to no training step
         if weight == 0.0:
             self.log.say(f"step {self.progress.step}: no token of --valid-data-path has a loss weight")
             return
