@@ -213,10 +213,11 @@ class _Build:
         if not any(result.entry for result in results):
             empty = [path for path in self._settings.input if not os.path.getsize(path)]
             all_empty = f"; empty: {', '.join(empty)}" if empty else ""
-            refused = sum(len(result.refusals) + len(result.dropped) for result in results)
+            refused = [refusal for result in results for refusal in (*result.refusals, *result.dropped)]
+            first = f"; {refused[0]}" if refused else ""
             raise ValueError(
-                f"--input: no usable record in {', '.join(self._settings.input)} ({refused} refused{all_empty}); "
-                "no dataset was made"
+                f"--input: no usable record in {', '.join(self._settings.input)} ({len(refused)} refused{all_empty}); "
+                f"no dataset was made{first}"
             )
         if not sum(result.learned_tokens for result in results):
             documents = sum(result.documents for result in results)

@@ -292,7 +292,7 @@ def test_branches_are_stored_behind_their_prefix(tmp_path: Path) -> None:
     user = {"role": "user", "content": "Q"}
     unlearned = {"text": "T", "branches": [{"messages": [user]}, {"messages": [user, user]}]}
     a.write_text(json.dumps(unlearned) + "\n" + json.dumps({"text": "x"}) + "\n")
-    run([a], tmp_path / "d", allow_unlearned=True, seq_length=33)
+    run([a], tmp_path / "d", allow_unlearned=True, seq_length=34)
     pack = PackedDataset(tmp_path / "d").pack(0)
     said = b"<|user|>\nQ"
     assert pack.tokens.tolist() == [*b"T", *said, 256, *said, *b"\n", *said, 256]
