@@ -118,6 +118,7 @@ def load(arguments: argparse.Namespace) -> tuple[Generator, Tokenizer]:
             f"--tokenizer {arguments.tokenizer} has {tokenizer.vocab_size} ids, "
             f"the model was trained with {generator.config.model.embedding_rows}"
         )
+    tokenizer.begins_with = generator.first_token(tokenizer.begins_with)
     return generator, tokenizer
 
 

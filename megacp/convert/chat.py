@@ -29,6 +29,7 @@ _TEMPLATE = """\
 {%- set seam = SEAM -%}
 {%- set end = END -%}
 {%- set state = namespace(text=false, ended=false) -%}
+{{- BEGIN -}}
 {%- for message in messages -%}
     {{- (seam if state.text else '') ~ ('' if loop.first else '\\n') ~ '<|' ~ message['role'] ~ '|>\\n' -}}
     {%- set state.text = true -%}
@@ -73,12 +74,26 @@ class Conversation:
     """Whether the beginning of an answer follows."""
 
 
-def template(seam: str, has_end: bool) -> str:
-    """The template's text; `seam` may be empty, `has_end`: whether there is an end-of-document token."""
-    quoted = "'" + "".join(f"\\u{ord(character):04x}" for character in seam) + "'"
-    return _TEMPLATE.replace("SEAM -%}", f"{quoted} -%}}").replace(
-        "END -%}", f"{'eos_token' if has_end else repr('')} -%}}"
-    )
+@dataclass(frozen=True)
+class Special:
+    """Token ids that stand at the ends of a document; None is none."""
+
+    end: int | None
+    begin: int | None = None
+
+
+def template(seam: str, has_end: bool, begin: str = "") -> str:
+    """The template's text; `seam` may be empty, `has_end`: whether there is an end-of-document token.
+
+    `begin`: the text of the token that begins every document, empty without one.
+    """
+    end = "eos_token" if has_end else repr("")
+    text = _TEMPLATE.replace("SEAM -%}", f"{_quoted(seam)} -%}}").replace("END -%}", f"{end} -%}}")
+    return text.replace("{{- BEGIN -}}\n", f"{{{{- {_quoted(begin)} -}}}}\n" if begin else "")
+
+
+def _quoted(text: str) -> str:
+    return "'" + "".join(f"\\u{ord(character):04x}" for character in text) + "'"
 
 
 def render(text: str, conversation: Conversation, eos_token: str | None) -> str:
@@ -90,7 +105,7 @@ def render(text: str, conversation: Conversation, eos_token: str | None) -> str:
     return compiled.render(**given)
 
 
-def write_template(folder: Path, eos: int | None, probe: Sequence[Conversation], media: str) -> bool:
+def write_template(folder: Path, special: Special, probe: Sequence[Conversation], media: str) -> bool:
     """Write the template that gives each conversation of `probe` its ids; whether SEAM had to go into tokenizer.json.
 
     `media` stands for an image in the ids of the probe: texts of special tokens. ValueError when no template can.
@@ -100,12 +115,13 @@ def write_template(folder: Path, eos: int | None, probe: Sequence[Conversation],
     path = folder / "tokenizer.json"
     original = path.read_bytes()
     known = Tokenizer.from_str(original.decode())
-    eos_token = None if eos is None else known.id_to_token(eos)
+    eos_token = None if special.end is None else known.id_to_token(special.end)
+    begin = "" if special.begin is None else known.id_to_token(special.begin) or ""
     content, wrong = read_json(path, 512 << 20), ""
     for seam in ("", SEAM):
         if seam:
             path.write_text(json.dumps(_with_seam(content), ensure_ascii=False, indent=2), encoding="utf-8")
-        text = template(seam, eos_token is not None)
+        text = template(seam, eos_token is not None, begin)
         wrong = _difference(Tokenizer.from_file(str(path)), text, eos_token, probe, media)
         if not wrong:
             (folder / TEMPLATE_FILE).write_text(text, encoding="utf-8")

@@ -30,7 +30,7 @@ from megacp.distributed.parameter import spec_of
 from megacp.models.build import build_chunks
 from megacp.models.language import LanguageModelChunk
 from megacp.training.sources import image_misfits
-from megacp.training.state import stored_progress
+from megacp.training.state import first_token, stored_progress
 from megacp.training.stored import stored_config
 
 _ONE_PROCESS = {
@@ -73,6 +73,7 @@ class Generator:
         progress = stored_progress(loaded)
         self.tokenizer_sha256: str = progress.tokenizer_sha256
         self._stored_rules: dict[str, Any] | None = progress.image_rules
+        self._progress = progress
         self.config: RunConfig = with_values(stored_config(loaded), _ONE_PROCESS)
         self.model: LanguageModelChunk = build_chunks(self.config, self.grid)[0].eval()
         places = {
@@ -86,6 +87,10 @@ class Generator:
             places.pop(name).copy_(tensor)
         if places:
             raise ValueError(f"checkpoint {self.path} lacks {', '.join(sorted(places))}")
+
+    def first_token(self, by_files: int | None) -> int | None:
+        """The token id that begins a prompt, see `state.first_token`."""
+        return first_token(self._progress, by_files)
 
     @property
     def has_image_rules(self) -> bool:

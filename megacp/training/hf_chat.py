@@ -17,6 +17,7 @@ from megacp.data.prompt import PromptMaker
 from megacp.data.sample import parse_record
 from megacp.data.tokenizer import Tokenizer
 from megacp.training.hf_reading import Loaded
+from megacp.training.state import first_token, stored_progress
 
 CHOICES = ("auto", "messages", "none")
 _CONTENTS = (
@@ -54,7 +55,7 @@ def _image_messages() -> list[list[dict[str, Any]]]:
 
 def _ids(messages: list[dict[str, Any]], tokenizer: Tokenizer, media: list[int]) -> list[int]:
     """What a build makes of a record, `media` in the place of each image."""
-    ids: list[int] = []
+    ids = [] if tokenizer.begins_with is None else [tokenizer.begins_with]
     for piece in parse_record({"messages": messages}, media=True).prefix:
         if piece.text is not None:
             ids += tokenizer.encode_reference(piece.text).tolist()
@@ -93,10 +94,12 @@ def write_chat_template(loaded: Loaded, folder: Path, tokenizer: Tokenizer, choi
         return f"the tokenizer's own{also}"
     if choice == "auto" and not (loaded.rules is not None and trained):
         return "none; for a model that was trained on records with `messages`: --chat-template messages"
+    tokenizer.begins_with = first_token(stored_progress(loaded.checkpoint), tokenizer.begins_with)
     images = loaded.rules.token_ids if loaded.rules is not None else {}
     media = TOKEN_TEXTS["image_start"] + TOKEN_TEXTS["image_end"]
     try:
-        has_seam = chat.write_template(folder, tokenizer.eos_id, probe(tokenizer, images), media)
+        special = chat.Special(tokenizer.eos_id, tokenizer.begins_with)
+        has_seam = chat.write_template(folder, special, probe(tokenizer, images), media)
     except ValueError as error:
         if choice == "auto":
             return f"none: no template gives this tokenizer the ids of training ({error})"

@@ -49,6 +49,13 @@ class Sources:
         return {name: source for name, source in both.items() if isinstance(source, PackedDataset)}
 
     @property
+    def document_start(self) -> dict[str, Any] | None:
+        """The token that begins every training document, as a checkpoint keeps it; None for mock packs."""
+        if not isinstance(self.train, PackedDataset):
+            return None
+        return {"token": self.train.manifest.tokenizer.begins_with}
+
+    @property
     def notes(self) -> list[str]:
         """What a run should know of its data before it starts, one line each."""
         return [
@@ -75,6 +82,12 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
         reasons += _misfits("--valid-data-path", str(config.data.valid_data_path), valid, config)
         if valid.manifest.tokenizer.sha256 != train.manifest.tokenizer.sha256:
             reasons.append("--valid-data-path was built with another tokenizer than --data-path")
+        elif valid.manifest.tokenizer.begins_with != train.manifest.tokenizer.begins_with:
+            first = [dataset.manifest.tokenizer.begins_with for dataset in (train, valid)]
+            reasons.append(
+                f"documents of --data-path begin with token {first[0]}, those of --valid-data-path with {first[1]}: "
+                "build both with the same --prepend-bos"
+            )
         if None not in (rules := (train.manifest.image_rules, valid.manifest.image_rules)) and rules[0] != rules[1]:
             reasons.append("--valid-data-path was built with other image rules than --data-path")
     if any(dataset is not None and dataset.manifest.image_rules is not None for dataset in (train, valid)):

@@ -37,6 +37,8 @@ class Progress:
     tokenizer_sha256: str = ""
     image_rules: dict[str, Any] | None = None
     """By which images became tokens: with them a checkpoint can be asked about images without its dataset."""
+    document_start: dict[str, Any] | None = None
+    """`{"token": id}` that every document of the training data begins with, or `{"token": null}`; None: not known."""
     health: dict[str, Any] | None = None
     """What `health.Health` remembers of earlier steps."""
 
@@ -155,6 +157,19 @@ def stored_progress(loaded: LoadedCheckpoint) -> Progress:
     if "step" in loaded.extra and progress.step != loaded.step:
         raise ValueError(f"{_manifest_of(loaded)} has step {loaded.step}, its extra has step {progress.step}")
     return progress
+
+
+def first_token(progress: Progress, by_files: int | None) -> int | None:
+    """The token id that begins a prompt as it began the documents of training; None is none.
+
+    `by_files`: what the tokenizer's own files say, for weights that were not trained here.
+    """
+    if not progress.tokenizer_sha256:
+        return by_files
+    token = (progress.document_start or {}).get("token")  # datasets of before had none
+    if token is None or (type(token) is int and token >= 0):
+        return token
+    raise ValueError(f"the checkpoint's document_start has token {token!r:.80}, no token id")
 
 
 def _extra(loaded: LoadedCheckpoint) -> Fields:

@@ -73,6 +73,7 @@ class Trainer:
             seed=config.training.seed,
             tokenizer_sha256=sources.tokenizer_sha256,
             image_rules=sources.image_rules,
+            document_start=sources.document_start,
         )
         start = starting_point(config, grid.world)
         resumed = load(self.trainee, self.progress, config, start) if start.path is not None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from pathlib import Path
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from megacp import train
 from megacp.checkpoint.commit import load_checkpoint
+from megacp.commands import generate, preprocess
 from megacp.config.run import RunConfig, flag, flatten, with_values
 from megacp.data.collate import collate
 from megacp.data.decoding import RulesDecoder
@@ -23,7 +26,7 @@ from megacp.distributed.grid import single_axis
 from megacp.train import main
 from megacp.training.generate import Generator, Sampling
 from megacp.training.parity_sizes import MODELS
-from megacp.training.state import Progress, _other_meaning
+from megacp.training.state import Progress, _other_meaning, first_token
 from tests.data.builds import run as build
 from tests.data.pictures import TINY
 from tests.training.test_vision_dataset import image_part
@@ -210,3 +213,39 @@ def test_image_rules_come_from_the_checkpoint_or_from_the_dataset_of_the_flag(tr
     build([source], tmp_path / "text", seq_length=512)
     with pytest.raises(ValueError, match="text holds no image rules: give --data-path"):
         generator.image_rules(str(tmp_path / "text"))
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_prompts_begin_as_the_documents_of_training_did(begins: bool, tmp_path: Path) -> None:
+    """Would catch a model trained without a first token that is asked with one, as its tokenizer says."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(["a b"], tokenizers.trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False))
+    made.add_special_tokens(["<s>", "</s>"])
+    token = ("<s>", made.token_to_id("<s>"))
+    made.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [token])
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.jsonl").write_text('{"text": "a b a b a b"}\n' * 4)
+    names = {"input": tmp_path / "a.jsonl", "output": tmp_path / "d", "tokenizer": tmp_path / "tokenizer.json"}
+    flags = [text for name, value in names.items() for text in (f"--{name}", str(value))]
+    choice = [] if begins else ["--no-prepend-bos"]
+    flags += ["--eod-token", "</s>", "--seq-length", "16", "--workers", "1"]
+    assert preprocess.main(["build", *flags, *choice]) == 0
+    sizes = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--ffn-hidden-size", "16"]
+    run = ["--data-path", str(tmp_path / "d"), "--seq-length", "16", "--global-batch-size", "1", "--train-iters", "1"]
+    assert train.main([*sizes, *run, "--save", str(tmp_path / "out")]) == 0
+    arguments = argparse.Namespace(tokenizer=str(tmp_path / "tokenizer.json"), checkpoint=str(tmp_path / "out"))
+    _, tokenizer = generate.load(arguments)
+    assert tokenizer.begins_with == (token[1] if begins else None)
+
+
+def test_what_is_known_of_the_first_token_decides() -> None:
+    trained = Progress(tokenizer_sha256="a")
+    assert first_token(Progress(), 7) == 7  # weights of somebody else: as the files say
+    assert first_token(trained, 7) is None  # before a dataset could have one
+    assert first_token(dataclasses.replace(trained, document_start={"token": 3}), 7) == 3
+    for wrong in (-1, "3", True, 1.5):
+        with pytest.raises(ValueError, match="document_start has token"):
+            first_token(dataclasses.replace(trained, document_start={"token": wrong}), 7)

@@ -32,7 +32,7 @@ LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^
 LLAMA3 += r"\s+(?!\S)|\s+"
 
 
-def bpe(folder: Path, before: Any, normalizer: Any = None, roles: bool = False) -> str:
+def bpe(folder: Path, before: Any, normalizer: Any = None, roles: bool = False, begins: bool = False) -> str:
     """A tokenizer.json of byte-level BPE whose merges cross every border that its pattern lets them cross."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = before
@@ -44,6 +44,10 @@ def bpe(folder: Path, before: Any, normalizer: Any = None, roles: bool = False) 
     made.train_from_iterator([*LINES, *text * 200], trainer)
     special = ["<|endoftext|>", *(["<|user|>", "<|assistant|>"] if roles else [])]
     made.add_special_tokens(special)
+    if begins:
+        made.add_special_tokens(["<s>"])
+        token = ("<s>", made.token_to_id("<s>"))
+        made.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [token])
     made.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     return str(folder / "tokenizer.json")
@@ -65,6 +69,7 @@ KINDS: dict[str, tuple[Callable[[Path], str], bool]] = {
     "Llama 3's pattern": (lambda folder: bpe(folder, split(LLAMA3)), True),
     "Qwen's normalizer": (lambda folder: bpe(folder, split(LLAMA3), tokenizers.normalizers.NFC()), True),
     "roles as special tokens": (lambda folder: bpe(folder, split(LLAMA3), roles=True), True),
+    "a first token": (lambda folder: bpe(folder, split(LLAMA3), begins=True), True),
     "SentencePiece": (lambda folder: train(folder, "bpe", **OPTIONS["of train_tokenizer"]), True),
     "SentencePiece that squeezes": (lambda folder: train(folder, "bpe", **OPTIONS["extra whitespace removed"]), True),
     "SentencePiece to which newlines are spaces": (lambda folder: train(folder, "bpe"), False),
@@ -85,7 +90,8 @@ def exported(tokenizer: Tokenizer, folder: Path, images: bool) -> bool:
     encode: Callable[[str], list[int]] = lambda text: tokenizer.encode_reference(text).tolist()  # noqa: E731
     write_tokenizer(given_of(tokenizer, ids, encode), folder, 512, ())
     probe = hf_chat.probe(tokenizer, TINY.token_ids if images else {})
-    return chat.write_template(folder, tokenizer.eos_id, probe, "<im_start><im_end>" if images else "")
+    special = chat.Special(tokenizer.eos_id, tokenizer.begins_with)
+    return chat.write_template(folder, special, probe, "<im_start><im_end>" if images else "")
 
 
 def given_of(tokenizer: Tokenizer, special: dict[str, int], encode: Callable[[str], list[int]]) -> Any:
@@ -107,6 +113,7 @@ def test_the_library_makes_the_ids_of_a_build(kind: str, tmp_path: Path) -> None
     """Would catch a template whose text is right and whose tokens are not: `?` and a newline as one token."""
     make, seam = KINDS[kind]
     tokenizer = load_tokenizer(make(tmp_path), engine="reference")
+    assert (tokenizer.begins_with is not None) == (kind == "a first token")
     (tmp_path / "out").mkdir()
     assert exported(tokenizer, tmp_path / "out", images=False) == seam
     library = theirs(tmp_path / "out")
