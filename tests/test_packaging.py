@@ -73,7 +73,7 @@ def imports(module: str, late: bool) -> frozenset[str]:
     inside = {
         id(inner)
         for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_for_types(node)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_for_types(node) or _has_other_way(node)
         for inner in ast.walk(node)
     }
     for node in nodes:
@@ -84,6 +84,11 @@ def imports(module: str, late: bool) -> frozenset[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     return frozenset(found)
+
+
+def _has_other_way(node: ast.AST) -> bool:
+    """Whether it is a `try` that goes on without what it imports."""
+    return isinstance(node, ast.Try) and any(getattr(h.type, "id", "") == "ImportError" for h in node.handlers)
 
 
 def _is_for_types(node: ast.AST) -> bool:

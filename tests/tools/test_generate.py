@@ -180,7 +180,7 @@ def test_what_cannot_be_answered_ends_with_one_message(
         ("seeing", [*good, "--output", tmp_path / "pipe"], f"--output {tmp_path / 'pipe'}: "),
         ("seeing", [*good, "--output", "/dev/full"], "--output /dev/full: is a device, no regular file"),
         ("seeing", ["--prompt", "a<im_patch>", "--data-path", folder / "none"], "none/manifest.json: no such file"),
-        ("seeing", [*good[:2], "--output", tmp_path, *good[2:]], f"--output {tmp_path}: Is a directory"),
+        ("seeing", [*good[:2], "--output", tmp_path, *good[2:]], f"--output {tmp_path}: is a directory"),
         ("seeing", [*good[:2], "--output", bad / "x", *good[2:]], f"--output {bad / 'x'}: "),
         ("seeing", [*picture, "--data-path", folder / "text"], "text holds no image rules: give --data-path"),
     ]:

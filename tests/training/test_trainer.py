@@ -94,11 +94,12 @@ def test_a_dataset_of_another_vocabulary_or_row_length_is_refused_with_both_numb
 def test_another_seed_or_dataset_than_the_checkpoints_is_refused(
     tmp_path: Path, packed_dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(1, [*TINY, "--save", str(tmp_path), "--train-iters", "2"])
+    words = [*TINY, "--vocab-size", "257"]
+    run(1, [*words, "--save", str(tmp_path), "--train-iters", "2"])
     load = ["--load", str(tmp_path)]
-    assert main([*TINY, *load, "--seed", "7"]) == 2
+    assert main([*words, *load, "--seed", "7"]) == 2
     assert "--seed 1234" in capsys.readouterr().err
-    assert main([*TINY, *load, "--data-path", str(packed_dataset), "--vocab-size", "257"]) == 2
+    assert main([*words, *load, "--data-path", str(packed_dataset)]) == 2
     assert "another dataset" in capsys.readouterr().err
 
 
@@ -164,7 +165,8 @@ def test_validation_counts_only_tokens_with_a_weight(tmp_path: Path, packed_data
         lines = (tmp_path / "text.jsonl").read_text().splitlines(keepends=True)[:count]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
         build = ["build", "--input", str(tmp_path / f"{name}.jsonl"), "--output", str(tmp_path / name)]
-        assert preprocess.main([*build, "--tokenizer", "byte", "--seq-length", "64", "--workers", "1"]) == 0
+        flags = ["--tokenizer", "byte", "--seq-length", "64", "--workers", "1", "--allow-unlearned"]
+        assert preprocess.main([*build, *flags]) == 0
     found = []
     for name in ("both", "one"):
         data = ["--data-path", str(packed_dataset), "--valid-data-path", str(tmp_path / name), "--eval-interval", "4"]
