@@ -12,6 +12,8 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # A store of its own for each life of the run: a machine that replaces a lost one then meets the others again.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
-exec torchrun --standalone --nproc-per-node "$NPROC" -m megacp.train \
-    --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP" --context-parallel-size "$CP" \
-    "$@"
+run=(--tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP" --context-parallel-size "$CP" "$@")
+[[ " $* " == *" --dry-run "* ]] && exec python -m megacp.train "${run[@]}"
+# One process checks everything first: under a refusal of its ranks torchrun prints a long report of its own.
+python -m megacp.train "${run[@]}" --dry-run --world-size "$NPROC" > /dev/null
+exec torchrun --standalone --nproc-per-node "$NPROC" -m megacp.train "${run[@]}"

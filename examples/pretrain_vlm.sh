@@ -25,10 +25,12 @@ export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 # Packs of many lengths: without this the allocator loses memory between blocks of all sizes.
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
-launch=(torchrun --standalone --nproc-per-node "$NPROC")
-[[ " $* " == *" --dry-run "* ]] && launch=(python)
-exec "${launch[@]}" -m megacp.train --config examples/molmo2_8b.yaml \
-    --seq-length 36864 --micro-batch-size 1 --global-batch-size 64 \
-    --tensor-model-parallel-size "$TP" --context-parallel-size "$CP" --recompute-granularity "$RECOMPUTE" \
-    --cp-comm-type kv_exchange --cp-layout balanced \
-    "$@"
+run=(--config examples/molmo2_8b.yaml
+    --seq-length 36864 --micro-batch-size 1 --global-batch-size 64
+    --tensor-model-parallel-size "$TP" --context-parallel-size "$CP" --recompute-granularity "$RECOMPUTE"
+    --cp-comm-type kv_exchange --cp-layout balanced
+    "$@")
+[[ " $* " == *" --dry-run "* ]] && exec python -m megacp.train "${run[@]}"
+# One process checks everything first: under a refusal of its ranks torchrun prints a long report of its own.
+python -m megacp.train "${run[@]}" --dry-run --world-size "$NPROC" > /dev/null
+exec torchrun --standalone --nproc-per-node "$NPROC" -m megacp.train "${run[@]}"

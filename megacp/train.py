@@ -75,10 +75,10 @@ def prepare(config: RunConfig, world_size: int, device_type: str | None = None) 
 
 
 def dry_run(config: RunConfig) -> str:
-    """The report of a layout for any world size; a dataset is opened only when the vocabulary must come from it."""
+    """The report of a layout for any world size, of a config that fits its datasets where it names any."""
     world_size = config.world_size or config.model_ranks
     require(config, world_size, backend_problems(config, None))
-    if config.model.vocab_size == 0:
+    if config.model.vocab_size == 0 or config.data.data_path is not None:
         config, _ = prepare(config, world_size)
     return f"{describe(config, world_size, stage_layers(config))}\n\n{describe_apex()}"
 

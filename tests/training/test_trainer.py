@@ -85,10 +85,11 @@ def test_bad_input_ends_with_one_message_and_status_2_and_writes_nothing(
 def test_a_dataset_of_another_vocabulary_or_row_length_is_refused_with_both_numbers(
     packed_dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*TINY, "--data-path", str(packed_dataset), "--seq-length", "128"]) == 2
-    message = capsys.readouterr().err
-    assert "257" in message and "--vocab-size 61" in message
-    assert "rows of 64 tokens" in message and "--seq-length is 128" in message
+    for more in ([], ["--dry-run"]):
+        assert main([*TINY, "--data-path", str(packed_dataset), "--seq-length", "128", *more]) == 2
+        message = capsys.readouterr().err
+        assert "257" in message and "--vocab-size 61" in message
+        assert "rows of 64 tokens" in message and "--seq-length is 128" in message
 
 
 def test_another_seed_or_dataset_than_the_checkpoints_is_refused(
