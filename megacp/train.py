@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from megacp.backends.apex import describe_apex
 from megacp.backends.select import backend_problems
+from megacp.checkpoint.together import reason_of
 from megacp.config.checks import require
 from megacp.config.cli import given_names, parse
 from megacp.config.run import RunConfig
@@ -34,7 +35,7 @@ from megacp.files import raise_descriptor_limit
 from megacp.models.build import grid_shape, stage_layers
 from megacp.ops.attention import kernel_problem
 from megacp.planner.report import describe
-from megacp.training.agreement import require_agreement, require_shared_folder, statement
+from megacp.training.agreement import AlikeError, require_agreement, require_shared_folder, statement
 from megacp.training.sources import Sources, open_sources
 from megacp.training.stopping import STOPPED
 from megacp.training.stored import with_stored_model
@@ -76,7 +77,7 @@ def prepare(config: RunConfig, world_size: int, device_type: str | None = None) 
 
 def dry_run(config: RunConfig) -> str:
     """The report of a layout for any world size, of a config that fits its datasets where it names any."""
-    world_size = config.world_size or config.model_ranks
+    config, world_size = largest_grid(config, config.world_size or config.model_ranks)
     require(config, world_size, backend_problems(config, None))
     if config.model.vocab_size == 0 or config.data.data_path is not None:
         config, _ = prepare(config, world_size)
@@ -121,16 +122,19 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 0
         except ValueError as error:
             _refuse_together(world, str(error))
+        except OSError as error:  # a disk or a directory that this machine alone cannot read
+            _refuse_together(world, reason_of(error))
         minutes = own.config.parallel.distributed_timeout_minutes
         meeting = launch.meet(world, 60.0 * minutes)
         device = launch.device_type(world)
         _agree(meeting, own, device)
     except ValueError as error:
-        return _refused(str(error), world)
+        return _refused(str(error), world, alike=isinstance(error, AlikeError))
     if meeting.rank >= own.shape.world_size:
-        return wait_as_spare(meeting)
-    status = _train(own, meeting, world)
-    launch.stop()
+        status = wait_as_spare(meeting)
+    else:
+        status = _train(own, meeting, world)
+        launch.stop()
     return 0 if status == STOPPED and launch.would_restart() else status
 
 
@@ -138,7 +142,9 @@ def _refuse_together(world: launch.World, problem: str) -> NoReturn:
     """Raise ValueError with this rank's problem, or with what all ranks together have to say."""
     try:
         meeting = launch.meet(world, _SECONDS_OF_A_REFUSED_RANK)
-    except ValueError:
+    except ValueError as silence:
+        if isinstance(silence, AlikeError):
+            raise
         raise ValueError(problem) from None  # the others did not come; the problem here is certain
     try:
         require_agreement(meeting, None, problem)
@@ -186,7 +192,7 @@ def _train(own: Plan, meeting: Meeting, world: launch.World) -> int:
         tell_spares(meeting, own.shape.world_size, status)
 
 
-def _refused(problem: str, world: launch.World, alike: bool = True) -> int:
+def _refused(problem: str, world: launch.World, alike: bool) -> int:
     """Print the message, once on each machine where all ranks have it `alike`; the first rank speaks first."""
     if world.local_rank > 0:
         time.sleep(_SECONDS_FOR_THE_FIRST)

@@ -37,13 +37,16 @@ def fresh_store(store: dist.Store, rank: int, size: int, seconds: float, by_hand
     mine = f"{secrets.token_hex(8)} {size} {socket.gethostname()} {os.getpid()}"
     store.set(f"{_ROOM}/word/{rank}", mine)
     deadline = time.monotonic() + seconds
-    agreed = ""
+    agreed = proposal = mark = ""
     while time.monotonic() < deadline:
         if rank == 0:
-            proposal = ",".join(_read(store, f"word/{other}") for other in range(size))
-            store.set(f"{_ROOM}/proposal", proposal)
-        else:
-            proposal = _read(store, "proposal")
+            found = ",".join(_read(store, f"word/{other}") for other in range(size))
+            if found != proposal:
+                proposal = found
+                store.set(f"{_ROOM}/proposal", proposal)
+                store.add(f"{_ROOM}/proposals", 1)
+        elif (newest := str(store.add(f"{_ROOM}/proposals", 0))) != mark:  # many ranks: fetched once, not in each round
+            mark, proposal = newest, _read(store, "proposal")
         words = proposal.split(",")
         if len(words) == size and words[rank] == mine:
             name = hashlib.sha256(proposal.encode()).hexdigest()[:16]
@@ -60,7 +63,7 @@ def fresh_store(store: dist.Store, rank: int, size: int, seconds: float, by_hand
             raise ValueError(twin)
         if told := _refusal(store, mine):
             raise ValueError(told)
-        time.sleep(0.02)
+        time.sleep(0.02 * max(1.0, size / 128))
     told = f"rank {rank} on {socket.gethostname()} waited {seconds:g} s for the {size} ranks of this run to start"
     told += _absent(store, size, agreed)
     _refuse(store, rank, size, told)

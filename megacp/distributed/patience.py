@@ -19,6 +19,8 @@ from megacp.distributed.watch import ROOM, group_name, run_store
 _SILENT_SECONDS = 30.0
 """A rank that answered and gives no sign of life for so long is taken for dead; signs come every five seconds."""
 _MARGIN = 30.0
+_LOOKING, _AFTER_THEM = 2, 5.0
+"""Ranks that look after the late ones, the first to arrive; seconds after which the others would do it themselves."""
 
 
 class LateError(RuntimeError):
@@ -52,9 +54,11 @@ def wait_for_all(axis: Axis, seconds: float, what: str) -> None:
 def _wait(store: dist.Store, room: str, axis: Axis, seconds: float, what: str) -> None:
     """Arrive, then look for the last one."""
     store.set(f"{room}/{axis.rank}", "")
-    if store.add(f"{room}/count", 1) == axis.size:
+    arrived = store.add(f"{room}/count", 1)
+    if arrived == axis.size:
         store.set(f"{room}/all", "")
-    deadline, pause = time.monotonic() + seconds, 0.002
+    looks = arrived <= _LOOKING  # with every rank looking at every other the store would do nothing else
+    deadline, pause = time.monotonic() + seconds + (0.0 if looks else _AFTER_THEM), 0.002
     beats: dict[int, tuple[int, float]] = {}
     looked = time.monotonic()
     while not store.check([f"{room}/all"]) or store.check([f"{room}/given_up"]):
@@ -65,9 +69,11 @@ def _wait(store: dist.Store, room: str, axis: Axis, seconds: float, what: str) -
             late = [axis.global_ranks[place] for place in _late(store, room, axis)]
             store.set(f"{room}/given_up", f"{named(late)}{_hosts(store, late)} still {what} after {seconds:g} s")
             continue
-        if now - looked > 1.0:
+        if looks and now - looked > 1.0:
             looked = now
-            _refuse_dead(store, axis, _late(store, room, axis), beats, what)
+            if dead := _dead(store, axis, _late(store, room, axis), beats, what):
+                store.set(f"{room}/given_up", dead)
+                continue
         time.sleep(pause)
         pause = min(0.2, 1.5 * pause)
 
@@ -83,18 +89,17 @@ def _hosts(store: dist.Store, ranks: list[int]) -> str:
     return f" (on {', '.join(hosts)})" if hosts else ""
 
 
-def _refuse_dead(
-    store: dist.Store, axis: Axis, late: list[int], beats: dict[int, tuple[int, float]], what: str
-) -> None:
-    """LateError when a late rank has failed or shows no sign of life; `beats` is when its count last changed."""
+def _dead(store: dist.Store, axis: Axis, late: list[int], beats: dict[int, tuple[int, float]], what: str) -> str:
+    """What is known of a late rank that failed or shows no sign of life; `beats` is when its count last changed."""
     now = time.monotonic()
     for rank in [axis.global_ranks[place] for place in late]:
         if store.check([f"megacp_last_words/{rank}"]):
-            raise LateError(f"{what}: {store.get(f'megacp_last_words/{rank}').decode()}")
+            return f"{what}: {store.get(f'megacp_last_words/{rank}').decode()}"
         if not store.check([f"{ROOM}/beat/{rank}"]):
             continue  # it is not watched
         count = store.add(f"{ROOM}/beat/{rank}", 0)
         if beats.setdefault(rank, (count, now))[0] != count:
             beats[rank] = (count, now)
         if now - beats[rank][1] > _SILENT_SECONDS:
-            raise LateError(f"rank {rank} shows no sign of life while {what}: killed, stopped, or cut off")
+            return f"rank {rank} shows no sign of life while {what}: killed, stopped, or cut off"
+    return ""

@@ -20,7 +20,7 @@ _FAILED = 1
 def wait_as_spare(meeting: Meeting) -> int:
     """The exit status of the run, once it has one; signals that ask a run to stop are left to its ranks."""
     assert meeting.store is not None
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     try:
         while not meeting.store.check([_KEY]):

@@ -31,6 +31,10 @@ _LATE_SECONDS = 40.0
 """How long another machine may see a file late on NFS: its caches of names hold for 30 s."""
 
 
+class AlikeError(ValueError):
+    """A refusal that every rank of the run raises with the same words."""
+
+
 def statement(config: RunConfig, sources: Sources, device_type: str) -> dict[str, str]:
     """Everything that must be equal on all ranks, by the name that a message gives it."""
     values = {flag(name): json.dumps(value) for name, value in flatten(config).items() if name not in MAY_DIFFER}
@@ -47,17 +51,17 @@ def statement(config: RunConfig, sources: Sources, device_type: str) -> dict[str
 
 
 def require_agreement(meeting: Meeting, stated: dict[str, str] | None, problem: str = "") -> None:
-    """Return when all ranks state the same and none has a `problem`; else raise one ValueError, alike on every rank."""
+    """Return when all ranks state the same and none has a `problem`; else raise AlikeError on every rank."""
     mine = json.dumps({"host": meeting.host, "stated": stated or {}, "problem": problem})
     verdict = meeting.judged("start", mine, _differences)
     if verdict:
-        raise ValueError(verdict)
+        raise AlikeError(verdict)
 
 
 def require_shared_folder(meeting: Meeting, folder: str | None, seconds: float = _LATE_SECONDS) -> None:
     """Return when every rank sees a file that rank 0 writes into `folder`, made where there is none (None: no folder).
 
-    Raises ValueError on every rank, naming the ranks and machines that do not see it within `seconds`.
+    Raises AlikeError on every rank, naming the ranks and machines that do not see it within `seconds`.
     """
     if folder is None or meeting.size == 1:
         return
@@ -82,7 +86,7 @@ def require_shared_folder(meeting: Meeting, folder: str | None, seconds: float =
             if meeting.rank == 0:
                 token.unlink()
     if verdict:
-        raise ValueError(verdict)
+        raise AlikeError(verdict)
 
 
 def _unseen(folder: Path, name: str, seconds: float) -> str:
