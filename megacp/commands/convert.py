@@ -22,7 +22,7 @@ from typing import NoReturn
 
 import torch
 
-from megacp.checkpoint.commit import again_when_removed
+from megacp.checkpoint.commit import RemovedError, again_when_removed
 from megacp.checkpoint.pending import SaveError
 from megacp.convert.architectures import ARCHITECTURES, LAYOUTS
 from megacp.convert.hf_files import MIB, new_folder
@@ -188,6 +188,8 @@ def read_input(arguments: argparse.Namespace) -> Loaded:
     try:
         refuse_other_input(path, arguments.source)
         return READERS[arguments.source](path, arguments.architecture)
+    except RemovedError:  # told or tried again by `main`
+        raise
     except (ValueError, OSError) as error:
         said = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise ValueError(f"--input {path}: {said.removeprefix(f'--load {path}: ')}") from error

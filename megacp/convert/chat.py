@@ -25,7 +25,7 @@ PLACEHOLDERS = {"image": "<|image|>", "video": "<|video|>"}
 _SPACE = "\u2581"
 
 _TEMPLATE = """\
-{#- Each message: <|ROLE|>, a newline, its content; END after an assistant's, a newline before any but the first. -#}
+{#- megacp's messages. Each: <|ROLE|>, a newline, its content; END after an assistant's; a newline between two. -#}
 {%- set seam = SEAM -%}
 {%- set end = END -%}
 {%- set state = namespace(text=false, ended=false) -%}

@@ -217,8 +217,7 @@ def _from_json(value: Any) -> UnitResult:
         _refusals(fields, "refusals"),
         _refusals(fields, "dropped"),
         fields.boolean("has_ids"),
-        fields.integer("learned_tokens"),
-        fields.integer("unlearned"),
+        *(fields.integer(name) if fields.has(name) else 0 for name in ("learned_tokens", "unlearned")),
     )
     fields.done()
     return result

@@ -17,7 +17,7 @@ from typing import Any
 
 LEARNED_ROLES = ("assistant",)
 CONTEXT_ROLES = ("system", "developer", "user", "tool")
-MESSAGE_KEYS = ("role", "content", "weight")
+MESSAGE_KEYS = ("role", "content", "weight", "id")
 
 _ASSISTANTS = {"gpt", "bot", "model", "ai", "chatgpt", "chatbot", "agent", "llm", "answer", "response", "output"}
 """Names that other formats give to what here is an assistant."""

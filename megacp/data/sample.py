@@ -234,12 +234,15 @@ _FORMS: dict[str, Callable[[Any, str, _Rules], list[Piece]]] = {
 
 
 def _pieces(record: dict[str, Any], rules: _Rules, where: str = "") -> list[Piece]:
-    keys = {form: rules.text_key if form == "text" else form for form in _FORMS}
-    present = [form for form in _FORMS if record.get(keys[form]) is not None]
+    # a form whose name is that of plain text here yields to it; one that is to be ignored is not there
+    keys = {form: form for form in _FORMS if form not in ("text", rules.text_key, *rules.accepted.ignore_keys)}
+    keys = {"text": rules.text_key, **keys}
+    present = [form for form, key in keys.items() if record.get(key) is not None]
     if len(present) != 1:
         found = ", ".join(f"`{key}`" for key in list(record)[:8]) or "no key"
         wanted = " or ".join(f"`{key}`" for key in keys.values())
         reason = "missing key" if not present else "more than one content key"
+        wanted += "" if not present else " (--ignore-keys leaves one out)"
         raise RecordError(f"{reason}: {where or 'a record'} needs exactly one of {wanted}, found {found}")
     beside = ("weight",) if where else RECORD_KEYS
     rules.refuse_lost(record, (*keys.values(), *beside), f"`{where}`" if where else "", in_record=True)

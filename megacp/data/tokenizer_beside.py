@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megacp.files import read_json
+from megacp.files import read_json, read_regular
 
 CONFIG_NAME = "tokenizer_config.json"
 _TEMPLATE_NAMES = ("chat_template.jinja", "chat_template.json")
+_OURS = b"{#- megacp's messages."
+"""What a template begins with that the converter wrote: a build makes the same ids of the same messages."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,10 @@ def read_beside(folder: Path) -> Beside:
     values: Any = read_json(config) if config.is_file() else {}
     if not isinstance(values, dict):
         raise ValueError(f"{config}: expected a JSON object, found a {type(values).__name__}")
-    template = next((folder / name for name in _TEMPLATE_NAMES if (folder / name).is_file()), None)
+    found = [folder / name for name in _TEMPLATE_NAMES if (folder / name).is_file()]
+    if found and read_regular(found[0]).startswith(_OURS):
+        return Beside(config if config.is_file() else None, values, None)
+    template = found[0] if found else None
     if template is None and values.get("chat_template"):
         template = config
     return Beside(config if config.is_file() else None, values, template)

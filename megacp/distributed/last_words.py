@@ -36,7 +36,7 @@ def last_words(error: BaseException, place: str, world: Axis, wait_seconds: floa
     try:
         return within(3.0 * wait_seconds, lambda: _exchanged(mine, error, place, world, wait_seconds))
     except TimeoutError as silence:
-        return f"{mine}\nthe run's store: {silence}: the machine or process that holds it is stopped or cut off"
+        return f"{mine}\nthe run's store: {silence}: its machine is stopped, cut off or very busy"
     except Exception as silence:  # the store went with the rank or machine that held it
         return f"{mine}\nthe run's store does not answer either: {_first_line(silence)}"
 

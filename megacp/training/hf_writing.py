@@ -30,6 +30,7 @@ from megacp.data.tokenizer import PROBE, Tokenizer, load_tokenizer
 from megacp.distributed.grid import GridShape, build_grid
 from megacp.training.hf_chat import write_chat_template
 from megacp.training.hf_reading import Loaded, refuse_unread, require_all
+from megacp.training.state import first_token, stored_progress
 
 _DTYPES = ("float32", "bfloat16", "float64")
 _TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
@@ -128,8 +129,13 @@ def write_hf(loaded: Loaded, folder: Path, options: Options) -> dict[str, Info]:
     dtype = one_dtype(source)
     special = _special_files(loaded, folder, tokenizer, options)
     chat = "none" if tokenizer is None else write_chat_template(loaded, folder, tokenizer, options.chat_template)
+    said = {"chat template": chat}
+    begins = "" if tokenizer is None else _other_beginning(loaded, tokenizer)
     if loaded.checkpoint is not None:
         options.tell(f"chat template: {chat}")
+    if begins:
+        said["first token"] = begins
+        options.tell(f"first token: {begins}")
     hf_files.write_tensors(source, folder, options.max_shard_bytes)
     content["dtype"] = content["torch_dtype"] = str(dtype).removeprefix("torch.")  # its name before version 5
     if architecture.sections:
@@ -143,7 +149,7 @@ def write_hf(loaded: Loaded, folder: Path, options: Options) -> dict[str, Info]:
     written = dict(hf_files.SafetensorsFolder(folder).infos)
     require_all(written, links, True, folder)
     if loaded.checkpoint is not None:
-        (folder / hf_files.CARD).write_text(_card(loaded, written, content["dtype"], chat), encoding="utf-8")
+        (folder / hf_files.CARD).write_text(_card(loaded, written, content["dtype"], said), encoding="utf-8")
     hf_files.write_sums(folder)
     return written
 
@@ -203,7 +209,18 @@ def _copy_beside(source: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def _card(loaded: Loaded, written: Mapping[str, Info], dtype: str, chat: str) -> str:
+def _other_beginning(loaded: Loaded, tokenizer: Tokenizer) -> str:
+    """That the exported tokenizer begins texts otherwise than the documents of training began; empty when alike."""
+    assert loaded.checkpoint is not None
+    by_files = tokenizer.surroundings.first(tokenizer.bos_id)
+    trained = first_token(stored_progress(loaded.checkpoint), by_files)
+    if trained == by_files:
+        return ""
+    words = [f"with token {token}" if token is not None else "with none" for token in (trained, by_files)]
+    return f"documents of training began {words[0]}, the library's tokenizer begins texts {words[1]}"
+
+
+def _card(loaded: Loaded, written: Mapping[str, Info], dtype: str, said: Mapping[str, str]) -> str:
     assert loaded.checkpoint is not None
     manifest, extra = loaded.checkpoint.manifest, loaded.checkpoint.extra
     grid = " ".join(f"{axis} {size}" for axis, size in manifest.grid.items()) or "one process"
@@ -216,7 +233,7 @@ def _card(loaded: Loaded, written: Mapping[str, Info], dtype: str, chat: str) ->
         "data fingerprint": f"`{extra.get('data_fingerprint', 'unknown') or 'none: random packs'}`",
         "tokenizer sha256": f"`{extra.get('tokenizer_sha256') or 'none'}`",
         "positions": loaded.values["max_position_embeddings"],
-        "chat template": chat,
+        **said,
         "written by": f"megacp {megacp.__version__}, tools/convert_checkpoint.py",
     }
     if loaded.architecture.sections:

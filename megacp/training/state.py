@@ -164,7 +164,7 @@ def first_token(progress: Progress, by_files: int | None) -> int | None:
 
     `by_files`: what the tokenizer's own files say, for weights that were not trained here.
     """
-    if not progress.tokenizer_sha256:
+    if not (progress.tokenizer_sha256 and progress.data_fingerprint):  # an import has its tokenizer's and no data's
         return by_files
     token = (progress.document_start or {}).get("token")  # datasets of before had none
     if token is None or (type(token) is int and token >= 0):
@@ -209,6 +209,9 @@ def _other_meaning(loaded: LoadedCheckpoint, progress: Progress) -> tuple[str, .
     if before and progress.tokenizer_sha256 and before != progress.tokenizer_sha256:
         now = progress.tokenizer_sha256[:12]
         notes.append(f"the tokenizer, now {now} (was {before[:12]}): do ids still mean the same?")
+    if None not in (starts := (stored.document_start, progress.document_start)) and starts[0] != starts[1]:
+        was, now_is = (start.get("token") for start in starts if start is not None)
+        notes.append(f"documents begin with token {now_is} (was {was})")
     rules, new = stored.image_rules or {}, progress.image_rules or {}
     changed = [key for key in rules if key in new and rules[key] != new[key]]
     notes += [f"images are made with {key} {new[key]} (was {rules[key]})" for key in changed]

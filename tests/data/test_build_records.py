@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megacp.convert.chat import TEMPLATE_FILE
+from megacp.convert.chat import template as template_text
 from megacp.data.collate import collate
 from megacp.data.describe import statistics, statistics_text
 from megacp.data.document import DocumentMaker
@@ -258,3 +260,50 @@ def test_messages_are_refused_where_the_tokenizer_has_a_template_for_them(
     assert run([a], tmp_path / "d", tokenizer=str(path), chat_template="ignore").documents == 2
     text = write(tmp_path / "b.jsonl", {"text": "a"})
     assert run([text], tmp_path / "e", tokenizer=str(path)).documents == 1
+
+
+def test_records_that_carry_ids_in_messages_or_text_under_a_forms_name_are_read(tmp_path: Path) -> None:
+    """Would catch a flag that the message names and the command refuses, and `content`, the key of code corpora."""
+    told = {"messages": [{**USER, "id": "1"}, {**ASSISTANT, "id": 2}]}
+    run([write(tmp_path / "a.jsonl", told)], tmp_path / "a")
+    code = {"content": "some code", "ext": "py"}
+    run([write(tmp_path / "b.jsonl", code)], tmp_path / "b", text_key="content")
+    run([write(tmp_path / "c.jsonl", {"text": "some code"})], tmp_path / "c")
+    assert documents(tmp_path / "b") == documents(tmp_path / "c")
+    both = write(tmp_path / "d.jsonl", {"text": "some code", "messages": told["messages"]})
+    with pytest.raises(ValueError, match="more than one content key.*--ignore-keys leaves one out"):
+        run([both], tmp_path / "d")
+    run([both], tmp_path / "d", ignore_keys=("messages",))
+    assert documents(tmp_path / "d") == documents(tmp_path / "c")
+
+
+def test_a_vocabulary_without_letters_still_says_how_texts_begin(tmp_path: Path) -> None:
+    """Would catch a first token that is taken for a last one because the probe has no ids."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {name: i for i, name in enumerate(["<s>", "</s>", "A", "C", "G", "T"])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="</s>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("[ACGT]"), "removed", invert=True)
+    made.add_special_tokens(["<s>", "</s>"])
+    made.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [("<s>", 0)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(str(tmp_path / "tokenizer.json")).begins_with == 0
+
+
+def test_the_template_that_the_converter_wrote_is_what_a_build_does(folder: Path, tmp_path: Path) -> None:
+    path = tokenizer_in(tmp_path / "t", folder, ["<s>", "A"], eos_token="</s>")
+    (path.parent / TEMPLATE_FILE).write_text(template_text("", True, "<s>"))
+    run([write(tmp_path / "a.jsonl", TALK)], tmp_path / "a", tokenizer=str(path))
+    (path.parent / TEMPLATE_FILE).write_text("{{ messages }}")
+    with pytest.raises(ValueError, match="has a chat template"):
+        run([write(tmp_path / "a.jsonl", TALK)], tmp_path / "b", tokenizer=str(path))
+
+
+def test_a_build_that_an_earlier_version_began_is_not_called_damaged(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", {"text": "a b"})
+    run([source], tmp_path / "d")
+    journal = tmp_path / "d" / "journal.jsonl"
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    del lines[0]["settings"]["record_rules"], lines[1]["learned_tokens"], lines[1]["unlearned"]
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match="begun with other settings.*record_rules: null before"):
+        run([source], tmp_path / "d")

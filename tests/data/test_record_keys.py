@@ -81,7 +81,7 @@ def test_keys_of_a_branch_are_told_with_their_branch() -> None:
         parse_record({"text": "a", "branches": ["b", {"text": "c", "images": ["x"]}]})
 
 
-@pytest.mark.parametrize("key", ["name", "tool_calls", "reasoning_content", "url", "id"])
+@pytest.mark.parametrize("key", ["name", "tool_calls", "reasoning_content", "url"])
 def test_a_message_has_no_other_keys(key: str) -> None:
     message = {"role": "assistant", "content": "a"}
     with pytest.raises(RecordError, match=rf"`messages\[0\]`: `{key}` is unknown here and would be lost"):

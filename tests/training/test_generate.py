@@ -14,7 +14,7 @@ import torch
 
 from megacp import train
 from megacp.checkpoint.commit import load_checkpoint
-from megacp.commands import generate, preprocess
+from megacp.commands import convert, generate, preprocess
 from megacp.config.run import RunConfig, flag, flatten, with_values
 from megacp.data.collate import collate
 from megacp.data.decoding import RulesDecoder
@@ -216,7 +216,9 @@ def test_image_rules_come_from_the_checkpoint_or_from_the_dataset_of_the_flag(tr
 
 
 @pytest.mark.parametrize("begins", [True, False])
-def test_prompts_begin_as_the_documents_of_training_did(begins: bool, tmp_path: Path) -> None:
+def test_prompts_begin_as_the_documents_of_training_did(
+    begins: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Would catch a model trained without a first token that is asked with one, as its tokenizer says."""
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -239,11 +241,20 @@ def test_prompts_begin_as_the_documents_of_training_did(begins: bool, tmp_path: 
     arguments = argparse.Namespace(tokenizer=str(tmp_path / "tokenizer.json"), checkpoint=str(tmp_path / "out"))
     _, tokenizer = generate.load(arguments)
     assert tokenizer.begins_with == (token[1] if begins else None)
+    capsys.readouterr()
+    flags = ["--from", "megacp", "--to", "hf", "--input", str(tmp_path / "out"), "--output", str(tmp_path / "hf")]
+    assert convert.main([*flags, "--tokenizer", str(tmp_path / "tokenizer.json"), "--eod-token", "</s>"]) == 0
+    told = "first token: documents of training began with none, the library's tokenizer begins texts with token"
+    assert (told in capsys.readouterr().out) == (not begins)
+    flags = ["--from", "hf", "--to", "megacp", "--input", str(tmp_path / "hf"), "--output", str(tmp_path / "again")]
+    assert convert.main(flags) == 0  # weights of somebody else, whose tokenizer says how texts begin
+    assert Generator(tmp_path / "again").first_token(token[1]) == token[1]
 
 
 def test_what_is_known_of_the_first_token_decides() -> None:
-    trained = Progress(tokenizer_sha256="a")
-    assert first_token(Progress(), 7) == 7  # weights of somebody else: as the files say
+    trained = Progress(tokenizer_sha256="a", data_fingerprint="b")
+    for imported in (Progress(), Progress(tokenizer_sha256="a")):  # weights of somebody else: as the files say
+        assert first_token(imported, 7) == 7
     assert first_token(trained, 7) is None  # before a dataset could have one
     assert first_token(dataclasses.replace(trained, document_start={"token": 3}), 7) == 3
     for wrong in (-1, "3", True, 1.5):
