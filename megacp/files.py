@@ -101,12 +101,12 @@ def open_own(path: StrPath, flags: int) -> int:
             raise ValueError(f"{os.fspath(path)} is a link, which is not written through: remove it") from error
         if error.errno in (errno.EISDIR, errno.ENXIO):  # a folder, a pipe that nobody reads
             kind = _kind(os.lstat(path).st_mode)
-            raise ValueError(f"{os.fspath(path)} is {kind}, no regular file: remove it") from error
+            raise ValueError(f"{os.fspath(path)} is {kind}, no regular file: choose another path") from error
         raise
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise ValueError(f"{os.fspath(path)} is {_kind(mode)}, no regular file: remove it")
+        raise ValueError(f"{os.fspath(path)} is {_kind(mode)}, no regular file: choose another path")
     return descriptor
 
 

@@ -40,7 +40,7 @@ def test_what_is_no_regular_file_is_refused_by_its_kind_and_read_by_nobody(tmp_p
 def test_what_is_no_regular_file_is_not_opened_for_writing(tmp_path: Path, kind: str, flags: int) -> None:
     """Would catch the system's `Is a directory` or `No such device or address` as the user's message."""
     odd_file(kind, tmp_path / "x")
-    with pytest.raises(ValueError, match=f"x is {kind}, no regular file: remove it"):
+    with pytest.raises(ValueError, match=f"x is {kind}, no regular file: choose another path"):
         files.open_own(tmp_path / "x", flags)
 
 

@@ -149,7 +149,8 @@ class LogConfig:
     """
 
     log_file: str | None = None
-    """JSONL file with one line per step (default: log.jsonl in --save, else megacp_log.jsonl)."""
+    """JSONL file with one line per step (default: log.jsonl in --save, else megacp_log.jsonl);
+    /dev/null writes none."""
 
     tensorboard_dir: str | None = None
     """Directory for TensorBoard events (needs the extra `log`)."""

@@ -40,7 +40,8 @@ def open_log(config: RunConfig, grid: ProcessGrid, step: int) -> RunLog:
     """The log of this rank of a run that has done `step` steps; ValueError on all when rank 0 cannot open its own."""
     targets, log = LogTargets(), config.log
     if grid.rank == 0:
-        targets = LogTargets(True, config.log_path, log.tensorboard_dir, log.wandb_project, log.log_interval)
+        path = None if str(config.log_path) == os.devnull else config.log_path  # --log-file /dev/null: no file
+        targets = LogTargets(True, path, log.tensorboard_dir, log.wandb_project, log.log_interval)
     settings, opened = flatten(config), list[RunLog]()
 
     def opens() -> None:

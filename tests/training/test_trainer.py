@@ -227,3 +227,8 @@ def test_torchrun_stops_on_sigterm_saves_and_resumes_on_another_grid(tmp_path: P
     assert second.returncode == 0, second.stderr
     assert f"after step {done}" in second.stdout
     assert sorted(losses(tmp_path)) == list(range(1, done + 3))
+
+
+def test_a_log_file_of_dev_null_is_none_and_stays_a_device(tmp_path: Path) -> None:
+    run(1, [*TINY, "--log-file", os.devnull, "--save", str(tmp_path)])
+    assert Path(os.devnull).is_char_device() and not (tmp_path / "log.jsonl").exists()
