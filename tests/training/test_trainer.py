@@ -11,12 +11,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from megacp import train
 from megacp.commands import preprocess
 from megacp.train import main
-from megacp.training.stopping import StopSignal
+from megacp.training.stopping import STOPPED, StopSignal
 from tests.training.runs import TINY, grid_flags, losses, run
 
 
@@ -232,3 +234,30 @@ def test_torchrun_stops_on_sigterm_saves_and_resumes_on_another_grid(tmp_path: P
 def test_a_log_file_of_dev_null_is_none_and_stays_a_device(tmp_path: Path) -> None:
     run(1, [*TINY, "--log-file", os.devnull, "--save", str(tmp_path)])
     assert Path(os.devnull).is_char_device() and not (tmp_path / "log.jsonl").exists()
+
+
+def test_what_this_machine_alone_cannot_read_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Would catch an OSError at the start that no other rank hears of."""
+    assert main([*TINY, "--load", str(tmp_path / ("a" * 300))]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error") and "File name too long" in error and "Traceback" not in error
+
+
+def test_a_spare_ends_as_the_ranks_that_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a spare whose status makes torchrun restart a run that stopped in order."""
+    real = train.plan
+
+    def as_spare(*arguments: object) -> object:
+        return SimpleNamespace(**{**vars(real(*arguments)), "shape": SimpleNamespace(world_size=0)})
+
+    monkeypatch.setattr(train, "plan", as_spare)
+    monkeypatch.setattr(train, "wait_as_spare", lambda meeting: STOPPED)
+    for restarts, status in ((False, STOPPED), (True, 0)):
+        monkeypatch.setattr(train.launch, "would_restart", lambda restarts=restarts: restarts)
+        assert main(TINY) == status
+
+
+def test_a_dry_run_takes_the_smaller_grid_that_a_run_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--world-size", "3", "--tensor-model-parallel-size", "2", "--allow-smaller-grid", "--auto-resume"]
+    assert main([*TINY, "--dry-run", *flags, "--save", str(tmp_path)]) == 0
+    assert "2 ranks" in capsys.readouterr().out
