@@ -39,7 +39,7 @@ def test_a_frozen_machine_that_holds_the_store_leaves_no_survivor_waiting(tmp_pa
     for rank, ended in survivors(tmp_path, "stop in step", 0, 3, flags).items():
         assert ended.status == 1
         assert f"rank {rank} failed in step 3: RuntimeError" in ended.err
-        assert "the run's store: no answer within 15 s: the machine or process that holds it is stopped" in ended.err
+        assert "the run's store: no answer within 15 s: its machine is stopped" in ended.err
 
 
 @pytest.mark.faults
