@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 from pathlib import Path
@@ -20,8 +21,9 @@ def refused(ended: Ended) -> str:
     """The one message of a rank that was refused."""
     assert ended.status == 2, ended
     assert "Traceback" not in ended.err and "step 1/" not in ended.out
-    assert ended.err.count("error: ") == 1, ended.err
-    return ended.err.partition("error: ")[2].strip()
+    _, *messages = re.split(r"^error(?: on rank \d+)?: ", ended.err, flags=re.MULTILINE)
+    assert len(messages) == 1, ended.err
+    return messages[0].strip()
 
 
 def test_a_rank_with_another_learning_rate_is_refused_on_every_rank_with_both_values() -> None:
