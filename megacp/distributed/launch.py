@@ -32,6 +32,10 @@ _NAME_SECONDS = 30.0
 """How long MASTER_ADDR may be unknown to the name service: a cluster may start machines before their names."""
 
 
+_FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+"""torch's record of the last NCCL collectives, written to a file of each rank at a timeout (torch's names)."""
+
+
 @dataclass(frozen=True)
 class World:
     """This process among all processes of the run, as torchrun told it."""
@@ -149,6 +153,8 @@ def join(meeting: Meeting, shape: GridShape, timeout_minutes: float = 10.0) -> P
     size = min(meeting.size, shape.world_size)
     if size > 1 and not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
+        if backend == "nccl":
+            set_defaults(_FLIGHT_RECORDER)
         dist.init_process_group(backend, store=meeting.store, rank=meeting.rank, world_size=size, timeout=timeout)
     return build_grid(shape, meeting.rank, device, timeout)
 
