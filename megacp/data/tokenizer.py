@@ -21,7 +21,7 @@ import numpy as np
 
 from megacp.data.bpe import ByteLevelBPE, has_newer_characters
 from megacp.data.manifest import TokenizerInfo
-from megacp.data.tokenizer_beside import Surroundings, read_beside, surroundings
+from megacp.data.tokenizer_beside import Surroundings, both_ways, read_beside, surroundings
 
 ENGINES = ("auto", "reference")
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|eot|>", "<|im_end|>", "[EOS]")
@@ -226,15 +226,9 @@ class HuggingFaceTokenizer(_Accelerated):
         self.eos_id = self._special(settings.get("eos_token"), EOS_NAMES)
         self.bos_id = self._special(settings.get("bos_token"), BOS_NAMES)
         self.pad_id = self._special(settings.get("pad_token"), PAD_NAMES)
-        self.surroundings = Surroundings(*surroundings(*self._encoded_both_ways()))
+        self.surroundings = Surroundings(*surroundings(*both_ways(self._model)))
         added = (token.content for token in self._model.get_added_tokens_decoder().values())
         self._accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_json(text), added)
-
-    def _encoded_both_ways(self) -> list[list[int]]:
-        """Ids of a text that has some, without and with what the post-processor puts around it."""
-        texts = ("a", "0", *self._model.get_vocab(with_added_tokens=False))
-        text = next((text for text in texts if self._model.encode(text, add_special_tokens=False).ids), "a")
-        return [self._model.encode(text, add_special_tokens=add).ids for add in (False, True)]
 
     def _special(self, named: Any, names: tuple[str, ...]) -> int | None:
         token = named.get("content") if isinstance(named, dict) else named

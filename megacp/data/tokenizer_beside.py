@@ -75,6 +75,13 @@ class Surroundings:
         return None
 
 
+def both_ways(model: Any) -> list[list[int]]:
+    """Ids of a text that has some, without and with what a `tokenizers.Tokenizer` puts around it."""
+    texts = ("a", "0", *model.get_vocab(with_added_tokens=False))
+    text = next((text for text in texts if model.encode(text, add_special_tokens=False).ids), "a")
+    return [model.encode(text, add_special_tokens=add).ids for add in (False, True)]
+
+
 def surroundings(plain: Sequence[int], with_special: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What stands before and after the ids of a text once a post-processor has added its own."""
     plain, whole = list(plain), list(with_special)
