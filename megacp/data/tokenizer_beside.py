@@ -77,7 +77,8 @@ class Surroundings:
 
 def both_ways(model: Any) -> list[list[int]]:
     """Ids of a text that has some, without and with what a `tokenizers.Tokenizer` puts around it."""
-    texts = ("a", "0", *model.get_vocab(with_added_tokens=False))
+    added = {token.content for token in model.get_added_tokens_decoder().values()}
+    texts = ("a", "0", *sorted(model.get_vocab(with_added_tokens=False).keys() - added))
     text = next((text for text in texts if model.encode(text, add_special_tokens=False).ids), "a")
     return [model.encode(text, add_special_tokens=add).ids for add in (False, True)]
 
