@@ -33,6 +33,7 @@ from megacp.distributed.spare import tell_spares, wait_as_spare
 from megacp.distributed.watch import Watch
 from megacp.files import raise_descriptor_limit
 from megacp.models.build import grid_shape, stage_layers
+from megacp.monitor.console import ends_with_its_reader
 from megacp.ops.attention import kernel_problem
 from megacp.planner.report import describe
 from megacp.training.agreement import AlikeError, require_agreement, require_shared_folder, statement
@@ -90,7 +91,9 @@ def plan(arguments: Sequence[str], world: launch.World) -> Plan | None:
     if note and world.rank == 0:
         print(note, flush=True)
     if config.dry_run:
-        print(dry_run(config))
+        report = dry_run(config)
+        with ends_with_its_reader():
+            print(report)
         return None
     config, ranks = largest_grid(config, world.size)
     config, sources = prepare(config, ranks, launch.device_type(world))
@@ -100,7 +103,8 @@ def plan(arguments: Sequence[str], world: launch.World) -> Plan | None:
 def _parsed(arguments: Sequence[str], world: launch.World) -> RunConfig:
     """The config. A value of the wrong type is a ValueError where other ranks must hear of it."""
     if world.size == 1:
-        return parse(arguments)
+        with ends_with_its_reader():  # --help
+            return parse(arguments)
     told = io.StringIO()
     try:
         with contextlib.redirect_stderr(told):

@@ -286,6 +286,7 @@ def _inspect(args: argparse.Namespace) -> int:
     from megacp.data.describe import describe_pack
     from megacp.data.store import PackedDataset
     from megacp.data.tokenizer import load_tokenizer
+    from megacp.monitor.console import ends_with_its_reader
 
     dataset = PackedDataset(args.dataset)
     tokenizer = load_tokenizer(args.tokenizer or kept_tokenizer(args.dataset), engine="reference")
@@ -300,15 +301,19 @@ def _inspect(args: argparse.Namespace) -> int:
         print(f"{args.html}: pack {args.pack[0]} of {args.dataset}")
         return 0
     for index in args.pack:
-        print(describe_pack(dataset, index, tokenizer, args.characters, args.documents))
+        text = describe_pack(dataset, index, tokenizer, args.characters, args.documents)
+        with ends_with_its_reader():
+            print(text)
     return 0
 
 
 def _stats(args: argparse.Namespace) -> int:
     from megacp.data.describe import statistics, statistics_text
+    from megacp.monitor.console import ends_with_its_reader
 
     values = statistics(args.dataset)
-    print(json.dumps(values, indent=1) if args.json else statistics_text(values))
+    with ends_with_its_reader():
+        print(json.dumps(values, indent=1) if args.json else statistics_text(values))
     return 0
 
 

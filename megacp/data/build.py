@@ -259,7 +259,6 @@ class _Build:
 
     def _write(self) -> Manifest:
         """The files that make the directory a dataset, manifest last."""
-        self._journal.add_checksums()
         results = [self._journal.results[unit.index] for unit in self._units]
         rejected = _in_order(results, self._settings.input)
         lines = [json.dumps(asdict(refusal), ensure_ascii=False).encode() + b"\n" for refusal in rejected]

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from megacp import files
-from megacp.data.checksums import with_checksums
 from megacp.data.fields import Fields
 from megacp.data.jsonl import Refusal
 from megacp.data.manifest import MANIFEST_NAME, ShardEntry
@@ -162,13 +161,6 @@ class Journal:
         except ValueError as error:
             raise ValueError(f"{self.path} is damaged (line {number}: {error}); --overwrite starts again") from error
         return before, results
-
-    def add_checksums(self) -> None:
-        """Give shards that an earlier version of this program finished what they lack, before `settle`."""
-        for unit, result in self.results.items():
-            if result.entry is not None:
-                entry = with_checksums(self.path.parent / result.entry.name, result.entry)
-                self.results[unit] = dataclasses.replace(result, entry=entry)
 
     def add(self, result: UnitResult) -> None:
         """Enter a finished unit, durably."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 
 
 class Console:
@@ -43,6 +45,20 @@ def warn(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     except (OSError, ValueError):
         _to_nowhere(2, sys.stderr)
+
+
+@contextlib.contextmanager
+def ends_with_its_reader() -> Iterator[None]:
+    """For what only prints: a reader that closes the pipe (`| head`) ends the process in silence, by SIGPIPE."""
+    if threading.current_thread() is not threading.main_thread():  # it alone may set what a signal does
+        yield
+        return
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        signal.signal(signal.SIGPIPE, before)
 
 
 def _to_nowhere(number: int, stream: object) -> None:
