@@ -47,7 +47,7 @@ class VisionInputs:
     places: np.ndarray
     """int64 [n], place in the row of the image-patch token of each pooled token, in unit order, rising."""
     boundaries: np.ndarray | None
-    """Table [P] of which rank encodes what (data/tables.py BOUNDARY_DTYPE), for one number P of ranks; or None."""
+    """Table [P] of which rank encodes what (BOUNDARY_DTYPE), for one number P of ranks; or None."""
     first_image: int
     """Number of the first crop whose pixels are here, in the order in which `boundaries` counts."""
     patches: np.ndarray

@@ -20,17 +20,17 @@ from typing import NoReturn
 
 from megacp.backends.apex import describe_apex
 from megacp.backends.select import backend_problems
-from megacp.checkpoint.together import reason_of
-from megacp.config.checks import require
+from megacp.checkpoint.agree import reason_of
+from megacp.config.checks.check import require
 from megacp.config.cli import given_names, parse
 from megacp.config.run import RunConfig
 from megacp.config.smaller_grid import largest_grid
 from megacp.distributed import launch
 from megacp.distributed.grid import GridShape
-from megacp.distributed.last_words import last_words
-from megacp.distributed.meeting import Meeting
-from megacp.distributed.spare import tell_spares, wait_as_spare
-from megacp.distributed.watch import Watch
+from megacp.distributed.supervision.failure_report import last_words
+from megacp.distributed.supervision.meeting import Meeting
+from megacp.distributed.supervision.spare import tell_spares, wait_as_spare
+from megacp.distributed.supervision.watch import Watch
 from megacp.files import raise_descriptor_limit
 from megacp.models.build import grid_shape, stage_layers
 from megacp.monitor.console import ends_with_its_reader

@@ -14,8 +14,8 @@ import pytest
 from megacp.commands import convert, plot
 from megacp.config.run import RunConfig, with_values
 from megacp.training.sources import open_sources
-from tests.data.builds import run as build
-from tests.data.pictures import TINY, encoded, noise
+from tests.data.build.builds import run as build
+from tests.data.media.pictures import TINY, encoded, noise
 
 ROOT = Path(__file__).resolve().parents[1]
 EXTRAS_OF = {

@@ -2,10 +2,10 @@
 
     python tools/bench_cp.py [--quick] [--json FILE] [--plot DIR] [--only layouts memory time]
 
-Packs: `megacp/data/mixed.py` (half images with branches, videos, text; several seeds) and one causal document. What
-layouts cost is counted from plans for 2 to 16 ranks; memory and time are measured on 1, 2 and 4 processes with one
-thread each. Times are processor seconds summed over ranks, medians of runs that take turns: total work, which other
-programs on the machine move little. Wall seconds are in the JSON.
+Packs: `megacp/data/synthetic/mixed.py` (half images with branches, videos, text; several seeds) and one causal
+document. What layouts cost is counted from plans for 2 to 16 ranks; memory and time are measured on 1, 2 and 4
+processes with one thread each. Times are processor seconds summed over ranks, medians of runs that take turns: total
+work, which other programs on the machine move little. Wall seconds are in the JSON.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from megacp.config.run import RunConfig, Value, with_values
 from megacp.context_parallel.layout import LAYOUTS
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.shard import mask_metadata
-from megacp.data.mixed import mixed_row
+from megacp.data.synthetic.mixed import mixed_row
 from megacp.distributed.spawn import RankPool
-from megacp.ops.mask import CAUSAL, tile_table
-from megacp.training import context_figures as figures
-from megacp.training.context_timing import (
+from megacp.measure import layouts as figures
+from megacp.measure.attention import (
     Work,
     activation_peak,
     attention_work,
@@ -39,6 +38,7 @@ from megacp.training.context_timing import (
     kept_bytes,
     ring_of_dense_blocks,
 )
+from megacp.ops.mask import CAUSAL, tile_table
 
 DEGREES = (2, 4, 8, 16)
 LENGTHS, QUICK_LENGTHS = (8_192, 36_864, 131_072), (4_096,)

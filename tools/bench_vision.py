@@ -26,9 +26,9 @@ import numpy as np
 
 from megacp.batch import PackedBatch
 from megacp.context_parallel.layout import LAYOUTS
-from megacp.data.mixed import mixed_row
+from megacp.data.synthetic.mixed import mixed_row
 from megacp.distributed.spawn import RankPool
-from megacp.training import vision_figures as figures
+from megacp.measure import vision as figures
 
 DEGREES, REAL_DEGREES = (2, 4, 8, 16), (2, 4)
 WIDTH = 32

@@ -4,7 +4,7 @@
 
 Each layout keeps its own processes and the layouts take turns, one step each, so that a slow minute of the machine
 slows them all; the table shows medians. Ratios are over one process with one thread and over one process with two
-threads. Ranks have one thread. Bytes sent stand beside the formulas of megacp/planner/traffic.py.
+threads. Ranks have one thread. Bytes sent stand beside the formulas of megacp/measure/traffic.py.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from megacp.config.run import RunConfig, Value, with_values
-from megacp.data.mock import MockRules
+from megacp.data.synthetic.mock import MockRules
 from megacp.distributed.spawn import RankPool
+from megacp.measure.steps import StepMeasure, measure_rank
 from megacp.planner.report import human_bytes
-from megacp.training.measure import StepMeasure, measure_rank
 
 TP, CP, PP = "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"
 SIZES: dict[str, Value] = {

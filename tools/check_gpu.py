@@ -28,12 +28,12 @@ from typing import Any
 import torch
 
 from megacp.backends.apex import describe_apex
-from megacp.config.checks import require
+from megacp.config.checks.check import require
 from megacp.config.run import RunConfig, with_values
+from megacp.measure import gpu_checks, gpu_speed
+from megacp.measure.gpu_checks import CheckSizes, Finding
+from megacp.measure.gpu_speed import BILLION, Figure
 from megacp.planner.costs import model_parameters
-from megacp.training import gpu_checks, gpu_figures
-from megacp.training.gpu_checks import CheckSizes, Finding
-from megacp.training.gpu_figures import BILLION, Figure
 
 PACKAGES = ("torch", "triton", "transformer_engine", "transformer_engine_torch", "transformer_engine_cu13", "numpy")
 
@@ -97,20 +97,20 @@ def parts(plan: Plan, device: str) -> list[Part]:
         found.append(
             Part(
                 f"training at {sizes[0]} tokens, recompute {sizes[1]}, {sizes[2]}",
-                lambda s=sizes: [gpu_figures.training_speed(device, *s, settings)],
+                lambda s=sizes: [gpu_speed.training_speed(device, *s, settings)],
             )
         )
     for tokens in plan.rows:
         found.append(
             Part(
                 f"attention with mixed masks at {tokens} tokens" + (" and SDPA" if tokens <= plan.dense_up_to else ""),
-                lambda t=tokens: [gpu_figures.attention_speed(device, t, plan.heads, plan.width, plan.dense_up_to)],
+                lambda t=tokens: [gpu_speed.attention_speed(device, t, plan.heads, plan.width, plan.dense_up_to)],
             )
         )
         found.append(
             Part(
                 f"replay of a cp {plan.cp} plan at {tokens} tokens",
-                lambda t=tokens: [gpu_figures.replay(device, t, plan.cp, plan.heads, plan.width)],
+                lambda t=tokens: [gpu_speed.replay(device, t, plan.cp, plan.heads, plan.width)],
             )
         )
     ranks = ", ".join(map(str, c.ranks))

@@ -22,9 +22,9 @@ from megacp.config.model import ModelConfig
 from megacp.config.parallel import ParallelConfig
 from megacp.config.vision import VisionConfig
 from megacp.context_parallel.attention import TransportOptions, core_attention, select_transport
+from megacp.context_parallel.auto.stopwatch import Stopwatch, TimedTransport
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.shard import row_axis
-from megacp.context_parallel.stopwatch import Stopwatch, TimedTransport
 from megacp.distributed.grid import ProcessGrid
 from megacp.ops.attention import kernel_name
 from megacp.ops.norm import layer_norm, rms_norm

@@ -12,7 +12,7 @@ from megacp.backends.native import NativeBackend
 from megacp.backends.support import ENGINE, RunCase, contradictions, needed_by, refusals
 from megacp.backends.transformer_engine import TransformerEngineBackend, fp8_problem, package_problem
 from megacp.config.run import RunConfig
-from megacp.context_parallel.stopwatch import Stopwatch
+from megacp.context_parallel.auto.stopwatch import Stopwatch
 from megacp.distributed.grid import ProcessGrid
 from megacp.tensor_parallel.linear import AddGradient, add_weight_gradient
 

@@ -36,9 +36,9 @@ from megacp.backends.support import ATTENTION, FP8_MULTIPLES, attention_case, re
 from megacp.backends.thd import Sequences, thd_sequences
 from megacp.config.model import ModelConfig
 from megacp.config.run import RunConfig
+from megacp.context_parallel.auto.stopwatch import Stopwatch
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.shard import row_axis
-from megacp.context_parallel.stopwatch import Stopwatch
 from megacp.distributed.grid import Axis, ProcessGrid
 from megacp.distributed.launch import set_defaults
 from megacp.distributed.parameter import ParameterSpec

@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from megacp.checkpoint.agree import on_first, reason_of, together
 from megacp.checkpoint.directory import CONFIG_FILE, is_step_name, latest_of, step_folders
 from megacp.checkpoint.manifest import MANIFEST_FILE, Manifest, damage, read_manifest
 from megacp.checkpoint.names import TensorBox
 from megacp.checkpoint.pending import Contents, PendingCheckpoint
 from megacp.checkpoint.storage import INDEX_FILE, Payload
-from megacp.checkpoint.together import on_first, reason_of, together
 from megacp.distributed.collectives import all_reduce, gather_objects
 from megacp.distributed.grid import Axis
 from megacp.files import open_regular

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megacp.checkpoint.agree import on_first, together
 from megacp.checkpoint.directory import CONFIG_FILE, committed, point_and_prune, temporary
 from megacp.checkpoint.manifest import (
     MANIFEST_FILE,
@@ -31,7 +32,6 @@ from megacp.checkpoint.manifest import (
 )
 from megacp.checkpoint.names import TensorBox
 from megacp.checkpoint.storage import PayloadError, PayloadWriter
-from megacp.checkpoint.together import on_first, together
 from megacp.distributed.collectives import gather_to_first
 from megacp.distributed.grid import Axis
 from megacp.files import rename, seen, sync_folder, write_new

@@ -41,11 +41,11 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megacp.checkpoint.agree import on_first, together
 from megacp.checkpoint.archive import refuse_growth
 from megacp.checkpoint.index import coverage, read_index
 from megacp.checkpoint.manifest import FileRecord
 from megacp.checkpoint.names import TensorBox
-from megacp.checkpoint.together import on_first, together
 from megacp.distributed.collectives import gather_to_first
 from megacp.distributed.grid import Axis
 from megacp.files import create_new, open_regular, rename, seen

@@ -24,14 +24,11 @@ import torch
 
 from megacp.checkpoint.commit import RemovedError, again_when_removed
 from megacp.checkpoint.pending import SaveError
-from megacp.convert.architectures import ARCHITECTURES, LAYOUTS
+from megacp.convert.chat_check import CHOICES
+from megacp.convert.equality import field_differences, in_float32, state_by_our_names, tensor_differences
+from megacp.convert.export import Options, given_files, with_positions, write_checkpoint, write_hf
 from megacp.convert.hf_files import MIB, new_folder
-from megacp.convert.mapping import Cast
-from megacp.convert.tokenizer import refuse_difference
-from megacp.data.tokenizer import PROBE, load_tokenizer
-from megacp.training.hf_chat import CHOICES
-from megacp.training.hf_equality import field_differences, in_float32, state_by_our_names, tensor_differences
-from megacp.training.hf_parity import (
+from megacp.convert.logits import (
     Probed,
     compare,
     compare_quiet,
@@ -40,9 +37,12 @@ from megacp.training.hf_parity import (
     library_model,
     our_logits,
 )
-from megacp.training.hf_reading import Loaded, listed, read_checkpoint, read_hf, refuse_other_input
-from megacp.training.hf_rows import rows_for
-from megacp.training.hf_writing import Options, given_files, with_positions, write_checkpoint, write_hf
+from megacp.convert.rows import rows_for
+from megacp.convert.source import Loaded, listed, read_checkpoint, read_hf, refuse_other_input
+from megacp.convert.tables.architectures import ARCHITECTURES, LAYOUTS
+from megacp.convert.tables.mapping import Cast
+from megacp.convert.tokenizer import refuse_difference
+from megacp.data.tokenize.tokenizer import PROBE, load_tokenizer
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 DIFFERENT, REFUSED = 1, 2

@@ -28,12 +28,12 @@ from typing import TextIO
 
 import numpy as np
 
-from megacp.data.media import LARGEST_ITEM
-from megacp.data.prompt import Prompt, PromptMaker
-from megacp.data.sample import Media, RecordError, decode_json
-from megacp.data.tokenizer import Tokenizer, load_tokenizer
+from megacp.data.media.reader import LARGEST_ITEM
+from megacp.data.records.sample import Media, RecordError, decode_json
+from megacp.data.tokenize.tokenizer import Tokenizer, load_tokenizer
 from megacp.files import open_own, open_regular, read_regular
-from megacp.training.generate import Generator, Sampling
+from megacp.generation.prompt import Prompt, PromptMaker
+from megacp.generation.sampler import Generator, Sampling
 
 _A = {"image": "an image", "video": "a video"}
 

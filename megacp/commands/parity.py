@@ -24,14 +24,14 @@ from typing import Any
 from megacp.config.cli import parse
 from megacp.config.parallel import ParallelConfig
 from megacp.config.run import flatten
-from megacp.context_parallel.auto import is_auto
-from megacp.data.mock import MASKS
+from megacp.context_parallel.auto.choose import is_auto
+from megacp.data.synthetic.mock import MASKS
 from megacp.distributed.spawn import RankFailure, run_ranks
+from megacp.measure.parity import TOLERANCES, StepComparison, chosen_way, compare, train_rank
+from megacp.measure.parity_config import ParitySetup, Request, prepare
+from megacp.measure.parity_sizes import MODELS
 from megacp.planner.report import human_count
 from megacp.planner.vision import run_parameters
-from megacp.training.parity import TOLERANCES, StepComparison, chosen_way, compare, train_rank
-from megacp.training.parity_setup import ParitySetup, Request, prepare
-from megacp.training.parity_sizes import MODELS
 
 REFUSED, FAILED = 2, 3
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from megacp.data.build import BuildSummary
-    from megacp.data.image import ImageRules
+    from megacp.data.build.run import BuildSummary
+    from megacp.data.media.geometry import ImageRules
 
 EXAMPLES = """examples:
   tools/preprocess_data.py build --input corpus.jsonl --output data/corpus --tokenizer tokenizer.json --seq-length 4096
@@ -210,7 +210,7 @@ def _image_rules(args: argparse.Namespace) -> ImageRules | None:
     given = {key: getattr(args, key) for key, *_ in IMAGE_FLAGS.values() if getattr(args, key) is not None}
     if not given and args.image_root is None and args.image_rules is None and args.max_crops_per_pack is None:
         return None
-    from megacp.data.image import ImageRules
+    from megacp.data.media.geometry import ImageRules
 
     values: Any = {}
     if args.image_rules is not None:
@@ -223,8 +223,8 @@ def _image_rules(args: argparse.Namespace) -> ImageRules | None:
 
 
 def _build(args: argparse.Namespace) -> int:
-    from megacp.data.build import build
-    from megacp.data.build_settings import DEFAULT_WINDOW_TOKENS, BuildSettings
+    from megacp.data.build.run import build
+    from megacp.data.build.settings import DEFAULT_WINDOW_TOKENS, BuildSettings
 
     try:
         cp_degrees = tuple(int(part) for part in args.cp_degrees.split(","))
@@ -267,7 +267,7 @@ def _build(args: argparse.Namespace) -> int:
 
 
 def _summary_text(summary: BuildSummary) -> str:
-    from megacp.data.progress import rate
+    from megacp.data.build.progress import rate
 
     manifest = summary.manifest
     unlearned = f" ({summary.unlearned:,} teach nothing)" if summary.unlearned else ""
@@ -282,10 +282,10 @@ def _summary_text(summary: BuildSummary) -> str:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from megacp.data.build import kept_tokenizer
+    from megacp.data.build.run import kept_tokenizer
     from megacp.data.describe import describe_pack
-    from megacp.data.store import PackedDataset
-    from megacp.data.tokenizer import load_tokenizer
+    from megacp.data.packed.reader import PackedDataset
+    from megacp.data.tokenize.tokenizer import load_tokenizer
     from megacp.monitor.console import ends_with_its_reader
 
     dataset = PackedDataset(args.dataset)
@@ -318,8 +318,8 @@ def _stats(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from megacp.data.manifest import Manifest
-    from megacp.data.verify import verify
+    from megacp.data.packed.manifest import Manifest
+    from megacp.data.packed.verify import verify
 
     damaged = 0
     for path in args.dataset:
@@ -334,7 +334,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _merge(args: argparse.Namespace) -> int:
-    from megacp.data.merge import merge
+    from megacp.data.build.merge import merge
 
     manifest = merge(args.dataset, args.output, args.overwrite)
     count = len(args.dataset)
@@ -359,7 +359,7 @@ COMMANDS = {"build": _build, "inspect": _inspect, "stats": _stats, "verify": _ve
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 damage found, 2 an error, 130 interrupted."""
     args = _parser().parse_args(argv)
-    from megacp.data.workers import WorkerFailed
+    from megacp.data.build.workers import WorkerFailed
 
     def interrupted(*_: object) -> NoReturn:
         raise KeyboardInterrupt

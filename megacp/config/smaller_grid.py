@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 
-from megacp.config.checks import check
+from megacp.config.checks.check import check
 from megacp.config.run import RunConfig, with_values
 
 _SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")

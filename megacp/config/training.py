@@ -102,6 +102,16 @@ class TrainingConfig:
     gradient beside the bucket; by apex's kernel where it is installed. Transformer Engine's always do.
     """
 
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of `--dtype`."""
+        return {"bfloat16": 2, "float32": 4, "float64": 8}[self.dtype]
+
+    @property
+    def accumulation_bytes(self) -> int:
+        """Bytes of an element of gradients, moments, softmax and log-sum-exp: fp32, or float64 for a float64 model."""
+        return max(4, self.element_bytes)
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import torch
 
 from megacp.context_parallel.plan import AttentionPlan
+from megacp.context_parallel.sizes import HeadShare, head_shares
 from megacp.context_parallel.transport import Tensors, Transport
 from megacp.distributed.collectives import start_exchange
 from megacp.distributed.grid import Axis
 from megacp.ops.attention import QKV, accumulation_dtype
-from megacp.planner.context import HeadShare, head_shares
 
 
 class HeadsForSequence:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from megacp.batch import VisionInputs
-from megacp.data.image_shards import image_shards
+from megacp.data.media.shards import image_shards
 from megacp.distributed.differentiable import copy_to, exchange, gather_from
 from megacp.distributed.grid import Axis
 from megacp.ops.to_device import to_device

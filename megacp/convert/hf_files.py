@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import torch
 
 from megacp import files
-from megacp.convert.mapping import Info, Source, num_bytes, whole
+from megacp.convert.tables.mapping import Info, Source, num_bytes, whole
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SUMS = "SHA256SUMS"

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megacp.batch import PADDING, PackedBatch
+from megacp.data.packed.reader import Pack
 from megacp.data.row_images import ImageCountError, RowUnits, row_units, spans, vision_inputs
-from megacp.data.store import Pack
 
 ATTENTION_MASKS = ("packed", "causal")
 
@@ -46,7 +46,7 @@ def collate(packs: Sequence[Pack], attention_mask: str = "packed", image_attenti
     attention_mask "packed": each segment is a document, numbered over all packs; labels and positions stay inside it.
     "causal": each pack is one document; labels and positions run on over its segments, and over padding inside it as
     if that were not there. Padding has document -1, weight 0, and positions 0, 1, ... in each gap.
-    image_attention: see `row_images.spans`. Images come without their pixels (see `image_loading`).
+    image_attention: see `row_images.spans`. Images come without their pixels (see `images`).
     ValueError: an unknown mask; "causal" for a pack with branches (one answer would see the others); image-patch tokens
     that are not as many as image features.
     """

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from megacp.data import tables
-from megacp.data.document import learned_tokens
-from megacp.data.journal import REJECTS_NAME
-from megacp.data.store import Pack, PackedDataset
-from megacp.data.tables import FLAG_SPLIT, FLAG_TRUNCATED
-from megacp.data.tokenizer import Tokenizer
+from megacp.data.build.journal import REJECTS_NAME
+from megacp.data.packed import tables
+from megacp.data.packed.reader import Pack, PackedDataset
+from megacp.data.packed.tables import FLAG_SPLIT, FLAG_TRUNCATED
+from megacp.data.records.document import learned_tokens
+from megacp.data.tokenize.tokenizer import Tokenizer
 
 _BAR = 40
 _JOINER = "\u200d"

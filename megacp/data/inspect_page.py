@@ -19,10 +19,10 @@ import numpy as np
 
 from megacp.data.collate import collate
 from megacp.data.describe import learned_of_pack
-from megacp.data.image import ImageRules, crop_boxes, load_pixels
-from megacp.data.store import Pack, PackedDataset
-from megacp.data.tokenizer import Tokenizer
-from megacp.data.video import video_pixels
+from megacp.data.media.geometry import ImageRules, crop_boxes, load_pixels
+from megacp.data.media.video import video_pixels
+from megacp.data.packed.reader import Pack, PackedDataset
+from megacp.data.tokenize.tokenizer import Tokenizer
 from megacp.files import write_atomically
 
 _THUMBNAIL, _MASK = 320, 256

@@ -22,10 +22,10 @@ import numpy as np
 
 from megacp.batch import PackedBatch
 from megacp.data.collate import ATTENTION_MASKS, collate
-from megacp.data.image_loading import ImageLoading, load_images
+from megacp.data.images import ImageLoading, load_images
 from megacp.data.order import samples
+from megacp.data.packed.reader import Pack
 from megacp.data.row_images import IMAGE_ATTENTIONS
-from megacp.data.store import Pack
 
 
 class PackSource(Protocol):

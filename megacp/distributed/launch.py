@@ -20,9 +20,9 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megacp.distributed.generation import fresh_store
 from megacp.distributed.grid import GridShape, ProcessGrid, build_grid
-from megacp.distributed.meeting import Meeting, within
+from megacp.distributed.supervision.meeting import Meeting, within
+from megacp.distributed.supervision.restart_store import fresh_store
 
 _M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 4 << 20
 """glibc's name for the option (malloc.h), and the bytes from which on a block gets a map of its own."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from megacp.backends.select import select_backend
 from megacp.config.run import RunConfig
-from megacp.context_parallel.stopwatch import Stopwatch
+from megacp.context_parallel.auto.stopwatch import Stopwatch
 from megacp.distributed.grid import GridShape, ProcessGrid
 from megacp.models.init import initialise
 from megacp.models.language import LanguageModelChunk

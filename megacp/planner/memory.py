@@ -35,10 +35,6 @@ from megacp.config.run import RunConfig
 from megacp.planner import vision
 from megacp.planner.costs import vocabulary_rows
 
-BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-"""Bytes of an element of `--dtype`."""
-
-
 MATH_BLOCK = 1024
 """Query rows that the `math` kernel takes at once."""
 
@@ -60,11 +56,6 @@ class RankMemory:
     def total(self) -> int:
         """Sum of all terms."""
         return sum(dataclasses.astuple(self))
-
-
-def accumulation_bytes(config: RunConfig) -> int:
-    """Bytes of an element of gradients, moments, softmax and log-sum-exp: fp32, or float64 for a float64 model."""
-    return max(4, BYTES[config.training.dtype])
 
 
 def stage_parameters(config: RunConfig, stage: int, chunks: Sequence[range]) -> int:
@@ -103,7 +94,7 @@ def in_flight_rows(config: RunConfig, world_size: int) -> int:
 def layer_activations(config: RunConfig, granularity: str) -> int:
     """Bytes one layer keeps for the backward of one microbatch on one rank, under a recompute granularity."""
     model, p = config.model, config.parallel
-    tp, size, tokens = p.tensor_model_parallel_size, BYTES[config.training.dtype], tokens_per_rank(config)
+    tp, size, tokens = p.tensor_model_parallel_size, config.training.element_bytes, tokens_per_rank(config)
     residual = tokens * model.hidden_size // (tp if p.sequence_parallel else 1)
     if granularity == "full":
         return residual * size
@@ -119,7 +110,7 @@ def layer_activations(config: RunConfig, granularity: str) -> int:
     dropout_masks = 2 * residual if model.hidden_dropout > 0 else 0
     elements = (4 if cheap else 2) * residual + tokens * sharded // tp
     wide_elements = 2 * rows + tokens * wide_heads // tp
-    return elements * size + wide_elements * accumulation_bytes(config) + dropout_masks
+    return elements * size + wide_elements * config.training.accumulation_bytes + dropout_masks
 
 
 def heads_group(config: RunConfig) -> int:
@@ -154,7 +145,7 @@ def attention_work(config: RunConfig) -> int:
     `math`, which `auto` takes there for float64, the scores, weights and their gradients of one block of queries.
     """
     model, p = config.model, config.parallel
-    tp, size, wide = p.tensor_model_parallel_size, BYTES[config.training.dtype], accumulation_bytes(config)
+    tp, size, wide = p.tensor_model_parallel_size, config.training.element_bytes, config.training.accumulation_bytes
     tokens, cp = tokens_per_rank(config), p.context_parallel_size
     key_values = 2 * tokens * model.query_groups * model.head_dim // tp
     copies = _key_copies(config)
@@ -174,15 +165,17 @@ def attention_work(config: RunConfig) -> int:
 def head_work(config: RunConfig) -> int:
     """Bytes of the last stage's head for one microbatch: final norm in and out, logits, softmax, their gradients."""
     model, p = config.model, config.parallel
-    tp, size, tokens = p.tensor_model_parallel_size, BYTES[config.training.dtype], tokens_per_rank(config)
+    tp, size, tokens = p.tensor_model_parallel_size, config.training.element_bytes, tokens_per_rank(config)
     norm = 2 * tokens * model.hidden_size // (tp if p.sequence_parallel else 1) * size
-    return norm + 2 * tokens * vocabulary_rows(model, model.vocab_size, tp) * (size + accumulation_bytes(config))
+    return norm + 2 * tokens * vocabulary_rows(model, model.vocab_size, tp) * (
+        size + config.training.accumulation_bytes
+    )
 
 
 def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_size: int) -> RankMemory:
     """Bytes on one rank of a pipeline stage that holds the layers `chunks` (one range for each model chunk)."""
     p, granularity = config.parallel, config.training.recompute_granularity
-    size, wide = BYTES[config.training.dtype], accumulation_bytes(config)
+    size, wide = config.training.element_bytes, config.training.accumulation_bytes
     parameters, trained = stage_parameters(config, stage, chunks), trained_parameters(config, stage, chunks)
     shards = config.data_parallel_size(world_size) * p.context_parallel_size
     state = 2 * wide + (wide if config.training.dtype == "bfloat16" else 0)

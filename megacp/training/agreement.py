@@ -20,8 +20,8 @@ import torch
 import megacp
 from megacp.checkpoint.directory import LATEST_FILE, temporary
 from megacp.config.run import RunConfig, flag, flatten
-from megacp.distributed.generation import named
-from megacp.distributed.meeting import Meeting
+from megacp.distributed.supervision.meeting import Meeting
+from megacp.distributed.supervision.restart_store import named
 from megacp.files import create_new, read_regular, seen
 from megacp.training.sources import Sources
 

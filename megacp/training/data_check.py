@@ -11,8 +11,8 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
-from megacp.data.manifest import FileEntry, ShardEntry
-from megacp.data.verify import damaged_file
+from megacp.data.packed.manifest import FileEntry, ShardEntry
+from megacp.data.packed.verify import damaged_file
 from megacp.distributed.collectives import gather_objects
 from megacp.distributed.grid import Axis
 from megacp.training.sources import Sources

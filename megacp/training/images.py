@@ -15,9 +15,9 @@ import torch
 
 from megacp.batch import PackedBatch
 from megacp.config.run import RunConfig
-from megacp.data.image_loading import Decoder, ImageLoading
-from megacp.data.image_shards import VisionCost
-from megacp.data.mock_images import MockImages
+from megacp.data.images import Decoder, ImageLoading
+from megacp.data.media.shards import VisionCost
+from megacp.data.synthetic.images import MockImages
 from megacp.distributed.collectives import all_reduce, gather_objects
 from megacp.distributed.grid import ProcessGrid
 from megacp.planner.vision import crop_flops, pooled_flops

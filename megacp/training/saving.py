@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from megacp.checkpoint.agree import on_first
 from megacp.checkpoint.directory import refuse_unpointable, remove_leftovers
 from megacp.checkpoint.lock import DirectoryLock
 from megacp.checkpoint.pending import PendingCheckpoint
-from megacp.checkpoint.together import on_first
 from megacp.config.run import RunConfig
 from megacp.distributed.grid import Axis
-from megacp.training.health import UnwellError
-from megacp.training.nonfinite import damaged_tensors
+from megacp.training.health import UnwellError, damaged_tensors
 from megacp.training.state import Progress, begin_save, saved_boxes
 from megacp.training.step import Trainee
 

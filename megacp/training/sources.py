@@ -15,13 +15,13 @@ from megacp.batch import PackedBatch
 from megacp.config.data import DataConfig
 from megacp.config.run import RunConfig, with_values
 from megacp.config.vision import VisionConfig
-from megacp.data.decoding import RulesDecoder
-from megacp.data.image import ImageRules
-from megacp.data.image_loading import Decoder
+from megacp.data.images import Decoder
 from megacp.data.loader import DataRank, LoaderOptions, PackSource, step_batches
-from megacp.data.mock import MockDataset
-from megacp.data.mock_images import MockDecoder
-from megacp.data.store import PackedDataset
+from megacp.data.media.decoding import RulesDecoder
+from megacp.data.media.geometry import ImageRules
+from megacp.data.packed.reader import PackedDataset
+from megacp.data.synthetic.images import MockDecoder
+from megacp.data.synthetic.mock import MockDataset
 from megacp.training.images import mock_images
 
 

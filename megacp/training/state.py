@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megacp.checkpoint.agree import on_first
 from megacp.checkpoint.commit import LoadedCheckpoint, again_when_removed, load_checkpoint
 from megacp.checkpoint.directory import traces_of_checkpoints
 from megacp.checkpoint.fields import Fields
 from megacp.checkpoint.manifest import MANIFEST_FILE
 from megacp.checkpoint.names import TensorBox, boxes_to_load, boxes_to_save
 from megacp.checkpoint.pending import Contents, PendingCheckpoint
-from megacp.checkpoint.together import on_first
 from megacp.config.run import RunConfig, flag, flatten
 from megacp.config.yaml_file import to_yaml
 from megacp.distributed.grid import Axis, patient

@@ -16,9 +16,9 @@ import torch
 
 from megacp.batch import PackedBatch
 from megacp.config.run import RunConfig
+from megacp.context_parallel.auto.stopwatch import Stopwatch
 from megacp.context_parallel.layout import select_layout
 from megacp.context_parallel.shard import LocalBatch, shard_batch
-from megacp.context_parallel.stopwatch import Stopwatch
 from megacp.data_parallel.buckets import FlatBuckets
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import ProcessGrid
@@ -30,9 +30,8 @@ from megacp.optim.lr_schedule import LrSchedule, learning_rate
 from megacp.optim.sharded import ShardedAdamW
 from megacp.pipeline_parallel.runtime import HiddenStates, ModelChunk, links_of, open_channels, run
 from megacp.pipeline_parallel.schedules import schedule, training_schedule_name
-from megacp.training.health import Verdict, finite_only
+from megacp.training.health import Suspects, Verdict, finite_only, suspects
 from megacp.training.loss import weighted_loss
-from megacp.training.nonfinite import Suspects, suspects
 from megacp.training.rows import rows_of
 
 Judge = Callable[[float, float], Verdict]

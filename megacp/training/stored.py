@@ -13,7 +13,7 @@ from pathlib import Path
 from megacp.checkpoint.commit import LoadedCheckpoint, peek
 from megacp.checkpoint.directory import CONFIG_FILE, traces_of_checkpoints
 from megacp.checkpoint.manifest import Manifest
-from megacp.config.ranges import problem_of_value
+from megacp.config.checks.ranges import problem_of_value
 from megacp.config.run import RunConfig, fields, flag, flatten, with_values
 from megacp.config.yaml_file import from_yaml
 from megacp.planner.vision import run_parameters

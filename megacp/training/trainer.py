@@ -9,16 +9,16 @@ from __future__ import annotations
 import dataclasses
 
 from megacp.batch import PackedBatch
-from megacp.config.health_checks import profiled_ranks, profiled_steps
+from megacp.config.checks.health import profiled_ranks, profiled_steps
 from megacp.config.run import RunConfig
-from megacp.context_parallel.auto import resolve_auto
-from megacp.context_parallel.stopwatch import Stopwatch
+from megacp.context_parallel.auto.choose import resolve_auto
+from megacp.context_parallel.auto.stopwatch import Stopwatch
 from megacp.data.loader import PackedLoader, validation_steps
 from megacp.distributed.clock import clock_of
 from megacp.distributed.collectives import gather_objects
 from megacp.distributed.grid import ProcessGrid
-from megacp.distributed.last_words import last_words
 from megacp.distributed.launch import trim_heap
+from megacp.distributed.supervision.failure_report import last_words
 from megacp.monitor.flops import utilisation
 from megacp.monitor.log import StepRecord
 from megacp.monitor.memory import peak_bytes
@@ -26,17 +26,15 @@ from megacp.monitor.pace import Pace
 from megacp.monitor.timers import Timers
 from megacp.monitor.trace import Trace
 from megacp.training.data_check import require_sound
-from megacp.training.health import Health, StepNumbers, UnwellError, Verdict
+from megacp.training.health import Health, StepNumbers, UnwellError, Verdict, damaged_tensors, listed
 from megacp.training.images import image_documents, image_loading, shard_strategies, without_bad_images
 from megacp.training.loss import RankNews, StepAgreement, agree
-from megacp.training.nonfinite import damaged_tensors, listed
-from megacp.training.opening import heading, open_log, peak_flops, step_flops
+from megacp.training.reporting import breakdown, heading, open_log, peak_flops, step_flops
 from megacp.training.saving import Saver
 from megacp.training.sources import Sources, first_rows, loader_options
 from megacp.training.state import Progress, Resumed, Start, load, saved_boxes, starting_point
 from megacp.training.step import StepResult, Trainee
 from megacp.training.stopping import FAILED, REASONS, STOPPED, StopSignal
-from megacp.training.timing import breakdown
 
 STEPS_BETWEEN_TRIMS = 10
 """Optimizer steps after which a CPU rank gives free heap back: milliseconds, and without it a small run grows by MiB a

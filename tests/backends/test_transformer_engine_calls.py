@@ -23,7 +23,7 @@ from megacp.backends.transformer_engine import TransformerEngineBackend, package
 from megacp.config.run import RunConfig, with_values
 from megacp.context_parallel.layout import LAYOUTS
 from megacp.context_parallel.shard import shard_batch
-from megacp.data.mock import MockRules, mock_batch
+from megacp.data.synthetic.mock import MockRules, mock_batch
 from megacp.distributed.grid import GridShape, build_grid
 from megacp.models.language import LanguageModelChunk
 from megacp.optim.adamw import AdamWSettings, FlatAdamW, SliceRule

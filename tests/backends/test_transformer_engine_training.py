@@ -21,7 +21,7 @@ from megacp.backends.native import NativeBackend
 from megacp.backends.support import AttentionCase
 from megacp.backends.transformer_engine import TransformerEngineBackend
 from megacp.config.run import RunConfig, with_values
-from megacp.data.mock import MockRules, mock_batch
+from megacp.data.synthetic.mock import MockRules, mock_batch
 from megacp.distributed.parameter import spec_of
 from megacp.models import build
 from megacp.optim.adamw import AdamWSettings, FlatAdamW, SliceRule

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacp.config.checks import RULES, check, require
-from megacp.config.ranges import RANGES
+from megacp.config.checks.check import RULES, check, require
+from megacp.config.checks.ranges import RANGES
 from megacp.config.run import RunConfig, fields, flag, with_values
 
 GOOD = with_values(RunConfig(), {"vocab_size": 64})
@@ -289,6 +289,6 @@ def test_validation_packs_without_training_packs_are_refused(tmp_path) -> None:
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_run(tmp_path, monkeypatch) -> None:
     """Would catch a run that trains first and finds out when it saves."""
-    monkeypatch.setattr("megacp.config.checks.os.access", lambda path, mode: False)
+    monkeypatch.setattr("megacp.config.checks.check.os.access", lambda path, mode: False)
     reasons = check(with_values(GOOD, {"save": str(tmp_path / "a" / "b")}), 1)
     assert reasons == [f"--save {tmp_path / 'a' / 'b'}: cannot be written, {tmp_path} does not allow it"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megacp.config.checks import check
+from megacp.config.checks.check import check
 from megacp.config.cli import parse
 from megacp.config.smaller_grid import largest_grid
 

@@ -11,7 +11,7 @@ from megacp.context_parallel import balance
 from megacp.context_parallel.balance import MOST_AREA, deal_balanced, remote_rows
 from megacp.context_parallel.regroup import Regrouping
 from megacp.context_parallel.shard import mask_metadata
-from megacp.data.mixed import mixed_row
+from megacp.data.synthetic.mixed import mixed_row
 from megacp.ops.mask import Metadata, allowed
 from tests.reference.packs import metadata, random_batch
 

@@ -13,7 +13,7 @@ from megacp.batch import PackedBatch, VisionInputs
 from megacp.context_parallel.layout import LAYOUTS, select_layout
 from megacp.context_parallel.shard import LocalBatch, shard_batch
 from megacp.context_parallel.vision import EXCHANGES, add_features, feature_routes, place_features
-from megacp.data.image_shards import compute_image_shard_boundaries, longest_first, uniform_boundaries
+from megacp.data.media.shards import compute_image_shard_boundaries, longest_first, uniform_boundaries
 from megacp.distributed.grid import Axis
 from tests.ranks import grid, run_ranks
 from tests.reference.packs import random_batch, video_batch

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from megacp.convert.architectures import token_fields
 from megacp.convert.processor import write_processor
+from megacp.convert.tables.architectures import token_fields
 from megacp.convert.tokenizer import Given, write_tokenizer
-from megacp.data.image import TOKEN_TEXTS
-from megacp.data.tokenizer import load_tokenizer
-from tests.data.pictures import TINY
+from megacp.data.media.geometry import TOKEN_TEXTS
+from megacp.data.tokenize.tokenizer import load_tokenizer
+from tests.data.media.pictures import TINY
 
 BYTES, EXTRA = 257, 8
 """The byte tokenizer's vocabulary, and the image tokens of TINY behind it."""

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from megacp.config.run import RunConfig, flatten, with_values
-from megacp.convert import fields, llama, molmo2, qwen3
-from megacp.convert.architectures import ARCHITECTURES, LAYOUTS, of_config, of_values
-from megacp.convert.mapping import Cast, Info, Mapped, problems, whole
+from megacp.convert.tables import fields, llama, molmo2, qwen3
+from megacp.convert.tables.architectures import ARCHITECTURES, LAYOUTS, of_config, of_values
+from megacp.convert.tables.mapping import Cast, Info, Mapped, problems, whole
 from megacp.distributed.grid import GridShape, build_grid
 from megacp.distributed.parameter import spec_of
+from megacp.measure.parity_sizes import MODELS
 from megacp.models.build import build_chunks
-from megacp.training.parity_sizes import MODELS
 from tests.convert.models import BANDS, rope
 from tests.convert.models import MODELS as THEIRS
 

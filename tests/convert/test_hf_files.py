@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megacp.convert import hf_files
-from megacp.convert.mapping import Info, whole
+from megacp.convert.tables.mapping import Info, whole
 
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed (extra: hf)")
 ROOT = Path(__file__).resolve().parents[2]
@@ -250,7 +250,7 @@ import sys, json
 from pathlib import Path
 import torch
 from megacp.convert.hf_files import SafetensorsFolder, write_tensors
-from megacp.convert.mapping import Link, Mapped, Named
+from megacp.convert.tables.mapping import Link, Mapped, Named
 
 def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()

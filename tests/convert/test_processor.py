@@ -13,9 +13,9 @@ import torch
 
 from megacp.convert import processor
 from megacp.convert.tokenizer import write_tokenizer
-from megacp.data.image import ImageRules, image_layout, image_patches
+from megacp.data.media.geometry import ImageRules, image_layout, image_patches
 from tests.convert.models import given
-from tests.data.pictures import TINY, noise
+from tests.data.media.pictures import TINY, noise
 
 OTHER = dataclasses.replace(
     TINY,

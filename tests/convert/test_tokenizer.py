@@ -13,7 +13,7 @@ import pytest
 
 from megacp.convert import sentencepiece as spm
 from megacp.convert.tokenizer import write_tokenizer
-from megacp.data.tokenizer import PROBE
+from megacp.data.tokenize.tokenizer import PROBE
 from tests.convert.models import given
 
 sentencepiece = pytest.importorskip("sentencepiece")

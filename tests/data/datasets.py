@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from megacp import files
-from megacp.data.manifest import FileEntry, Manifest, TokenizerInfo
-from megacp.data.shard_writer import Segment, SegmentUnit, ShardWriter
+from megacp.data.packed.manifest import FileEntry, Manifest, TokenizerInfo
+from megacp.data.packed.writer import Segment, SegmentUnit, ShardWriter
 
 
 def write_dataset(

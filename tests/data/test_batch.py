@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megacp.batch import PackedBatch, VisionInputs
-from megacp.data.mock import MockRules, mock_batch
+from megacp.data.synthetic.mock import MockRules, mock_batch
 
 ROOT = Path(__file__).parents[2]
 NOT_ROWS = ("pack_ids", "vision", "pack_lengths")

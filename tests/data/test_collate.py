@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.data import tables
+from megacp.data.build.packing import padded_lengths
 from megacp.data.collate import collate
-from megacp.data.packing import padded_lengths
-from megacp.data.store import Pack
+from megacp.data.packed import tables
+from megacp.data.packed.reader import Pack
 from tests.reference import collate as reference
 
 
@@ -105,8 +105,8 @@ def test_a_prefix_predicts_what_all_its_branches_begin_with() -> None:
 
 def test_what_the_store_writes_is_what_collate_reads(tmp_path: Path) -> None:
     # branches of a later pack must come from its own rows of branches.npy
-    from megacp.data.shard_writer import Segment
-    from megacp.data.store import PackedDataset
+    from megacp.data.packed.reader import PackedDataset
+    from megacp.data.packed.writer import Segment
     from tests.data.datasets import write_dataset
 
     first = [Segment(np.arange(6), branch_starts=(2, 4)), Segment(np.arange(3))]

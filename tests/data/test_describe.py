@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from megacp.data.build.progress import Progress, rate
 from megacp.data.describe import beginning, describe_pack
-from megacp.data.progress import Progress, rate
-from megacp.data.store import PackedDataset
-from megacp.data.tokenizer import load_tokenizer
-from tests.data.builds import run
+from megacp.data.packed.reader import PackedDataset
+from megacp.data.tokenize.tokenizer import load_tokenizer
+from tests.data.build.builds import run
 
 
 def test_a_pack_of_many_documents_is_shown_by_its_first_ones(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ import pytest
 from PIL import Image
 
 from megacp.data.inspect_page import write_page
-from megacp.data.store import PackedDataset
-from megacp.data.tokenizer import load_tokenizer
-from tests.data.builds import run
-from tests.data.pictures import TINY, encoded, noise
+from megacp.data.packed.reader import PackedDataset
+from megacp.data.tokenize.tokenizer import load_tokenizer
+from tests.data.build.builds import run
+from tests.data.media.pictures import TINY, encoded, noise
 
 EVIL = "<script>alert('x')</script><img src=http://evil/ onerror=1> & \u6f22"
 VOID = {"meta", "img", "image", "rect", "br"}

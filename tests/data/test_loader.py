@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacp.batch import PackedBatch
-from megacp.data import tables
 from megacp.data.loader import DataRank, LoaderOptions, PackedLoader, step_batches, validation_steps, weight_sum
 from megacp.data.order import permuted, samples
-from megacp.data.store import Pack, PackedDataset
+from megacp.data.packed import tables
+from megacp.data.packed.reader import Pack, PackedDataset
 from tests.data.datasets import random_packs, write_dataset
 
 

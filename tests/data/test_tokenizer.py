@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.data.bpe import byte_characters, has_newer_characters
-from megacp.data.tokenizer import PROBE, Tokenizer, load_tokenizer
+from megacp.data.tokenize.bpe import byte_characters, has_newer_characters
+from megacp.data.tokenize.tokenizer import PROBE, Tokenizer, load_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 sentencepiece = pytest.importorskip("sentencepiece")

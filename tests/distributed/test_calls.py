@@ -12,10 +12,10 @@ import torch
 from megacp.distributed.calls import Calls
 from megacp.distributed.collectives import all_gather, all_reduce, start_all_to_all
 from megacp.distributed.grid import ProcessGrid
-from megacp.distributed.hang_report import report
-from megacp.distributed.last_words import last_words
 from megacp.distributed.p2p import irecv, isend
-from megacp.distributed.watch import Watch, _calls, group_name
+from megacp.distributed.supervision.failure_report import last_words
+from megacp.distributed.supervision.hang_report import report
+from megacp.distributed.supervision.watch import Watch, _calls, group_name
 from tests.ranks import grid, run_ranks
 
 

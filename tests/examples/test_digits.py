@@ -12,7 +12,7 @@ import pytest
 from examples import digits_to_jsonl, evaluate_digits
 from megacp.commands import convert, generate, preprocess
 from megacp.train import main as train
-from tests.data.builds import files
+from tests.data.build.builds import files
 
 pytest.importorskip("sklearn", reason="the digit scans are inside scikit-learn (extra `demo`)")
 

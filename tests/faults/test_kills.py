@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from megacp.checkpoint.commit import load_checkpoint
-from megacp.data.store import PackedDataset
-from megacp.data.verify import verify
+from megacp.data.packed.reader import PackedDataset
+from megacp.data.packed.verify import verify
 from megacp.distributed.grid import single_axis
 from tests.data.datasets import IMAGE_RULES, weighted_images, write_dataset
 from tests.ranks import RankError, run_ranks

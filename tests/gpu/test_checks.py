@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megacp.training import gpu_checks
-from megacp.training.gpu_checks import CheckSizes, Finding
+from megacp.measure import gpu_checks
+from megacp.measure.gpu_checks import CheckSizes, Finding
 
 pytestmark = [
     pytest.mark.gpu,

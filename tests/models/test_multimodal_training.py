@@ -9,8 +9,8 @@ import pytest
 
 from megacp.batch import PackedBatch
 from megacp.config.run import RunConfig, with_values
-from megacp.training.parity import TOLERANCES, compare, train_rank
-from megacp.training.parity_setup import Request, prepare
+from megacp.measure.parity import TOLERANCES, compare, train_rank
+from megacp.measure.parity_config import Request, prepare
 from megacp.training.state import Progress, load, save
 from megacp.training.step import Trainee
 from tests.ranks import grid, run_ranks

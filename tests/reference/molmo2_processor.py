@@ -15,7 +15,7 @@ import transformers.models.molmo2.image_processing_molmo2 as images  # "from mol
 import transformers.models.molmo2.processing_molmo2 as texts
 import transformers.models.molmo2.video_processing_molmo2 as videos
 
-from megacp.data.image import ImageRules
+from megacp.data.media.geometry import ImageRules
 
 
 class _Backend:

@@ -10,7 +10,7 @@ import torch
 
 from megacp.backends import apex
 from megacp.config.run import RunConfig, with_values
-from megacp.data.mock import MockRules, mock_batch
+from megacp.data.synthetic.mock import MockRules, mock_batch
 from megacp.tensor_parallel.linear import add_weight_gradient, product
 from megacp.training.step import Trainee
 from tests.ranks import grid, run_ranks

@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from megacp.training import gpu_checks
-from megacp.training.gpu_checks import Finding
+from megacp.measure import gpu_checks
+from megacp.measure.gpu_checks import Finding
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "check_gpu.py"
 

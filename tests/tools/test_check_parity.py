@@ -17,11 +17,11 @@ from megacp.commands import parity as tool
 from megacp.commands import preprocess
 from megacp.config.run import RunConfig, with_values
 from megacp.config.yaml_file import read_yaml
-from megacp.data.mock import MockRules
+from megacp.data.synthetic.mock import MockRules
 from megacp.distributed import spawn
+from megacp.measure.parity import Box, StepTrace, compare, largest_difference, train_rank
+from megacp.measure.parity_config import MAX_PARAMETERS, Request, prepare
 from megacp.planner.vision import run_parameters
-from megacp.training.parity import Box, StepTrace, compare, largest_difference, train_rank
-from megacp.training.parity_setup import MAX_PARAMETERS, Request, prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 TP, CP, PP = "--tensor-model-parallel-size", "--context-parallel-size", "--pipeline-model-parallel-size"

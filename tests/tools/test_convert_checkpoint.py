@@ -18,14 +18,14 @@ from megacp.checkpoint.commit import save_checkpoint
 from megacp.checkpoint.names import boxes_to_save
 from megacp.commands.convert import main
 from megacp.config.yaml_file import to_yaml
-from megacp.convert.architectures import ARCHITECTURES
 from megacp.convert.hf_files import write_tensors
-from megacp.convert.mapping import Info, num_bytes
-from megacp.training.parity_sizes import MODELS as OURS
+from megacp.convert.tables.architectures import ARCHITECTURES
+from megacp.convert.tables.mapping import Info, num_bytes
+from megacp.measure.parity_sizes import MODELS as OURS
 from megacp.training.state import Progress
 from megacp.training.step import Trainee
 from tests.convert.models import MODELS, save
-from tests.data.pictures import TINY
+from tests.data.media.pictures import TINY
 from tests.ranks import grid, run_ranks
 from tests.reference.training import Values, config_of
 
@@ -172,7 +172,7 @@ def test_a_difference_ends_verify_with_status_1_and_no_folder(
     """Would catch a verify that prints and goes on: here the writer loses theta."""
     save("llama 3 tied", tmp_path / "a")
     assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b") == 0
-    from megacp.convert import fields
+    from megacp.convert.tables import fields
 
     write = fields.Rope.write
 

@@ -12,7 +12,7 @@ from megacp.checkpoint.commit import load_checkpoint
 from megacp.distributed.grid import single_axis
 from megacp.train import main as train
 from tests.convert.models import save
-from tests.data.pictures import TINY
+from tests.data.media.pictures import TINY
 from tests.tools.test_convert_checkpoint import convert
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from megacp.config.yaml_file import to_yaml
-from megacp.convert import fields, hf_files
-from megacp.convert.mapping import Source, whole
-from megacp.training.hf_reading import read_checkpoint
+from megacp.convert import hf_files
+from megacp.convert.source import read_checkpoint
+from megacp.convert.tables import fields
+from megacp.convert.tables.mapping import Source, whole
 from tests.convert.models import save
 from tests.tools.test_convert_checkpoint import convert, saved_on_grid
 

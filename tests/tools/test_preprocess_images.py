@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.pictures import encoded, noise
+from tests.data.media.pictures import encoded, noise
 from tests.tools.test_preprocess_data import assert_one_line_error, command, environment, files, tool
 
 TINY = ["--image-size", 16, "--patch-size", 4, "--overlap-margins", "1,1", "--max-crops", 6]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megacp.data.tokenizer import load_tokenizer
+from megacp.data.tokenize.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 

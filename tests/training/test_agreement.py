@@ -9,10 +9,10 @@ import pytest
 
 from megacp.config.cli import parse
 from megacp.config.run import fields, flag
-from megacp.distributed.meeting import Meeting
+from megacp.distributed.supervision.meeting import Meeting
 from megacp.training.agreement import MAY_DIFFER, require_agreement, require_shared_folder, statement
 from megacp.training.sources import open_sources
-from tests.distributed.test_meeting import at_once
+from tests.distributed.supervision.test_meeting import at_once
 from tests.training.runs import TINY
 
 HOST = socket.gethostname()

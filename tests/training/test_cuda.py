@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megacp.config.run import RunConfig, with_values
-from megacp.data.mock import MockRules, mock_batch
+from megacp.data.synthetic.mock import MockRules, mock_batch
 from megacp.distributed.grid import GridShape, build_grid
 from megacp.training.step import Trainee
 

@@ -15,16 +15,16 @@ from megacp.checkpoint.commit import load_checkpoint
 from megacp.checkpoint.directory import committed
 from megacp.config.health import HealthConfig
 from megacp.distributed.grid import single_axis
+from megacp.measure.parity import microbatches
+from megacp.measure.parity_config import ParitySetup, Request, prepare
 from megacp.train import main
 from megacp.training.health import Health, StepNumbers, Verdict
 from megacp.training.loss import agree
-from megacp.training.parity import microbatches
-from megacp.training.parity_setup import ParitySetup, Request, prepare
 from megacp.training.step import Trainee
 from megacp.training.stopping import FAILED
-from tests.data.builds import run as build
+from tests.data.build.builds import run as build
 from tests.data.datasets import damage
-from tests.data.pictures import TINY as TINY_RULES
+from tests.data.media.pictures import TINY as TINY_RULES
 from tests.faults.sick_run import train_sick
 from tests.ranks import grid, run_ranks
 from tests.training.runs import TINY, losses

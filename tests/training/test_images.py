@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from megacp.config.run import RunConfig, with_values
-from megacp.data.image_file import ImageError
-from megacp.data.image_loading import Pixels
-from megacp.data.mock_images import MockDecoder, MockImages
+from megacp.data.images import Pixels
+from megacp.data.media.pixels import ImageError
+from megacp.data.synthetic.images import MockDecoder, MockImages
+from megacp.measure.parity import microbatches
+from megacp.measure.parity_config import ParitySetup, Request, prepare
 from megacp.training.images import image_loading, shard_strategies, without_bad_images
 from megacp.training.loss import agree
-from megacp.training.parity import microbatches
-from megacp.training.parity_setup import ParitySetup, Request, prepare
 from megacp.training.step import Trainee
 from tests.ranks import grid, run_ranks
 

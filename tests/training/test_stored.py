@@ -18,8 +18,8 @@ from megacp.checkpoint.storage import Payload
 from megacp.commands.convert import main as convert
 from megacp.config.cli import given_names, parse
 from megacp.config.run import RunConfig
+from megacp.generation.sampler import Generator
 from megacp.train import main
-from megacp.training.generate import Generator
 from megacp.training.state import stored_progress
 from megacp.training.stored import stored_config, with_stored_model
 from tests.checkpoint.test_commit import WORLD

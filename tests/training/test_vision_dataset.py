@@ -14,19 +14,19 @@ from megacp.commands import parity
 from megacp.config.run import RunConfig, flag, flatten, with_values
 from megacp.config.yaml_file import to_yaml
 from megacp.data.collate import collate
-from megacp.data.decoding import RulesDecoder
-from megacp.data.image_loading import ImageLoading, load_images
+from megacp.data.images import ImageLoading, load_images
 from megacp.data.loader import PackedLoader
-from megacp.data.store import PackedDataset
+from megacp.data.media.decoding import RulesDecoder
+from megacp.data.packed.reader import PackedDataset
+from megacp.measure.parity_sizes import MODELS
 from megacp.train import main
 from megacp.training.images import image_loading, shard_strategies, without_bad_images
 from megacp.training.loss import agree
-from megacp.training.parity_sizes import MODELS
 from megacp.training.sources import loader_options, open_sources
 from megacp.training.step import Trainee
-from tests.data.builds import run as build
+from tests.data.build.builds import run as build
 from tests.data.datasets import damage
-from tests.data.pictures import TINY, encoded, noise, video
+from tests.data.media.pictures import TINY, encoded, noise, video
 from tests.ranks import grid, run_ranks
 from tests.training.runs import train_on_rank
 

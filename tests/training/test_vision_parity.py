@@ -16,8 +16,8 @@ import pytest
 from megacp.config.run import RunConfig, with_values
 from megacp.data.loader import DataRank
 from megacp.distributed.grid import single_axis
-from megacp.training.parity import TOLERANCES, StepTrace, assemble, compare, microbatches, train_rank
-from megacp.training.parity_setup import ParitySetup, Request, prepare
+from megacp.measure.parity import TOLERANCES, StepTrace, assemble, compare, microbatches, train_rank
+from megacp.measure.parity_config import ParitySetup, Request, prepare
 from megacp.training.rows import Rows
 from tests.ranks import run_ranks
 

@@ -1,0 +1,96 @@
+"""Counts of a plan: what the kernel computes on one rank, and which rows of K/V travel, under each transport.
+
+Key property: read off the tables and exchanges that a training step makes of the same plan, so that a count is wrong
+only where the step is. Rejected: formulas of the mask (document lengths squared), which know no layout and no branches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megacp.context_parallel.all_gather import table_of_others
+from megacp.context_parallel.auto.predict import Candidate, RankWork, Stage, Work
+from megacp.context_parallel.kv_exchange import exchange_stages, needed_rows
+from megacp.context_parallel.plan import AttentionPlan
+from megacp.context_parallel.sizes import AttentionSizes
+from megacp.ops.attention import GATHERED_ELEMENTS, FlashKernel, Kernel, TileKernel
+from megacp.ops.blocks import BLOCK, block_cover
+from megacp.ops.mask import CAUSAL, TileTable
+
+
+def exchanged_rows(plan: AttentionPlan) -> tuple[int, int]:
+    """K/V rows that kv_exchange makes this rank send and receive in one layer's forward, in however many stages."""
+    needed = plan.part("needed rows", lambda: needed_rows(plan))
+    sent = sum(int(seen[plan.local].sum()) for rank, seen in enumerate(needed) if rank != plan.cp_rank)
+    mine = needed[plan.cp_rank]
+    return sent, int(mine.sum() - mine[plan.local].sum())
+
+
+@dataclass(frozen=True)
+class KernelGrain:
+    """How a kernel turns a table into work."""
+
+    walks_tiles: bool
+    """Each row of tiles is a call or more; otherwise one call covers the table with blocks."""
+    causal_block: int | None = None
+    """Keys that a causal tile is computed in at a time, masked ones among them; None: the whole square is."""
+
+
+_CAUSAL_BLOCKS = {FlashKernel: 512}
+"""torch's flash attention for CPU splits keys so (`kvSplitSize` in FlashAttentionKernel.cpp)."""
+
+
+def grain_of(kernel: Kernel) -> KernelGrain:
+    """Of a kernel; one that does not walk tiles is taken to work in the blocks of `ops.blocks`."""
+    return KernelGrain(isinstance(kernel, TileKernel), _CAUSAL_BLOCKS.get(type(kernel)))
+
+
+def table_work(table: TileTable, width: int, grain: KernelGrain) -> Work:
+    """The kernel calls and pairs of one pass over `table`; `width` is the number of elements of a key."""
+    if not grain.walks_tiles:
+        return Work(len(block_cover(table).area) * BLOCK**2, table.queries, 1) if table.num_tiles else Work()
+    height = table.row_stop - table.row_start
+    queries, keys = height[table.row_of_tile], table.k_stop - table.k_start
+    causal = table.kind == CAUSAL
+    masked = queries if grain.causal_block is None else np.minimum(queries, grain.causal_block)
+    triangles = queries * (queries + masked) // 2  # the squares on the diagonal are computed whole
+    pairs = int(np.where(causal, triangles, queries * keys).sum())
+    together = ~causal & (keys * width <= GATHERED_ELEMENTS)  # one call for all such tiles of a row
+    rows = np.unique(table.row_of_tile[together])
+    calls = int((~together).sum()) + len(rows)
+    return Work(pairs, int(queries[~together].sum() + height[rows].sum()), calls)
+
+
+def rank_work(
+    plan: AttentionPlan, sizes: AttentionSizes, grain: KernelGrain, candidates: Sequence[Candidate]
+) -> RankWork:
+    """Counts of the plan's rank for every candidate."""
+
+    def work(table: TileTable, groups: int = sizes.groups) -> Work:
+        return table_work(table, groups * sizes.dim, grain)
+
+    rings = {}
+    for joined in {candidate.joined(plan.cp) for candidate in candidates} - {None}:
+        groups = sizes.share(joined, plan.cp_rank % joined).groups
+        rings[joined] = tuple(work(table, groups) for table in _tables_of_ring(plan, joined))
+    stages = {
+        count: tuple(
+            Stage(sum(stage.out_splits), sum(stage.in_splits), work(stage.table))
+            for stage in exchange_stages(plan, count)
+        )
+        for count in {candidate.stages for candidate in candidates if candidate.comm_type == "kv_exchange"}
+    }
+    gathers = any(candidate.comm_type == "all_gather" for candidate in candidates)
+    others = work(table_of_others(plan)) if gathers else None
+    return RankWork(len(plan.local), work(plan.table(plan.cp_rank)), others, rings, stages)
+
+
+def _tables_of_ring(plan: AttentionPlan, joined: int) -> list[TileTable]:
+    """For groups of `joined` ranks in the order in which keys pass by; one group has the row as it stands."""
+    groups = plan if joined == 1 else plan.grouped(joined)
+    if groups.cp == 1:
+        return [groups.table_of_row]
+    return [groups.table((groups.cp_rank - step) % groups.cp) for step in range(groups.cp)]

@@ -1,0 +1,294 @@
+"""Writing what was read: a Hugging Face folder with all that belongs to it, or a checkpoint of ours that begins a run.
+
+Key property: whatever is written is opened again and held against the tables before the folder gets its name. Rejected:
+the library's `save_pretrained`, which needs the whole model in memory and cuts a Molmo2's embedding in the middle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+import megacp
+from megacp.checkpoint.commit import save_checkpoint
+from megacp.checkpoint.names import MODEL, TensorBox
+from megacp.config.run import flatten, with_values
+from megacp.config.yaml_file import to_yaml
+from megacp.convert import hf_files, processor
+from megacp.convert.chat_check import write_chat_template
+from megacp.convert.source import Loaded, refuse_unread, require_all
+from megacp.convert.tables.architectures import LAYOUTS, token_fields, token_ids
+from megacp.convert.tables.mapping import Cast, Info, Mapped, Source, num_bytes, one_dtype
+from megacp.convert.tokenizer import COMPANIONS, Given, write_tokenizer
+from megacp.data.media.geometry import TOKEN_TEXTS
+from megacp.data.tokenize.tokenizer import PROBE, Tokenizer, load_tokenizer
+from megacp.distributed.grid import GridShape, build_grid
+from megacp.training.state import first_token, stored_progress
+
+_DTYPES = ("float32", "bfloat16", "float64")
+_TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+_NOT_COPIED = ("config.json", hf_files.INDEX, hf_files.SUMS)
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth", ".pt", ".ckpt")
+_NOT_COPIED_SUFFIXES = (*_WEIGHTS, ".py", ".gguf", ".h5", ".msgpack", ".onnx")
+_SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id")
+_GENERATION = "generation_config.json"
+PROCESSOR_NEEDS = (
+    "`AutoProcessor` needs torchvision of the build that torch is of (for a CPU torch: `pip install torchvision "
+    "--index-url https://download.pytorch.org/whl/cpu`; the one of PyPI is for CUDA), and for video files torchcodec; "
+    "it puts one token before a text that training did not have: drop the first id"
+)
+"""What a user of a Molmo2's folder has to know."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a folder is written."""
+
+    dtype: torch.dtype | None = None
+    """None: as the weights are."""
+    layout: str = LAYOUTS[0]
+    max_shard_bytes: int = 5000 * hf_files.MIB
+    tokenizer: str | None = None
+    """As given to `preprocess_data.py`; `none` for a folder without one."""
+    eod_token: str | None = None
+    """As given there: the token that ends a document, by its text, where the tokenizer's files do not say."""
+    chat_template: str = "auto"
+    """One of `chat_check.CHOICES`."""
+    tell: Callable[[str], None] = lambda line: None
+    """Takes a line about what was decided."""
+    accept_ties: bool = False
+    """Of a Unigram tokenizer (`convert.tokenizer.refuse_difference`)."""
+
+
+class Lazy:
+    """A tensor that is read when somebody needs its values, and not kept."""
+
+    def __init__(self, source: Source, name: str) -> None:
+        self._source, self._name = source, name
+        info = source.infos[name]
+        self.shape, self.dtype, self.nbytes = torch.Size(info.shape), info.dtype, num_bytes(info)
+
+    def numel(self) -> int:
+        """Elements."""
+        return self.shape.numel()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source.rows(self._name, 0, self.shape[0]), name)
+
+
+def given_tokenizer(loaded: Loaded, specification: str | None, eod_token: str | None = None) -> Tokenizer | None:
+    """The tokenizer that goes with a checkpoint. ValueError when it is another, or none is given."""
+    assert loaded.checkpoint is not None
+    path, expected = loaded.checkpoint.path, loaded.checkpoint.extra.get("tokenizer_sha256", "")
+    if specification is None and expected:
+        raise ValueError(
+            f"{path} was trained with a tokenizer: give it with --tokenizer, or `--tokenizer none` for a folder "
+            "without one"
+        )
+    if specification in (None, "none"):
+        return None
+    assert specification is not None
+    tokenizer = load_tokenizer(specification, engine="reference", eod_token=eod_token)
+    if expected and tokenizer.sha256 != expected:
+        raise ValueError(f"--tokenizer {specification} is not the one that {path} was trained with")
+    rows = loaded.config.model.embedding_rows
+    if tokenizer.vocab_size > rows:
+        raise ValueError(f"--tokenizer {specification} has {tokenizer.vocab_size} ids, the model has {rows} rows")
+    return tokenizer
+
+
+def with_positions(loaded: Loaded, given: int | None) -> tuple[Loaded, str]:
+    """A checkpoint with the length that its model is for resolved, and a line that says where it comes from."""
+    said = loaded.config.model.max_position_embeddings
+    length = given or said or loaded.config.data.seq_length
+    why = "as --max-position-embeddings says" if given else "as the model's config says"
+    if not given and not said:
+        why = "the run's --seq-length: its config names no length (--max-position-embeddings N sets another)"
+    config = with_values(loaded.config, {"max_position_embeddings": length})
+    resolved = dataclasses.replace(loaded, config=config, values=flatten(config))
+    return resolved, f"max_position_embeddings is {length}, {why}"
+
+
+def write_hf(loaded: Loaded, folder: Path, options: Options) -> dict[str, Info]:
+    """Fill an empty folder; shape and dtype of what was written. ValueError names what the library cannot express."""
+    architecture, layout = loaded.architecture, options.layout
+    if layout != LAYOUTS[0] and not architecture.sections:
+        raise ValueError(f"--layout {layout}: {architecture.name} has one layout")
+    content = architecture.config(loaded.values, layout)
+    tokenizer = given_tokenizer(loaded, options.tokenizer, options.eod_token) if loaded.checkpoint is not None else None
+    links = architecture.links(loaded.values, layout)
+    source: Source = Mapped(loaded.source, links, to_ours=False)
+    source = Cast(source, options.dtype) if options.dtype is not None else source
+    dtype = one_dtype(source)
+    special = _special_files(loaded, folder, tokenizer, options)
+    chat = "none" if tokenizer is None else write_chat_template(loaded, folder, tokenizer, options.chat_template)
+    said = {"chat template": chat}
+    begins = "" if tokenizer is None else _other_beginning(loaded, tokenizer)
+    if loaded.checkpoint is not None:
+        options.tell(f"chat template: {chat}")
+    if begins:
+        said["first token"] = begins
+        options.tell(f"first token: {begins}")
+    hf_files.write_tensors(source, folder, options.max_shard_bytes)
+    content["dtype"] = content["torch_dtype"] = str(dtype).removeprefix("torch.")  # its name before version 5
+    if architecture.sections:
+        ids = loaded.rules.token_ids if loaded.rules is not None else None
+        content |= token_fields(token_ids(loaded.values, ids)) | {k: loaded.content[k] for k in _token_keys(loaded)}
+    hf_files.write_json(folder / "config.json", {**content, **special})
+    if not (folder / _GENERATION).is_file():
+        hf_files.write_json(folder / _GENERATION, {key: special[key] for key in _SPECIAL if key in special})
+    if loaded.rules is not None and loaded.checkpoint is not None:
+        processor.write_processor(loaded.rules.to_dict(), folder)
+    written = dict(hf_files.SafetensorsFolder(folder).infos)
+    require_all(written, links, True, folder)
+    if loaded.checkpoint is not None:
+        (folder / hf_files.CARD).write_text(_card(loaded, written, content["dtype"], said), encoding="utf-8")
+    hf_files.write_sums(folder)
+    return written
+
+
+def _token_keys(loaded: Loaded) -> list[str]:
+    return [key for key in token_fields(token_ids(loaded.values, None)) if key in loaded.content]
+
+
+def _special_files(loaded: Loaded, folder: Path, tokenizer: Tokenizer | None, options: Options) -> dict[str, Any]:
+    """Write or copy tokenizer, processor and what generation is to do; the special ids that stand in config.json."""
+    if loaded.checkpoint is None:
+        _copy_beside(loaded.folder, folder)
+        return {key: loaded.content[key] for key in (*_SPECIAL, "use_cache", "pretraining_tp") if key in loaded.content}
+    ids: dict[str, int | None] = dict.fromkeys(_SPECIAL)  # else the library takes its own, 1 and 2 for a Llama
+    if tokenizer is not None:
+        given = given_files(loaded, tokenizer, options.accept_ties)
+        positions = loaded.config.model.max_position_embeddings or loaded.config.data.seq_length
+        names = write_tokenizer(given, folder, positions, PROBE)
+        ids = {f"{name}_token_id": names[name] for name in ("eos", "bos", "pad")}
+    said = _generation_of(loaded, tokenizer)
+    missing = {key: i for key, i in ids.items() if said.get(key) is None and (i is not None or not said)}
+    chosen = {"eos_token_id": ids["eos_token_id"]} if options.eod_token is not None else {}
+    generation = {**said, **missing, **chosen}
+    hf_files.write_json(folder / _GENERATION, generation)
+    return {key: generation.get(key) if i is None else i for key, i in ids.items()}
+
+
+def _generation_of(loaded: Loaded, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """What generation_config.json says beside the tokenizer, or else in the folder of the checkpoint, where an import
+    puts it; nothing where there is none.
+    """
+    beside = [file.parent for file in tokenizer.files[:1]] if tokenizer is not None else []
+    places = [place / _GENERATION for place in (*beside, loaded.folder.parent)]
+    return next((hf_files.read_json(place) for place in places if place.is_file()), {})
+
+
+def given_files(loaded: Loaded, tokenizer: Tokenizer, ties: bool) -> Given:
+    """A tokenizer with the image tokens of a model, as `convert.tokenizer` takes it."""
+    images = loaded.rules.token_ids if loaded.rules is not None else {}
+    return Given(
+        tokenizer.kind,
+        tokenizer.files,
+        tokenizer.vocab_size,
+        lambda text: tokenizer.encode_reference(text).tolist(),
+        tokenizer.eos_id,
+        tokenizer.bos_id,
+        tokenizer.pad_id,
+        {TOKEN_TEXTS[name]: i for name, i in images.items()},
+        ties,
+    )
+
+
+def _copy_beside(source: Path, folder: Path) -> None:
+    """Everything of a Hugging Face folder but weights, config and code."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.name not in _NOT_COPIED and not path.name.endswith(_NOT_COPIED_SUFFIXES):
+            shutil.copyfile(path, folder / path.name)
+
+
+def _other_beginning(loaded: Loaded, tokenizer: Tokenizer) -> str:
+    """That the exported tokenizer begins texts otherwise than the documents of training began; empty when alike."""
+    assert loaded.checkpoint is not None
+    by_files = tokenizer.surroundings.first(tokenizer.bos_id)
+    trained = first_token(stored_progress(loaded.checkpoint), by_files)
+    if trained == by_files:
+        return ""
+    words = [f"with token {token}" if token is not None else "with none" for token in (trained, by_files)]
+    return f"documents of training began {words[0]}, the library's tokenizer begins texts {words[1]}"
+
+
+def _card(loaded: Loaded, written: Mapping[str, Info], dtype: str, said: Mapping[str, str]) -> str:
+    assert loaded.checkpoint is not None
+    manifest, extra = loaded.checkpoint.manifest, loaded.checkpoint.extra
+    grid = " ".join(f"{axis} {size}" for axis, size in manifest.grid.items()) or "one process"
+    facts = {
+        "architecture": f"{loaded.architecture.name} (`{loaded.architecture.cls}`)",
+        "parameters": f"{sum(math.prod(info.shape) for info in written.values()):,} in {dtype}",
+        "trained steps": manifest.step,
+        "samples seen": extra.get("consumed_samples", "unknown"),
+        "grid": f"{grid} ({manifest.world_size} ranks)",
+        "data fingerprint": f"`{extra.get('data_fingerprint', 'unknown') or 'none: random packs'}`",
+        "tokenizer sha256": f"`{extra.get('tokenizer_sha256') or 'none'}`",
+        "positions": loaded.values["max_position_embeddings"],
+        **said,
+        "written by": f"megacp {megacp.__version__}, tools/convert_checkpoint.py",
+    }
+    if loaded.architecture.sections:
+        facts["processor"] = PROCESSOR_NEEDS
+    title = f"{loaded.architecture.name} after {manifest.step} steps"
+    return hf_files.card(title, facts, loaded.checkpoint.config_yaml, ("megacp", loaded.architecture.name))
+
+
+def write_checkpoint(loaded: Loaded, folder: Path, options: Options) -> dict[str, Info]:
+    """Fill an empty folder with one checkpoint of step 0 without the state of a run, and the tokenizer's files beside
+    it; shape and dtype of its tensors.
+    """
+    source = Cast(loaded.source, options.dtype) if options.dtype is not None else loaded.source
+    dtype = str(one_dtype(source)).removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise ValueError(f"the weights are {dtype}, runs of megacp have {', '.join(_DTYPES)}: choose with --dtype")
+    config = with_values(loaded.config, {"dtype": dtype})
+    rules = loaded.rules.to_dict() if loaded.rules is not None else None
+    sha256 = _copy_tokenizer(loaded, folder)
+    _keep_generation(loaded, folder)
+    boxes = [
+        TensorBox(f"{MODEL}.{name}", info.shape, (0,) * len(info.shape), cast(torch.Tensor, Lazy(source, name)))
+        for name, info in source.infos.items()
+    ]
+    extra = {"tokenizer_sha256": sha256, "image_rules": rules}
+    world = build_grid(GridShape(), 0).world
+    save_checkpoint(folder, 0, boxes, extra=extra, config_yaml=to_yaml(config), world=world)
+    return dict(source.infos)
+
+
+def _keep_generation(loaded: Loaded, folder: Path) -> None:
+    """Copy what a folder says of generation; where it says nothing, write the special ids of its config."""
+    given = loaded.folder / _GENERATION
+    if given.is_file():
+        hf_files.read_json(given)  # refused now rather than when it is exported
+        shutil.copyfile(given, folder / _GENERATION)
+        return
+    text = loaded.content.get("text_config")
+    said = {**(text if isinstance(text, dict) else {}), **{k: v for k, v in loaded.content.items() if v is not None}}
+    ids = {key: said[key] for key in _SPECIAL if said.get(key) is not None}
+    if ids:
+        hf_files.write_json(folder / _GENERATION, ids)
+
+
+def _copy_tokenizer(loaded: Loaded, folder: Path) -> str:
+    """Copy the tokenizer that a folder brings; its hash as a run records it, or nothing where there is none."""
+    names = next((n for n in _TOKENIZERS if all((loaded.folder / name).is_file() for name in n)), None)
+    if names is None:
+        return ""
+    refuse_unread(loaded.folder)
+    tokenizer = load_tokenizer(",".join(str(loaded.folder / name) for name in names), engine="reference")
+    for name in (*names, "tokenizer_config.json", *COMPANIONS):
+        if (loaded.folder / name).is_file():
+            shutil.copyfile(loaded.folder / name, folder / name)
+    rows = loaded.config.model.embedding_rows
+    if tokenizer.vocab_size > rows:
+        raise ValueError(f"{loaded.folder}: the tokenizer has {tokenizer.vocab_size} ids, the model has {rows} rows")
+    return tokenizer.sha256

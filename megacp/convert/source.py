@@ -1,0 +1,194 @@
+"""What is to be converted, by our names and in our words: a checkpoint of ours, or a Hugging Face folder.
+
+Key property: nothing but headers and configs is read here; what comes out is a source of tensors that are read one by
+one, already checked against the config they came with. Rejected: a class per direction; both writers take the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megacp.checkpoint.commit import LoadedCheckpoint, load_checkpoint
+from megacp.checkpoint.directory import is_step_name
+from megacp.checkpoint.manifest import MANIFEST_FILE
+from megacp.checkpoint.names import MODEL, TensorBox
+from megacp.config.checks.check import check
+from megacp.config.run import RunConfig, flatten, with_values
+from megacp.convert import hf_files, processor
+from megacp.convert.tables.architectures import IGNORED_TENSORS, LAYOUTS, Architecture, of_config, of_values, token_ids
+from megacp.convert.tables.mapping import Info, Link, Mapped, Source, problems
+from megacp.convert.tables.molmo2 import TOKEN_FIELDS
+from megacp.data.media.geometry import TOKEN_TEXTS, ImageRules
+from megacp.data.tokenize.tokenizer import load_tokenizer
+from megacp.distributed.grid import GridShape, build_grid
+from megacp.training.state import stored_progress
+from megacp.training.stored import stored_config
+
+MOST_LISTED = 20
+HEAD = "lm_head.weight"
+_CONFIG = "config.json"
+
+
+def require_all(infos: Mapping[str, Info], links: Sequence[Link], to_ours: bool, where: Path) -> None:
+    """ValueError that lists every tensor that is missing, unexpected or of another shape."""
+    wanted = [named for link in links for named in (link.theirs if to_ours else link.ours)]
+    found = problems(infos, wanted, IGNORED_TENSORS if to_ours else ())
+    if found:
+        raise ValueError(f"{where} does not hold the tensors of its config: {listed(found)}")
+
+
+def listed(lines: Sequence[str]) -> str:
+    """The first lines in one, and how many more there are."""
+    more = [f"and {len(lines) - MOST_LISTED} more"] if len(lines) > MOST_LISTED else []
+    return "; ".join([*lines[:MOST_LISTED], *more])
+
+
+class CheckpointSource:
+    """The weights of a checkpoint of ours, by global name."""
+
+    def __init__(self, loaded: LoadedCheckpoint) -> None:
+        self._loaded = loaded
+        with loaded.reading():
+            self._payload = loaded.payload()
+        tensors = self._payload.tensors.items()
+        begin = f"{MODEL}."
+        self.infos = {name.removeprefix(begin): Info(*what) for name, what in tensors if name.startswith(begin)}
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of a tensor."""
+        info = self.infos[name]
+        tensor = torch.empty((stop - start, *info.shape[1:]), dtype=info.dtype)
+        offsets = (start, *[0] * (len(info.shape) - 1))
+        with self._loaded.reading():
+            self._payload.read([TensorBox(f"{MODEL}.{name}", info.shape, offsets, tensor)])
+        return tensor
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What is converted, by our names and in our words, wherever it comes from."""
+
+    folder: Path
+    architecture: Architecture
+    values: dict[str, Any]
+    source: Source
+    config: RunConfig
+    rules: ImageRules | None
+    checkpoint: LoadedCheckpoint | None = None
+    content: Mapping[str, Any] = field(default_factory=dict)
+    """The config.json it was read from."""
+
+    @property
+    def probe_rules(self) -> ImageRules:
+        """Its image rules, or some that its tower and its embedding fit, for looking at the model with an image."""
+        if self.rules is not None:
+            return self.rules
+        said = {name: self.content[key] for key, name in TOKEN_FIELDS.items() if key in self.content}
+        ids = token_ids(self.values, None) | said
+        rows = self.config.model.embedding_rows
+        ids = {name: i if i < rows else 0 for name, i in ids.items()}  # a marker without a row: any text
+        vision = self.config.vision
+        sizes = (vision.vision_image_size, vision.vision_patch_size)
+        return ImageRules(*sizes, max_crops=2, overlap_margins=(0, 0), token_ids=ids)
+
+
+def read_checkpoint(path: Path, wanted: str = "auto") -> Loaded:
+    """The newest whole checkpoint below `path`, or that step. ValueError names what the library has no word for."""
+    loaded = load_checkpoint(path, build_grid(GridShape(), 0).world)
+    config = stored_config(loaded)
+    values = flatten(config)
+    architecture = of_values(values, wanted)
+    architecture.config(values)  # refuses what it cannot say
+    source = CheckpointSource(loaded)
+    require_all(source.infos, architecture.links(values, LAYOUTS[0]), False, loaded.path)
+    stored = stored_progress(loaded).image_rules
+    rules = ImageRules.from_dict(stored) if stored is not None else None
+    return Loaded(loaded.path, architecture, values, source, config, rules, loaded)
+
+
+def read_hf(path: Path, wanted: str = "auto") -> Loaded:
+    """A Hugging Face folder. ValueError names the field, file or tensor that cannot be taken."""
+    content = hf_files.read_json(path / _CONFIG)
+    hf_files.check_sums(path)
+    architecture = of_config(content, wanted)
+    values = architecture.values(content)
+    config = with_values(RunConfig(), values)
+    if reasons := check(config, 1):
+        raise ValueError(f"{path / _CONFIG} describes a model that no run can have: {'; '.join(reasons)}")
+    weights = hf_files.SafetensorsFolder(path)
+    infos = dict(weights.infos)
+    if not values["untie_embeddings_and_output_weights"]:
+        refuse_other_head(weights, path)
+        infos.pop(HEAD, None)  # some files hold a tied head all the same
+    links = architecture.links(values, architecture.layout_of(infos), infos)
+    require_all(infos, links, True, path)
+    source = Mapped(weights, links, to_ours=True)
+    rules = rules_of(path, content, values) if config.vision.vision_num_layers else None
+    return Loaded(path, architecture, flatten(config), source, config, rules, None, content)
+
+
+def refuse_other_input(path: Path, kind: str) -> None:
+    """ValueError when `path` is no folder of this kind (`hf`, `megacp`), with what it is instead."""
+    if not path.is_dir():
+        what = "it is a file, expected a folder" if path.exists() else "there is no such folder"
+        beside = path.parent if path.exists() else None
+        also = f": its folder is {beside}" if beside is not None and (beside / _CONFIG).is_file() else ""
+        raise ValueError(f"{what}{also}")
+    names = {entry.name for entry in path.iterdir()}
+    if not names:
+        raise ValueError("the folder is empty")
+    is_checkpoint = MANIFEST_FILE in names or any(map(is_step_name, names))
+    if kind == "hf" and _CONFIG not in names:
+        also = ", it is a checkpoint of megacp: --from megacp" if is_checkpoint else ""
+        raise ValueError(f"the folder has no {_CONFIG}{also}")
+    if kind == "megacp" and not is_checkpoint and _CONFIG in names:
+        raise ValueError(f"there is no committed checkpoint, it is a Hugging Face folder with a {_CONFIG}: --from hf")
+
+
+def refuse_unread(folder: Path) -> None:
+    """ValueError when a tokenizer's settings are no JSON object."""
+    if (folder / "tokenizer_config.json").is_file():
+        hf_files.read_json(folder / "tokenizer_config.json")
+
+
+def refuse_other_head(weights: hf_files.SafetensorsFolder, folder: Path) -> None:
+    """ValueError when a tied model's file holds a head that is not its embedding."""
+    names = ("model.embed_tokens.weight", HEAD)
+    if not all(name in weights.infos for name in names):
+        return
+    first, second = (weights.infos[name] for name in names)
+    step = 4096
+    starts = range(0, first.shape[0], step)
+    if first != second or any(
+        not torch.equal(*(weights.rows(name, i, min(i + step, first.shape[0])) for name in names)) for i in starts
+    ):
+        raise ValueError(f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from the embedding")
+
+
+def rules_of(folder: Path, content: dict[str, Any], values: dict[str, Any]) -> ImageRules | None:
+    """The image rules of a Molmo2's folder: its processor files, and ids from its tokenizer or its config."""
+    ids: dict[str, int] = {}
+    if (folder / "tokenizer.json").is_file():
+        refuse_unread(folder)
+        tokenizer = load_tokenizer(str(folder / "tokenizer.json"), engine="reference")
+        found = {name: tokenizer.token_id(text) for name, text in TOKEN_TEXTS.items()}  # type: ignore[attr-defined]
+        ids = {name: i for name, i in found.items() if i is not None}
+    said = {name: content[field] for field, name in TOKEN_FIELDS.items() if field in content}
+    if wrong := [name for name in said if ids.get(name, said[name]) != said[name]]:
+        words = ", ".join(f"{name} {said[name]} and {ids[name]}" for name in wrong)
+        raise ValueError(f"{folder}: config.json and tokenizer.json have different ids for {words}")
+    ids = {**said, **ids}
+    if set(ids) != set(TOKEN_TEXTS):
+        return None  # without a tokenizer the ids of column tokens are not known
+    rules = processor.read_rules(folder, ids)
+    if rules is None:
+        return None
+    sizes = (rules["image_size"], rules["patch_size"])
+    if sizes != (values["vision_image_size"], values["vision_patch_size"]):
+        raise ValueError(f"{folder}: crops and patches of {sizes} pixels in the processor files are not the tower's")
+    return ImageRules.from_dict(rules)

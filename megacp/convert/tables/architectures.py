@@ -1,0 +1,138 @@
+"""The architectures by name: which tables each has, how a config.json or flags choose one, and the two directions.
+
+Key property: adding an architecture is a row here and its tables. Rejected: reading `architectures` of a config, which
+names a Python class; `model_type` is the library's own key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megacp.convert.tables import llama, molmo2, qwen3
+from megacp.convert.tables.fields import Field, Theirs, Values, is_whole, read_fields, write_fields
+from megacp.convert.tables.mapping import Info, Link
+
+LAYOUTS = (molmo2.NATIVE, molmo2.RELEASED)
+GENERAL = frozenset(
+    ("_name_or_path", "architectures", "attn_implementation", "auto_map", "chunk_size_feed_forward")
+    + ("dtype", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "model_type")
+    + ("output_attentions", "output_hidden_states", "pretraining_tp", "problem_type", "return_dict")
+    + ("torch_dtype", "transformers_version", "use_cache")
+)
+"""Fields of any config that say nothing about the function of its weights."""
+IGNORED_TENSORS = ("rotary_emb.inv_freq",)
+"""Ends of names that old files hold and nobody reads: they follow from the config."""
+
+
+_ID_ENDS = ("_token_id", "_patch_id", "_col_id")
+
+
+def _all(value: Any, kind: type) -> bool:
+    """Whether a value is a list of values of exactly one kind."""
+    return isinstance(value, list) and all(type(one) is kind for one in value)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One row."""
+
+    name: str
+    """`model_type` of the library, and what --architecture takes."""
+    cls: str
+    """The library's class with a head."""
+    fields: list[Field]
+    harmless: frozenset[str] = frozenset()
+    sections: tuple[str, ...] = ()
+
+    def values(self, content: Mapping[str, Any]) -> Values:
+        """Our flags from a config.json. ValueError lists every field that cannot be expressed."""
+        if wrong := self._wrong_kinds(content):
+            raise ValueError("config.json: " + "; ".join(wrong))
+        if self.sections:
+            content = molmo2.native_spelling(content)
+        theirs = Theirs(content)
+        values, reasons = read_fields(self.fields, theirs)
+        unknown = theirs.unknown(self.harmless | GENERAL, self.sections)
+        reasons += [f"{path} is not known, so it may change the model" for path in unknown]
+        if reasons:
+            raise ValueError("config.json: " + "; ".join(reasons))
+        return values
+
+    def _wrong_kinds(self, content: Mapping[str, Any]) -> list[str]:
+        """What is no object, no list of names or no token id although its place needs one."""
+        sections = (*self.sections, "vit_config") if self.sections else ()
+        wrong = [f"{name} is no object" for name in sections if not isinstance(content.get(name) or {}, Mapping)]
+        if not _all(content.get("architectures") or [], str):
+            wrong.append("architectures is no list of names")
+        insides = {"": content, **{f"{name}.": content.get(name) for name in sections}}
+        for prefix, inside in insides.items():
+            for key, value in inside.items() if isinstance(inside, Mapping) else ():
+                if key.endswith(_ID_ENDS) and not (value is None or is_whole(value) or _all(value, int)):
+                    wrong.append(f"{prefix}{key} is {value!r:.80}, expected a token id")
+        return wrong
+
+    def config(self, values: Values, layout: str = molmo2.NATIVE) -> dict[str, Any]:
+        """A config.json from our flags, without dtype and special tokens. ValueError lists every flag that cannot be
+        expressed.
+        """
+        content, reasons = write_fields(self.fields, values)
+        reasons += llama.reasons(values) if self.name == "llama" else []
+        if reasons:
+            raise ValueError(f"this model is no {self.name}: " + "; ".join(reasons))
+        for section in self.sections:
+            content[section]["model_type"] = f"molmo2_{section.removesuffix('_config')}"
+        if layout == molmo2.RELEASED:
+            content = molmo2.released_spelling(content)
+        return {"architectures": [self.cls], "model_type": self.name, **content}
+
+    def links(self, values: Values, layout: str, infos: Mapping[str, Info] | None = None) -> list[Link]:
+        """All tensors; `infos`: of the file that is read, which says where a released embedding was split."""
+        if not self.sections:
+            return llama.links(values)
+        cut = molmo2.first_rows(infos, values) if infos is not None and layout == molmo2.RELEASED else None
+        return molmo2.links(values, layout, cut)
+
+    def layout_of(self, infos: Mapping[str, Info]) -> str:
+        """The layout that a file is in."""
+        return molmo2.layout_of(infos) if self.sections else molmo2.NATIVE
+
+
+ARCHITECTURES = {
+    row.name: row
+    for row in (
+        Architecture("llama", "LlamaForCausalLM", llama.FIELDS),
+        Architecture("qwen3", "Qwen3ForCausalLM", qwen3.FIELDS, qwen3.HARMLESS),
+        Architecture("molmo2", "Molmo2ForConditionalGeneration", molmo2.FIELDS, molmo2.HARMLESS, molmo2.SECTIONS),
+    )
+}
+
+
+def of_config(content: Mapping[str, Any], wanted: str = "auto") -> Architecture:
+    """The architecture of a config.json. ValueError when it is not known, or not the one that is `wanted`."""
+    name = content.get("model_type")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise ValueError(f"config.json: model_type is {name!r:.80}, known are {', '.join(ARCHITECTURES)}")
+    if wanted not in ("auto", name):
+        raise ValueError(f"--architecture is {wanted}, but config.json has model_type {name}")
+    return ARCHITECTURES[name]
+
+
+def of_values(values: Values, wanted: str = "auto") -> Architecture:
+    """The architecture that our flags describe, or the one that is `wanted`."""
+    if wanted != "auto":
+        return ARCHITECTURES[wanted]
+    if values["vision_num_layers"]:
+        return ARCHITECTURES["molmo2"]
+    return ARCHITECTURES["qwen3" if values["qk_layernorm"] else "llama"]
+
+
+def token_ids(values: Values, known: Mapping[str, int] | None) -> dict[str, int]:
+    """Ids of the image tokens by name: those that are known, or the first ones behind the vocabulary."""
+    return dict(known) if known else {n: values["vocab_size"] + i for i, n in enumerate(molmo2.TOKEN_ORDER)}
+
+
+def token_fields(ids: Mapping[str, int]) -> dict[str, int]:
+    """The ids that stand in a Molmo2's config.json, by its fields."""
+    return {field: ids[name] for field, name in molmo2.TOKEN_FIELDS.items()}

@@ -1,0 +1,177 @@
+"""Llama (2 and 3.x): names and shapes of its tensors, fields of its config; the decoder that Qwen3 and Molmo2 share.
+
+Key property: rows of q and k are in the library's order (rotary by halves), which is ours; nothing is permuted. Weights
+as Meta published them (rotary by pairs) have other names and are refused as missing and unexpected tensors. Rejected:
+a permutation that guesses which of the two a file holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megacp.convert.tables.fields import (
+    EPSILON,
+    LAYERS,
+    SIZE,
+    SPREAD,
+    Biases,
+    Field,
+    Fixed,
+    Number,
+    Rope,
+    Same,
+    Theirs,
+    Tied,
+    Unsaid,
+    Values,
+)
+from megacp.convert.tables.mapping import Link, Named, same
+
+Linears = dict[str, tuple[tuple[str, int, int, bool], ...]]
+"""Their name -> (our name, outputs, inputs, bias) of each of the linears that it holds, in order."""
+
+
+def head_width(values: Values) -> int:
+    """Width of one head."""
+    return values["kv_channels"] or values["hidden_size"] // values["num_attention_heads"]
+
+
+def query_groups(values: Values) -> int:
+    """Key/value heads."""
+    return values["num_query_groups"] or values["num_attention_heads"]
+
+
+def decoder_linears(values: Values) -> Linears:
+    """The linears of a decoder block, one by one, as the library names them."""
+    hidden, ffn = values["hidden_size"], values["ffn_hidden_size"]
+    heads, groups = values["num_attention_heads"] * head_width(values), query_groups(values) * head_width(values)
+    qkv, mlp = values["add_qkv_bias"], values["add_mlp_bias"]
+    return {
+        "self_attn.q_proj": (("attention.q", heads, hidden, qkv),),
+        "self_attn.k_proj": (("attention.k", groups, hidden, qkv),),
+        "self_attn.v_proj": (("attention.v", groups, hidden, qkv),),
+        "self_attn.o_proj": (("attention.output", hidden, heads, values["add_attention_output_bias"]),),
+        "mlp.gate_proj": (("mlp.gate", ffn, hidden, mlp),),
+        "mlp.up_proj": (("mlp.up", ffn, hidden, mlp),),
+        "mlp.down_proj": (("mlp.down", hidden, ffn, mlp),),
+    }
+
+
+def linear_links(theirs: str, ours: str, linears: Linears) -> Iterator[Link]:
+    """Links of linears below the prefixes `theirs` and `ours`; the parts of a fused one are stacked in order."""
+    for name, parts in linears.items():
+        rows, inputs = sum(outputs for _, outputs, _, _ in parts), parts[0][2]
+        weights = tuple(Named(f"{ours}.{part}.weight", (outputs, inputs)) for part, outputs, _, _ in parts)
+        yield Link((Named(f"{theirs}.{name}.weight", (rows, inputs)),), weights)
+        if parts[0][3]:
+            biases = tuple(Named(f"{ours}.{part}.bias", (outputs,)) for part, outputs, _, _ in parts)
+            yield Link((Named(f"{theirs}.{name}.bias", (rows,)),), biases)
+
+
+def block_links(values: Values, prefix: str, linears: Linears, norms: tuple[str, str]) -> Iterator[Link]:
+    """Links of all decoder blocks; `norms` are their names of the norms before attention and MLP."""
+    hidden, width = values["hidden_size"], head_width(values)
+    for layer in range(values["num_layers"]):
+        theirs, ours = f"{prefix}.{layer}", f"layers.{layer}"
+        yield same(f"{theirs}.{norms[0]}.weight", f"{ours}.attention_norm.weight", hidden)
+        yield from linear_links(theirs, ours, linears)
+        if values["qk_layernorm"]:
+            for name in ("q_norm", "k_norm"):
+                yield same(f"{theirs}.self_attn.{name}.weight", f"{ours}.attention.{name}.weight", width)
+        yield same(f"{theirs}.{norms[1]}.weight", f"{ours}.mlp_norm.weight", hidden)
+
+
+NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def links(values: Values) -> list[Link]:
+    """All tensors of a Llama or Qwen3; a tied head is none of them."""
+    rows, hidden = values["vocab_size"], values["hidden_size"]
+    found = [same("model.embed_tokens.weight", "embedding.weight", rows, hidden)]
+    found += block_links(values, "model.layers", decoder_linears(values), NORMS)
+    found.append(same("model.norm.weight", "final_norm.weight", hidden))
+    if values["untie_embeddings_and_output_weights"]:
+        found.append(same("lm_head.weight", "head.weight", rows, hidden))
+    return found
+
+
+class _Rows:
+    """The rows of a run that starts from a model: as long as the model is for, until the run says otherwise."""
+
+    def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
+        """As Field."""
+        values["seq_length"] = values["max_position_embeddings"]
+
+    def write(self, values: Values, content: Values, reasons: list[str]) -> None:
+        """As Field: rows are the run's, and say nothing of the model."""
+
+
+def sizes(defaults: Values, section: str = "") -> list[Field]:
+    """Rows that the three decoders share; `defaults` are the library's for this architecture."""
+
+    def row(theirs: str, ours: str, number: Number = SIZE) -> Same:
+        return Same(section + theirs, ours, defaults[theirs], number)
+
+    def heads(v: Values) -> int:
+        return v["num_attention_heads"]
+
+    groups, width, of_sizes = defaults["num_key_value_heads"], defaults["head_dim"], head_width_of_sizes
+    null_heads, null_width = None if section else heads, None if width else of_sizes  # as the library's own types
+    positions = "max_position_embeddings"
+    return [
+        row("num_hidden_layers", "num_layers", LAYERS),
+        row("hidden_size", "hidden_size"),
+        row("intermediate_size", "ffn_hidden_size"),
+        row("num_attention_heads", "num_attention_heads"),
+        Same(section + "num_key_value_heads", "num_query_groups", groups or heads, null=null_heads, absent=heads),
+        Same(section + "head_dim", "kv_channels", width or of_sizes, null=null_width, absent=head_width),
+        row("vocab_size", "vocab_size"),
+        Same(section + positions, positions, defaults[positions], absent=lambda v: v["seq_length"]),
+        _Rows(),
+        Rope(section),
+        row("rms_norm_eps", "norm_epsilon", EPSILON),
+        row("initializer_range", "init_method_std", SPREAD),
+        Fixed(section + "hidden_act", "silu"),
+        Fixed(section + "attention_dropout", 0.0),
+    ]
+
+
+def head_width_of_sizes(values: Values) -> int:
+    """Hidden size / heads, before a width is known."""
+    return values["hidden_size"] // values["num_attention_heads"]
+
+
+DEFAULTS: Values = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+}
+"""Of transformers' LlamaConfig; None: hidden size / heads, and as many groups as heads."""
+
+FIELDS: list[Field] = [
+    *sizes(DEFAULTS),
+    Tied("tie_word_embeddings", False),
+    Biases("attention_bias", ("add_qkv_bias", "add_attention_output_bias")),
+    Biases("mlp_bias", ("add_mlp_bias",)),
+    Unsaid("qk_layernorm", False),
+    Unsaid("additional_vocab_size", 0),
+    Unsaid("vision_num_layers", 0),
+]
+
+
+def reasons(values: Values) -> list[str]:
+    """What the library's class refuses though each field could be said."""
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
+    if hidden % heads == 0:
+        return []
+    return [
+        f"--hidden-size {hidden} is no multiple of --num-attention-heads {heads}, which a Llama config refuses: "
+        "num_attention_heads"
+    ]

@@ -1,0 +1,142 @@
+"""Several datasets made with the same tokenizer and lengths become one directory.
+
+Key property: packs are copied, not repacked, and every byte is checked against its manifest on the way, so a damaged
+part cannot get in. Rejected: a manifest that points into other directories, which breaks when one of them moves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megacp import files
+from megacp.data.packed import tables
+from megacp.data.build.run import copy_tokenizer
+from megacp.data.build.faults import told
+from megacp.data.packed.checksums import with_checksums
+from megacp.data.packed.indexed import HashedFile
+from megacp.data.build.journal import REJECTS_NAME, TOKENIZER_DIRECTORY, Journal, is_dataset, locked, prepare_directory
+from megacp.data.packed.manifest import FileEntry, Manifest, ShardEntry
+from megacp.data.packed.reader import PackedDataset
+from megacp.data.build.unit import shard_name
+
+_BLOCK = 1 << 20
+_SHOWN = 5
+"""Datasets, and differences of each, that are told at most."""
+_MUST_AGREE = ("tokenizer", "seq_length", "pad_multiple", "image_rules", "cp_degrees")
+
+
+def _differences(name: str, first: Manifest, other: Manifest) -> list[str]:
+    """In words what differs between a value of two manifests; of two tables, the entries that do."""
+    a, b = asdict(first)[name], asdict(other)[name]
+    if a == b:
+        return []
+    if not (isinstance(a, dict) and isinstance(b, dict)):
+        return [f"{name} {_short(b)}, not {_short(a)}"]
+    keys = sorted(key for key in {*a, *b} if a.get(key) != b.get(key))
+    return [f"{name}.{key} {_short(b.get(key))}, not {_short(a.get(key))}" for key in keys]
+
+
+def _shortened(texts: list[str], between: str) -> str:
+    more = len(texts) - _SHOWN
+    return between.join([*texts[:_SHOWN], *([f"{more} more"] if more > 0 else [])])
+
+
+def _short(value: Any) -> str:
+    text = "none" if value is None else "some" if isinstance(value, dict) and len(value) > 4 else str(value)
+    return text if len(text) <= 20 else text[:12] + "..."
+
+
+def merge(inputs: Sequence[str], output: str, overwrite: bool = False) -> Manifest:
+    """Copy the shards of `inputs`, in that order, into `output`, numbered anew, and write its manifest.
+
+    ValueError: fewer than two inputs, all mismatches between them, a damaged input, an output that is not empty.
+    """
+    if len(inputs) < 2:
+        raise ValueError(f"merge needs at least two datasets, got {len(inputs)}")
+    directory = Path(output)
+    if directory.resolve() in [Path(path).resolve() for path in inputs]:
+        raise ValueError(f"--output {output} is one of the datasets to merge")
+    manifests = [PackedDataset(path).manifest for path in inputs]
+    first = manifests[0]
+    mismatches = [
+        f"{path} has {_shortened(found, ', ')}"
+        for path, manifest in zip(inputs[1:], manifests[1:], strict=True)
+        if (found := [text for name in _MUST_AGREE for text in _differences(name, first, manifest)])
+    ]
+    if mismatches:
+        raise ValueError(f"these datasets cannot be merged with {inputs[0]}: {_shortened(mismatches, '; ')}")
+    with told(directory):
+        return _merged(inputs, manifests, directory, overwrite)
+
+
+def _merged(inputs: Sequence[str], manifests: Sequence[Manifest], directory: Path, overwrite: bool) -> Manifest:
+    """The datasets of `inputs`, which fit each other, as one in `directory`."""
+    first = manifests[0]
+    prepare_directory(directory, overwrite)
+    if is_dataset(directory):
+        raise ValueError(
+            f"--output {directory} holds a dataset; nothing was overwritten, give --overwrite to replace it"
+        )
+    with locked(directory):
+        parts = [manifest.fingerprint for manifest in manifests]
+        Journal(directory, {"merged from": parts})  # a later `build` into this directory is refused
+        shards: list[ShardEntry] = []
+        shift = 0
+        for path, manifest in zip(inputs, manifests, strict=True):
+            for entry in manifest.shards:
+                shards.append(_copy_shard(Path(path) / entry.name, entry, directory / shard_name(len(shards)), shift))
+            shift += len(manifest.sources)
+        rejects = [Path(path) / REJECTS_NAME for path in inputs]
+        files.write_atomically(directory / REJECTS_NAME, b"".join(p.read_bytes() for p in rejects if p.exists()))
+        copy_tokenizer(sorted((Path(inputs[0]) / TOKENIZER_DIRECTORY).glob("*")), directory)
+        result = Manifest(
+            config_fingerprint=hashlib.sha256("\n".join(parts).encode()).hexdigest(),
+            tokenizer=first.tokenizer,
+            seq_length=first.seq_length,
+            pad_multiple=first.pad_multiple,
+            sources=tuple(source for manifest in manifests for source in manifest.sources),
+            shards=tuple(shards),
+            num_rejected=sum(manifest.num_rejected for manifest in manifests),
+            image_rules=first.image_rules,
+            cp_degrees=first.cp_degrees,
+        )
+        result.write(directory)
+    return result
+
+
+def _copy_shard(source: Path, entry: ShardEntry, target: Path, shift: int) -> ShardEntry:
+    """Copy one shard; its segments' `source_file` grows by `shift`."""
+    temporary = target.with_name(f".{target.name}.partial")
+    temporary.mkdir()
+    copies = []
+    for file in entry.files:
+        copied = _copy(source / file.name, temporary / file.name)
+        if copied != file:
+            raise ValueError(f"{source / file.name}: sha256 is {copied.sha256}, the manifest says {file.sha256}")
+        if file.name == "segments.npy" and shift:
+            table = np.array(tables.read_table(source / file.name, tables.SEGMENT_DTYPE))
+            table["source_file"] += shift
+            path, size, sha256 = tables.write_table(temporary / file.name, table)
+            copied = FileEntry(path.name, size, sha256)
+        copies.append(copied)
+    copy = with_checksums(temporary, dataclasses.replace(entry, name=target.name, files=tuple(copies)))
+    files.sync_folder(temporary)
+    temporary.rename(target)
+    files.sync_folder(target.parent)
+    return copy
+
+
+def _copy(source: Path, target: Path) -> FileEntry:
+    copy = HashedFile(target)
+    with open(source, "rb") as stream:
+        while block := stream.read(_BLOCK):
+            copy.write(block)
+    sha256 = copy.close()
+    return FileEntry(target.name, copy.size, sha256)

@@ -1,0 +1,336 @@
+"""Builds a packed dataset from text files: cuts the input into units, has workers build them, writes the manifest.
+
+Key property: every file of the result is the same whatever the number of workers and however often the build was
+killed and started again; only what is not in the journal is built. Rejected: one stream of packs over all the input,
+which neither several workers nor a restart can reproduce.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from megacp import files
+from megacp.data.build.faults import told
+from megacp.data.build.settings import BuildSettings, problems, tokenizer_problem
+from megacp.data.build.journal import REJECTS_NAME, TOKENIZER_DIRECTORY, Journal, locked, prepare_directory
+from megacp.data.records.jsonl import Refusal, Unit, is_plain, plan_units
+from megacp.data.packed.manifest import MANIFEST_NAME, Manifest
+from megacp.data.build.progress import Progress
+from megacp.data.packed.tables import read_table
+from megacp.data.tokenize.tokenizer import Tokenizer
+from megacp.data.build.unit import (
+    IDENTITY_DTYPE,
+    BadRecord,
+    UnitBuilder,
+    UnitResult,
+    UnitTask,
+    identity_file,
+    where,
+)
+from megacp.data.build.workers import run_tasks
+
+RECORD_RULES = 2
+"""What records mean: raised when a record becomes other tokens or weights, so that no dataset is half of each."""
+_SAMPLED_BYTES = 1 << 16
+_RECORDS_OF_A_SHARD = 1024
+
+
+@dataclass(frozen=True)
+class BuildSummary:
+    """What a build did."""
+
+    manifest: Manifest
+    documents: int
+    read_bytes: int
+    """Of the input, or of images where those are more; by this run."""
+    seconds: float
+    units: int
+    units_resumed: int
+    """Finished by an earlier run."""
+    already_complete: bool
+    """Nothing was done."""
+    tokenizer_engine: str
+    learned_tokens: int
+    unlearned: int
+    """Documents of which nothing is learned."""
+
+
+def _unit_bytes_of_images(settings: BuildSettings) -> int:
+    """Input bytes of a shard: about 1024 records, told from the beginning of the first plain file.
+
+    A record that names a file is far smaller than its image, so the rule for text would put all into one shard.
+    """
+    plain = [path for path in settings.input if is_plain(path)]
+    if settings.unit_bytes or not plain:
+        return settings.bytes_per_unit
+    with open(plain[0], "rb") as stream:
+        data = stream.read(_SAMPLED_BYTES)
+    return _RECORDS_OF_A_SHARD * max(1, len(data) // max(1, data.count(b"\n")))
+
+
+def _sample_hash(path: str) -> str:
+    """sha256 of a file's first and last 64 KiB: a file that was replaced is noticed without reading all of it."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as stream:
+        data = stream.read(_SAMPLED_BYTES)
+        stream.seek(max(0, size - _SAMPLED_BYTES))
+        data += stream.read()
+    return hashlib.sha256(data).hexdigest()
+
+
+def _decisive(settings: BuildSettings, tokenizer: Tokenizer) -> dict[str, Any]:
+    """All that decides the bytes of the dataset, by the names of the flags; of images that lie in files, their root."""
+    images = {}
+    if settings.image_rules is not None:
+        images = {
+            "image_rules": settings.image_rules.to_dict(),
+            "image_root": settings.image_root,
+            "max_crops_per_pack": settings.max_crops_per_pack,
+        }
+    return images | {
+        "record_rules": RECORD_RULES,
+        "ignore_keys": settings.ignore_keys,
+        "context_roles": settings.context_roles,
+        "chat_template": settings.chat_template,
+        "allow_unlearned": settings.allow_unlearned,
+        "input": [[path, os.path.getsize(path), _sample_hash(path)] for path in settings.input],
+        "tokenizer": asdict(tokenizer.info()),
+        "tokenizer_engine": settings.tokenizer_engine,
+        "seq_length": settings.seq_length,
+        "oversize": settings.oversize,
+        "pad_multiple": settings.pad_multiple,
+        "append_eod": settings.append_eod,
+        "seed": settings.seed,
+        "text_key": settings.text_key,
+        "max_record_bytes": settings.max_record_bytes,
+        "unit_bytes": settings.bytes_per_unit,
+        "window_tokens": settings.window_tokens,
+        "cp_degrees": settings.cp_degrees,
+    }
+
+
+def build(settings: BuildSettings, stream: TextIO, overwrite: bool = False) -> BuildSummary:
+    """Build, or finish, the dataset in settings.output; progress goes to `stream`.
+
+    ValueError: settings, input, tokenizer, a refused record, a directory begun with other settings or in use.
+    workers.WorkerFailed: a worker died. What is finished stays, and the next run goes on from there.
+    """
+    if found := problems(settings):
+        raise ValueError("; ".join(found))
+    tokenizer = settings.load_tokenizer()
+    if (problem := tokenizer_problem(settings, tokenizer)) is not None:
+        raise ValueError(problem)
+    if settings.image_rules is not None:
+        rules = settings.image_rules.with_token_ids(tokenizer)
+        if reasons := rules.reasons():
+            raise ValueError("; ".join(reasons))
+        settings = dataclasses.replace(settings, image_rules=rules, unit_bytes=_unit_bytes_of_images(settings))
+    directory = Path(settings.output)
+    with told(directory):
+        prepare_directory(directory, overwrite)
+    empty = [path for path in settings.input if not os.path.getsize(path)]
+    if len(empty) < len(settings.input):
+        stream.writelines(f"note: --input {path} is empty\n" for path in empty)
+    with told(directory), locked(directory):
+        journal = Journal(directory, _decisive(settings, tokenizer))
+        units = plan_units(settings.input, settings.bytes_per_unit)
+        return _Build(settings, tokenizer, journal, units, stream).run()
+
+
+class _Build:
+    """One run of a build, with the directory locked."""
+
+    def __init__(
+        self, settings: BuildSettings, tokenizer: Tokenizer, journal: Journal, units: list[Unit], stream: TextIO
+    ) -> None:
+        self._settings, self._tokenizer, self._journal, self._units = settings, tokenizer, journal, units
+        self._directory = Path(settings.output)
+        self._sizes = [sum(extent.stop - extent.start for extent in unit.extents) for unit in units]
+        self._resumed = sum(self._is_done(unit) for unit in units)
+        done = sum(size for unit, size in zip(units, self._sizes, strict=True) if self._is_done(unit))
+        self._progress = Progress(stream, sum(self._sizes), done)
+
+    def _is_done(self, unit: Unit) -> bool:
+        result = self._journal.results.get(unit.index)
+        if result is None:
+            return False
+        needs_ids = result.has_ids and not (self._directory / MANIFEST_NAME).exists()
+        return not needs_ids or identity_file(self._directory, unit.index).exists()
+
+    def run(self) -> BuildSummary:
+        started = time.monotonic()
+        if (self._directory / MANIFEST_NAME).exists() and self._resumed == len(self._units):
+            manifest = Manifest.read(self._directory)
+            self._check_refusals()
+            return self._summary(manifest, time.monotonic() - started, already_complete=True)
+        (self._directory / MANIFEST_NAME).unlink(missing_ok=True)  # a shard has gone: it is no finished dataset now
+        self._check_refusals()
+        try:
+            self._build([UnitTask(unit) for unit in self._units if not self._is_done(unit)])
+            if duplicates := self._duplicates():  # at most once: dropping a record cannot make another a duplicate
+                self._build([UnitTask(self._units[unit], again) for unit, again in sorted(duplicates.items())])
+        finally:
+            self._progress.finish()
+        self._check_use()
+        manifest = self._write()
+        return self._summary(manifest, time.monotonic() - started, already_complete=False)
+
+    def _build(self, tasks: list[UnitTask]) -> None:
+        results = run_tasks(UnitBuilder, self._settings, tasks, self._settings.workers, _describe)
+        for result in results:
+            self._journal.add(result)
+            self._check_refusals()
+            packs, tokens = (result.entry.num_packs, result.entry.num_tokens) if result.entry else (0, 0)
+            size = self._sizes[result.unit]
+            files = result.entry.files if result.entry else ()
+            images = sum(file.size for file in files if file.name == "images.bin")
+            self._progress.add(result.documents, size, tokens, packs * self._settings.seq_length, images)
+
+    def _check_refusals(self) -> None:
+        refusals = [refusal for result in self._journal.results.values() for refusal in result.refusals]
+        settings = self._settings
+        if refusals and settings.on_error == "fail":
+            raise BadRecord(f"{refusals[0]}; an earlier run skipped it, give --on-error skip again")
+        if settings.max_errors is not None and len(refusals) > settings.max_errors:
+            raise ValueError(
+                f"{len(refusals)} bad records, more than --max-errors {settings.max_errors}; the last is {refusals[-1]}"
+            )
+
+    def _check_use(self) -> None:
+        """ValueError when there is nothing in the dataset, or nothing that could be learned from it."""
+        results = self._journal.results.values()
+        if not any(result.entry for result in results):
+            empty = [path for path in self._settings.input if not os.path.getsize(path)]
+            all_empty = f"; empty: {', '.join(empty)}" if empty else ""
+            refused = [refusal for result in results for refusal in (*result.refusals, *result.dropped)]
+            first = f"; {refused[0]}" if refused else ""
+            raise ValueError(
+                f"--input: no usable record in {', '.join(self._settings.input)} ({len(refused)} refused{all_empty}); "
+                f"no dataset was made{first}"
+            )
+        if not sum(result.learned_tokens for result in results):
+            documents = sum(result.documents for result in results)
+            raise ValueError(
+                f"--input: {documents} documents, and none of their tokens is learned: no assistant says anything, "
+                "or all weights are 0; no dataset was made"
+            )
+
+    def _duplicates(self) -> dict[int, dict[bytes, str]]:
+        """For each unit the ids in it that an earlier unit holds, with the reason to refuse them.
+
+        BadRecord names the first pair under on_error "fail".
+        """
+        tables, owners = [], []
+        for unit in self._units:
+            if self._journal.results[unit.index].has_ids:
+                table = read_table(identity_file(self._directory, unit.index), IDENTITY_DTYPE)
+                tables.append(table)
+                owners.append(np.full(len(table), unit.index))
+        if not tables:
+            return {}
+        table, owner = np.concatenate(tables), np.concatenate(owners)
+        order = np.argsort(table["digest"], kind="stable")  # equal digests stay in the order of the input
+        keys = table["digest"][order]
+        again = np.flatnonzero(keys[1:] == keys[:-1]) + 1
+        found: dict[int, dict[bytes, str]] = {}
+        for i in again.tolist():
+            first = int(np.searchsorted(keys, keys[i]))
+            here, there = self._place(table[order[i]]), self._place(table[order[first]])
+            if self._settings.on_error == "fail":
+                raise BadRecord(f"{here}: duplicate id, the first is at {there}")
+            found.setdefault(int(owner[order[i]]), {})[bytes(keys[i])] = there
+        return found
+
+    def _place(self, row: np.void) -> str:
+        source, offset = int(row["source"]), int(row["offset"])
+        extent = next(e for unit in self._units for e in unit.extents if e.source == source)
+        return "{}:{}".format(*where(extent, int(row["line"]), offset))
+
+    def _write(self) -> Manifest:
+        """The files that make the directory a dataset, manifest last."""
+        results = [self._journal.results[unit.index] for unit in self._units]
+        rejected = _in_order(results, self._settings.input)
+        lines = [json.dumps(asdict(refusal), ensure_ascii=False).encode() + b"\n" for refusal in rejected]
+        files.write_atomically(self._directory / REJECTS_NAME, b"".join(lines))
+        copy_tokenizer(self._tokenizer.files, self._directory)
+        self._journal.settle()
+        rules = self._settings.image_rules
+        decisive = json.dumps(_decisive(self._settings, self._tokenizer), sort_keys=True)
+        manifest = Manifest(
+            config_fingerprint=hashlib.sha256(decisive.encode()).hexdigest(),
+            tokenizer=self._tokenizer.info(),
+            seq_length=self._settings.seq_length,
+            pad_multiple=self._settings.pad_multiple,
+            sources=self._settings.input,
+            shards=tuple(result.entry for result in results if result.entry),
+            num_rejected=len(rejected),
+            image_rules=None if rules is None else rules.to_dict(),
+            cp_degrees=self._settings.cp_degrees,
+        )
+        manifest.write(self._directory)
+        shutil.rmtree(self._directory / ".ids", ignore_errors=True)
+        return manifest
+
+    def _summary(self, manifest: Manifest, seconds: float, already_complete: bool) -> BuildSummary:
+        documents = sum(result.documents for result in self._journal.results.values())
+        return BuildSummary(
+            manifest,
+            documents,
+            self._progress.read_bytes,
+            seconds,
+            len(self._units),
+            self._resumed,
+            already_complete,
+            self._tokenizer.engine,
+            sum(result.learned_tokens for result in self._journal.results.values()),
+            sum(result.unlearned for result in self._journal.results.values()),
+        )
+
+
+def _describe(task: UnitTask, position: Sequence[int]) -> str:
+    extent, offset = task.unit.extents[position[0]], position[1]
+    path, line = where(extent, 0, offset)
+    place = f"{path}:{line}" if line else path
+    return f"while working on the records up to {place} (byte offset {offset}, unit {task.unit.index})"
+
+
+def _in_order(results: list[UnitResult], paths: tuple[str, ...]) -> list[Refusal]:
+    order = {path: i for i, path in enumerate(paths)}
+    everything = [refusal for result in results for refusal in (*result.refusals, *result.dropped)]
+    return sorted(everything, key=lambda refusal: (order[refusal.file], refusal.line, refusal.offset))
+
+
+def copy_tokenizer(paths: Sequence[Path], directory: Path) -> None:
+    """Keep the tokenizer's files in DIRECTORY/tokenizer, so that a dataset can be read as text wherever it goes."""
+    target = directory / TOKENIZER_DIRECTORY
+    for path in paths:
+        target.mkdir(exist_ok=True)
+        files.write_atomically(target / path.name, path.read_bytes())
+
+
+def kept_tokenizer(directory: str | os.PathLike[str]) -> str:
+    """What to give to `load_tokenizer` to get the tokenizer a dataset was made with.
+
+    ValueError when its files are not in DIRECTORY/tokenizer.
+    """
+    manifest = Manifest.read(directory)
+    if manifest.tokenizer.kind == "byte":
+        return "byte"
+    folder = Path(directory) / TOKENIZER_DIRECTORY
+    names = sorted(str(path) for path in folder.glob("*") if path.name != "tokenizer_config.json")
+    # vocab.json before merges.txt
+    names.sort(key=lambda name: name.endswith(".txt"))
+    if not names:
+        raise ValueError(f"{folder}: the {manifest.tokenizer.kind} tokenizer of this dataset is not there")
+    return ",".join(names)

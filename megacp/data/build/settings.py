@@ -1,0 +1,174 @@
+"""Everything a build depends on, and all that can be wrong with it before a record is read.
+
+Key property: every reason is found before anything is written, and all are told at once. Rejected: checks where a value
+is first used, which tell one reason a run.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from megacp.data.media.geometry import ImageRules, frame_layout, image_layout
+from megacp.data.records.jsonl import DEFAULT_MAX_RECORD_BYTES
+from megacp.data.build.packing import OVERSIZE_RULES
+from megacp.data.records.record_keys import LEARNED_ROLES
+from megacp.data.records.sample import RECORD_KEYS
+from megacp.data.tokenize.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from megacp.files import open_regular
+
+DEFAULT_WINDOW_TOKENS = 1 << 24
+ON_ERROR = ("fail", "skip")
+CHAT_TEMPLATE = ("refuse", "ignore")
+
+
+@dataclass(frozen=True)
+class BuildSettings:
+    """Everything a build depends on; the names are those of the flags."""
+
+    input: tuple[str, ...]
+    output: str
+    tokenizer: str
+    seq_length: int
+    oversize: str = "error"
+    pad_multiple: int = 1
+    append_eod: bool = True
+    seed: int | None = None
+    """Shuffles documents inside each window; None keeps the input's order."""
+    text_key: str = "text"
+    max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES
+    on_error: str = "fail"
+    max_errors: int | None = None
+    workers: int = 1
+    unit_bytes: int = 0
+    """0: chosen from seq_length, so that a unit fills some hundred packs."""
+    window_tokens: int = DEFAULT_WINDOW_TOKENS
+    cp_degrees: tuple[int, ...] = (1, 2, 4, 8, 16)
+    tokenizer_engine: str = "auto"
+    eod_token: str | None = None
+    image_rules: ImageRules | None = None
+    """How images become tokens; None: records may hold text only."""
+    image_root: str | None = None
+    """Directory that paths of images are relative to."""
+    max_crops_per_pack: int | None = None
+    """Second budget of a pack; None = as many as its tokens allow."""
+    ignore_keys: tuple[str, ...] = ()
+    """Keys of records that may be lost; patterns with `*` too."""
+    context_roles: tuple[str, ...] = ()
+    """Roles of messages that are known beside the usual ones; nothing of them is learned."""
+    chat_template: str = "refuse"
+    """What to do with messages where the tokenizer has a template for them: refuse or ignore."""
+    prepend_bos: bool | None = None
+    """Whether a token begins every document; None: as the tokenizer's files say."""
+    allow_unlearned: bool = False
+    """Whether records may be there of which nothing is learned."""
+
+    @property
+    def bytes_per_unit(self) -> int:
+        """unit_bytes, or at least 8 MiB and 256 packs of 4-byte tokens."""
+        return self.unit_bytes or max(8 << 20, 1024 * self.seq_length)
+
+    @property
+    def longest_kept(self) -> int:
+        """Tokens of an oversize document of which something is stored: of a truncated one, its beginning."""
+        return self.seq_length // self.pad_multiple * self.pad_multiple if self.oversize == "truncate" else 1 << 62
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The tokenizer these settings name."""
+        return load_tokenizer(self.tokenizer, self.tokenizer_engine, self.eod_token, self.prepend_bos)
+
+
+def problems(settings: BuildSettings) -> list[str]:
+    """Everything that is wrong with the settings and the input files, before anything is read or written."""
+    found = []
+    paths = settings.input
+    found += [f"--input: {reason}" for reason in map(_input_problem, paths) if reason is not None]
+    if repeated := sorted({path for path in paths if paths.count(path) > 1}):
+        found.append(f"--input: given more than once: {', '.join(repeated)}")
+    if not paths:
+        found.append("--input needs at least one file")
+    least = {
+        "--seq-length": settings.seq_length,
+        "--pad-multiple": settings.pad_multiple,
+        "--workers": settings.workers,
+        "--max-record-bytes": settings.max_record_bytes,
+        "--window-tokens": settings.window_tokens,
+    }
+    found += [f"{flag} is {value}, it must be at least 1" for flag, value in least.items() if value < 1]
+    if settings.pad_multiple >= 1 and settings.seq_length % settings.pad_multiple:
+        found.append(f"--seq-length {settings.seq_length} is not a multiple of --pad-multiple {settings.pad_multiple}")
+    if settings.oversize not in OVERSIZE_RULES:
+        found.append(f"--oversize is {settings.oversize!r}, allowed are {', '.join(OVERSIZE_RULES)}")
+    if settings.on_error not in ON_ERROR:
+        found.append(f"--on-error is {settings.on_error!r}, allowed are {', '.join(ON_ERROR)}")
+    if settings.max_errors is not None and settings.on_error != "skip":
+        found.append(f"--max-errors {settings.max_errors} needs --on-error skip")
+    if settings.chat_template not in CHAT_TEMPLATE:
+        found.append(f"--chat-template is {settings.chat_template!r}, allowed are {', '.join(CHAT_TEMPLATE)}")
+    if read := sorted({settings.text_key, *RECORD_KEYS} & {*settings.ignore_keys}):
+        found.append(f"--ignore-keys {','.join(read)}: these keys are read, not ignored")
+    if learned := sorted({*LEARNED_ROLES} & {*settings.context_roles}):
+        found.append(f"--context-roles {','.join(learned)}: what this role says is learned")
+    if settings.seed is not None and settings.seed < 0:
+        found.append(f"--seed is {settings.seed}, it must be at least 0")
+    if bad := [degree for degree in settings.cp_degrees if degree < 1]:
+        found.append(f"--cp-degrees: {bad} are not at least 1")
+    return found + _image_problems(settings)
+
+
+def _input_problem(path: str) -> str | None:
+    """Why an input file cannot be read, as far as opening it tells; None when it can."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return f"{path!r} is no path in UTF-8: rename it"
+    if os.path.isdir(path):
+        return f"{path} is a directory; give the files in it"
+    try:
+        open_regular(path).close()
+    except FileNotFoundError:
+        return f"no such file: {path}"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    except ValueError as error:  # a pipe could be read once, and units are read by several workers
+        return str(error)
+    return None
+
+
+def tokenizer_problem(settings: BuildSettings, tokenizer: Tokenizer) -> str | None:
+    """Why documents cannot begin and end as the tokenizer's files say; None when they can."""
+    if settings.append_eod and tokenizer.eos_id is None:
+        return (
+            f"--tokenizer {settings.tokenizer} does not say which token ends a document: "
+            "name it with --eod-token, or give --no-append-eod"
+        )
+    unclear = tokenizer.surroundings.problem(tokenizer.eos_id, tokenizer.kind == "huggingface")
+    if settings.prepend_bos is None and unclear is not None:
+        return f"--tokenizer {settings.tokenizer}: {unclear}; choose --prepend-bos or --no-prepend-bos"
+    return None
+
+
+def _image_problems(settings: BuildSettings) -> list[str]:
+    rules, most, root = settings.image_rules, settings.max_crops_per_pack, settings.image_root
+    if rules is None:
+        given = {"--image-root": root, "--max-crops-per-pack": most}
+        return [f"{flag} {value} needs image rules" for flag, value in given.items() if value is not None]
+    found = rules.reasons()
+    if root is not None and not os.path.isdir(root):
+        found.append(f"--image-root {root} is not a directory")
+    if most is not None and most < 1:
+        found.append(f"--max-crops-per-pack is {most}, it must be at least 1")
+    if most is not None and 1 <= most <= rules.max_crops:
+        found.append(
+            f"--max-crops-per-pack {most} cannot hold an image of --max-crops {rules.max_crops} and its low-resolution "
+            "crop"
+        )
+    if not found:
+        some_ids = rules.with_token_ids(ByteTokenizer())  # which ones changes no length
+        image, frame = len(image_layout(1, 1, some_ids).tokens), len(frame_layout(some_ids).tokens)
+        if settings.seq_length < min(image, frame):
+            found.append(
+                f"--seq-length {settings.seq_length} is shorter than the smallest image, {image} tokens, and than a "
+                f"video frame, {frame}"
+            )
+    return found

@@ -1,0 +1,192 @@
+"""The pixels of a row: each rank decodes the images that it will encode and no others, in the loader's threads.
+
+Key property: which images those are follows from the boundary table, so no rank sends pixels to another; a rank that
+encodes nothing (another pipeline stage, more ranks than units) decodes nothing. Rejected: decoding on one rank of the
+group and scattering pixels, which costs more bytes than the features and makes one rank the slowest.
+
+A bad image: `fail` ends the run with the record's place. `skip` drops the whole document, which all ranks must do
+alike though one has seen the fault: the rank reports it (`VisionInputs.bad_documents`), the ranks exchange their
+reports before a step, and each then clears the same documents (`training/images.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from megacp.batch import PackedBatch
+from megacp.data.collate import records_of_packs, units_of_packs
+from megacp.data.media.pixels import ImageError
+from megacp.data.media.shards import ImageShards, VisionCost, image_costs, image_shards, longest_first
+from megacp.data.packed.reader import Pack
+from megacp.data.row_images import PackImages, RowUnits
+
+BAD_IMAGE_POLICIES = ("fail", "skip")
+"""Values of `--on-bad-image`."""
+STRATEGIES = ("stored", "computed", "uniform", "longest_first")
+
+Pixels = tuple[np.ndarray, np.ndarray]
+"""float32 [c, patches of a crop, patch_dim]; int64 [pooled tokens, window] into its patches, -1 = outside."""
+
+
+class Decoder(Protocol):
+    """Encoded bytes to pixels, by the image rules of a dataset. Called from several threads at once."""
+
+    @property
+    def patch_shape(self) -> tuple[int, int]:
+        """Patches of a crop, numbers of a patch."""
+        ...
+
+    def image(self, data: bytes) -> Pixels:
+        """All crops of an image. ImageError says what is wrong with it."""
+        ...
+
+    def video(self, data: bytes, frames: Sequence[int]) -> Pixels:
+        """Some of the sampled frames of a video (their numbers rise), one crop each. ImageError likewise."""
+        ...
+
+
+@dataclass(frozen=True)
+class ImageLoading:
+    """What one rank decodes and how. ValueError lists all that is wrong."""
+
+    decoder: Decoder
+    cp_rank: int = 0
+    cp_size: int = 1
+    decodes: bool = True
+    """False on pipeline stages that encode no images."""
+    on_bad_image: str = "fail"
+    """fail: the run ends; skip: the document is dropped."""
+    strategy: str = "stored"
+    """The first strategy to try: stored tables, the function on the bounds, equal counts of units; or longest_first."""
+    cost: VisionCost | None = None
+    """What longest_first weighs units by; None weighs crops, as the stored tables do."""
+
+    def __post_init__(self) -> None:
+        reasons = []
+        if not 0 <= self.cp_rank < self.cp_size:
+            reasons.append(f"context-parallel rank {self.cp_rank} of {self.cp_size} does not exist")
+        for flag, value, allowed in (
+            ("--on-bad-image", self.on_bad_image, BAD_IMAGE_POLICIES),
+            ("the strategy", self.strategy, STRATEGIES),
+        ):
+            if value not in allowed:
+                reasons.append(f"{flag} is {value!r}, allowed are {', '.join(allowed)}")
+        if reasons:
+            raise ValueError("; ".join(reasons))
+
+
+def load_images(batch: PackedBatch, packs: Sequence[Pack], loading: ImageLoading) -> PackedBatch:
+    """The collated row of `packs` with its boundary table for `cp_size` ranks and the pixels that this rank encodes.
+
+    ValueError names the record of a bad image when the policy is `fail`.
+    """
+    vision, units = batch.vision, units_of_packs(packs)
+    if vision is None or units is None:
+        return batch
+    images = [pack.images for pack in packs if pack.images is not None]
+    shards = _shards(images, units, loading)
+    mine = shards.units(units.cum_images, loading.cp_rank) if loading.decodes else np.zeros(0, np.int64)
+    found: dict[int, Pixels] = {}
+    bad: dict[int, str] = {}
+    for item in _items(units, mine):
+        first, is_video = item[0], units.frame[item[0]] >= 0
+        sizes = [_sizes(units, unit) for unit in item]
+        try:
+            data = images[int(units.pack[first])].read(int(units.item[first]))
+            frames = [int(units.frame[unit]) for unit in item]
+            pixels = loading.decoder.video(data, frames) if is_video else loading.decoder.image(data)
+            _refuse_other_sizes(pixels, np.sum(sizes, 0), loading.decoder.patch_shape)
+            found.update(zip(item, _split(pixels, sizes), strict=True))
+        except ImageError as error:
+            what = "video" if is_video else "image"
+            reason = f"{records_of_packs(packs)[int(units.segment[first])]}: {what} {units.item[first]}: {error}"
+            if loading.on_bad_image == "fail":
+                raise ValueError(f"{reason} (--on-bad-image skip leaves such documents out)") from None
+            bad.setdefault(int(batch.document[units.first[first]]), reason)
+            found.update(
+                (unit, _blank(size, loading.decoder.patch_shape)) for unit, size in zip(item, sizes, strict=True)
+            )
+    patches, pooling = joined([found[unit] for unit in mine.tolist()], loading.decoder.patch_shape)
+    return dataclasses.replace(
+        batch,
+        vision=dataclasses.replace(
+            vision,
+            boundaries=shards.boundaries,
+            strategy=shards.strategy,
+            first_image=int(shards.boundaries["start_image_idx"][loading.cp_rank]) if len(mine) else 0,
+            unit_order=shards.order,
+            patches=patches,
+            pooling=pooling,
+            bad_documents=tuple(sorted(bad.items())),
+        ),
+    )
+
+
+def _shards(images: Sequence[PackImages], units: RowUnits, loading: ImageLoading) -> ImageShards:
+    """Who encodes what, by the strategy of `loading` or the first after it that can."""
+    bounds = units.cum_images, units.cum_pooled
+    if loading.strategy == "longest_first":
+        costs = None if loading.cost is None else image_costs(*bounds, loading.cost)
+        return longest_first(*bounds, loading.cp_size, costs)
+    # a row of several packs has other bounds than each of them
+    usable = len(images) == 1 and loading.strategy == "stored"
+    stored = images[0].boundaries.get(loading.cp_size) if usable else None
+    return image_shards(bounds, loading.cp_size, stored, units_known=loading.strategy != "uniform")
+
+
+def _items(units: RowUnits, mine: np.ndarray) -> list[list[int]]:
+    """The units that a rank decodes, those of one video together with rising frames, so each file is read once."""
+    items: dict[tuple[int, ...], list[int]] = {}
+    for unit in sorted(mine.tolist()):
+        frame = () if units.frame[unit] >= 0 else (unit,)  # an image that is named twice stays two
+        items.setdefault((int(units.pack[unit]), int(units.item[unit]), *frame), []).append(unit)
+    return list(items.values())
+
+
+def _sizes(units: RowUnits, unit: int) -> tuple[int, int]:
+    """Crops and pooled tokens of a unit."""
+    crops, pooled = (int(cum[unit]) - int(cum[unit - 1] if unit else 0) for cum in (units.cum_images, units.cum_pooled))
+    return crops, pooled
+
+
+def _split(pixels: Pixels, sizes: Sequence[tuple[int, int]]) -> Iterator[Pixels]:
+    """The pixels of several units as those of each: indices count from its own patches."""
+    (patches, pooling), crop, row = pixels, 0, 0
+    for crops, pooled in sizes:
+        windows = pooling[row : row + pooled]
+        yield patches[crop : crop + crops], np.where(windows >= 0, windows - crop * patches.shape[1], -1)
+        crop, row = crop + crops, row + pooled
+
+
+def _refuse_other_sizes(pixels: Pixels, sizes: np.ndarray, patch_shape: tuple[int, int]) -> None:
+    patches, pooling = pixels
+    if patches.shape != (sizes[0], *patch_shape) or len(pooling) != sizes[1]:
+        raise ImageError(
+            f"it decodes to patches {patches.shape} and {len(pooling)} pooled tokens, the dataset was built for "
+            f"{(int(sizes[0]), *patch_shape)} and {sizes[1]}"
+        )
+    if empty := int((pooling < 0).all(1).sum()):
+        raise ImageError(f"{empty} of its {len(pooling)} pooled tokens have no patch inside of the image")
+
+
+def _blank(sizes: tuple[int, int], patch_shape: tuple[int, int]) -> Pixels:
+    """Stand-in for a bad image: its features are finite and nobody sees them."""
+    return np.zeros((sizes[0], *patch_shape), np.float32), np.zeros((sizes[1], 1), np.int64)
+
+
+def joined(found: Sequence[Pixels], patch_shape: tuple[int, int]) -> Pixels:
+    """Pixels of several items as one: windows filled up with -1, indices counted from the first item's patches."""
+    patches = np.concatenate([np.zeros((0, *patch_shape), np.float32), *(pixels for pixels, _ in found)])
+    window = max((pooling.shape[1] for _, pooling in found), default=1)
+    rows = [np.zeros((0, window), np.int64)]
+    before = 0
+    for pixels, pooling in found:
+        moved = np.where(pooling >= 0, pooling + before, -1)
+        rows.append(np.pad(moved, ((0, 0), (0, window - pooling.shape[1])), constant_values=-1))
+        before += pixels.shape[0] * pixels.shape[1]
+    return patches, np.concatenate(rows)

@@ -1,0 +1,1 @@
+"""Images and videos: bytes to pixels, pixels to crops and pooled tokens, and which rank encodes which."""

@@ -1,0 +1,217 @@
+"""Which rank of a context-parallel group encodes which images of a row: contiguous ranges of units, evenly loaded.
+
+Key property: of all partitions into ascending ranges the largest cost of a rank is the least possible, and no rank is
+empty unless there are fewer units than ranks; a pure function of integers, so ranks agree without a message. Rejected:
+a greedy split by image count, which starves ranks (`[1, 3]` over 3) and, once it goes back to fill them, puts ranges
+out of order, so that features land on the wrong tokens without any error.
+
+A unit is the smallest thing that one rank may encode alone: a frame of a video, or an image with all its crops (pooling
+windows cross crops, never images or frames). "Image" in the tables means crop.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megacp.data.packed.tables import BOUNDARY_DTYPE
+
+_LARGEST_SUM = 1 << 62
+"""Costs are summed in int64."""
+
+
+@dataclass(frozen=True)
+class VisionCost:
+    """FLOPs of the vision tower as plain numbers of a model."""
+
+    patches_per_crop: int
+    encoder_flops_per_patch: int
+    connector_flops_per_token: int
+
+
+@dataclass(frozen=True, eq=False)
+class ImageShards:
+    """The ranges of all ranks and how they were found."""
+
+    boundaries: np.ndarray
+    """BOUNDARY_DTYPE [P]."""
+    strategy: str
+    """`stored`, `computed`, `uniform` or `longest_first`."""
+    order: np.ndarray | None = None
+    """int64 [u]: the units in the order in which `boundaries` counts them; None = as they stand in the row."""
+
+    def units(self, cum_image_bounds: np.ndarray, rank: int) -> np.ndarray:
+        """int64 [k]: the units that a rank encodes, in the order of its features."""
+        if self.order is None:
+            return np.array(units_of(self.boundaries, cum_image_bounds, rank), np.int64)
+        images = np.diff(cum_image_bounds, prepend=0)
+        return self.order[units_of(self.boundaries, np.cumsum(images[self.order]), rank)]
+
+
+def image_costs(cum_image_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray, cost: VisionCost) -> np.ndarray:
+    """int64 [u]: FLOPs of each unit = its patches in the encoder and its pooled tokens in the connector."""
+    crops = np.diff(cum_image_bounds, prepend=0).astype(np.int64)
+    tokens = np.diff(cum_token_pooling_bounds, prepend=0).astype(np.int64)
+    return crops * (cost.patches_per_crop * cost.encoder_flops_per_patch) + tokens * cost.connector_flops_per_token
+
+
+def _refuse_bad_bounds(images: np.ndarray, tokens: np.ndarray, cp_size: int, cost: np.ndarray) -> None:
+    reasons = []
+    if cp_size < 1:
+        reasons.append(f"images are dealt to at least 1 rank, got {cp_size}")
+    if not images.ndim == tokens.ndim == cost.ndim == 1 or not len(images) == len(tokens) == len(cost):
+        reasons.append(
+            f"cum_image_bounds {images.shape}, cum_token_pooling_bounds {tokens.shape} and costs {cost.shape} must "
+            "have one entry a unit"
+        )
+    for name, bounds in (("cum_image_bounds", images), ("cum_token_pooling_bounds", tokens)):
+        if bounds.ndim == 1 and (np.diff(bounds, prepend=0) < 1).any():
+            reasons.append(f"{name} must rise with every unit, got {bounds.tolist()[:10]}")
+    if cost.dtype.kind not in "iu" or (cost < 0).any():
+        reasons.append(f"costs must be integers, not negative, got {cost.dtype}")
+    elif cost.sum(dtype=np.float64) > _LARGEST_SUM:
+        reasons.append(f"the costs sum to {cost.sum(dtype=np.float64):.3g}, at most {_LARGEST_SUM:.3g} can be added")
+    if reasons:
+        raise ValueError("; ".join(reasons))
+
+
+def compute_image_shard_boundaries(
+    cum_image_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray, cp_size: int, cost: np.ndarray | None = None
+) -> np.ndarray:
+    """BOUNDARY_DTYPE [cp_size]: the images and pooled tokens that each rank encodes, half open, in ascending order.
+
+    `cum_*_bounds` int [u]: images (crops) and pooled tokens of units 0..u; `cost` int [u] of each unit (default: its
+    images; see `image_costs`). Deterministic; O(u + cp log(u) log(largest cost)). With fewer units than ranks the last
+    ranks are empty. ValueError lists all that is wrong: bounds that do not rise, lengths that differ, costs below 0.
+    """
+    images, tokens = np.asarray(cum_image_bounds), np.asarray(cum_token_pooling_bounds)
+    costs = np.diff(images, prepend=0) if cost is None else np.asarray(cost)
+    _refuse_bad_bounds(images, tokens, cp_size, costs)
+    return _table(images, tokens, _stops(costs, cp_size))
+
+
+def uniform_boundaries(cum_image_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray, cp_size: int) -> np.ndarray:
+    """Like `compute_image_shard_boundaries`, by the number of units alone: the first ranks get one more."""
+    images, tokens = np.asarray(cum_image_bounds), np.asarray(cum_token_pooling_bounds)
+    _refuse_bad_bounds(images, tokens, cp_size, np.ones(len(images), np.int64))
+    each, rest = divmod(len(images), cp_size)
+    stops = np.cumsum([each + (rank < rest) for rank in range(cp_size)]).tolist()
+    return _table(images, tokens, stops)
+
+
+def image_shards(
+    bounds: tuple[np.ndarray, np.ndarray], cp_size: int, stored: np.ndarray | None = None, *, units_known: bool = True
+) -> ImageShards:
+    """The ranges of a row by the first strategy that can: a stored table, the function on `bounds`, or equal counts.
+
+    `bounds`: cumulative images and pooled tokens of units; without `units_known` of single images, each then a unit of
+    its own. `stored` BOUNDARY_DTYPE [cp_size] for just this degree and these units, or None. The first two give the
+    same ranges. ValueError: a stored table of another degree, or one that does not cover what the bounds hold.
+    """
+    if not units_known:
+        return ImageShards(uniform_boundaries(*bounds, cp_size), "uniform")
+    if stored is None:
+        return ImageShards(compute_image_shard_boundaries(*bounds, cp_size), "computed")
+    if len(stored) != cp_size:
+        raise ValueError(f"a table of image shards for {len(stored)} ranks cannot be used by {cp_size}")
+    reasons = boundary_reasons(stored, *bounds)
+    if reasons:
+        raise ValueError("the stored table of image shards does not fit its pack: " + "; ".join(reasons))
+    return ImageShards(stored, "stored")
+
+
+def longest_first(
+    cum_image_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray, cp_size: int, cost: np.ndarray | None = None
+) -> ImageShards:
+    """Units to ranks one by one, the costliest first, each to the rank with the least so far: ranges of a permutation.
+
+    Graham's rule: at most 4/3 of the optimum over all assignments, and often less than the best contiguous one. A rank
+    has its units in the order of the row. Arguments and errors as `compute_image_shard_boundaries`; O(u log u).
+    """
+    images, tokens = np.asarray(cum_image_bounds), np.asarray(cum_token_pooling_bounds)
+    costs = np.diff(images, prepend=0) if cost is None else np.asarray(cost)
+    _refuse_bad_bounds(images, tokens, cp_size, costs)
+    loads = [(0, 0, rank) for rank in range(cp_size)]  # cost, units, rank: ties go to the rank with fewer units
+    rank_of = np.zeros(len(costs), np.int64)
+    for unit in np.argsort(-costs, kind="stable").tolist():
+        load, units, rank = loads[0]
+        heapq.heapreplace(loads, (load + int(costs[unit]), units + 1, rank))
+        rank_of[unit] = rank
+    order = np.argsort(rank_of, kind="stable")
+    stops = np.cumsum(np.bincount(rank_of, minlength=cp_size)).tolist()
+    permuted = [np.cumsum(np.diff(bounds, prepend=0)[order]) for bounds in (images, tokens)]
+    return ImageShards(_table(permuted[0], permuted[1], stops), "longest_first", order)
+
+
+def boundary_reasons(
+    table: np.ndarray, cum_image_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray
+) -> list[str]:
+    """What is wrong with a table BOUNDARY_DTYPE [P] for these units: gaps, overlaps, disorder, cut units, counts."""
+    reasons = []
+    edges = {}
+    for kind, bounds in (("image", cum_image_bounds), ("pool", cum_token_pooling_bounds)):
+        start, stop = table[f"start_{kind}_idx"], table[f"end_{kind}_idx"]
+        total = int(bounds[-1]) if len(bounds) else 0
+        if (start != np.concatenate(([0], stop[:-1]))).any() or (stop < start).any() or int(stop[-1]) != total:
+            reasons.append(f"its {kind} ranges do not follow each other from 0 to {total}")
+        edges[kind] = np.searchsorted(np.concatenate(([0], bounds)), stop)
+        if not np.isin(stop, np.concatenate(([0], bounds))).all():
+            reasons.append(f"its {kind} ranges end inside a unit")
+    if not reasons and (edges["image"] != edges["pool"]).any():
+        reasons.append("its image and pool ranges end at different units")
+    largest = int((table["end_pool_idx"] - table["start_pool_idx"]).max())
+    if (table["max_num_tokens"] != largest).any():
+        reasons.append(f"max_num_tokens is {table['max_num_tokens'].tolist()}, the largest rank has {largest}")
+    return reasons
+
+
+def _stops(costs: np.ndarray, cp_size: int) -> list[int]:
+    """Number of units up to and with each rank [cp_size]: the least largest cost, no rank empty that need not be."""
+    if not len(costs):
+        return [0] * cp_size
+    running = np.concatenate(([0], np.cumsum(costs, dtype=np.int64))).tolist()
+    heaviest, total = int(costs.max()), running[-1]
+    low = max(heaviest, -(-total // cp_size))
+    high = min(total, total // cp_size + heaviest)  # filling ranks one by one up to this much takes all units
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fits(running, cp_size, middle) else (middle + 1, high)
+    units, filled = len(costs), min(len(costs), cp_size)
+    stops, start = [], 0
+    for rank in range(filled):
+        room = bisect.bisect_right(running, running[start] + low, start) - 1
+        start = min(room, units - (filled - rank - 1))  # a unit is left for each rank that follows
+        stops.append(start)
+    return stops + [units] * (cp_size - filled)
+
+
+def _fits(running: Sequence[int], cp_size: int, limit: int) -> bool:
+    """Whether ranks of at most `limit` hold all units, where no unit is above it."""
+    start, last = 0, len(running) - 1
+    for _ in range(cp_size):
+        start = bisect.bisect_right(running, running[start] + limit, start) - 1
+        if start == last:
+            return True
+    return False
+
+
+def _table(images: np.ndarray, tokens: np.ndarray, stops: Sequence[int]) -> np.ndarray:
+    """The boundary table of ranks that end at these units."""
+    table = np.zeros(len(stops), BOUNDARY_DTYPE)
+    ends = np.array(stops, np.int64)
+    for kind, bounds in (("image", images), ("pool", tokens)):
+        edge = np.concatenate(([0], bounds))[ends]
+        table[f"end_{kind}_idx"], table[f"start_{kind}_idx"] = edge, np.concatenate(([0], edge[:-1]))
+    table["max_num_tokens"] = (table["end_pool_idx"] - table["start_pool_idx"]).max()
+    return table
+
+
+def units_of(table: np.ndarray, cum_image_bounds: np.ndarray, rank: int) -> range:
+    """The units that rank `rank` of a table encodes."""
+    start, stop = (int(table[name][rank]) for name in ("start_image_idx", "end_image_idx"))
+    first, last = np.searchsorted(cum_image_bounds, (start, stop), side="right").tolist()
+    return range(first, last)

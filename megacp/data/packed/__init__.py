@@ -1,0 +1,1 @@
+"""The packed dataset on disk: its files, written and read."""

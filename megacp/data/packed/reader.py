@@ -1,0 +1,139 @@
+"""Reads a packed dataset: what training opens.
+
+Key property: what opens is whole, and a pack is what was built. A dataset opens only if all files have the manifest's
+sizes and all tables agree; reading a random pack is one read at a known place, compared with its checksum. Rejected:
+checking tables at the first use of a shard, which finds damage hours into a run.
+
+See `shard_writer` for what makes a shard, `indexed`, `tables` and `manifest` for the three kinds of file.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+import os
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+
+from megacp.data.media.geometry import ImageRules
+from megacp.data.packed.manifest import MANIFEST_NAME, Manifest
+from megacp.data.packed.shard import Shard
+from megacp.data.row_images import PackImages
+
+OPEN_SHARDS = 64
+_TOLD = 20
+"""Shards whose faults one message tells."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """One pack as stored: true tokens of its segments, one after the other; `collate` adds the padding."""
+
+    index: int
+    """Number in the dataset."""
+    tokens: np.ndarray
+    """[n] token ids, n = sum of the true lengths (read-only)."""
+    weights: np.ndarray | None
+    """float32 [n], or None = all ones."""
+    segments: np.ndarray
+    """tables.SEGMENT_DTYPE [s]."""
+    branches: np.ndarray | None = None
+    """tables.BRANCH_DTYPE [sum of num_branches], in segment order; None = there are none."""
+    images: PackImages | None = None
+    """None in a dataset without images."""
+    sources: tuple[str, ...] = ()
+    """Names of the input files, by `source_file` of a segment."""
+
+    def record(self, segment: int) -> str:
+        """Where a segment comes from, as words for an error."""
+        row = self.segments[segment]
+        number = int(row["source_file"])
+        name = self.sources[number] if number < len(self.sources) else f"source {number}"
+        return f"pack {self.index}, record of {name} at byte {int(row['source_offset'])}"
+
+
+class PackedDataset:
+    """A finished dataset directory, open for reading. Pack numbers run over the shards in the manifest's order.
+
+    At most OPEN_SHARDS of its shards are open at a time: 3 descriptors each, and tables of about 60 bytes a segment.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        """Open manifest.json and look at every shard. ValueError lists all that is wrong with them."""
+        self.directory = Path(directory)
+        self.manifest = Manifest.read(directory)
+        self._stops = list(accumulate(entry.num_packs for entry in self.manifest.shards))
+        self._image_patch = image_patch_of(self.directory, self.manifest)
+        self._open: OrderedDict[int, Shard] = OrderedDict()
+        self._changes = threading.Lock()
+        samples, reasons = [], []
+        for number in range(len(self.manifest.shards)):
+            try:
+                samples.append(self._shard(number, known=False).sample())
+            except ValueError as error:
+                reasons.append(str(error))
+        if reasons:
+            more = [f"and {len(reasons) - _TOLD} more shards; `verify` lists all"] if len(reasons) > _TOLD else []
+            raise ValueError("; ".join([*reasons[:_TOLD], *more]))
+        found = json.dumps([self.manifest.fingerprint, samples])
+        self.fingerprint = hashlib.sha256(found.encode()).hexdigest()
+        """Of the files on this machine's disk: the sizes of all, the content of all but the bins, and the beginnings of
+        the bins. Equal on two machines only for equal files, but for later bytes of the bins, which are compared with
+        their checksums as they are read."""
+
+    def __len__(self) -> int:
+        """Number of packs."""
+        return self._stops[-1] if self._stops else 0
+
+    def pack(self, i: int) -> Pack:
+        """Pack `i`, 0 <= i < len (IndexError otherwise), from any thread; its arrays are read-only.
+
+        ValueError: the files are not as they were when the dataset was opened, or not as they were built.
+        """
+        if not 0 <= i < len(self):
+            raise IndexError(f"pack {i} of {self.directory}, which has {len(self)}")
+        number = bisect.bisect_right(self._stops, i)
+        shard = self._shard(number)
+        within = i - self._stops[number] + shard.entry.num_packs
+        row = shard.packs[within]
+        start = int(row["first_segment"])
+        segments = shard.segments[start : start + int(row["num_segments"])]
+        branches = None
+        if len(shard.branches):
+            count = segments["num_branches"]
+            first = int(segments["first_branch"][count > 0][0]) if count.any() else 0
+            branches = shard.branches[first : first + int(count.sum())] if count.any() else None
+        images = None if self._image_patch is None else shard.images_of(within, self._image_patch)
+        name = f"pack {i}"
+        tokens, weights = shard.token_ids(within, name), shard.loss_weights(within, name)
+        return Pack(i, tokens, weights, segments, branches, images, self.manifest.sources)
+
+    def _shard(self, number: int, known: bool = True) -> Shard:
+        """An open shard; the one that was not used for longest is let go when there are too many."""
+        with self._changes:
+            if number in self._open:
+                self._open.move_to_end(number)
+                return self._open[number]
+        entry = self.manifest.shards[number]
+        shard = Shard(self.directory / entry.name, entry, self.manifest, known=known)
+        with self._changes:
+            self._open[number] = shard
+            if len(self._open) > OPEN_SHARDS:
+                self._open.popitem(last=False)
+        return shard
+
+
+def image_patch_of(directory: Path, manifest: Manifest) -> int | None:
+    """Token id that stands where an image feature is added; None for text. ValueError: the image rules are wrong."""
+    if manifest.image_rules is None:
+        return None
+    try:
+        return ImageRules.from_dict(manifest.image_rules).token_ids.get("image_patch")
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ValueError(f"{directory / MANIFEST_NAME}: `image_rules`: {error}") from error

@@ -1,0 +1,137 @@
+"""Reads every byte of a packed dataset and says what is wrong, one line a file.
+
+Key property: one damaged file hides no other: each is looked at by itself first, and the content of those shards whose
+files are sound. Rejected: stopping at what opening a dataset finds, which tells half and needs a second run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megacp import files
+from megacp.data.media.shards import boundary_reasons
+from megacp.data.packed.manifest import FileEntry, Manifest, ShardEntry
+from megacp.data.packed.reader import image_patch_of
+from megacp.data.packed.shard import Shard
+from megacp.data.packed.stored_file import StoredFile
+from megacp.data.row_images import row_units, vision_inputs
+
+_TOLD = 10
+"""Packs that a line names."""
+
+
+def verify(directory: str | os.PathLike[str]) -> list[str]:
+    """Everything that is wrong with a dataset, [] when it is sound: what opening checks, then every byte of it.
+
+    Bytes: the sha256 of each file, the checksum of each pack and image, token ids below the vocabulary size, weights
+    finite and not negative, image tokens and boundary tables as the units say.
+    """
+    directory = Path(directory)
+    try:
+        manifest = Manifest.read(directory)
+        image_patch = image_patch_of(directory, manifest)
+    except ValueError as error:
+        return [str(error)]
+    reasons, first = [], 0
+    for entry in manifest.shards:
+        reasons += _Check(directory, entry, manifest, image_patch, first).reasons()
+        first += entry.num_packs
+    return reasons
+
+
+def damaged_file(directory: Path, entry: ShardEntry, file: FileEntry) -> str | None:
+    """Why a file is not the one that was built: not there, no regular file, or of another size or sha256."""
+    path = directory / entry.name / file.name
+    try:
+        StoredFile(path, file)
+        found = files.sha256_of(path, file.size)[1]
+    except ValueError as error:
+        return str(error)
+    except OSError as error:
+        return f"{path}: cannot be read: {error.strerror}"
+    return None if found == file.sha256 else f"{path}: sha256 is {found}, the manifest says {file.sha256}"
+
+
+@dataclass(frozen=True)
+class _Check:
+    """The check of one shard, whose first pack is `first` in the dataset."""
+
+    directory: Path
+    entry: ShardEntry
+    manifest: Manifest
+    image_patch: int | None
+    first: int
+
+    def reasons(self) -> list[str]:
+        """One for each damaged file, or else for each contradiction in what the files hold."""
+        found = {file.name: damaged_file(self.directory, self.entry, file) for file in self.entry.files}
+        damaged = {name: reason for name, reason in found.items() if reason}
+        if damaged and any(not name.endswith(".bin") or ": sha256 is " not in damaged[name] for name in damaged):
+            return list(damaged.values())
+        try:
+            shard = Shard(self.directory / self.entry.name, self.entry, self.manifest)
+        except (ValueError, OSError) as error:
+            return [*damaged.values(), str(error)]
+        if not damaged:
+            packs = range(self.entry.num_packs)
+            return [f"pack {self.first + i}: {reason}" for i in packs for reason in self._pack_reasons(shard, i)]
+        return [f"{reason}{self._changed(shard, name)}" for name, reason in damaged.items()]
+
+    def _pack_reasons(self, shard: Shard, number: int) -> Iterator[str]:
+        """What is wrong with one pack of a shard with sound files."""
+        try:
+            tokens, weights = shard.token_ids(number, "it"), shard.loss_weights(number, "its weights")
+        except (ValueError, OSError) as error:
+            yield str(error)
+            return
+        low, high, ids = int(tokens.min()), int(tokens.max()), self.manifest.num_token_ids
+        if low < 0 or high >= ids:
+            yield f"token ids {low}..{high}, the vocabulary is 0..{ids - 1}"
+        if weights is not None and not (np.isfinite(weights).all() and (weights >= 0).all()):
+            yield "loss weights that are negative or not finite"
+        if self.image_patch is not None:
+            yield from _image_reasons(shard, number, tokens, self.image_patch)
+
+    def _changed(self, shard: Shard, name: str) -> str:
+        """Which packs or items a damaged bin has changed, as the end of a sentence; empty where no checksums say."""
+        read: dict[str, Callable[[int], object]] = {
+            "tokens.bin": lambda i: shard.token_ids(i, ""),
+            "weights.bin": lambda i: shard.loss_weights(i, ""),
+            "images.bin": shard.item,
+        }
+        first, count, what = self.first, self.entry.num_packs, "packs"
+        if name == "images.bin" and shard.images is not None:
+            first, count, what = 0, len(shard.images), "items"
+        changed = []
+        for i in range(count):
+            try:
+                read[name](i)
+            except (ValueError, OSError):
+                changed.append(str(first + i))
+        if not changed:
+            return ""
+        more = f" and {len(changed) - _TOLD} more" if len(changed) > _TOLD else ""
+        return f"; changed {what}: {', '.join(changed[:_TOLD])}{more}"
+
+
+def _image_reasons(shard: Shard, number: int, tokens: np.ndarray, image_patch: int) -> Iterator[str]:
+    """Whether the image tokens of a pack are those of its units, and the boundary tables and stored images fit them."""
+    images = shard.images_of(number, image_patch)
+    first = int(shard.packs["first_segment"][number])
+    segments = shard.segments[first : first + int(shard.packs["num_segments"][number])]
+    lengths = segments["true_length"].astype(np.int64)
+    units = row_units([images], [len(lengths)], np.cumsum(lengths) - lengths)
+    try:
+        vision_inputs(units, tokens, image_patch)
+        for item in np.unique(units.item).tolist():
+            images.read(item)
+    except (ValueError, OSError) as error:
+        yield str(error)
+    for degree, table in images.boundaries.items():
+        for reason in boundary_reasons(table, units.cum_images, units.cum_pooled):
+            yield f"shards_cp{degree}.npy: {reason}"

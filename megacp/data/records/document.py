@@ -1,0 +1,209 @@
+"""A parsed record as one row of token ids with its weights, branches, images: what a packer packs.
+
+Key property: every text of a chunk of records is tokenized in one call, and a token that means an image comes from an
+image alone: text that spells one is refused. A document begins with the token that the tokenizer begins a text with, so
+that a prompt which a server tokenizes is one of training. Rejected: writing images as text and tokenizing the whole,
+which lets a record forge image tokens, and needs a tokenizer that has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from megacp.data.media.reader import Part, Placed
+from megacp.data.media.spool import Spool, Stored
+from megacp.data.packed.indexed import token_dtype
+from megacp.data.packed.writer import Segment, SegmentUnit
+from megacp.data.records.sample import Piece
+from megacp.data.tokenize.tokenizer import Tokenizer
+
+
+class Origin(NamedTuple):
+    """Where a document comes from, and what multiplies its loss weights."""
+
+    source: int
+    """Index into the manifest's sources."""
+    offset: int
+    weight: float
+    items: tuple[Stored, ...]
+    """Its images and videos in the spool."""
+
+
+def learned_tokens(tokens: np.ndarray, weights: np.ndarray | None, branch_starts: Sequence[int]) -> int:
+    """How many tokens of a document have a loss weight and a token before them that predicts them.
+
+    tokens: [n]; weights: [n] or None = all ones. Where all branches begin with the same token, the prefix predicts it.
+    """
+    if weights is None and not branch_starts:
+        return len(tokens) - 1
+    counted = np.ones(len(tokens), bool) if weights is None else weights > 0
+    first = np.array([0, *branch_starts])
+    total = int(counted.sum() - counted[first].sum())
+    if branch_starts and (tokens[first[1:]] == tokens[first[1]]).all():
+        total += int(counted[first[1]])
+    return total
+
+
+class Document(NamedTuple):
+    """A record in tokens."""
+
+    origin: Origin
+    tokens: np.ndarray
+    weights: np.ndarray | None
+    """float32 [n]; None = all ones."""
+    branch_starts: tuple[int, ...]
+    units: tuple[SegmentUnit, ...]
+
+    def teaches(self, longest: int) -> bool:
+        """Whether something of its first `longest` tokens is learned."""
+        weights = None if self.weights is None else self.weights[:longest]
+        return learned_tokens(self.tokens[:longest], weights, self.branch_starts) > 0
+
+    @property
+    def num_crops(self) -> int:
+        """Crops of all its images and frames."""
+        return sum(unit.num_crops for unit in self.units)
+
+    def segment(self, start: int, stop: int, cut_flag: int, spool: Spool | None) -> Segment:
+        """Tokens start..stop as a segment; one with branches or images is never cut."""
+        origin, length = self.origin, len(self.tokens)
+        if start == 0 and stop == length:
+            # `item` is bound here: a closure over the loop's variable would read the last one each time
+            items = tuple(lambda item=item: spool.read(item) for item in origin.items) if spool is not None else ()
+            place = origin.source, origin.offset, 0
+            return Segment(self.tokens, self.weights, *place, self.branch_starts, 0, self.units, items)
+        weights = None if self.weights is None else self.weights[start:stop]
+        return Segment(self.tokens[start:stop], weights, origin.source, origin.offset, start, (), cut_flag)
+
+
+class DocumentMaker:
+    """Turns parts of records into documents."""
+
+    def __init__(self, tokenizer: Tokenizer, append_eod: bool, token_ids: dict[str, int]) -> None:
+        """`token_ids`: of the special image tokens; empty in a text build."""
+        self._tokenizer = tokenizer
+        self._special = {i: name for name, i in token_ids.items()}
+        self._special_ids = np.array(sorted(self._special))
+        self.num_token_ids = max([tokenizer.vocab_size, *(i + 1 for i in self._special)])
+        self._eod = None
+        if append_eod:
+            assert tokenizer.eos_id is not None, "checked before any worker starts"
+            self._eod = np.array([tokenizer.eos_id], dtype=np.int32)
+        self._first = None if tokenizer.begins_with is None else np.array([tokenizer.begins_with], dtype=np.int32)
+
+    def encode(self, records: Sequence[Sequence[Sequence[Part]]]) -> Iterator[Encoded]:
+        """The ids of each record's prefix and branches, in order."""
+        pieces = [part for record in records for parts in record for part in parts if isinstance(part, Piece)]
+        encoded = iter(self._tokenizer.encode([piece.text for piece in pieces if piece.text is not None]))
+        for record in records:
+            yield Encoded(self._begun([self._stretches(parts, encoded) for parts in record]))
+
+    def _begun(self, parts: list[list[Stretch]]) -> list[list[Stretch]]:
+        """A record's prefix and branches after the token that begins every document, if its text does not have it."""
+        prefix, *branches = parts
+        head = next((stretch for stretch in prefix if len(stretch.ids)), None)
+        if self._first is None or head is None or head.ids[0] == self._first[0]:
+            return parts
+        return [[Stretch(self._first, head.weight), *prefix], *branches]
+
+    def _stretches(self, parts: Sequence[Part], encoded: Iterator[np.ndarray]) -> list[Stretch]:
+        result = []
+        for part in parts:
+            if isinstance(part, Placed):
+                result.append(Stretch(part.tokens, 0.0, part))
+            elif part.text is not None:
+                result.append(Stretch(next(encoded), part.weight))
+            elif self._eod is not None:
+                result.append(Stretch(self._eod, part.weight))
+        return result
+
+    def forged(self, encoded: Encoded) -> str | None:
+        """The name of an image token that a text of the record spells, or None."""
+        if not self._special:
+            return None
+        for stretch in encoded.stretches:
+            if stretch.placed is None and (bad := np.isin(stretch.ids, self._special_ids)).any():
+                return self._special[int(stretch.ids[bad][0])]
+        return None
+
+    def document(self, encoded: Encoded, origin: Origin) -> Document:
+        """The document of an encoded record."""
+        stretches, weight = encoded.stretches, origin.weight
+        weights = None
+        if weight != 1.0 or any([stretch.weight != 1.0 for stretch in stretches]):
+            each = np.array([stretch.weight * weight for stretch in stretches], dtype=np.float32)
+            weights = np.repeat(each, [len(stretch.ids) for stretch in stretches])
+        tokens = np.concatenate(
+            [stretch.ids for stretch in stretches], dtype=token_dtype(self.num_token_ids), casting="unsafe"
+        )
+        lengths = encoded.lengths
+        starts = tuple(np.cumsum(lengths)[:-1].tolist()) if len(lengths) > 1 else ()
+        return Document(origin, tokens, weights, starts, encoded.units())
+
+
+class Stretch(NamedTuple):
+    """Ids of one weight: a text's, the end of document, or a unit's."""
+
+    ids: np.ndarray
+    weight: float
+    placed: Placed | None = None
+
+
+def _lengths(parts: list[list[Stretch]]) -> list[int]:
+    return [sum([len(stretch.ids) for stretch in part]) for part in parts]
+
+
+def _begins_learned(part: list[Stretch]) -> bool:
+    return next((stretch.weight for stretch in part if len(stretch.ids)), 0.0) > 0
+
+
+def _predictable(parts: list[list[Stretch]]) -> list[list[Stretch]]:
+    """A record's prefix and branches, such that some token before it predicts the first one of every branch.
+
+    The end of a prefix cannot stand for several: where a branch begins with learned text, every branch begins with the
+    prefix's last token instead, at the place that it had. Each still is the sequence that prefix and branch make, and
+    the token is learned once, as before.
+    """
+    prefix, *branches = parts
+    *before, end = prefix
+    while not len(end.ids):  # texts of no token
+        end = before.pop()
+    last = end.ids[-1:]
+    moved = [[Stretch(last, end.weight if i == 0 else 0.0), *branch] for i, branch in enumerate(branches)]
+    return [[*before, end._replace(ids=end.ids[:-1])], *moved]
+
+
+class Encoded:
+    """A record's prefix and branches as stretches; made once for every record, so it counts once."""
+
+    __slots__ = ("is_guesswork", "lengths", "num_crops", "stretches")
+
+    def __init__(self, parts: list[list[Stretch]]) -> None:
+        self.lengths = _lengths(parts)
+        """Tokens of the prefix and of each branch."""
+        self.is_guesswork = False
+        """Whether a branch begins with learned text and no token can be there to predict it."""
+        if len(parts) > 1 and 0 not in self.lengths and any(_begins_learned(branch) for branch in parts[1:]):
+            self.is_guesswork = self.lengths[0] == 1
+            parts = parts if self.is_guesswork else _predictable(parts)
+            self.lengths = _lengths(parts)
+        self.stretches = [stretch for part in parts for stretch in part]
+        """All of them, in order."""
+        self.num_crops = sum([one.placed.layout.num_crops for one in self.stretches if one.placed is not None])
+        """Crops of all its images and frames."""
+
+    def units(self) -> tuple[SegmentUnit, ...]:
+        """Its images and frames."""
+        if not self.num_crops:
+            return ()
+        units, start = [], 0
+        for stretch in self.stretches:
+            if stretch.placed is not None:
+                placed = stretch.placed
+                sizes = len(placed.tokens), placed.layout.num_crops, placed.layout.num_pooled
+                units.append(SegmentUnit(placed.item, start, *sizes, placed.frame))
+            start += len(stretch.ids)
+        return tuple(units)

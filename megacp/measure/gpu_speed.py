@@ -1,0 +1,170 @@
+"""Speed on one GPU: training steps with utilisation, attention with mixed masks, a replay of a context-parallel plan.
+
+Utilisation is model FLOPs / (seconds x the vendor's dense peak). Model FLOPs of a step: 6 x weights x tokens for the
+products, and for attention 12 x layers x width of the heads x allowed pairs; a causal pair that the mask forbids is not
+counted, recomputation neither.
+
+Key property: the device is waited for before every reading of the clock, the first calls (which compile) are left out,
+and each figure holds what it was measured on. Rejected: profiler totals, which need a person to read them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from megacp.backends.select import backend_problems
+from megacp.config.run import RunConfig, with_values
+from megacp.context_parallel.attention import core_attention, select_transport
+from megacp.context_parallel.layout import LAYOUTS
+from megacp.context_parallel.plan import AttentionPlan
+from megacp.context_parallel.shard import mask_metadata
+from megacp.data.synthetic.mixed import mixed_row
+from megacp.data.synthetic.mock import MockRules, mock_batch
+from megacp.distributed.grid import GridShape, build_grid, single_axis
+from megacp.monitor.flops import gpu_peak, utilisation
+from megacp.monitor.memory import peak_bytes
+from megacp.ops.attention import empty_partial, kernel_name, select_kernel
+from megacp.ops.mask import allowed
+from megacp.planner.costs import model_flops, model_parameters
+from megacp.training.step import Trainee
+
+BILLION = {
+    "num_layers": 16,
+    "hidden_size": 2048,
+    "ffn_hidden_size": 8192,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "vocab_size": 32000,
+    "dtype": "bfloat16",
+}
+"""A model of the 1B class (Llama 3.2's sizes with a smaller vocabulary)."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measurement, or why there is none."""
+
+    name: str
+    values: dict[str, float | None]
+    skipped: str = ""
+
+
+def _wait(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds_of(call: Callable[[], object], device: str, warm: int = 2, timed: int = 3) -> float:
+    """Mean seconds of a call once it is warm."""
+    for _ in range(warm):
+        call()
+    _wait(device)
+    begin = time.perf_counter()
+    for _ in range(timed):
+        call()
+    _wait(device)
+    return (time.perf_counter() - begin) / timed
+
+
+def training_speed(device: str, tokens: int, recompute: str, layers: str, settings: dict[str, object]) -> Figure:
+    """Steps of one pack of causal documents of `tokens` on one device; `layers` is a value of `--transformer-impl`."""
+    name = f"training, {tokens} tokens, recompute {recompute}, {layers}"
+    chosen = {"seq_length": tokens, "recompute_granularity": recompute, "transformer_impl": layers}
+    config = with_values(RunConfig(), {**settings, **chosen})
+    problems = backend_problems(config, torch.device(device).type)
+    if problems:
+        return Figure(name, {}, "; ".join(problems))
+    trainee = Trainee(config, build_grid(GridShape(), 0, device))
+    batch = mock_batch([0], MockRules(config.model.vocab_size, tokens, mask="causal"))
+    steps = iter(range(1, 100))
+    seconds = seconds_of(lambda: trainee.train([batch], next(steps), batch.weight_sum), device)
+    area = int(mask_metadata(batch).cost.sum())
+    flops = model_flops(config.model, int((batch.document >= 0).sum()), area).training
+    on_gpu = torch.device(device).type == "cuda"
+    peak = gpu_peak(torch.cuda.get_device_name(), config.training.dtype) if on_gpu else None
+    values = {
+        "parameters": float(model_parameters(config.model)),
+        "tokens/s": tokens / seconds,
+        "seconds/step": seconds,
+        "model FLOPs": flops,
+        "MFU": utilisation(flops, seconds, peak),
+        "peak GiB": peak_bytes(torch.device(device).type) / 2**30,
+    }
+    return Figure(name, values)
+
+
+def attention_speed(device: str, tokens: int, heads: tuple[int, int], width: int, dense_up_to: int) -> Figure:
+    """Forward and backward over a row of images, videos and branches: our kernel, and SDPA with a bool mask.
+
+    SDPA gets a copy of K and V for every query head, without which only its kernel that holds all scores takes a mask;
+    where the device has no room for it there is no figure of it.
+    """
+    metadata = mask_metadata(mixed_row(tokens, seed=1))
+    plan = AttentionPlan(np.arange(len(metadata))[None], metadata, 0)
+    kind = torch.device(device)
+    dtype = torch.bfloat16 if kind.type == "cuda" else torch.float32
+    shapes = [(len(metadata), n, width) for n in (heads[0], heads[1], heads[1])]
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes)
+    dout = torch.randn(shapes[0], device=device, dtype=dtype)
+    transport = select_transport("p2p", kernel_name("auto", kind.type), single_axis("cp"), kind)
+
+    def fused() -> object:
+        out = core_attention(q, k, v, transport=transport, plan=plan, scale=width**-0.5)
+        return torch.autograd.grad(out, (q, k, v), dout)
+
+    seconds = seconds_of(fused, device)
+    area = int(metadata.cost.sum())
+    values: dict[str, float | None] = {
+        "ms": 1000 * seconds,
+        "share of pairs allowed": area / len(metadata) ** 2,
+        "TFLOP/s": 14 * area * heads[0] * width / seconds / 1e12,  # 4 forward, 10 backward (one product again)
+        "dense SDPA ms": None,
+    }
+    if tokens <= dense_up_to:
+        index = torch.from_numpy(plan.local)
+        mask = torch.from_numpy(allowed(metadata.take(plan.local), metadata.take(plan.local))).to(device)
+        mask |= (~mask.any(-1))[:, None]  # padding sees everything: a row without keys would be NaN
+        shares = (1, heads[0] // heads[1], heads[0] // heads[1], 1)
+        a, b, c, g = (
+            x[index.to(device)].detach().repeat_interleave(share, 1).transpose(0, 1)[None].contiguous()
+            for x, share in zip((q, k, v, dout), shares, strict=True)
+        )  # [n, heads, d] -> [1, query heads, n, d]
+        a, b, c = (x.requires_grad_() for x in (a, b, c))
+
+        def dense() -> object:
+            out = F.scaled_dot_product_attention(a, b, c, attn_mask=mask, scale=width**-0.5)
+            return torch.autograd.grad(out, (a, b, c), g)
+
+        with contextlib.suppress(torch.OutOfMemoryError):
+            values["dense SDPA ms"] = 1000 * seconds_of(dense, device)
+    return Figure(f"attention with mixed masks, {tokens} tokens, {heads[0]}/{heads[1]} heads x {width}", values)
+
+
+def replay(device: str, tokens: int, cp: int, heads: tuple[int, int], width: int) -> Figure:
+    """Each rank's forward tiles of a balanced plan of `cp` ranks, one after the other on the one device."""
+    metadata = mask_metadata(mixed_row(tokens, seed=1).with_padding_to(-(-tokens // cp) * cp))
+    kind = torch.device(device)
+    kernel = select_kernel(kernel_name("auto", kind.type), kind)
+    dtype = torch.bfloat16 if kind.type == "cuda" else torch.float32
+    indices = LAYOUTS["balanced"].deal(metadata, cp)
+    k, v = (torch.randn(len(metadata), heads[1], width, device=device, dtype=dtype) for _ in range(2))
+    found = []
+    for rank in range(cp):
+        plan = AttentionPlan(indices, metadata, rank)
+        q = torch.randn(len(plan.local), heads[0], width, device=device, dtype=dtype)
+        table = plan.table_of_row
+
+        def attend(q: torch.Tensor = q, table: object = table) -> object:
+            return kernel.attend(empty_partial(q), (q, k, v), table, width**-0.5)  # type: ignore[arg-type]
+
+        found.append(seconds_of(attend, device))
+    values = {"slowest ms": 1000 * max(found), "mean ms": 1000 * float(np.mean(found))}
+    values["slowest over mean"] = max(found) / float(np.mean(found))
+    return Figure(f"replay of a balanced plan, {tokens} tokens, cp {cp}", values)

@@ -1,0 +1,158 @@
+"""What a layout costs, counted from plans alone: balance of attention area, keys that must travel, tiles computed.
+
+Key property: arithmetic on one process for any number of ranks, on the very plans that training uses; nothing but the
+planning itself is timed. Rejected: measuring imbalance by the clock, which on a small machine measures the machine.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megacp.context_parallel.all_gather import table_of_others
+from megacp.context_parallel.kv_exchange import exchange_stages, needed_rows
+from megacp.context_parallel.layout import Layout
+from megacp.context_parallel.plan import AttentionPlan
+from megacp.measure.exchange_bound import Rows, least_remote_rows
+from megacp.ops.attention import Saved, TileKernel, empty_partial
+from megacp.ops.mask import Metadata, TileTable, tile_table
+
+HEADS, GROUPS, WIDTH = 8, 4, 64
+"""Query heads, K/V heads and elements of a head wherever attention is counted or measured."""
+AREA_SLACK = 0.03
+"""How uneven the layouts may be that the lower bound speaks of."""
+COUNTED = ("p2p", "all_gather", "kv_exchange", "a2a")
+"""Transports whose tiles are counted."""
+
+
+@dataclass(frozen=True)
+class LayoutFigures:
+    """One row under one layout and degree."""
+
+    area_max_over_mean: float
+    remote_rows: int
+    """K/V rows of other ranks that are needed, summed over ranks."""
+    remote_share: float
+    """Of all rows of other ranks, mean over ranks."""
+    ranks_per_document: float
+    """Mean over documents."""
+
+
+@dataclass(frozen=True)
+class TileFigures:
+    """What the kernel is called for, summed over ranks."""
+
+    pairs_over_allowed: float
+    """Pairs of query and key computed, over those that the mask allows: 1 when none is computed in vain or left out."""
+    calls: int
+    empty_calls: int
+    """Calls without a query or without a key."""
+    tiles: int
+    """Non-empty tiles; small ones of a row share a call."""
+
+
+@dataclass(frozen=True)
+class PlanningSeconds:
+    """What one rank plans before a microbatch."""
+
+    wall: float
+    cpu: float
+
+
+def plans_of(metadata: Metadata, layout: Layout, cp: int) -> list[AttentionPlan]:
+    """The plan of every rank for a row that needs no padding."""
+    indices = layout.deal(metadata, cp)
+    first = AttentionPlan(indices, metadata, 0)
+    return [first, *(AttentionPlan(indices, metadata, rank, first.order) for rank in range(1, cp))]
+
+
+def area_per_rank(plans: list[AttentionPlan]) -> np.ndarray:
+    """Allowed pairs of each rank's queries, int64 `[cp]`."""
+    cost = plans[0].metadata.own_table.keys_per_query
+    return np.array([cost[plan.local].sum() for plan in plans])
+
+
+def layout_figures(plans: list[AttentionPlan]) -> LayoutFigures:
+    """The figures of one layout, from what kv_exchange makes of the plans."""
+    metadata, cp = plans[0].metadata, len(plans)
+    area = area_per_rank(plans)
+    remote = 0
+    for plan, needed in zip(plans, needed_rows(plans[0]), strict=True):
+        remote += int(needed.sum() - needed[plan.local].sum())
+    owner = np.empty(len(metadata), np.int64)
+    for plan in plans:
+        owner[plan.local] = plan.cp_rank
+    real = metadata.document >= 0
+    homes = np.unique(np.stack([metadata.document[real], owner[real]]), axis=1).shape[1]
+    documents = len(np.unique(metadata.document[real]))
+    others = cp * (len(metadata) - len(metadata) // cp)
+    return LayoutFigures(float(area.max() / area.mean()), remote, remote / others, homes / max(1, documents))
+
+
+def remote_rows_bound(metadata: Metadata, cp: int) -> int:
+    """`planner.exchange_bound` for a row: no layout within `AREA_SLACK` needs fewer remote rows, summed over ranks."""
+    prefixes = metadata.take(np.flatnonzero((metadata.branch == 0) & (metadata.document >= 0)))
+    prefix_keys = tile_table(metadata, prefixes).keys_per_query
+    rows = Rows(metadata.document, metadata.own_table.keys_per_query, prefix_keys)
+    return least_remote_rows(rows, cp, AREA_SLACK)
+
+
+class CountingKernel(TileKernel):
+    """Walks tables as any kernel of tiles does, counts calls and pairs, computes nothing."""
+
+    def __init__(self) -> None:
+        self.calls = self.empty_calls = self.pairs = 0
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `TileKernel.forward`."""
+        n, m = len(q), len(k)
+        self.calls += 1
+        self.empty_calls += n == 0 or m == 0
+        self.pairs += n * (n + 1) // 2 if causal else n * m
+        return torch.zeros_like(q), torch.zeros(q.shape[:2])
+
+    def backward(
+        self, saved: Saved, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `TileKernel.backward`."""
+        raise NotImplementedError("a forward says which tiles there are")
+
+
+def tables_of(plan: AttentionPlan, transport: str) -> list[TileTable]:
+    """The tables that a rank walks under a transport of `COUNTED`."""
+    if transport == "p2p":
+        return [plan.table(source) for source in range(plan.cp)]
+    if transport == "all_gather":
+        return [plan.table(plan.cp_rank), table_of_others(plan)]
+    if transport == "kv_exchange":
+        return [plan.table(plan.cp_rank), *(stage.table for stage in exchange_stages(plan, 1))]
+    if transport == "a2a":
+        return [plan.grouped(plan.cp).table_of_row]
+    raise ValueError(f"no tables are counted for {transport}; choose {', '.join(COUNTED)}")
+
+
+def tile_figures(plans: list[AttentionPlan], transport: str) -> TileFigures:
+    """What all ranks compute together. Under a2a each rank walks the whole row, for its share of the heads."""
+    kernel, tiles = CountingKernel(), 0
+    for plan in plans:
+        for table in tables_of(plan, transport):
+            q, k = torch.zeros(table.queries, 1, 1), torch.zeros(1, 1, 1).expand(table.keys, GROUPS, WIDTH)
+            kernel.attend(empty_partial(q), (q, k, k), table, 1.0)  # keys as wide as measured ones share calls alike
+            tiles += table.num_tiles
+    area = int(plans[0].metadata.own_table.area) * (len(plans) if transport == "a2a" else 1)
+    return TileFigures(kernel.pairs / area, kernel.calls, kernel.empty_calls, tiles)
+
+
+def planning_seconds(metadata: Metadata, layout: Layout, cp: int) -> PlanningSeconds:
+    """What the middle rank plans: the deal, its own tables ready to walk, and what is exchanged."""
+    fresh = metadata.take(np.arange(len(metadata)))  # remembers no table
+    begin, cpu = time.perf_counter(), time.process_time()
+    plan = AttentionPlan(layout.deal(fresh, cp), fresh, cp // 2)
+    for table in tables_of(plan, "kv_exchange"):
+        assert table.rows is not None
+    return PlanningSeconds(time.perf_counter() - begin, time.process_time() - cpu)

@@ -1,0 +1,244 @@
+"""What a parity check trains: any run's config made small enough for one process, and the config of that one process.
+
+Key property: the layout under test (grid, virtual stages, transport, layout of tokens, recomputation, micro batch) is
+never touched; only rows, batch and precision shrink, and every change is told. Rejected: a config of its own for the
+check, which would test a layout that nobody runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from megacp.config.checks.check import require
+from megacp.config.run import RunConfig, Value, fields, flag, flatten, with_values
+from megacp.data.packed.manifest import MANIFEST_NAME
+from megacp.data.synthetic.mock import MockRules
+from megacp.measure.parity_sizes import IMAGE_SIZES, MODELS, named_sizes, small_sizes
+from megacp.ops.attention import kernel_problem
+from megacp.planner.report import human_count
+from megacp.planner.vision import run_parameters
+from megacp.training.images import mock_images
+from megacp.training.sources import open_sources
+
+MAX_PARAMETERS = 20_000_000
+"""One process holds the whole model in float64 with its optimizer, and all gradients are collected and compared."""
+_DEFAULT_VOCABULARY = 211
+_ROW, _ROW_OF_CONFIG = 64, 256
+"""Tokens of a row: of the named models, and the most that is left of a config's."""
+_EPSILONS = {"float64": 1e-4, "float32": 1e-4, "bfloat16": 1e-2}
+"""Least epsilon of AdamW: with 1e-8 its first update is the gradient's sign, and a gradient that is all rounding would
+make a whole update of it.
+"""
+_SET_ASIDE: dict[str, Value] = {
+    "valid_data_path": None,
+    "eval_interval": 0,
+    "exit_duration": None,
+    "dry_run": False,
+    "world_size": None,
+}
+"""What is no part of a step, besides the rooms `checkpoint` and `log`."""
+_ON_CPU: dict[str, Value] = {
+    "attention_kernel": "auto",
+    "transformer_impl": "native",
+    "fp8": "off",
+    "cross_entropy_fusion_impl": "native",
+}
+"""What stands in for choices that only a GPU can run."""
+MOST_ROW_TOKENS = 4096
+"""Tokens of a stored row: one process holds heads x T x T scores of it in float64, 1 GiB at 8 heads."""
+
+
+@dataclass(frozen=True)
+class ParitySetup:
+    """A config to train beside one process on the same packs, and what was changed on the way."""
+
+    config: RunConfig
+    """Of the grid."""
+    rules: MockRules | None
+    """Of random packs; None takes those of --data-path."""
+    world_size: int
+    model: str | None
+    """The name in `MODELS` of the sizes; None when they are the config's own."""
+    notes: tuple[str, ...]
+
+    @property
+    def reference(self) -> RunConfig:
+        """Of the one process: no parallelism, dense mask, nothing recomputed."""
+        return one_process(self.config, self.world_size)
+
+    @property
+    def packs(self) -> str:
+        """Which packs, in words."""
+        if self.rules is None:
+            return f"packs of {self.config.data.data_path}, mask {self.config.data.attention_mask}"
+        return f"random packs, mask {self.rules.mask}"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line of a check says besides the flags of a run."""
+
+    given: frozenset[str]
+    """Fields of a run that stood as flags: they are kept."""
+    has_config: bool = False
+    """A YAML file was read: its contradictions are told before anything is made smaller."""
+    model: str | None = None
+    """A name of `MODELS`; None keeps the sizes of the config, or takes tiny_llm without one."""
+    mask: str | None = None
+    """One of `MASKS`; None takes `--attention-mask`."""
+    world_size: int | None = None
+    """Default: tp x pp x cp."""
+
+
+def prepare(config: RunConfig, request: Request) -> ParitySetup:
+    """The setup of a check. Raises ValueError with all reasons why there can be none."""
+    model = request.model if request.model or request.has_config else "tiny_llm"
+    if model is not None and model not in MODELS:
+        raise ValueError(f"--model {model} is unknown; choose {', '.join(MODELS)}, or give sizes with --config")
+    notes: list[str] = []
+    config = with_values(config, _aside())
+    config = _on_cpu(config, notes)
+    config = _with_packs(config, request, notes)
+    kept = request.given | (set(IMAGE_SIZES) if config.data.data_path is not None else set())
+    if model is not None:
+        sizes = {name: value for name, value in named_sizes(model, config).items() if name not in kept}
+        if config.data.data_path is not None:  # its ids must have rows
+            sizes.pop("vocab_size", None)
+        config = with_values(config, sizes)
+    if config.data.data_path is not None:
+        config, _ = open_sources(config)  # refuses what does not fit, before a process starts
+    elif config.model.vocab_size == 0:
+        config = with_values(config, {"vocab_size": _DEFAULT_VOCABULARY})
+        notes.append(f"--vocab-size {_DEFAULT_VOCABULARY}, as no dataset is there to say")
+    world_size = request.world_size or config.model_ranks
+    if request.has_config:
+        require(config, world_size)
+    config = _small_enough(config, kept, notes)
+    before = flatten(config)
+    for name, value in _smaller(config, world_size, request).items():
+        if name in request.given or before[name] == value:
+            continue
+        config = with_values(config, {name: value})
+        if request.has_config or name == "adam_eps":
+            notes.append(f"{flag(name)} {value} instead of {before[name]} (as a flag yours is kept)")
+    require(config, world_size)
+    rules = None
+    if config.data.data_path is None:
+        default = "mixed" if config.vision.vision_num_layers else config.data.attention_mask
+        length, mask = config.data.seq_length, request.mask or default
+        images = mock_images(config)
+        rules = MockRules(config.model.vocab_size, length, mask, True, config.training.seed, images)
+    setup = ParitySetup(config, rules, world_size, model, tuple(notes))
+    require(setup.reference, 1)
+    return setup
+
+
+def _aside() -> dict[str, Value]:
+    """Fields that are no part of a step, at their defaults: nothing is saved, loaded or logged."""
+    default = flatten(RunConfig())
+    rooms = {info.name: default[info.name] for info in fields().values() if info.room in ("checkpoint", "log")}
+    return {**rooms, **_SET_ASIDE}
+
+
+def _on_cpu(config: RunConfig, notes: list[str]) -> RunConfig:
+    """The config with what a CPU runs in place of what only a GPU does; each change is told."""
+    before = flatten(config)
+    wanted = dict(_ON_CPU)
+    if kernel_problem(config.training.attention_kernel, "cpu", "float64") is None:
+        wanted.pop("attention_kernel")
+    for name, value in wanted.items():
+        if before[name] not in (value, "auto"):
+            notes.append(f"{flag(name)} {value} instead of {before[name]}: the check runs on CPUs")
+    return with_values(config, wanted)
+
+
+def _with_packs(config: RunConfig, request: Request, notes: list[str]) -> RunConfig:
+    """The config with `--data-path` where its packs can be taken, else without it, which is told."""
+    path, length = config.data.data_path, config.data.seq_length
+    if path is None:
+        return config
+    reason = None
+    if request.mask is not None:
+        reason = f"--mask {request.mask} draws random packs"
+    elif not Path(path, MANIFEST_NAME).is_file():
+        reason = f"it holds no {MANIFEST_NAME}"
+    elif length > MOST_ROW_TOKENS:
+        reason = f"one process would hold a mask of {length:,} x {length:,}, at most {MOST_ROW_TOKENS:,} are taken"
+    if reason is None:
+        return config
+    if "data_path" in request.given:
+        raise ValueError(f"--data-path {path}: {reason}; leave it out to check on random packs")
+    notes.append(f"random packs are used, not those of --data-path {path}: {reason}")
+    return with_values(config, {"data_path": None})
+
+
+def _small_enough(config: RunConfig, kept: Collection[str], notes: list[str]) -> RunConfig:
+    """The config with a model that one process can hold. Raises ValueError when flags keep it too large."""
+    parameters = run_parameters(config)
+    if parameters <= MAX_PARAMETERS:
+        return config
+    before = flatten(config)
+    sizes = {name: value for name, value in small_sizes(config).items() if name not in kept and before[name] != value}
+    if config.data.data_path is not None:
+        sizes.pop("vocab_size", None)
+    config = with_values(config, sizes)
+    left = run_parameters(config)
+    if left > MAX_PARAMETERS:
+        raise ValueError(
+            f"the model has {human_count(left)} parameters with the sizes that are given, a parity check trains it "
+            f"whole in one process: at most {human_count(MAX_PARAMETERS)}. Keep the layout and give a small model: "
+            f"--model tiny_llm, or smaller --num-layers, --hidden-size, --ffn-hidden-size and --vocab-size"
+        )
+    changes = ", ".join(
+        f"{flag(name)} {_words(value)} instead of {_words(before[name])}" for name, value in sizes.items()
+    )
+    notes.append(f"the model has {human_count(parameters)} parameters; small sizes take their place: {changes}")
+    return config
+
+
+def _words(value: Value) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _smaller(config: RunConfig, world_size: int, request: Request) -> dict[str, Value]:
+    """What a check uses unless it is given: float64, a short row, few microbatches, an epsilon above rounding."""
+    p, t = config.parallel, config.training
+    step = 2 * p.context_parallel_size * p.tensor_model_parallel_size
+    length = min(_ROW_OF_CONFIG, config.data.seq_length) if request.has_config else _ROW
+    if config.data.data_path is not None:
+        length = step = config.data.seq_length  # as it was packed
+    # more microbatches than stages, and no multiple of them: warmup, steady state and drain all occur
+    replicas = t.micro_batch_size * max(1, config.data_parallel_size(world_size))
+    batch = replicas * max(2, p.pipeline_model_parallel_size + 1)
+    dtype = t.dtype if "dtype" in request.given else "float64"
+    return {
+        "dtype": dtype,
+        "seq_length": -(-length // step) * step,
+        "global_batch_size": min(batch, t.global_batch_size) if request.has_config else batch,
+        "adam_eps": max(t.adam_eps, _EPSILONS[dtype]),
+    }
+
+
+def one_process(config: RunConfig, world_size: int) -> RunConfig:
+    """One process, on the same rows: dynamic context parallelism joins the packs of dp ranks in one."""
+    joined = config.data_parallel_size(world_size) if config.parallel.dynamic_context_parallel else 1
+    return with_values(
+        config,
+        {
+            "tensor_model_parallel_size": 1,
+            "pipeline_model_parallel_size": 1,
+            "context_parallel_size": 1,
+            "num_virtual_stages_per_pipeline_rank": 1,
+            "recompute_granularity": "none",
+            "attention_kernel": "dense",
+            "cp_comm_type": "p2p",
+            "cp_layout": "contiguous",
+            "cp_calibration": None,
+            "hierarchical_context_parallel_sizes": None,
+            "cp_exchange_stages": 1,
+            "dynamic_context_parallel": False,
+            "micro_batch_size": config.training.micro_batch_size * joined,
+        },
+    )

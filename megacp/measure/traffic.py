@@ -1,0 +1,172 @@
+"""Bytes that one rank sends in one training step over each axis: what `make bench` puts beside the measured bytes.
+
+Key property: pure arithmetic on the config, equal to the byte to what the collectives count (tested on real ranks), as
+long as parameters need no padding in their buckets: sizes that are multiples of 64 x dp x cp. Rejected: asymptotic
+terms, which cannot tell a doubled message from a formula that forgot one.
+
+Symbols: t tokens of a row on this rank (the padded row / cp), h hidden size, s bytes of an element of `--dtype`, w of a
+gradient (fp32 or wider). A collective over n ranks on a tensor of B bytes, gathered or before its reduction, sends
+(n - 1) / n x B from each rank. Payload only: no headers, nothing of what gloo itself sends around.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megacp.config.run import RunConfig
+from megacp.context_parallel.sizes import Exchanged, layer_bytes
+from megacp.measure.vision_traffic import RowImages, all_reduce_bytes, vision_context_bytes, vision_tensor_bytes
+from megacp.planner.costs import embedding_parameters
+from megacp.planner.memory import trained_parameters
+
+_AGREEMENT = 10
+"""Float64 numbers that each rank tells all others before a step."""
+
+
+@dataclass(frozen=True)
+class StageTraffic:
+    """Bytes sent in one step by a rank of one pipeline stage."""
+
+    tp: int
+    cp: int
+    pp: int
+    dp_cp: int
+    """Gradients and updated parameters, over dp x cp together; keys and values too when rows are dealt so."""
+    embedding: int
+    """Between the two copies of a tied embedding."""
+    world: int
+    """What all ranks agree on."""
+
+    @property
+    def total(self) -> int:
+        """Sum over the axes."""
+        return self.tp + self.cp + self.pp + self.dp_cp + self.embedding + self.world
+
+
+def stage_traffic(
+    config: RunConfig,
+    world_size: int,
+    stage: int,
+    chunks: Sequence[range],
+    rows: Sequence[int],
+    context: ContextPlace | None = None,
+) -> StageTraffic:
+    """Bytes of a rank of `stage` that holds the layers `chunks`, for microbatches of `rows` padded tokens each.
+
+    `context` is its place on the cp axis (default: the first). Without recomputation, or with `selective` (which
+    repeats no message); ValueError for `full`.
+    """
+    if config.training.recompute_granularity == "full":
+        raise ValueError("--recompute-granularity full repeats messages of the forward pass: no formula knows it")
+    dynamic = config.parallel.dynamic_context_parallel
+    if dynamic:  # a row is dealt over dp x cp: as many tokens on a rank as of its share over cp
+        rows = [row // config.data_parallel_size(world_size) for row in rows]
+    over_context = context_bytes(config, chunks, rows, context)
+    images = context.images if context is not None and stage == 0 else ()
+    ranks = config.parallel.context_parallel_size * (config.data_parallel_size(world_size) if dynamic else 1)
+    over_context += vision_context_bytes(config, images, ranks)
+    return StageTraffic(
+        tp=tensor_bytes(config, world_size, chunks, rows) + vision_tensor_bytes(config, images),
+        cp=0 if dynamic else over_context,
+        pp=pipeline_bytes(config, chunks, rows),
+        dp_cp=gradient_bytes(config, world_size, stage, chunks) + (over_context if dynamic else 0),
+        embedding=embedding_bytes(config, world_size, stage),
+        world=world_bytes(world_size),
+    )
+
+
+def tensor_bytes(config: RunConfig, world_size: int, chunks: Sequence[range], rows: Sequence[int]) -> int:
+    """Over tp, with V = (tp - 1) / tp x t h s for one row.
+
+    With sequence parallelism a layer has two column linears (forward a gather, backward a gather and a reduce-scatter:
+    3 V each) and two row linears (a reduce-scatter, backward a gather: 2 V each): 10 V. The embedding is a
+    reduce-scatter and its gather: 2 V; the head a column linear: 3 V. Gradients of the norms (and of row linears'
+    biases) are partial over tp: one all-reduce of this rank's slice of them. Without sequence parallelism a layer has
+    four all-reduces of t h elements, the embedding and the head one each, and no norm is partial (per-head q/k norms
+    are).
+    The loss exchanges two wide numbers a token with every peer: (tp - 1) 2 t w.
+    """
+    model, p = config.model, config.parallel
+    tp, size, wide = p.tensor_model_parallel_size, config.training.element_bytes, config.training.accumulation_bytes
+    if tp == 1:
+        return 0
+    layers = sum(len(chunk) for chunk in chunks)
+    first = any(chunk.start == 0 for chunk in chunks)
+    last = any(chunk.stop == model.num_layers for chunk in chunks)
+    total = 0
+    for row in rows:
+        tokens = row // p.context_parallel_size
+        if p.sequence_parallel:
+            volume = tokens * model.hidden_size // tp * (tp - 1) * size
+            total += (10 * layers + 2 * first + 3 * last) * volume
+        else:
+            total += (4 * layers + first + last) * all_reduce_bytes(tokens * model.hidden_size, tp, size)
+        total += last * (tp - 1) * 2 * tokens * wide
+    partial = layers * model.qk_layernorm * 2 * model.head_dim
+    if p.sequence_parallel:
+        partial += model.hidden_size * (layers * (2 + model.add_attention_output_bias + model.add_mlp_bias) + last)
+    shard = partial // (config.data_parallel_size(world_size) * p.context_parallel_size)
+    return total + all_reduce_bytes(shard, tp, wide)
+
+
+@dataclass(frozen=True)
+class ContextPlace:
+    """What decides the bytes of one rank over cp besides the config."""
+
+    rank: int = 0
+    """On the cp axis: heads may be dealt unevenly."""
+    exchanged: tuple[Exchanged, ...] | None = None
+    """Of kv_exchange, for each row of the step: the K/V rows that its plan makes this rank send and receive."""
+    images: tuple[RowImages, ...] = ()
+    """For each row of the step that may hold images, what they make this rank do."""
+
+
+def context_bytes(
+    config: RunConfig, chunks: Sequence[range], rows: Sequence[int], place: ContextPlace | None = None
+) -> int:
+    """Over cp: for each layer and row what its transport sends (see `context.SENT`)."""
+    here = place or ContextPlace()
+    exchanged = here.exchanged or [None] * len(rows)
+    layers = sum(len(chunk) for chunk in chunks)
+    sent = (layer_bytes(config, row, here.rank, counts) for row, counts in zip(rows, exchanged, strict=True))
+    return layers * sum(layer.total for layer in sent)
+
+
+def pipeline_bytes(config: RunConfig, chunks: Sequence[range], rows: Sequence[int]) -> int:
+    """Over pp: hidden states t h s (/ tp with sequence parallelism) of each row, forward from every chunk but the
+    model's last, their gradients backward from every chunk but the model's first.
+    """
+    model, p = config.model, config.parallel
+    if p.pipeline_model_parallel_size == 1:
+        return 0
+    ways = sum((chunk.start > 0) + (chunk.stop < model.num_layers) for chunk in chunks)
+    parts = p.context_parallel_size * (p.tensor_model_parallel_size if p.sequence_parallel else 1)
+    hidden = sum(row // parts * model.hidden_size for row in rows)
+    return ways * hidden * config.training.element_bytes
+
+
+def gradient_bytes(config: RunConfig, world_size: int, stage: int, chunks: Sequence[range]) -> int:
+    """Over dp x cp (R ranks) for n parameters on this rank: gradients are reduce-scattered, (R - 1) / R n w, and
+    updated parameters gathered, (R - 1) / R n s; frozen ones are left out. Once a step, however many microbatches it
+    has.
+    """
+    ranks = config.data_parallel_size(world_size) * config.parallel.context_parallel_size
+    share = trained_parameters(config, stage, chunks) // ranks
+    return (ranks - 1) * share * (config.training.element_bytes + config.training.accumulation_bytes)
+
+
+def embedding_bytes(config: RunConfig, world_size: int, stage: int) -> int:
+    """Between first and last stage of a tied model: one all-reduce of the 1 / R slice of the embedding's gradient."""
+    model, p = config.model, config.parallel
+    last = p.pipeline_model_parallel_size - 1
+    if model.untie_embeddings_and_output_weights or last == 0 or stage not in (0, last):
+        return 0
+    ranks = config.data_parallel_size(world_size) * p.context_parallel_size
+    shard = embedding_parameters(model, p.tensor_model_parallel_size) // ranks
+    return all_reduce_bytes(shard, 2, config.training.accumulation_bytes)
+
+
+def world_bytes(world_size: int) -> int:
+    """To each of the other ranks, in float64: what is agreed on before the step, the gradient norm, the loss."""
+    return (world_size - 1) * (_AGREEMENT + 2) * 8

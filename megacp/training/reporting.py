@@ -1,0 +1,86 @@
+"""What a run needs to report itself: its log, its first line, the FLOPs of its MFU, the slowest rank of a step.
+
+Key property: nothing here changes a step. Rejected: figures worked out where they are printed, which a
+second place to print them would repeat.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from megacp.batch import PackedBatch
+from megacp.checkpoint.agree import together
+from megacp.config.run import RunConfig, flatten
+from megacp.context_parallel.shard import mask_metadata
+from megacp.distributed.collectives import all_gather, barrier
+from megacp.distributed.grid import Axis, ProcessGrid
+from megacp.monitor.flops import cpu_machine_peak, cpu_peak, gpu_peak
+from megacp.monitor.log import LogTargets, RunLog
+from megacp.monitor.timers import COMPUTING, WAITING, Breakdown
+from megacp.planner.costs import model_flops
+from megacp.planner.report import human_count
+from megacp.planner.vision import run_parameters, vision_flops
+
+
+def step_flops(batches: list[PackedBatch], config: RunConfig) -> float:
+    """FLOPs of training on these rows, attention counted by the allowed pairs of their masks, vision by its images."""
+    total = 0.0
+    for batch in batches:
+        area = int(mask_metadata(batch).cost.sum())
+        text = model_flops(config.model, int((batch.document >= 0).sum()), area)
+        total += text.passing if config.vision.freeze_text else text.training
+        if batch.vision is not None:
+            images = batch.vision
+            total += vision_flops(config, images.num_images, images.num_features, images.pooling.shape[1])
+    return total
+
+
+def open_log(config: RunConfig, grid: ProcessGrid, step: int) -> RunLog:
+    """The log of this rank of a run that has done `step` steps; ValueError on all when rank 0 cannot open its own."""
+    targets, log = LogTargets(), config.log
+    if grid.rank == 0:
+        path = None if str(config.log_path) == os.devnull else config.log_path  # --log-file /dev/null: no file
+        targets = LogTargets(True, path, log.tensorboard_dir, log.wandb_project, log.log_interval)
+    settings, opened = flatten(config), list[RunLog]()
+
+    def opens() -> None:
+        try:
+            opened.append(RunLog(targets, config.training.train_iters, step, settings))
+        except OSError as error:
+            raise ValueError(f"the log cannot be written: {error}") from error
+
+    together(grid.world, opens, ValueError)
+    return opened[0]
+
+
+def heading(config: RunConfig, grid: ProcessGrid) -> str:
+    """One line: what runs where."""
+    shape, training = grid.shape, config.training
+    return (
+        f"{shape.world_size} ranks = pp {shape.pp} x dp {shape.dp} x cp {shape.cp} x tp {shape.tp} on "
+        f"{grid.device.type}, {human_count(run_parameters(config))} parameters in "
+        f"{training.dtype}, {training.global_batch_size} packs of up to {config.data.seq_length} tokens a step"
+    )
+
+
+def peak_flops(config: RunConfig, grid: ProcessGrid) -> float | None:
+    """FLOP/s of all devices of the run together; on CPU measured by rank 0 while the others wait."""
+    dtype, peak = config.training.dtype, None
+    if grid.device.type == "cuda":
+        one = gpu_peak(torch.cuda.get_device_name(grid.device), dtype)
+        peak = one * grid.world.size if one is not None else None
+    elif grid.rank == 0:
+        threads, cores = torch.get_num_threads(), os.cpu_count() or 1
+        peak = cpu_machine_peak(cpu_peak(dtype), grid.world.size, threads, cores)
+    barrier(grid.world)
+    return peak
+
+
+def breakdown(taken: dict[str, float], world: Axis, device: torch.device) -> Breakdown:
+    """The seconds by phase of all ranks, from those of this one. Collective over `world`."""
+    names = (*COMPUTING, *WAITING)
+    row = torch.tensor([[taken.get(name, 0.0) for name in names]], dtype=torch.float64, device=device)
+    columns = all_gather(row, world).cpu().T.tolist()  # [1, phases] -> [world, phases] -> by phase
+    return Breakdown({name: of_ranks for name, of_ranks in zip(names, columns, strict=True) if any(of_ranks)})

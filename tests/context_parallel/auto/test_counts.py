@@ -1,0 +1,139 @@
+"""Counts of a plan against what kernels and axes are seen to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megacp.batch import PackedBatch
+from megacp.config.parallel import ParallelConfig
+from megacp.context_parallel.attention import TRANSPORTS, TransportOptions, core_attention
+from megacp.context_parallel.auto.counts import KernelGrain, grain_of, rank_work, table_work
+from megacp.context_parallel.auto.predict import Candidate, RankWork, Work, candidates
+from megacp.context_parallel.layout import LAYOUTS
+from megacp.context_parallel.shard import LocalBatch, shard_batch
+from megacp.context_parallel.sizes import AttentionSizes
+from megacp.ops import attention as kernels
+from megacp.ops.mask import Metadata, tile_table
+from tests.ranks import grid, run_ranks
+from tests.reference.packs import metadata, random_batch
+
+HEADS, GROUPS, DIM = 6, 2, 256
+SQUARES = KernelGrain(walks_tiles=True)
+WAYS = candidates(ParallelConfig(context_parallel_size=4, cp_comm_type="auto", cp_layout="auto"), HEADS)
+
+
+def row() -> PackedBatch:
+    """Has tiles that are copied into one call where keys are 256 wide, and are calls of their own at 512."""
+    return random_batch(np.random.default_rng(1), 320, documents=2, branches=True, images=True)
+
+
+class CountingKernel(kernels.MathKernel):
+    """Counts what it is asked for under each table; a causal block costs it the whole square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: dict[str, list[Work]] = {"attend": [], "attend_backward": []}
+        self._now = Work()
+
+    def attend(self, *arguments: Any) -> None:
+        self._tables("attend", *arguments)
+
+    def attend_backward(self, *arguments: Any) -> None:
+        self._tables("attend_backward", *arguments)
+
+    def _tables(self, name: str, *arguments: Any) -> None:
+        self._now = Work()
+        getattr(super(), name)(*arguments)
+        self.done[name].append(self._now)
+
+    def _count(self, queries: Tensor, keys: Tensor) -> None:
+        n, m, now = len(queries), len(keys), self._now
+        self._now = Work(now.pairs + n * m, now.rows + n, now.calls + 1)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        self._count(q, k)
+        return super().forward(q, k, v, causal, scale)
+
+    def backward(
+        self, saved: kernels.Saved, k: Tensor, v: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self._count(saved.q, k)
+        return super().backward(saved, k, v, causal, scale)
+
+
+def predicted(work: RankWork, way: Candidate, cp: int) -> list[Work | None]:
+    """By table, in the order in which the transport comes to them."""
+    if way.comm_type == "all_gather":
+        return [work.own, work.others]
+    if way.comm_type == "kv_exchange":
+        return [work.own, *(stage.work for stage in work.stages[way.stages])]
+    return list(work.rings[way.joined(cp) or 0])
+
+
+def counted(rank: int, world_size: int, ways: list[Candidate]) -> list[tuple[dict, list[Work | None]]]:
+    cp, found = grid(cp=world_size).cp, []
+    sizes = AttentionSizes(0, HEADS, GROUPS, DIM, 8, 8)
+    for way in ways:
+        batch: LocalBatch = shard_batch(row(), cp, LAYOUTS[way.layout])
+        kernel = CountingKernel()
+        transport = TRANSPORTS[way.comm_type](cp, kernel, TransportOptions(way.hierarchy or (), way.stages))
+        shapes = [(batch.num_tokens, count, DIM) for count in (HEADS, GROUPS, GROUPS)]
+        leaves = [torch.zeros(*shape, requires_grad=True) for shape in shapes]
+        out = core_attention(*leaves, transport=transport, plan=batch.plan, scale=1.0)
+        torch.autograd.grad(out, leaves, torch.zeros_like(out))
+        fresh = shard_batch(row(), cp, LAYOUTS[way.layout]).plan
+        found.append((kernel.done, predicted(rank_work(fresh, sizes, SQUARES, [way]), way, world_size)))
+    return found
+
+
+def test_counted_work_is_what_every_transport_makes_its_kernel_do() -> None:
+    """Would catch a table that a transport no longer uses, keys of other ranks in another order, and heads whose keys
+    are narrower than was thought, so that more tiles are copied into one call.
+    """
+    results = run_ranks(counted, 4, WAYS)
+    for number, way in enumerate(WAYS):
+        for done, expected in (of_rank[number] for of_rank in results):
+            assert done == {"attend": expected, "attend_backward": expected}, way
+        assert len({repr(of_rank[number][1]) for of_rank in results}) > 1 or way.joined(4) == 4
+
+
+@pytest.mark.parametrize("width", [16, 2048])
+def test_small_full_tiles_of_a_row_are_one_call(width: int) -> None:
+    """Against the kernel's own walk; at 2,048 elements a key a tile of more than 8 keys is a call of its own."""
+    for seed in range(20):
+        batch = random_batch(np.random.default_rng(seed), 200, documents=5, branches=True, images=True, padding=True)
+        order = np.random.default_rng(seed).permutation(200)
+        halves = [metadata(batch).take(np.sort(part)) for part in (order[:90], order[90:])]
+        table = tile_table(*halves)
+        calls = [(r.q_stop - r.q_start, s) for r in table.rows for s in kernels.key_sources(r, width)]
+        keys = [sum(part.stop - part.start for part in slices) for _, (slices, _) in calls]
+        expected = Work(sum(q * k for (q, _), k in zip(calls, keys, strict=True)), sum(q for q, _ in calls), len(calls))
+        assert table_work(table, width, SQUARES) == expected
+
+
+def one_document(tokens: int) -> Metadata:
+    zeros = np.zeros(tokens, np.int64)
+    return Metadata(zeros, zeros, zeros, np.arange(tokens))
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(100, 100**2), (512, 512**2), (1024, 3 * 512**2), (2048, 10 * 512**2)])
+def test_the_cpu_kernel_computes_causal_squares_in_blocks_of_512_keys(tokens: int, blocks: int) -> None:
+    """Measured on torch 2.13: 512 causal queries take as long as 512 full ones, 1,024 take 0.75 of their square."""
+    grain = grain_of(kernels.FlashKernel())
+    assert table_work(one_document(tokens).own_table, 64, grain) == Work(blocks, tokens, 1)
+
+
+class BlockKernel:
+    """A kernel that does not walk tiles."""
+
+
+def test_a_kernel_of_fixed_blocks_pays_for_whole_blocks_in_one_call() -> None:
+    grain = grain_of(BlockKernel())  # type: ignore[arg-type]
+    assert table_work(one_document(300).own_table, 64, grain) == Work(6 * 128**2, 300, 1)
+    nothing = tile_table(one_document(4), one_document(4).take(np.arange(0)))
+    assert table_work(nothing, 64, grain) == table_work(nothing, 64, SQUARES) == Work()

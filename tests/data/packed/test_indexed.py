@@ -1,0 +1,167 @@
+"""Megatron's `.bin` / `.idx`: exact round trips, interoperation both ways, and damage of every kind named at open."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megacp.data.packed.indexed import IndexedReader, IndexedWriter, token_dtype
+from megacp.data.packed.reader import PackedDataset
+from tests.data.datasets import damage, random_packs, write_dataset
+
+
+def megatron() -> ModuleType:
+    """Megatron-core's own indexed dataset, or skip."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch and megatron at import
+        reason = "megatron-core is not installed: pip install megatron-core==0.16.1"
+        return pytest.importorskip("megatron.core.datasets.indexed_dataset", reason=reason)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=0, max_size=4), min_size=1, max_size=6),
+    st.sampled_from(["u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"]),
+)
+def test_indexed_files_round_trip_in_every_dtype(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], dtype: str
+) -> None:
+    prefix = tmp_path_factory.mktemp("indexed") / "a.b"
+    writer = IndexedWriter(prefix, np.dtype(dtype))
+    expected = []
+    for lengths in documents:
+        for length in lengths:
+            expected.append(np.arange(length).astype(dtype))
+            writer.add_sequence(np.arange(length))
+        writer.end_document()
+    writer.close()
+    reader = IndexedReader.open(prefix)
+    assert reader.dtype == np.dtype(dtype) and len(reader) == len(expected)
+    assert all(np.array_equal(reader.sequence(i), values) for i, values in enumerate(expected))
+    assert [len(reader.document(i)) for i in range(reader.num_documents)] == [sum(lengths) for lengths in documents]
+
+
+def test_token_dtype_follows_megatrons_rule() -> None:
+    assert token_dtype(65_499) == np.uint16 and token_dtype(65_500) == np.int32
+
+
+def test_a_value_that_does_not_fit_the_dtype_is_refused(tmp_path: Path) -> None:
+    # catches a silent wrap-around: 70,000 would become 4,464
+    writer = IndexedWriter(tmp_path / "x", np.dtype("<u2"))
+    with pytest.raises(ValueError, match=r"x\.bin stores uint16 .*from 3 to 70000"):
+        writer.add_sequence(np.array([3, 70_000]))
+    with pytest.raises(ValueError, match="from -1 to 3"):
+        writer.add_sequence(np.array([3, -1]))
+    with pytest.raises(ValueError, match="got float64"):
+        writer.add_sequence(np.array([0.5]))
+    writer.abandon()
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int32", "float32", "uint8"])
+def test_megatron_core_reads_our_files_exactly(tmp_path: Path, dtype: str) -> None:
+    theirs = megatron()
+    rng = np.random.default_rng(0)
+    values = [rng.integers(0, 200, n).astype(dtype) for n in (5, 1, 0, 17, 3)]
+    writer = IndexedWriter(tmp_path / "x", np.dtype(dtype))
+    for i, sequence in enumerate(values):
+        writer.add_sequence(sequence)
+        if i in (1, 4):
+            writer.end_document()
+    writer.close()
+    for mmap in (True, False):
+        dataset = theirs.IndexedDataset(str(tmp_path / "x"), mmap=mmap)
+        assert len(dataset) == 5 and dataset.document_indices.tolist() == [0, 2, 5]
+        for i, sequence in enumerate(values):
+            assert dataset[i].dtype == sequence.dtype and np.array_equal(dataset[i], sequence)
+        assert np.array_equal(dataset.get(3, offset=4, length=6), values[3][4:10])
+
+
+@pytest.mark.parametrize("multimodal", [False, True])
+def test_we_read_files_of_megatron_core_exactly_and_write_the_same_bytes(tmp_path: Path, multimodal: bool) -> None:
+    import torch
+
+    theirs = megatron()
+    rng = np.random.default_rng(1)
+    documents = [[rng.integers(0, 60_000, n) for n in lengths] for lengths in ((4, 9), (1,), (30, 2, 2))]
+    builder = theirs.IndexedDatasetBuilder(str(tmp_path / "t.bin"), dtype=np.uint16, multimodal=multimodal)
+    writer = IndexedWriter(tmp_path / "o", np.dtype("<u2"))
+    for document in documents:
+        for sequence in document:
+            builder.add_item(torch.from_numpy(sequence))
+            writer.add_sequence(sequence)
+        builder.end_document()
+        writer.end_document()
+    builder.finalize(str(tmp_path / "t.idx"))
+    writer.close()
+    reader = IndexedReader.open(tmp_path / "t")
+    for i, document in enumerate(documents):
+        assert np.array_equal(reader.document(i), np.concatenate(document))
+    assert (tmp_path / "t.bin").read_bytes() == (tmp_path / "o.bin").read_bytes()
+    modes = len(reader) if multimodal else 0
+    assert (tmp_path / "t.idx").read_bytes() == (tmp_path / "o.idx").read_bytes() + bytes(modes)
+
+
+def test_megatron_core_reads_a_packed_shard_document_by_document(tmp_path: Path) -> None:
+    theirs = megatron()
+    rng = np.random.default_rng(0)
+    write_dataset(tmp_path, [random_packs(rng, n) for n in (5, 1, 4)])
+    dataset = PackedDataset(tmp_path)
+    stock = theirs.IndexedDataset(str(tmp_path / "shard_00002" / "tokens"))
+    for local in range(4):
+        pack = dataset.pack(6 + local)
+        start, stop = stock.document_indices[local], stock.document_indices[local + 1]
+        sequences = [stock[i] for i in range(start, stop)]
+        assert [len(s) for s in sequences] == pack.segments["true_length"].tolist()
+        assert np.array_equal(np.concatenate(sequences), pack.tokens)
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "message"),
+    [
+        (0, b"NUMPY", "begins with"),
+        (9, b"\x02", "index version 2"),
+        (17, b"\x63", "dtype code 99"),
+        (18, b"\x07", "truncated or damaged"),
+        (34, b"\xff\xff\xff\xff", "sequence 0 has a negative length"),
+        (34, b"\x09\x00\x00\x00", "sequence 1 points at byte 8"),
+        (34 + 3 * 4 + 8, b"\x02", "sequence 1 points at byte 2"),
+        (34 + 3 * 12, b"\x01", "document boundaries must rise from 0"),
+        (34 + 3 * 12 + 16, b"\x09", "document boundaries must rise from 0 to at most 3"),
+    ],
+)
+def test_each_kind_of_damage_to_an_index_is_an_error_that_names_it(
+    tmp_path: Path, offset: int, value: bytes, message: str
+) -> None:
+    writer = IndexedWriter(tmp_path / "x", np.dtype("<i4"))
+    for length in (2, 3, 1):
+        writer.add_sequence(np.arange(length))
+        if length != 2:
+            writer.end_document()
+    writer.close()
+    damage(tmp_path / "x.idx", offset, value)
+    with pytest.raises(ValueError, match=rf"x\.idx: .*{message}"):
+        IndexedReader.open(tmp_path / "x")
+
+
+def test_truncated_and_missing_files_are_named(tmp_path: Path) -> None:
+    writer = IndexedWriter(tmp_path / "x", np.dtype("<i4"))
+    writer.add_sequence(np.arange(5))
+    writer.end_document()
+    writer.close()
+    os.truncate(tmp_path / "x.bin", 12)
+    with pytest.raises(ValueError, match=r"x\.bin: 12 bytes, but x\.idx describes 20"):
+        IndexedReader.open(tmp_path / "x")
+    for size, message in ((40, "truncated or damaged"), (20, "header alone has 34")):
+        os.truncate(tmp_path / "x.idx", size)
+        with pytest.raises(ValueError, match=rf"x\.idx: {size} bytes.*{message}"):
+            IndexedReader.open(tmp_path / "x")
+    (tmp_path / "x.bin").unlink()
+    with pytest.raises(ValueError, match=r"x\.bin: no such file"):
+        IndexedReader.open(tmp_path / "x")

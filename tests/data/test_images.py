@@ -1,0 +1,247 @@
+"""Images of a row: bounds and places over its packs, spans, what each rank decodes, and what a bad image does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megacp.batch import PackedBatch
+from megacp.data.collate import collate
+from megacp.data.images import STRATEGIES, ImageLoading, Pixels, load_images
+from megacp.data.loader import DataRank, LoaderOptions, PackedLoader
+from megacp.data.media.pixels import ImageError
+from megacp.data.packed.reader import Pack
+from megacp.data.synthetic.images import MockDecoder, MockImages
+from megacp.data.synthetic.mock import MockDataset, MockRules, mock_pack
+
+IMAGES = MockImages(patches_per_crop=6, patch_dim=5, image_patch=50)
+RULES = MockRules(50, 80, "mixed", ragged=True, images=IMAGES)
+
+
+class BrokenDecoder(MockDecoder):
+    """Refuses some items of some packs and remembers what it was asked for."""
+
+    def __init__(self, broken: Sequence[int] = ()) -> None:
+        super().__init__(IMAGES)
+        object.__setattr__(self, "broken", set(broken))
+        object.__setattr__(self, "asked", [])
+
+    def image(self, data: bytes) -> Pixels:
+        self._note(data)
+        return super().image(data)
+
+    def video(self, data: bytes, frames: Sequence[int]) -> Pixels:
+        self._note(data)
+        return super().video(data, frames)
+
+    def _note(self, data: bytes) -> None:
+        item = int.from_bytes(data[16:24], "little")
+        self.asked.append((int.from_bytes(data[8:16], "little"), item))  # type: ignore[attr-defined]
+        if item in self.broken:  # type: ignore[attr-defined]
+            raise ImageError("half a JPEG")
+
+
+def rows_of_ranks(packs: list[Pack], ranks: int, strategy: str = "stored") -> list[PackedBatch]:
+    batch = collate(packs)
+    loading = ImageLoading(MockDecoder(IMAGES), 0, ranks, strategy=strategy)
+    return [load_images(batch, packs, dataclasses.replace(loading, cp_rank=rank)) for rank in range(ranks)]
+
+
+def spans_by_hand(packs: list[Pack], attention: str) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Span of each token, places, and both bounds, one token at a time."""
+    span: list[int] = []
+    places: list[int] = []
+    images: list[int] = []
+    pooled: list[int] = []
+    document = number = 0
+    for pack in packs:
+        assert pack.images is not None
+        taken, crops = 0, 0
+        for index, segment in enumerate(pack.segments):
+            document += 1
+            row = [0] * int(segment["padded_length"])
+            for unit in pack.images.units[pack.images.units["segment"] == index]:
+                number += 1
+                for token in range(unit["start"], unit["start"] + unit["num_tokens"]):
+                    row[token] = {"example": document, "image": number, "causal": 0}[attention]
+                    if pack.tokens[taken + token] == IMAGES.image_patch:
+                        places.append(len(span) + token)
+                crops, before = int(unit["image_stop"]), crops
+                images.append((images[-1] if images else 0) + crops - before)
+                pooled.append(len(places))
+            taken += int(segment["true_length"])
+            span += row
+    return span, places, images, pooled
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 500), st.integers(1, 3), st.sampled_from(["example", "image", "causal"]))
+def test_a_row_of_packs_knows_its_images_like_the_token_by_token_twin(first: int, count: int, attention: str) -> None:
+    """Would catch bounds that restart in each pack, places that forget padding, a span over two documents."""
+    packs = [mock_pack(first + i, RULES) for i in range(count)]
+    batch = collate(packs, image_attention=attention)
+    span, places, images, pooled = spans_by_hand(packs, attention)
+    assert batch.vision is not None
+    assert batch.span.tolist() == span and batch.vision.places.tolist() == places
+    assert batch.vision.cum_image_bounds.tolist() == images
+    assert batch.vision.cum_token_pooling_bounds.tolist() == pooled
+    assert np.array_equal(batch.tokens[batch.vision.places], np.full(len(places), IMAGES.image_patch))
+    for number in np.unique(batch.span[batch.span > 0]):
+        assert len(np.unique(batch.document[batch.span == number])) == 1
+
+
+def features(batch: PackedBatch) -> np.ndarray:
+    """What a model would make of the pixels here, float64 [m]: each window's sum over its patches."""
+    assert batch.vision is not None
+    flat = batch.vision.patches.reshape(-1, batch.vision.patches.shape[-1]).astype(np.float64).sum(1)
+    windows = np.where(batch.vision.pooling >= 0, np.append(flat, 0)[batch.vision.pooling], 0)
+    return np.sort(windows, 1).sum(1)
+
+
+def counted_order(batch: PackedBatch) -> list[int]:
+    """The features of the row in the order in which the boundary table counts them."""
+    assert batch.vision is not None
+    stops = batch.vision.cum_token_pooling_bounds.tolist()
+    order = range(len(stops)) if batch.vision.unit_order is None else batch.vision.unit_order.tolist()
+    return [feature for unit in order for feature in range(stops[unit - 1] if unit else 0, stops[unit])]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 500), st.integers(1, 2), st.sampled_from([1, 2, 3, 4, 8, 16]))
+def test_all_ranks_together_hold_each_image_once_under_every_strategy(first: int, count: int, ranks: int) -> None:
+    """Would catch a frame decoded twice or not at all, and windows that point into another rank's patches."""
+    packs = [mock_pack(first + i, RULES) for i in range(count)]
+    (whole,) = rows_of_ranks(packs, 1)
+    assert whole.vision is not None
+    for strategy in STRATEGIES:
+        parts = rows_of_ranks(packs, ranks, strategy)
+        found = np.concatenate([features(part) for part in parts])
+        np.testing.assert_allclose(found, features(whole)[counted_order(parts[0])], rtol=1e-12)
+        start = 0
+        for rank, part in enumerate(parts):
+            vision = part.vision
+            assert vision is not None and vision.boundaries is not None
+            row = vision.boundaries[rank]
+            assert len(vision.patches) == row["end_image_idx"] - row["start_image_idx"]
+            assert len(vision.pooling) == row["end_pool_idx"] - row["start_pool_idx"]
+            assert vision.first_image == start or not len(vision.patches)
+            start += len(vision.patches)
+            stored = strategy == "stored" and count == 1 and packs[0].images and ranks in packs[0].images.boundaries
+            assert vision.strategy == ("stored" if stored else "computed" if strategy == "stored" else strategy)
+            assert part.fingerprint() == whole.fingerprint()
+
+
+def test_a_rank_decodes_its_images_and_no_others_and_other_stages_none() -> None:
+    packs = [mock_pack(3, RULES)]
+    batch = collate(packs)
+    assert packs[0].images is not None
+    items = {int(item) for item in packs[0].images.units["item"]}
+    assert len(items) > 2
+    asked = []
+    for rank in range(4):
+        decoder = BrokenDecoder()
+        load_images(batch, packs, ImageLoading(decoder, rank, 4))
+        asked.append({item for _, item in decoder.asked})  # type: ignore[attr-defined]
+        idle = BrokenDecoder()
+        empty = load_images(batch, packs, ImageLoading(idle, rank, 4, decodes=False)).vision
+        assert not idle.asked and empty is not None and empty.patches.shape == (0, 6, 5)  # type: ignore[attr-defined]
+    assert set().union(*asked) == items and all(len(one) < len(items) for one in asked)
+
+
+def test_a_video_is_read_once_by_each_rank_whatever_frames_it_gets() -> None:
+    """Would catch frames dealt in turn, each of which decodes all that comes before it."""
+    packs = [mock_pack(number, RULES) for number in (0, 7, 13)]  # each has a video of at least four frames
+    batch = collate(packs)
+    for rank in range(2):
+        decoder = BrokenDecoder()
+        vision = load_images(batch, packs, ImageLoading(decoder, rank, 2, strategy="longest_first")).vision
+        assert vision is not None and vision.unit_order is not None and vision.boundaries is not None
+        asked = decoder.asked  # type: ignore[attr-defined]
+        assert len(asked) == len(set(asked)) < len(vision.patches)
+
+
+def test_a_bad_image_ends_the_run_or_drops_its_document_alone() -> None:
+    packs = [dataclasses.replace(mock_pack(i, RULES), sources=("a.jsonl",)) for i in (2, 3)]
+    batch = collate(packs)
+    loading = ImageLoading(BrokenDecoder([1]))
+    with pytest.raises(ValueError, match=r"pack \d, record of a.jsonl at byte 0: (image|video) 1: half a JPEG"):
+        load_images(batch, packs, loading)
+    left = load_images(batch, packs, dataclasses.replace(loading, on_bad_image="skip"))
+    assert left.vision is not None
+    bad = [document for document, _ in left.vision.bad_documents]
+    owners = []
+    first = 0
+    for pack in packs:
+        assert pack.images is not None
+        owners += [first + int(unit["segment"]) for unit in pack.images.units if unit["item"] == 1]
+        first += len(pack.segments)
+    assert bad == sorted(set(owners)) and all("half a JPEG" in why for _, why in left.vision.bad_documents)
+    assert np.isfinite(features(left)).all() and left.fingerprint() == batch.fingerprint()
+    dropped = left.without_documents(bad)
+    assert set(dropped.document.tolist()) == set(batch.document.tolist()) - set(bad) | {-1}
+
+
+def test_an_image_of_another_size_than_the_dataset_says_is_a_bad_one() -> None:
+    """Would catch a file that was exchanged after the build: its crops would shift all that follow."""
+
+    class Larger(MockDecoder):
+        def image(self, data: bytes) -> Pixels:
+            patches, pooling = super().image(data)
+            return np.concatenate((patches, patches)), pooling
+
+    packs = [mock_pack(3, RULES)]
+    with pytest.raises(ValueError, match=r"it decodes to patches \(4, 6, 5\).*built for \(2, 6, 5\)"):
+        load_images(collate(packs), packs, ImageLoading(Larger(IMAGES)))
+
+    class Outside(MockDecoder):
+        def image(self, data: bytes) -> Pixels:
+            patches, pooling = super().image(data)
+            return patches, np.full_like(pooling, -1)
+
+    with pytest.raises(ValueError, match=r"(\d+) of its \1 pooled tokens have no patch inside of the image"):
+        load_images(collate(packs), packs, ImageLoading(Outside(IMAGES)))
+
+
+def test_counts_that_differ_name_the_record_and_both_counts() -> None:
+    pack = dataclasses.replace(mock_pack(3, RULES), sources=("a.jsonl",))
+    assert pack.images is not None
+    unit = pack.images.units[0]
+    first = int(np.flatnonzero(pack.tokens == IMAGES.image_patch)[0])
+    fewer = pack.tokens.copy()
+    fewer[first] = 7
+    count = int(unit["pooled_stop"])
+    with pytest.raises(ValueError, match=rf"a.jsonl at byte 0.*: {count} image features and {count - 1} image-patch"):
+        collate([dataclasses.replace(pack, tokens=fewer)])
+    text = np.flatnonzero(pack.tokens < 50)
+    more = pack.tokens.copy()
+    more[text[0]] = IMAGES.image_patch
+    with pytest.raises(ValueError, match=r"image features and \d+ image-patch tokens \(id 50\)"):
+        collate([dataclasses.replace(pack, tokens=more)])
+    with pytest.raises(ValueError, match="--image-attention is 'all', allowed are example, image, causal"):
+        collate([pack], image_attention="all")
+
+
+def test_the_loader_decodes_ahead_in_its_threads_and_steps_do_not_depend_on_it() -> None:
+    dataset = MockDataset(50, 64, num_packs=12, images=IMAGES)
+    rows = []
+    for prefetch in (0, 3):
+        options = LoaderOptions(2, 4, prefetch=prefetch, num_threads=2, image_attention="image")
+        images = ImageLoading(MockDecoder(IMAGES), 1, 2)
+        with PackedLoader(dataset, options, DataRank(), 0, images) as loader:
+            rows.append([batch for _ in range(3) for batch in loader.next_step()])
+    for one, two in zip(*rows, strict=True):
+        assert one.fingerprint() == two.fingerprint() and one.vision is not None and two.vision is not None
+        assert np.array_equal(one.vision.patches, two.vision.patches)
+        assert one.vision.boundaries is not None and len(one.vision.boundaries) == 2
+
+
+def test_impossible_loading_is_refused_with_all_reasons() -> None:
+    with pytest.raises(
+        ValueError, match="rank 2 of 2 does not exist; --on-bad-image is 'hide'.*the strategy is 'luck'"
+    ):
+        ImageLoading(MockDecoder(IMAGES), 2, 2, on_bad_image="hide", strategy="luck")
