@@ -163,8 +163,9 @@ def test_pure_rooms_do_not_import_torch() -> None:
 def test_a_dry_run_text_and_a_parsed_command_line_need_no_torch() -> None:
     """Would catch torch coming in through another package, for example through tyro's handlers."""
     code = (
-        "import sys; from megacp.config import cli, checks, yaml_file; from megacp.planner import report; "
-        "c = cli.parse(['--vocab-size', '64']); checks.require(c, 1); yaml_file.to_yaml(c); "
+        "import sys; from megacp.config import cli, yaml_file; from megacp.config.checks import check; "
+        "from megacp.planner import report; c = cli.parse(['--vocab-size', '64']); "
+        "check.require(c, 1); yaml_file.to_yaml(c); "
         "report.describe(c, 1, [[range(4)]]); sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

@@ -15,7 +15,6 @@ from megacp.data.build.merge import merge
 from megacp.data.packed.manifest import Manifest
 from megacp.data.packed.reader import PackedDataset
 from megacp.data.packed.verify import verify
-from tests.data.build.builds import files, run, write_records
 from tests.data.datasets import (
     IMAGE_RULES,
     damage,
@@ -190,20 +189,3 @@ def test_merging_older_datasets_gives_them_checksums(tmp_path: Path) -> None:
     merge([str(tmp_path / name) for name in "cd"], str(tmp_path / "old"))
     assert Manifest.read(tmp_path / "new").shards == Manifest.read(tmp_path / "old").shards
     assert verify(tmp_path / "old") == []
-
-
-def test_a_build_that_an_earlier_version_began_ends_as_one_from_the_beginning(tmp_path: Path) -> None:
-    """Would catch a dataset of which half the shards have no checksums."""
-    source = tmp_path / "a.jsonl"
-    write_records(source, 200, first_id=None)
-    run([source], tmp_path / "fresh")
-    run([source], tmp_path / "begun")
-    journal = tmp_path / "begun/journal.jsonl"
-    lines = [json.loads(line) for line in journal.read_text().splitlines()]
-    for line in lines[1:3]:
-        line["shard"]["files"] = [f for f in line["shard"]["files"] if "checksums" not in f["name"]]
-        (tmp_path / "begun" / line["shard"]["name"] / "checksums.npy").unlink()
-    journal.write_text("".join(json.dumps(line, sort_keys=True) + "\n" for line in lines[:4]))
-    (tmp_path / "begun/manifest.json").unlink()
-    assert run([source], tmp_path / "begun").units_resumed == 3
-    assert files(tmp_path / "begun") == files(tmp_path / "fresh")
