@@ -19,6 +19,8 @@ from megacp.distributed.grid import Axis
 from megacp.tensor_parallel.embedding import VocabularyTable
 
 Tower = Literal["vision", "connector"]
+AdamW = Callable[[list[dict[str, Any]], tuple[float, float], float], torch.optim.Optimizer]
+"""`(groups, betas, epsilon)`: AdamW over groups of 1-D `params` with their `weight_decay`."""
 Remember = Callable[..., torch.Tensor]
 """`remember(function, *inputs)` calls a cheap function and decides how autograd stores its output: as it is, or as a
 recipe that makes it again in backward. A fused layer stores what it needs itself and does not ask.
@@ -34,6 +36,8 @@ class Backend(Protocol):
     dtype: torch.dtype
     token_multiple: int
     """Tokens of a tp rank are a multiple of this."""
+    adamw: AdamW | None
+    """The fused AdamW of this backend; None leaves the choice to the optimizer."""
 
     def column_linear(
         self, prefix: str, outputs: Sequence[tuple[str, int]], in_features: int, *, bias: bool, std: float
@@ -100,9 +104,6 @@ class Backend(Protocol):
 
     def precision(self) -> AbstractContextManager[Any]:
         """The context in which blocks run forward; a block that is computed again in backward opens it again."""
-
-    def adamw(self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
-        """AdamW with a fused kernel over groups of 1-D `params` with their `weight_decay`."""
 
     def news(self) -> list[str]:
         """Lines that a person should read, each once: which layers run, and why not others."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megacp.backends.base import Tower
+from megacp.backends.base import AdamW, Tower
 from megacp.backends.composed import NormLinear, NormMLP, gate_and_up
 from megacp.config.model import ModelConfig
 from megacp.config.parallel import ParallelConfig
@@ -39,11 +39,6 @@ from megacp.tensor_parallel.linear import (
 )
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
-
-def fused_adamw(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
-    """Torch's AdamW with its fused kernel, on CPU and CUDA."""
-    return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
 
 
 class RMSNorm(nn.Module):
@@ -78,6 +73,7 @@ class NativeBackend:
 
     name = "native"
     token_multiple = 1
+    adamw: AdamW | None = None
 
     def __init__(
         self,
@@ -203,10 +199,6 @@ class NativeBackend:
     def precision(self) -> AbstractContextManager[Any]:
         """See `Backend.precision`."""
         return contextlib.nullcontext()
-
-    def adamw(self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
-        """See `Backend.adamw`."""
-        return fused_adamw(groups, betas, eps)
 
     def tell(self, line: str) -> None:
         """Add a line to `news`."""

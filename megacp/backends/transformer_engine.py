@@ -190,6 +190,13 @@ def packed_attention(
     return PackedAttention(attention, scale, cp, comm_type, inner, device)
 
 
+def fused_adam(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
+    """`FusedAdam` with decoupled decay."""
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    return FusedAdam(params=groups, betas=betas, eps=eps, adam_w_mode=True, bias_correction=True)
+
+
 class TransformerEngineBackend(NativeBackend):
     """See `Backend`; `config` must have no row of `support.ENGINE` against it."""
 
@@ -207,6 +214,7 @@ class TransformerEngineBackend(NativeBackend):
             watch=watch,
             add_gradient=add_weight_gradient,  # its linears have their own; this says that they use it
         )
+        self.adamw = fused_adam
         self.fp8, self.loss_kernel = training.fp8, training.cross_entropy_fusion_impl
         self.token_multiple, self.vocab_size = FP8_MULTIPLES[self.fp8], config.model.vocab_size
         self.apart = training.recompute_granularity == "selective"
@@ -388,9 +396,3 @@ class TransformerEngineBackend(NativeBackend):
         from transformer_engine.pytorch import autocast
 
         return autocast(enabled=True, recipe=self.recipe, amax_reduction_group=self.amax_group)
-
-    def adamw(self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
-        """See `Backend.adamw`."""
-        from transformer_engine.pytorch.optimizers import FusedAdam
-
-        return FusedAdam(params=groups, betas=betas, eps=eps, adam_w_mode=True, bias_correction=True)

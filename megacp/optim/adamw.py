@@ -13,13 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megacp.backends.native import fused_adamw
-
 Engine = Callable[[list[dict[str, Any]], tuple[float, float], float], torch.optim.Optimizer]
-"""AdamW over groups with `params` and `weight_decay`, from (groups, betas, epsilon): torch's or Transformer Engine's.
+"""`(groups, betas, epsilon)`: AdamW over groups with `params` and `weight_decay`, of torch or of Transformer Engine.
 
-Its moments are `exp_avg` and `exp_avg_sq` of a slice's state; updates are counted there (torch) or in the group.
+Its moments are `exp_avg` and `exp_avg_sq` of a slice's state. Torch counts updates there, Transformer Engine in the
+group.
 """
+
+
+def fused_adamw(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
+    """Torch's AdamW with its fused kernel, on CPU and CUDA: the engine of a run whose backend has none."""
+    return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
 
 
 @dataclass(frozen=True)
@@ -53,22 +57,19 @@ class FlatAdamW:
         slices: Sequence[torch.Tensor],
         rules: Sequence[SliceRule],
         settings: AdamWSettings,
-        engine: Engine = fused_adamw,
+        engine: Engine | None = None,
     ) -> None:
         self.slices = list(slices)
         groups: dict[SliceRule, list[torch.Tensor]] = {}
         for s, rule in zip(slices, rules, strict=True):
             groups.setdefault(rule, []).append(s)
-        nothing = torch.zeros(0)  # torch's AdamW wants at least one tensor
-        self._adamw = engine(
-            [
-                {"params": members, "weight_decay": settings.weight_decay if rule.decayed else 0.0}
-                for rule, members in groups.items()
-            ]
-            or [nothing],
-            (settings.adam_beta1, settings.adam_beta2),
-            settings.adam_eps,
-        )
+        own: list[dict[str, Any]] = [
+            {"params": members, "weight_decay": settings.weight_decay if rule.decayed else 0.0}
+            for rule, members in groups.items()
+        ]
+        empty: list[dict[str, Any]] = [{"params": torch.zeros(0)}]  # torch's AdamW wants at least one tensor
+        betas = (settings.adam_beta1, settings.adam_beta2)
+        self._adamw = (engine or fused_adamw)(own or empty, betas, settings.adam_eps)
         self._multipliers = [rule.lr_multiplier for rule in groups] or [1.0]
         self.exp_avg = [torch.zeros_like(s) for s in slices]
         """First moments, one 1-D tensor per slice, in its dtype."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megacp.backends.native import fused_adamw
 from megacp.data_parallel.buckets import Bucket, FlatBuckets
 from megacp.data_parallel.layout import ParameterSlice, slices_of
 from megacp.distributed.grid import Axis
@@ -38,7 +37,7 @@ class ShardedAdamW:
     """
 
     def __init__(
-        self, buckets: FlatBuckets, settings: AdamWSettings, world: Axis, engine: Engine = fused_adamw
+        self, buckets: FlatBuckets, settings: AdamWSettings, world: Axis, engine: Engine | None = None
     ) -> None:
         self.buckets = buckets
         self._settings = settings
