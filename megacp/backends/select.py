@@ -9,7 +9,7 @@ from __future__ import annotations
 from megacp.backends.apex import weight_gradient_kernel
 from megacp.backends.base import Backend
 from megacp.backends.native import NativeBackend
-from megacp.backends.support import ENGINE, RunCase, contradictions, needed_by, refusals
+from megacp.backends.support import contradictions, layer_reasons, needed_by
 from megacp.backends.transformer_engine import TransformerEngineBackend, fp8_problem, package_problem
 from megacp.config.run import RunConfig
 from megacp.context_parallel.auto.stopwatch import Stopwatch
@@ -20,10 +20,10 @@ from megacp.tensor_parallel.linear import AddGradient, add_weight_gradient
 def engine_reasons(config: RunConfig, device_type: str | None) -> list[str]:
     """Why Transformer Engine cannot run this config on a type of device; None asks only about the config."""
     if device_type is None:
-        return refusals(RunCase(config, "cuda"), ENGINE)
+        return list(layer_reasons(config))
     package = package_problem()
     asked = package is None and device_type == "cuda" and config.training.fp8 != "off"
-    return refusals(RunCase(config, device_type, package, fp8_problem(config.training.fp8) if asked else None), ENGINE)
+    return list(layer_reasons(config, device_type, package, fp8_problem(config.training.fp8) if asked else None))
 
 
 def backend_problems(config: RunConfig, device_type: str | None) -> list[str]:

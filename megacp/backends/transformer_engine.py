@@ -19,7 +19,6 @@ parameters in the middle (tests bind every call to the real signatures).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
@@ -32,7 +31,7 @@ from megacp.backends.base import Remember, Tower
 from megacp.backends.composed import gate_and_up
 from megacp.backends.native import NativeBackend
 from megacp.backends.packed_attention import PackedAttention
-from megacp.backends.support import ATTENTION, FP8_MULTIPLES, attention_case, refusals
+from megacp.backends.support import FP8_MULTIPLES, attention_reasons
 from megacp.backends.thd import Sequences, thd_sequences
 from megacp.config.model import ModelConfig
 from megacp.config.run import RunConfig
@@ -198,7 +197,7 @@ def fused_adam(groups: list[dict[str, Any]], betas: tuple[float, float], eps: fl
 
 
 class TransformerEngineBackend(NativeBackend):
-    """See `Backend`; `config` must have no row of `support.ENGINE` against it."""
+    """See `Backend`; `config` must have no reason of `support.layer_reasons` against it."""
 
     name = "transformer_engine"
 
@@ -223,10 +222,10 @@ class TransformerEngineBackend(NativeBackend):
         self.amax_group = amax.group
         self.recipe = None if self.fp8 == "off" else fp8_recipe(self.fp8, amax.size > 1)
         self.packed: PackedAttention | None = None
-        here = {"capability": torch.cuda.get_device_capability(grid.device), "cudnn": torch.backends.cudnn.version()}
-        reasons = refusals(dataclasses.replace(attention_case(config), **here), ATTENTION)
+        capability, cudnn = torch.cuda.get_device_capability(grid.device), torch.backends.cudnn.version() or 0
+        reasons = "; ".join(attention_reasons(config, capability, cudnn))
         if reasons:
-            self.tell(f"attention: ours for every row, {'; '.join(reasons)}")
+            self.tell(f"attention: ours for every row, {reasons}")
         else:
             inner = (parallel.hierarchical_context_parallel_sizes or (1, 1))[0]
             axis = row_axis(grid, parallel)

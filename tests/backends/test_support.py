@@ -1,90 +1,62 @@
-"""The constraint matrix of Transformer Engine's attention, and what a run may ask of its layers."""
+"""Where Transformer Engine's attention and its layers are refused, and what a run may ask of them."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import pytest
 
 from megacp.backends import select
 from megacp.backends.select import backend_problems, engine_reasons, select_backend
-from megacp.backends.support import ATTENTION, COMM_TYPES, ENGINE, AttentionCase, RunCase, attention_case, refusals
+from megacp.backends.support import COMM_TYPES, attention_reasons, layer_reasons
 from megacp.config.run import RunConfig, with_values
 from megacp.distributed.grid import GridShape, build_grid
 
-YES = dict.fromkeys(COMM_TYPES, True)
-NO = dict.fromkeys(COMM_TYPES, False)
-ONLY_P2P = {**NO, "p2p": True}
-WINDOWED = {**NO, "all_gather": True, "a2a": True}
+HOPPER, CUDNN = (9, 0), 91900
+TP, CP, SIZES = "tensor_model_parallel_size", "context_parallel_size", "hierarchical_context_parallel_sizes"
+WIDE = {"dtype": "bfloat16", "hidden_size": 512, "num_attention_heads": 8, CP: 4, SIZES: (2, 2)}
+"""Heads of 64 for every transport."""
+SIX = {"num_attention_heads": 6, "kv_channels": 64}
 
-MATRIX = [
-    ({"layout": "bshd", "mask": "causal"}, YES),
-    ({"layout": "sbhd", "mask": "causal"}, YES),
-    ({"layout": "bshd", "mask": "no_mask"}, YES),
-    ({"layout": "sbhd", "mask": "no_mask"}, YES),
-    ({"layout": "bshd", "mask": "padding"}, NO),
-    ({"layout": "sbhd", "mask": "padding_causal"}, NO),
-    ({"layout": "thd", "mask": "padding"}, YES),
-    ({"layout": "thd", "mask": "padding_causal"}, YES),
-    ({"layout": "thd", "mask": "padding_causal", "padded_lengths": False}, NO),
-    ({"layout": "thd", "mask": "causal"}, NO),
-    ({"layout": "bshd", "mask": "arbitrary"}, NO),
-    ({"layout": "bshd", "mask": "causal_bottom_right"}, NO),
-    ({"layout": "thd", "mask": "padding_causal_bottom_right"}, NO),
-    ({"score_mod": True}, NO),
-    ({"bias": "alibi", "layout": "bshd", "mask": "causal"}, NO),
-    ({"softcap": True}, NO),
-    ({"bias": "post_scale_bias", "layout": "bshd", "mask": "no_mask"}, ONLY_P2P),
-    ({"bias": "post_scale_bias", "layout": "thd"}, NO),
-    ({"window": True}, WINDOWED),
-    ({"degree": 4, "inner": 2, "heads": 6, "groups": 6}, {**YES, "a2a": False}),
-    ({"degree": 4, "inner": 4, "heads": 8, "groups": 2}, {**YES, "a2a": False, "a2a+p2p": False}),
-    ({"head_dim": 60}, NO),
-    ({"head_dim": 256}, NO),
-    ({"dtype": "float32"}, NO),
-    ({"capability": (8, 0)}, NO),
-    ({"capability": (8, 9), "layout": "bshd", "mask": "causal"}, YES),
-    ({"capability": (12, 0)}, YES),
-    ({"capability": (12, 0), "cudnn": 91700}, NO),
+ATTENTION_CASES = [
+    ({}, HOPPER, CUDNN, {}),
+    ({"kv_channels": 60}, HOPPER, CUDNN, dict.fromkeys(COMM_TYPES, "a head is 60 wide")),
+    ({"kv_channels": 256}, HOPPER, CUDNN, dict.fromkeys(COMM_TYPES, "a head is 256 wide")),
+    ({}, (8, 9), CUDNN, dict.fromkeys(COMM_TYPES, "compute capability 9.0 on, this GPU has 8.9")),
+    ({}, (12, 0), CUDNN, {}),
+    ({}, (12, 0), 91700, dict.fromkeys(COMM_TYPES, "need cuDNN 9.18.1, this is 91700")),
+    (SIX, HOPPER, CUDNN, {"a2a": "over 4 ranks, a tensor rank has 6 heads and 6 groups"}),
+    ({"num_query_groups": 2}, HOPPER, CUDNN, {"a2a": "8 heads and 2 groups"}),
+    (
+        {"num_query_groups": 2, SIZES: (4, 1)},
+        HOPPER,
+        CUDNN,
+        {"a2a": "over 4 ranks", "a2a+p2p": "over 4 ranks, a tensor rank has 8 heads and 2 groups"},
+    ),
+    ({"num_query_groups": 4, TP: 2}, HOPPER, CUDNN, {"a2a": "4 heads and 2 groups"}),
 ]
+"""Settings, the GPU, and the one reason against some transports."""
 
 
-@pytest.mark.parametrize("changes, expected", MATRIX)
-@pytest.mark.parametrize("comm_type", COMM_TYPES)
-def test_the_matrix_says_yes_and_no_where_transformer_engine_does(changes, expected, comm_type: str) -> None:
-    case = AttentionCase(**{"comm_type": comm_type, "inner": 2, **changes})
-    assert (refusals(case, ATTENTION) == []) == expected[comm_type]
+@pytest.mark.parametrize("settings, capability, cudnn, expected", ATTENTION_CASES)
+def test_attention_is_refused_where_transformer_engine_has_none(
+    settings: dict, capability: tuple[int, int], cudnn: int, expected: dict[str, str]
+) -> None:
+    for comm_type in COMM_TYPES:
+        config = with_values(RunConfig(), {**WIDE, **settings, "cp_comm_type": comm_type})
+        reasons = list(attention_reasons(config, capability, cudnn))
+        assert len(reasons) == (comm_type in expected)
+        assert expected.get(comm_type, "") in "".join(reasons)
 
 
-def test_every_row_of_the_matrix_is_the_only_reason_of_some_case() -> None:
-    """Would catch a row that never acts, or that hides behind another."""
-    cases = [AttentionCase(**{"comm_type": c, "inner": 2, **changes}) for changes, _ in MATRIX for c in COMM_TYPES]
-    cases.append(AttentionCase(comm_type="kv_exchange"))
-    alone = {
-        row for case in cases if len(found := [row for row in ATTENTION if row.broken(case)]) == 1 for row in found
-    }
-    assert len(alone) == len(ATTENTION)
+@pytest.mark.parametrize("settings", [{CP: 4}, {CP: 1, "dynamic_context_parallel": True}])
+def test_a_transport_of_ours_is_refused_where_cp_ranks_share_a_row(settings: dict) -> None:
+    config = with_values(RunConfig(), {**WIDE, "cp_comm_type": "kv_exchange", **settings})
+    (reason,) = attention_reasons(config, HOPPER, CUDNN)
+    assert "--cp-comm-type kv_exchange is ours alone" in reason
 
 
 def test_one_rank_has_no_constraint_of_context_parallelism() -> None:
-    case = AttentionCase(comm_type="kv_exchange", degree=1, heads=7, groups=7, padded_lengths=False)
-    assert refusals(case, ATTENTION) == []
-    assert len(refusals(dataclasses.replace(case, degree=2), ATTENTION)) == 2
-
-
-def test_a_run_is_asked_about_its_tensor_ranks_heads() -> None:
-    settings = {
-        "tensor_model_parallel_size": 2,
-        "context_parallel_size": 4,
-        "cp_comm_type": "a2a",
-        "num_attention_heads": 16,
-        "num_query_groups": 4,
-        "hidden_size": 1024,
-        "dtype": "bfloat16",
-    }
-    case = attention_case(with_values(RunConfig(), settings))
-    assert (case.heads, case.groups, case.swapped, case.head_dim) == (8, 2, 4, 64)
-    assert "8 heads and 2 groups" in refusals(case, ATTENTION)[0]
+    settings = {**WIDE, CP: 1, "cp_comm_type": "kv_exchange", "num_attention_heads": 7, "kv_channels": 64}
+    assert list(attention_reasons(with_values(RunConfig(), settings), HOPPER, CUDNN)) == []
 
 
 def engine_config(**settings: object) -> RunConfig:
@@ -101,8 +73,8 @@ def test_all_reasons_against_transformer_engine_come_at_once(monkeypatch: pytest
         select_backend(config, build_grid(GridShape(), 0))
 
 
-def test_every_row_about_a_run_can_refuse() -> None:
-    """Would catch a row that never acts."""
+def test_every_reason_against_the_layers_of_a_run_can_be_the_only_one() -> None:
+    """Would catch a reason that never holds, or that hides behind another."""
     vocabulary = {"tensor_model_parallel_size": 2, "vocab_size": 1000, "make_vocab_size_divisible_by": 128}
     cases = [
         (engine_config(), "cpu", None),
@@ -113,8 +85,8 @@ def test_every_row_about_a_run_can_refuse() -> None:
         (engine_config(fp8="blockwise", ffn_hidden_size=1000), "cuda", None),
         (engine_config(cross_entropy_fusion_impl="te", **vocabulary), "cuda", None),
     ]
-    found = [refusals(RunCase(*case), ENGINE) for case in cases]
-    assert [len(reasons) for reasons in found] == [1] * len(ENGINE)
+    found = [list(layer_reasons(*case)) for case in cases]
+    assert [len(reasons) for reasons in found] == [1] * len(cases)
 
 
 def test_a_gpu_without_the_recipe_refuses_it_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:

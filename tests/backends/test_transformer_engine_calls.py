@@ -18,7 +18,6 @@ import torch
 
 from megacp.backends import packed_attention
 from megacp.backends import transformer_engine as backend_file
-from megacp.backends.support import AttentionCase
 from megacp.backends.transformer_engine import TransformerEngineBackend, package_problem
 from megacp.config.run import RunConfig, with_values
 from megacp.context_parallel.layout import LAYOUTS
@@ -90,7 +89,6 @@ def exercise(recipe: str, calls: list[Call], signatures: dict[str, inspect.Signa
     with emulated_layers(), pytest.MonkeyPatch.context() as patch:
         for name in TARGETS:
             signatures[name] = spied(patch, name, calls)
-        patch.setattr(backend_file, "attention_case", lambda config: AttentionCase(degree=1))
         backend = TransformerEngineBackend(build_grid(GridShape(), 0), config)
         chunk = LanguageModelChunk(config.model, range(1), backend)
         batch = shard_batch(mock_batch([0], MockRules(32, 32)).with_padding_to(35), backend.tp, LAYOUTS["contiguous"])

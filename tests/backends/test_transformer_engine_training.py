@@ -18,7 +18,6 @@ import torch
 
 from megacp.backends import transformer_engine as backend_file
 from megacp.backends.native import NativeBackend
-from megacp.backends.support import AttentionCase
 from megacp.backends.transformer_engine import TransformerEngineBackend
 from megacp.config.run import RunConfig, with_values
 from megacp.data.synthetic.mock import MockRules, mock_batch
@@ -97,8 +96,6 @@ def differences(
     config, here = config_of(shape, settings), grid(**shape)
     expected = train(config, here, mask)
     with emulated_layers(), pytest.MonkeyPatch.context() as patch:
-        case = AttentionCase(config.parallel.cp_comm_type, shape.get("cp", 1))
-        patch.setattr(backend_file, "attention_case", lambda config: case)  # float64 stands for a half
         patch.setattr(backend_file, "fused_adam", None)  # it has no float64
         patch.setattr(build, "select_backend", TransformerEngineBackend_for)
         found = train(config, here, mask)
