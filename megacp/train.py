@@ -34,7 +34,7 @@ from megacp.distributed.supervision.watch import Watch
 from megacp.files import raise_descriptor_limit
 from megacp.models.build import grid_shape, stage_layers
 from megacp.monitor.console import ends_with_its_reader
-from megacp.ops.attention import kernel_problem
+from megacp.ops.kernels import kernel_problem
 from megacp.planner.report import describe
 from megacp.training.agreement import AlikeError, require_agreement, require_shared_folder, statement
 from megacp.training.sources import Sources, open_sources

@@ -26,7 +26,7 @@ from megacp.context_parallel.auto.stopwatch import Stopwatch, TimedTransport
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.shard import row_axis
 from megacp.distributed.grid import ProcessGrid
-from megacp.ops.attention import kernel_name
+from megacp.ops.kernels import kernel_name
 from megacp.ops.norm import layer_norm, rms_norm
 from megacp.tensor_parallel.cross_entropy import cross_entropy
 from megacp.tensor_parallel.embedding import VocabularyTable

@@ -17,7 +17,7 @@ from megacp.context_parallel.sizes import HeadShare, head_shares
 from megacp.context_parallel.transport import Tensors, Transport
 from megacp.distributed.collectives import start_exchange
 from megacp.distributed.grid import Axis
-from megacp.ops.attention import QKV, accumulation_dtype
+from megacp.ops.kernel import QKV, accumulation_dtype
 
 
 class HeadsForSequence:

@@ -14,7 +14,7 @@ from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.transport import Kept, Tensors, finished
 from megacp.distributed.collectives import Pending, reduce_scatter, start_all_gather
 from megacp.distributed.grid import Axis
-from megacp.ops import attention as kernels
+from megacp.ops.kernel import QKV, Kernel, accumulation_dtype, empty_partial
 from megacp.ops.mask import TileTable, tile_table
 
 
@@ -39,24 +39,24 @@ class AllGatherAttention:
 
     name = "all_gather"
 
-    def __init__(self, axis: Axis, kernel: kernels.Kernel) -> None:
+    def __init__(self, axis: Axis, kernel: Kernel) -> None:
         self.axis = axis
         self.kernel = kernel
 
-    def forward(self, qkv: kernels.QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
+    def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
         """See `Transport.forward`."""
         q, k, v = qkv
         gathered = self._start(k, v)
-        partial = kernels.empty_partial(q)
+        partial = empty_partial(q)
         self.kernel.attend(partial, qkv, plan.table(plan.cp_rank), scale)
         keys, values = self._arrived(gathered, plan, q.device)
         self.kernel.attend(partial, (q, keys, values), plan.part("others", lambda: table_of_others(plan)), scale)
         return finished(qkv, partial)
 
-    def backward(self, kept: Tensors, dout: torch.Tensor, plan: AttentionPlan, scale: float) -> kernels.QKV:
+    def backward(self, kept: Tensors, dout: torch.Tensor, plan: AttentionPlan, scale: float) -> QKV:
         """See `Transport.backward`."""
         mine = Kept(*kept)
-        saved, wide = mine.with_gradient(dout), kernels.accumulation_dtype(mine.q.dtype)
+        saved, wide = mine.with_gradient(dout), accumulation_dtype(mine.q.dtype)
         gathered = self._start(mine.k, mine.v)
         dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (mine.q, mine.k, mine.v))
         self.kernel.attend_backward(saved, (mine.k, mine.v), plan.table(plan.cp_rank), scale, (dq, dk, dv))

@@ -19,7 +19,8 @@ from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.ring import RingAttention
 from megacp.context_parallel.transport import Transport
 from megacp.distributed.grid import Axis, single_axis, split_axis
-from megacp.ops.attention import Kernel, select_kernel
+from megacp.ops.kernel import Kernel
+from megacp.ops.kernels import select_kernel
 
 
 class _CoreAttention(torch.autograd.Function):

@@ -17,7 +17,7 @@ from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.transport import Kept, Tensors, finished
 from megacp.distributed.collectives import Pending, start_all_to_all
 from megacp.distributed.grid import Axis
-from megacp.ops import attention as kernels
+from megacp.ops.kernel import QKV, Kernel, accumulation_dtype, empty_partial
 from megacp.ops.mask import TileTable, tile_table
 
 
@@ -80,17 +80,17 @@ class KVExchange:
 
     name = "kv_exchange"
 
-    def __init__(self, axis: Axis, kernel: kernels.Kernel, stages: int = 1) -> None:
+    def __init__(self, axis: Axis, kernel: Kernel, stages: int = 1) -> None:
         self.axis = axis
         self.kernel = kernel
         self.stages = min(stages, max(1, axis.size - 1))
 
-    def forward(self, qkv: kernels.QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
+    def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
         """See `Transport.forward`."""
         q, k, v = qkv
         stages = self._plan(plan)
         both = torch.cat([k, v], -1)  # [t, groups, d] twice -> [t, groups, 2d]
-        partial = kernels.empty_partial(q)
+        partial = empty_partial(q)
         coming = self._start(both, plan, 0)
         self.kernel.attend(partial, qkv, plan.table(plan.cp_rank), scale)
         for number, stage in enumerate(stages):
@@ -100,10 +100,10 @@ class KVExchange:
             coming = following
         return finished(qkv, partial)
 
-    def backward(self, kept: Tensors, dout: torch.Tensor, plan: AttentionPlan, scale: float) -> kernels.QKV:
+    def backward(self, kept: Tensors, dout: torch.Tensor, plan: AttentionPlan, scale: float) -> QKV:
         """See `Transport.backward`."""
         mine = Kept(*kept)
-        saved, wide = mine.with_gradient(dout), kernels.accumulation_dtype(mine.q.dtype)
+        saved, wide = mine.with_gradient(dout), accumulation_dtype(mine.q.dtype)
         stages = self._plan(plan)
         both = torch.cat([mine.k, mine.v], -1)
         coming = self._start(both, plan, 0)

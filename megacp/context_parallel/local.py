@@ -11,8 +11,9 @@ import torch
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.transport import Kept, Tensors, finished
 from megacp.distributed.grid import Axis
-from megacp.ops import attention as kernels
+from megacp.ops.kernel import QKV, Kernel, accumulation_dtype, empty_partial
 from megacp.ops.mask import allowed
+from megacp.ops.tile_kernels import dense_attention
 from megacp.ops.to_device import to_device
 
 
@@ -21,20 +22,20 @@ class LocalAttention:
 
     name = "local"
 
-    def __init__(self, axis: Axis, kernel: kernels.Kernel) -> None:
+    def __init__(self, axis: Axis, kernel: Kernel) -> None:
         assert axis.size == 1
         self.kernel = kernel
 
-    def forward(self, qkv: kernels.QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
+    def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
         """See `Transport.forward`."""
-        partial = kernels.empty_partial(qkv[0])
+        partial = empty_partial(qkv[0])
         self.kernel.attend(partial, qkv, plan.table_of_row, scale)
         return finished(qkv, partial)
 
-    def backward(self, kept: Tensors, dout: torch.Tensor, plan: AttentionPlan, scale: float) -> kernels.QKV:
+    def backward(self, kept: Tensors, dout: torch.Tensor, plan: AttentionPlan, scale: float) -> QKV:
         """See `Transport.backward`."""
         mine = Kept(*kept)
-        wide = kernels.accumulation_dtype(mine.q.dtype)
+        wide = accumulation_dtype(mine.q.dtype)
         dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (mine.q, mine.k, mine.v))
         saved = mine.with_gradient(dout)
         self.kernel.attend_backward(saved, (mine.k, mine.v), plan.table_of_row, scale, (dq, dk, dv))
@@ -50,13 +51,13 @@ class DenseAttention:
         if axis.size != 1:
             raise ValueError(f"--attention-kernel dense is the one-process reference, cp has {axis.size} ranks")
 
-    def forward(self, qkv: kernels.QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
+    def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
         """See `Transport.forward`."""
         mine = plan.metadata.take(plan.local)
         visible = to_device(allowed(mine, mine), qkv[0].device)
-        return kernels.dense_attention(*qkv, visible, scale), qkv
+        return dense_attention(*qkv, visible, scale), qkv
 
-    def backward(self, kept: Tensors, dout: torch.Tensor, plan: AttentionPlan, scale: float) -> kernels.QKV:
+    def backward(self, kept: Tensors, dout: torch.Tensor, plan: AttentionPlan, scale: float) -> QKV:
         """See `Transport.backward`."""
         with torch.enable_grad():
             q, k, v = (x.detach().requires_grad_() for x in kept)

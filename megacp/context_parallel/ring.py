@@ -13,7 +13,7 @@ from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.transport import Kept, Tensors, finished
 from megacp.distributed.grid import Axis
 from megacp.distributed.p2p import Shift, start_shift
-from megacp.ops import attention as kernels
+from megacp.ops.kernel import QKV, Kernel, accumulation_dtype, empty_partial
 
 
 class RingAttention:
@@ -21,14 +21,14 @@ class RingAttention:
 
     name = "p2p"
 
-    def __init__(self, axis: Axis, kernel: kernels.Kernel) -> None:
+    def __init__(self, axis: Axis, kernel: Kernel) -> None:
         self.axis = axis
         self.kernel = kernel
 
-    def forward(self, qkv: kernels.QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
+    def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
         """See `Transport.forward`."""
         q, k, v = qkv
-        partial = kernels.empty_partial(q)
+        partial = empty_partial(q)
         kv = torch.stack([k, v])  # [t, groups, d] twice -> [2, t, groups, d]
         for step in range(self.axis.size):
             shift = start_shift(kv, self.axis) if step < self.axis.size - 1 else None
@@ -37,11 +37,11 @@ class RingAttention:
             kv = shift.wait() if shift else kv
         return finished(qkv, partial)
 
-    def backward(self, kept: Tensors, dout: torch.Tensor, plan: AttentionPlan, scale: float) -> kernels.QKV:
+    def backward(self, kept: Tensors, dout: torch.Tensor, plan: AttentionPlan, scale: float) -> QKV:
         """See `Transport.backward`."""
         mine = Kept(*kept)
         saved = mine.with_gradient(dout)
-        wide = kernels.accumulation_dtype(mine.q.dtype)
+        wide = accumulation_dtype(mine.q.dtype)
         dq = torch.zeros_like(mine.q, dtype=wide)
         visiting = torch.stack([mine.k, mine.v])  # [t, groups, d] twice -> [2, t, groups, d]
         gradient: Shift | None = None  # of the visiting K/V, as summed by the ranks it visited before

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from megacp.context_parallel.plan import AttentionPlan
-from megacp.ops.attention import QKV, Partial, Saved
+from megacp.ops.kernel import QKV, Partial, Saved
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -24,8 +24,9 @@ from megacp.data.synthetic.mixed import mixed_row
 from megacp.data.synthetic.mock import MockRules, mock_batch
 from megacp.distributed.grid import GridShape, build_grid, single_axis
 from megacp.distributed.spawn import RankFailure, RankPool
-from megacp.ops.attention import dense_attention, kernel_name
+from megacp.ops.kernels import kernel_name
 from megacp.ops.mask import allowed
+from megacp.ops.tile_kernels import dense_attention
 from megacp.tensor_parallel.linear import add_weight_gradient
 from megacp.training.step import Trainee
 

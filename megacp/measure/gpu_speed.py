@@ -30,7 +30,8 @@ from megacp.data.synthetic.mock import MockRules, mock_batch
 from megacp.distributed.grid import GridShape, build_grid, single_axis
 from megacp.monitor.flops import gpu_peak, utilisation
 from megacp.monitor.memory import peak_bytes
-from megacp.ops.attention import empty_partial, kernel_name, select_kernel
+from megacp.ops.kernel import empty_partial
+from megacp.ops.kernels import kernel_name, select_kernel
 from megacp.ops.mask import allowed
 from megacp.planner.costs import model_flops, model_parameters
 from megacp.training.step import Trainee

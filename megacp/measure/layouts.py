@@ -17,7 +17,7 @@ from megacp.context_parallel.kv_exchange import exchange_stages, needed_rows
 from megacp.context_parallel.layout import Layout
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.measure.exchange_bound import Rows, least_remote_rows
-from megacp.ops.attention import Saved, TileKernel, empty_partial
+from megacp.ops.kernel import Saved, TileKernel, empty_partial
 from megacp.ops.mask import Metadata, TileTable, tile_table
 
 HEADS, GROUPS, WIDTH = 8, 4, 64

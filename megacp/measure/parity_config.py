@@ -16,7 +16,7 @@ from megacp.config.run import RunConfig, Value, fields, flag, flatten, with_valu
 from megacp.data.packed.manifest import MANIFEST_NAME
 from megacp.data.synthetic.mock import MockRules
 from megacp.measure.parity_sizes import IMAGE_SIZES, MODELS, named_sizes, small_sizes
-from megacp.ops.attention import kernel_problem
+from megacp.ops.kernels import kernel_problem
 from megacp.planner.report import human_count
 from megacp.planner.vision import run_parameters
 from megacp.training.images import mock_images

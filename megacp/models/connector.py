@@ -17,7 +17,7 @@ from megacp.backends.base import Backend
 from megacp.config.model import ModelConfig
 from megacp.config.vision import VisionConfig
 from megacp.ops.activation import swiglu
-from megacp.ops.attention import accumulation_dtype
+from megacp.ops.kernel import accumulation_dtype
 
 
 def pooling_attention(

@@ -27,9 +27,9 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
-from megacp.ops.attention import QKV, Partial, Saved, accumulation_dtype
 from megacp.ops.blocks import BLOCK, BlockCover, block_cover
 from megacp.ops.compiled import whole_graph
+from megacp.ops.kernel import QKV, Partial, Saved, accumulation_dtype
 from megacp.ops.mask import Metadata, TileTable
 from megacp.ops.merge import merge_into
 from megacp.ops.to_device import to_device

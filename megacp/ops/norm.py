@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from megacp.ops.attention import accumulation_dtype
 from megacp.ops.compiled import fused
+from megacp.ops.kernel import accumulation_dtype
 
 
 @fused

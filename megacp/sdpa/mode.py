@@ -20,7 +20,7 @@ from megacp.context_parallel.attention import core_attention, select_transport
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.transport import Tensors, Transport
 from megacp.distributed.grid import Axis
-from megacp.ops.attention import QKV
+from megacp.ops.kernel import QKV
 from megacp.sdpa.agreement import Agreement
 from megacp.sdpa.call import (
     dropout_problems,

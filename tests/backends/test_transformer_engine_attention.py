@@ -17,8 +17,8 @@ from megacp.config.model import ModelConfig
 from megacp.context_parallel.layout import LAYOUTS
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.distributed.grid import single_axis
-from megacp.ops.attention import dense_attention
 from megacp.ops.mask import Metadata, allowed
+from megacp.ops.tile_kernels import dense_attention
 from tests.backends.engine_math import emulated
 from tests.backends.engine_stub import needs_engine
 from tests.ranks import grid, run_ranks

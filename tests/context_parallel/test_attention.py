@@ -22,9 +22,9 @@ from megacp.context_parallel.layout import LAYOUTS
 from megacp.context_parallel.local import LocalAttention
 from megacp.context_parallel.shard import LocalBatch, shard_batch
 from megacp.distributed.grid import Axis, single_axis
-from megacp.ops import attention as kernels
 from megacp.ops.mask import allowed
 from megacp.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotate
+from megacp.ops.tile_kernels import MathKernel
 from tests.ranks import RankError, grid, run_ranks
 from tests.reference import attention as reference
 from tests.reference.packs import metadata, random_batch, video_batch
@@ -264,7 +264,7 @@ def test_one_process_equals_the_naive_reference(name: str) -> None:
     compare([on_ranks(0, 1, cases)], cases, 1e-12)
 
 
-class CountingKernel(kernels.MathKernel):
+class CountingKernel(MathKernel):
     """A kernel that counts the pairs it is asked for."""
 
     def __init__(self) -> None:
@@ -329,7 +329,7 @@ def quiet(rank: int, world_size: int) -> tuple[int, int]:
     row = replace(row, document=np.repeat(np.arange(4), 16).astype(np.int32))
     batch = shard_batch(row, cp, LAYOUTS["contiguous"])
     cp.traffic.clear()
-    attend(batch, KVExchange(cp, kernels.MathKernel()), qkv_and_gradient(Case("", "", ""), 64))
+    attend(batch, KVExchange(cp, MathKernel()), qkv_and_gradient(Case("", "", ""), 64))
     return cp.traffic.total, len(exchange_stages(batch.plan, 1))
 
 

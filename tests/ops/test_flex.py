@@ -22,11 +22,13 @@ from megacp.context_parallel.local import LocalAttention
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.distributed import launch
 from megacp.distributed.grid import single_axis
-from megacp.ops import attention as kernels
 from megacp.ops import flex
+from megacp.ops.kernel import Kernel, Saved, empty_partial
+from megacp.ops.kernels import kernel_name, select_kernel
 from megacp.ops.mask import Metadata, TileTable, allowed, tile_table
+from megacp.ops.tile_kernels import MathKernel
 from megacp.train import REFUSED, main
-from tests.ops.test_attention import HEADS, by_autograd, by_tiles, draw, pack
+from tests.ops.test_kernels import HEADS, by_autograd, by_tiles, draw, pack
 from tests.reference.packs import metadata, random_batch
 
 CPU = torch.device("cpu")
@@ -138,10 +140,10 @@ def test_the_real_function_computes_the_parts(heads: int, groups: int, width: in
     meta = pack(3)
     q, k, v = (torch.cat([x, -x], -1)[..., :width] for x in draw(40, 40, heads, groups)[:3])
     kernel = flex.FlexKernel(flex.with_lse(flex_attention), 8)
-    partial, reference = kernels.empty_partial(q), kernels.empty_partial(q)
+    partial, reference = empty_partial(q), empty_partial(q)
     for index, table in split(meta, 11, 25):
         kernel.attend(partial, (q, k[index], v[index]), table, 0.3)
-        kernels.MathKernel().attend(reference, (q, k[index], v[index]), table, 0.3)
+        MathKernel().attend(reference, (q, k[index], v[index]), table, 0.3)
     assert (reference.lse == -torch.inf).any() and torch.isfinite(partial.out).all()
     torch.testing.assert_close(partial.out, reference.out, **EXACT)
     torch.testing.assert_close(partial.lse, reference.lse, **EXACT)
@@ -190,7 +192,7 @@ def test_rows_that_see_nothing_give_zero_output_lse_minus_infinity_and_zero_grad
         _, *grads = by_tiles(flex.FlexKernel(dense), tensors, sources, 1.0)
         for grad in grads:
             assert grad.isfinite().all() and (grad[[1, 3]] == 0).all()
-        partial = kernels.empty_partial(tensors[0])
+        partial = empty_partial(tensors[0])
         for index, table in sources:
             flex.FlexKernel(dense).attend(partial, (tensors[0], tensors[1][index], tensors[2][index]), table, 1.0)
         assert (partial.out[[1, 3]] == 0).all() and (partial.lse[[1, 3]] == -torch.inf).all()
@@ -202,12 +204,10 @@ def test_a_source_that_nobody_sees_costs_no_call_and_changes_nothing() -> None:
 
     meta, (q, k, v, dout) = pack(1), draw(40, 40, 4, 2)
     nobody = Metadata(*[np.full(40, -1)] * 3, np.arange(40))
-    kernel, partial = flex.FlexKernel(never), kernels.empty_partial(q)
+    kernel, partial = flex.FlexKernel(never), empty_partial(q)
     for keys, table in ((40, tile_table(nobody, meta)), (0, tile_table(meta, meta.take(np.arange(0))))):
         kernel.attend(partial, (q, k[:keys], v[:keys]), table, 1.0)
-        kernel.attend_backward(
-            kernels.Saved(q, partial.out, partial.lse, dout), (k[:keys], v[:keys]), table, 1.0, (q, k, v)
-        )
+        kernel.attend_backward(Saved(q, partial.out, partial.lse, dout), (k[:keys], v[:keys]), table, 1.0, (q, k, v))
     assert partial.untouched and (partial.out == 0).all()
 
 
@@ -218,11 +218,11 @@ def test_strided_keys_are_read_and_gradients_are_added_to_views() -> None:
     both = torch.cat([k, v], -1)
     keys, values = both.chunk(2, -1)
     assert not keys.is_contiguous()
-    kernel, partial = flex.FlexKernel(dense, 16), kernels.empty_partial(q)
+    kernel, partial = flex.FlexKernel(dense, 16), empty_partial(q)
     kernel.attend(partial, (q, keys, values), table, 0.5)
     torch.testing.assert_close(partial.out, expected[0], **EXACT)
     dq, dkv = torch.ones_like(q), torch.ones_like(both)
-    saved = kernels.Saved(q, partial.out, partial.lse, dout)
+    saved = Saved(q, partial.out, partial.lse, dout)
     kernel.attend_backward(saved, (keys, values), table, 0.5, (dq, *dkv.chunk(2, -1)))
     for got, exact in zip((dq, *dkv.chunk(2, -1)), expected[1:], strict=True):
         torch.testing.assert_close(got - 1, exact, rtol=1e-12, atol=1e-12)
@@ -279,14 +279,14 @@ def test_packs_of_any_length_share_a_few_compiled_forms() -> None:
     for tokens in [512, 512, *rng.integers(257, 900, 8).tolist()]:
         meta = metadata(random_batch(rng, tokens, branches=True, images=True, padding=True))
         q, k, v, _ = (x.float() for x in draw(tokens, tokens, 2, 1, tokens))
-        partial = kernels.empty_partial(q)
+        partial = empty_partial(q)
         kernel.attend(partial, (q, k, v), tile_table(meta, meta), 0.3)
         numbers.append(compiler.number)
     assert numbers == [1, 1] + [2] * 8, "one form for the first length and one for all others"
 
 
 def test_auto_means_the_fastest_kernel_that_is_exact_and_others_are_refused() -> None:
-    found = {(d, t): kernels.kernel_name("auto", d, t) for d in ("cpu", "cuda", "xpu") for t in ("bfloat16", "float64")}
+    found = {(d, t): kernel_name("auto", d, t) for d in ("cpu", "cuda", "xpu") for t in ("bfloat16", "float64")}
     assert found == {
         ("cpu", "bfloat16"): "flash",
         ("cpu", "float64"): "flash",
@@ -295,14 +295,14 @@ def test_auto_means_the_fastest_kernel_that_is_exact_and_others_are_refused() ->
         ("xpu", "bfloat16"): "math",
         ("xpu", "float64"): "math",
     }
-    assert kernels.kernel_name("dense", "cpu") == "dense" and kernels.kernel_name("math", "cuda", "float64") == "math"
-    assert isinstance(kernels.select_kernel("auto", torch.device("cuda")), flex.FlexKernel)
+    assert kernel_name("dense", "cpu") == "dense" and kernel_name("math", "cuda", "float64") == "math"
+    assert isinstance(select_kernel("auto", torch.device("cuda")), flex.FlexKernel)
     with pytest.raises(ValueError, match="--attention-kernel flex runs on CUDA, this run is on cpu; choose auto or"):
-        kernels.select_kernel("flex", CPU)
+        select_kernel("flex", CPU)
     with pytest.raises(ValueError, match="--attention-kernel flash runs on the CPU, this run is on cuda"):
-        kernels.kernel_name("flash", "cuda")
+        kernel_name("flash", "cuda")
     with pytest.raises(ValueError, match="--attention-kernel flex adds up in float32, this run has --dtype float64"):
-        kernels.kernel_name("flex", "cuda", "float64")
+        kernel_name("flex", "cuda", "float64")
 
 
 def test_a_kernel_for_another_device_is_refused_before_the_run_starts_with_all_other_reasons(
@@ -328,7 +328,7 @@ gpu = [
 ]
 
 
-def errors(kernel: kernels.Kernel, tensors: list[torch.Tensor], meta: Metadata, cuts: list[int]) -> list[float]:
+def errors(kernel: Kernel, tensors: list[torch.Tensor], meta: Metadata, cuts: list[int]) -> list[float]:
     """Errors of out, dq, dk, dv over the largest exact value of each: all keys at once, then in random order in parts.
 
     `tensors` are on the CPU in any dtype, the kernel runs on the GPU, the exact values are float64 on the CPU.
@@ -370,7 +370,7 @@ class TestOnAGpu:
         """Documents, branches, spans and padding, in packs of one block and of several, cut by the end and not."""
         # fp32: 2^-24 times sums of 700 terms, and an approximate exp2; bf16: inputs, weights and parts rounded to 2^-9
         tolerance = 2e-5 if dtype == torch.float32 else 4e-2
-        kernel = kernels.select_kernel("auto", torch.device("cuda"))
+        kernel = select_kernel("auto", torch.device("cuda"))
         rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
         for tokens, documents in ((768, 2), (700, 5), (100, 3), (2, 1)):
             batch = random_batch(rng, tokens, documents=documents, branches=True, images=True, padding=documents > 2)
@@ -388,8 +388,8 @@ class TestOnAGpu:
         document = np.repeat([0, -1, 1, -1], [100, 200, 20, 60])
         meta = Metadata(document, np.zeros(380, int), np.zeros(380, int), np.arange(380))
         tensors = tuple(torch.randn(380, 2, 32, device="cuda") for _ in range(3))
-        partial = kernels.empty_partial(tensors[0])
-        kernels.select_kernel("flex", torch.device("cuda")).attend(partial, tensors, tile_table(meta, meta), 0.2)
+        partial = empty_partial(tensors[0])
+        select_kernel("flex", torch.device("cuda")).attend(partial, tensors, tile_table(meta, meta), 0.2)
         nothing = torch.from_numpy(document < 0)
         assert torch.equal((partial.lse == -torch.inf).cpu(), nothing[:, None].expand(-1, 2))
         assert (partial.out.cpu()[nothing] == 0).all() and partial.out.isfinite().all()
@@ -397,7 +397,7 @@ class TestOnAGpu:
     def test_packs_of_any_length_share_a_few_compiled_forms(self) -> None:
         """As on the CPU, with the guards of the real compiler and the backward."""
         torch._dynamo.utils.counters.clear()
-        kernel = kernels.select_kernel("flex", torch.device("cuda"))
+        kernel = select_kernel("flex", torch.device("cuda"))
         rng = np.random.default_rng(0)
         numbers = []
         for tokens in [512, 512, *rng.integers(257, 900, 8).tolist()]:
@@ -413,7 +413,7 @@ class TestOnAGpu:
         plan = AttentionPlan(np.arange(300)[None], meta, 0, np.arange(300))
         tensors = [torch.randn(300, heads, 32) for heads in (4, 2, 2, 4)]
         q, k, v = (x.cuda().requires_grad_() for x in tensors[:3])
-        transport = LocalAttention(single_axis("cp"), kernels.select_kernel("auto", torch.device("cuda")))
+        transport = LocalAttention(single_axis("cp"), select_kernel("auto", torch.device("cuda")))
         out = core_attention(q, k, v, transport=transport, plan=plan, scale=0.2)
         out.backward(tensors[3].cuda())
         exact = by_autograd([x.double() for x in tensors], allowed(meta, meta), 0.2)

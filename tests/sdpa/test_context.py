@@ -19,8 +19,8 @@ from megacp.context_parallel import plan as planning
 from megacp.context_parallel.attention import TRANSPORTS, TransportOptions, select_transport
 from megacp.context_parallel.layout import LAYOUTS
 from megacp.distributed.grid import Axis, single_axis
-from megacp.ops.attention import dense_attention
 from megacp.ops.mask import Metadata
+from megacp.ops.tile_kernels import dense_attention
 from megacp.sdpa.context import context_parallel, current_context
 from megacp.sdpa.loop import shift_labels, sum_gradients
 from tests.ranks import grid, run_ranks

@@ -90,14 +90,14 @@ def lost_norm_gradient(rank: int, world_size: int, *args: Any) -> list[StepTrace
 def half_mask(rank: int, world_size: int, *args: Any) -> list[StepTrace]:
     """A rank that leaves out the second tile of every row of the mask."""
 
-    from megacp.ops import attention
+    from megacp.ops import kernel
 
-    right = attention.key_sources
-    attention.key_sources = lambda row, width: right(row, width)[:1]
+    right = kernel.key_sources
+    kernel.key_sources = lambda row, width: right(row, width)[:1]
     try:
         return train_rank(rank, world_size, *args)
     finally:
-        attention.key_sources = right
+        kernel.key_sources = right
 
 
 def raises_on_rank_one(rank: int, world_size: int, *args: Any) -> list[StepTrace]:

@@ -31,7 +31,7 @@ from megacp.context_parallel.auto.predict import (
 from megacp.distributed.collectives import all_gather, all_to_all, barrier, gather_objects, reduce_scatter
 from megacp.distributed.grid import Axis, split_axis
 from megacp.distributed.p2p import start_shift
-from megacp.ops import attention as kernels
+from megacp.ops.kernel import Kernel, Partial, Saved, accumulation_dtype
 from megacp.ops.mask import Metadata, TileTable, tile_table
 
 _ROUNDS = 7
@@ -61,7 +61,7 @@ _SCALE_OF_ACCELERATORS = Scale(4096, 8192, 1 << 24)
 class Setup:
     """What is measured: a kernel with the shapes of a layer on one tensor rank, and a cp axis of at least two ranks."""
 
-    kernel: kernels.Kernel
+    kernel: Kernel
     heads: int
     groups: int
     dim: int
@@ -150,7 +150,7 @@ class _Tile:
             for count in (self.heads, groups, groups, self.heads)
         )
         self.qkv, self.dout = (q, k, v), dout
-        wide = kernels.accumulation_dtype(setup.dtype)
+        wide = accumulation_dtype(setup.dtype)
         self.grads = (torch.zeros_like(q, dtype=wide), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide))
         self.out = torch.zeros_like(q, dtype=wide)
         self.lse = torch.zeros(q.shape[:2], dtype=wide, device=setup.device)
@@ -160,8 +160,8 @@ class _Tile:
         n, m, scale = table.queries, table.keys, self.dim**-0.5
         q, k, v = self.qkv[0][:n], self.qkv[1][:m], self.qkv[2][:m]
         dq, dk, dv = self.grads[0][:n], self.grads[1][:m], self.grads[2][:m]
-        partial = kernels.Partial(self.out[:n], self.lse[:n], untouched=False)
-        saved = kernels.Saved(q, self.out[:n].to(q.dtype), self.lse[:n], self.dout[:n])
+        partial = Partial(self.out[:n], self.lse[:n], untouched=False)
+        saved = Saved(q, self.out[:n].to(q.dtype), self.lse[:n], self.dout[:n])
         return (
             lambda: self.kernel.attend(partial, (q, k, v), table, scale),
             lambda: self.kernel.attend_backward(saved, (k, v), table, scale, (dq, dk, dv)),

@@ -26,7 +26,7 @@ from megacp.context_parallel.shard import mask_metadata
 from megacp.context_parallel.sizes import attention_sizes
 from megacp.distributed.collectives import gather_objects
 from megacp.distributed.grid import ProcessGrid
-from megacp.ops.attention import kernel_name, select_kernel
+from megacp.ops.kernels import kernel_name, select_kernel
 
 _SHOWN = 4
 """Candidates in the heading of a run."""

@@ -16,9 +16,10 @@ from megacp.context_parallel.auto.predict import Candidate, RankWork, Stage, Wor
 from megacp.context_parallel.kv_exchange import exchange_stages, needed_rows
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.sizes import AttentionSizes
-from megacp.ops.attention import GATHERED_ELEMENTS, FlashKernel, Kernel, TileKernel
 from megacp.ops.blocks import BLOCK, block_cover
+from megacp.ops.kernel import GATHERED_ELEMENTS, Kernel, TileKernel
 from megacp.ops.mask import CAUSAL, TileTable
+from megacp.ops.tile_kernels import FlashKernel
 
 
 def exchanged_rows(plan: AttentionPlan) -> tuple[int, int]:

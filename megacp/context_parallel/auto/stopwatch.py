@@ -17,7 +17,7 @@ from megacp.context_parallel.transport import Tensors, Transport
 from megacp.distributed.clock import clock_of
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import Axis
-from megacp.ops.attention import QKV
+from megacp.ops.kernel import QKV
 
 Result = TypeVar("Result")
 

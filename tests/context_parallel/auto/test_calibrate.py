@@ -15,7 +15,7 @@ import torch
 from megacp.context_parallel.auto import calibration_file
 from megacp.context_parallel.auto.calibrate import Setup, measure, slowest
 from megacp.context_parallel.auto.predict import KernelCost, Line, Machine, link_names
-from megacp.ops.attention import select_kernel
+from megacp.ops.kernels import select_kernel
 from tests.ranks import grid, run_ranks
 from tests.reference.machines import machine
 

@@ -17,8 +17,9 @@ from megacp.context_parallel.auto.predict import Candidate, RankWork, Work, cand
 from megacp.context_parallel.layout import LAYOUTS
 from megacp.context_parallel.shard import LocalBatch, shard_batch
 from megacp.context_parallel.sizes import AttentionSizes
-from megacp.ops import attention as kernels
+from megacp.ops.kernel import Saved, key_sources
 from megacp.ops.mask import Metadata, tile_table
+from megacp.ops.tile_kernels import FlashKernel, MathKernel
 from tests.ranks import grid, run_ranks
 from tests.reference.packs import metadata, random_batch
 
@@ -32,7 +33,7 @@ def row() -> PackedBatch:
     return random_batch(np.random.default_rng(1), 320, documents=2, branches=True, images=True)
 
 
-class CountingKernel(kernels.MathKernel):
+class CountingKernel(MathKernel):
     """Counts what it is asked for under each table; a causal block costs it the whole square."""
 
     def __init__(self) -> None:
@@ -59,9 +60,7 @@ class CountingKernel(kernels.MathKernel):
         self._count(q, k)
         return super().forward(q, k, v, causal, scale)
 
-    def backward(
-        self, saved: kernels.Saved, k: Tensor, v: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, saved: Saved, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         self._count(saved.q, k)
         return super().backward(saved, k, v, causal, scale)
 
@@ -110,7 +109,7 @@ def test_small_full_tiles_of_a_row_are_one_call(width: int) -> None:
         order = np.random.default_rng(seed).permutation(200)
         halves = [metadata(batch).take(np.sort(part)) for part in (order[:90], order[90:])]
         table = tile_table(*halves)
-        calls = [(r.q_stop - r.q_start, s) for r in table.rows for s in kernels.key_sources(r, width)]
+        calls = [(r.q_stop - r.q_start, s) for r in table.rows for s in key_sources(r, width)]
         keys = [sum(part.stop - part.start for part in slices) for _, (slices, _) in calls]
         expected = Work(sum(q * k for (q, _), k in zip(calls, keys, strict=True)), sum(q for q, _ in calls), len(calls))
         assert table_work(table, width, SQUARES) == expected
@@ -124,7 +123,7 @@ def one_document(tokens: int) -> Metadata:
 @pytest.mark.parametrize(("tokens", "blocks"), [(100, 100**2), (512, 512**2), (1024, 3 * 512**2), (2048, 10 * 512**2)])
 def test_the_cpu_kernel_computes_causal_squares_in_blocks_of_512_keys(tokens: int, blocks: int) -> None:
     """Measured on torch 2.13: 512 causal queries take as long as 512 full ones, 1,024 take 0.75 of their square."""
-    grain = grain_of(kernels.FlashKernel())
+    grain = grain_of(FlashKernel())
     assert table_work(one_document(tokens).own_table, 64, grain) == Work(blocks, tokens, 1)
 
 

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.ops import attention as kernels
+from megacp.ops.kernel import Kernel, Saved, accumulation_dtype, empty_partial
+from megacp.ops.kernels import select_kernel
 from megacp.ops.mask import Metadata, allowed, tile_table
 from megacp.ops.merge import merge_into
+from megacp.ops.tile_kernels import FlashKernel, MathKernel, dense_attention
 from tests.reference import attention as reference
 from tests.reference.packs import metadata, random_batch
 
-KERNELS = {"flash": kernels.FlashKernel(), "math": kernels.MathKernel(), "math in blocks of 5": kernels.MathKernel(5)}
+KERNELS = {"flash": FlashKernel(), "math": MathKernel(), "math in blocks of 5": MathKernel(5)}
 HEADS = [(4, 4), (4, 2), (6, 1)]
 
 Tensors = tuple[torch.Tensor, ...]
@@ -28,18 +30,18 @@ def draw(n: int, m: int, heads: int, groups: int, seed: int = 0) -> list[torch.T
 def by_autograd(tensors: list[torch.Tensor], visible: np.ndarray, scale: float) -> Tensors:
     """out, dq, dk, dv of the dense reference."""
     q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
-    out = kernels.dense_attention(q, k, v, torch.from_numpy(visible), scale)
+    out = dense_attention(q, k, v, torch.from_numpy(visible), scale)
     return out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])
 
 
-def by_tiles(kernel: kernels.Kernel, tensors: list[torch.Tensor], sources: list[tuple], scale: float) -> Tensors:
+def by_tiles(kernel: Kernel, tensors: list[torch.Tensor], sources: list[tuple], scale: float) -> Tensors:
     """out, dq, dk, dv from several sources of keys `(indices, table)`: merged forward, summed backward."""
     q, k, v, dout = tensors
-    partial = kernels.empty_partial(q)
+    partial = empty_partial(q)
     for index, table in sources:
         kernel.attend(partial, (q, k[index], v[index]), table, scale)
-    saved = kernels.Saved(q, partial.out.to(q.dtype), partial.lse, dout)
-    wide = kernels.accumulation_dtype(q.dtype)
+    saved = Saved(q, partial.out.to(q.dtype), partial.lse, dout)
+    wide = accumulation_dtype(q.dtype)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
     for index, table in sources:
         part = (dq, torch.zeros_like(dk[index]), torch.zeros_like(dv[index]))
@@ -92,7 +94,7 @@ def test_keys_in_several_parts_and_any_order_give_the_same(name: str) -> None:
 def test_rows_that_see_nothing_give_zero_output_lse_minus_infinity_and_zero_gradients(name: str) -> None:
     meta = Metadata(np.array([0, -1, 0, -1, 1]), np.zeros(5, int), np.zeros(5, int), np.arange(5))
     tensors = draw(5, 5, 4, 2)
-    partial = kernels.empty_partial(tensors[0])
+    partial = empty_partial(tensors[0])
     KERNELS[name].attend(partial, tuple(tensors[:3]), tile_table(meta, meta), 1.0)
     assert (partial.out[[1, 3]] == 0).all() and (partial.lse[[1, 3]] == -torch.inf).all()
     assert partial.out.isfinite().all()
@@ -133,10 +135,10 @@ def test_strided_keys_values_and_gradients_are_read_rightly(name: str) -> None:
     assert not any(x.is_contiguous() for x in strided)
     plain = by_tiles(KERNELS[name], [q, k, v, dout], [(np.arange(40), table)], 0.5)
     kernel, saved_table = KERNELS[name], table
-    partial = kernels.empty_partial(q)
+    partial = empty_partial(q)
     kernel.attend(partial, tuple(strided[:3]), saved_table, 0.5)
     grads = tuple(torch.zeros(x.shape, dtype=x.dtype) for x in (q, k, v))
-    saved = kernels.Saved(strided[0], partial.out, partial.lse, strided[3])
+    saved = Saved(strided[0], partial.out, partial.lse, strided[3])
     kernel.attend_backward(saved, (strided[1], strided[2]), saved_table, 0.5, grads)
     for got, expected in zip((partial.out, *grads), plain, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-14)
@@ -170,9 +172,9 @@ def test_a_bf16_part_is_merged_in_fp32() -> None:
 
 def test_kernels_are_chosen_from_a_table_and_the_choices_are_named() -> None:
     cpu, meta = torch.device("cpu"), torch.device("meta")
-    assert isinstance(kernels.select_kernel("auto", cpu), kernels.FlashKernel)
-    assert isinstance(kernels.select_kernel("auto", meta), kernels.MathKernel)
+    assert isinstance(select_kernel("auto", cpu), FlashKernel)
+    assert isinstance(select_kernel("auto", meta), MathKernel)
     with pytest.raises(ValueError, match="--attention-kernel fast is unknown; choose auto, flash, math"):
-        kernels.select_kernel("fast", cpu)
+        select_kernel("fast", cpu)
     with pytest.raises(ValueError, match="--attention-kernel flash runs on the CPU, this run is on meta"):
-        kernels.select_kernel("flash", meta)
+        select_kernel("flash", meta)

@@ -1,0 +1,71 @@
+"""The table of attention kernels, and which of them a `--attention-kernel` value means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megacp.ops.flex import FlexKernel
+from megacp.ops.kernel import Kernel
+from megacp.ops.tile_kernels import FlashKernel, MathKernel
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """A row of the table of kernels: how to build it, and where alone it runs."""
+
+    build: Callable[[], Kernel]
+    device: str = ""
+    """The only device type, or any."""
+    float64: bool = True
+    """Whether it adds up in float64 for a float64 model."""
+
+
+KERNELS = {
+    "flash": KernelChoice(FlashKernel, "cpu"),
+    "math": KernelChoice(MathKernel),
+    "flex": KernelChoice(FlexKernel, "cuda", float64=False),
+}
+"""The values of `--attention-kernel` besides auto, and dense."""
+
+FASTEST = {"cpu": "flash", "cuda": "flex"}
+"""What auto means on a type of device, where it adds up in the model's dtype; else math."""
+
+
+def kernel_problem(name: str, device_type: str, dtype: str = "float32") -> str | None:
+    """Why a kernel cannot run on a type of device (`cpu`, `cuda`) in a `--dtype`; None for names without a row."""
+    choice = KERNELS.get(name)
+    if choice is None:
+        return None
+    if choice.device not in ("", device_type):
+        only = {"cpu": "the CPU", "cuda": "CUDA"}[choice.device]
+        return f"--attention-kernel {name} runs on {only}, this run is on {device_type}; choose auto or math"
+    if dtype == "float64" and not choice.float64:
+        return f"--attention-kernel {name} adds up in float32, this run has --dtype float64; choose auto or math"
+    return None
+
+
+def kernel_name(name: str, device_type: str, dtype: str = "float32") -> str:
+    """What a `--attention-kernel` value means: `auto` is flash on CPU, flex on CUDA, and math for float64 there and on
+    any other device; other values mean themselves. Raises ValueError with the reason of `kernel_problem`.
+    """
+    if name == "auto":
+        fastest = FASTEST.get(device_type, "math")
+        return "math" if kernel_problem(fastest, device_type, dtype) else fastest
+    problem = kernel_problem(name, device_type, dtype)
+    if problem:
+        raise ValueError(problem)
+    return name
+
+
+def select_kernel(name: str, device: torch.device) -> Kernel:
+    """The kernel of a `--attention-kernel` value; raises ValueError where it is unknown or cannot run.
+
+    It knows no dtype: for a float64 model `kernel_name` must have resolved `auto` before.
+    """
+    chosen = kernel_name(name, device.type)
+    if chosen not in KERNELS:
+        raise ValueError(f"--attention-kernel {name} is unknown; choose auto, {', '.join(KERNELS)}")
+    return KERNELS[chosen].build()
