@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 
 from megacp import files
-from megacp.data.packed import tables
-from megacp.data.build.run import copy_tokenizer
 from megacp.data.build.faults import told
+from megacp.data.build.journal import REJECTS_NAME, TOKENIZER_DIRECTORY, Journal, is_dataset, locked, prepare_directory
+from megacp.data.build.run import copy_tokenizer
+from megacp.data.build.unit import shard_name
+from megacp.data.packed import tables
 from megacp.data.packed.checksums import with_checksums
 from megacp.data.packed.indexed import HashedFile
-from megacp.data.build.journal import REJECTS_NAME, TOKENIZER_DIRECTORY, Journal, is_dataset, locked, prepare_directory
 from megacp.data.packed.manifest import FileEntry, Manifest, ShardEntry
 from megacp.data.packed.reader import PackedDataset
-from megacp.data.build.unit import shard_name
 
 _BLOCK = 1 << 20
 _SHOWN = 5

@@ -22,13 +22,9 @@ import numpy as np
 
 from megacp import files
 from megacp.data.build.faults import told
-from megacp.data.build.settings import BuildSettings, problems, tokenizer_problem
 from megacp.data.build.journal import REJECTS_NAME, TOKENIZER_DIRECTORY, Journal, locked, prepare_directory
-from megacp.data.records.jsonl import Refusal, Unit, is_plain, plan_units
-from megacp.data.packed.manifest import MANIFEST_NAME, Manifest
 from megacp.data.build.progress import Progress
-from megacp.data.packed.tables import read_table
-from megacp.data.tokenize.tokenizer import Tokenizer
+from megacp.data.build.settings import BuildSettings, problems, tokenizer_problem
 from megacp.data.build.unit import (
     IDENTITY_DTYPE,
     BadRecord,
@@ -39,6 +35,10 @@ from megacp.data.build.unit import (
     where,
 )
 from megacp.data.build.workers import run_tasks
+from megacp.data.packed.manifest import MANIFEST_NAME, Manifest
+from megacp.data.packed.tables import read_table
+from megacp.data.records.jsonl import Refusal, Unit, is_plain, plan_units
+from megacp.data.tokenize.tokenizer import Tokenizer
 
 RECORD_RULES = 2
 """What records mean: raised when a record becomes other tokens or weights, so that no dataset is half of each."""

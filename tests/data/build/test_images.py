@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 
 import megacp.data.build.run as build_module
+from megacp.data.build.merge import merge
 from megacp.data.build.settings import problems
-from megacp.data.media.decoding import RulesDecoder
+from megacp.data.build.unit import UnitBuilder
 from megacp.data.describe import describe_pack, statistics, statistics_text
+from megacp.data.media.decoding import RulesDecoder
 from megacp.data.media.geometry import ImageRules, image_patches, load_pixels
 from megacp.data.media.shards import compute_image_shard_boundaries
-from megacp.data.build.merge import merge
 from megacp.data.packed.reader import PackedDataset
-from megacp.data.tokenize.tokenizer import load_tokenizer
-from megacp.data.build.unit import UnitBuilder
 from megacp.data.packed.verify import verify
+from megacp.data.tokenize.tokenizer import load_tokenizer
 from tests.data.build import builds
 from tests.data.media.pictures import TINY, encoded, noise, video
 

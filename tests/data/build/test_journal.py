@@ -60,8 +60,8 @@ def test_a_second_build_in_one_process_is_refused_and_does_not_end_the_lock_of_t
     with locked(tmp_path):
         with pytest.raises(ValueError, match="another build is writing to it"), locked(tmp_path):
             pass
-        command = [sys.executable, "-c", "import sys; from pathlib import Path; from megacp.data.build.journal import locked"]
-        command[-1] += "\nwith locked(Path(sys.argv[1])): print('in')"
+        code = "import sys; from pathlib import Path; from megacp.data.build.journal import locked"
+        command = [sys.executable, "-c", f"{code}\nwith locked(Path(sys.argv[1])): print('in')"]
         other = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=60)
         assert other.returncode == 1 and "another build is writing to it" in other.stderr
     with locked(tmp_path):

@@ -13,12 +13,12 @@ from megacp.convert.chat import TEMPLATE_FILE
 from megacp.convert.chat import template as template_text
 from megacp.data.collate import collate
 from megacp.data.describe import statistics, statistics_text
-from megacp.data.records.document import DocumentMaker
-from megacp.generation.prompt import PromptMaker
-from megacp.data.records.sample import Piece
 from megacp.data.packed.reader import PackedDataset
-from megacp.data.tokenize.tokenizer import Tokenizer, load_tokenizer
 from megacp.data.packed.verify import verify
+from megacp.data.records.document import DocumentMaker
+from megacp.data.records.sample import Piece
+from megacp.data.tokenize.tokenizer import Tokenizer, load_tokenizer
+from megacp.generation.prompt import PromptMaker
 from tests.data.build.builds import documents, run
 
 USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 import megacp.data.build.run as build_module
+from megacp.data.build.journal import locked
 from megacp.data.build.run import kept_tokenizer
 from megacp.data.build.settings import BuildSettings
+from megacp.data.build.unit import UnitBuilder, UnitTask
 from megacp.data.collate import collate
-from megacp.data.build.journal import locked
-from megacp.data.records.jsonl import Record
 from megacp.data.packed.reader import PackedDataset
 from megacp.data.packed.tables import FLAG_SPLIT, FLAG_TRUNCATED
-from megacp.data.tokenize.tokenizer import load_tokenizer
-from megacp.data.build.unit import UnitBuilder, UnitTask
 from megacp.data.packed.verify import verify
+from megacp.data.records.jsonl import Record
+from megacp.data.tokenize.tokenizer import load_tokenizer
 from tests.data.build.builds import documents, expected, files, run, write_records
 
 

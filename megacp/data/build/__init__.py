@@ -1,0 +1,1 @@
+"""A dataset is built here: records to documents, documents to packs, shard by shard, restartable."""
