@@ -51,7 +51,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def texts(paths: list[str], text_key: str) -> Iterator[str]:
     """The texts of records, or of whole plain-text files, in order. ValueError at the first that cannot be read."""
-    from megacp.data.records.jsonl import Extent, Refusal, read_extent
+    from megacp.data.records.read import Extent, read_extent
+    from megacp.data.records.record import Refusal
     from megacp.data.records.sample import RecordError, parse_record
 
     for source, path in enumerate(paths):

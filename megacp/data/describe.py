@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from megacp.data.build.document import learned_tokens
 from megacp.data.build.journal import REJECTS_NAME
 from megacp.data.packed import tables
 from megacp.data.packed.reader import Pack, PackedDataset
 from megacp.data.packed.tables import FLAG_SPLIT, FLAG_TRUNCATED
-from megacp.data.records.document import learned_tokens
 from megacp.data.tokenize.tokenizer import Tokenizer
 
 _BAR = 40

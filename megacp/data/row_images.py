@@ -33,7 +33,7 @@ class PackImages:
     units: np.ndarray
     """tables.UNIT_DTYPE [u], with `segment` counted from the first segment of the pack; u = 0 for text alone."""
     boundaries: Mapping[int, np.ndarray]
-    """tables.BOUNDARY_DTYPE [P] by CP degree P, for the degrees that were planned."""
+    """BOUNDARY_DTYPE [P] by CP degree P, for the degrees that were planned."""
     read: Callable[[int], bytes]
     """Encoded bytes of an item (an image or a video) by its number in the units; called from any thread."""
     image_patch: int

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from megacp.batch import PackedBatch
+from megacp.data.build.document import DocumentMaker
 from megacp.data.images import Pixels, joined
 from megacp.data.media.decoding import RulesDecoder
 from megacp.data.media.geometry import ImageRules
 from megacp.data.media.reader import MediaReader, Part
 from megacp.data.packed.writer import SegmentUnit
-from megacp.data.records.document import DocumentMaker
 from megacp.data.records.record_keys import FOR_PROMPTS
 from megacp.data.records.sample import Media, Piece, RecordError, parse_record
 from megacp.data.row_images import RowUnits, spans, vision_inputs

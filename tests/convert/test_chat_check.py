@@ -14,8 +14,8 @@ import torch
 from megacp.convert import chat, chat_check
 from megacp.convert.processor import write_processor
 from megacp.convert.tokenizer import write_tokenizer
+from megacp.data.build.document import DocumentMaker
 from megacp.data.media.reader import MediaReader
-from megacp.data.records.document import DocumentMaker
 from megacp.data.records.sample import parse_record
 from megacp.data.tokenize.tokenizer import Tokenizer, load_tokenizer
 from megacp.generation.prompt import PromptMaker

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.data.build.packing import padded_lengths
 from megacp.data.collate import collate
 from megacp.data.packed import tables
 from megacp.data.packed.reader import Pack
+from megacp.data.packed.tables import padded_lengths
 from tests.reference import collate as reference
 
 

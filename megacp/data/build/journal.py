@@ -24,7 +24,7 @@ from megacp import files
 from megacp.data.build.unit import UnitResult
 from megacp.data.fields import Fields
 from megacp.data.packed.manifest import MANIFEST_NAME, ShardEntry
-from megacp.data.records.jsonl import Refusal
+from megacp.data.records.record import Refusal
 
 JOURNAL_NAME = "journal.jsonl"
 REJECTS_NAME = "rejects.jsonl"

@@ -55,14 +55,6 @@ def efficiency(packing: Packing, lengths: np.ndarray, capacity: int) -> float:
     return int(np.sum(lengths, dtype=np.int64)) / places if places else 1.0
 
 
-def padded_lengths(lengths: np.ndarray, pad_multiple: int) -> np.ndarray:
-    """Lengths rounded up to a multiple of `pad_multiple` >= 1, int64 [n]."""
-    if pad_multiple < 1:
-        raise ValueError(f"--pad-multiple is {pad_multiple}, it must be at least 1")
-    padded: np.ndarray = -(-np.asarray(lengths, dtype=np.int64) // pad_multiple) * pad_multiple
-    return padded
-
-
 @dataclass(frozen=True)
 class Pieces:
     """What `cut_oversize` leaves: piece j is the tokens [start[j], stop[j]) of document[j], in document order.

@@ -37,7 +37,8 @@ from megacp.data.build.unit import (
 from megacp.data.build.workers import run_tasks
 from megacp.data.packed.manifest import MANIFEST_NAME, Manifest
 from megacp.data.packed.tables import read_table
-from megacp.data.records.jsonl import Refusal, Unit, is_plain, plan_units
+from megacp.data.records.read import Unit, is_plain, plan_units
+from megacp.data.records.record import Refusal
 from megacp.data.tokenize.tokenizer import Tokenizer
 
 RECORD_RULES = 2

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megacp.data.build.packing import OVERSIZE_RULES
 from megacp.data.media.geometry import ImageRules, frame_layout, image_layout
-from megacp.data.records.jsonl import DEFAULT_MAX_RECORD_BYTES
+from megacp.data.records.record import DEFAULT_MAX_RECORD_BYTES
 from megacp.data.records.record_keys import LEARNED_ROLES
 from megacp.data.records.sample import RECORD_KEYS
 from megacp.data.tokenize.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer

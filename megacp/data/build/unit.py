@@ -15,16 +15,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megacp.data.build.document import Document, DocumentMaker, Encoded, Origin, learned_tokens
 from megacp.data.build.faults import told
-from megacp.data.build.packing import Packing, best_fit_decreasing, cut_oversize, padded_lengths, two_budgets
+from megacp.data.build.packing import Packing, best_fit_decreasing, cut_oversize, two_budgets
 from megacp.data.build.settings import BuildSettings
+from megacp.data.build.spool import Spool, Stored
 from megacp.data.media.reader import MediaReader, Part, unnamed_members
-from megacp.data.media.spool import Spool, Stored
 from megacp.data.packed.manifest import ShardEntry
-from megacp.data.packed.tables import FLAG_SPLIT, FLAG_TRUNCATED
+from megacp.data.packed.tables import FLAG_SPLIT, FLAG_TRUNCATED, padded_lengths
 from megacp.data.packed.writer import ShardWriter
-from megacp.data.records.document import Document, DocumentMaker, Encoded, Origin, learned_tokens
-from megacp.data.records.jsonl import Extent, Record, Refusal, Unit, is_plain, line_number, read_extent
+from megacp.data.records.jsonl import line_number
+from megacp.data.records.read import Extent, Unit, is_plain, read_extent
+from megacp.data.records.record import Record, Refusal
 from megacp.data.records.record_keys import Accepted
 from megacp.data.records.sample import Piece, RecordError, has_messages, parse_record
 from megacp.data.tokenize.tokenizer import Tokenizer

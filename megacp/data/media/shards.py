@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megacp.data.packed.tables import BOUNDARY_DTYPE
-
+BOUNDARY_DTYPE = np.dtype(
+    [(name, "<i4") for name in ("start_image_idx", "end_image_idx", "start_pool_idx", "end_pool_idx", "max_num_tokens")]
+)
 _LARGEST_SUM = 1 << 62
 """Costs are summed in int64."""
 

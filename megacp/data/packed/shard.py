@@ -15,6 +15,7 @@ import numpy as np
 
 from megacp import files
 from megacp.data.media.pixels import ImageError
+from megacp.data.media.shards import BOUNDARY_DTYPE
 from megacp.data.packed import tables
 from megacp.data.packed.indexed import IndexedReader, token_dtype
 from megacp.data.packed.manifest import CHECKSUMS_SINCE, Manifest, ShardEntry
@@ -55,7 +56,7 @@ class Shard:
             for name, dtype in _CHECKSUMS.items()
         )
         self.boundaries = {
-            degree: tables.table_of(opened[f"shards_cp{degree}.npy"], tables.BOUNDARY_DTYPE, ndim=2)
+            degree: tables.table_of(opened[f"shards_cp{degree}.npy"], BOUNDARY_DTYPE, ndim=2)
             for degree in (manifest.cp_degrees if len(self.units) else ())
         }
         if not known and (reasons := self._all_reasons(manifest)):

@@ -60,9 +60,6 @@ UNIT_DTYPE = np.dtype(
         ("branch", "<i4"),  # branch its tokens lie in; 0 = the shared prefix
     ]
 )
-BOUNDARY_DTYPE = np.dtype(
-    [(name, "<i4") for name in ("start_image_idx", "end_image_idx", "start_pool_idx", "end_pool_idx", "max_num_tokens")]
-)
 CHECKSUM_DTYPE = np.dtype([("tokens", "<u4"), ("weights", "<u4")])  # of each pack; 0 in a shard without weights
 ITEM_CHECKSUM_DTYPE = np.dtype([("data", "<u4")])  # of each sequence of images.bin
 FLAG_SPLIT = 1
@@ -74,6 +71,14 @@ _LONGEST_HEADER = 10_000
 _MAGIC = b"\x93NUMPY\x01\x00"
 _USUAL_HEADER = re.compile(rb".{10}(\{'descr': [^{}]*, 'shape': \()([0-9, ]{1,40})(\), \} *\n)", re.DOTALL)
 """Magic, format and length; then the header around the numbers of its shape."""
+
+
+def padded_lengths(lengths: np.ndarray, pad_multiple: int) -> np.ndarray:
+    """Lengths rounded up to a multiple of `pad_multiple` >= 1, int64 [n]."""
+    if pad_multiple < 1:
+        raise ValueError(f"--pad-multiple is {pad_multiple}, it must be at least 1")
+    padded: np.ndarray = -(-np.asarray(lengths, dtype=np.int64) // pad_multiple) * pad_multiple
+    return padded
 
 
 def write_table(path: str | os.PathLike[str], table: np.ndarray) -> tuple[Path, int, str]:

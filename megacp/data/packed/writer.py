@@ -23,7 +23,6 @@ from pathlib import Path
 import numpy as np
 
 from megacp import files
-from megacp.data.build.packing import padded_lengths
 from megacp.data.media.shards import compute_image_shard_boundaries
 from megacp.data.packed import tables
 from megacp.data.packed.checksums import pack_checksums
@@ -135,7 +134,7 @@ class ShardWriter:
         a segment has no token, an id outside 0..vocab_size-1, weights that are not float [n], finite and >= 0, or
         branches that do not rise from 1 to n-1.
         """
-        padded = padded_lengths(np.array([len(s.tokens) for s in segments]), self._pad_multiple).tolist()
+        padded = tables.padded_lengths(np.array([len(s.tokens) for s in segments]), self._pad_multiple).tolist()
         where = f"{self.directory.name} pack {self.num_packs}"
         if not segments or sum(padded) > self._seq_length:
             raise ValueError(

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import os
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-from megacp.data.records.jsonl import Record, Refusal
+from megacp.data.records.record import Record, Refusal
 from megacp.data.records.sample import RecordError, decode_json
 
 TEXT_MEMBERS = ("txt", "text")
@@ -30,10 +30,8 @@ _SMALL_COLUMN = 16 << 20
 """Bytes of a column below which no value in it is large, however often it is repeated."""
 
 
-def read_parquet(path: str, max_record_bytes: int, media: bool = False) -> Iterator[Record | Refusal]:
+def read_parquet(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]:
     """Rows of a Parquet file as records: `line` is the row from 1, `offset` the row from 0, `size` about its bytes.
-
-    `media` is for the tar's sake: here images are bytes in the row.
 
     ValueError when pyarrow is missing; a file that cannot be read gives a Refusal.
     """
@@ -122,7 +120,7 @@ class _Group:
     problem: str | None = None
 
 
-def read_tar(path: str, max_record_bytes: int, media: bool = False) -> Iterator[Record | Refusal]:
+def read_tar(path: str, max_record_bytes: int, media: bool) -> Iterator[Record | Refusal]:
     """Records of a WebDataset tar; `line` is the record's number from 1, `offset` where its first member begins.
 
     Refusals: unsafe or nameless members, members that are no files, images unless `media`, a record without text, a
@@ -240,9 +238,3 @@ def _one_line(error: object) -> str:
 
 def _cut(error: object) -> str:
     return f"the tar is damaged or cut short, nothing after this record can be read ({_one_line(error)})"
-
-
-READERS: dict[str, Callable[[str, int, bool], Iterator[Record | Refusal]]] = {
-    ".parquet": read_parquet,
-    ".tar": read_tar,
-}

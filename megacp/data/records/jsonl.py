@@ -1,95 +1,24 @@
-"""Reads records from JSONL (plain, `.gz`, `.zst`), and cuts a list of input files into units of work.
+"""Reads records from JSONL: plain, `.gz` or `.zst`.
 
-Key property: a unit depends on the files and `unit_bytes` alone, never on who reads it: a plain JSONL file is cut into
-byte ranges, and a line belongs to the range in which it begins; a compressed file or a container is one piece. A bad
-line becomes a `Refusal` with file, line and byte offset, and reading goes on behind it. Rejected: one reader feeding
-all workers (the reader becomes the limit), and splitting by line count (reads everything twice).
+Key property: a line belongs to the byte range in which it begins. A bad line becomes a `Refusal` with file, line and
+byte offset, and reading goes on behind it.
 """
 
 from __future__ import annotations
 
 import gzip
 import io
-import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from megacp.data.records.record import Record, Refusal
 from megacp.data.records.sample import RecordError, decode_json
 
-DEFAULT_MAX_RECORD_BYTES = 64 << 20
 _BLOCK = 1 << 20
 _ZSTANDARD_STEP = 512
 """Bytes decompressed at once: a block of 4 bytes may stand for 128 KiB, so that this many give 16 MiB at most."""
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A record that cannot be used: one line of rejects.jsonl."""
-
-    file: str
-    line: int
-    """1-based; in Parquet the row, in a tar the number of the record."""
-    offset: int
-    """Byte offset of the record in its (uncompressed) file; in Parquet the row, 0-based."""
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.reason} (byte offset {self.offset})"
-
-
-@dataclass(frozen=True)
-class Record:
-    """A decoded record and where it stands; `line` and `offset` as in Refusal."""
-
-    line: int
-    offset: int
-    size: int
-    """Bytes it takes in the file."""
-    value: Any
-    members: dict[str, bytes] | None = None
-    """Of a tar: the group's files that are neither record nor text, by their whole names (only when asked for)."""
-
-
-@dataclass(frozen=True)
-class Extent:
-    """A byte range of one input file: the lines that begin in [start, stop); all of it when it cannot be cut."""
-
-    source: int
-    """Index into the list of input files."""
-    path: str
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A piece of work: what one worker turns into one shard."""
-
-    index: int
-    extents: tuple[Extent, ...]
-
-
-def plan_units(paths: Sequence[str], unit_bytes: int) -> list[Unit]:
-    """Cut input files into units of about `unit_bytes`: large plain files into ranges, small files grouped in order."""
-    extents = []
-    for source, path in enumerate(paths):
-        size = os.path.getsize(path)
-        count = -(-size // unit_bytes) if is_plain(path) else 1
-        cuts = [size * i // count for i in range(count + 1)] if count else [0]
-        extents += [Extent(source, path, a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
-    groups: list[list[Extent]] = []
-    filled = 0
-    for extent in extents:
-        size = extent.stop - extent.start
-        if not groups or filled + size > unit_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(extent)
-        filled += size
-    return [Unit(i, tuple(group)) for i, group in enumerate(groups)]
 
 
 def _zstandard_blocks(stream: IO[bytes]) -> Iterator[bytes]:
@@ -143,16 +72,10 @@ def _open_zstandard(path: str) -> IO[bytes]:
     return io.BufferedReader(_BlockStream(blocks()), _BLOCK)
 
 
-_COMPRESSED: dict[str, Callable[[str], Any]] = {
+COMPRESSED: dict[str, Callable[[str], Any]] = {
     ".gz": lambda path: gzip.open(path, "rb"),
     ".zst": _open_zstandard,
 }
-CONTAINERS = (".parquet", ".tar")
-
-
-def is_plain(path: str) -> bool:
-    """Whether a file is uncompressed JSONL, which byte ranges can cut and where an offset gives the line."""
-    return Path(path).suffix not in (*_COMPRESSED, *CONTAINERS)
 
 
 def line_number(path: str, offset: int) -> int:
@@ -165,41 +88,32 @@ def line_number(path: str, offset: int) -> int:
     return count
 
 
-def read_extent(
-    extent: Extent, max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES, media: bool = False
-) -> Iterator[Record | Refusal]:
-    """The records of one extent of any supported file, in order, each bad one as a Refusal.
+def read_jsonl(path: str, start: int, stop: int, max_record_bytes: int) -> Iterator[Record | Refusal]:
+    """The records of the lines that begin in bytes [start, stop) of a plain file, or of all of a compressed one.
 
-    `media`: whether records of a tar may have images and videos beside them.
-
-    A Record's `line` counts from the extent's beginning (finding the true one costs a pass over the file); a
-    Refusal's is the true one. A file cut short or damaged gives a last Refusal and ends.
+    `line` and Refusals as in `read.read_extent`.
     """
-    suffix = Path(extent.path).suffix
-    if suffix in CONTAINERS:
-        from megacp.data.records.containers import READERS
-
-        yield from READERS[suffix](extent.path, max_record_bytes, media)
-        return
-    opener = _COMPRESSED.get(suffix)
-    with opener(extent.path) if opener else open(extent.path, "rb", buffering=_BLOCK) as stream:
-        yield from _read_lines(extent, stream, max_record_bytes, plain=opener is None)
+    opener = COMPRESSED.get(Path(path).suffix)
+    with opener(path) if opener else open(path, "rb", buffering=_BLOCK) as stream:
+        yield from _read_lines(path, stream, start, None if opener else stop, max_record_bytes)
 
 
-def _read_lines(extent: Extent, stream: IO[bytes], max_record_bytes: int, plain: bool) -> Iterator[Record | Refusal]:
-    offset, line = extent.start, 0
+def _read_lines(
+    path: str, stream: IO[bytes], offset: int, stop: int | None, max_record_bytes: int
+) -> Iterator[Record | Refusal]:
+    """Records from byte `offset` on; `stop`: of a plain file."""
+    line, base = 0, None
     if offset:  # the line that runs into the range belongs to the range before it
         stream.seek(offset - 1)
         offset += _skip_line(stream) - 1
-    base = None
 
     def refuse(reason: str) -> Refusal:
         nonlocal base
         if base is None:
-            base = line_number(extent.path, offset) - line if plain else 0
-        return Refusal(extent.path, base + line, offset, reason)
+            base = 0 if stop is None else line_number(path, offset) - line
+        return Refusal(path, base + line, offset, reason)
 
-    while not plain or offset < extent.stop:
+    while stop is None or offset < stop:
         line += 1
         try:
             data = stream.readline(max_record_bytes + 2)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacp.data.build import packing
-from megacp.data.build.packing import Packing, best_fit_decreasing, cut_oversize, padded_lengths, two_budgets
+from megacp.data.build.packing import Packing, best_fit_decreasing, cut_oversize, two_budgets
+from megacp.data.packed.tables import padded_lengths
 from tests.reference import packing as reference
 
 LENGTHS = st.integers(1, 300).flatmap(

@@ -11,11 +11,11 @@ import pytest
 
 from megacp.convert.chat import TEMPLATE_FILE
 from megacp.convert.chat import template as template_text
+from megacp.data.build.document import DocumentMaker
 from megacp.data.collate import collate
 from megacp.data.describe import statistics, statistics_text
 from megacp.data.packed.reader import PackedDataset
 from megacp.data.packed.verify import verify
-from megacp.data.records.document import DocumentMaker
 from megacp.data.records.sample import Piece
 from megacp.data.tokenize.tokenizer import Tokenizer, load_tokenizer
 from megacp.generation.prompt import PromptMaker

@@ -20,7 +20,7 @@ from megacp.data.collate import collate
 from megacp.data.packed.reader import PackedDataset
 from megacp.data.packed.tables import FLAG_SPLIT, FLAG_TRUNCATED
 from megacp.data.packed.verify import verify
-from megacp.data.records.jsonl import Record
+from megacp.data.records.record import Record
 from megacp.data.tokenize.tokenizer import load_tokenizer
 from tests.data.build.builds import documents, expected, files, run, write_records
 
@@ -400,7 +400,7 @@ def test_an_engine_that_differs_on_the_real_text_stops_the_build(
 
 def test_a_record_knows_its_size(tmp_path: Path) -> None:
     """Progress and chunking are in bytes of the input, so sizes must add up to the file."""
-    from megacp.data.records.jsonl import Extent, read_extent
+    from megacp.data.records.read import Extent, read_extent
 
     a = tmp_path / "a.jsonl"
     write_records(a, 10)

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from megacp.data.records.jsonl import Extent, Record, read_extent
+from megacp.data.records.read import Extent, read_extent
+from megacp.data.records.record import Record
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads peak memory in /proc")
 ROOT = Path(__file__).parents[2]
@@ -22,7 +23,8 @@ LIMIT_MIB = 600
 PROGRAM = """
 import sys
 from pathlib import Path
-from megacp.data.records.jsonl import Extent, Record, read_extent
+from megacp.data.records.read import Extent, read_extent
+from megacp.data.records.record import Record
 path = sys.argv[1]
 items = read_extent(Extent(0, path, 0, Path(path).stat().st_size))
 kinds = ["record" if isinstance(item, Record) else item.reason for item in items]

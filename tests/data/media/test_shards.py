@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacp.data.media.shards import (
+    BOUNDARY_DTYPE,
     VisionCost,
     boundary_reasons,
     compute_image_shard_boundaries,
@@ -20,7 +21,6 @@ from megacp.data.media.shards import (
     uniform_boundaries,
     units_of,
 )
-from megacp.data.packed.tables import BOUNDARY_DTYPE
 from tests.reference.image_shards import least_largest_cost, least_largest_costs
 
 UNITS = st.lists(st.integers(1, 9), max_size=8)

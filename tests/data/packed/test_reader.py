@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megacp import files
+from megacp.data.media.shards import BOUNDARY_DTYPE
 from megacp.data.packed import tables
 from megacp.data.packed.checksums import with_checksums
 from megacp.data.packed.indexed import IndexedWriter
@@ -224,7 +225,7 @@ def test_the_format_holds_images_units_and_boundaries_beside_the_text(tmp_path: 
         rules = {"token_ids": {"image_patch": 5}}
         dataclasses.replace(manifest, shards=(entry,), image_rules=rules, cp_degrees=(2,)).write(tmp_path)
 
-    write(units, np.zeros((2, 2), tables.BOUNDARY_DTYPE))
+    write(units, np.zeros((2, 2), BOUNDARY_DTYPE))
     dataset = PackedDataset(tmp_path)
     assert dataset.pack(0).tokens.tolist() == list(range(9))
     first, second = dataset.pack(0).images, dataset.pack(1).images
@@ -233,15 +234,15 @@ def test_the_format_holds_images_units_and_boundaries_beside_the_text(tmp_path: 
     assert [first.read(item) for item in (0, 1)] == [b"\xff\xd8one", b"\x89PNGtwo"]
     assert len(second.units) == 0
     units["item"][1] = 2
-    write(units, np.zeros((2, 2), tables.BOUNDARY_DTYPE))
+    write(units, np.zeros((2, 2), BOUNDARY_DTYPE))
     with pytest.raises(ValueError, match="units.npy names item 2 of 2 in images.idx"):
         PackedDataset(tmp_path)
     units["item"][1] = 1
-    write(units, np.zeros((2, 4), tables.BOUNDARY_DTYPE))
+    write(units, np.zeros((2, 4), BOUNDARY_DTYPE))
     with pytest.raises(ValueError, match=r"shards_cp2.npy has shape \(2, 4\), not \(2, 2\)"):
         PackedDataset(tmp_path)
     units["num_tokens"][1] = 6
-    write(units, np.zeros((2, 2), tables.BOUNDARY_DTYPE))
+    write(units, np.zeros((2, 2), BOUNDARY_DTYPE))
     with pytest.raises(ValueError, match="row 1: it lies outside its segment"):
         PackedDataset(tmp_path)
 

@@ -13,7 +13,9 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megacp.data.records.jsonl import Extent, Record, Refusal, line_number, plan_units, read_extent
+from megacp.data.records.jsonl import line_number
+from megacp.data.records.read import Extent, plan_units, read_extent
+from megacp.data.records.record import Record, Refusal
 
 
 def whole(path: Path) -> Extent:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megacp.data.build.spool import Spool, Stored
 from megacp.data.media.reader import Part, Placed
-from megacp.data.media.spool import Spool, Stored
 from megacp.data.packed.indexed import token_dtype
 from megacp.data.packed.writer import Segment, SegmentUnit
 from megacp.data.records.sample import Piece

@@ -1,0 +1,81 @@
+"""Cuts the input files into units of work, and reads the records of any supported file.
+
+Key property: a unit depends on the files and `unit_bytes` alone, never on who reads it. A plain JSONL file is cut into
+byte ranges; a compressed file or a container is one extent. Rejected: one reader that feeds all workers, which becomes
+the limit, and a split by line count, which reads everything twice.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megacp.data.records.containers import read_parquet, read_tar
+from megacp.data.records.jsonl import COMPRESSED, read_jsonl
+from megacp.data.records.record import DEFAULT_MAX_RECORD_BYTES, Record, Refusal
+
+_CONTAINERS: dict[str, Callable[[str, int, bool], Iterator[Record | Refusal]]] = {
+    ".parquet": lambda path, max_record_bytes, media: read_parquet(path, max_record_bytes),
+    ".tar": read_tar,
+}
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A byte range of one input file: the lines that begin in [start, stop); all of it when it cannot be cut."""
+
+    source: int
+    """Index into the list of input files."""
+    path: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A piece of work: what one worker turns into one shard."""
+
+    index: int
+    extents: tuple[Extent, ...]
+
+
+def plan_units(paths: Sequence[str], unit_bytes: int) -> list[Unit]:
+    """Cut input files into units of about `unit_bytes`: large plain files into ranges, small files grouped in order."""
+    extents = []
+    for source, path in enumerate(paths):
+        size = os.path.getsize(path)
+        count = -(-size // unit_bytes) if is_plain(path) else 1
+        cuts = [size * i // count for i in range(count + 1)] if count else [0]
+        extents += [Extent(source, path, a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    groups: list[list[Extent]] = []
+    filled = 0
+    for extent in extents:
+        size = extent.stop - extent.start
+        if not groups or filled + size > unit_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(extent)
+        filled += size
+    return [Unit(i, tuple(group)) for i, group in enumerate(groups)]
+
+
+def is_plain(path: str) -> bool:
+    """Whether a file is uncompressed JSONL, which byte ranges can cut and where an offset gives the line."""
+    return Path(path).suffix not in (*COMPRESSED, *_CONTAINERS)
+
+
+def read_extent(
+    extent: Extent, max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES, media: bool = False
+) -> Iterator[Record | Refusal]:
+    """The records of one extent of any supported file, in order, each bad one as a Refusal.
+
+    `media`: whether records of a tar may have images and videos beside them. A Record's `line` counts from the extent's
+    beginning (finding the true one costs a pass over the file); a Refusal's is the true one. A file that is cut short
+    or damaged gives a last Refusal.
+    """
+    reader = _CONTAINERS.get(Path(extent.path).suffix)
+    if reader is None:
+        return read_jsonl(extent.path, extent.start, extent.stop, max_record_bytes)
+    return reader(extent.path, max_record_bytes, media)

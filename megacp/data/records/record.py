@@ -1,0 +1,39 @@
+"""A record of the input with its place in a file, or the reason why there is none.
+
+Key property: all readers give the same two types, so nothing behind them knows the format of a file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+DEFAULT_MAX_RECORD_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A record that cannot be used: one line of rejects.jsonl."""
+
+    file: str
+    line: int
+    """1-based; in Parquet the row, in a tar the number of the record."""
+    offset: int
+    """Byte offset of the record in its (uncompressed) file; in Parquet the row, 0-based."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.reason} (byte offset {self.offset})"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A decoded record and where it stands; `line` and `offset` as in Refusal."""
+
+    line: int
+    offset: int
+    size: int
+    """Bytes it takes in the file."""
+    value: Any
+    members: dict[str, bytes] | None = None
+    """Of a tar: the group's files that are neither record nor text, by their whole names (only when asked for)."""
