@@ -16,7 +16,7 @@ import pytest
 from megacp.data.build.faults import StorageFault, told
 from tests.data.build.builds import files, run, write_records
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TOOL = ROOT / "tools" / "preprocess_data.py"
 
 
