@@ -30,6 +30,7 @@ def grid(world: int, tp: int, cp: int, pp: int, batch: int = 24) -> tuple[int, i
     [
         (8, (2, 2, 1), 24, (8, 2, 2, 1)),  # it fits as it is
         (7, (2, 1, 1), 24, (6, 2, 1, 1)),  # dp 4 to 3, one rank is left over
+        (5, (2, 1, 1), 20, (4, 2, 1, 1)),  # tp as given, though five replicas without it would use one rank more
         (7, (1, 1, 1), 8, (4, 1, 1, 1)),  # 5, 6 and 7 replicas do not divide the batch of 8
         (6, (2, 2, 2), 24, (6, 2, 1, 1)),  # less than one model: most ranks, then the largest model
         (4, (2, 2, 2), 24, (4, 2, 2, 1)),  # 4 ranks of one model, tp and cp before pp

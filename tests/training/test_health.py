@@ -58,6 +58,31 @@ def test_a_jump_is_measured_against_the_median_of_updates_alone() -> None:
     assert health.judge(StepNumbers(16, 5.9, 9.9)) == Verdict()
 
 
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_no_update_from_the_first_step_on_and_no_level(wrong: float) -> None:
+    """Would catch a NaN that is updated with while too few updates are known to call it a jump."""
+    for numbers in (StepNumbers(1, wrong, 1.0), StepNumbers(1, 2.0, wrong)):
+        health = Health(HealthConfig())
+        verdict = health.judge(numbers)
+        assert (verdict.update, verdict.finite, verdict.end) == (False, False, "")
+        assert health.state()["losses"] == health.state()["grad_norms"] == []
+
+
+def test_skipped_steps_end_a_run_only_in_a_row() -> None:
+    """Would catch a count that an update does not start again, and a limit that is one step off."""
+    nan, good = StepNumbers(5, math.nan, 1.0), StepNumbers(6, 2.0, 1.0)
+    health = Health(HealthConfig(max_skipped_steps=3))
+    ends = [bool(health.judge(step).end) for step in (nan, nan, good, nan, nan, nan)]
+    assert ends == [False] * 5 + [True]
+    patient = Health(HealthConfig(max_skipped_steps=0))
+    assert not any(patient.judge(nan).end for _ in range(50))
+
+
+def test_a_step_without_a_weighted_token_is_no_update() -> None:
+    verdict = Health(HealthConfig()).judge(StepNumbers(1, 0.0, 0.0, weight=0.0))
+    assert not verdict.update and verdict.findings == ("no token of the step has a loss weight",)
+
+
 def test_a_level_is_learned_from_eight_updates_or_the_window_and_a_factor_of_zero_looks_away() -> None:
     for window, known in ((64, 8), (4, 4)):
         health = fed(Health(HealthConfig(spike_window=window)), known - 1)
