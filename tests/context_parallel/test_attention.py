@@ -147,13 +147,17 @@ def compare(results: list[list], cases: list[Case], tolerance: float) -> None:
 
 
 def all_cases(world_size: int, tokens: tuple[int, ...]) -> list[Case]:
-    """Every transport with every layout and mask; the exchange in one and in several stages."""
+    """Every transport with every layout and mask; the exchange in one and in several stages.
+
+    On more than 4 ranks each pair of a transport, a layout and a mask meets, not each three of them.
+    """
     cases = [
         Case(transport, layout, mask, count, hierarchy=HIERARCHIES[world_size] if transport == "a2a+p2p" else ())
-        for transport in TRANSPORTS
-        for layout in LAYOUTS
-        for mask in [*MASKS, "video"]
-        for count in tokens
+        for t, transport in enumerate(TRANSPORTS)
+        for i, layout in enumerate(LAYOUTS)
+        for m, mask in enumerate([*MASKS, "video"])
+        for n, count in enumerate(tokens)
+        if world_size <= 4 or (t + m + n) % len(LAYOUTS) == i
     ]
     staged = [replace(case, stages=2) for case in cases if case.transport == "kv_exchange" and world_size > 2]
     return cases + staged
@@ -226,7 +230,7 @@ def test_positions_travel_with_the_tokens_under_any_layout(world_size: int) -> N
     compare(run_ranks(on_ranks, world_size, cases), cases, 1e-12)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(st.integers(1, 70), st.sampled_from(sorted(MASKS)), st.integers(0, 2**31), st.sampled_from([(4, 4), (4, 2)]))
 def test_random_packs_of_any_length_are_exact(tokens: int, mask: str, seed: int, heads: tuple[int, int]) -> None:
     """Rows down to one token: most ranks then hold padding only."""
@@ -417,7 +421,7 @@ def largest(rank: int, world_size: int, names: list[str], tokens: int) -> int:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_nothing_of_s_times_s_elements_is_ever_allocated(world_size: int) -> None:
-    """At 16,384 tokens a mask has 2.7e8 elements; the tensors of the model have 2.6e5."""
-    tokens = 16_384
+    """At 4,096 tokens a mask has 1.7e7 elements; the tensors of the model have 6.6e4."""
+    tokens = 4096
     names = list(TRANSPORTS) if world_size > 1 else ["p2p"]
     assert max(run_ranks(largest, world_size, names, tokens)) <= 8 * tokens * 2 * DIM  # some copies of q in one buffer

@@ -62,9 +62,9 @@ def cases_of(shape: Shape, count: int) -> list[tuple[str, Values, Values]]:
     for number in range(start, start + count):
         bits = [(number * 5 + number // 2) >> i & 1 for i in range(4)]
         name = list(MODELS)[number % len(MODELS)]
-        stages = shape["pp"] * 2
         virtual = shape["pp"] > 1 and number % 2 == 0 and shape["pp"] < 8
-        layers = 8 if max(shape["pp"], stages if virtual else 1) > 4 else 4
+        chunks = shape["pp"] * (2 if virtual else 1)
+        layers = max(chunks, min(4, 2 * chunks))  # two a chunk while four suffice
         groups = 8 if shape["tp"] == 8 or bits[3] else max(2, shape["tp"])
         options: Values = {
             "num_virtual_stages_per_pipeline_rank": 2 if virtual else 1,
@@ -80,7 +80,7 @@ def cases_of(shape: Shape, count: int) -> list[tuple[str, Values, Values]]:
 
 def microbatches(shape: Shape) -> int:
     """Packs of a step, of all dp ranks together: each of the four kinds, at least one for each replica and stage."""
-    return 4 if shape["dp"] * shape["pp"] <= 2 else 8
+    return max(4, shape["dp"] * shape["pp"])
 
 
 def steps(count: int) -> list[list[Any]]:

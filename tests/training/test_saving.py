@@ -185,7 +185,9 @@ def test_finetuning_in_bfloat16_makes_its_masters_of_the_weights(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_run_in_a_directory_in_use_is_refused_and_touches_nothing(tmp_path: Path) -> None:
+def test_a_run_in_a_directory_in_use_is_refused_and_touches_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Would catch two jobs that cut each other's log and delete each other's unfinished checkpoints."""
     flags = [*TINY, "--train-iters", "100000", "--save", str(tmp_path)]
     first = subprocess.Popen([sys.executable, "-m", "megacp.train", *flags], stdout=subprocess.PIPE, text=True)
@@ -195,9 +197,9 @@ def test_a_run_in_a_directory_in_use_is_refused_and_touches_nothing(tmp_path: Pa
             assert time.monotonic() < deadline and first.poll() is None
             time.sleep(0.05)
         (tmp_path / "step_0000009.tmp-0123abcd").mkdir()  # as if the first were saving
-        second = subprocess.run([sys.executable, "-m", "megacp.train", *flags], capture_output=True, text=True)
-        assert second.returncode == 2
-        assert f"--save {tmp_path} is in use by host" in second.stderr and f"process {first.pid}" in second.stderr
+        assert main(flags) == 2
+        refusal = capsys.readouterr().err
+        assert f"--save {tmp_path} is in use by host" in refusal and f"process {first.pid}" in refusal
         assert (tmp_path / "step_0000009.tmp-0123abcd").exists()
         first.send_signal(signal.SIGUSR1)
         output, _ = first.communicate(timeout=60)
@@ -208,9 +210,9 @@ def test_a_run_in_a_directory_in_use_is_refused_and_touches_nothing(tmp_path: Pa
     assert done == list(range(1, len(done) + 1))
     assert first.returncode == STOPPED and "stopped on request" in output
     third = [*TINY, "--auto-resume", "--exit-duration", "0.0001", "--train-iters", "100000", "--save", str(tmp_path)]
-    last = subprocess.run([sys.executable, "-m", "megacp.train", *third], capture_output=True, text=True)
-    assert last.returncode == STOPPED
-    assert "removed" in last.stdout and "step_0000009.tmp-0123abcd, left by a crash" in last.stdout
+    assert main(third) == STOPPED
+    said = capsys.readouterr().out
+    assert "removed" in said and "step_0000009.tmp-0123abcd, left by a crash" in said
 
 
 def _skipping(rank: int, world_size: int, flags: Sequence[str], where: str) -> list[str]:

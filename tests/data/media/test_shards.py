@@ -107,17 +107,17 @@ def test_a_nine_crop_image_before_a_long_video_is_balanced() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
-def test_a_hundred_thousand_random_packs_have_the_optimal_cost(part: int) -> None:
-    """Four times 25,000 packs like those of mixed data: images of 1 to 9 crops, videos of up to 40 frames."""
+def test_twenty_thousand_random_packs_have_the_optimal_cost(part: int) -> None:
+    """Four times 5,000 packs like those of mixed data: images of 1 to 9 crops, videos of up to 40 frames."""
     rng = np.random.default_rng(part)
     violations = 0
     for _ in range(50):
         units, ranks = int(rng.integers(1, 48)), int(rng.choice([1, 2, 3, 4, 5, 8, 16]))
-        crops = np.where(rng.random((500, units)) < 0.5, 1, rng.integers(1, 10, (500, units)))
-        pooled = crops * rng.integers(1, 200, (500, units))
+        crops = np.where(rng.random((100, units)) < 0.5, 1, rng.integers(1, 10, (100, units)))
+        pooled = crops * rng.integers(1, 200, (100, units))
         costs = crops * 1_000_003 + pooled * 977 if part % 2 else crops
         optimum = least_largest_costs(costs, ranks)
-        for row in range(500):
+        for row in range(100):
             bounds = np.cumsum(crops[row]), np.cumsum(pooled[row])
             table = compute_image_shard_boundaries(*bounds, ranks, costs[row])
             ends = np.searchsorted(bounds[0], table["end_image_idx"], side="right")
