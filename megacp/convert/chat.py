@@ -8,6 +8,7 @@ which joins `?` and the newline behind it into one token that training never saw
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -96,13 +97,18 @@ def _quoted(text: str) -> str:
     return "'" + "".join(f"\\u{ord(character):04x}" for character in text) + "'"
 
 
-def render(text: str, conversation: Conversation, eos_token: str | None) -> str:
-    """What the library renders."""
+@functools.lru_cache(maxsize=4)
+def _compiled(text: str) -> Any:
+    """The template as jinja's code; a probe renders one template for some hundred conversations."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    compiled = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(text)
+    return ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(text)
+
+
+def render(text: str, conversation: Conversation, eos_token: str | None) -> str:
+    """What the library renders."""
     given = {"messages": conversation.messages, "add_generation_prompt": conversation.prompt, "eos_token": eos_token}
-    return compiled.render(**given)
+    return _compiled(text).render(**given)
 
 
 def write_template(folder: Path, special: Special, probe: Sequence[Conversation], media: str) -> bool:
