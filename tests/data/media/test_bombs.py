@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,14 @@ kinds = ["record" if isinstance(item, Record) else item.reason for item in items
 peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(peak // 1024, len(kinds), kinds[0], kinds[-1], sep="\\n")
 """
+
+
+@pytest.fixture(autouse=True)
+def given_back() -> Iterator[None]:
+    """The memory of large tables goes back to the system: pyarrow keeps it for the life of the process."""
+    yield
+    if pyarrow := sys.modules.get("pyarrow"):
+        pyarrow.default_memory_pool().release_unused()
 
 
 def read_alone(path: Path) -> tuple[int, int, str, str]:
