@@ -1,23 +1,24 @@
-"""K/V exchange: one uneven all-to-all of just the rows that somebody needs.
+"""K/V exchange: one uneven all-to-all of just the rows that some rank needs.
 
-Key property: the plan knows for each pair of ranks which keys are seen across it, so documents that live on few ranks
-cost no others a byte, and a rank attends to its own keys while the others' are under way. With several stages the rows
-of the next ranks travel while those of the last are used. Gradients of K/V go back by the reverse of the same plan and
-are added in rank order. Rejected: sub-communicators for documents, which must be created for every pack.
+Key property: the plan knows for each pair of ranks which keys are seen across it. Documents that live on few ranks
+cost the others no byte, and a rank attends to its own keys while the others' are under way. With several stages the
+rows of the next ranks travel while those of the last are used. Gradients of K/V go back by the reverse of the same plan
+and are added in rank order. Rejected: sub-communicators for documents, which must be created for every pack.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from megacp.context_parallel.plan import AttentionPlan
-from megacp.context_parallel.transport import Kept, Tensors, finished
-from megacp.distributed.collectives import Pending, start_all_to_all
+from megacp.context_parallel.transport import KeysToQueries, Visits
+from megacp.distributed.collectives import start_all_to_all
 from megacp.distributed.grid import Axis
-from megacp.ops.kernel import QKV, Kernel, accumulation_dtype, empty_partial
+from megacp.ops.kernel import Kernel
 from megacp.ops.mask import TileTable, tile_table
 
 
@@ -75,7 +76,7 @@ def exchange_stages(plan: AttentionPlan, stages: int) -> list[Stage]:
     return found
 
 
-class KVExchange:
+class KVExchange(KeysToQueries):
     """Transport `kv_exchange`."""
 
     name = "kv_exchange"
@@ -85,76 +86,37 @@ class KVExchange:
         self.kernel = kernel
         self.stages = min(stages, max(1, axis.size - 1))
 
-    def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
-        """See `Transport.forward`."""
-        q, k, v = qkv
-        stages = self._plan(plan)
-        both = torch.cat([k, v], -1)  # [t, groups, d] twice -> [t, groups, 2d]
-        partial = empty_partial(q)
-        coming = self._start(both, plan, 0)
-        self.kernel.attend(partial, qkv, plan.table(plan.cp_rank), scale)
-        for number, stage in enumerate(stages):
-            following = self._start(both, plan, number + 1)
-            keys, values = self._arrived(coming, plan, number)
-            self.kernel.attend(partial, (q, keys, values), stage.table, scale)
-            coming = following
-        return finished(qkv, partial)
-
-    def backward(self, kept: Tensors, dout: torch.Tensor, plan: AttentionPlan, scale: float) -> QKV:
-        """See `Transport.backward`."""
-        mine = Kept(*kept)
-        saved, wide = mine.with_gradient(dout), accumulation_dtype(mine.q.dtype)
-        stages = self._plan(plan)
-        both = torch.cat([mine.k, mine.v], -1)
-        coming = self._start(both, plan, 0)
-        dq = torch.zeros_like(mine.q, dtype=wide)
-        dkv = torch.zeros_like(both, dtype=wide)  # [t, groups, 2d]
-        self.kernel.attend_backward(saved, (mine.k, mine.v), plan.table(plan.cp_rank), scale, (dq, *_halves(dkv)))
+    def visits(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> Visits:
+        """See `KeysToQueries.visits`."""
+        stages = plan.part(f"exchange in {self.stages}", lambda: exchange_stages(plan, self.stages))
+        send, order = (self._indices(plan, stages, name, k.device) for name in ("send", "order"))
+        kv = torch.stack([k, v], 1)  # [t, groups, d] twice -> [t, 2, groups, d]
+        messages = (  # each is posted when it is asked for
+            start_all_to_all(kv[rows], self.axis, stage.out_splits, stage.in_splits)
+            for rows, stage in zip(send, stages, strict=True)
+        )
+        following = next(messages, None)
+        dkv = yield k, v, plan.table(plan.cp_rank)
         returning = []
-        for number, stage in enumerate(stages):
-            following = self._start(both, plan, number + 1)
-            keys, values = self._arrived(coming, plan, number)
-            theirs = torch.zeros(*keys.shape[:-1], 2 * keys.shape[-1], dtype=wide, device=keys.device)
-            self.kernel.attend_backward(saved, (keys, values), stage.table, scale, (dq, *_halves(theirs)))
-            leaving = torch.empty_like(theirs)
-            leaving[self._order(plan, number, theirs.device)] = theirs  # back to the order of arrival
-            returning.append(start_all_to_all(leaving, self.axis, stage.in_splits, stage.out_splits))
-            coming = following
-        for number, stage in enumerate(stages):
-            self._add(dkv, returning[number], stage, plan, number)
-        return dq, *_halves(dkv)
-
-    def _plan(self, plan: AttentionPlan) -> list[Stage]:
-        return plan.part(f"exchange in {self.stages}", lambda: exchange_stages(plan, self.stages))
-
-    def _send_rows(self, plan: AttentionPlan, number: int, device: torch.device) -> torch.Tensor:
-        return plan.on_device(f"send {number} of {self.stages}", device, lambda: self._plan(plan)[number].send)
-
-    def _order(self, plan: AttentionPlan, number: int, device: torch.device) -> torch.Tensor:
-        return plan.on_device(f"order {number} of {self.stages}", device, lambda: self._plan(plan)[number].order)
-
-    def _start(self, both: torch.Tensor, plan: AttentionPlan, number: int) -> Pending | None:
-        """Post the rows of stage `number`, where there is one."""
-        stages = self._plan(plan)
-        if number >= len(stages):
+        for rows, stage in zip(order, stages, strict=True):
+            coming, following = following, next(messages, None)
+            assert coming is not None
+            theirs = yield *coming.take()[rows].unbind(1), stage.table
+            if theirs is not None:
+                leaving = torch.empty_like(theirs)
+                leaving[rows] = theirs  # back to the order of arrival
+                returning.append(start_all_to_all(leaving, self.axis, stage.in_splits, stage.out_splits))
+                del theirs, leaving  # no longer needed here while the next stage is computed
+        if dkv is None:
             return None
-        rows = both[self._send_rows(plan, number, both.device)]
-        return start_all_to_all(rows, self.axis, stages[number].out_splits, stages[number].in_splits)
+        for arrived, rows, stage in zip(returning, send, stages, strict=True):
+            for index, values in zip(*(x.split(stage.out_splits) for x in (rows, arrived.take())), strict=True):
+                dkv[index] += values  # rank by rank: a row goes to a rank at most once, and to several ranks
+        return dkv
 
-    def _arrived(self, coming: Pending | None, plan: AttentionPlan, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a stage in the order of its table."""
-        assert coming is not None
-        rows = coming.take()
-        return _halves(rows[self._order(plan, number, rows.device)])
-
-    def _add(self, dkv: torch.Tensor, returning: Pending, stage: Stage, plan: AttentionPlan, number: int) -> None:
-        """Add what came back to the rows that were sent, rank by rank: a row may have gone to several."""
-        rows = self._send_rows(plan, number, dkv.device).split(stage.out_splits)
-        for index, values in zip(rows, returning.take().split(stage.out_splits), strict=True):
-            dkv[index] += values  # a row goes to a rank at most once
-
-
-def _halves(both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[n, groups, 2d] -> [n, groups, d]` twice, as views."""
-    first, second = both.chunk(2, -1)
-    return first, second
+    def _indices(self, plan: AttentionPlan, stages: list[Stage], name: str, device: torch.device) -> list[torch.Tensor]:
+        """`send` or `order` of every stage on the device."""
+        return [
+            plan.on_device(f"{name} {number} of {self.stages}", device, functools.partial(getattr, stage, name))
+            for number, stage in enumerate(stages)
+        ]

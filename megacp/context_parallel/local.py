@@ -1,7 +1,7 @@
 """Attention of one rank that holds the whole row: no message, one tile table; and the dense reference.
 
-Key property: the same kernels and the same merged-LSE backward as under context parallelism, so the one-process run is
-not a different program. Rejected: `scaled_dot_product_attention`, which needs a dense mask for packs.
+Key property: kernels and backward are those of context parallelism, so a run of one process is the same program.
+Rejected: `scaled_dot_product_attention`, which needs a dense mask for packs.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch
 
 from megacp.context_parallel.plan import AttentionPlan
-from megacp.context_parallel.transport import Kept, Tensors, finished
+from megacp.context_parallel.transport import KeysToQueries, Tensors, Visits
 from megacp.distributed.grid import Axis
-from megacp.ops.kernel import QKV, Kernel, accumulation_dtype, empty_partial
+from megacp.ops.kernel import QKV, Kernel
 from megacp.ops.mask import allowed
 from megacp.ops.tile_kernels import dense_attention
 from megacp.ops.to_device import to_device
 
 
-class LocalAttention:
+class LocalAttention(KeysToQueries):
     """Transport for a cp axis of one rank."""
 
     name = "local"
@@ -26,20 +26,9 @@ class LocalAttention:
         assert axis.size == 1
         self.kernel = kernel
 
-    def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
-        """See `Transport.forward`."""
-        partial = empty_partial(qkv[0])
-        self.kernel.attend(partial, qkv, plan.table_of_row, scale)
-        return finished(qkv, partial)
-
-    def backward(self, kept: Tensors, dout: torch.Tensor, plan: AttentionPlan, scale: float) -> QKV:
-        """See `Transport.backward`."""
-        mine = Kept(*kept)
-        wide = accumulation_dtype(mine.q.dtype)
-        dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (mine.q, mine.k, mine.v))
-        saved = mine.with_gradient(dout)
-        self.kernel.attend_backward(saved, (mine.k, mine.v), plan.table_of_row, scale, (dq, dk, dv))
-        return dq, dk, dv
+    def visits(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> Visits:
+        """See `KeysToQueries.visits`."""
+        return (yield k, v, plan.table_of_row)
 
 
 class DenseAttention:

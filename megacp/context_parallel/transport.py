@@ -1,20 +1,27 @@
-"""What a transport of context parallelism is: an object with a forward and a backward over plain tensors.
+"""What a transport of context parallelism is, and the loop of those that bring keys to queries.
 
-Key property: a transport decides itself what it keeps for backward; most keep `(q, k, v, out, lse)` of this rank's
-tokens, and `Kept` is that tuple with names. Rejected: one fixed set of saved tensors, under which heads-for-sequence
-would send its queries a second time.
+Key property: a transport is an object with a forward and a backward over plain tensors. It decides itself what it keeps
+for backward. Rejected: one fixed set of saved tensors, under which heads-for-sequence would send its queries twice.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Generator
+from typing import Protocol
 
 import torch
 
 from megacp.context_parallel.plan import AttentionPlan
-from megacp.ops.kernel import QKV, Partial, Saved
+from megacp.ops.kernel import QKV, Kernel, Saved, accumulation_dtype, empty_partial
+from megacp.ops.mask import TileTable
 
 Tensors = tuple[torch.Tensor, ...]
+
+Visit = tuple[torch.Tensor, torch.Tensor, TileTable]
+"""Keys and values `[m, groups, d]`, and the tiles between this rank's queries and them."""
+Visits = Generator[Visit, torch.Tensor | None, torch.Tensor | None]
+"""Yields every `Visit`. In backward it is sent the gradient `dkv[m, 2, groups, d]` of each, and returns that of this
+rank's tokens `[t, 2, groups, d]`; in forward both are None."""
 
 
 class Transport(Protocol):
@@ -24,26 +31,47 @@ class Transport(Protocol):
 
     def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
         """`q[t, heads, d]`, `k, v[t, groups, d]` -> `out[t, heads, d]` in q's dtype, and what backward needs."""
+        ...
 
     def backward(self, kept: Tensors, dout: torch.Tensor, plan: AttentionPlan, scale: float) -> QKV:
         """`dq, dk, dv` of this rank's tokens for contiguous `dout[t, heads, d]`, in any dtype at least as wide."""
+        ...
 
 
-class Kept(NamedTuple):
-    """What attention without recomputing the forward needs: tensors of this rank's tokens."""
+class KeysToQueries:
+    """Queries stay on their rank, keys and values visit it: the loop over the visits, which `visits` brings.
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
+    Forward keeps `(q, k, v, out, lse)` of this rank's tokens; keys of other ranks travel again in backward.
+    """
 
-    def with_gradient(self, dout: torch.Tensor) -> Saved:
-        """What a kernel's backward takes."""
-        return Saved(self.q, self.out, self.lse, dout)
+    name: str
+    kernel: Kernel
 
+    def visits(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> Visits:
+        """All keys that this rank's queries see, for its own `k, v[t, groups, d]`; called once in each pass."""
+        raise NotImplementedError
 
-def finished(qkv: QKV, partial: Partial) -> tuple[torch.Tensor, Tensors]:
-    """The output of a forward whose parts are all merged, and what to keep of it."""
-    out = partial.out.to(qkv[0].dtype)
-    return out, Kept(*qkv, out, partial.lse)
+    def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
+        """See `Transport.forward`."""
+        q, k, v = qkv
+        partial = empty_partial(q)
+        for keys, values, table in self.visits(k, v, plan):
+            self.kernel.attend(partial, (q, keys, values), table, scale)
+        out = partial.out.to(q.dtype)
+        return out, (q, k, v, out, partial.lse)
+
+    def backward(self, kept: Tensors, dout: torch.Tensor, plan: AttentionPlan, scale: float) -> QKV:
+        """See `Transport.backward`."""
+        q, k, v, out, lse = kept
+        saved, wide = Saved(q, out, lse, dout), accumulation_dtype(q.dtype)
+        dq, dkv = torch.zeros_like(q, dtype=wide), None
+        visits = self.visits(k, v, plan)
+        while True:
+            try:
+                keys, values, table = visits.send(dkv)
+            except StopIteration as end:
+                dk, dv = end.value.unbind(1)  # [t, 2, groups, d] -> [t, groups, d] twice
+                return dq, dk, dv
+            dkv = keys.new_zeros(len(keys), 2, *keys.shape[1:], dtype=wide)
+            dk, dv = dkv.unbind(1)
+            self.kernel.attend_backward(saved, (keys, values), table, scale, (dq, dk, dv))
