@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from megacp.context_parallel.plan import AttentionPlan
+from megacp.context_parallel.transport import Transport
 from megacp.distributed.grid import Axis
 from megacp.tensor_parallel.embedding import VocabularyTable
 
@@ -34,6 +35,8 @@ class Backend(Protocol):
     tp: Axis
     sequence_parallel: bool
     dtype: torch.dtype
+    transport: Transport
+    """Carries our core attention."""
     token_multiple: int
     """Tokens of a tp rank are a multiple of this."""
     adamw: AdamW | None

@@ -22,7 +22,6 @@ from megacp.config.model import ModelConfig
 from megacp.config.parallel import ParallelConfig
 from megacp.config.vision import VisionConfig
 from megacp.context_parallel.attention import TransportOptions, core_attention, select_transport
-from megacp.context_parallel.auto.stopwatch import Stopwatch, TimedTransport
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.shard import row_axis
 from megacp.distributed.grid import ProcessGrid
@@ -84,7 +83,6 @@ class NativeBackend:
         dtype: str,
         attention_kernel: str,
         vision: VisionConfig | None = None,
-        watch: Stopwatch | None = None,
         add_gradient: AddGradient | None = None,
     ) -> None:
         self.tp = grid.tp
@@ -99,8 +97,7 @@ class NativeBackend:
         axis = row_axis(grid, parallel)
         options = TransportOptions(parallel.hierarchical_context_parallel_sizes or (), parallel.cp_exchange_stages)
         kernel = kernel_name(attention_kernel, grid.device.type, dtype)
-        transport = select_transport(parallel.cp_comm_type, kernel, axis, grid.device, options)
-        self.transport = TimedTransport(transport, watch) if watch else transport
+        self.transport = select_transport(parallel.cp_comm_type, kernel, axis, grid.device, options)
         self._untold: list[str] = []
 
     def column_linear(

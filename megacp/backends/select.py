@@ -12,7 +12,6 @@ from megacp.backends.native import NativeBackend
 from megacp.backends.support import contradictions, layer_reasons, needed_by
 from megacp.backends.transformer_engine import TransformerEngineBackend, fp8_problem, package_problem
 from megacp.config.run import RunConfig
-from megacp.context_parallel.auto.stopwatch import Stopwatch
 from megacp.distributed.grid import ProcessGrid
 from megacp.tensor_parallel.linear import AddGradient, add_weight_gradient
 
@@ -35,8 +34,8 @@ def backend_problems(config: RunConfig, device_type: str | None) -> list[str]:
     return found or [f"{' and '.join(wanted)}: {reason}" for reason in engine_reasons(config, device_type)]
 
 
-def select_backend(config: RunConfig, grid: ProcessGrid, watch: Stopwatch | None = None) -> Backend:
-    """The backend of a checked config, bound to the grid; `watch` times our core attention.
+def select_backend(config: RunConfig, grid: ProcessGrid) -> Backend:
+    """The backend of a checked config, bound to the grid.
 
     Raises ValueError with all reasons where the config needs Transformer Engine and that cannot run.
     """
@@ -44,16 +43,16 @@ def select_backend(config: RunConfig, grid: ProcessGrid, watch: Stopwatch | None
     if problems:
         raise ValueError("\n".join(["this configuration cannot run:", *(f"  - {problem}" for problem in problems)]))
     if config.training.transformer_impl == "native" or grid.device.type != "cuda":
-        return _native(config, grid, watch)
+        return _native(config, grid)
     reasons = engine_reasons(config, grid.device.type)
     if not reasons:
-        return TransformerEngineBackend(grid, config, watch)
-    backend = _native(config, grid, watch)
+        return TransformerEngineBackend(grid, config)
+    backend = _native(config, grid)
     backend.tell(f"layers: native, because {'; '.join(reasons)}")
     return backend
 
 
-def _native(config: RunConfig, grid: ProcessGrid, watch: Stopwatch | None) -> NativeBackend:
+def _native(config: RunConfig, grid: ProcessGrid) -> NativeBackend:
     return NativeBackend(
         grid,
         config.parallel,
@@ -61,7 +60,6 @@ def _native(config: RunConfig, grid: ProcessGrid, watch: Stopwatch | None) -> Na
         dtype=config.training.dtype,
         attention_kernel=config.training.attention_kernel,
         vision=config.vision,
-        watch=watch,
         add_gradient=_gradient_adder(config, grid),
     )
 

@@ -35,7 +35,6 @@ from megacp.backends.support import FP8_MULTIPLES, attention_reasons
 from megacp.backends.thd import Sequences, thd_sequences
 from megacp.config.model import ModelConfig
 from megacp.config.run import RunConfig
-from megacp.context_parallel.auto.stopwatch import Stopwatch
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.shard import row_axis
 from megacp.distributed.grid import Axis, ProcessGrid
@@ -201,7 +200,7 @@ class TransformerEngineBackend(NativeBackend):
 
     name = "transformer_engine"
 
-    def __init__(self, grid: ProcessGrid, config: RunConfig, watch: Stopwatch | None = None) -> None:
+    def __init__(self, grid: ProcessGrid, config: RunConfig) -> None:
         training, parallel = config.training, config.parallel
         super().__init__(
             grid,
@@ -210,7 +209,6 @@ class TransformerEngineBackend(NativeBackend):
             dtype=training.dtype,
             attention_kernel=training.attention_kernel,
             vision=config.vision,
-            watch=watch,
             add_gradient=add_weight_gradient,  # its linears have their own; this says that they use it
         )
         self.adamw = fused_adam

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from megacp.backends.select import select_backend
 from megacp.config.run import RunConfig
-from megacp.context_parallel.auto.stopwatch import Stopwatch
 from megacp.distributed.grid import GridShape, ProcessGrid
 from megacp.models.init import initialise
 from megacp.models.language import LanguageModelChunk
@@ -35,9 +34,9 @@ def stage_layers(config: RunConfig) -> list[list[range]]:
     return stages(ranges, num_stages, num_chunks)
 
 
-def build_chunks(config: RunConfig, grid: ProcessGrid, watch: Stopwatch | None = None) -> list[LanguageModelChunk]:
-    """This rank's chunks in order, initialised from `--seed`; `watch` times their core attention."""
-    backend = select_backend(config, grid, watch)
+def build_chunks(config: RunConfig, grid: ProcessGrid) -> list[LanguageModelChunk]:
+    """This rank's chunks in order, initialised from `--seed`."""
+    backend = select_backend(config, grid)
     chunks = [
         LanguageModelChunk(
             config.model,

@@ -16,7 +16,6 @@ import torch
 
 from megacp.batch import PackedBatch
 from megacp.config.run import RunConfig
-from megacp.context_parallel.auto.stopwatch import Stopwatch
 from megacp.context_parallel.layout import select_layout
 from megacp.context_parallel.shard import LocalBatch, shard_batch
 from megacp.data_parallel.buckets import FlatBuckets
@@ -73,14 +72,12 @@ def lr_schedule(config: RunConfig) -> LrSchedule:
 class Trainee:
     """This rank's share of the model, its gradients and its optimizer, and how to step them."""
 
-    def __init__(
-        self, config: RunConfig, grid: ProcessGrid, watch: Stopwatch | None = None, phase: Phase = unmeasured
-    ) -> None:
+    def __init__(self, config: RunConfig, grid: ProcessGrid, phase: Phase = unmeasured) -> None:
         training, parallel = config.training, config.parallel
         self.config = config
         self.grid = grid
         self.phase = phase
-        self.chunks = build_chunks(config, grid, watch)
+        self.chunks = build_chunks(config, grid)
         self.backend = self.chunks[0].backend
         reduced_over = grid.over("dp", "cp")
         self.buckets = FlatBuckets(

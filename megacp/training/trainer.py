@@ -63,9 +63,11 @@ class Trainer:
             require_sound(sources, grid.world)
         config, self.choice = resolve_auto(config, grid, lambda: first_rows(config, sources))
         self.config, self.grid, self.sources = config, grid, sources
-        self.watch = Stopwatch(grid.device) if self.choice else None
         self.timers = Timers(clock_of(grid.device))
-        self.trainee = Trainee(config, grid, self.watch, self.timers.phase)
+        self.trainee = Trainee(config, grid, self.timers.phase)
+        backend = self.trainee.backend
+        self.watch = Stopwatch(backend.transport, grid.device) if self.choice else None
+        backend.transport = self.watch or backend.transport
         self.progress = Progress(
             data_fingerprint=sources.data_fingerprint,
             seed=config.training.seed,

@@ -106,9 +106,9 @@ def differences(
     return float(max(apart)), unfused[0] == unfused[1], found
 
 
-def TransformerEngineBackend_for(config: RunConfig, here: Any, watch: Any = None) -> TransformerEngineBackend:
+def TransformerEngineBackend_for(config: RunConfig, here: Any) -> TransformerEngineBackend:
     """In the place of `select_backend`."""
-    return TransformerEngineBackend(here, config, watch)
+    return TransformerEngineBackend(here, config)
 
 
 SELECTIVE, FULL = {"recompute_granularity": "selective"}, {"recompute_granularity": "full"}

@@ -10,7 +10,7 @@ import torch
 
 from megacp.context_parallel.attention import core_attention, select_transport
 from megacp.context_parallel.auto.predict import Seconds
-from megacp.context_parallel.auto.stopwatch import Stopwatch, TimedTransport
+from megacp.context_parallel.auto.stopwatch import Stopwatch
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.distributed.grid import single_axis
 from megacp.ops.mask import Metadata
@@ -49,16 +49,16 @@ def test_a_stopped_watch_counts_nothing_and_a_running_one_the_mean_of_each_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Would catch a validation that is counted, forward and backward swapped, and a sum over layers."""
-    slow, watch, world = SlowTransport(), Stopwatch(CPU), single_axis("world")
+    slow, world = SlowTransport(), single_axis("world")
     monkeypatch.setattr("megacp.monitor.timers.time", SimpleNamespace(perf_counter=lambda: slow.clock))
-    timed = TimedTransport(slow, watch)
-    assert timed.name == "slow"
+    watch = Stopwatch(slow, CPU)
+    assert watch.name == "slow"
     expected = attend(SlowTransport())
-    assert all(map(torch.equal, attend(timed), expected))
+    assert all(map(torch.equal, attend(watch), expected))
     assert watch.slowest(world) == Seconds(0.0, 0.0)
     watch.running = True
     for _ in range(3):
-        assert all(map(torch.equal, attend(timed), expected))
+        assert all(map(torch.equal, attend(watch), expected))
     watch.running = False
-    attend(timed)
+    attend(watch)
     assert watch.slowest(world) == Seconds(1.0, 3.0)
