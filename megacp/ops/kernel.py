@@ -102,6 +102,9 @@ def _scatter_add(x: torch.Tensor, slices: tuple[slice, ...], values: torch.Tenso
 class TileKernel:
     """A kernel that walks the table and computes one full or causal block of keys at a time."""
 
+    causal_block: int | None = None
+    """Keys that a causal block is computed in at a time, masked ones among them; None: its whole square is."""
+
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,8 @@ from megacp.ops.kernel import Saved, TileKernel, accumulation_dtype
 class FlashKernel(TileKernel):
     """torch's flash attention for CPU: fp32, bf16, float64, grouped queries, returns the LSE."""
 
+    causal_block = 512  # `kvSplitSize` in torch's FlashAttentionKernel.cpp
+
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,22 +1,25 @@
 """What attention and messages cost on the real device and the real cp axis, measured in about a second.
 
-Key property: all ranks measure at the same time, because that is how they run: cores, memory and links are shared in
-the measurement as in training. The probes take turns, so a slow moment of the machine slows a sample of each; medians
-count, and of each constant the slowest rank's, so all ranks hold the same numbers. Rejected: vendors' figures, which
-know neither a kernel's cost on small tiles nor a network's latency.
+Key property: all ranks measure at the same time, because cores, memory and links are shared so in training. Probes take
+turns, so a slow moment of the machine slows one sample of each, and medians count. Of each constant the slowest rank's
+counts, so all ranks hold the same numbers. Rejected: vendors' figures, which know neither a kernel's cost on small
+tiles nor a network's latency.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from megacp.context_parallel.auto.counts import grain_of, table_work
+from megacp.context_parallel.auto.counts import table_work
 from megacp.context_parallel.auto.predict import (
     ALL_GATHER,
     ALL_TO_ALL,
@@ -53,8 +56,7 @@ class Scale:
     """Bytes of the large message."""
 
 
-_SCALES = {"cpu": Scale(320, 512, 1 << 20)}
-_SCALE_OF_ACCELERATORS = Scale(4096, 8192, 1 << 24)
+_ON_CPU, _ON_ACCELERATOR = Scale(320, 512, 1 << 20), Scale(4096, 8192, 1 << 24)
 
 
 @dataclass(frozen=True)
@@ -73,26 +75,23 @@ class Setup:
     @property
     def scale(self) -> Scale:
         """Of the probes."""
-        return _SCALES.get(self.device.type, _SCALE_OF_ACCELERATORS)
+        return _ON_CPU if self.device.type == "cpu" else _ON_ACCELERATOR
+
+    def ones(self, elements: int) -> torch.Tensor:
+        """A message of so many fp32 elements."""
+        return torch.ones(elements, device=self.device)
 
 
-@dataclass(frozen=True)
-class Probe:
-    """Something to be timed. All ranks time the same ones in the same order; only a probe without messages may differ
-    between ranks in what one call is.
-    """
-
-    action: Callable[[], object]
-    calls: int = 1
-    """Calls of one sample."""
+Action = Callable[[], object]
+Probe = tuple[Action, int]
+"""What is timed, and its calls in one sample. All ranks time the same probes in the same order."""
 
 
 def measure(setup: Setup) -> Machine:
     """All constants; collective over the world, and the same on all ranks. Makes process groups for hierarchies."""
-    tile = _Tile(setup)
-    links = _links(setup)
-    seconds = _medians(setup, _kernel_probes(tile) | {"copy": _copy_probe(setup)} | _message_probes(setup, links))
-    forward, backward = _kernel_costs(tile, seconds)
+    tile, links = _Tile(setup), _links(setup)
+    seconds = _medians(setup, tile.probes() | {"copy": _copy_probe(setup)} | _message_probes(setup, links))
+    forward, backward = tile.costs(seconds)
     mine = Machine(
         forward=forward,
         backward=backward,
@@ -106,19 +105,16 @@ def measure(setup: Setup) -> Machine:
 def slowest(machines: Sequence[Machine]) -> Machine:
     """Of every constant the worst one."""
 
-    def kernel(costs: Sequence[KernelCost]) -> KernelCost:
-        return KernelCost(max(c.pair for c in costs), max(c.row for c in costs), max(c.call for c in costs))
+    def most(values: Sequence[Any]) -> Any:
+        first = values[0]
+        if isinstance(first, Mapping):
+            return {name: most([value[name] for value in values]) for name in first}
+        return max(values)
 
-    def line(lines: Sequence[Line]) -> Line:
-        return Line(max(x.latency for x in lines), max(x.per_byte for x in lines))
-
-    return Machine(
-        forward=kernel([machine.forward for machine in machines]),
-        backward=kernel([machine.backward for machine in machines]),
-        copy=max(machine.copy for machine in machines),
-        overlap=min(machine.overlap for machine in machines),
-        links={name: line([machine.links[name] for machine in machines]) for name in machines[0].links},
-    )
+    worst = most([dataclasses.asdict(machine) for machine in machines])
+    forward, backward = KernelCost(**worst["forward"]), KernelCost(**worst["backward"])
+    links = {name: Line(**line) for name, line in worst["links"].items()}
+    return Machine(forward, backward, worst["copy"], min(machine.overlap for machine in machines), links)
 
 
 def _medians(setup: Setup, probes: Mapping[str, Probe]) -> dict[str, float]:
@@ -127,49 +123,18 @@ def _medians(setup: Setup, probes: Mapping[str, Probe]) -> dict[str, float]:
     samples: dict[str, list[float]] = {name: [] for name in probes}
     for number in range(_ROUNDS + 1):
         barrier(setup.world)
-        for name, probe in probes.items():
+        for name, (action, calls) in probes.items():
             wait()
             begin = time.perf_counter()
-            for _ in range(probe.calls if number else 1):  # the first round warms up
-                probe.action()
+            for _ in range(calls if number else 1):  # the first round warms up
+                action()
             wait()
-            samples[name].append((time.perf_counter() - begin) / probe.calls)
+            samples[name].append((time.perf_counter() - begin) / calls)
     return {name: statistics.median(values[1:]) for name, values in samples.items()}
 
 
-class _Tile:
-    """Tensors for attention over tables of one tile."""
-
-    def __init__(self, setup: Setup) -> None:
-        self.kernel, self.scale = setup.kernel, setup.scale
-        per_group = setup.heads // setup.groups
-        groups = max(1, min(setup.groups, self.scale.width // (per_group * setup.dim)))
-        self.groups, self.heads, self.dim = groups, groups * per_group, setup.dim
-        q, k, v, dout = (
-            torch.randn(self.scale.tokens, count, setup.dim, device=setup.device).to(setup.dtype)
-            for count in (self.heads, groups, groups, self.heads)
-        )
-        self.qkv, self.dout = (q, k, v), dout
-        wide = accumulation_dtype(setup.dtype)
-        self.grads = (torch.zeros_like(q, dtype=wide), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide))
-        self.out = torch.zeros_like(q, dtype=wide)
-        self.lse = torch.zeros(q.shape[:2], dtype=wide, device=setup.device)
-
-    def passes(self, table: TileTable) -> tuple[Callable[[], None], Callable[[], None]]:
-        """The forward and the backward over `table`, whose sides are the first tokens."""
-        n, m, scale = table.queries, table.keys, self.dim**-0.5
-        q, k, v = self.qkv[0][:n], self.qkv[1][:m], self.qkv[2][:m]
-        dq, dk, dv = self.grads[0][:n], self.grads[1][:m], self.grads[2][:m]
-        partial = Partial(self.out[:n], self.lse[:n], untouched=False)
-        saved = Saved(q, self.out[:n].to(q.dtype), self.lse[:n], self.dout[:n])
-        return (
-            lambda: self.kernel.attend(partial, (q, k, v), table, scale),
-            lambda: self.kernel.attend_backward(saved, (k, v), table, scale, (dq, dk, dv)),
-        )
-
-
-def _table(queries: int, keys: int) -> TileTable:
-    """One tile: every query sees every key."""
+def _one_tile(queries: int, keys: int) -> TileTable:
+    """Every query sees every key."""
 
     def side(count: int, first: int) -> Metadata:
         zeros = np.zeros(count, np.int64)
@@ -178,35 +143,64 @@ def _table(queries: int, keys: int) -> TileTable:
     return tile_table(side(queries, keys), side(keys, 0))
 
 
-def _tables(tile: _Tile) -> dict[str, TileTable]:
-    """Three tiles for three unknowns: a tiny one is all call, a thin one has many queries and few keys, a large one is
-    all pairs.
+class _Tile:
+    """Attention over three tables of one tile, for three unknown costs.
+
+    A tiny tile is all call, a thin one has many queries and few keys, a large one is all pairs.
     """
-    large = tile.scale.tokens
-    return {"tiny": _table(_SMALL_TILE, _SMALL_TILE), "thin": _table(large, _SMALL_TILE), "large": _table(large, large)}
 
+    CALLS = {"tiny": 8, "thin": 2, "large": 1}
 
-def _kernel_probes(tile: _Tile) -> dict[str, Probe]:
-    calls = {"tiny": 8, "thin": 2, "large": 1}
-    return {
-        f"{name} {direction}": Probe(action, calls[name])
-        for name, table in _tables(tile).items()
-        for direction, action in zip(("forward", "backward"), tile.passes(table), strict=True)
-    }
+    def __init__(self, setup: Setup) -> None:
+        self.kernel, self.dim, large = setup.kernel, setup.dim, setup.scale.tokens
+        per_group = setup.heads // setup.groups
+        self.groups = max(1, min(setup.groups, setup.scale.width // (per_group * setup.dim)))
+        self.heads = self.groups * per_group
+        self.qkv_and_dout = [
+            torch.randn(large, count, setup.dim, device=setup.device).to(setup.dtype)
+            for count in (self.heads, self.groups, self.groups, self.heads)
+        ]
+        wide = accumulation_dtype(setup.dtype)
+        self.out, self.dq, self.dk, self.dv = (
+            torch.zeros(large, count, setup.dim, dtype=wide, device=setup.device)
+            for count in (self.heads, self.heads, self.groups, self.groups)
+        )
+        self.lse = torch.zeros(large, self.heads, dtype=wide, device=setup.device)
+        sizes = {"tiny": (_SMALL_TILE, _SMALL_TILE), "thin": (large, _SMALL_TILE), "large": (large, large)}
+        self.tables = {name: _one_tile(*size) for name, size in sizes.items()}
 
+    def passes(self, table: TileTable) -> tuple[Action, Action]:
+        """The forward and the backward over `table`, whose sides are the first tokens."""
+        n, m, scale = table.queries, table.keys, self.dim**-0.5
+        q, k, v, dout = (x[:size] for x, size in zip(self.qkv_and_dout, (n, m, m, n), strict=True))
+        partial = Partial(self.out[:n], self.lse[:n], untouched=False)
+        saved = Saved(q, self.out[:n].to(q.dtype), self.lse[:n], dout)
+        grads = (self.dq[:n], self.dk[:m], self.dv[:m])
+        return (
+            lambda: self.kernel.attend(partial, (q, k, v), table, scale),
+            lambda: self.kernel.attend_backward(saved, (k, v), table, scale, grads),
+        )
 
-def _kernel_costs(tile: _Tile, seconds: Mapping[str, float]) -> list[KernelCost]:
-    """Solves `pairs * pair + rows * row + calls * call = seconds` for both passes; noise may make no cost negative."""
-    tables, width = _tables(tile), tile.heads * tile.dim
-    works = [table_work(table, tile.groups * tile.dim, grain_of(tile.kernel)) for table in tables.values()]
-    counts = np.array([[work.pairs * width, work.rows * width, work.calls] for work in works], float)
-    found = []
-    for direction in ("forward", "backward"):
-        measured = np.array([seconds[f"{name} {direction}"] for name in tables])
-        pair, row, call = (float(value) for value in np.linalg.solve(counts, measured))
-        pair = pair if pair > 0 else float(measured[2] / counts[2, 0])
-        found.append(KernelCost(pair, max(0.0, row), call if call > 0 else float(measured[0])))
-    return found
+    def probes(self) -> dict[str, Probe]:
+        """Both passes of every table."""
+        return {
+            f"{name} {direction}": (action, self.CALLS[name])
+            for name, table in self.tables.items()
+            for direction, action in zip(("forward", "backward"), self.passes(table), strict=True)
+        }
+
+    def costs(self, seconds: Mapping[str, float]) -> list[KernelCost]:
+        """Solves `pairs * pair + rows * row + calls * call = seconds` for both passes; no cost comes out negative."""
+        width = self.heads * self.dim
+        works = [table_work(table, self.groups * self.dim, self.kernel) for table in self.tables.values()]
+        counts = np.array([[work.pairs * width, work.rows * width, work.calls] for work in works], float)  # [3, 3]
+        found = []
+        for direction in ("forward", "backward"):
+            measured = np.array([seconds[f"{name} {direction}"] for name in self.tables])
+            pair, row, call = (float(value) for value in np.linalg.solve(counts, measured))
+            pair = pair if pair > 0 else float(measured[2] / counts[2, 0])  # noise: as if the large tile were all pairs
+            found.append(KernelCost(pair, max(0.0, row), call if call > 0 else float(measured[0])))
+        return found
 
 
 @dataclass(frozen=True)
@@ -244,12 +238,12 @@ def _swap(axis: Axis) -> Link:
 
 def _message_probes(setup: Setup, links: Mapping[str, Link]) -> dict[str, Probe]:
     """Each link with a small and a large message; a rank sends the same bytes in all, to however many peers."""
-    probes = {}
-    for name, link in links.items():
-        for size, count in (("small", _SMALL_MESSAGE), ("large", setup.scale.message)):
-            x = torch.ones(max(1, count // 4 // link.peers) * link.blocks, device=setup.device)
-            probes[f"{name} {size}"] = Probe(lambda x=x, send=link.send: send(x))
-    return probes
+    sizes = {"small": _SMALL_MESSAGE, "large": setup.scale.message}
+    return {
+        f"{name} {size}": (functools.partial(link.send, setup.ones(max(1, count // 4 // link.peers) * link.blocks)), 1)
+        for name, link in links.items()
+        for size, count in sizes.items()
+    }
 
 
 def _line(setup: Setup, small: float, large: float) -> Line:
@@ -260,16 +254,16 @@ def _line(setup: Setup, small: float, large: float) -> Line:
 
 def _copy_probe(setup: Setup) -> Probe:
     """Rows of a large message put into another order."""
-    x = torch.ones(setup.scale.message // 1024, 256, device=setup.device)
+    x = setup.ones(setup.scale.message // 4).view(-1, 256)
     order = torch.arange(len(x), device=setup.device).flip(0)
-    return Probe(lambda: x[order], 2)
+    return lambda: x[order], 2
 
 
 def _overlap(setup: Setup, tile: _Tile, seconds: Mapping[str, float]) -> float:
     """A large shift beside about as much attention, against each alone."""
-    message, (attend, _) = seconds[f"{link_name(SHIFT, 1)} large"], tile.passes(_tables(tile)["thin"])
-    repeats = min(100, max(1, round(message / seconds["thin forward"])))
-    x = torch.ones(setup.scale.message // 4, device=setup.device)
+    attend, _ = tile.passes(tile.tables["thin"])
+    repeats = min(100, max(1, round(seconds[f"{link_name(SHIFT, 1)} large"] / seconds["thin forward"])))
+    x = setup.ones(setup.scale.message // 4)
 
     def work() -> None:
         for _ in range(repeats):
@@ -280,7 +274,7 @@ def _overlap(setup: Setup, tile: _Tile, seconds: Mapping[str, float]) -> float:
         work()
         shift.wait()
 
-    alone = {"message": Probe(lambda: start_shift(x, setup.cp).wait()), "work": Probe(work)}
-    found = _medians(setup, alone | {"both": Probe(both)})
+    alone: dict[str, Probe] = {"message": (lambda: start_shift(x, setup.cp).wait(), 1), "work": (work, 1)}
+    found = _medians(setup, alone | {"both": (both, 1)})
     hidden = found["message"] + found["work"] - found["both"]
     return min(1.0, max(0.0, hidden / min(found["message"], found["work"])))

@@ -1,8 +1,8 @@
 """`--cp-comm-type auto` and `--cp-layout auto`: the way that is predicted to be fastest on this machine for these rows.
 
-Key property: chosen once, before the model is built, from counts of the run's first rows and from measured constants
-that all ranks share; what is chosen stands in the config from then on, as if it had been a flag. Rejected: timing whole
-steps of every candidate, which takes minutes where there are dozens, and measures the machine's mood.
+Key property: the choice is made once, before the model is built, from counts of the run's first rows and from measured
+constants that all ranks share. It stands in the config from then on, as if it had been a flag. Rejected: timing whole
+steps of every candidate, which takes minutes where there are dozens, and varies with the load of the machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megacp.batch import PackedBatch
 from megacp.config.run import RunConfig, with_values
 from megacp.context_parallel.auto import calibration_file
 from megacp.context_parallel.auto.calibrate import Setup, measure
-from megacp.context_parallel.auto.counts import grain_of, rank_work
+from megacp.context_parallel.auto.counts import rank_work
 from megacp.context_parallel.auto.predict import Candidate, Machine, Predictor, Seconds, candidates, choose, link_names
 from megacp.context_parallel.layout import select_layout
 from megacp.context_parallel.plan import AttentionPlan
@@ -67,8 +67,8 @@ class Choice:
 
     def figures(self, measured: Seconds) -> dict[str, float]:
         """The same for a log file: seconds by name."""
-        pairs = (("predicted", self.predicted[self.chosen]), ("measured", measured))
-        return {f"{kind}_{name}": getattr(s, name) for kind, s in pairs for name in ("forward", "backward")}
+        both = {"predicted": self.predicted[self.chosen], "measured": measured}
+        return {f"{kind}_{name}": value for kind, seconds in both.items() for name, value in vars(seconds).items()}
 
 
 def is_auto(config: RunConfig) -> bool:
@@ -126,7 +126,7 @@ def predict(
     config: RunConfig, grid: ProcessGrid, rows: Sequence[PackedBatch], machine: Machine, ways: Sequence[Candidate]
 ) -> dict[Candidate, Seconds]:
     """Seconds of one layer for every candidate, in their order: the mean over `rows`. Collective over cp."""
-    cp, sizes, grain = grid.cp, attention_sizes(config, 0), grain_of(_setup(config, grid).kernel)
+    cp, sizes, kernel = grid.cp, attention_sizes(config, 0), _setup(config, grid).kernel
     tp = grid.tp.size if config.parallel.sequence_parallel else 1
     found: dict[Candidate, list[Seconds]] = {way: [] for way in ways}
     for name in dict.fromkeys(way.layout for way in ways):
@@ -134,7 +134,7 @@ def predict(
         for row in rows:
             padded = mask_metadata(row.with_padding_to(layout.padded_length(mask_metadata(row), cp.size, tp)))
             plan = AttentionPlan(layout.deal(padded, cp.size), padded, cp.rank)
-            predictor = Predictor(machine, sizes, gather_objects(rank_work(plan, sizes, grain, of_layout), cp))
+            predictor = Predictor(machine, sizes, gather_objects(rank_work(plan, sizes, kernel, of_layout), cp))
             for way in of_layout:
                 found[way].append(predictor.seconds(way))
     return {

@@ -1,25 +1,23 @@
 """Counts of a plan: what the kernel computes on one rank, and which rows of K/V travel, under each transport.
 
-Key property: read off the tables and exchanges that a training step makes of the same plan, so that a count is wrong
-only where the step is. Rejected: formulas of the mask (document lengths squared), which know no layout and no branches.
+Key property: counts are read off the tables and exchanges that a training step makes of the same plan. Rejected:
+formulas of the mask (document lengths squared), which know no layout and no branches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from megacp.context_parallel.all_gather import table_of_others
-from megacp.context_parallel.auto.predict import Candidate, RankWork, Stage, Work
+from megacp.context_parallel.auto.predict import Candidate, RankWork, StageWork, Work
 from megacp.context_parallel.kv_exchange import exchange_stages, needed_rows
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.sizes import AttentionSizes
 from megacp.ops.blocks import BLOCK, block_cover
 from megacp.ops.kernel import GATHERED_ELEMENTS, Kernel, TileKernel
 from megacp.ops.mask import CAUSAL, TileTable
-from megacp.ops.tile_kernels import FlashKernel
 
 
 def exchanged_rows(plan: AttentionPlan) -> tuple[int, int]:
@@ -30,33 +28,17 @@ def exchanged_rows(plan: AttentionPlan) -> tuple[int, int]:
     return sent, int(mine.sum() - mine[plan.local].sum())
 
 
-@dataclass(frozen=True)
-class KernelGrain:
-    """How a kernel turns a table into work."""
+def table_work(table: TileTable, width: int, kernel: Kernel) -> Work:
+    """The kernel calls and pairs of one pass over `table`; `width` is the number of elements of a key.
 
-    walks_tiles: bool
-    """Each row of tiles is a call or more; otherwise one call covers the table with blocks."""
-    causal_block: int | None = None
-    """Keys that a causal tile is computed in at a time, masked ones among them; None: the whole square is."""
-
-
-_CAUSAL_BLOCKS = {FlashKernel: 512}
-"""torch's flash attention for CPU splits keys so (`kvSplitSize` in FlashAttentionKernel.cpp)."""
-
-
-def grain_of(kernel: Kernel) -> KernelGrain:
-    """Of a kernel; one that does not walk tiles is taken to work in the blocks of `ops.blocks`."""
-    return KernelGrain(isinstance(kernel, TileKernel), _CAUSAL_BLOCKS.get(type(kernel)))
-
-
-def table_work(table: TileTable, width: int, grain: KernelGrain) -> Work:
-    """The kernel calls and pairs of one pass over `table`; `width` is the number of elements of a key."""
-    if not grain.walks_tiles:
+    A kernel that walks no tiles is taken to compute the blocks of `ops.blocks` in one call.
+    """
+    if not isinstance(kernel, TileKernel):
         return Work(len(block_cover(table).area) * BLOCK**2, table.queries, 1) if table.num_tiles else Work()
-    height = table.row_stop - table.row_start
-    queries, keys = height[table.row_of_tile], table.k_stop - table.k_start
+    height = table.row_stop - table.row_start  # [rows]
+    queries, keys = height[table.row_of_tile], table.k_stop - table.k_start  # [tiles]
     causal = table.kind == CAUSAL
-    masked = queries if grain.causal_block is None else np.minimum(queries, grain.causal_block)
+    masked = np.minimum(queries, kernel.causal_block or queries)
     triangles = queries * (queries + masked) // 2  # the squares on the diagonal are computed whole
     pairs = int(np.where(causal, triangles, queries * keys).sum())
     together = ~causal & (keys * width <= GATHERED_ELEMENTS)  # one call for all such tiles of a row
@@ -65,21 +47,21 @@ def table_work(table: TileTable, width: int, grain: KernelGrain) -> Work:
     return Work(pairs, int(queries[~together].sum() + height[rows].sum()), calls)
 
 
-def rank_work(
-    plan: AttentionPlan, sizes: AttentionSizes, grain: KernelGrain, candidates: Sequence[Candidate]
-) -> RankWork:
+def rank_work(plan: AttentionPlan, sizes: AttentionSizes, kernel: Kernel, candidates: Sequence[Candidate]) -> RankWork:
     """Counts of the plan's rank for every candidate."""
 
     def work(table: TileTable, groups: int = sizes.groups) -> Work:
-        return table_work(table, groups * sizes.dim, grain)
+        return table_work(table, groups * sizes.dim, kernel)
 
     rings = {}
-    for joined in {candidate.joined(plan.cp) for candidate in candidates} - {None}:
+    for joined in {candidate.joined(plan.cp) for candidate in candidates}:
+        if joined is None:
+            continue
         groups = sizes.share(joined, plan.cp_rank % joined).groups
         rings[joined] = tuple(work(table, groups) for table in _tables_of_ring(plan, joined))
     stages = {
         count: tuple(
-            Stage(sum(stage.out_splits), sum(stage.in_splits), work(stage.table))
+            StageWork(sum(stage.out_splits), sum(stage.in_splits), work(stage.table))
             for stage in exchange_stages(plan, count)
         )
         for count in {candidate.stages for candidate in candidates if candidate.comm_type == "kv_exchange"}

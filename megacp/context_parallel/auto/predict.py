@@ -1,14 +1,14 @@
 """Seconds of core attention under each way of context parallelism, predicted from counts and measured constants.
 
-Key property: a prediction is the course of events of the transport's own code, rank by rank: what a rank computes while
-a message is under way, whom it then waits for, and what no computation hides. All inputs are numbers, so a decision can
-be proven on a machine that nobody has. Rejected: volume over bandwidth plus FLOPs over peak, which is blind to the
-three things that decide: balance, overlap and the cost of small tiles.
+Key property: a prediction replays the transport step by step, rank by rank: compute, wait for the next message,
+compute. All inputs are numbers, so a decision can be tested for any machine. Rejected: volume over bandwidth plus FLOPs
+over peak, which leaves out balance, overlap and the cost of small tiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -91,7 +91,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageWork:
     """One all-to-all of kv_exchange as one rank sees it, and the work on what arrived."""
 
     sent: int
@@ -101,7 +101,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class RankWork:
-    """Core attention of one row on one rank under one layout, as far as somebody asks for it."""
+    """Core attention of one row on one rank under one layout, for the candidates in question."""
 
     tokens: int
     own: Work
@@ -110,7 +110,7 @@ class RankWork:
     """On the keys of all other ranks at once."""
     rings: Mapping[int, tuple[Work, ...]]
     """By ranks that hold their tokens together (1: a plain ring; all: no ring): the work of each step."""
-    stages: Mapping[int, tuple[Stage, ...]]
+    stages: Mapping[int, tuple[StageWork, ...]]
     """Of kv_exchange, by `--cp-exchange-stages`."""
 
 
@@ -176,14 +176,15 @@ class Seconds:
         return self.forward + self.backward
 
 
-_PASSES = 4
+_COPIES = 4
 """Times that each byte of an exchange of heads is copied: sliced and packed, joined and put in order."""
 
 
 class Predictor:
     """Predicts one row: `ranks[cp]` under one layout, `sizes` of the layer whatever its tokens.
 
-    Below, an array has one element for each rank, and a time is counted from the start of the pass.
+    A pass is replayed step by step: compute, wait for the next message, compute. Arrays have one element for each rank;
+    times count from the start of the pass.
     """
 
     def __init__(self, machine: Machine, sizes: AttentionSizes, ranks: Sequence[RankWork]) -> None:
@@ -192,99 +193,86 @@ class Predictor:
 
     def seconds(self, candidate: Candidate) -> Seconds:
         """Of a candidate with the layout that made `ranks`."""
+        one_pass: Callable[[KernelCost, bool], float]
         if candidate.comm_type == "all_gather":
-            return self._all_gather()
-        if candidate.comm_type == "kv_exchange":
-            return self._exchange(candidate.stages)
-        joined = candidate.joined(len(self.ranks))
-        assert joined is not None, candidate
-        return self._ring(list(range(len(self.ranks))), 1) if joined == 1 else self._heads(joined)
+            one_pass = self._all_gather
+        elif candidate.comm_type == "kv_exchange":
+            one_pass = functools.partial(self._exchange, candidate.stages)
+        else:
+            joined = candidate.joined(len(self.ranks))
+            assert joined is not None, candidate
+            ring = functools.partial(self._ring, range(len(self.ranks)), 1)
+            one_pass = ring if joined == 1 else functools.partial(self._heads, joined)
+        return Seconds(one_pass(self.machine.forward, False), one_pass(self.machine.backward, True))
 
     def _beside(self, work: np.ndarray, message: float) -> np.ndarray:
         """What it costs extra that a message is under way during a computation."""
         return (1 - self.machine.overlap) * np.minimum(work, message)
 
-    def _own(self, cost: KernelCost) -> np.ndarray:
-        return np.array([rank.own.seconds(cost, self.sizes) for rank in self.ranks])
+    def _computed(self, works: Iterable[Work], cost: KernelCost) -> np.ndarray:
+        return np.array([work.seconds(cost, self.sizes) for work in works])
 
-    def _all_gather(self) -> Seconds:
+    def _all_gather(self, cost: KernelCost, backward: bool) -> float:
         machine, n, message = self.machine, len(self.ranks), key_messages(self.sizes)
         gather = machine.links[ALL_GATHER].seconds((n - 1) * message.keys)
-        scatter = machine.links[REDUCE_SCATTER].seconds((n - 1) * message.gradients)
-        copied = n * message.keys, n * message.keys + 3 * n * message.gradients
-        found = []
-        for cost, exposed, count in ((machine.forward, 0.0, copied[0]), (machine.backward, scatter, copied[1])):
-            own = self._own(cost)
-            others = np.array([(rank.others or Work()).seconds(cost, self.sizes) for rank in self.ranks])
-            end = np.maximum(own, gather) + self._beside(own, gather) + others
-            found.append(float(end.max()) + exposed + machine.copy * count)
-        return Seconds(*found)
+        own = self._computed((rank.own for rank in self.ranks), cost)
+        others = self._computed((rank.others or Work() for rank in self.ranks), cost)
+        end = np.maximum(own, gather) + self._beside(own, gather) + others
+        copied, scatter = n * message.keys, 0.0
+        if backward:
+            copied += 3 * n * message.gradients
+            scatter = machine.links[REDUCE_SCATTER].seconds((n - 1) * message.gradients)
+        return float(end.max()) + scatter + machine.copy * copied
 
-    def _exchange(self, stages: int) -> Seconds:
-        machine = self.machine
+    def _exchange(self, stages: int, cost: KernelCost, backward: bool) -> float:
         rows = [rank.stages[stages] for rank in self.ranks]
-        line = machine.links[link_name(ALL_TO_ALL, len(self.ranks))]
+        line = self.machine.links[link_name(ALL_TO_ALL, len(rows))]
         message = key_messages(replace(self.sizes, tokens=1))
         most = [max(max(stage.sent, stage.received) for stage in column) for column in zip(*rows, strict=True)]
-        found = []
-        for cost, returns in ((machine.forward, False), (machine.backward, True)):
-            keys = [line.seconds(count * message.keys) for count in most]
-            gradients = [line.seconds(count * message.gradients) if returns else 0.0 for count in most]
-            piece, end, home = self._own(cost), np.zeros(len(rows)), 0.0
-            arrival = 0.0
-            posted = 0.0
-            for number in range(len(most)):
-                arrival = max(arrival, posted) + keys[number]
-                end = end + piece
-                posted = float(end.max())
-                end = np.maximum(end, arrival) + self._beside(piece, keys[number])
-                piece = np.array([row[number].work.seconds(cost, self.sizes) for row in rows])
-                if returns:
-                    home = max(home, float((end + piece).max())) + gradients[number]
-            copied = sum(most) * (2 * message.keys + 3 * returns * message.gradients)
-            found.append(max(float((end + piece).max()), home) + machine.copy * copied)
-        return Seconds(*found)
+        work, end = self._computed((rank.own for rank in self.ranks), cost), np.zeros(len(rows))
+        arrival = posted = home = 0.0
+        for number, count in enumerate(most):
+            keys = line.seconds(count * message.keys)
+            arrival = max(arrival, posted) + keys
+            end = end + work
+            posted = float(end.max())  # of the next stage, once the slowest rank has come here
+            end = np.maximum(end, arrival) + self._beside(work, keys)
+            work = self._computed((row[number].work for row in rows), cost)
+            if backward:
+                home = max(home, float((end + work).max())) + line.seconds(count * message.gradients)
+        copied = sum(most) * (2 * message.keys + 3 * backward * message.gradients)
+        return max(float((end + work).max()), home) + self.machine.copy * copied
 
-    def _heads(self, inner: int) -> Seconds:
+    def _heads(self, inner: int, cost: KernelCost, backward: bool) -> float:
         """Heads for sequence in groups of `inner` neighbours; in them attention over whole rows, or rings."""
         machine, n = self.machine, len(self.ranks)
         line = machine.links[link_name(ALL_TO_ALL, inner)]
+        names = ("gradient_to_heads", "gradient_to_tokens") if backward else ("to_heads", "to_tokens")
         exchanges = [head_messages(self.sizes, inner, place) for place in range(inner)]
-        names = (("to_heads", "to_tokens"), ("gradient_to_heads", "gradient_to_tokens"))
-        sent = [[max(getattr(exchange, name) for exchange in exchanges) for name in pair] for pair in names]
-        rings = [self._ring(list(range(place, n, inner)), inner) for place in range(inner)]
-        inside = max(ring.forward for ring in rings), max(ring.backward for ring in rings)
-        copies = _PASSES * machine.copy * inner / (inner - 1)  # of what the rank keeps as well
-        outside = [sum(line.seconds(count) + copies * count for count in pair) for pair in sent]
-        return Seconds(inside[0] + outside[0], inside[1] + outside[1])
+        sent = [max(getattr(exchange, name) for exchange in exchanges) for name in names]
+        inside = max(self._ring(range(place, n, inner), inner, cost, backward) for place in range(inner))
+        copies = _COPIES * machine.copy * inner / (inner - 1)  # of what the rank keeps as well
+        return inside + sum(line.seconds(count) + copies * count for count in sent)
 
-    def _ring(self, members: list[int], inner: int) -> Seconds:
-        """A ring over `members`, each of which holds its share of the heads of `inner` ranks' tokens."""
-        machine = self.machine
+    def _ring(self, members: Sequence[int], inner: int, cost: KernelCost, backward: bool) -> float:
+        """A ring over `members`, each of which holds its share of the heads of `inner` ranks' tokens.
+
+        Keys travel beside each step, their gradients beside the step after.
+        """
         sizes = self.sizes.share(inner, members[0] % inner)
-        works = [self.ranks[rank].rings[inner] for rank in members]
-        message = key_messages(sizes)
-        line = machine.links[link_name(SHIFT, inner)] if len(members) > 1 else Line(0.0, 0.0)
-        keys, gradients = line.seconds(message.keys), line.seconds(message.gradients)
-        forward, backward = (
-            np.array([[work.seconds(cost, sizes) for work in row] for row in works])
-            for cost in (machine.forward, machine.backward)
-        )
-        copied = len(members) * 2 * message.gradients + message.keys if len(members) > 1 else 0
-        return Seconds(
-            self._round(forward, keys, 0.0) + machine.copy * (message.keys if len(members) > 1 else 0),
-            self._round(backward, keys, gradients) + machine.copy * copied,
-        )
-
-    def _round(self, work: np.ndarray, keys: float, gradients: float) -> float:
-        """One way round of `work[ranks, steps]`: keys travel beside each step, gradients beside the one after."""
-        ready = np.zeros(len(work))
-        steps = work.shape[1]
+        work = np.array([[w.seconds(cost, sizes) for w in self.ranks[rank].rings[inner]] for rank in members])
+        steps = len(members)  # work: [ranks of the ring, steps]
+        if steps == 1:
+            return float(work.sum())
+        message, line = key_messages(sizes), self.machine.links[link_name(SHIFT, inner)]
+        keys, gradients = line.seconds(message.keys), line.seconds(message.gradients) if backward else 0.0
+        ready = np.zeros(steps)
         for step in range(steps):
-            message = (keys if step < steps - 1 else 0.0) + (gradients if step > 0 else 0.0)
-            together = np.maximum(ready, np.maximum(np.roll(ready, 1), np.roll(ready, -1)))
-            arrival = together + message if message else ready
-            ready = np.maximum(ready + work[:, step], arrival) + self._beside(work[:, step], message)
-        if gradients and steps > 1:
+            sent = (keys if step < steps - 1 else 0.0) + (gradients if step > 0 else 0.0)
+            together = np.maximum(ready, np.maximum(np.roll(ready, 1), np.roll(ready, -1)))  # with both neighbours
+            arrival = together + sent if sent else ready
+            ready = np.maximum(ready + work[:, step], arrival) + self._beside(work[:, step], sent)
+        if backward:
             ready = np.maximum(ready, np.roll(ready, 1)) + gradients  # the last ones come home, beside nothing
-        return float(ready.max())
+        copied = message.keys + 2 * steps * backward * message.gradients
+        return float(ready.max()) + self.machine.copy * copied

@@ -17,13 +17,14 @@ from megacp.config.run import RunConfig, with_values
 from megacp.config.yaml_file import from_yaml
 from megacp.context_parallel.auto import calibration_file
 from megacp.context_parallel.auto import choose as auto
-from megacp.context_parallel.auto.counts import KernelGrain, exchanged_rows, rank_work
+from megacp.context_parallel.auto.counts import exchanged_rows, rank_work
 from megacp.context_parallel.auto.predict import Candidate, Machine, Predictor, Seconds, candidates, choose
 from megacp.context_parallel.layout import LAYOUTS
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.shard import mask_metadata
 from megacp.context_parallel.sizes import attention_sizes
 from megacp.measure.steps import measure_rank
+from megacp.ops.tile_kernels import MathKernel
 from megacp.train import main
 from tests.ranks import grid, run_ranks
 from tests.reference.machines import machine
@@ -57,9 +58,7 @@ def predicted(config: RunConfig, constants: Machine, row: PackedBatch) -> dict[C
     sizes, cp = attention_sizes(config, 0), config.parallel.context_parallel_size
     ways = candidates(config.parallel, sizes.heads)
     predictors = {
-        name: Predictor(
-            constants, sizes, [rank_work(plan, sizes, KernelGrain(True), ways) for plan in plans(row, name, cp)]
-        )
+        name: Predictor(constants, sizes, [rank_work(plan, sizes, MathKernel(), ways) for plan in plans(row, name, cp)])
         for name in {way.layout for way in ways}
     }
     return {way: predictors[way.layout].seconds(way).total for way in ways}

@@ -12,7 +12,7 @@ from torch import Tensor
 from megacp.batch import PackedBatch
 from megacp.config.parallel import ParallelConfig
 from megacp.context_parallel.attention import TRANSPORTS, TransportOptions, core_attention
-from megacp.context_parallel.auto.counts import KernelGrain, grain_of, rank_work, table_work
+from megacp.context_parallel.auto.counts import rank_work, table_work
 from megacp.context_parallel.auto.predict import Candidate, RankWork, Work, candidates
 from megacp.context_parallel.layout import LAYOUTS
 from megacp.context_parallel.shard import LocalBatch, shard_batch
@@ -24,7 +24,7 @@ from tests.ranks import grid, run_ranks
 from tests.reference.packs import metadata, random_batch
 
 HEADS, GROUPS, DIM = 6, 2, 256
-SQUARES = KernelGrain(walks_tiles=True)
+SQUARES = MathKernel()
 WAYS = candidates(ParallelConfig(context_parallel_size=4, cp_comm_type="auto", cp_layout="auto"), HEADS)
 
 
@@ -123,8 +123,7 @@ def one_document(tokens: int) -> Metadata:
 @pytest.mark.parametrize(("tokens", "blocks"), [(100, 100**2), (512, 512**2), (1024, 3 * 512**2), (2048, 10 * 512**2)])
 def test_the_cpu_kernel_computes_causal_squares_in_blocks_of_512_keys(tokens: int, blocks: int) -> None:
     """Measured on torch 2.13: 512 causal queries take as long as 512 full ones, 1,024 take 0.75 of their square."""
-    grain = grain_of(FlashKernel())
-    assert table_work(one_document(tokens).own_table, 64, grain) == Work(blocks, tokens, 1)
+    assert table_work(one_document(tokens).own_table, 64, FlashKernel()) == Work(blocks, tokens, 1)
 
 
 class BlockKernel:
@@ -132,7 +131,7 @@ class BlockKernel:
 
 
 def test_a_kernel_of_fixed_blocks_pays_for_whole_blocks_in_one_call() -> None:
-    grain = grain_of(BlockKernel())  # type: ignore[arg-type]
-    assert table_work(one_document(300).own_table, 64, grain) == Work(6 * 128**2, 300, 1)
+    kernel: Any = BlockKernel()
+    assert table_work(one_document(300).own_table, 64, kernel) == Work(6 * 128**2, 300, 1)
     nothing = tile_table(one_document(4), one_document(4).take(np.arange(0)))
-    assert table_work(nothing, 64, grain) == table_work(nothing, 64, SQUARES) == Work()
+    assert table_work(nothing, 64, kernel) == table_work(nothing, 64, SQUARES) == Work()

@@ -13,7 +13,7 @@ from megacp.context_parallel.auto.predict import (
     Predictor,
     RankWork,
     Seconds,
-    Stage,
+    StageWork,
     Work,
     candidates,
     choose,
@@ -81,7 +81,7 @@ def test_gathering_hides_behind_own_keys_and_reducing_behind_nothing() -> None:
 
 
 def stages_of(own: int, *stages: tuple[int, int, int]) -> RankWork:
-    found = tuple(Stage(sent, received, Work(pairs=count)) for sent, received, count in stages)
+    found = tuple(StageWork(sent, received, Work(pairs=count)) for sent, received, count in stages)
     return RankWork(4, Work(pairs=own), None, {}, {1: found, 2: found})
 
 
@@ -177,6 +177,6 @@ def test_every_candidate_finds_the_links_it_uses(cp: int, heads: int) -> None:
     for way in candidates(parallel(cp), heads):
         joined = way.joined(cp)
         rings = {joined: pairs(*[1] * (cp // joined))} if joined else {}
-        ranks = [RankWork(2, Work(pairs=1), Work(pairs=1), rings, {way.stages: (Stage(1, 1, Work(pairs=1)),)})] * cp
+        ranks = [RankWork(2, Work(pairs=1), Work(pairs=1), rings, {way.stages: (StageWork(1, 1, Work(pairs=1)),)})] * cp
         found = Predictor(machine(cp, heads, pair=1.0, latency=1.0), sizes, ranks).seconds(way)
         assert isinstance(found, Seconds) and found.forward > 1 and found.backward > found.forward
