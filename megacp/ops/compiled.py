@@ -42,7 +42,7 @@ def _limit() -> dict[str, Any]:
     return {}
 
 
-def pays(x: torch.Tensor) -> bool:
+def is_compiled(x: torch.Tensor) -> bool:
     """Whether a chain over this tensor is compiled."""
     return x.device.type == "cuda"
 
@@ -52,7 +52,7 @@ BACKEND: str | Callable = "inductor"
 
 
 def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorator of a function whose first argument is a tensor: its passes become one kernel where that `pays`."""
+    """Decorator of a function whose first argument is a tensor: its passes become one kernel where `is_compiled`."""
 
     @functools.cache
     def kernel(backend: str | Callable) -> Callable[Arguments, Result]:
@@ -60,7 +60,7 @@ def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
-        if not pays(args[0]):  # type: ignore[arg-type]
+        if not is_compiled(args[0]):  # type: ignore[arg-type]
             return function(*args, **options)
         for x in args:
             if isinstance(x, torch.Tensor) and x.dim() > 0:

@@ -39,7 +39,7 @@ from megacp.distributed.grid import Axis
 from megacp.sdpa.buffers import SequenceBuffers
 from megacp.sdpa.call import refuse
 from megacp.sdpa.call_stack import ModuleCall
-from megacp.sdpa.mask import DocumentIds, RowMask, row_mask, row_mask_problems
+from megacp.sdpa.mask import BatchMask, DocumentIds, batch_mask, batch_mask_problems
 from megacp.sdpa.mode import ContextParallel, current_context
 from megacp.sdpa.model_rules import model_problems, recurrent_modules, watched_module
 
@@ -106,11 +106,11 @@ class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
         if current_context() is not None:
             problems.append("a context_parallel block is open already, and blocks cannot be nested")
         unfit = held.problems()
-        problems += unfit or row_mask_problems(self.document_ids, held.length)
+        problems += unfit or batch_mask_problems(self.document_ids, held.length)
         if self.model is not None and self.axis.size > 1 and not unfit:
             problems += model_problems(self.model, held.length)
         refuse(problems)
-        rows = row_mask(self.document_ids, held.length)
+        rows = batch_mask(self.document_ids, held.length)
         mask, places = _dealt(rows, self.axis.size, self.layout, self.pad_values is not None)
         refuse(held.row_problems(mask.rows) if len(places) > 1 else [])
         context = ContextParallel(self.axis, mask, places, self.transport)
@@ -154,7 +154,7 @@ def _refuse_layer(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
     )
 
 
-def _dealt(mask: RowMask, ranks: int, layout: str, padded: bool) -> tuple[RowMask, np.ndarray]:
+def _dealt(mask: BatchMask, ranks: int, layout: str, padded: bool) -> tuple[BatchMask, np.ndarray]:
     """The mask, filled up where the layout needs it and `padded` allows it, and who holds what of it."""
     chosen = LAYOUTS[layout if ranks > 1 else "contiguous"]  # one rank holds the rows as they are
     length = mask.padded_length(chosen, ranks)

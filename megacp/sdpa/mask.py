@@ -22,7 +22,7 @@ DocumentIds = torch.Tensor | Metadata | None
 
 
 @dataclass(frozen=True)
-class RowMask:
+class BatchMask:
     """What the mask must know of batch rows of S tokens: int64 arrays `[rows, S]`.
 
     One row stands for any number of equal ones. Documents are numbered from 0 over all rows, padding is -1.
@@ -52,11 +52,11 @@ class RowMask:
         """The least length, not below S, that `layout` can deal to `ranks` for every row."""
         return max(layout.padded_length(self.row(number), ranks, 1) for number in range(self.rows))
 
-    def padded_to(self, length: int) -> RowMask:
+    def padded_to(self, length: int) -> BatchMask:
         """These rows with padding at their ends."""
         tail = ((0, 0), (0, length - self.length))
         document = np.pad(self.document, tail, constant_values=PADDING)
-        return RowMask(document, np.pad(self.branch, tail), np.pad(self.span, tail), self.whole_rule)
+        return BatchMask(document, np.pad(self.branch, tail), np.pad(self.span, tail), self.whole_rule)
 
     def deal(self, layout: Layout, ranks: int) -> np.ndarray:
         """Places int64 `[rows, ranks, s]`, `s = S / ranks`; one row where all rows are dealt alike."""
@@ -117,7 +117,7 @@ def in_batch(places: np.ndarray, batch: int, length: int) -> np.ndarray:
     return moved.transpose(1, 0, 2).reshape(places.shape[1], -1)  # [batch, ranks, s] -> [ranks, batch * s]
 
 
-def row_mask_problems(document_ids: DocumentIds, length: int) -> list[str]:
+def batch_mask_problems(document_ids: DocumentIds, length: int) -> list[str]:
     """Why `document_ids` cannot describe rows of `length` tokens; an empty list when they can."""
     if document_ids is None:
         return []
@@ -136,19 +136,19 @@ def row_mask_problems(document_ids: DocumentIds, length: int) -> list[str]:
     return _number_problems(document_ids.detach().cpu().numpy())
 
 
-def row_mask(document_ids: DocumentIds, length: int) -> RowMask:
+def batch_mask(document_ids: DocumentIds, length: int) -> BatchMask:
     """The rows that `document_ids` describe; one causal document a row when there are none."""
-    assert not row_mask_problems(document_ids, length)
+    assert not batch_mask_problems(document_ids, length)
     if document_ids is None:
         zeros = np.zeros((1, length), np.int64)
-        return RowMask(zeros, zeros, zeros)
+        return BatchMask(zeros, zeros, zeros)
     if isinstance(document_ids, Metadata):
         fields = (document_ids.document, document_ids.branch, document_ids.span)
         document, branch, span = (np.asarray(x, np.int64).reshape(-1, length) for x in fields)
-        return RowMask(_numbered(document), branch, span, whole_rule=True)
+        return BatchMask(_numbered(document), branch, span, whole_rule=True)
     document = document_ids.detach().cpu().numpy().astype(np.int64).reshape(-1, length)
     zeros = np.zeros_like(document)
-    return RowMask(_numbered(document), zeros, zeros)
+    return BatchMask(_numbered(document), zeros, zeros)
 
 
 def _number_problems(document: np.ndarray) -> list[str]:

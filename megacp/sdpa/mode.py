@@ -36,7 +36,7 @@ from megacp.sdpa.call_stack import (
     guard_recomputation,
     stock_model_calls,
 )
-from megacp.sdpa.mask import RowMask, in_batch
+from megacp.sdpa.mask import BatchMask, in_batch
 from megacp.sdpa.model_rules import (
     RotaryLength,
     call_problems,
@@ -60,7 +60,7 @@ def current_context() -> ContextParallel | None:
 class ContextParallel(TorchFunctionMode):
     """What a block knows: who holds what, the plans that were made, and how a call is answered."""
 
-    def __init__(self, axis: Axis, mask: RowMask, places: np.ndarray, transport: str | Transport) -> None:
+    def __init__(self, axis: Axis, mask: BatchMask, places: np.ndarray, transport: str | Transport) -> None:
         super().__init__()
         self.axis = axis
         self.mask = mask
@@ -149,7 +149,7 @@ class ContextParallel(TorchFunctionMode):
             inner = self._choice
             if isinstance(inner, str):
                 inner = _named_transport(inner, self.axis, device)
-            self._transports[device] = _Undisturbed(inner)
+            self._transports[device] = _OutsideMode(inner)
         return self._transports[device]
 
     def check_model_calls(self, calls: list[ModuleCall]) -> None:
@@ -264,7 +264,7 @@ class ContextParallel(TorchFunctionMode):
             return func(_edges(outputs), *rest, **kwargs)
 
 
-class _Undisturbed:
+class _OutsideMode:
     """A transport whose own work neither this mode nor autocast sees."""
 
     def __init__(self, inner: Transport) -> None:

@@ -32,7 +32,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         made.append(len(inputs))
         return graph.forward
 
-    monkeypatch.setattr(compiled, "pays", lambda x: True)
+    monkeypatch.setattr(compiled, "is_compiled", lambda x: True)
     monkeypatch.setattr(compiled, "BACKEND", backend)
     yield made
     torch._dynamo.reset()
@@ -66,7 +66,7 @@ def test_a_chain_as_one_graph_is_the_chain(name: str, graphs: list[int], monkeyp
     """Would catch a line that a graph cannot hold, and one that means something else in a graph."""
     found = [CASES[name](n) for n in (6, 9, 14)]
     assert graphs
-    monkeypatch.setattr(compiled, "pays", lambda x: False)
+    monkeypatch.setattr(compiled, "is_compiled", lambda x: False)
     for mine, expected in zip(found, [CASES[name](n) for n in (6, 9, 14)], strict=True):
         for a, b in zip(mine, expected, strict=True):
             torch.testing.assert_close(a, b, **BITS)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megacp.sdpa.context import context_parallel
 from megacp.sdpa.loop import shift_labels, sum_gradients
-from megacp.sdpa.mask import row_mask
+from megacp.sdpa.mask import batch_mask
 from megacp.sdpa.transformers import register_with_transformers
 from tests.ranks import grid, run_ranks
 
@@ -249,8 +249,8 @@ def test_positions_of_several_axes_may_differ_but_never_go_back_in_a_document() 
     text = np.arange(8)[None]
     picture = np.stack([[[0, 1, 2, 2, 2, 2, 4, 5]], [[0, 1, 2, 2, 3, 3, 4, 5]], [[0, 1, 2, 3, 2, 3, 4, 5]]])
     packed = np.where(np.arange(8) < 6, picture, picture[:, :, [0, 1, 2, 3, 4, 5, 0, 1]])
-    one, two = row_mask(None, 8), row_mask(torch.arange(8) // 6, 8)
+    one, two = batch_mask(None, 8), batch_mask(torch.arange(8) // 6, 8)
     assert one.misplaced(picture, text) == "" and two.misplaced(packed, text) == ""
     assert one.misplaced(packed, text) == "position_ids go back 1 times within a document"
-    longer = row_mask(None, 16)
+    longer = batch_mask(None, 16)
     assert longer.misplaced(np.stack([text] * 3), text + 8).startswith("position_ids are 0, 1, 2, ... on this rank")
