@@ -1,8 +1,8 @@
-"""What one rank alone can see, made known to all: a refusal that looks at values reaches every rank.
+"""Findings of one rank, made known to all: a refusal that looks at values reaches every rank.
 
-Key property: ranks meet at points that the program's course decides, never its values, so no rank waits for another
-that has raised. A rank notes what it found; the next attention call asks all ranks at once, and all raise one message.
-Rejected: raising where the value is seen, which leaves the other ranks in a collective until it times out.
+Key property: ranks meet at points that the program's course decides, never its values. A rank notes its findings, the
+next attention call asks all ranks at once, and all raise one message. Rejected: raising where the value is seen, which
+leaves the other ranks in a collective until it times out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megacp.sdpa.call import refuse
 
 
 class Agreement:
-    """Findings of this rank that the others must hear of, and the point where they do."""
+    """Findings of this rank, and the point where the other ranks hear of them."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
@@ -28,7 +28,7 @@ class Agreement:
     def note(self, problems: Sequence[str], number: int = 0) -> None:
         """Remember `problems` seen in values of this rank; every rank calls this at the same place, also with none.
 
-        `number`: one that must be the same on all ranks.
+        `number` must be the same on all ranks.
         """
         self._noted += problems
         self._number = max(self._number, number)
@@ -36,13 +36,13 @@ class Agreement:
 
     @property
     def noted(self) -> list[str]:
-        """What was noted here and not yet settled."""
+        """Problems of this rank that are not settled yet."""
         return list(self._noted)
 
     def settle(self, problems: Sequence[str], device: torch.device) -> None:
-        """Raise the ValueError of all ranks' findings on every rank; nothing is sent when nothing is open.
+        """Raise one ValueError with the findings of all ranks on every rank; nothing is sent when nothing is open.
 
-        The first attention call of a block is always such a point: `problems` of a later one are raised here alone.
+        The first attention call of a block always asks. `problems` of a later call may be raised on this rank alone.
         """
         found, number = [*self._noted, *problems], self._number
         if not self._open or self._axis.size == 1:

@@ -1,8 +1,8 @@
-"""Buffers of a sequence, cut in place for one rank and put back: a tensor stays the object it was, its data is changed.
+"""Buffers of a sequence, cut in place for one rank and put back: a tensor stays the same object, its data changes.
 
-Key property: the full data is set aside, not copied, and comes back bit for bit as the same memory, also after an
-exception; views of one storage can be cut together because nothing is written into it. Rejected: `resize_` and `copy_`,
-which clone every buffer and overwrite what its views share.
+Key property: the full data is set aside without a copy and comes back bit for bit, also after an exception. Views of
+one storage can be cut together, because nothing is written into it. Rejected: `resize_` and `copy_`, which clone every
+buffer and overwrite its views.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megacp.ops.to_device import to_device
 
 @dataclass(frozen=True)
 class SequenceBuffers:
-    """Tensors with a sequence dim each, the values that padding gets, and the ids of those that stay cut."""
+    """Tensors with a sequence dim each, the values that padding gets, and the tensors that stay cut."""
 
     tensors: Sequence[torch.Tensor]
     dims: Sequence[int]
@@ -27,7 +27,7 @@ class SequenceBuffers:
     no_restore: Collection[torch.Tensor] = ()
 
     def problems(self) -> list[str]:
-        """Everything that keeps them from being cut together; an empty list when nothing does."""
+        """Why they cannot be cut together; an empty list when they can."""
         counts = [("buffer_seq_dims", len(self.dims))]
         if self.pad_values is not None:
             counts.append(("pad_values", len(self.pad_values)))
@@ -38,9 +38,9 @@ class SequenceBuffers:
         for number, (x, dim) in enumerate(pairs):
             found += _buffer_problems(number, x, dim)
             found += [f"buffer {number} is buffer {i} again" for i in range(number) if self.tensors[i] is x]
-        strangers = sum(not any(x is y for y in self.tensors) for x in self.no_restore)
-        if strangers:
-            found.append(f"{strangers} of {len(self.no_restore)} no_restore_buffers are not among the buffers")
+        others = sum(not any(x is y for y in self.tensors) for x in self.no_restore)
+        if others:
+            found.append(f"{others} of {len(self.no_restore)} no_restore_buffers are not among the buffers")
         if not found and len({x.shape[dim] for x, dim in pairs}) > 1:
             lengths = ", ".join(f"{x.shape[dim]} along dim {dim} of buffer {i}" for i, (x, dim) in enumerate(pairs))
             found.append(f"buffers differ in length: {lengths}")
@@ -62,7 +62,7 @@ class SequenceBuffers:
 
     @contextlib.contextmanager
     def cut(self, places: np.ndarray) -> Iterator[None]:
-        """In the block the tensors hold the tokens `places[1 or rows, s]` alone; places past the end are padding."""
+        """In the block the tensors hold the tokens `places[1 or rows, s]`; places past the end are padding."""
         pads = self.pad_values or [0] * len(self.tensors)
         with torch.no_grad():
             whole = [x.data for x in self.tensors]
@@ -93,11 +93,11 @@ def _buffer_problems(number: int, x: torch.Tensor, dim: int) -> list[str]:
 
 
 def _part(x: torch.Tensor, dim: int, places: np.ndarray, pad: float) -> torch.Tensor:
-    """The tokens of `x` at `places[1 or B, s]` along `dim`, in memory of their own."""
-    if len(places) > 1:
+    """A copy of the tokens of `x` at `places[1 or B, s]` along `dim`."""
+    if len(places) > 1:  # x [B, ..., S, ...], every row with its own places
         return torch.stack([_part(row, dim - 1, own[None], pad) for row, own in zip(x, places, strict=True)])
     length = x.shape[dim]
-    index = to_device(np.minimum(places[0], length - 1), x.device)
+    index = to_device(np.minimum(places[0], length - 1), x.device)  # padding reads the last token, overwritten below
     part = x.index_select(dim, index)
     outside = np.flatnonzero(places[0] >= length)
     return part.index_fill_(dim, to_device(outside, x.device), pad) if len(outside) else part

@@ -1,7 +1,7 @@
-"""What a call of `scaled_dot_product_attention` may ask for once its sequence is sharded, and what to do instead.
+"""Why a call of `scaled_dot_product_attention` cannot run over a sharded sequence, and what to do instead.
 
 Key property: every reason is found from shapes and flags before a message is sent, so ranks that make the same call
-refuse it alike. Rejected: passing a call through that cannot be taken over, whose result would be wrong and finite.
+refuse it alike. Rejected: passing such a call through, whose result would be wrong and finite.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def refuse(problems: Sequence[str]) -> None:
 
 
 def mask_problems(attn_mask: torch.Tensor | None) -> list[str]:
-    """A mask of the call; where transformers made it of values, some ranks may have one and others not."""
+    """A mask of the call. transformers makes masks from values, so some ranks may have one and others none."""
     if attn_mask is None:
         return []
     return [

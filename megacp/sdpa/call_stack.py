@@ -1,9 +1,9 @@
-"""What the stack says about an attention call: who made it, whose model it belongs to, a checkpoint around it.
+"""What the stack says about an attention call: its caller, the model around it, a checkpoint around it.
 
-Key property: a call carries tensors only, while the reasons to refuse it (forgotten positions, a window that no mask
-shows, a layer that will be recomputed) are known to the functions further out. Reading them there needs no hook in the
-process and no argument of the caller. Where the stack does not show them (compiled code), nothing is found, and
-`context_parallel(model=...)` asks the model itself. Rejected: patching transformers, which other models would meet.
+Key property: a call carries tensors only. The reasons to refuse it (forgotten positions, a window without a mask, a
+layer that will be recomputed) are known to the functions further out, and are read there without a hook or an argument.
+Compiled code hides its stack; there `context_parallel(model=...)` asks the model itself. Rejected: patching
+transformers, which other models would meet.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def called_by_stock_sdpa() -> bool:
 
 
 def guard_recomputation(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap what the reentrant checkpoints around this call will run again in backward; twice changes nothing.
+    """Wrap the functions that reentrant checkpoints around this call will run again in backward, each once.
 
     Such a checkpoint keeps its function as `ctx.run_function` (torch's own, and the ones made after it).
     """
@@ -66,7 +66,7 @@ def guard_recomputation(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
         if "run_function" in frame.f_code.co_varnames and frame.f_code.co_name == "forward":
             ctx = frame.f_locals.get("ctx")
             again = getattr(ctx, "run_function", None)
-            if again is not None and not getattr(again, "guarded", False):
+            if ctx is not None and again is not None and not getattr(again, "guarded", False):
                 ctx.run_function = wrap(again)
                 ctx.run_function.guarded = True
 

@@ -1,9 +1,9 @@
-"""A door for other people's models: a block in which their own attention call runs over a sharded sequence.
+"""Attention of other people's models: a block in which their attention call runs over a sharded sequence.
 
 Key property: a `TorchFunctionMode` sees the call `scaled_dot_product_attention` and hands it to the transport; torch is
-not patched. What would see this rank's tokens alone (a mask tensor, dropout, a KV cache, another attention function, a
-convolution over the sequence, a model that is given no positions) is refused, by all ranks alike. Rejected: replacing
-torch's functions or DTensor's dispatch for the whole process, state that a second model in it would meet.
+not patched. What would see this rank's tokens alone is refused by all ranks alike: a mask tensor, dropout, a KV cache,
+another attention function, a convolution over the sequence, a model without positions. Rejected: replacing torch's
+functions or DTensor's dispatch for the whole process, which another model in it would meet.
 
     inputs, positions, labels = ...                                  # of the whole sequence, the same on every rank
     labels = shift_labels(labels)                                    # before the cut, see loop
@@ -16,9 +16,9 @@ torch's functions or DTensor's dispatch for the whole process, state that a seco
 
 A model that shifts labels itself (`labels=` of transformers) shifts between tokens that are no neighbours once the
 sequence is cut, and divides by the tokens of one rank: both are wrong. Shift before, or hand the cut `shift_labels=`
-and `num_items_in_batch=counted` to a model that takes them. Rotary embedding wants the `position_ids` of the whole
-sequence among the buffers: a model that is given none counts each rank's tokens from 0. Models of transformers are
-refused where they do either; of others this is only seen with `model=`.
+and `num_items_in_batch=counted` to a model that takes them. Rotary embedding needs the `position_ids` of the whole
+sequence among the buffers: a model without them counts each rank's tokens from 0. Models of transformers are refused
+where they do either; with other models this shows only with `model=`.
 """
 
 from __future__ import annotations
@@ -63,16 +63,15 @@ class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
     axis: Axis
     _: KW_ONLY
     buffers: Sequence[torch.Tensor]
-    """What must be cut: token ids, position ids, shifted labels, weights, tables of rotary angles over the sequence.
-    The object stays, its data becomes those of S / ranks tokens. At the end, also after an exception, the data comes
-    back."""
+    """Tensors to cut: token ids, position ids, shifted labels, weights, tables of rotary angles over the sequence.
+    The object stays, its data becomes that of S / ranks tokens, and comes back at the end, also after an exception."""
     buffer_seq_dims: Sequence[int]
     """The dim of each buffer that has the S tokens."""
     no_restore_buffers: Collection[torch.Tensor] = ()
     """Buffers that stay cut."""
     pad_values: Sequence[float] | None = None
-    """What fills each buffer up where the layout needs a longer sequence. Added tokens belong to no document: nobody
-    sees them and their attention is zero. Give labels a value that the loss ignores."""
+    """Values that fill each buffer up where the layout needs a longer sequence. Added tokens belong to no document: no
+    token sees them and their attention is zero. Give labels a value that the loss ignores."""
     document_ids: DocumentIds = None
     """Int tensor `[B, S]` or `[S]` of the whole sequence, -1 = padding; tokens see their own document alone. None: each
     batch row is one document. A `Metadata` of S (or B * S) tokens adds branches and spans."""
@@ -80,7 +79,7 @@ class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
     """p2p, all_gather, a2a or kv_exchange, or what `select_transport` built. Build `a2a+p2p` once with
     `TransportOptions(hierarchy=(A, B))` and hand it in: it makes process groups."""
     layout: str = "zigzag"
-    """contiguous, zigzag, zigzag_document or balanced: who holds which tokens. Results do not depend on it."""
+    """contiguous, zigzag, zigzag_document or balanced: which rank holds which tokens. Results do not depend on it."""
     model: torch.nn.Module | None = None
     """The model that runs in the block: one that takes `position_ids` must then be given them, and layers that carry a
     state along the sequence are refused. Models of transformers are recognised without it unless they are compiled."""
@@ -129,7 +128,7 @@ class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
 
 @contextlib.contextmanager
 def _watched(model: torch.nn.Module | None, context: ContextParallel) -> Iterator[None]:
-    """In the block, `model` is looked at when it is called."""
+    """In the block, calls of `model` are checked."""
     with contextlib.ExitStack() as hooks:
         if model is not None and context.axis.size > 1:
 
@@ -155,7 +154,7 @@ def _refuse_layer(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def _dealt(mask: BatchMask, ranks: int, layout: str, padded: bool) -> tuple[BatchMask, np.ndarray]:
-    """The mask, filled up where the layout needs it and `padded` allows it, and who holds what of it."""
+    """The mask, filled up where the layout needs it and `padded` allows it, and the places of every rank."""
     chosen = LAYOUTS[layout if ranks > 1 else "contiguous"]  # one rank holds the rows as they are
     length = mask.padded_length(chosen, ranks)
     if length > mask.length and not padded:

@@ -1,8 +1,8 @@
-"""Two rules for a training loop of one's own around a sharded sequence: shift before sharding, sum then divide once.
+"""Two rules for any training loop around a sharded sequence: shift before sharding, sum then divide once.
 
-Key property: the loss that a rank differentiates is a sum over its tokens divided by a number that all ranks know
-before the forward; gradients are then added over the ranks and nothing is scaled. Rejected: a mean over each rank's
-tokens and a mean of gradients, which is wrong as soon as ranks count unequal numbers of tokens.
+Key property: the loss of a rank is a sum over its tokens, divided by a number that all ranks know before the forward.
+Gradients are then added over the ranks and nothing is scaled. Rejected: a mean over each rank's tokens and a mean of
+gradients, which is wrong as soon as ranks count unequal numbers of tokens.
 
     shifted = shift_labels(labels, document_ids)             # before the sequence is cut
     counted = (shifted != -100).sum()                        # of the whole sequence (and batch, and dp ranks)
@@ -23,17 +23,17 @@ from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import Axis
 
 _AT_ONCE = 16 << 20
-"""Gradient elements from which on a message is closed."""
+"""Gradient elements of a message, at least, before the next one begins."""
 
 
 def shift_labels(
     labels: torch.Tensor, document_ids: torch.Tensor | None = None, ignore_index: int = -100
 ) -> torch.Tensor:
-    """The label that each place predicts: the one of its right neighbour in the same document, else `ignore_index`.
+    """The label of each token: that of its right neighbour in the same document, else `ignore_index`.
 
-    `labels[..., S]` of the whole sequence, not of a rank's part, whose neighbours are elsewhere; `document_ids[..., S]`
-    broadcasts to it and has -1 at padding, which neither predicts nor is predicted. Returns a new tensor like `labels`.
-    Raises ValueError when the shapes do not fit.
+    `labels[..., S]` are those of the whole sequence: a rank's part lacks neighbours. `document_ids[..., S]` broadcasts
+    to it and has -1 at padding, which neither predicts nor is predicted. Returns a new tensor like `labels`. Raises
+    ValueError when the shapes do not fit.
     """
     if labels.dim() == 0:
         raise ValueError("shift_labels needs labels [..., S], got a scalar")
@@ -56,8 +56,7 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], axis: Axis) -> None:
     """Add every `.grad` over the axis, in place; all ranks call it alike, after backward.
 
     Nothing is divided: the loss was divided by the number of all ranks' tokens before. A gradient that is None on some
-    rank counts as zero there, one that is None on all stays None. Gradients of one dtype
-    travel together.
+    rank counts as zero there, one that is None on all stays None. Gradients of one dtype travel together.
     """
     wanted = [p for p in parameters if p.requires_grad]
     if axis.size == 1 or not wanted:

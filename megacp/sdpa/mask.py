@@ -1,8 +1,7 @@
-"""The mask of batch rows: `document, branch, span` of each row, and one plan for a whole batch laid end to end.
+"""One mask for a batch of rows laid end to end: `document, branch, span` of each row, and one plan for all.
 
-Key property: rows are kept apart by their document numbers, so a batch is one longer row to every layout, transport and
-kernel, and nothing below this file knows what a batch is. Rejected: one plan and one collective for each batch row,
-which costs B times the messages, and a batch dimension in every kernel.
+Key property: document numbers keep rows apart, so a batch is one longer row to every layout, transport and kernel.
+Rejected: one plan and one collective for each batch row, which costs B times the messages.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from megacp.context_parallel.plan import AttentionPlan
 from megacp.ops.mask import Metadata
 
 DocumentIds = torch.Tensor | Metadata | None
-"""What a caller says about documents: int tensor `[B, S]` or `[S]`, `Metadata` of `S` or `B * S` tokens, or nothing."""
+"""A caller's documents: int tensor `[B, S]` or `[S]`, `Metadata` of `S` or `B * S` tokens, or None."""
 
 
 @dataclass(frozen=True)
 class BatchMask:
-    """What the mask must know of batch rows of S tokens: int64 arrays `[rows, S]`.
+    """Document, branch and span of batch rows of S tokens: int64 arrays `[rows, S]`.
 
     One row stands for any number of equal ones. Documents are numbered from 0 over all rows, padding is -1.
     """
@@ -32,7 +31,7 @@ class BatchMask:
     branch: np.ndarray
     span: np.ndarray
     whole_rule: bool = False
-    """Given as `Metadata`: it says all there is to know of the mask, and position ids need not follow the documents."""
+    """Given as `Metadata`, which is the whole mask: position ids need not follow the documents."""
 
     @property
     def rows(self) -> int:
@@ -66,14 +65,15 @@ class BatchMask:
     def plan(self, places: np.ndarray, batch: int, cp_rank: int, causal: bool) -> AttentionPlan:
         """The plan of `batch` rows laid end to end, dealt by `places[1 or batch, ranks, s]`.
 
-        Not causal: the rule without its clause on the order. Each token then sees its document, but for branches, which
-        still see their document's prefix and themselves alone; given spans make no difference.
+        Not causal: the rule without its clause on the order. Each token then sees its whole document; a branch sees
+        its document's prefix and itself. Given spans make no difference.
         """
         assert self.rows in (1, batch) and len(places) in (1, batch)
         shape = (batch, self.length)
         document, branch, span = (np.broadcast_to(x, shape) for x in (self.document, self.branch, self.span))
-        number, real = np.arange(batch)[:, None], document >= 0
-        document = np.where(real, document + number * (self.document.max() + 1), PADDING)
+        number, real = np.arange(batch)[:, None], document >= 0  # [batch, 1], [batch, S]
+        document = np.where(real, document + number * (self.document.max() + 1), PADDING)  # no number in two rows
+        # a span is what sees itself both ways: not causal, every document is one
         span = np.where(span != 0, span + number * (self.span.max() + 1), 0) if causal else document + 1
         flat = Metadata(document.reshape(-1), branch.reshape(-1), span.reshape(-1), np.arange(document.size))
         return AttentionPlan(in_batch(places, batch, self.length), flat, cp_rank)
@@ -81,14 +81,14 @@ class BatchMask:
     def of(self, values: np.ndarray, local: np.ndarray) -> np.ndarray:
         """The entries of `values[rows, S]` at the places `local[1 or B, s]`."""
         batch = max(len(values), len(local))
-        wide = (np.broadcast_to(x, (batch, x.shape[1])) for x in (values, local))
-        return np.take_along_axis(*wide, axis=1)
+        wide, index = (np.broadcast_to(x, (batch, x.shape[1])) for x in (values, local))
+        return np.take_along_axis(wide, index, axis=1)  # [batch, s]
 
     def misplaced(self, axes: np.ndarray, local: np.ndarray) -> str:
         """Why int position ids `[axes, 1 or B, s]` of the tokens at `local[1 or B, s]` cannot be right, or nothing.
 
-        They may count through each document or through the row, from any start. Positions 0 to s - 1 that do neither
-        are what a model makes up when it is given none. Axes that differ (images) never go back within a document.
+        They may count through each document or through the row, from any start. A model that is given none makes up
+        positions 0 to s - 1, which do neither. Axes that differ (images) never go back within a document.
         """
         if self.whole_rule or axes.shape[-1] != local.shape[1]:
             return ""
@@ -157,7 +157,7 @@ def _number_problems(document: np.ndarray) -> list[str]:
 
 
 def _numbered(document: np.ndarray) -> np.ndarray:
-    """The same documents with the least numbers that do, because layouts count them."""
+    """The same documents numbered 0, 1, 2, ..., because layouts count them."""
     real = document >= 0
     numbered = np.full_like(document, PADDING)
     numbered[real] = np.unique(document[real], return_inverse=True)[1].reshape(-1)
@@ -168,15 +168,15 @@ def _numbers_in_documents(document: np.ndarray) -> np.ndarray:
     """int64 `[rows, S]`: how many earlier tokens of its row's document each token has."""
     found = np.zeros_like(document)
     for row, numbers in zip(document, found, strict=True):
-        order = np.argsort(row, kind="stable")
-        first = np.flatnonzero(np.diff(row[order], prepend=row[order[:1]] - 1))
+        order = np.argsort(row, kind="stable")  # [S], documents side by side
+        first = np.flatnonzero(np.diff(row[order], prepend=row[order[:1]] - 1))  # [documents], where each begins
         numbers[order] = np.arange(len(row)) - np.repeat(first, np.diff(np.append(first, len(row))))
     return found
 
 
 def _equal_within(values: np.ndarray, groups: np.ndarray) -> bool:
     """Whether `values[n]` are the same for all elements of each of `groups[n]`."""
-    first, group = np.unique(groups, return_index=True, return_inverse=True)[1:]
+    first, group = np.unique(groups, return_index=True, return_inverse=True)[1:]  # [groups], [n]
     return bool((values == values[first][group.reshape(-1)]).all()) if len(values) else True
 
 

@@ -1,8 +1,8 @@
 """The mode of an open block: it answers `scaled_dot_product_attention` and refuses what mixes tokens in other ways.
 
-Key property: a `TorchFunctionMode` travels into autograd's threads, so a layer that is recomputed in backward takes the
-same way; a reentrant checkpoint that is recomputed after the block, where no mode is on, is refused. Rejected:
-replacing torch's functions for the whole process, state that a second model in it would meet.
+Key property: a `TorchFunctionMode` travels into autograd's threads, so a layer that is recomputed in backward goes
+through it as well. A reentrant checkpoint that is recomputed after the block, where no mode is on, is refused.
+Rejected: replacing torch's functions for the whole process, which another model in it would meet.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def current_context() -> ContextParallel | None:
 
 
 class ContextParallel(TorchFunctionMode):
-    """What a block knows: who holds what, the plans that were made, and how a call is answered."""
+    """State of a block: which rank holds which tokens, the plans that were made, and how a call is answered."""
 
     def __init__(self, axis: Axis, mask: BatchMask, places: np.ndarray, transport: str | Transport) -> None:
         super().__init__()
@@ -66,11 +66,11 @@ class ContextParallel(TorchFunctionMode):
         self.mask = mask
         """Of the whole rows, padding included."""
         self.places = places
-        """int64 `[1 or B, ranks, s]`: who holds which places of a row, in the order of the buffers."""
+        """int64 `[1 or B, ranks, s]`: the places of a row that each rank holds, in the order of the buffers."""
         self.plans: dict[tuple[int, bool], AttentionPlan] = {}
         """By batch rows and `is_causal`; made by the first call and used by all layers."""
         self.agreement = Agreement(axis)
-        """Where what one rank alone has seen is made known to all."""
+        """Tells all ranks what one rank has seen."""
         self._choice = transport
         self._positions: deque[torch.Tensor] = deque(maxlen=8)
         self._configs: list[Any] = []
@@ -153,7 +153,7 @@ class ContextParallel(TorchFunctionMode):
         return self._transports[device]
 
     def check_model_calls(self, calls: list[ModuleCall]) -> None:
-        """Refuse models of transformers, called from the outside in, that would not see the whole sequence so."""
+        """Refuse calls of transformers models, outermost first, that would not see the whole sequence."""
         if self.axis.size > 1 and calls:
             refuse(call_problems(calls, self.places.shape[2]))
             config = text_config(calls[0].module)
@@ -169,8 +169,8 @@ class ContextParallel(TorchFunctionMode):
     def check_positions(self, position_ids: torch.Tensor | None, rotary: RotaryLength | None = None) -> None:
         """Note what is wrong with the int position ids `[B, s]` or `[axes, B, s]` of the tokens here.
 
-        `rotary`: the rope of the model, where its angles depend on the longest position. All ranks hear of what is
-        noted in the next attention call. A tensor that was looked at before is passed over.
+        `rotary`: the rope of the model, where its angles depend on the longest position. All ranks hear of a note in
+        the next attention call. A tensor that was checked before is skipped.
         """
         if position_ids is None or position_ids.shape[-1] != self.places.shape[2] or position_ids.is_floating_point():
             return
@@ -187,7 +187,7 @@ class ContextParallel(TorchFunctionMode):
         self.agreement.note([f"{problem}: {advice}"] if problem else [], number)
 
     def _ask_the_callers(self) -> None:
-        """What the functions further out know of this call; layers that are recomputed were asked before."""
+        """Check the functions around this call; a layer that is recomputed was checked in its forward."""
         if self.axis.size == 1:
             return
         if called_by_stock_sdpa():
@@ -224,15 +224,15 @@ class ContextParallel(TorchFunctionMode):
             cut = in_batch(self.places, batch, self.mask.length)[self.axis.rank]
             if np.array_equal(cut, plan.local):
                 return None
-            number = np.argsort(cut)  # of the token at each place of this rank, ascending
-            order = number[np.argsort(np.argsort(plan.local))]
+            number = np.argsort(cut)  # [B * s]: the buffer index of this rank's tokens, by ascending place
+            order = number[np.argsort(np.argsort(plan.local))]  # argsort twice: each plan token numbered by place
             return order if name == "order" else np.argsort(order)
 
         index = plan.part(f"buffers {name}", build)
         return None if index is None else plan.on_device(f"buffers {name}", device, lambda: index)
 
     def _token_problems(self, query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> list[str]:
-        """What keeps a call of well-shaped tensors from being about this block's tokens."""
+        """Why a call of well-shaped tensors is not about this block's tokens."""
         held, whole = self.places.shape[2], self.mask.length
         found = length_problems(query.shape[2], key.shape[2], held, whole)
         if self.mask.rows not in (1, query.shape[0]):
@@ -265,7 +265,7 @@ class ContextParallel(TorchFunctionMode):
 
 
 class _OutsideMode:
-    """A transport whose own work neither this mode nor autocast sees."""
+    """A transport that runs outside of this mode and of autocast."""
 
     def __init__(self, inner: Transport) -> None:
         self.name = inner.name

@@ -1,6 +1,6 @@
 """Why a model of transformers cannot run over a sharded sequence, or not with these arguments.
 
-Key property: each reason is read from the config, the class and the arguments, which are the same on all ranks, so all
+Key property: each reason is read from the config, the class and the arguments, which are the same on all ranks. So all
 ranks refuse alike and before a message. The names are those of the library's configs and signatures, across its models.
 Rejected: a list of models that are known to work, which is out of date with each release.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +19,11 @@ from megacp.sdpa.call_stack import ModuleCall, is_stock_model
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "global", "local"}
 _TOKENWISE_LAYERS = {"moe", "mlp", "sparse", "dense"}
 """Values of `layer_types` whose layers mix tokens by attention alone, or not at all."""
-_RECURRENT = ("mamba", "ssm", "rwkv", "deltanet", "deltaattention", "linearattention", "lightning", "retention")
-_RECURRENT += ("recurrentblock", "rglru", "shortconv", "hyena", "xlstm")
+_RECURRENT: tuple[str, ...] = ("mamba", "ssm", "rwkv", "deltanet", "deltaattention", "linearattention", "lightning")
+_RECURRENT += ("retention", "recurrentblock", "rglru", "shortconv", "hyena", "xlstm")
 """Parts of class names of layers that carry a state or a convolution along the sequence."""
-_ONE_ANSWER = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining")
-_ONE_ANSWER += ("DoubleHeadsModel",)
+_ONE_ANSWER: tuple[str, ...] = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
+_ONE_ANSWER += ("ForPreTraining", "DoubleHeadsModel")
 """Ends of class names of models that pool the sequence into one vector."""
 
 
@@ -35,7 +35,7 @@ class RotaryLength(NamedTuple):
     """Sequences up to this length all get the same angles."""
 
     def number(self, longest: int) -> int:
-        """What must be the same on all ranks, for the length `longest` on one of them."""
+        """A number that must be the same on all ranks, for the length `longest` on one of them."""
         if longest <= self.limit:
             return 0
         return 1 if self.kind == "longrope" else longest
@@ -65,17 +65,16 @@ def rotary_length(config: Any) -> RotaryLength | None:
     for rope in _ropes(config):
         kind = str(rope.get("rope_type", rope.get("type", "")))
         if "dynamic" in kind or kind == "longrope":
-            original = rope.get("original_max_position_embeddings") if kind == "longrope" else None
-            original = original or getattr(config, "original_max_position_embeddings", None)
-            limit = (
-                getattr(config, "max_position_embeddings", 0) if original is None or kind != "longrope" else original
-            )
+            limit = getattr(config, "max_position_embeddings", 0)
+            if kind == "longrope":
+                name = "original_max_position_embeddings"
+                limit = rope.get(name) or getattr(config, name, None) or limit
             return RotaryLength(kind, int(limit))
     return None
 
 
 def call_problems(calls: Sequence[ModuleCall], held: int) -> list[str]:
-    """What keeps `calls`, models of transformers from the outside in, from being about a sequence with `held` here."""
+    """Why `calls` of transformers models, outermost first, are not about a sequence with `held` tokens here."""
     outer = type(calls[0].module).__name__
     found = _stock_problems(calls, outer) if is_stock_model(calls[0].module) else []
     if not any(_takes_positions(call) for call in calls):
@@ -118,7 +117,7 @@ def _stock_problems(calls: Sequence[ModuleCall], outer: str) -> list[str]:
 
 
 def positions_of(calls: Sequence[ModuleCall]) -> torch.Tensor | None:
-    """The `position_ids` that the outermost model was given which takes any."""
+    """The `position_ids` given to the outermost model that takes any."""
     for call in calls:
         if _takes_positions(call):
             value = _argument(call, "position_ids")
@@ -136,7 +135,9 @@ def text_config(model: torch.nn.Module) -> Any:
 def watched_module(model: torch.nn.Module) -> torch.nn.Module | None:
     """The outermost module of `model` that takes `position_ids`, else the outermost of transformers, else None."""
     stock = [x for x in model.modules() if is_stock_model(x)]
-    return next((x for x in model.modules() if "position_ids" in _signature(type(x))), stock[0] if stock else None)
+    return next(
+        (x for x in model.modules() if "position_ids" in _signature(type(x).forward)), stock[0] if stock else None
+    )
 
 
 def recurrent_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -147,20 +148,20 @@ def recurrent_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def model_problems(model: torch.nn.Module, tokens: int) -> list[str]:
-    """Why `model` cannot run in a block over `tokens` at all; what hangs on a call is seen when it is called."""
+    """Why `model` cannot run in a block over `tokens` at all; reasons that depend on a call are found in the call."""
     stock = next((x for x in model.modules() if is_stock_model(x)), None)
     return [] if stock is None else config_problems(text_config(stock), tokens)
 
 
 def _takes_positions(call: ModuleCall) -> bool:
     """Its signature says so; one that takes any keyword may drop this one."""
-    return "position_ids" in _signature(type(call.module))
+    return "position_ids" in _signature(type(call.module).forward)
 
 
 def _argument(call: ModuleCall, name: str) -> Any:
     if name in call.kwargs:
         return call.kwargs[name]
-    names = _signature(type(call.module))
+    names = _signature(type(call.module).forward)
     return call.args[names[name]] if names.get(name, len(call.args)) < len(call.args) else None
 
 
@@ -175,10 +176,10 @@ def _router_logits(calls: Sequence[ModuleCall]) -> bool:
 
 
 @functools.cache
-def _signature(kind: type[torch.nn.Module]) -> Mapping[str, int]:
-    """Names of the arguments of `forward` and their places among positional ones, `self` left out."""
+def _signature(forward: Callable[..., Any]) -> Mapping[str, int]:
+    """Names of the arguments of a class's `forward` and their places among positional ones, `self` left out."""
     try:
-        names = list(inspect.signature(kind.forward).parameters)
+        names = list(inspect.signature(forward).parameters)
     except (TypeError, ValueError):
         return {}
     return {name: place for place, name in enumerate(names[1:])}

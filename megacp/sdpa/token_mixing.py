@@ -1,6 +1,6 @@
 """Functions of torch that mix the tokens of a sequence without attention, seen while a model runs.
 
-Key property: they are told by the length they run along, which is the number of tokens here, so a convolution over the
+Key property: a function counts when it runs along the number of tokens that this rank holds. A convolution over the
 pixels of an image or the softmax of a router passes. Rejected: refusing every convolution, which forbids models whose
 images are embedded by one.
 """
@@ -18,7 +18,7 @@ _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
 def mixing_problem(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], held: int) -> str:
-    """Why this call would mix the `held` tokens of this rank with each other alone, or nothing."""
+    """Why this call would mix the `held` tokens of this rank with each other alone; "" when it would not."""
     name = getattr(func, "__name__", "")
     mixes = False
     if name in ("conv1d", "conv2d"):

@@ -3,8 +3,8 @@
     register_with_transformers()
     model = AutoModelForCausalLM.from_config(config, attn_implementation="megacp")
 
-Key property: the attention calls `scaled_dot_product_attention`, which the block takes over, and no S x S mask is made;
-outside of a block both functions are the library's own `sdpa`, so the same model evaluates and generates. Rejected: the
+Key property: the attention calls `scaled_dot_product_attention`, which the block takes over, and no S x S mask is made.
+Outside of a block both functions are the library's `sdpa`, so the same model evaluates and generates. Rejected: the
 stock `sdpa` inside a block, for which transformers reads packed documents into position ids that the layout permuted.
 """
 
@@ -44,19 +44,20 @@ def register_with_transformers(name: str = "megacp") -> str:
     A model that computes attention without the library's interface (Falcon, GPT-J, Bloom, MPT) cannot take this name:
     loading it so raises a ValueError instead of a KeyError or worse. One method of `PreTrainedModel` is wrapped for it.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    import transformers
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
-    AttentionInterface.register(name, functools.partial(_attention, sdpa_attention_forward))
-    AttentionMaskInterface.register(name, functools.partial(_mask, sdpa_mask, bidirectional_mask_function))
-    stock = PreTrainedModel.get_correct_attn_implementation
+    transformers.AttentionInterface.register(name, functools.partial(_attention, sdpa_attention_forward))
+    transformers.AttentionMaskInterface.register(name, functools.partial(_mask, sdpa_mask, bidirectional_mask_function))
+    models: Any = transformers.PreTrainedModel
+    stock = models.get_correct_attn_implementation
     if not hasattr(stock, "megacp_names"):
         names: set[str] = set()
 
         @functools.wraps(stock)
         def checked(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
-            if requested_attention in names and _has_no_interface(type(self)):
+            if requested_attention in names and _has_no_interface(type(self).__module__):
                 raise ValueError(
                     f"{type(self).__name__} computes attention without the attention interface of transformers, so "
                     f'attn_implementation="{requested_attention}" cannot reach it, and its own is not sharded'
@@ -64,20 +65,20 @@ def register_with_transformers(name: str = "megacp") -> str:
             return stock(self, requested_attention, *args, **kwargs)
 
         checked.megacp_names = names  # type: ignore[attr-defined]
-        PreTrainedModel.get_correct_attn_implementation = checked
-    PreTrainedModel.get_correct_attn_implementation.megacp_names.add(name)
+        models.get_correct_attn_implementation = checked
+    models.get_correct_attn_implementation.megacp_names.add(name)
     return name
 
 
 @functools.cache
-def _has_no_interface(kind: type[torch.nn.Module]) -> bool:
-    """Whether the library's file of this class has attention layers, and none of them asks the interface.
+def _has_no_interface(module: str) -> bool:
+    """Whether the library's file of a model class has attention layers, and none of them asks the interface.
 
     A file that takes its language model from elsewhere (`from_config`) says nothing about that model.
     """
-    if not kind.__module__.startswith("transformers.models."):
+    if not module.startswith("transformers.models."):
         return False
-    source = inspect.getsource(sys.modules[kind.__module__])
+    source = inspect.getsource(sys.modules[module])
     own = re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE)
     return own is not None and "ALL_ATTENTION_FUNCTIONS" not in source and ".from_config(" not in source
 

@@ -1,4 +1,4 @@
-"""The door: any model's own attention call over a sharded sequence equals dense attention, or is refused."""
+"""Other people's models: an attention call over a sharded sequence equals dense attention, or is refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def axis_of(size: int) -> Axis:
 
 @functools.cache
 def transport_on(name: str, axis: Axis) -> Any:
-    """What is handed to the door: a name, or an object for the transport that makes groups."""
+    """What is given as transport: a name, or an object for the transport that makes groups."""
     if name != "a2a+p2p":
         return name
     return select_transport(name, "auto", axis, CPU, TransportOptions(hierarchy=(2, axis.size // 2)))
@@ -382,7 +382,7 @@ def test_arguments_that_do_not_fit_are_refused_with_numbers() -> None:
 
 
 def test_calls_that_cannot_be_taken_over_are_refused() -> None:
-    """Would catch a mask, a cache or dropout that is dropped, and attention that passes by the door."""
+    """Would catch a mask, a cache or dropout that is dropped, and attention that is not taken over."""
     q, few = torch.zeros(2, 4, 24, 8), torch.zeros(2, 2, 24, 8)
     sdpa = F.scaled_dot_product_attention
     calls: list[tuple[str, Any]] = [
@@ -410,7 +410,7 @@ def test_calls_that_cannot_be_taken_over_are_refused() -> None:
     short = context_parallel(TWO, buffers=[torch.zeros(2)], buffer_seq_dims=[0], layout="contiguous")
     with no_attention(), short, pytest.raises(ValueError, match="one token on a rank and is_causal=False"):
         sdpa(*[torch.zeros(1, 1, 1, 8)] * 3)
-    assert torch.equal(sdpa(q, q, q, torch.ones(24, 24, dtype=torch.bool)), q), "the door is still closed"
+    assert torch.equal(sdpa(q, q, q, torch.ones(24, 24, dtype=torch.bool)), q), "the mode is still on"
 
 
 def too_few_heads(rank: int, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Stock models of transformers, attention included, train through the door as they do on one process."""
+"""Stock models of transformers, attention included, train in a block as they do on one process."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def reference(model: str, documents: str, tokens: int) -> tuple[Tensor, dict[str
 
 
 def train(net: Any, case: Case, axis: Any, **call: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and summed gradients through the door."""
+    """Loss and summed gradients of a block."""
     ids, positions, documents = (x[:, : case.tokens].clone() for x in tokens_of(case.documents))
     labels = shift_labels(ids, documents)
     counted = (labels != -100).sum()
