@@ -1,9 +1,9 @@
 """Heads for sequence (DeepSpeed-Ulysses, Jacobs et al., 2023): an all-to-all gives each rank some heads of all tokens.
 
-Key property: whatever works on few heads of many tokens can be inside: the whole row on one rank (`a2a`), or any other
-transport over the outer axis of a hierarchy (`a2a+p2p`). q, k and v travel in one message a pair; a K/V head goes to
-every rank that has a query head of its group and to no other. What is kept for backward is the head-sharded side, so
-backward sends gradients only. Rejected: expanding K/V to all query heads, and padding heads to a multiple of the ranks.
+Key property: any attention on few heads of many tokens can be inside: the whole row on one rank (`a2a`), or another
+transport over the outer axis of a hierarchy (`a2a+p2p`). q, k and v travel in one message a pair. A K/V head goes to
+every rank that has a query head of its group, and to no other. Backward sends gradients only, because the head-sharded
+tensors are kept. Rejected: expanding K/V to all query heads, and padding heads to a multiple of the ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megacp.ops.kernel import QKV, accumulation_dtype
 
 
 class HeadsForSequence:
-    """Transports `a2a` and `a2a+p2p`: `axis` are neighbouring cp ranks, `inner` attends over what they all hold."""
+    """Transports `a2a` and `a2a+p2p`: `axis` are neighbouring cp ranks, `inner` attends over the tokens of them all."""
 
     def __init__(self, name: str, axis: Axis, inner: Transport) -> None:
         self.name = name
@@ -29,7 +29,7 @@ class HeadsForSequence:
         self.inner = inner
 
     def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
-        """See `Transport.forward`; what is kept belongs to this rank's heads and all tokens of the group."""
+        """See `Transport.forward`; the tensors kept hold this rank's heads of all tokens of the group."""
         q, k, v = qkv
         shares = head_shares(q.shape[1], k.shape[1], self.axis.size)
         gathered = self._to_heads([(q, "heads"), (k, "groups"), (v, "groups")], plan, shares)

@@ -1,7 +1,7 @@
 """Core attention: one autograd function over a table of transports, one of which is chosen once per run.
 
-Key property: a transport is an object with a forward and a backward over plain tensors; a new one is a row of the
-table. Rejected: a function with a branch per transport, where masks and layouts end up special to each branch.
+Key property: a transport is an object with a forward and a backward over plain tensors, and a row of the table.
+Rejected: a function with a branch per transport, where masks and layouts end up special to each branch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def core_attention(
 
 @dataclass(frozen=True)
 class TransportOptions:
-    """What some transports want to know besides their axis."""
+    """Options of some transports besides their axis."""
 
     hierarchy: tuple[int, ...] = ()
     """`--hierarchical-context-parallel-sizes`: ranks of the inner all-to-all, ranks of the outer ring."""

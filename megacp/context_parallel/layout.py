@@ -1,9 +1,9 @@
 """Layouts: which tokens of a row each cp rank holds, as a table of pure functions of the mask.
 
-Key property: a layout is a permutation of the padded row dealt in equal parts; any permutation is exact, because
+Key property: a layout is a permutation of the padded row dealt in equal parts. Any permutation is exact, because
 position ids, labels and mask metadata move by the same indices. Padding that a layout needs stands at the end of the
-row and is dealt wherever the layout wants filler. Rejected: layouts implied by rank arithmetic inside attention, which
-only work for the one mask they were derived for.
+row and is dealt wherever the layout needs filler. Rejected: layouts implied by rank arithmetic inside attention, which
+work for one mask alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megacp.ops.mask import Metadata
 
 @dataclass(frozen=True)
 class Layout:
-    """`deal(metadata of the padded row, cp) -> [cp, t]` indices; `chunks` is the number of pieces a rank holds."""
+    """`deal(metadata of the padded row, cp) -> [cp, t]` indices; a rank holds `chunks` equal parts of the row."""
 
     name: str
     chunks: int
@@ -48,13 +48,13 @@ def zigzag_chunks(cp: int, rank: int) -> tuple[int, int]:
 
 
 def _zigzag(metadata: Metadata, cp: int) -> np.ndarray:
-    chunks = np.arange(len(metadata)).reshape(2 * cp, -1)
+    chunks = np.arange(len(metadata)).reshape(2 * cp, -1)  # [2 cp, T / (2 cp)]
     return np.stack([chunks[list(zigzag_chunks(cp, rank))].reshape(-1) for rank in range(cp)])
 
 
 def document_bounds(metadata: Metadata) -> tuple[np.ndarray, np.ndarray]:
     """Stretches `[start, stop)` of the row with one document each, padding left out; a document is one stretch."""
-    change = np.flatnonzero(np.diff(metadata.document, prepend=metadata.document[:1] - 1))
+    change = np.flatnonzero(np.diff(metadata.document, prepend=metadata.document[:1] - 1))  # 0 is always one
     start, stop = change, np.append(change[1:], len(metadata))
     real = metadata.document[start] >= 0
     return start[real], stop[real]
@@ -80,10 +80,10 @@ def _zigzag_document(metadata: Metadata, cp: int) -> np.ndarray:
         missing = -(last - first) % (2 * cp)
         tokens = np.concatenate([np.arange(first, last), fillers[used : used + missing]])
         used += missing
-        chunks = tokens.reshape(2 * cp, -1)
+        chunks = tokens.reshape(2 * cp, -1)  # [2 cp, tokens of a chunk]
         for rank in range(cp):
             parts[rank].append(chunks[list(zigzag_chunks(cp, rank))].reshape(-1))
-    rest = fillers[used:].reshape(cp, -1)
+    rest = fillers[used:].reshape(cp, -1)  # [cp, padding left on each rank]
     return np.stack([np.concatenate([*parts[rank], rest[rank]]) for rank in range(cp)])
 
 

@@ -1,11 +1,10 @@
-"""Fewer documents over several ranks: two ranks at a time deal out anew what they hold.
+"""Fewer documents over several ranks: two ranks at a time deal out their documents anew.
 
-Key property: tokens stay equal and no rank gets more area than the limit, because a move that breaks either is no move:
-of the documents of two ranks some go to each whole, and one or two are cut so that both sums come out. All subsets of
-a few documents are looked at together. Moves that cost keys are taken too, dearer ones at the start (simulated
-annealing, Kirkpatrick et al., 1983), and the cheapest deal on the way is kept. Rejected: an integer program, which
-takes seconds to save a tenth more; and filling one rank after another, which leaves the last ones with the documents
-that fit nowhere.
+Key property: tokens stay equal and no rank gets more area than the limit, because only such moves are made. Of the
+documents of two ranks some go to each whole, and one or two are cut so that both sums come out. All subsets of a few
+documents are tried together. Moves that cost keys are made too, dearer ones at the start (simulated annealing,
+Kirkpatrick et al., 1983), and the cheapest deal on the way is kept. Rejected: an integer program, which takes seconds
+to save a tenth more; and filling one rank after another, which leaves the last ones with documents that fit nowhere.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ import numpy as np
 _T = TypeVar("_T")
 
 ATTEMPTS = 300
-"""Most pairs of ranks looked at, half a millisecond each."""
+"""Most attempts, half a millisecond each."""
 TOKENS_OF_AN_ATTEMPT = 128
-"""Tokens of the row that pay for one: planning stays small beside the row's attention."""
+"""Tokens of the row for each attempt: planning stays small beside the row's attention."""
 FREE = 9
 """Documents of two ranks that may move at once: 2^9 subsets."""
 WARMTH = 0.3
-"""How many keys a move may cost at the start, as a share of the dearest document's price; falls to 0."""
+"""Keys that a move may cost at the start, as a share of the dearest document's price; falls to 0."""
 WARM_ATTEMPTS = 0.8
-"""Share of the attempts until then."""
+"""Share of the attempts until it is 0."""
 RELATED = 0.8
-"""Share of attempts on two ranks with a document in common; the others bring in other documents."""
+"""Share of the attempts on two ranks with a document in common; the rest mix in other documents."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,12 +49,12 @@ class Piece:
 
 
 Rank = dict[int, Piece]
-"""What a rank holds, by document."""
+"""The pieces of a rank, by document."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """What the first of two ranks gets: documents whole, and rows from the ends of one or two.
+    """The share of the first of two ranks: documents whole, and rows from the ends of one or two.
 
     These are the first `light` rows of document `first`, and the last `tokens - light` of `last`, perhaps the same one.
     """
@@ -71,8 +70,8 @@ class Regrouping:
     """Documents `document[T]` dealt to ranks as `indices[cp, T / cp]`, changed in place.
 
     `cost[T]` is the area of each row, `limit` the most area of a rank, `prices[document]` the keys that travel because
-    of each rank of a document after the first. Equal on every machine: prices are integers, the random stream is
-    Python's own.
+    of each rank of a document after the first. The result is equal on every machine: prices are integers, and the
+    random numbers are Python's.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Regrouping:
         self._random = random.Random(0)
 
     def _rank(self, document: np.ndarray, rows: np.ndarray) -> Rank:
-        order = np.argsort(document, kind="stable")
+        order = np.argsort(document, kind="stable")  # [t], documents side by side, rows still ascending
         cuts = np.flatnonzero(np.diff(document[order])) + 1
         return {int(document[part[0]]): self.piece(rows[part]) for part in np.split(order, cuts)}
 
@@ -94,7 +93,7 @@ class Regrouping:
         return Piece(rows, np.concatenate([[0], np.cumsum(self.cost[rows])]))
 
     def run(self) -> np.ndarray:
-        """The cheapest deal met, indices `[cp, T / cp]`, ascending on each rank; as it was when none is cheaper."""
+        """The cheapest deal found, indices `[cp, T / cp]`, ascending on each rank; the given one if none is."""
         cheapest, kept = self._price(self._holders()), list(self.ranks)
         attempts = min(ATTEMPTS, len(self.cost) // TOKENS_OF_AN_ATTEMPT)
         for attempt in range(attempts):
@@ -127,7 +126,7 @@ class Regrouping:
         return choices[int(self._random.random() * len(choices))]
 
     def _attempt(self, one: int, two: int, heat: float) -> None:
-        """Deal anew what two ranks hold, if that costs less than it does, or not much more than `heat` keys more."""
+        """Deal the documents of two ranks anew, for a lower price or one up to `heat` keys higher."""
         a, b = self.ranks[one], self.ranks[two]
         shared = sorted(a.keys() & b.keys(), key=lambda document: (-self.prices[document], document))
         pool = {**a, **b}
@@ -145,7 +144,7 @@ class Regrouping:
             self.ranks[one], self.ranks[two] = divided(pool, share)
 
     def _options(self, free: Sequence[int], most: float, heat: float) -> list[tuple[int, int]]:
-        """Which one or two of the free documents to cut for less than `most`: their numbers, the cheapest first."""
+        """Pairs of free documents to cut for less than `most` (i = j: one document): their numbers, cheapest first."""
         found = []
         for i, j in itertools.combinations_with_replacement(range(len(free)), 2):
             price = self.prices[free[i]] + (self.prices[free[j]] if i != j else 0)
@@ -159,6 +158,7 @@ class Regrouping:
         """A share of `tokens` rows with `fixed` in it that leaves both ranks within the limit, by the first option."""
         total = sum(int(piece.area[-1]) for piece in pool.values())
         least, most = total - self.limit, self.limit
+        # [2^free]: tokens and area of each subset of the free documents, which would go to the first rank whole
         whole, area = subset_sums([pool[document] for document in free])
         missing = tokens - sum(len(pool[document]) for document in fixed) - whole
         area = area + sum(int(pool[document].area[-1]) for document in fixed)
@@ -167,8 +167,9 @@ class Regrouping:
         for i, j in options:
             first, last = pool[free[i]], pool[free[j]]
             room = len(first) + (len(last) if i != j else 0)
-            fits = np.flatnonzero((subset & (1 << i | 1 << j) == 0) & (missing <= room))
+            fits = np.flatnonzero((subset & (1 << i | 1 << j) == 0) & (missing <= room))  # neither i nor j goes whole
             need, base = missing[fits], area[fits]
+            # the most rows from the end of `last` and the fewest: extremes of the area that a cut can give
             heavy = ends_area(first, last, np.maximum(0, need - len(last)), need) + base
             light = ends_area(first, last, np.minimum(len(first), need), need) + base
             fits = fits[(np.minimum(heavy, light) <= most) & (np.maximum(heavy, light) >= least)]
@@ -176,7 +177,7 @@ class Regrouping:
                 continue
             chosen = int(self._one_of(fits))
             count = int(missing[chosen])
-            lights = np.arange(max(0, count - len(last)), min(len(first), count) + 1)
+            lights = np.arange(max(0, count - len(last)), min(len(first), count) + 1)  # every cut of the chosen subset
             areas = ends_area(first, last, lights, count) + area[chosen]
             lights = lights[(areas >= least) & (areas <= most)]
             if not len(lights):
@@ -203,7 +204,7 @@ def subset_sums(pieces: Sequence[Piece]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def divided(pool: Rank, share: Share) -> tuple[Rank, Rank]:
-    """What two ranks hold of the pieces in `pool`: the first its share, the second the rest."""
+    """The pieces in `pool` dealt to two ranks: the first gets its share, the second the rest."""
     first, last = pool[share.first], pool[share.last]
     stop = len(last) - (share.tokens - share.light)
     if share.first == share.last:

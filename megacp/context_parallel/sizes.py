@@ -1,8 +1,8 @@
-"""What core attention sends over context parallelism: every message of every transport, as arithmetic on sizes.
+"""Bytes that core attention sends over context parallelism: every message of every transport, as arithmetic on sizes.
 
-Key property: one formula per message, used twice: summed it is the bytes that ranks are seen to send (equal to the
-byte, tested on real ranks), one by one it is what `attention_time` predicts seconds from. Rejected: volumes up to a
-factor, which cannot tell replicated K/V heads or wide gradients from a mistake.
+Key property: one formula per message, used twice. Their sum is the bytes that ranks are seen to send, equal to the byte
+in a test on real ranks; `auto/predict.py` turns each into seconds. Rejected: volumes up to a factor, which cannot tell
+replicated K/V heads or wide gradients from a mistake.
 
 Symbols: t tokens of a row on this rank, n ranks, h query heads and g K/V heads (groups) of a tp rank, d width of a
 head, s bytes of an element of `--dtype`, w of a gradient (fp32 or wider). E = 2 t g d are the elements of K and V.

@@ -1,7 +1,7 @@
-"""SwiGLU (Shazeer, 2020) that saves only its input, and GELU by name.
+"""SwiGLU (Shazeer, 2020) that saves its input alone, and GELU by name.
 
-Key property: the gate and the up projection stay one tensor from the fused linear to here. Rejected: `silu(gate) * up`
-by autograd, which keeps three tensors of the widest size in the model.
+Key property: gate and up projection stay one tensor from the fused linear to here. Rejected: `silu(gate) * up` by
+autograd, which keeps three tensors of the widest size in the model.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The mask on a grid of fixed blocks: which blocks hold allowed pairs, and how many each.
+"""The mask on a grid of fixed blocks: the blocks that hold allowed pairs, and how many each holds.
 
-Key property: counted exactly from the tiles of a table by arithmetic on arrays, in time (but for a sort) and memory
-proportional to the tiles and the non-empty blocks. An interval of keys is at most three stretches of blocks with one
-number of keys each, so a tile adds a few sums to a line of blocks however long it is. Rejected: asking the rule about
-every pair, which makes an S x S mask once per pack (`create_block_mask`), and about the corners of a block, which is
-wrong for branches and spans.
+Key property: pairs are counted exactly from the tiles of a table by arithmetic on arrays. Time (but for a sort) and
+memory are proportional to the tiles and the non-empty blocks. An interval of keys is at most three stretches of blocks
+with one number of keys each, so a tile adds a few sums to a line of blocks however long it is. Rejected: asking the
+rule about every pair, which makes an S x S mask once per pack (`create_block_mask`); asking it about the corners of a
+block, which is wrong for branches and spans.
 """
 
 from __future__ import annotations
@@ -77,11 +77,12 @@ class _Stretches:
 
     def summed(self, width: int) -> _Stretches:
         """The same sums by disjoint stretches of positive weight, sorted; places lie in `[0, width)`, weights >= 0."""
+        # [2 n]: where a weight begins and ends, as one number for (line, place); a line has width + 1 places for ends
         at = np.concatenate([self.line, self.line]) * (width + 1) + np.concatenate([self.start, self.stop])
         at, event = np.unique(at, return_inverse=True)
         change = np.zeros(len(at), np.int64)
         np.add.at(change, event, np.concatenate([self.weight, -self.weight]))
-        total = np.cumsum(change)  # 0 at the end of every line
+        total = np.cumsum(change)  # the weight from each place to the next; 0 at the end of every line
         kept = np.flatnonzero(total)
         line, start = np.divmod(at[kept], width + 1)
         return _Stretches(line, start, at[kept + 1] - line * (width + 1), total[kept])
@@ -131,6 +132,7 @@ def _of_causal_tiles(table: TileTable, size: int) -> _Stretches:
     row, k_start = table.row_of_tile[tile], table.k_start[tile]
     q_start, q_stop = table.row_start[row], table.row_stop[row]
     block, owner = expand(q_start // size, -(-q_stop // size))
+    # [tiles x their query blocks]: the part of a causal tile in one query block, `height` queries from `top` on
     top = np.maximum(block * size, q_start[owner])
     height = np.minimum((block + 1) * size, q_stop[owner]) - top
     first = k_start[owner]
@@ -139,7 +141,7 @@ def _of_causal_tiles(table: TileTable, size: int) -> _Stretches:
     left = _Stretches(block[left.line], left.start, left.stop, left.weight * height[left.line])
     column = corner // size  # the triangle lies in this key block and perhaps the next
     near = np.minimum(height, (column + 1) * size - corner)  # its keys in the first one
-    pairs = near * height - near * (near - 1) // 2
+    pairs = near * height - near * (near - 1) // 2  # its key j is seen by height - j queries
     rest = height * (height + 1) // 2 - pairs
     return _concatenated(
         [left, _Stretches(block, column, column + 1, pairs), _Stretches(block, column + 1, column + 2, rest)]

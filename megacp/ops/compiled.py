@@ -1,12 +1,11 @@
-"""Chains of elementwise passes as one CUDA kernel, compiled by torch at the first use; on a CPU the same lines as they
-are.
+"""Chains of elementwise passes as one CUDA kernel, compiled by torch at the first use; on a CPU they run as they are.
 
-Key property: what is compiled is the arithmetic alone, a function of tensors with nothing of autograd, messages or
-plans in it, so a graph never breaks and every length and layer shares one form: the first dim of tensors is free,
-widths are constants, which a kernel can divide by and load many at a time. It pays where several passes over large
-activations become one: norms, SwiGLU, rotary, dropout's bits, merged parts of attention. `TORCH_COMPILE_DISABLE=1` in
-the environment runs these one by one (FlexAttention needs its kernel). Rejected: compiling blocks, which transports and
-recomputation cut into pieces anyway; compiling on the CPU, which needs a C++ compiler at run time and gains little.
+Key property: arithmetic alone is compiled, functions of tensors without autograd, messages or plans, so a graph never
+breaks. Every length and layer shares one form: the first dim of tensors is free, widths are constants, which a kernel
+can divide by and load many at a time. It is worth it where several passes over large activations become one: norms,
+SwiGLU, rotary, dropout's bits, merged parts of attention. `TORCH_COMPILE_DISABLE=1` in the environment runs these one
+by one (FlexAttention needs its kernel). Rejected: compiling blocks, which transports and recomputation cut into pieces
+anyway; compiling on the CPU, which needs a C++ compiler at run time and gains little.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ limit is 8.
 def whole_graph(
     function: Callable[Arguments, Result], backend: str | Callable = "inductor"
 ) -> Callable[Arguments, Result]:
-    """The function as one graph, in up to `FORMS` forms; what cannot be compiled raises, it does not run slowly."""
+    """The function as one graph, in up to `FORMS` forms; a function that cannot be compiled raises."""
     return torch.compile(function, fullgraph=True, backend=backend, **_limit())
 
 
@@ -48,7 +47,7 @@ def is_compiled(x: torch.Tensor) -> bool:
 
 
 BACKEND: str | Callable = "inductor"
-"""Who makes kernels of the graphs."""
+"""The compiler of the graphs."""
 
 
 def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -1,8 +1,8 @@
 """Dropout whose mask is a function of (key, token, column): the same on any grid, and on recomputation.
 
-Key property: no generator state. Ranks of a cp or tp group that hold other tokens get other bits because the tokens
-differ, and full recomputation draws the same bits again. Rejected: per-rank CUDA generators with saved and
-restored states (Megatron's tracker), under which the result depends on the grid.
+Key property: there is no generator state. Ranks of a cp or tp group draw other bits because they hold other tokens, and
+full recomputation draws the same bits again. Rejected: per-rank CUDA generators with saved and restored states
+(Megatron's tracker), under which the result depends on the grid.
 """
 
 from __future__ import annotations

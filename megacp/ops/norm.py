@@ -1,7 +1,7 @@
 """RMSNorm (Zhang and Sennrich, 2019) that saves its input and one scale per row, nothing else; and LayerNorm.
 
-Key property: statistics in fp32 or wider whatever the model dtype, as Llama, Qwen3 and Molmo2 do. Rejected: the
-composite torch form of RMSNorm, whose autograd keeps three copies of the activations (torch's LayerNorm does not).
+Key property: statistics are fp32 or wider in any model dtype, as in Llama, Qwen3 and Molmo2. Rejected: the composite
+torch form of RMSNorm, whose autograd keeps three copies of the activations (torch's LayerNorm does not).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rotary position embedding in the half-rotation form (Su et al., 2021; GPT-NeoX and Llama layout).
 
 Key property: angles come from the position ids that travel with the tokens, never from a rank or a row index, so any
-layout is exact. Rejected: a cached table indexed by place, which silently assumes one document per row.
+layout is exact. Rejected: a cached table indexed by place, which assumes one document per row.
 """
 
 from __future__ import annotations
