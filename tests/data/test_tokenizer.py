@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.data.tokenize.bpe import byte_characters, has_newer_characters
+from megacp.data.tokenize.newer_characters import has_newer_characters
 from megacp.data.tokenize.tokenizer import PROBE, Tokenizer, load_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -141,6 +142,13 @@ def test_a_very_long_word_takes_no_quadratic_time(folder: Path) -> None:
     for engine in ("auto", "reference"):
         tokenizer = load("gpt2", folder, engine)
         assert tokenizer.decode(tokenizer.encode([text])[0]) == text
+
+
+def byte_characters() -> list[str]:
+    """The printable character that GPT-2's files write for each byte: itself in printable Latin-1, else from U+0100."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    moved = itertools.count(256)
+    return [chr(byte if byte in printable else next(moved)) for byte in range(256)]
 
 
 def textbook_merge(word: str, ids: dict[str, int], merges: list[str]) -> list[int]:

@@ -1,7 +1,6 @@
-"""What the files beside a tokenizer say of the texts that a model is served: their first token, their chat template.
+"""What the files beside a tokenizer say of served texts: their first token and their chat template.
 
-Key property: both are read from files and never guessed, so that a build can keep to them or say that it does not.
-Rejected: leaving them to whoever serves the model, which then asks in other tokens than it was trained on.
+Key property: both are read from files and never guessed, so that a model is served the tokens it was trained on.
 """
 
 from __future__ import annotations
@@ -31,12 +30,24 @@ class Beside:
     """The file with a chat template; None when there is none."""
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The object of a JSON file. ValueError names a file that holds none."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, found a {type(value).__name__}")
+    return value
+
+
+def text_of(token: Any) -> str | None:
+    """The text of a token as a config names it, by itself or in an object; None when it names none."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
 def read_beside(folder: Path) -> Beside:
     """What lies in a tokenizer's folder. ValueError names a file that is no JSON object."""
     config = folder / CONFIG_NAME
-    values: Any = read_json(config) if config.is_file() else {}
-    if not isinstance(values, dict):
-        raise ValueError(f"{config}: expected a JSON object, found a {type(values).__name__}")
+    values = read_object(config) if config.is_file() else {}
     found = [folder / name for name in _TEMPLATE_NAMES if (folder / name).is_file()]
     if found and read_regular(found[0]).startswith(_OURS):
         return Beside(config if config.is_file() else None, values, None)

@@ -1,9 +1,9 @@
 """Text to token ids and back: one interface, the kinds of tokenizer in one table, all from local files.
 
-Key property: a fast engine (gigatoken) is used only where its ids equal those of the kind's reference implementation:
-they are compared on a probe text when a tokenizer is loaded, on the beginning of every unit of a build, and text that
-is known to be treated differently goes to the reference. Nothing is ever downloaded. Rejected: transformers'
-AutoTokenizer (imports torch, guesses from names, fetches from a hub), and trusting the fast engine blindly.
+Key property: the fast engine (gigatoken) is used only where its ids equal those of the kind's reference. Both are
+compared on a probe when a tokenizer is loaded, and on the beginning of every unit of a build. Text that the engine is
+known to treat differently goes to the reference. Rejected: transformers' AutoTokenizer, which imports torch, guesses
+from names and downloads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import abc
 import hashlib
 import importlib.util
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from megacp.data.packed.manifest import TokenizerInfo
-from megacp.data.tokenize.beside import Surroundings, both_ways, read_beside, surroundings
-from megacp.data.tokenize.bpe import ByteLevelBPE, has_newer_characters
+from megacp.data.tokenize.beside import Surroundings, both_ways, read_beside, read_object, surroundings, text_of
+from megacp.data.tokenize.newer_characters import has_newer_characters
 
 ENGINES = ("auto", "reference")
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|eot|>", "<|im_end|>", "[EOS]")
@@ -79,6 +78,10 @@ class Tokenizer(abc.ABC):
         ValueError when a text cannot be UTF-8 (a lone surrogate).
         """
         return [self.encode_reference(text) for text in texts]
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its text; None when there is none, or the kind's files do not name tokens by text."""
+        return None
 
     def disagreement(self, texts: Sequence[str]) -> str | None:
         """The first text whose ids differ between `encode` and `encode_reference`; None when all agree."""
@@ -198,7 +201,25 @@ class SentencePieceTokenizer(_Accelerated):
         return self._model.decode(np.asarray(ids).tolist())
 
 
-class HuggingFaceTokenizer(_Accelerated):
+class _PackageTokenizer(_Accelerated):
+    """A kind whose reference is a model of the `tokenizers` package."""
+
+    _model: Any
+
+    def token_id(self, token: str) -> int | None:
+        """As Tokenizer.token_id."""
+        return self._model.token_to_id(token)
+
+    def encode_reference(self, text: str) -> np.ndarray:
+        """int32 [n]."""
+        return np.array(self._model.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Special tokens are shown."""
+        return self._model.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+
+
+class HuggingFaceTokenizer(_PackageTokenizer):
     """A Hugging Face `tokenizer.json`; the `tokenizers` package is the reference.
 
     Special tokens written in a text are recognised, as that package does. The file does not say which token ends a
@@ -231,85 +252,65 @@ class HuggingFaceTokenizer(_Accelerated):
         self._accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_json(text), added)
 
     def _special(self, named: Any, names: tuple[str, ...]) -> int | None:
-        token = named.get("content") if isinstance(named, dict) else named
-        candidates = (token,) if isinstance(token, str) else names
+        token = text_of(named)
+        candidates = names if token is None else (token,)
         return next((i for i in map(self._model.token_to_id, candidates) if i is not None), None)
 
-    def token_id(self, token: str) -> int | None:
-        """The id of a token by its text; None when there is none."""
-        return self._model.token_to_id(token)
 
-    def encode_reference(self, text: str) -> np.ndarray:
-        """int32 [n]."""
-        return np.array(self._model.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+class GPT2Tokenizer(_PackageTokenizer):
+    """GPT-2's byte-level BPE from `vocab.json` and `merges.txt`. Special tokens in a text stay plain text.
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Special tokens are shown."""
-        return self._model.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
-
-
-class GPT2Tokenizer(_Accelerated):
-    """`vocab.json` and `merges.txt`; `ByteLevelBPE` is the reference. Special tokens in a text stay plain text."""
+    Every byte string has an encoding. The files are those published with Radford et al. 2019: each byte is written as
+    one printable character, and `merges.txt` lists pairs from first to last merged.
+    """
 
     kind = "gpt2"
 
     def __init__(self, vocabulary: Path, merges: Path, engine: str) -> None:
         """ValueError when a file is not what its place says."""
-        ids = _read_json_object(vocabulary)
+        ids, pairs = read_object(vocabulary), list(_merge_pairs(merges))
         if not ids or not all(type(i) is int and i >= 0 for i in ids.values()):
             raise ValueError(f"{vocabulary}: expected an object of token: id")
-        pairs = [tuple(line.split(" ")) for line in _merge_lines(merges)]
-        bad = next((pair for pair in pairs if len(pair) != 2), None)
-        if bad is not None:
-            raise ValueError(f"{merges}: expected two tokens and a space on a line, found {' '.join(bad)!r}")
         try:
-            self._model = ByteLevelBPE(ids, [(a, b) for a, b in pairs])
+            self._model = _byte_level_bpe(ids, pairs)
         except ValueError as error:
             raise ValueError(f"{vocabulary}, {merges}: {error}") from error
         self.files = (vocabulary, merges)
         self.sha256 = _hash_files(vocabulary, merges)
         self.vocab_size = max(ids.values()) + 1
-        self._ids = ids
         self.eos_id = next((ids[name] for name in EOS_NAMES if name in ids), None)
-        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-        model = {"type": "BPE", "vocab": ids, "merges": [f"{a} {b}" for a, b in pairs]}
-        as_json = json.dumps(
-            {"version": "1.0", "added_tokens": [], "pre_tokenizer": byte_level, "decoder": byte_level, "model": model}
-        )
-        self._accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_json(as_json), ())
+        self._accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_json(self._model.to_str()), ())
 
-    def token_id(self, token: str) -> int | None:
-        """The id of a token by its text; None when there is none."""
-        return self._ids.get(token)
 
-    def encode_reference(self, text: str) -> np.ndarray:
-        """int32 [n]."""
-        return self._model.encode(text)
+def _byte_level_bpe(ids: dict[str, int], merges: list[tuple[str, str]]) -> Any:
+    """A `tokenizers.Tokenizer`. ValueError when a byte or the result of a merge is missing from the vocabulary."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Special tokens are shown."""
-        return self._model.decode_bytes(np.asarray(ids).tolist()).decode(errors="replace")
+    needed = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in merges)]
+    if missing := [token for token in needed if token not in ids]:
+        shown = ", ".join(map(repr, missing[:5]))
+        raise ValueError(f"vocabulary and merges do not belong together: {len(missing)} tokens missing ({shown})")
+    try:
+        tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges))
+    except Exception as error:  # an id beyond 32 bits, a half of a merge that is no token
+        raise ValueError(f"no byte-level BPE ({error})") from error
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def _hash_files(*paths: Path) -> str:
     return hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in paths)).hexdigest()
 
 
-def _read_json_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, found a {type(value).__name__}")
-    return value
-
-
-def _merge_lines(path: Path) -> Iterator[str]:
+def _merge_pairs(path: Path) -> Iterator[tuple[str, str]]:
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")):
         line = line.rstrip("\r")
         if line and not (number == 0 and line.startswith("#version")):
-            yield line
+            left, space, right = line.partition(" ")
+            if not space or " " in right:
+                raise ValueError(f"{path}: expected two tokens and a space on a line, found {line!r}")
+            yield left, right
 
 
 @dataclass(frozen=True)
@@ -363,7 +364,7 @@ def load_tokenizer(
         raise ValueError(f"--tokenizer {specification}: no such file: {', '.join(missing)} (nothing is downloaded)")
     tokenizer = kind.load(paths, engine)
     if eod_token is not None:
-        eos_id = _id_of(tokenizer, eod_token)
+        eos_id = tokenizer.token_id(eod_token)
         if eos_id is None:
             raise ValueError(f"--eod-token {eod_token!r} is not in the vocabulary of --tokenizer {specification}")
         tokenizer.eos_id = eos_id
@@ -378,20 +379,12 @@ def load_tokenizer(
     return tokenizer
 
 
-def _id_of(tokenizer: Tokenizer, token: Any) -> int | None:
-    """The id of a token by its text, where a kind's files name them by text."""
-    token = token.get("content") if isinstance(token, dict) else token
-    if isinstance(tokenizer, HuggingFaceTokenizer | GPT2Tokenizer) and isinstance(token, str):
-        return tokenizer.token_id(token)
-    return None
-
-
 def _take_beside(tokenizer: Tokenizer, folder: Path) -> None:
     """Take over what the files beside a tokenizer's own say of it."""
     beside = read_beside(folder)
     tokenizer.chat_template = beside.chat_template
-    if tokenizer.bos_id is None and beside.values.get("add_bos_token") is True:
-        tokenizer.bos_id = _id_of(tokenizer, beside.values.get("bos_token"))
-    stated = beside.values.get("add_bos_token")
+    stated, bos = beside.values.get("add_bos_token"), text_of(beside.values.get("bos_token"))
+    if tokenizer.bos_id is None and stated is True and bos is not None:
+        tokenizer.bos_id = tokenizer.token_id(bos)
     if isinstance(stated, bool):
         tokenizer.surroundings = replace(tokenizer.surroundings, stated=stated)
