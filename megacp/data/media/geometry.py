@@ -21,9 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from megacp.data.media.pixels import ImageError, read_pixels, read_size
-
-__all__ = ["ImageError", "ImageLayout", "ImageRules", "decode_image", "image_layout", "image_patches", "image_size"]
+from megacp.data.media.pixels import read_pixels
 
 TOKEN_TEXTS = {
     "image_patch": "<im_patch>",
@@ -360,13 +358,3 @@ def frame_patches(pixels: np.ndarray, rules: ImageRules) -> np.ndarray:
 def load_pixels(data: bytes, rules: ImageRules) -> np.ndarray:
     """uint8 [height, width, 3] of an encoded image, upright RGB; ImageError says why it cannot be used."""
     return read_pixels(data, rules.max_pixels)
-
-
-def image_size(data: bytes, rules: ImageRules) -> tuple[int, int]:
-    """(width, height) of an encoded image, upright, without decoding its pixels; ImageError."""
-    return read_size(data, rules.max_pixels)
-
-
-def decode_image(data: bytes, rules: ImageRules) -> np.ndarray:
-    """float32 [num_crops, patches_per_crop, 3 * patch ** 2] of an encoded image; ImageError."""
-    return image_patches(load_pixels(data, rules), rules)

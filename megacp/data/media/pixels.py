@@ -1,11 +1,10 @@
 """The bytes of an image file as RGB pixels: what is read, how each kind becomes RGB, and what is refused.
 
-Key property: the outcome depends on the bytes alone, and every way to be wrong has its own message; nothing is guessed
-from a name and nothing is only a warning. Rejected: `PIL.Image.open`, whose guard against giant images warns below
-twice its limit and is one number for the whole process, and which tries every format that it knows.
+Key property: the outcome depends on the bytes alone, and each way to be wrong has a message. Rejected:
+`PIL.Image.open`, whose guard against giant images is one number for the whole process.
 
-What becomes RGB, 8 bits: grey and palettes as they are; 16-bit grey by its high byte (as Pillow does for 16-bit
-colour); CMYK by Pillow's formula; alpha and transparent colours over white. Orientation of EXIF is applied. Refused:
+What becomes RGB of 8 bits: grey and palettes as they are; 16-bit grey by its high byte (as Pillow does for 16-bit
+colour); CMYK by Pillow's formula; alpha and transparent colours over white. EXIF's orientation is applied. Refused:
 animations (a GIF may be a video), several pages, 32-bit and float pixels, more pixels than the limit.
 """
 
@@ -14,12 +13,10 @@ from __future__ import annotations
 import importlib
 import io
 import struct
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-_ORIENTATION = 0x0112
 _PLUGINS = {"JPEG": "Jpeg", "PNG": "Png", "GIF": "Gif", "BMP": "Bmp", "TIFF": "Tiff", "WEBP": "WebP"}
 _BEGINNINGS = {
     b"\xff\xd8\xff": "JPEG",
@@ -71,28 +68,8 @@ def refuse_no_media(data: bytes) -> None:
         raise ImageError("the file is XML or SVG, no image of pixels")
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """A parsed header."""
-
-    image: Any
-    """PIL.Image.Image, its pixels not yet decoded."""
-    format: str
-    orientation: int
-    """1 to 8 as in EXIF: how the stored pixels must be turned."""
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """(width, height) after turning."""
-        width, height = self.image.size
-        return (height, width) if self.orientation >= 5 else (width, height)
-
-
-def _open(data: bytes, max_pixels: int) -> _Opened:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ValueError("images need the package pillow: pip install 'megacp[data]'") from error
+def _open(data: bytes, max_pixels: int) -> Any:
+    """A PIL.Image.Image whose pixels are not yet decoded. ImageError says why there is none."""
     refuse_no_media(data)
     name = file_format(data)
     if name is None:
@@ -103,7 +80,10 @@ def _open(data: bytes, max_pixels: int) -> _Opened:
         width, height = struct.unpack_from(layout, data, place)
         if not width or not height:
             raise ImageError(f"the {name} has no pixels: its header says {width} x {height}")
-    plugin = importlib.import_module(f"PIL.{_PLUGINS[name]}ImagePlugin")
+    try:
+        plugin = importlib.import_module(f"PIL.{_PLUGINS[name]}ImagePlugin")
+    except ImportError as error:
+        raise ValueError("images need the package pillow: pip install 'megacp[data]'") from error
     try:
         image = getattr(plugin, f"{_PLUGINS[name]}ImageFile")(io.BytesIO(data))
         width, height = image.size
@@ -119,67 +99,45 @@ def _open(data: bytes, max_pixels: int) -> _Opened:
     if frames > 1:
         way = "name it as a video" if name == "GIF" else "give its frames, or a video such as MP4"
         raise ImageError(f"the {name} is animated, {frames} frames; an image stands still: {way}")
-    return _Opened(image, name, _orientation(image, data, name, Image))
-
-
-def _orientation(image: Any, data: bytes, name: str, pillow: Any) -> int:
-    """EXIF's orientation, 1 where there is none or it is damaged, as every viewer takes it."""
-    if name == "TIFF":  # Pillow turns a TIFF itself when it decodes
-        return 1
-    try:
-        if name == "PNG" and "exif" not in image.info:
-            image.info.update(_late_exif(data))
-        # not image.getexif(): for a PNG that decodes all pixels, to see what follows them
-        value = pillow.Image.getexif(image).get(_ORIENTATION, 1)
-    except Exception:
-        return 1
-    return value if value in range(1, 9) else 1
-
-
-def _late_exif(data: bytes) -> dict[str, bytes]:
-    """The eXIf chunk of a PNG wherever it stands: the format allows it behind the pixels."""
-    place = 8
-    while place + 8 <= len(data):
-        length, kind = struct.unpack_from(">I4s", data, place)
-        if kind == b"eXIf":
-            return {"exif": b"Exif\0\0" + data[place + 8 : place + 8 + length]}
-        place += length + 12
-    return {}
-
-
-def read_size(data: bytes, max_pixels: int) -> tuple[int, int]:
-    """(width, height) after turning, from the header where that is enough. ImageError as `read_pixels`, less damage."""
-    opened = _open(data, max_pixels)
-    if opened.format == "TIFF":
-        height, width, _ = read_pixels(data, max_pixels).shape
-        return width, height
-    return opened.size
+    return image
 
 
 def read_pixels(data: bytes, max_pixels: int) -> np.ndarray:
     """uint8 [height, width, 3], RGB, turned upright. ImageError says why the bytes cannot be used."""
-    opened = _open(data, max_pixels)
-    image, mode = opened.image, opened.image.mode
-    if mode not in (*_COLOURS, *_GREY_16):
-        raise ImageError(f"the {opened.format} has pixels of kind {mode}, allowed are {', '.join(_COLOURS)} and I;16")
+    image = _open(data, max_pixels)
+    if image.mode not in (*_COLOURS, *_GREY_16):
+        allowed = ", ".join(_COLOURS)
+        raise ImageError(f"the {image.format} has pixels of kind {image.mode}, allowed are {allowed} and I;16")
     try:
         image.load()
-        _scale_transparent_colour(opened, data)
-        pixels = _rgb(image)
+        _scale_transparent_colour(image, data)
+        _turn_upright(image)
+        return np.ascontiguousarray(_rgb(image))
     except ImageError:
         raise
     except Exception as error:  # as above: whatever a decoder runs into
-        raise ImageError(f"the {opened.format} is cut short or damaged ({_one_line(error)})") from error
-    return np.ascontiguousarray(_turned(pixels, opened.orientation))
+        raise ImageError(f"the {image.format} is cut short or damaged ({_one_line(error)})") from error
 
 
-def _scale_transparent_colour(opened: Any, data: bytes) -> None:
+def _turn_upright(image: Any) -> None:
+    """Apply EXIF's orientation to loaded pixels; a PNG may hold it behind them. Damaged EXIF counts as none."""
+    from PIL import ImageOps
+
+    try:
+        ImageOps.exif_transpose(image, in_place=True)
+    except MemoryError:
+        raise
+    except Exception:  # foreign bytes, as above; the pixels are turned before EXIF is rewritten
+        return
+
+
+def _scale_transparent_colour(image: Any, data: bytes) -> None:
     """The colour that a PNG without alpha calls transparent, in the units of Pillow's pixels instead of the file's.
 
     PNG 1.2, 4.2.2.1: tRNS counts in the image's bit depth, which byte 24 of the file holds.
     """
-    image, key = opened.image, opened.image.info.get("transparency")
-    if opened.format != "PNG" or image.mode == "P" or not isinstance(key, int | tuple):
+    key = image.info.get("transparency")
+    if image.format != "PNG" or image.mode == "P" or not isinstance(key, int | tuple):
         return
     bits = data[24]
     if bits == 16 and isinstance(key, tuple):
@@ -204,17 +162,6 @@ def _rgb(image: Any) -> np.ndarray:
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         image = Image.alpha_composite(white, image)
     return np.asarray(image.convert("RGB"))
-
-
-def _turned(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """[h, w, 3] as stored -> upright; EXIF 2.32, tag 0x0112: 5 to 8 exchange width and height."""
-    if orientation >= 5:
-        pixels = pixels.swapaxes(0, 1)
-    if orientation in (3, 4, 7, 8):
-        pixels = pixels[::-1]
-    if orientation in (2, 3, 6, 7):
-        pixels = pixels[:, ::-1]
-    return pixels
 
 
 def _one_line(error: object) -> str:

@@ -12,10 +12,10 @@ import pytest
 from megacp.data.media.geometry import (
     TOKEN_TEXTS,
     ImageRules,
-    decode_image,
     frame_layout,
     image_layout,
     image_patches,
+    load_pixels,
     resized,
 )
 from tests.data.media.pictures import TINY, WordTokenizer, encoded, noise
@@ -117,7 +117,9 @@ def test_resizing_keeps_a_plain_colour_and_an_unchanged_size() -> None:
 
 
 def test_encoded_bytes_and_their_pixels_give_the_same_patches() -> None:
-    assert np.array_equal(decode_image(encoded(noise(40, 30)), TINY), image_patches(noise(40, 30), TINY))
+    assert np.array_equal(
+        image_patches(load_pixels(encoded(noise(40, 30)), TINY), TINY), image_patches(noise(40, 30), TINY)
+    )
 
 
 def test_shared_layouts_cannot_be_changed() -> None:
