@@ -54,9 +54,9 @@ class AttentionPlan:
         self.metadata = metadata
         self.cp_rank = cp_rank
         self.order = key_order(metadata) if order is None else order
-        sorted_by_type = bool((np.diff(self.order) < 0).any())
-        self._position = np.argsort(self.order)  # of each token of the row
-        self.indices = np.stack([self._arranged(tokens) for tokens in indices]) if sorted_by_type else indices
+        self._by_type = bool((np.diff(self.order) < 0).any())
+        self._position = np.argsort(self.order)  # [T], of each token of the row in `order`
+        self.indices = np.stack([self._arranged(tokens) for tokens in indices]) if self._by_type else indices
         self._tables: dict[int, TileTable] = {}
         self._tensors: dict[tuple[str, torch.device], torch.Tensor] = {}
         self._parts: dict[str, object] = {}
@@ -84,6 +84,8 @@ class AttentionPlan:
     @functools.cached_property
     def table_of_row(self) -> TileTable:
         """Tiles between this rank's queries and the whole row in the order `order`."""
+        if np.array_equal(self.local, self.order):  # one rank holds the row: the table by which `order` was chosen
+            return (self.metadata.by_type if self._by_type else self.metadata).own_table
         return tile_table(self.metadata.take(self.local), self.metadata.take(self.order))
 
     def grouped(self, size: int) -> AttentionPlan:

@@ -7,7 +7,9 @@ would repeat the permutation for every tensor and every stage.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,7 +43,7 @@ class LocalBatch:
     places: torch.Tensor
     """int64 `[t]`: what names each token in its microbatch, on every grid; see `PackedBatch.token_names`."""
     plan: AttentionPlan
-    key: int
+    key: int = 0
     """Names this microbatch on every grid; dropout masks are derived from it."""
     vision: LocalVision | None = None
     """Images to encode here and where their features go; None for rows of a dataset without images."""
@@ -51,12 +53,21 @@ class LocalBatch:
         """Tokens on this rank, padding included."""
         return len(self.plan.local)
 
+    def to(self, device: torch.device, key: int) -> LocalBatch:
+        """This batch, made on the host, with its tensors on `device` and the `key` of its step."""
+        moved: dict[str, Any] = {name: to_device(getattr(self, name).numpy(), device) for name in _TENSORS}
+        vision = None if self.vision is None else self.vision.to(device)
+        return dataclasses.replace(self, **moved, key=key, vision=vision)
+
     def in_row_order(self, values: torch.Tensor) -> torch.Tensor:
         """`values [t, ...]` of this rank's tokens as the row has them. ValueError where ranks share the row."""
         if self.plan.cp > 1:
             raise ValueError(f"a rank of {self.plan.cp} holds a part of the row: its order is that of one rank alone")
         place = self.plan.on_device("places in the row", values.device, lambda: np.argsort(self.plan.local))
         return values[place]
+
+
+_TENSORS = ("tokens", "labels", "loss_weights", "position_ids", "places")
 
 
 def row_axis(grid: ProcessGrid, parallel: ParallelConfig) -> Axis:
@@ -69,27 +80,25 @@ def mask_metadata(batch: PackedBatch) -> Metadata:
     return Metadata(batch.document, batch.branch, batch.span, np.arange(len(batch.document)))
 
 
-def shard_batch(
-    batch: PackedBatch,
-    cp: Axis,
-    layout: Layout,
-    *,
-    tp: int = 1,
-    key: int = 0,
-    device: torch.device | str = "cpu",
-    exchange: str = "routed",
-) -> LocalBatch:
-    """This cp rank's share of `batch[T]`, padded as the layout needs it; `tp` > 1 with sequence parallelism.
+def padded_row(batch: PackedBatch, layout: Layout, cp: int, tp: int) -> tuple[PackedBatch, Metadata]:
+    """The row filled up as the layout needs it, and what the mask must know of it."""
+    padded = batch.with_padding_to(layout.padded_length(mask_metadata(batch), cp, tp))
+    return padded, mask_metadata(padded)
 
-    `exchange`: how features of images reach their tokens, `--vision-feature-exchange`.
+
+def shard_batch(batch: PackedBatch, cp: Axis, layout: Layout, *, tp: int = 1, exchange: str = "routed") -> LocalBatch:
+    """This cp rank's share of `batch[T]`, on the host, padded as the layout needs it.
+
+    `tp` > 1 with sequence parallelism. `exchange`: how features of images reach their tokens,
+    `--vision-feature-exchange`.
     """
     if cp.size == 1:
         layout = LAYOUTS["contiguous"]  # there is nothing to deal
-    padded = batch.with_padding_to(layout.padded_length(mask_metadata(batch), cp.size, tp))
-    places = padded.token_names
-    metadata = mask_metadata(padded)
+    padded, metadata = padded_row(batch, layout, cp.size, tp)
     plan = AttentionPlan(layout.deal(metadata, cp.size), metadata, cp.rank)
-    fields = (padded.tokens, padded.labels, padded.loss_weights, padded.position_ids, places)
-    local = [to_device(values[plan.local], device) for values in fields]
-    vision = local_vision(batch.vision, plan.indices, cp, exchange, device) if batch.vision is not None else None
-    return LocalBatch(*local, plan=plan, key=key, vision=vision)
+    fields = (padded.tokens, padded.labels, padded.loss_weights, padded.position_ids, padded.token_names)
+    local: dict[str, Any] = {
+        name: torch.from_numpy(field[plan.local]) for name, field in zip(_TENSORS, fields, strict=True)
+    }
+    vision = local_vision(batch.vision, plan.indices, cp, exchange) if batch.vision is not None else None
+    return LocalBatch(**local, plan=plan, vision=vision)

@@ -12,6 +12,8 @@ Bytes sent by a rank: `routed` sends each feature to the one rank that needs it,
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,18 +45,18 @@ class FeatureRoutes:
     counts: np.ndarray
     """int64 [cp, cp], features that rank i sends to rank j."""
 
-    @property
+    @functools.cached_property
     def arriving(self) -> np.ndarray:
         """Features [k] whose tokens this rank holds, ascending."""
         return np.flatnonzero(self.target == self.cp_rank)
 
-    @property
+    @functools.cached_property
     def leaving(self) -> np.ndarray:
         """Positions [m] of this rank's features in the order of a message: by target, then in feature order."""
         mine = np.flatnonzero(self.source == self.cp_rank)
         return self.position[mine[np.argsort(self.target[mine], kind="stable")]]
 
-    @property
+    @functools.cached_property
     def arrival(self) -> np.ndarray:
         """Puts what arrived, by source and then in feature order, into feature order [k]."""
         return np.argsort(np.argsort(self.source[self.arriving], kind="stable"), kind="stable")
@@ -127,6 +129,11 @@ class LocalVision:
     """The ranks over which tokens and images are dealt."""
     exchange: FeatureExchange
 
+    def to(self, device: torch.device) -> LocalVision:
+        """This share, made on the host, with its tensors on `device`."""
+        patches, pooling = (to_device(values.numpy(), device) for values in (self.patches, self.pooling))
+        return dataclasses.replace(self, patches=patches, pooling=pooling)
+
     @property
     def num_features(self) -> int:
         """Features m of the boundary table that this rank encodes."""
@@ -162,12 +169,11 @@ def add_features(x: torch.Tensor, features: torch.Tensor, rows: np.ndarray, tp: 
     return x.index_add(0, _index(rows[here] - first, x), chosen.to(x.dtype))
 
 
-def local_vision(
-    vision: VisionInputs, indices: np.ndarray, axis: Axis, exchange: str, device: torch.device | str = "cpu"
-) -> LocalVision:
-    """This rank's share of a row's images, for tokens dealt as `indices [cp, t]`; `exchange` names a row of EXCHANGES.
+def local_vision(vision: VisionInputs, indices: np.ndarray, axis: Axis, exchange: str) -> LocalVision:
+    """This rank's share of a row's images, on the host, for tokens dealt as `indices [cp, t]`.
 
-    Without a boundary table for just these ranks it is computed from the bounds, as the loader would have.
+    `exchange` names a row of EXCHANGES. Without a boundary table for just these ranks it is computed from the bounds,
+    as the loader would have.
     """
     boundaries, units = vision.boundaries, vision.unit_order
     if boundaries is None or len(boundaries) != axis.size:
@@ -175,8 +181,8 @@ def local_vision(
         boundaries, units = image_shards(bounds, axis.size).boundaries, None
     order = None if units is None else _features_of(units, vision.cum_token_pooling_bounds)
     return LocalVision(
-        to_device(vision.patches, device),
-        to_device(vision.pooling, device),
+        torch.from_numpy(vision.patches),
+        torch.from_numpy(vision.pooling),
         feature_routes(indices, vision.places, boundaries, axis.rank, order),
         axis,
         EXCHANGES[exchange],

@@ -12,11 +12,12 @@ read the same packs, and compare `PackedBatch.fingerprint()`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -26,6 +27,9 @@ from megacp.data.images import ImageLoading, load_images
 from megacp.data.order import samples
 from megacp.data.packed.reader import Pack
 from megacp.data.row_images import IMAGE_ATTENTIONS
+
+Prepared = TypeVar("Prepared")
+"""What the caller makes of a batch ahead of its step."""
 
 
 class PackSource(Protocol):
@@ -132,12 +136,21 @@ def step_batches(
     return [_batch(source, numbers, options, images) for numbers in _microbatches(chosen, options, place).tolist()]
 
 
-class PackedLoader:
+class _Step(Generic[Prepared]):
+    """A step on its way: its batches once they are read, then what is made of them."""
+
+    def __init__(self) -> None:
+        self.batches: Future[list[PackedBatch]] = Future()
+        self.prepared: Future[list[Prepared]] = Future()
+
+
+class PackedLoader(Generic[Prepared]):
     """Endless optimizer steps from a pack source, made ahead in threads. Close it, or use it as a context manager.
 
     Typical use:
-        with PackedLoader(dataset, options, DataRank(dp_rank, dp_size), consumed_samples) as loader:
+        with PackedLoader(dataset, options, DataRank(dp_rank, dp_size), consumed_samples, prepare=plan) as loader:
             batches = loader.next_step()
+            plans = loader.prepared()
     """
 
     def __init__(
@@ -147,19 +160,22 @@ class PackedLoader:
         place: DataRank | None = None,
         consumed_samples: int = 0,
         images: ImageLoading | None = None,
+        prepare: Callable[[PackedBatch], Prepared] | None = None,
     ) -> None:
         """`consumed_samples`, any number >= 0, is the state to resume from; it need not be a multiple of the batch.
 
-        `images`: what this rank decodes; None decodes nothing.
+        `images`: what this rank decodes; None decodes nothing. `prepare` is called in the threads once for each batch.
 
         ValueError: an empty dataset, or a global batch that does not divide by micro batch x dp size.
         """
         self._source, self._options, self._place, self._images = source, options, place or DataRank(), images
+        self._prepare = prepare
         _check(source, options, self._place)
         if consumed_samples < 0:
             raise ValueError(f"consumed_samples is {consumed_samples}, it must not be negative")
         self._consumed = self._requested = consumed_samples
-        self._pending: deque[Future[list[PackedBatch]]] = deque()
+        self._pending: deque[_Step[Prepared]] = deque()
+        self._finish: Callable[[], list[Prepared]] | None = None
         self._pool = ThreadPoolExecutor(options.num_threads, "pack-loader") if options.prefetch else None
         self._request_ahead()
 
@@ -175,25 +191,48 @@ class PackedLoader:
 
     def _request_ahead(self) -> None:
         while self._pool is not None and len(self._pending) < self._options.prefetch:
-            arguments = (self._source, self._options, self._place, self._requested, self._images)
-            self._pending.append(self._pool.submit(step_batches, *arguments))
+            self._pending.append(_Step())
+            self._pool.submit(self._make, self._requested, self._pending[-1])
             self._requested += self._options.global_batch_size
+
+    def _make(self, consumed: int, step: _Step[Prepared]) -> None:
+        """Read and prepare the step after `consumed` samples; an error is raised where the result is asked for."""
+        result: Future[Any] = step.batches
+        try:
+            result.set_result(batches := self._read(consumed))
+            result = step.prepared
+            result.set_result(self._prepare_all(batches))
+        except BaseException as error:
+            result.set_exception(error)
+
+    def _read(self, consumed: int) -> list[PackedBatch]:
+        return step_batches(self._source, self._options, self._place, consumed, self._images)
+
+    def _prepare_all(self, batches: list[PackedBatch]) -> list[Prepared]:
+        return [] if self._prepare is None else [self._prepare(batch) for batch in batches]
 
     def next_step(self) -> list[PackedBatch]:
         """This rank's microbatches of the next step, global_batch_size / (micro_batch_size x dp size) of them.
 
         An error met while reading ahead is raised here, in the step it belongs to, and again at every further call.
         """
-        if self._pool is not None:
-            if not self._pending:
-                raise RuntimeError("the loader is closed")
-            batches = self._pending[0].result()
-            self._pending.popleft()
-            self._request_ahead()
+        if self._pool is None:
+            batches = self._read(self._consumed)
+            self._finish = functools.partial(self._prepare_all, batches)
+        elif not self._pending:
+            raise RuntimeError("the loader is closed")
         else:
-            batches = step_batches(self._source, self._options, self._place, self._consumed, self._images)
+            batches = self._pending[0].batches.result()
+            self._finish = self._pending.popleft().prepared.result
+            self._request_ahead()
         self._consumed += self._options.global_batch_size
         return batches
+
+    def prepared(self) -> list[Prepared]:
+        """What `prepare` made of each batch of the last `next_step`; asked for once. Its errors are raised here."""
+        assert self._finish is not None, "one call follows each next_step"
+        finish, self._finish = self._finish, None
+        return finish()
 
     def close(self) -> None:
         """Stop reading ahead and wait for the threads; may be called twice."""

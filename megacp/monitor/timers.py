@@ -83,7 +83,7 @@ class Timers:
         return taken
 
 
-COMPUTING = ("data", "shard", "forward", "backward", "optimizer")
+COMPUTING = ("data", "plan", "shard", "forward", "backward", "optimizer")
 WAITING = ("agreement", "pipeline exchange", "gradient exchange", "norm", "parameter exchange")
 """Phases of a step, in which a rank works and in which it mostly waits for others."""
 

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from megacp.batch import PackedBatch
 from megacp.checkpoint.names import TensorBox
 from megacp.config.health import HealthConfig
 from megacp.distributed.collectives import gather_objects
@@ -192,23 +191,22 @@ class Suspects:
     sentence: str
 
 
-def suspects(batches: Sequence[PackedBatch], losses: Sequence[torch.Tensor], finite: bool, world: Axis) -> Suspects:
+def suspects(packs: Sequence[tuple[int, ...]], losses: Sequence[torch.Tensor], finite: bool, world: Axis) -> Suspects:
     """The packs of a step with findings, equal on all ranks. Collective over `world`.
 
-    `losses` are this rank's, one a microbatch, or none where it holds no last stage. `finite`: the whole step's loss
-    and gradient are.
+    `packs` and `losses` are this rank's, by microbatch; no losses where it holds no last stage. `finite`: the whole
+    step's loss and gradient are.
     """
-    pairs = zip(batches, losses, strict=False)
-    bad = [batch.pack_ids for batch, loss in pairs if not math.isfinite(loss.item())]
-    found = gather_objects((_ids(bad), _ids(batch.pack_ids for batch in batches)), world)
+    bad = [ids for ids, loss in zip(packs, losses, strict=False) if not math.isfinite(loss.item())]
+    found = gather_objects((_ids(bad), _ids(packs)), world)
     ranks = [rank for rank, (of_rank, _) in enumerate(found) if of_rank]
     if ranks:
-        packs = set().union(*(of_rank for of_rank, _ in found))
-        told = f"the loss of {listed(packs)} was not finite, on rank {', '.join(map(str, ranks))}"
-        return Suspects(frozenset(packs), told)
-    packs = set().union(*(of_rank for _, of_rank in found))
+        blamed = set().union(*(of_rank for of_rank, _ in found))
+        told = f"the loss of {listed(blamed)} was not finite, on rank {', '.join(map(str, ranks))}"
+        return Suspects(frozenset(blamed), told)
+    blamed = set().union(*(of_rank for _, of_rank in found))
     known = "" if finite else "all losses were finite, a gradient was not; "
-    return Suspects(frozenset(packs), f"{known}the step had {listed(packs)}")
+    return Suspects(frozenset(blamed), f"{known}the step had {listed(blamed)}")
 
 
 def _ids(groups: Iterable[tuple[int, ...]]) -> set[int]:

@@ -10,10 +10,8 @@ import os
 
 import torch
 
-from megacp.batch import PackedBatch
 from megacp.checkpoint.agree import together
 from megacp.config.run import RunConfig, flatten
-from megacp.context_parallel.shard import mask_metadata
 from megacp.distributed.collectives import all_gather, barrier
 from megacp.distributed.grid import Axis, ProcessGrid
 from megacp.monitor.flops import cpu_machine_peak, cpu_peak, gpu_peak
@@ -22,18 +20,16 @@ from megacp.monitor.timers import COMPUTING, WAITING, Breakdown
 from megacp.planner.costs import model_flops
 from megacp.planner.report import human_count
 from megacp.planner.vision import run_parameters, vision_flops
+from megacp.training.rows import PlannedRow
 
 
-def step_flops(batches: list[PackedBatch], config: RunConfig) -> float:
-    """FLOPs of training on these rows, attention counted by the allowed pairs of their masks, vision by its images."""
-    total = 0.0
-    for batch in batches:
-        area = int(mask_metadata(batch).cost.sum())
-        text = model_flops(config.model, int((batch.document >= 0).sum()), area)
-        total += text.passing if config.vision.freeze_text else text.training
-        if batch.vision is not None:
-            images = batch.vision
-            total += vision_flops(config, images.num_images, images.num_features, images.pooling.shape[1])
+def row_flops(row: PlannedRow, config: RunConfig) -> float:
+    """FLOPs of training on a row, attention counted by the allowed pairs of its mask, vision by its images."""
+    metadata, images = row.share.plan.metadata, row.batch.vision
+    text = model_flops(config.model, int((metadata.document >= 0).sum()), int(metadata.cost.sum()))
+    total = text.passing if config.vision.freeze_text else text.training
+    if images is not None:
+        total += vision_flops(config, images.num_images, images.num_features, images.pooling.shape[1])
     return total
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megacp.batch import PackedBatch
 from megacp.config.run import RunConfig
-from megacp.context_parallel.shard import row_axis
+from megacp.context_parallel.shard import LocalBatch, row_axis
 from megacp.data.loader import DataRank
 from megacp.distributed.grid import Axis, ProcessGrid
 
@@ -26,6 +27,17 @@ class Rows:
     """Which of the step's rows are this rank's; ranks with one place read the same packs."""
     packs: int
     """Packs of a row."""
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    """A microbatch as it was read, and all that is worked out of it before its step: no device is needed."""
+
+    batch: PackedBatch
+    share: LocalBatch
+    """This rank's part of it, on the host."""
+    flops: float = 0.0
+    """Model FLOPs of training on it; 0 where another rank of the replica counts them."""
 
 
 def rows_of(config: RunConfig, grid: ProcessGrid) -> Rows:

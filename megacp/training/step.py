@@ -31,10 +31,13 @@ from megacp.pipeline_parallel.runtime import HiddenStates, ModelChunk, links_of,
 from megacp.pipeline_parallel.schedules import schedule, training_schedule_name
 from megacp.training.health import Suspects, Verdict, finite_only, suspects
 from megacp.training.loss import weighted_loss
-from megacp.training.rows import rows_of
+from megacp.training.rows import PlannedRow, rows_of
 
 Judge = Callable[[float, float], Verdict]
 """(loss, gradient norm) of a step, equal on all ranks, to what becomes of it."""
+
+Row = PackedBatch | PlannedRow
+"""A microbatch; one without a plan is planned where its step begins."""
 
 
 @dataclass(frozen=True)
@@ -103,20 +106,24 @@ class Trainee:
     def _hidden_shape(self, batch: LocalBatch) -> tuple[int, int]:
         return batch.num_tokens // self.sharded_tokens, self.config.model.hidden_size
 
-    def shard(self, batch: PackedBatch, step: int) -> LocalBatch:
-        """This rank's share of a microbatch; its dropout key names seed, step and packs, not ranks."""
+    def plan(self, batch: PackedBatch) -> PlannedRow:
+        """What a microbatch asks of this rank, worked out on the host; called from the loader's threads."""
         self._refuse_foreign_ids(batch)
-        text = f"{self.config.training.seed}/{step}"
-        key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-        return shard_batch(
+        share = shard_batch(
             batch,
             self.rows.axis,
             self.layout,
             tp=self.sharded_tokens * self.backend.token_multiple,
-            key=key,
-            device=self.grid.device,
             exchange=self.config.parallel.vision_feature_exchange,
         )
+        return PlannedRow(batch, share)
+
+    def shard(self, row: Row, step: int) -> LocalBatch:
+        """This rank's share of a microbatch on its device; its dropout key names seed, step and packs, not ranks."""
+        planned = row if isinstance(row, PlannedRow) else self.plan(row)
+        text = f"{self.config.training.seed}/{step}"
+        key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        return planned.share.to(self.grid.device, key)
 
     def _refuse_foreign_ids(self, batch: PackedBatch) -> None:
         """An id outside the tables would be looked up on no tp rank and silently become a zero row."""
@@ -129,14 +136,12 @@ class Trainee:
                     "was --data-path built for another --vocab-size?"
                 )
 
-    def train(
-        self, batches: Sequence[PackedBatch], step: int, denominator: float, judge: Judge = finite_only
-    ) -> StepResult:
+    def train(self, rows: Sequence[Row], step: int, denominator: float, judge: Judge = finite_only) -> StepResult:
         """One update from this data-parallel rank's microbatches, if `judge` lets it be; `step` counts from 1.
 
         `judge` is asked once, before anything is changed, with the loss and the gradient norm of the whole step.
         """
-        losses = self._run(batches, step, denominator, training=True)
+        losses = self._run(rows, step, denominator, training=True)
         with self.phase("gradient exchange"):
             self.buckets.finish()
         loss = self._total(losses)
@@ -149,7 +154,8 @@ class Trainee:
         lr = learning_rate(step, self.schedule)
         report = self.optimizer.step(lr, allows, self.phase)
         (verdict,) = verdicts
-        blamed = suspects(batches, losses, verdict.finite, self.grid.world) if verdict.findings else None
+        packs = [(row.batch if isinstance(row, PlannedRow) else row).pack_ids for row in rows]
+        blamed = suspects(packs, losses, verdict.finite, self.grid.world) if verdict.findings else None
         return StepResult(loss, report.grad_norm, lr, verdict, blamed)
 
     def leave_out(self, step: int, judge: Judge) -> StepResult:
@@ -157,27 +163,27 @@ class Trainee:
         return StepResult(math.nan, 0.0, learning_rate(step, self.schedule), judge(math.nan, 0.0))
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[PackedBatch], denominator: float) -> float:
+    def evaluate(self, rows: Sequence[Row], denominator: float) -> float:
         """The loss of a validation batch: the same sum over the same kind of denominator, nothing updated.
 
         Dropout is off: chunks are switched to evaluation and back.
         """
         for chunk in self.chunks:
             chunk.eval()
-        losses = self._run(batches, 0, denominator, training=False)
+        losses = self._run(rows, 0, denominator, training=False)
         for chunk in self.chunks:
             chunk.train()
         return self._total(losses)
 
-    def gradients(self, batches: Sequence[PackedBatch], step: int, denominator: float) -> float:
+    def gradients(self, rows: Sequence[Row], step: int, denominator: float) -> float:
         """Loss and summed gradients without an update: `buckets.grad_shard` is valid until `buckets.zero`."""
-        losses = self._run(batches, step, denominator, training=True)
+        losses = self._run(rows, step, denominator, training=True)
         self.buckets.finish()
         return self._total(losses)
 
-    def _run(self, batches: Sequence[PackedBatch], step: int, denominator: float, training: bool) -> list[torch.Tensor]:
+    def _run(self, rows: Sequence[Row], step: int, denominator: float, training: bool) -> list[torch.Tensor]:
         with self.phase("shard"):
-            local = [self.shard(batch, step) for batch in batches]
+            local = [self.shard(row, step) for row in rows]
         name = training_schedule_name(len(self.chunks)) if training else "forward_only"
         actions = schedule(name, self.grid.pp.rank, self.grid.pp.size, len(local), len(self.chunks))
         chunks: list[ModelChunk] = [partial(_chunk_output, chunk, denominator) for chunk in self.chunks]

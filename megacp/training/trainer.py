@@ -29,7 +29,8 @@ from megacp.training.data_check import require_sound
 from megacp.training.health import Health, StepNumbers, UnwellError, Verdict, damaged_tensors, listed
 from megacp.training.images import image_documents, image_loading, shard_strategies, without_bad_images
 from megacp.training.loss import RankNews, StepAgreement, agree
-from megacp.training.reporting import breakdown, heading, open_log, peak_flops, step_flops
+from megacp.training.reporting import breakdown, heading, open_log, peak_flops, row_flops
+from megacp.training.rows import PlannedRow
 from megacp.training.saving import Saver
 from megacp.training.sources import Sources, first_rows, loader_options
 from megacp.training.state import Progress, Resumed, Start, load, saved_boxes, starting_point
@@ -115,7 +116,7 @@ class Trainer:
         training, checkpoint = self.config.training, self.config.checkpoint
         options, consumed = loader_options(self.config, self.rows.packs), self.progress.consumed_samples
         self.pace = Pace()
-        with PackedLoader(self.sources.train, options, self.rows.place, consumed, self.images) as loader:
+        with PackedLoader(self.sources.train, options, self.rows.place, consumed, self.images, self._plan) as loader:
             while self.progress.step < training.train_iters:
                 if wish := self._train_step(loader):
                     self._end_trace()
@@ -153,7 +154,12 @@ class Trainer:
         self.log.fail(self.progress.step, f"{reason}. Nothing was saved after it; {way}")
         return FAILED
 
-    def _train_step(self, loader: PackedLoader) -> int:
+    def _plan(self, batch: PackedBatch) -> PlannedRow:
+        """What the loader's threads make of a microbatch ahead of its step."""
+        row = self.trainee.plan(batch)
+        return dataclasses.replace(row, flops=row_flops(row, self.config)) if self.leads_replica else row
+
+    def _train_step(self, loader: PackedLoader[PlannedRow]) -> int:
         """One step, and 0; when some rank wishes to stop, the wish, before anything of the step was done."""
         step, interval = self.progress.step + 1, self.config.log.timing_log_interval
         self.timers.detailed = interval > 0 and step % interval == 0
@@ -164,15 +170,19 @@ class Trainer:
                 read = loader.next_step()
                 documents = image_documents(read) if self.counts_images else 0
                 batches, left_out = self._sound(read, step)
+            with self.timers.phase("plan"):
+                planned = loader.prepared()
+                pairs = zip(planned, batches, strict=True)  # a batch that lost a document has another mask
+                rows = [row if row.batch is batch else self._plan(batch) for row, batch in pairs]
             with self.timers.phase("agreement"):
-                agreed = agree(batches, self.grid, self._news(batches, documents), replica=self.rows.place.index)
+                agreed = agree(batches, self.grid, self._news(rows, documents), replica=self.rows.place.index)
             self.saver.settle(agreed.news.saving, self.log.say)
             if agreed.news.stop:
                 return agreed.news.stop
             if self.watch:
                 self.watch.running = step - self.first_step in WATCHED_STEPS
             seen = StepNumbers(step, 0.0, 0.0, agreed.weight, agreed.news.image_documents, left_out)
-            result = self._update(batches, agreed.denominator, seen)
+            result = self._update(rows, agreed.denominator, seen)
         self.progress = dataclasses.replace(self.progress, step=step, consumed_samples=loader.consumed_samples)
         taken = self.timers.take()
         self._report(result, agreed, taken["step"])
@@ -187,17 +197,17 @@ class Trainer:
             trim_heap()
         return 0
 
-    def _news(self, batches: list[PackedBatch], documents: int) -> RankNews:
+    def _news(self, rows: list[PlannedRow], documents: int) -> RankNews:
         return RankNews(
             self.stop.wish,
-            step_flops(batches, self.config) if self.leads_replica else 0.0,
+            sum(row.flops for row in rows),
             peak_bytes(self.grid.device.type),
             self.timers.seconds("data"),
             self.saver.news,
             documents,
         )
 
-    def _update(self, batches: list[PackedBatch], denominator: float, seen: StepNumbers) -> StepResult:
+    def _update(self, rows: list[PlannedRow], denominator: float, seen: StepNumbers) -> StepResult:
         """Forward, backward and, if the step's numbers are well, the update."""
 
         def judge(loss: float, grad_norm: float) -> Verdict:
@@ -205,7 +215,7 @@ class Trainer:
 
         if seen.weight == 0.0:
             return self.trainee.leave_out(seen.step, judge)
-        return self.trainee.train(batches, seen.step, denominator, judge)
+        return self.trainee.train(rows, seen.step, denominator, judge)
 
     def _sound(self, batches: list[PackedBatch], step: int) -> tuple[list[PackedBatch], int]:
         """What was read, less the documents whose images some rank could not decode, and how many those are.

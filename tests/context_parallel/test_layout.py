@@ -41,7 +41,7 @@ def plain(*lengths: int) -> Metadata:
 
 def all_shards(batch: PackedBatch, name: str, cp: int, tp: int) -> list[LocalBatch]:
     layout = select_layout(name)
-    return [shard_batch(batch, cp_axis(cp, rank), layout, tp=tp, key=5) for rank in range(cp)]
+    return [shard_batch(batch, cp_axis(cp, rank), layout, tp=tp).to(torch.device("cpu"), key=5) for rank in range(cp)]
 
 
 @settings(max_examples=100, deadline=None)

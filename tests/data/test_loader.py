@@ -147,6 +147,27 @@ def test_an_error_while_reading_ahead_surfaces_in_its_own_step() -> None:
         assert loader.consumed_samples == 4
 
 
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_what_is_prepared_belongs_to_its_batches_and_its_errors_to_their_step(prefetch: int) -> None:
+    """Would catch plans of another step, an error that comes steps too early, and a look-ahead without an end."""
+    wrong, prepared = int(samples(4, 1, 10, seed=0)[0]), []
+
+    def prepare(batch: PackedBatch) -> tuple[int, ...]:
+        prepared.append(batch)
+        if wrong in batch.pack_ids:
+            raise ValueError(f"pack {wrong} has no plan")
+        return batch.pack_ids
+
+    with PackedLoader(Packs(10), LoaderOptions(1, 2, prefetch=prefetch), prepare=prepare) as loader:
+        for step in range(2):
+            batches = loader.next_step()
+            assert loader.prepared() == [batch.pack_ids for batch in batches]
+            assert len(prepared) <= 2 * (step + 1 + prefetch)
+        loader.next_step()
+        with pytest.raises(ValueError, match=f"pack {wrong} has no plan"):
+            loader.prepared()
+
+
 def test_close_ends_the_threads_and_can_be_repeated() -> None:
     loader = PackedLoader(Packs(10), LoaderOptions(1, 2, prefetch=3, num_threads=2))
     loader.next_step()

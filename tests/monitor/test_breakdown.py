@@ -17,7 +17,7 @@ from megacp.monitor.trace import Trace
 from tests.ranks import run_ranks
 from tests.training.runs import TINY, grid_flags, train_on_rank
 
-PHASES = {"step", "data", "agreement", "shard", "forward", "backward", "gradient exchange", "norm", "optimizer"}
+PHASES = {"step", "data", "plan", "agreement", "shard", "forward", "backward", "gradient exchange", "norm", "optimizer"}
 
 
 def ranges(path: Path) -> Counter[str]:

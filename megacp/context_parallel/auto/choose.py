@@ -22,7 +22,7 @@ from megacp.context_parallel.auto.counts import rank_work
 from megacp.context_parallel.auto.predict import Candidate, Machine, Predictor, Seconds, candidates, choose, link_names
 from megacp.context_parallel.layout import select_layout
 from megacp.context_parallel.plan import AttentionPlan
-from megacp.context_parallel.shard import mask_metadata
+from megacp.context_parallel.shard import padded_row
 from megacp.context_parallel.sizes import attention_sizes
 from megacp.distributed.collectives import gather_objects
 from megacp.distributed.grid import ProcessGrid
@@ -132,8 +132,8 @@ def predict(
     for name in dict.fromkeys(way.layout for way in ways):
         layout, of_layout = select_layout(name), [way for way in ways if way.layout == name]
         for row in rows:
-            padded = mask_metadata(row.with_padding_to(layout.padded_length(mask_metadata(row), cp.size, tp)))
-            plan = AttentionPlan(layout.deal(padded, cp.size), padded, cp.rank)
+            _, metadata = padded_row(row, layout, cp.size, tp)
+            plan = AttentionPlan(layout.deal(metadata, cp.size), metadata, cp.rank)
             predictor = Predictor(machine, sizes, gather_objects(rank_work(plan, sizes, kernel, of_layout), cp))
             for way in of_layout:
                 found[way].append(predictor.seconds(way))
