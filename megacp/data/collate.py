@@ -12,15 +12,15 @@ place before it.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megacp.batch import PADDING, PackedBatch
+from megacp.data.images import ImageLoading, with_images
 from megacp.data.packed.reader import Pack
-from megacp.data.row_images import ImageCountError, RowUnits, row_units, spans, vision_inputs
+from megacp.data.row_images import row_units
 
 ATTENTION_MASKS = ("packed", "causal")
 
@@ -40,15 +40,20 @@ class _Runs:
     branch: np.ndarray
 
 
-def collate(packs: Sequence[Pack], attention_mask: str = "packed", image_attention: str = "example") -> PackedBatch:
+def collate(
+    packs: Sequence[Pack],
+    attention_mask: str = "packed",
+    image_attention: str = "example",
+    loading: ImageLoading | None = None,
+) -> PackedBatch:
     """One microbatch from its packs (at least one), concatenated; T is the sum of their padded lengths.
 
     attention_mask "packed": each segment is a document, numbered over all packs; labels and positions stay inside it.
     "causal": each pack is one document; labels and positions run on over its segments, and over padding inside it as
     if that were not there. Padding has document -1, weight 0, and positions 0, 1, ... in each gap.
-    image_attention: see `row_images.spans`. Images come without their pixels (see `images`).
+    image_attention: see `row_images.spans`. loading: what this rank decodes of the images; None decodes nothing.
     ValueError: an unknown mask; "causal" for a pack with branches (one answer would see the others); image-patch tokens
-    that are not as many as image features.
+    that are not as many as image features; a bad image, where the policy of `loading` is `fail`.
     """
     if attention_mask not in ATTENTION_MASKS:
         raise ValueError(f"--attention-mask is {attention_mask!r}, allowed are {', '.join(ATTENTION_MASKS)}")
@@ -71,35 +76,12 @@ def collate(packs: Sequence[Pack], attention_mask: str = "packed", image_attenti
         runs = _Runs(true, begin, before - before[first_of_pack][pack_of], pack_of, np.zeros(len(true), np.int64))
         last = np.cumsum(np.bincount(pack_of, weights=true).astype(np.int64)) - 1
     batch = _fill(packs, runs, last, _padding_positions(true, padded))
-    units = units_of_packs(packs)
-    return batch if units is None else _with_images(batch, packs, units, image_attention)
-
-
-def units_of_packs(packs: Sequence[Pack]) -> RowUnits | None:
-    """The images of a row of these packs; None for a dataset without images."""
     images = [pack.images for pack in packs if pack.images is not None]
     if not images:
-        return None
+        return batch
     assert len(images) == len(packs), "packs with and without images come from one dataset"
-    padded = np.concatenate([pack.segments["padded_length"] for pack in packs]).astype(np.int64)
-    return row_units(images, [len(pack.segments) for pack in packs], np.cumsum(padded) - padded)
-
-
-def records_of_packs(packs: Sequence[Pack]) -> list[str]:
-    """Where each segment of a row comes from, as words for an error."""
-    return [pack.record(segment) for pack in packs for segment in range(len(pack.segments))]
-
-
-def _with_images(batch: PackedBatch, packs: Sequence[Pack], units: RowUnits, image_attention: str) -> PackedBatch:
-    """Add spans and what is known of the images without decoding them."""
-    assert packs[0].images is not None
-    try:
-        vision = vision_inputs(units, batch.tokens, packs[0].images.image_patch)
-    except ImageCountError as error:
-        where = records_of_packs(packs)[error.segment]
-        raise ValueError(f"{where}, document {error.segment} of its row: {error}") from error
-    span = spans(units, len(batch), image_attention)
-    return dataclasses.replace(batch, span=span, vision=vision)
+    units = row_units(images, [len(pack.segments) for pack in packs], begin)
+    return with_images(batch, packs, units, image_attention, loading)
 
 
 def _document_runs(packs: Sequence[Pack], segments: np.ndarray, begin: np.ndarray) -> _Runs:

@@ -18,12 +18,11 @@ from typing import Protocol
 
 import numpy as np
 
-from megacp.batch import PackedBatch
-from megacp.data.collate import records_of_packs, units_of_packs
+from megacp.batch import PackedBatch, VisionInputs
 from megacp.data.media.pixels import ImageError
 from megacp.data.media.shards import ImageShards, VisionCost, image_costs, image_shards, longest_first
 from megacp.data.packed.reader import Pack
-from megacp.data.row_images import PackImages, RowUnits
+from megacp.data.row_images import ImageCountError, PackImages, RowUnits, spans, vision_inputs
 
 BAD_IMAGE_POLICIES = ("fail", "skip")
 """Values of `--on-bad-image`."""
@@ -80,14 +79,33 @@ class ImageLoading:
             raise ValueError("; ".join(reasons))
 
 
-def load_images(batch: PackedBatch, packs: Sequence[Pack], loading: ImageLoading) -> PackedBatch:
-    """The collated row of `packs` with its boundary table for `cp_size` ranks and the pixels that this rank encodes.
+def with_images(
+    batch: PackedBatch, packs: Sequence[Pack], units: RowUnits, image_attention: str, loading: ImageLoading | None
+) -> PackedBatch:
+    """The row of `packs` with the spans and bounds of its images `units`, and the pixels that `loading` asks for.
 
-    ValueError names the record of a bad image when the policy is `fail`.
+    ValueError names the record whose image-patch tokens are not as many as its features, and that of a bad image when
+    the policy is `fail`.
     """
-    vision, units = batch.vision, units_of_packs(packs)
-    if vision is None or units is None:
-        return batch
+    assert packs[0].images is not None
+    try:
+        vision = vision_inputs(units, batch.tokens, packs[0].images.image_patch)
+    except ImageCountError as error:
+        raise ValueError(f"{_record(packs, error.segment)}, document {error.segment} of its row: {error}") from error
+    if loading is not None:
+        vision = _with_pixels(vision, batch.document, packs, units, loading)
+    return dataclasses.replace(batch, span=spans(units, len(batch), image_attention), vision=vision)
+
+
+def _record(packs: Sequence[Pack], segment: int) -> str:
+    """Where a segment of the row comes from, as words for an error."""
+    return [pack.record(number) for pack in packs for number in range(len(pack.segments))][segment]
+
+
+def _with_pixels(
+    vision: VisionInputs, document: np.ndarray, packs: Sequence[Pack], units: RowUnits, loading: ImageLoading
+) -> VisionInputs:
+    """The images of a row with their boundary table for `cp_size` ranks and the pixels that this rank encodes."""
     images = [pack.images for pack in packs if pack.images is not None]
     shards = _shards(images, units, loading)
     mine = shards.units(units.cum_images, loading.cp_rank) if loading.decodes else np.zeros(0, np.int64)
@@ -104,26 +122,23 @@ def load_images(batch: PackedBatch, packs: Sequence[Pack], loading: ImageLoading
             found.update(zip(item, _split(pixels, sizes), strict=True))
         except ImageError as error:
             what = "video" if is_video else "image"
-            reason = f"{records_of_packs(packs)[int(units.segment[first])]}: {what} {units.item[first]}: {error}"
+            reason = f"{_record(packs, int(units.segment[first]))}: {what} {units.item[first]}: {error}"
             if loading.on_bad_image == "fail":
                 raise ValueError(f"{reason} (--on-bad-image skip leaves such documents out)") from None
-            bad.setdefault(int(batch.document[units.first[first]]), reason)
+            bad.setdefault(int(document[units.first[first]]), reason)
             found.update(
                 (unit, _blank(size, loading.decoder.patch_shape)) for unit, size in zip(item, sizes, strict=True)
             )
     patches, pooling = joined([found[unit] for unit in mine.tolist()], loading.decoder.patch_shape)
     return dataclasses.replace(
-        batch,
-        vision=dataclasses.replace(
-            vision,
-            boundaries=shards.boundaries,
-            strategy=shards.strategy,
-            first_image=int(shards.boundaries["start_image_idx"][loading.cp_rank]) if len(mine) else 0,
-            unit_order=shards.order,
-            patches=patches,
-            pooling=pooling,
-            bad_documents=tuple(sorted(bad.items())),
-        ),
+        vision,
+        boundaries=shards.boundaries,
+        strategy=shards.strategy,
+        first_image=int(shards.boundaries["start_image_idx"][loading.cp_rank]) if len(mine) else 0,
+        unit_order=shards.order,
+        patches=patches,
+        pooling=pooling,
+        bad_documents=tuple(sorted(bad.items())),
     )
 
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from megacp.batch import PackedBatch
 from megacp.data.collate import ATTENTION_MASKS, collate
-from megacp.data.images import ImageLoading, load_images
+from megacp.data.images import ImageLoading
 from megacp.data.order import samples
 from megacp.data.packed.reader import Pack
 from megacp.data.row_images import IMAGE_ATTENTIONS
@@ -119,9 +119,7 @@ def _batch(
     source: PackSource, numbers: Sequence[int], options: LoaderOptions, images: ImageLoading | None
 ) -> PackedBatch:
     packs = [source.pack(i) for i in numbers]
-    batch = collate(packs, options.attention_mask, options.image_attention)
-    if images is not None:
-        batch = load_images(batch, packs, images)
+    batch = collate(packs, options.attention_mask, options.image_attention, images)
     return batch.with_padding_to(options.pad_to_multiple)
 
 

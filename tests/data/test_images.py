@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megacp.batch import PackedBatch
 from megacp.data.collate import collate
-from megacp.data.images import STRATEGIES, ImageLoading, Pixels, load_images
+from megacp.data.images import STRATEGIES, ImageLoading, Pixels
 from megacp.data.loader import DataRank, LoaderOptions, PackedLoader
 from megacp.data.media.pixels import ImageError
 from megacp.data.packed.reader import Pack
@@ -47,9 +47,8 @@ class BrokenDecoder(MockDecoder):
 
 
 def rows_of_ranks(packs: list[Pack], ranks: int, strategy: str = "stored") -> list[PackedBatch]:
-    batch = collate(packs)
     loading = ImageLoading(MockDecoder(IMAGES), 0, ranks, strategy=strategy)
-    return [load_images(batch, packs, dataclasses.replace(loading, cp_rank=rank)) for rank in range(ranks)]
+    return [collate(packs, loading=dataclasses.replace(loading, cp_rank=rank)) for rank in range(ranks)]
 
 
 def spans_by_hand(packs: list[Pack], attention: str) -> tuple[list[int], list[int], list[int], list[int]]:
@@ -138,17 +137,16 @@ def test_all_ranks_together_hold_each_image_once_under_every_strategy(first: int
 
 def test_a_rank_decodes_its_images_and_no_others_and_other_stages_none() -> None:
     packs = [mock_pack(3, RULES)]
-    batch = collate(packs)
     assert packs[0].images is not None
     items = {int(item) for item in packs[0].images.units["item"]}
     assert len(items) > 2
     asked = []
     for rank in range(4):
         decoder = BrokenDecoder()
-        load_images(batch, packs, ImageLoading(decoder, rank, 4))
+        collate(packs, loading=ImageLoading(decoder, rank, 4))
         asked.append({item for _, item in decoder.asked})  # type: ignore[attr-defined]
         idle = BrokenDecoder()
-        empty = load_images(batch, packs, ImageLoading(idle, rank, 4, decodes=False)).vision
+        empty = collate(packs, loading=ImageLoading(idle, rank, 4, decodes=False)).vision
         assert not idle.asked and empty is not None and empty.patches.shape == (0, 6, 5)  # type: ignore[attr-defined]
     assert set().union(*asked) == items and all(len(one) < len(items) for one in asked)
 
@@ -156,10 +154,9 @@ def test_a_rank_decodes_its_images_and_no_others_and_other_stages_none() -> None
 def test_a_video_is_read_once_by_each_rank_whatever_frames_it_gets() -> None:
     """Would catch frames dealt in turn, each of which decodes all that comes before it."""
     packs = [mock_pack(number, RULES) for number in (0, 7, 13)]  # each has a video of at least four frames
-    batch = collate(packs)
     for rank in range(2):
         decoder = BrokenDecoder()
-        vision = load_images(batch, packs, ImageLoading(decoder, rank, 2, strategy="longest_first")).vision
+        vision = collate(packs, loading=ImageLoading(decoder, rank, 2, strategy="longest_first")).vision
         assert vision is not None and vision.unit_order is not None and vision.boundaries is not None
         asked = decoder.asked  # type: ignore[attr-defined]
         assert len(asked) == len(set(asked)) < len(vision.patches)
@@ -170,8 +167,8 @@ def test_a_bad_image_ends_the_run_or_drops_its_document_alone() -> None:
     batch = collate(packs)
     loading = ImageLoading(BrokenDecoder([1]))
     with pytest.raises(ValueError, match=r"pack \d, record of a.jsonl at byte 0: (image|video) 1: half a JPEG"):
-        load_images(batch, packs, loading)
-    left = load_images(batch, packs, dataclasses.replace(loading, on_bad_image="skip"))
+        collate(packs, loading=loading)
+    left = collate(packs, loading=dataclasses.replace(loading, on_bad_image="skip"))
     assert left.vision is not None
     bad = [document for document, _ in left.vision.bad_documents]
     owners = []
@@ -196,7 +193,7 @@ def test_an_image_of_another_size_than_the_dataset_says_is_a_bad_one() -> None:
 
     packs = [mock_pack(3, RULES)]
     with pytest.raises(ValueError, match=r"it decodes to patches \(4, 6, 5\).*built for \(2, 6, 5\)"):
-        load_images(collate(packs), packs, ImageLoading(Larger(IMAGES)))
+        collate(packs, loading=ImageLoading(Larger(IMAGES)))
 
     class Outside(MockDecoder):
         def image(self, data: bytes) -> Pixels:
@@ -204,7 +201,7 @@ def test_an_image_of_another_size_than_the_dataset_says_is_a_bad_one() -> None:
             return patches, np.full_like(pooling, -1)
 
     with pytest.raises(ValueError, match=r"(\d+) of its \1 pooled tokens have no patch inside of the image"):
-        load_images(collate(packs), packs, ImageLoading(Outside(IMAGES)))
+        collate(packs, loading=ImageLoading(Outside(IMAGES)))
 
 
 def test_counts_that_differ_name_the_record_and_both_counts() -> None:

@@ -17,7 +17,7 @@ from megacp.checkpoint.commit import load_checkpoint
 from megacp.commands import convert, generate, preprocess
 from megacp.config.run import RunConfig, flag, flatten, with_values
 from megacp.data.collate import collate
-from megacp.data.images import ImageLoading, load_images
+from megacp.data.images import ImageLoading
 from megacp.data.media.decoding import RulesDecoder
 from megacp.data.packed.reader import PackedDataset
 from megacp.data.tokenize.tokenizer import load_tokenizer
@@ -97,13 +97,13 @@ def test_answers_are_the_likeliest_tokens_of_the_stored_pack_with_these_answers_
     assert [len(answer) for answer in answers] == [LENGTH] * 4
     dataset = PackedDataset(trained / "packed")
     assert len(dataset) == 1
-    batch = collate([dataset.pack(0)])
+    batch = collate([dataset.pack(0)], loading=ImageLoading(RulesDecoder(TINY)))
     text = bytes(np.where(batch.tokens < 256, batch.tokens, 0).astype(np.uint8))
     tokens = batch.tokens.copy()
     begins = [text.index(expected) for expected in (b"abcdef", b"ghijkl", b"mnopqr", b"stuvwx")]
     for begin, answer in zip(begins, answers, strict=True):
         tokens[begin : begin + LENGTH] = answer
-    forced = load_images(dataclasses.replace(batch, tokens=tokens), [dataset.pack(0)], ImageLoading(RulesDecoder(TINY)))
+    forced = dataclasses.replace(batch, tokens=tokens)
     likeliest = generator.logits(forced).argmax(-1).numpy()
     for begin, answer in zip(begins, answers, strict=True):
         assert likeliest[begin - 1 : begin - 1 + LENGTH].tolist() == answer.tolist()

@@ -14,7 +14,7 @@ from megacp.commands import parity
 from megacp.config.run import RunConfig, flag, flatten, with_values
 from megacp.config.yaml_file import to_yaml
 from megacp.data.collate import collate
-from megacp.data.images import ImageLoading, load_images
+from megacp.data.images import ImageLoading
 from megacp.data.loader import PackedLoader
 from megacp.data.media.decoding import RulesDecoder
 from megacp.data.packed.reader import PackedDataset
@@ -81,14 +81,14 @@ def test_a_stored_dataset_is_decoded_by_ranks_as_by_one_process(tmp_path: Path) 
     seen_video = False
     for i in range(len(dataset)):
         packs = [dataset.pack(i)]
-        batch = collate(packs)
-        whole = load_images(batch, packs, ImageLoading(decoder)).vision
+        batch = collate(packs, loading=ImageLoading(decoder))
+        whole = batch.vision
         assert whole is not None
         if not whole.num_images:
             continue
         assert whole.strategy == "stored"
         for ranks in (2, 3):
-            parts = [load_images(batch, packs, ImageLoading(decoder, r, ranks)).vision for r in range(ranks)]
+            parts = [collate(packs, loading=ImageLoading(decoder, r, ranks)).vision for r in range(ranks)]
             assert all(part is not None for part in parts)
             patches = np.concatenate([part.patches for part in parts if part is not None])
             assert np.array_equal(patches, whole.patches)

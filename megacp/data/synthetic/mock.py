@@ -18,7 +18,7 @@ import numpy as np
 
 from megacp.batch import PackedBatch
 from megacp.data.collate import collate
-from megacp.data.images import ImageLoading, load_images
+from megacp.data.images import ImageLoading
 from megacp.data.packed.reader import Pack
 from megacp.data.packed.tables import BRANCH_DTYPE, SEGMENT_DTYPE
 from megacp.data.synthetic.images import MockImages, with_mock_images
@@ -164,8 +164,7 @@ def mock_batch(numbers: Sequence[int], rules: MockRules, loading: ImageLoading |
     """
     packs = [mock_pack(i, rules) for i in numbers]
     if rules.images is not None and rules.has_images:
-        batch = collate(packs, image_attention=rules.images.attention)
-        return batch if loading is None else load_images(batch, packs, loading)
+        return collate(packs, image_attention=rules.images.attention, loading=loading)
     batch = collate(packs)
     if rules.mask not in ("image", "mixed"):
         return batch
