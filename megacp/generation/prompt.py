@@ -17,14 +17,17 @@ import numpy as np
 
 from megacp.batch import PackedBatch
 from megacp.data.build.document import DocumentMaker
+from megacp.data.collate import collate
 from megacp.data.images import Pixels, joined
 from megacp.data.media.decoding import RulesDecoder
 from megacp.data.media.geometry import ImageRules
 from megacp.data.media.reader import MediaReader, Part
+from megacp.data.packed.reader import Pack
+from megacp.data.packed.tables import BRANCH_DTYPE, SEGMENT_DTYPE, UNIT_DTYPE
 from megacp.data.packed.writer import SegmentUnit
 from megacp.data.records.record_keys import FOR_PROMPTS
 from megacp.data.records.sample import Media, Piece, RecordError, parse_record
-from megacp.data.row_images import RowUnits, spans, vision_inputs
+from megacp.data.row_images import PackImages
 from megacp.data.tokenize.tokenizer import Tokenizer
 
 _KINDS = {"image": "an image", "video": "a video"}
@@ -178,71 +181,51 @@ def prompt_row(
 
     Each prompt is a document, each question with its answer a branch of it.
     """
-    row = _Row()
+    with_images = any(prompt.encoded for prompt in prompts)
+    image_patch = token_ids["image_patch"] if token_ids is not None and with_images else None
+    packs, last, length = [], [], 0
     for number, (prompt, given) in enumerate(zip(prompts, answers, strict=True)):
-        row.begin.append(row.length)
-        first = len(prompt.prefix.tokens)
-        row.add(number, 0, 0, prompt.prefix, () if prompt.branches else given[0])
-        end_of_prefix = row.length - 1
-        if not prompt.branches:
-            row.last.append(end_of_prefix)
-        for branch, (part, answer) in enumerate(zip(prompt.branches, given if prompt.branches else (), strict=True), 1):
-            row.add(number, branch, first, part, answer)
-            row.last.append(row.length - 1 if len(part.tokens) + len(answer) else end_of_prefix)
-    return PromptRow(row.batch(image_attention, token_ids or {}), np.array(row.last, np.int64))
+        parts = [prompt.prefix.tokens, *(branch.tokens for branch in prompt.branches)]
+        first = 1 if prompt.branches else 0  # the first part that an answer follows
+        for i, answer in enumerate(given, first):
+            parts[i] = np.concatenate((parts[i], np.array(answer, np.int64)))
+        stops = np.cumsum([len(part) for part in parts])  # [parts] within the document
+        # an answer to nothing but the beginning goes on after the beginning
+        last += [length + int(stops[i] if len(parts[i]) else stops[0]) - 1 for i in range(first, len(parts))]
+        packs.append(_pack(number, prompt, parts, image_patch))
+        length += int(stops[-1])
+    return PromptRow(collate(packs, image_attention=image_attention), np.array(last, np.int64))
 
 
-class _Row:
-    """A row while it is put together."""
+def _pack(number: int, prompt: Prompt, parts: Sequence[np.ndarray], image_patch: int | None) -> Pack:
+    """A prompt as a pack of one document: its beginning, then each of its questions, with their answers so far."""
+    stops = np.cumsum([len(part) for part in parts])
+    starts = stops - [len(part) for part in parts]
+    pairs = zip(starts[1:].tolist(), parts[1:], strict=True)
+    branches = np.array([(start, len(part)) for start, part in pairs if len(part)], BRANCH_DTYPE)
+    segment = np.zeros(1, SEGMENT_DTYPE)
+    segment["true_length"] = segment["padded_length"] = stops[-1]
+    segment["prefix_length"], segment["num_branches"] = len(parts[0]), len(branches)
+    images = None if image_patch is None else _images(prompt, starts, image_patch)
+    tokens = np.concatenate(parts)
+    return Pack(number, tokens, None, segment, branches if len(branches) else None, images)
 
-    def __init__(self) -> None:
-        self.length = 0
-        self.begin: list[int] = []
-        self.last: list[int] = []
-        self._columns: dict[str, list[np.ndarray]] = {k: [] for k in ("tokens", "positions", "document", "branch")}
-        self._units: list[tuple[int, int, SegmentUnit]] = []  # document, first token in the row, unit
 
-    def add(self, document: int, branch: int, position: int, part: PromptPart, answer: Sequence[int]) -> None:
-        tokens = np.concatenate((part.tokens, np.array(answer, np.int64)))
-        self._units += [(document, self.length + unit.start, unit) for unit in part.units]
-        self._columns["tokens"].append(tokens)
-        self._columns["positions"].append(position + np.arange(len(tokens)))
-        self._columns["document"].append(np.full(len(tokens), document, np.int32))
-        self._columns["branch"].append(np.full(len(tokens), branch, np.int32))
-        self.length += len(tokens)
-
-    def batch(self, image_attention: str, token_ids: Mapping[str, int]) -> PackedBatch:
-        columns = {name: np.concatenate(values) for name, values in self._columns.items()}
-        tokens, zeros = columns["tokens"], np.zeros(self.length, np.int64)
-        batch = PackedBatch(
-            tokens=tokens,
-            labels=zeros,
-            loss_weights=zeros.astype(np.float32),
-            position_ids=columns["positions"].astype(np.int64),
-            document=columns["document"],
-            branch=columns["branch"],
-            span=zeros.astype(np.int32),
-            pack_ids=(),
-        )
-        if not self._units:
-            return batch
-        units = self._row_units()
-        vision = vision_inputs(units, tokens, token_ids["image_patch"])
-        return dataclasses.replace(batch, span=spans(units, self.length, image_attention), vision=vision)
-
-    def _row_units(self) -> RowUnits:
-        def column(values: list[int]) -> np.ndarray:
-            return np.array(values, np.int64)
-
-        units = [unit for _, _, unit in self._units]
-        return RowUnits(
-            begin=column(self.begin),
-            pack=np.zeros(len(units), np.int64),
-            segment=column([document for document, _, _ in self._units]),
-            first=column([first for _, first, _ in self._units]),
-            num_tokens=column([unit.num_tokens for unit in units]),
-            item=column([unit.item for unit in units]),
-            frame=column([unit.frame for unit in units]),
-            cum_images=np.cumsum(column([unit.num_crops for unit in units])),
-            cum_pooled=np.cumsum(column([unit.num_pooled for unit in units])),
-        )
+def _images(prompt: Prompt, starts: np.ndarray, image_patch: int) -> PackImages:
+    """The units of all parts of a prompt, where part i begins at `starts[i]` of its document."""
+    found = [
+        (int(start) + unit.start, unit)
+        for start, part in zip(starts, (prompt.prefix, *prompt.branches), strict=True)
+        for unit in part.units
+    ]
+    units = np.zeros(len(found), UNIT_DTYPE)
+    units["item"] = np.arange(len(found))
+    units["start"] = [start for start, _ in found]
+    for name, values in {
+        "num_tokens": [unit.num_tokens for _, unit in found],
+        "image_stop": np.cumsum([unit.num_crops for _, unit in found]),
+        "pooled_stop": np.cumsum([unit.num_pooled for _, unit in found]),
+        "frame": [unit.frame for _, unit in found],
+    }.items():
+        units[name] = values
+    return PackImages(units, {}, lambda number: prompt.encoded[number][0], image_patch)
