@@ -13,11 +13,15 @@ Rejected: `MockRules`, whose few documents of any size suit a test of exactness 
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 
 from megacp.batch import PackedBatch
+from megacp.data.collate import collate
+from megacp.data.packed.reader import Pack
+from megacp.data.packed.tables import BRANCH_DTYPE, SEGMENT_DTYPE
 
 CROP_TOKENS, FRAME_TOKENS = 144, 81
 MOST_CROPS, MOST_BRANCHES, MOST_VIDEO_BRANCHES = 8, 8, 3
@@ -61,43 +65,27 @@ def _document(rng: np.random.Generator, longest: int) -> list[_Piece]:
 
 
 def mixed_row(tokens: int, seed: int = 0) -> PackedBatch:
-    """A full row of `tokens` tokens, the last document cut at its end; token ids and labels are 0.
-
-    Branches, and documents of text alone, have loss weight 1. Raises ValueError for less than one token.
-    """
+    """A row of `tokens` tokens, all with id 0; its last document is cut at the end. ValueError for less than one."""
     if tokens < 1:
         raise ValueError(f"a row has at least 1 token, got {tokens}")
     rng = np.random.default_rng(seed)
     columns: list[tuple[int, int, int, int]] = []  # tokens, document, branch, span of each piece
-    total, document = 0, 0
+    total, number = 0, 0
     while total < tokens:
         for piece in _document(rng, tokens // 4):
-            columns.append((piece.tokens, document, piece.branch, document + 1 if piece.is_image else 0))
+            columns.append((piece.tokens, number, piece.branch, number + 1 if piece.is_image else 0))
             total += piece.tokens
-        document += 1
-    pieces = np.array(columns)
-    of_token = np.repeat(np.arange(len(pieces)), pieces[:, 0])[:tokens]
-    _, documents, branches, spans = pieces[of_token].T.astype(np.int32)
-    answered = branches > 0
-    has_images = np.bincount(documents, weights=spans) > 0
-    return PackedBatch(
-        tokens=np.zeros(tokens, np.int64),
-        labels=np.zeros(tokens, np.int64),
-        loss_weights=(answered | ~has_images[documents]).astype(np.float32),
-        position_ids=_positions(documents, branches),
-        document=documents,
-        branch=branches,
-        span=spans,
-        pack_ids=(seed,),
-    )
-
-
-def _positions(document: np.ndarray, branch: np.ndarray) -> np.ndarray:
-    """int64 `[T]`: places count from 0 in a document, and in each of its branches from the end of its prefix."""
-    here = np.arange(len(document))
-    opens = np.r_[True, document[1:] != document[:-1]]
-    within = here - np.maximum.accumulate(np.where(opens, here, 0))
-    prefix = np.bincount(document, weights=branch == 0).astype(np.int64)
-    begins = np.r_[True, (document[1:] != document[:-1]) | (branch[1:] != branch[:-1])]
-    in_branch = here - np.maximum.accumulate(np.where(begins, here, 0))
-    return np.where(branch > 0, prefix[document] + in_branch, within)
+        number += 1
+    length, document, branch, span = np.array(columns).T  # [pieces] each
+    length = np.diff(np.minimum(np.cumsum(length), tokens), prepend=0)
+    true = np.bincount(document, length).astype(np.int64)  # [documents]
+    start = np.cumsum(length) - length - (np.cumsum(true) - true)[document]  # of a piece within its document
+    segments = np.zeros(len(true), SEGMENT_DTYPE)
+    segments["true_length"] = segments["padded_length"] = true
+    segments["prefix_length"] = np.bincount(document, length * (branch == 0))
+    answers = (branch > 0) & (length > 0)
+    segments["num_branches"] = np.bincount(document, answers)
+    branches = np.zeros(np.count_nonzero(answers), BRANCH_DTYPE)
+    branches["start"], branches["length"] = start[answers], length[answers]
+    batch = collate([Pack(seed, np.zeros(tokens, np.int64), None, segments, branches if len(branches) else None)])
+    return dataclasses.replace(batch, span=np.repeat(span, length).astype(np.int32))
