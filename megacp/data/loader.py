@@ -52,21 +52,17 @@ class LoaderOptions:
     """Packs of one optimizer step over all data-parallel ranks."""
     seed: int = 0
     """Of the order of samples."""
-    shuffle: bool = True
-    """A new permutation each epoch; false = stored order."""
     attention_mask: str = "packed"
     """packed: documents do not see each other; causal: a pack is one document."""
     image_attention: str = "example"
     """Which image tokens see each other in both directions: see `row_images.spans`."""
-    pad_to_multiple: int = 1
-    """Microbatches are padded at the end to a multiple of it (what the grid needs to cut a row)."""
     prefetch: int = 2
     """Steps made ahead of time; 0 makes each step when it is asked for."""
     num_threads: int = 1
     """Threads that make steps ahead; the order does not depend on it."""
 
     def __post_init__(self) -> None:
-        least = {"micro_batch_size": 1, "global_batch_size": 1, "pad_to_multiple": 1, "prefetch": 0, "num_threads": 1}
+        least = {"micro_batch_size": 1, "global_batch_size": 1, "prefetch": 0, "num_threads": 1}
         reasons = [
             f"{name} is {getattr(self, name)}, it must be at least {minimum}"
             for name, minimum in least.items()
@@ -86,11 +82,6 @@ class DataRank:
 
     index: int = 0
     size: int = 1
-
-
-def weight_sum(batches: Sequence[PackedBatch]) -> float:
-    """Sum of the loss weights of a step's microbatches on this rank; summed over the dp ranks, the loss denominator."""
-    return float(sum(batch.weight_sum for batch in batches))
 
 
 def _check(source: PackSource, options: LoaderOptions, place: DataRank) -> None:
@@ -119,8 +110,7 @@ def _batch(
     source: PackSource, numbers: Sequence[int], options: LoaderOptions, images: ImageLoading | None
 ) -> PackedBatch:
     packs = [source.pack(i) for i in numbers]
-    batch = collate(packs, options.attention_mask, options.image_attention, images)
-    return batch.with_padding_to(options.pad_to_multiple)
+    return collate(packs, options.attention_mask, options.image_attention, images)
 
 
 def step_batches(
@@ -130,7 +120,7 @@ def step_batches(
 
     Without `images` no pixels are decoded.
     """
-    chosen = samples(consumed, options.global_batch_size, len(source), options.seed, options.shuffle)
+    chosen = samples(consumed, options.global_batch_size, len(source), options.seed)
     return [_batch(source, numbers, options, images) for numbers in _microbatches(chosen, options, place).tolist()]
 
 
@@ -181,11 +171,6 @@ class PackedLoader(Generic[Prepared]):
     def consumed_samples(self) -> int:
         """Samples in the steps handed out so far, over all ranks: the loader's whole state."""
         return self._consumed
-
-    @property
-    def epoch(self) -> float:
-        """Passes over the dataset so far."""
-        return self._consumed / len(self._source)
 
     def _request_ahead(self) -> None:
         while self._pool is not None and len(self._pending) < self._options.prefetch:

@@ -43,14 +43,12 @@ def permuted(places: np.ndarray, length: int, seed: int, epoch: int) -> np.ndarr
     return result.astype(np.int64)
 
 
-def samples(start: int, count: int, length: int, seed: int, shuffle: bool = True) -> np.ndarray:
+def samples(start: int, count: int, length: int, seed: int) -> np.ndarray:
     """Samples number `start` .. `start + count - 1` of the endless order over `length` samples, int64 [count].
 
-    Epoch e is the places e*length .. (e+1)*length - 1 and holds each sample once; without `shuffle` in stored order.
+    Epoch e is the places e*length .. (e+1)*length - 1 and holds each sample once.
     """
     epochs, places = np.divmod(np.arange(start, start + count, dtype=np.int64), length)
-    if not shuffle:
-        return places
     result = np.empty(count, np.int64)
     for epoch in np.unique(epochs).tolist():
         here = epochs == epoch

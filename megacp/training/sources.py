@@ -188,11 +188,14 @@ def loader_options(config: RunConfig, packs: int) -> LoaderOptions:
     )
 
 
-def first_rows(config: RunConfig, sources: Sources, count: int = 4) -> list[PackedBatch]:
-    """The first `count` rows of a run's order from its very beginning, of `--micro-batch-size` packs each.
+_FIRST_ROWS = 4
+
+
+def first_rows(config: RunConfig, sources: Sources) -> list[PackedBatch]:
+    """The first rows of a run's order from its very beginning, of `--micro-batch-size` packs each.
 
     The same on every rank of every grid, also when a run is resumed.
     """
     packs = config.training.micro_batch_size
-    options = dataclasses.replace(loader_options(config, packs), global_batch_size=count * packs)
+    options = dataclasses.replace(loader_options(config, packs), global_batch_size=_FIRST_ROWS * packs)
     return step_batches(sources.train, options, DataRank(), consumed=0)
