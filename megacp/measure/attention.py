@@ -31,7 +31,7 @@ from megacp.distributed.p2p import start_shift
 from megacp.measure.layouts import GROUPS, HEADS, WIDTH
 from megacp.models.build import grid_shape
 from megacp.ops.mask import allowed
-from megacp.training.step import Trainee
+from megacp.training.step import ParallelModel
 
 SCALE = WIDTH**-0.5
 
@@ -107,13 +107,13 @@ def activation_peak(rank: int, world_size: int, config: RunConfig, batch: Packed
 
     Every allocation of the process counts, those inside kernels too: torch's profiler hears of them.
     """
-    trainee = Trainee(config, build_grid(grid_shape(config, world_size), rank))
-    trainee.gradients([batch], 1, 1.0)  # the first step makes tables and index tensors, and warms up
-    trainee.buckets.zero()
+    model = ParallelModel(config, build_grid(grid_shape(config, world_size), rank))
+    model.gradients([batch], 1, 1.0)  # the first step makes tables and index tensors, and warms up
+    model.buckets.zero()
     gc.collect()  # what earlier calls left in cycles would be freed inside, and taken off the peak
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True, acc_events=False) as profile:
-        trainee.gradients([batch], 1, 1.0)
+        model.gradients([batch], 1, 1.0)
     events = profile.profiler.kineto_results.events()
     changes = [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns()) if event.name() == "[memory]"]
     return int(np.cumsum(changes).max())

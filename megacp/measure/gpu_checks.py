@@ -28,7 +28,7 @@ from megacp.ops.kernels import kernel_name
 from megacp.ops.mask import allowed
 from megacp.ops.tile_kernels import dense_attention
 from megacp.tensor_parallel.linear import add_weight_gradient
-from megacp.training.step import Trainee
+from megacp.training.step import ParallelModel
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,12 @@ class CheckSizes:
 
 def losses(config: RunConfig, grid: Any, mask: str) -> list[float]:
     """Losses of three steps on rows that are the same on every grid."""
-    trainee = Trainee(config, grid)
+    model = ParallelModel(config, grid)
     rules = MockRules(config.model.vocab_size, config.data.seq_length, mask=mask, ragged=True)
     found = []
     for step in (1, 2, 3):
         batch = mock_batch([step], rules)
-        found.append(trainee.train([batch], step, batch.weight_sum).loss)
+        found.append(model.train([batch], step, batch.weight_sum).loss)
     return found
 
 

@@ -34,7 +34,7 @@ from megacp.ops.kernel import empty_partial
 from megacp.ops.kernels import kernel_name, select_kernel
 from megacp.ops.mask import allowed
 from megacp.planner.costs import model_flops, model_parameters
-from megacp.training.step import Trainee
+from megacp.training.step import ParallelModel
 
 BILLION = {
     "num_layers": 16,
@@ -82,10 +82,10 @@ def training_speed(device: str, tokens: int, recompute: str, layers: str, settin
     problems = backend_problems(config, torch.device(device).type)
     if problems:
         return Figure(name, {}, "; ".join(problems))
-    trainee = Trainee(config, build_grid(GridShape(), 0, device))
+    model = ParallelModel(config, build_grid(GridShape(), 0, device))
     batch = mock_batch([0], MockRules(config.model.vocab_size, tokens, mask="causal"))
     steps = iter(range(1, 100))
-    seconds = seconds_of(lambda: trainee.train([batch], next(steps), batch.weight_sum), device)
+    seconds = seconds_of(lambda: model.train([batch], next(steps), batch.weight_sum), device)
     area = int(mask_metadata(batch).cost.sum())
     flops = model_flops(config.model, int((batch.document >= 0).sum()), area).training
     on_gpu = torch.device(device).type == "cuda"

@@ -1,8 +1,8 @@
 """Does a grid train like one process? Runs both on the same random packs and compares every gradient and parameter.
 
-Key property: the grid runs the very `Trainee` of a training run, one process runs it with a dense explicit mask, and
-each rank's shares are held against the full tensors by global name, copies included; an element that no rank holds
-counts as wrong. Rejected: comparing losses, which look right under half of all gradient mistakes.
+Key property: the grid runs the `ParallelModel` of a training run; one process runs it with a dense explicit mask. Each
+rank's shares are held against the full tensors by global name, copies included; an element that no rank holds counts
+as wrong. Rejected: comparing losses, which look right under half of all gradient mistakes.
 
 Differences are relative: largest error of a tensor over its largest value (of a tensor below a thousandth of the
 model's largest: over that thousandth, since its noise comes from the large ones).
@@ -33,7 +33,7 @@ from megacp.training.images import image_loading
 from megacp.training.loss import agree
 from megacp.training.rows import Rows
 from megacp.training.sources import Sources, loader_options, open_sources
-from megacp.training.step import Trainee
+from megacp.training.step import ParallelModel
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 0.25}
 """Largest relative difference that is rounding.
@@ -129,19 +129,19 @@ def train_rank(
     `strategy`: the first way to try of dealing images to ranks, see `ImageLoading`.
     """
     grid = build_grid(grid_shape(config, world_size), rank)
-    trainee = Trainee(config, grid)
+    model = ParallelModel(config, grid)
     packs = open_sources(config)[1] if rules is None else rules
     decoder = packs.decoder if isinstance(packs, Sources) else mock_decoder(packs)
-    loading = image_loading(config, grid, trainee.rows, decoder, strategy)
+    loading = image_loading(config, grid, model.rows, decoder, strategy)
     traces = []
     for step in range(1, steps + 1):
-        batches = microbatches(config, packs, step, trainee.rows, loading)
-        agreed = agree(batches, grid, replica=trainee.rows.place.index)
-        loss = trainee.gradients(batches, step, agreed.denominator)
-        shards = [trainee.buckets.grad_shard(i) for i in range(len(trainee.buckets.buckets))]
-        gradients = _boxes(trainee.buckets.shard_slices(shards))
-        report = trainee.optimizer.step(learning_rate(step, trainee.schedule))
-        traces.append(StepTrace(loss, report.grad_norm, gradients, _boxes(trainee.buckets.whole_parameters())))
+        batches = microbatches(config, packs, step, model.rows, loading)
+        agreed = agree(batches, grid, replica=model.rows.place.index)
+        loss = model.gradients(batches, step, agreed.denominator)
+        shards = [model.buckets.grad_shard(i) for i in range(len(model.buckets.buckets))]
+        gradients = _boxes(model.buckets.shard_slices(shards))
+        report = model.optimizer.step(learning_rate(step, model.schedule))
+        traces.append(StepTrace(loss, report.grad_norm, gradients, _boxes(model.buckets.whole_parameters())))
     return traces
 
 

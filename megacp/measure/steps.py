@@ -1,6 +1,6 @@
 """Measuring training steps on mock packs: seconds, memory and bytes sent of one rank, for `make bench`.
 
-Key property: a rank keeps its trainee between calls, so steps of different layouts can take turns on a noisy machine
+Key property: a rank keeps its model between calls, so steps of different layouts can take turns on a noisy machine
 and each layout still warms up once. Rejected: one run after the other, which measures the machine's mood.
 """
 
@@ -30,7 +30,7 @@ from megacp.models.build import grid_shape, stage_layers
 from megacp.monitor.memory import peak_bytes
 from megacp.training.images import image_loading
 from megacp.training.loss import agree
-from megacp.training.step import Trainee
+from megacp.training.step import ParallelModel
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class StepMeasure:
 
 
 class Subject:
-    """A trainee that is measured. The model is built at once."""
+    """A model that is measured; it is built at once."""
 
     def __init__(self, rank: int, world_size: int, config: RunConfig, rules: MockRules) -> None:
         refuse_auto(config, "a measurement")
@@ -62,21 +62,21 @@ class Subject:
         self.world_size = world_size
         self.config, self.rules = config, rules
         self.grid = build_grid(grid_shape(config, world_size), rank)
-        self.trainee = Trainee(config, self.grid)
+        self.model = ParallelModel(config, self.grid)
         decoder = MockDecoder(rules.images) if rules.images is not None else None
-        self.loading = image_loading(config, self.grid, self.trainee.rows, decoder)
+        self.loading = image_loading(config, self.grid, self.model.rows, decoder)
         self.step = 0
 
     def measure(self) -> StepMeasure:
         """Train one more step."""
         self.step += 1
-        batches = microbatches(self.config, self.rules, self.step, self.trainee.rows, self.loading)
+        batches = microbatches(self.config, self.rules, self.step, self.model.rows, self.loading)
         for axis in self.grid.all_axes():
             axis.traffic.clear()
         barrier(self.grid.world)
         begin, cpu_begin = time.perf_counter(), time.process_time()
-        agreed = agree(batches, self.grid, replica=self.trainee.rows.place.index)
-        result = self.trainee.train(batches, self.step, agreed.denominator)
+        agreed = agree(batches, self.grid, replica=self.model.rows.place.index)
+        result = self.model.train(batches, self.step, agreed.denominator)
         barrier(self.grid.world)
         seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
         formula = self._formula(batches)
@@ -85,7 +85,7 @@ class Subject:
 
     def _formula(self, batches: Sequence[PackedBatch]) -> StageTraffic:
         """What this rank should have sent in the step; the plans are made again, out of the measured time."""
-        local = [self.trainee.shard(batch, self.step) for batch in batches]
+        local = [self.model.shard(batch, self.step) for batch in batches]
         plans = [batch.plan for batch in local]
         exchanges = self.config.parallel.cp_comm_type == "kv_exchange"
         place = ContextPlace(
@@ -122,5 +122,5 @@ def _subject(rank: int, world_size: int, config: RunConfig, rules: MockRules) ->
 
 
 def measure_rank(rank: int, world_size: int, config: RunConfig, rules: MockRules) -> StepMeasure:
-    """One step on this rank, of the trainee that an earlier call with the same arguments left behind."""
+    """One step on this rank, of the model that an earlier call with the same arguments left behind."""
     return _subject(rank, world_size, config, rules).measure()

@@ -20,7 +20,7 @@ from megacp.config.run import RunConfig
 from megacp.distributed.grid import Axis
 from megacp.training.health import UnwellError, damaged_tensors
 from megacp.training.state import Progress, begin_save, saved_boxes
-from megacp.training.step import Trainee
+from megacp.training.step import ParallelModel
 
 DONE, WRITING, FAILED = 0, 1, 2
 """What a rank tells the others of its files; of several ranks the highest counts."""
@@ -73,7 +73,7 @@ class Saver:
         if self._pending is not None and of_all != WRITING:
             self._commit(say)
 
-    def save(self, trainee: Trainee, progress: Progress, say: Callable[[str], None], reason: str) -> None:
+    def save(self, model: ParallelModel, progress: Progress, say: Callable[[str], None], reason: str) -> None:
         """Save the state after `progress.step`, in the background with --async-save; waits for an earlier one first."""
         step = progress.step
         if self._config.checkpoint.save is None:
@@ -84,22 +84,22 @@ class Saver:
         if self._step == step:
             say(f"{reason} after step {step}: {self.newest}")
             return
-        updates = trainee.optimizer.updates
+        updates = model.optimizer.updates
         if self._updates == updates:
             say(f"{reason} after step {step}: no update since step {self._step}, whose checkpoint is {self.newest}")
             return
-        self._refuse_damaged(trainee, step)
+        self._refuse_damaged(model, step)
         background = self._config.checkpoint.async_save
-        self._pending = begin_save(trainee, progress, trainee.config, background)  # auto is resolved there
+        self._pending = begin_save(model, progress, model.config, background)  # auto is resolved there
         self._reason, self._pending_updates = reason, updates
         if background:
             say(f"saving step {step} in the background")
         else:
             self._commit(say)
 
-    def _refuse_damaged(self, trainee: Trainee, step: int) -> None:
+    def _refuse_damaged(self, model: ParallelModel, step: int) -> None:
         """UnwellError on all ranks when a weight or a moment of any is not finite."""
-        if damaged := damaged_tensors(saved_boxes(trainee), self._world):
+        if damaged := damaged_tensors(saved_boxes(model), self._world):
             raise UnwellError(f"the weights after step {step} are not finite: {damaged}")
 
     def finish(self, say: Callable[[str], None]) -> None:

@@ -22,7 +22,7 @@ from megacp.checkpoint.pending import Contents, PendingCheckpoint
 from megacp.config.run import RunConfig, flag, flatten
 from megacp.config.yaml_file import to_yaml
 from megacp.distributed.grid import Axis, patient
-from megacp.training.step import Trainee
+from megacp.training.step import ParallelModel
 from megacp.training.stored import misfit, other_function, stored_config
 
 
@@ -88,33 +88,33 @@ def starting_point(config: RunConfig, world: Axis) -> Start:
     return Start(checkpoint.load, checkpoint.finetune)
 
 
-def saved_boxes(trainee: Trainee) -> list[TensorBox]:
+def saved_boxes(model: ParallelModel) -> list[TensorBox]:
     """What this rank writes of the weights and the optimizer's state."""
-    return boxes_to_save(trainee.buckets.parameter_slices(), trainee.optimizer.state_slices())
+    return boxes_to_save(model.buckets.parameter_slices(), model.optimizer.state_slices())
 
 
-def begin_save(trainee: Trainee, progress: Progress, config: RunConfig, background: bool) -> PendingCheckpoint:
+def begin_save(model: ParallelModel, progress: Progress, config: RunConfig, background: bool) -> PendingCheckpoint:
     """Begin a checkpoint of the run below `--save`; `commit` ends it. Collective over all ranks."""
     assert config.checkpoint.save is not None
-    grid = trainee.grid
+    grid = model.grid
     sizes = {name: getattr(grid.shape, name) for name in ("tp", "cp", "dp", "pp")}
-    extra = asdict(progress) | {"updates": trainee.optimizer.updates}
+    extra = asdict(progress) | {"updates": model.optimizer.updates}
     return PendingCheckpoint(
         Path(config.checkpoint.save),
-        saved_boxes(trainee),
+        saved_boxes(model),
         Contents(progress.step, extra, to_yaml(config), sizes),
         patient(grid.world, 60.0 * config.checkpoint.checkpoint_timeout_minutes),
         background=background,
     )
 
 
-def save(trainee: Trainee, progress: Progress, config: RunConfig) -> Path:
+def save(model: ParallelModel, progress: Progress, config: RunConfig) -> Path:
     """Commit a checkpoint of the run below `--save`; returns its directory. Collective over all ranks."""
-    return begin_save(trainee, progress, config, background=False).commit(config.checkpoint.keep_last)
+    return begin_save(model, progress, config, background=False).commit(config.checkpoint.keep_last)
 
 
-def load(trainee: Trainee, progress: Progress, config: RunConfig, start: Start | None = None) -> Resumed:
-    """Fill the trainee from `start` (default: `--load`), saved by any grid. Collective over all ranks.
+def load(model: ParallelModel, progress: Progress, config: RunConfig, start: Start | None = None) -> Resumed:
+    """Fill the model from `start` (default: `--load`), saved by any grid. Collective over all ranks.
 
     `progress` is that of a fresh run. Raises ValueError with all reasons when the checkpoint is of another model, also
     one whose tensors have the same shapes, of other data or another seed: the run would be another one, or repeat some
@@ -123,14 +123,12 @@ def load(trainee: Trainee, progress: Progress, config: RunConfig, start: Start |
     start = start or Start(config.checkpoint.load, config.checkpoint.finetune)
     path = start.path
     assert path is not None
-    return again_when_removed(path, lambda: _load(trainee, progress, config, dataclasses.replace(start, path=path)))
+    return again_when_removed(path, lambda: _load(model, progress, config, dataclasses.replace(start, path=path)))
 
 
-def _load(trainee: Trainee, progress: Progress, config: RunConfig, start: Start) -> Resumed:
+def _load(model: ParallelModel, progress: Progress, config: RunConfig, start: Start) -> Resumed:
     assert start.path is not None
-    loaded = load_checkpoint(
-        start.path, patient(trainee.grid.world, 60.0 * config.checkpoint.checkpoint_timeout_minutes)
-    )
+    loaded = load_checkpoint(start.path, patient(model.grid.world, 60.0 * config.checkpoint.checkpoint_timeout_minutes))
     reasons = [] if start.weights_only else _other_data(loaded, progress, config)
     stored = stored_config(loaded)
     before, now = flatten(stored), flatten(config)
@@ -140,13 +138,13 @@ def _load(trainee: Trainee, progress: Progress, config: RunConfig, start: Start)
     reasons += [misfit(loaded.path, name, before[name], now[name]) for name in function]
     if reasons:
         raise ValueError("\n".join(reasons))
-    trainee.optimizer.clear()
+    model.optimizer.clear()
     if start.weights_only:
-        loaded.read(boxes_to_load(trainee.buckets.whole_parameters(), {}))
-        trainee.optimizer.reset_masters()
+        loaded.read(boxes_to_load(model.buckets.whole_parameters(), {}))
+        model.optimizer.reset_masters()
         return Resumed(progress, loaded.path, _other_meaning(loaded, progress), loaded.rejected)
-    loaded.read(boxes_to_load(trainee.buckets.whole_parameters(), trainee.optimizer.state_slices()))
-    trainee.optimizer.set_updates(_extra(loaded).whole("updates"))
+    loaded.read(boxes_to_load(model.buckets.whole_parameters(), model.optimizer.state_slices()))
+    model.optimizer.set_updates(_extra(loaded).whole("updates"))
     changed = tuple(f"{flag(name)} {now[name]} (was {before[name]})" for name in differing)
     return Resumed(stored_progress(loaded), loaded.path, changed, loaded.rejected)
 

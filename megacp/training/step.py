@@ -72,7 +72,7 @@ def lr_schedule(config: RunConfig) -> LrSchedule:
     )
 
 
-class Trainee:
+class ParallelModel:
     """This rank's share of the model, its gradients and its optimizer, and how to step them."""
 
     def __init__(self, config: RunConfig, grid: ProcessGrid, phase: Phase = unmeasured) -> None:

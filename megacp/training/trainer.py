@@ -34,7 +34,7 @@ from megacp.training.rows import PlannedRow
 from megacp.training.saving import Saver
 from megacp.training.sources import Sources, first_rows, loader_options
 from megacp.training.state import Progress, Resumed, Start, load, saved_boxes, starting_point
-from megacp.training.step import StepResult, Trainee
+from megacp.training.step import ParallelModel, StepResult
 from megacp.training.stopping import FAILED, REASONS, STOPPED, StopSignal
 
 STEPS_BETWEEN_TRIMS = 10
@@ -65,8 +65,8 @@ class Trainer:
         config, self.choice = resolve_auto(config, grid, lambda: first_rows(config, sources))
         self.config, self.grid, self.sources = config, grid, sources
         self.timers = Timers(clock_of(grid.device))
-        self.trainee = Trainee(config, grid, self.timers.phase)
-        backend = self.trainee.backend
+        self.model = ParallelModel(config, grid, self.timers.phase)
+        backend = self.model.backend
         self.watch = Stopwatch(backend.transport, grid.device) if self.choice else None
         backend.transport = self.watch or backend.transport
         self.progress = Progress(
@@ -77,11 +77,11 @@ class Trainer:
             document_start=sources.document_start,
         )
         start = starting_point(config, grid.world)
-        resumed = load(self.trainee, self.progress, config, start) if start.path is not None else None
+        resumed = load(self.model, self.progress, config, start) if start.path is not None else None
         self.saver.distrusted = resumed.rejected if resumed is not None else ()
         if resumed is not None and not start.weights_only:
             self.progress = resumed.progress
-            self.saver.resumed(self.progress.step, self.trainee.optimizer.updates, resumed.path)
+            self.saver.resumed(self.progress.step, self.model.optimizer.updates, resumed.path)
         if resumed is not None:
             self._refuse_damaged(resumed)
         self.health = Health(config.health, self.progress.health)
@@ -91,7 +91,7 @@ class Trainer:
         self.log = open_log(config, grid, self.progress.step)
         for line in self._opening_lines(start, resumed):
             self.log.say(line)
-        self.rows = self.trainee.rows
+        self.rows = self.model.rows
         self.images = image_loading(config, grid, self.rows, sources.decoder)
         self.known_strategies: set[str] = set()
         self.leads_replica = grid.tp.rank == self.rows.axis.rank == grid.pp.rank == 0
@@ -136,7 +136,7 @@ class Trainer:
 
     def _tell_last_steps(self) -> None:
         """A run that ends with skipped steps says so; one that never made an update is no finished run."""
-        if self.trainee.optimizer.updates == 0:
+        if self.model.optimizer.updates == 0:
             raise UnwellError(f"none of {self.progress.step} steps made an update{self._of_skipped()}")
         if skipped := self.health.skipped_in_a_row:
             self.log.note(self.progress.step, f"the last {skipped} steps made no update{self._of_skipped()}")
@@ -156,7 +156,7 @@ class Trainer:
 
     def _plan(self, batch: PackedBatch) -> PlannedRow:
         """What the loader's threads make of a microbatch ahead of its step."""
-        row = self.trainee.plan(batch)
+        row = self.model.plan(batch)
         return dataclasses.replace(row, flops=row_flops(row, self.config)) if self.leads_replica else row
 
     def _train_step(self, loader: PackedLoader[PlannedRow]) -> int:
@@ -214,8 +214,8 @@ class Trainer:
             return self.health.judge(dataclasses.replace(seen, loss=loss, grad_norm=grad_norm))
 
         if seen.weight == 0.0:
-            return self.trainee.leave_out(seen.step, judge)
-        return self.trainee.train(rows, seen.step, denominator, judge)
+            return self.model.leave_out(seen.step, judge)
+        return self.model.train(rows, seen.step, denominator, judge)
 
     def _sound(self, batches: list[PackedBatch], step: int) -> tuple[list[PackedBatch], int]:
         """What was read, less the documents whose images some rank could not decode, and how many those are.
@@ -235,7 +235,7 @@ class Trainer:
     def _report(self, result: StepResult, agreed: StepAgreement, seconds: float) -> None:
         """Log a step; UnwellError when the run ends with it."""
         step, verdict = self.progress.step, result.verdict
-        for line in self.trainee.backend.news():
+        for line in self.model.backend.news():
             self.log.say(line)
         if verdict.findings:
             what = "; ".join(verdict.findings) + ("" if verdict.update else ", all ranks skipped the update")
@@ -279,7 +279,7 @@ class Trainer:
         for read in steps:
             batches, _ = self._sound(read, self.progress.step)
             agreed = agree(batches, self.grid, replica=self.rows.place.index)
-            total += self.trainee.evaluate(batches, agreed.denominator) * agreed.denominator
+            total += self.model.evaluate(batches, agreed.denominator) * agreed.denominator
             weight += agreed.weight
         self.timers.take()  # its phases belong to no training step
         if weight == 0.0:
@@ -289,11 +289,11 @@ class Trainer:
 
     def _save(self, reason: str) -> None:
         progress = dataclasses.replace(self.progress, health=self.health.state())
-        self.saver.save(self.trainee, progress, self.log.say, reason)
+        self.saver.save(self.model, progress, self.log.say, reason)
 
     def _refuse_damaged(self, resumed: Resumed) -> None:
         """ValueError on all ranks when what was read is not finite on any."""
-        if damaged := damaged_tensors(saved_boxes(self.trainee), self.grid.world):
+        if damaged := damaged_tensors(saved_boxes(self.model), self.grid.world):
             raise ValueError(f"{resumed.path} holds numbers that are not finite: {damaged}; --load an older checkpoint")
 
     def _trace(self) -> Trace | None:

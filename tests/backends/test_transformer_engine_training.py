@@ -24,7 +24,7 @@ from megacp.data.synthetic.mock import MockRules, mock_batch
 from megacp.distributed.parameter import spec_of
 from megacp.models import build
 from megacp.optim.adamw import AdamWSettings, FlatAdamW, SliceRule
-from megacp.training.step import Trainee
+from megacp.training.step import ParallelModel
 from tests.backends.engine_layers import emulated_layers
 from tests.backends.engine_stub import needs_engine
 from tests.ranks import grid, run_ranks
@@ -75,14 +75,14 @@ def step_batches(step: int, mask: str) -> list[Any]:
 
 def train(config: RunConfig, here: Any, mask: str) -> Trained:
     """Two steps of two microbatches."""
-    trainee = Trainee(config, here)
+    model = ParallelModel(config, here)
     losses, news = [], []
     for step in (1, 2):
         batches = step_batches(step, mask)
-        losses.append(trainee.train(batches, step, sum(batch.weight_sum for batch in batches)).loss)
-        news += trainee.backend.news()
-    parameters = [p for chunk in trainee.chunks for p in chunk.parameters()]
-    modules = [m for chunk in trainee.chunks for block in chunk.blocks for m in block.modules()]
+        losses.append(model.train(batches, step, sum(batch.weight_sum for batch in batches)).loss)
+        news += model.backend.news()
+    parameters = [p for chunk in model.chunks for p in chunk.parameters()]
+    modules = [m for chunk in model.chunks for block in chunk.blocks for m in block.modules()]
     engine = Counter(type(m).__name__ for m in modules if type(m).__module__.startswith("transformer_engine"))
     layers = Counter({name: n // SIZES["num_layers"] for name, n in engine.items()})
     values = [p.detach().numpy().copy() for p in parameters]

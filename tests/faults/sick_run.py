@@ -17,7 +17,7 @@ import torch
 
 from megacp.train import main
 from megacp.training import step as step_module
-from megacp.training.step import StepResult, Trainee
+from megacp.training.step import ParallelModel, StepResult
 from tests.training.runs import train_on_rank
 
 SICKNESSES = ("nan loss", "nan loss once", "nan weight", "spike")
@@ -26,7 +26,7 @@ SICKNESSES = ("nan loss", "nan loss once", "nan weight", "spike")
 @contextmanager
 def sick(sickness: str, here: bool, steps: Sequence[int]) -> Iterator[None]:
     """`steps`, where `here`: their losses are NaN or 1000 times themselves, or a weight becomes NaN after the first."""
-    real_loss, real_train = step_module.weighted_loss, Trainee.train
+    real_loss, real_train = step_module.weighted_loss, ParallelModel.train
     now = {"step": 0}
 
     def loss(losses: torch.Tensor, weights: torch.Tensor, denominator: float) -> torch.Tensor:
@@ -35,7 +35,7 @@ def sick(sickness: str, here: bool, steps: Sequence[int]) -> Iterator[None]:
             return value
         return value * (1000.0 if sickness == "spike" else math.nan)
 
-    def train(self: Trainee, batches: Any, step: int, *rest: Any) -> StepResult:
+    def train(self: ParallelModel, batches: Any, step: int, *rest: Any) -> StepResult:
         now["step"] = step
         result = real_train(self, batches, step, *rest)
         if here and sickness == "nan weight" and step == steps[0]:
@@ -44,11 +44,11 @@ def sick(sickness: str, here: bool, steps: Sequence[int]) -> Iterator[None]:
                 master.copy_(bucket.parameter_shard)
         return result
 
-    step_module.weighted_loss, Trainee.train = loss, train  # type: ignore[method-assign]
+    step_module.weighted_loss, ParallelModel.train = loss, train  # type: ignore[method-assign]
     try:
         yield
     finally:
-        step_module.weighted_loss, Trainee.train = real_loss, real_train  # type: ignore[method-assign]
+        step_module.weighted_loss, ParallelModel.train = real_loss, real_train  # type: ignore[method-assign]
 
 
 def train_sick(

@@ -19,7 +19,7 @@ from megacp.distributed.grid import single_axis
 from megacp.train import main, prepare
 from megacp.training.sources import open_sources
 from megacp.training.state import Progress, save
-from megacp.training.step import Trainee
+from megacp.training.step import ParallelModel
 from megacp.training.stopping import FAILED
 from tests.faults.sick_run import train_sick
 from tests.ranks import grid, run_ranks
@@ -103,10 +103,10 @@ def test_a_run_resumed_between_skipped_steps_is_the_undisturbed_one(tmp_path: Pa
 
 def _save_nan(folder: str) -> None:
     config, _ = prepare(parse([*TINY, "--save", folder]), 1)
-    trainee = Trainee(config, grid())
-    trainee.buckets.buckets[0].parameters[3] = torch.inf
+    model = ParallelModel(config, grid())
+    model.buckets.buckets[0].parameters[3] = torch.inf
     _, sources = open_sources(config)
-    save(trainee, Progress(2, 8, sources.fingerprint, config.training.seed), config)
+    save(model, Progress(2, 8, sources.fingerprint, config.training.seed), config)
 
 
 def test_a_checkpoint_of_nan_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacp.models import block
 from megacp.models.build import build_chunks
-from megacp.training.step import Trainee
+from megacp.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
 from tests.reference import decoder
 from tests.reference.sharding import Pieces, assemble, pieces_of
@@ -26,7 +26,7 @@ MODELS: dict[str, Values] = {
 
 
 def initial_weights(values: Values) -> dict[str, torch.Tensor]:
-    found = assemble([parameter_pieces(Trainee(config_of(values, {}), grid()))])
+    found = assemble([parameter_pieces(ParallelModel(config_of(values, {}), grid()))])
     return {name: torch.from_numpy(array) for name, array in found.items()}
 
 
@@ -113,16 +113,16 @@ def gradients_and_stored_bytes(
     rank: int, world_size: int, shape: dict[str, int], values: Values
 ) -> tuple[list[np.ndarray], int]:
     """Summed gradients, and the bytes that autograd keeps from forward to backward."""
-    trainee = Trainee(config_of({"dtype": "float32", "ffn_hidden_size": 128, **values}, shape), grid(**shape))
-    (chunk,), (batch,) = trainee.chunks, step_batches(1, 3)
-    local = trainee.shard(batch, 1)
+    model = ParallelModel(config_of({"dtype": "float32", "ffn_hidden_size": 128, **values}, shape), grid(**shape))
+    (chunk,), (batch,) = model.chunks, step_batches(1, 3)
+    local = model.shard(batch, 1)
     with Created() as created:
         hidden = chunk.hidden(None, local)
     weights = {p.untyped_storage()._cdata for p in chunk.parameters()}
     stored = min(created.alive(weights) for _ in range(20) if time.sleep(0.01) is None)  # gloo's threads let go late
     (chunk.head.logits(chunk.final_norm(hidden)).float().square().mean()).backward()
-    trainee.buckets.finish()
-    return [trainee.buckets.grad_shard(i).numpy().copy() for i in range(len(trainee.buckets.buckets))], stored
+    model.buckets.finish()
+    return [model.buckets.grad_shard(i).numpy().copy() for i in range(len(model.buckets.buckets))], stored
 
 
 def of_each_granularity(shape: dict[str, int], values: Values) -> dict[str, list]:
@@ -169,16 +169,16 @@ def test_every_layer_and_sublayer_draws_its_own_dropout_bits(monkeypatch: pytest
         return x
 
     monkeypatch.setattr(block, "dropout", spy)
-    trainee = Trainee(config_of({"hidden_dropout": 0.5}, {}), grid())
-    trainee.chunks[0](None, trainee.shard(step_batches(1, 4)[0], 1))
+    model = ParallelModel(config_of({"hidden_dropout": 0.5}, {}), grid())
+    model.chunks[0](None, model.shard(step_batches(1, 4)[0], 1))
     assert len(keys) == len(set(keys)) == 2 * 4
 
 
 def evaluated(rank: int, world_size: int, shape: dict[str, int], dropout: float = 0.5) -> list[float]:
-    trainee = Trainee(config_of({"hidden_dropout": dropout}, shape), grid(**shape))
+    model = ParallelModel(config_of({"hidden_dropout": dropout}, shape), grid(**shape))
     batches = step_batches(2, 4)
     weight = sum(batch.weight_sum for batch in batches)
-    return [trainee.evaluate(batches, weight), trainee.evaluate(batches, weight), trainee.gradients(batches, 1, weight)]
+    return [model.evaluate(batches, weight), model.evaluate(batches, weight), model.gradients(batches, 1, weight)]
 
 
 def test_validation_has_no_dropout_and_leaves_training_as_it_was() -> None:

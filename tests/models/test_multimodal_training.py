@@ -12,7 +12,7 @@ from megacp.config.run import RunConfig, with_values
 from megacp.measure.parity import TOLERANCES, compare, train_rank
 from megacp.measure.parity_config import Request, prepare
 from megacp.training.state import Progress, load, save
-from megacp.training.step import Trainee
+from megacp.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
 from tests.reference.packs import random_batch
 from tests.reference.sharding import Pieces, assemble
@@ -33,15 +33,15 @@ def trained(
 ) -> tuple[list[float], Pieces, Pieces]:
     """Losses and norms of some steps, the first step's gradients, and the final weights."""
     config = config_of({**TINY, **values}, shape)
-    trainee = Trainee(config, grid(**shape))
+    model = ParallelModel(config, grid(**shape))
     batches = microbatches()
     denominator = sum(batch.weight_sum for batch in batches)
     numbers, first = [], None
     for step in range(1, steps + 1):
-        loss = trainee.gradients(batches, step, denominator)
-        first = first or gradient_pieces(trainee)
-        numbers += [loss, trainee.optimizer.step(config.training.lr).grad_norm]
-    return numbers, first or {}, parameter_pieces(trainee)
+        loss = model.gradients(batches, step, denominator)
+        first = first or gradient_pieces(model)
+        numbers += [loss, model.optimizer.step(config.training.lr).grad_norm]
+    return numbers, first or {}, parameter_pieces(model)
 
 
 def whole(shape: dict[str, int], values: Values) -> tuple[list[float], dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -91,16 +91,16 @@ def trained_frozen(
 ) -> tuple[list[float], Pieces, Pieces, tuple[set[str], int]]:
     """Loss and norm of one step, gradients, new weights, and what the optimizer holds: names, elements of gradients."""
     values = {**TINY, **PLAIN, **{f"freeze_{tower}": True for tower in towers}}
-    trainee = Trainee(config_of(values, shape), grid(**shape))
+    model = ParallelModel(config_of(values, shape), grid(**shape))
     batches = microbatches()
-    loss = trainee.gradients(batches, 1, sum(batch.weight_sum for batch in batches))
-    pieces = gradient_pieces(trainee)
-    state = {piece.name for part in trainee.optimizer.state_slices()["exp_avg"] for piece in part.spec.pieces}
-    elements = sum(bucket.gradients.numel() for bucket in trainee.buckets.buckets)
-    report = trainee.optimizer.step(0.01)
+    loss = model.gradients(batches, 1, sum(batch.weight_sum for batch in batches))
+    pieces = gradient_pieces(model)
+    state = {piece.name for part in model.optimizer.state_slices()["exp_avg"] for piece in part.spec.pieces}
+    elements = sum(bucket.gradients.numel() for bucket in model.buckets.buckets)
+    report = model.optimizer.step(0.01)
     assert all(bool(np.isnan(values).all()) == (name not in state) for (name, _), (_, values) in pieces.items())
     trained = {key: value for key, value in pieces.items() if key[0] in state}
-    return [loss, report.grad_norm], trained, parameter_pieces(trainee), (state, elements)
+    return [loss, report.grad_norm], trained, parameter_pieces(model), (state, elements)
 
 
 @pytest.mark.parametrize(
@@ -148,21 +148,21 @@ def test_a_tower_has_its_own_learning_rate_at_every_update() -> None:
 
 def saved(rank: int, world_size: int, shape: dict[str, int], root: str) -> Pieces:
     config = config_of({**TINY, "freeze_vision": True, "save": root}, shape)
-    trainee = Trainee(config, grid(**shape))
+    model = ParallelModel(config, grid(**shape))
     batches = microbatches()
-    trainee.train(batches, 1, sum(batch.weight_sum for batch in batches))
-    save(trainee, Progress(step=1), config)
-    return parameter_pieces(trainee)
+    model.train(batches, 1, sum(batch.weight_sum for batch in batches))
+    save(model, Progress(step=1), config)
+    return parameter_pieces(model)
 
 
 def loaded(rank: int, world_size: int, shape: dict[str, int], root: str, values: Values) -> Pieces:
     config = config_of({**TINY, "freeze_vision": True, "load": root, **values}, shape)
-    trainee = Trainee(config, grid(**shape))
-    for chunk in trainee.chunks:
+    model = ParallelModel(config, grid(**shape))
+    for chunk in model.chunks:
         for parameter in chunk.parameters():
             parameter.data.fill_(7.0)
-    load(trainee, Progress(), config)
-    return parameter_pieces(trainee)
+    load(model, Progress(), config)
+    return parameter_pieces(model)
 
 
 def test_checkpoints_hold_frozen_weights_and_load_on_other_grids(tmp_path: Path) -> None:
@@ -182,11 +182,11 @@ def test_a_tower_that_was_frozen_is_trained_in_a_second_stage(tmp_path: Path) ->
     second = {"freeze_vision": False, "freeze_text": True, "finetune": True}
     assert all(np.array_equal(v, first[n]) for n, v in assemble([loaded(0, 1, {}, str(tmp_path), second)]).items())
     config = config_of({**TINY, "load": str(tmp_path), **second}, {})
-    trainee, batches = Trainee(config, grid()), microbatches()
-    assert load(trainee, Progress(), config).progress == Progress()
-    assert trainee.optimizer.updates == 0
-    trainee.train(batches, 1, sum(batch.weight_sum for batch in batches))
-    after = assemble([parameter_pieces(trainee)])
+    model, batches = ParallelModel(config, grid()), microbatches()
+    assert load(model, Progress(), config).progress == Progress()
+    assert model.optimizer.updates == 0
+    model.train(batches, 1, sum(batch.weight_sum for batch in batches))
+    after = assemble([parameter_pieces(model)])
     moved = {name.split(".")[0] for name in after if not np.array_equal(after[name], first[name])}
     assert moved == {"vision", "connector"}
 
@@ -195,7 +195,7 @@ def test_a_model_that_sees_does_not_start_from_one_that_reads(tmp_path: Path) ->
     """Would catch a tower that keeps its random weights because the checkpoint has none."""
     text = {name: value for name, value in TINY.items() if not name.startswith(("vision", "connector"))}
     config = config_of({**text, "save": str(tmp_path)}, {})
-    save(Trainee(config, grid()), Progress(step=1), config)
+    save(ParallelModel(config, grid()), Progress(step=1), config)
     with pytest.raises(ValueError, match="has --vision-num-layers 0, this run 3"):
         loaded(0, 1, {}, str(tmp_path), {"finetune": True, "freeze_vision": False})
 

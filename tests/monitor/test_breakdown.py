@@ -76,19 +76,19 @@ def test_no_profiler_exists_outside_of_its_steps(tmp_path: Path) -> None:
 
 def _slow(rank: int, world: int, flags: Sequence[str], slow: int) -> int:
     """A run of which one rank takes a tenth of a second more in every shard of a row."""
-    from megacp.training.step import Trainee
+    from megacp.training.step import ParallelModel
 
-    real = Trainee.shard
+    real = ParallelModel.shard
 
-    def shard(self: Trainee, *arguments: Any) -> Any:
+    def shard(self: ParallelModel, *arguments: Any) -> Any:
         time.sleep(0.1 * (rank == slow))
         return real(self, *arguments)
 
-    Trainee.shard = shard  # type: ignore[method-assign]
+    ParallelModel.shard = shard  # type: ignore[method-assign]
     try:
         return train_on_rank(rank, world, flags)
     finally:
-        Trainee.shard = real  # type: ignore[method-assign]
+        ParallelModel.shard = real  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("slow", [0, 1])

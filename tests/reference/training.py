@@ -1,4 +1,4 @@
-"""Running a `Trainee` inside a test and reading what it holds as global tensors."""
+"""Running a `ParallelModel` inside a test and reading what it holds as global tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from megacp.batch import PackedBatch
 from megacp.config.run import RunConfig, with_values
 from megacp.distributed.grid import ProcessGrid
-from megacp.training.step import Trainee
+from megacp.training.step import ParallelModel
 from tests.reference.packs import random_batch
 from tests.reference.sharding import Pieces, pieces_of
 
@@ -62,26 +62,26 @@ def step_batches(count: int, seed: int, vocab_size: int = 53, tokens: int = 48) 
     ]
 
 
-def gradient_pieces(trainee: Trainee) -> Pieces:
+def gradient_pieces(model: ParallelModel) -> Pieces:
     """The summed gradients that this rank's optimizer would use, as pieces of flat local parameters.
 
     Padding rows of the vocabulary are left out; the ranks of dp x cp hold different slices, so each rank fills its
     own elements and leaves NaN elsewhere.
     """
-    values = {p: torch.full_like(p, torch.nan) for chunk in trainee.chunks for p in chunk.parameters()}
-    shards = [trainee.buckets.grad_shard(i) for i in range(len(trainee.buckets.buckets))]
-    slices = iter(trainee.buckets.shard_slices(shards))
+    values = {p: torch.full_like(p, torch.nan) for chunk in model.chunks for p in chunk.parameters()}
+    shards = [model.buckets.grad_shard(i) for i in range(len(model.buckets.buckets))]
+    slices = iter(model.buckets.shard_slices(shards))
     by_spec = {id(p.megacp_spec): p for p in values}  # type: ignore[attr-defined]
     for part in slices:
         flat = values[by_spec[id(part.spec)]].view(-1)
         flat[part.start : part.start + part.values.numel()] = part.values
-    return {key: value for chunk in trainee.chunks for key, value in pieces_of(chunk, values).items()}
+    return {key: value for chunk in model.chunks for key, value in pieces_of(chunk, values).items()}
 
 
-def parameter_pieces(trainee: Trainee) -> Pieces:
+def parameter_pieces(model: ParallelModel) -> Pieces:
     """This rank's parts of the global weights."""
     found: Pieces = {}
-    for chunk in trainee.chunks:
+    for chunk in model.chunks:
         found |= pieces_of(chunk, {p: p.data for p in chunk.parameters()})
     return found
 
@@ -90,13 +90,13 @@ def train(
     grid: ProcessGrid, config: RunConfig, steps: Sequence[Sequence[PackedBatch]]
 ) -> tuple[list[tuple[float, float]], list[Pieces], Pieces, float]:
     """Loss and gradient norm per step, gradients per step, final weights, and the last step's validation loss."""
-    trainee = Trainee(config, grid)
+    model = ParallelModel(config, grid)
     reports, gradients = [], []
     for number, batches in enumerate(steps, 1):
         mine = batches[grid.dp.rank :: grid.dp.size]
         denominator = sum(batch.weight_sum for batch in batches)
-        loss = trainee.gradients(mine, number, denominator)
-        gradients.append(gradient_pieces(trainee))
-        report = trainee.optimizer.step(config.training.lr)
+        loss = model.gradients(mine, number, denominator)
+        gradients.append(gradient_pieces(model))
+        report = model.optimizer.step(config.training.lr)
         reports.append((loss, report.grad_norm))
-    return reports, gradients, parameter_pieces(trainee), trainee.evaluate(mine, denominator)
+    return reports, gradients, parameter_pieces(model), model.evaluate(mine, denominator)

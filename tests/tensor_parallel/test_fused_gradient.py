@@ -12,7 +12,7 @@ from megacp.backends import apex
 from megacp.config.run import RunConfig, with_values
 from megacp.data.synthetic.mock import MockRules, mock_batch
 from megacp.tensor_parallel.linear import add_weight_gradient, product
-from megacp.training.step import Trainee
+from megacp.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
 
 SIZES: dict[str, Any] = {
@@ -36,11 +36,11 @@ def gradients(rank: int, world: int, shape: dict[str, int], settings: dict[str, 
     names = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size"}
     sizes = {names[key]: size for key, size in shape.items() if key in names}
     config = with_values(RunConfig(), {**SIZES, **sizes, **settings, "gradient_accumulation_fusion": fused})
-    trainee = Trainee(config, grid(**shape))
+    model = ParallelModel(config, grid(**shape))
     rules = MockRules(SIZES["vocab_size"], SIZES["seq_length"], mask="mixed")
     batches = [mock_batch([i], rules) for i in (0, 1)]
-    trainee.gradients(batches, 1, sum(batch.weight_sum for batch in batches))
-    return [trainee.buckets.grad_shard(i).numpy().copy() for i in range(len(trainee.buckets.buckets))]
+    model.gradients(batches, 1, sum(batch.weight_sum for batch in batches))
+    return [model.buckets.grad_shard(i).numpy().copy() for i in range(len(model.buckets.buckets))]
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -71,16 +71,16 @@ def fused_launches(rank: int, world: int) -> list[int]:
     found = []
     for fused in (False, True):
         config = with_values(RunConfig(), {**SIZES, "gradient_accumulation_fusion": fused})
-        trainee = Trainee(config, grid(dp=world))
+        model = ParallelModel(config, grid(dp=world))
         batch = mock_batch([rank], MockRules(SIZES["vocab_size"], SIZES["seq_length"]))
-        finish, pending = trainee.buckets.finish, trainee.buckets
+        finish, pending = model.buckets.finish, model.buckets
 
         def counted(finish: Any = finish, pending: Any = pending) -> None:
             found.append(len(pending._pending))
             finish()
 
-        trainee.buckets.finish = counted  # type: ignore[method-assign]
-        trainee.gradients([batch], 1, 1.0)
+        model.buckets.finish = counted  # type: ignore[method-assign]
+        model.gradients([batch], 1, 1.0)
     return found
 
 

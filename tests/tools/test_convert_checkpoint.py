@@ -23,7 +23,7 @@ from megacp.convert.tables.architectures import ARCHITECTURES
 from megacp.convert.tables.mapping import Info, num_bytes
 from megacp.measure.parity_sizes import MODELS as OURS
 from megacp.training.state import Progress
-from megacp.training.step import Trainee
+from megacp.training.step import ParallelModel
 from tests.convert.models import MODELS, save
 from tests.data.media.pictures import TINY
 from tests.ranks import grid, run_ranks
@@ -201,8 +201,8 @@ def saved_on_grid(
 ) -> None:
     """Save the initial weights of a run, as it would."""
     mine, config = grid(**shape), config_of({**values, "save": folder}, shape)
-    trainee = Trainee(config, mine)
-    boxes = boxes_to_save(trainee.buckets.parameter_slices(), trainee.optimizer.state_slices())
+    model = ParallelModel(config, mine)
+    boxes = boxes_to_save(model.buckets.parameter_slices(), model.optimizer.state_slices())
     extra = dataclasses.asdict(Progress(step=3, consumed_samples=24, image_rules=rules)) | {"updates": 3}
     save_checkpoint(folder, 3, boxes, extra=extra, config_yaml=to_yaml(config), world=mine.world, grid=shape)
 

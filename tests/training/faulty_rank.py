@@ -18,7 +18,7 @@ from megacp.checkpoint import pending
 from megacp.checkpoint.pending import PendingCheckpoint
 from megacp.checkpoint.storage import PayloadWriter
 from megacp.train import program
-from megacp.training.step import Trainee
+from megacp.training.step import ParallelModel
 
 
 def _die(number: int) -> None:
@@ -27,16 +27,16 @@ def _die(number: int) -> None:
 
 def _in_step(happen: Callable[[], None]) -> Callable[[int], None]:
     def arm(step: int) -> None:
-        real = Trainee._total
+        real = ParallelModel._total
 
-        def total(self: Trainee, losses: Any) -> float:
+        def total(self: ParallelModel, losses: Any) -> float:
             """After forward and backward of a step, before its end."""
             self.__dict__["steps_begun"] = self.__dict__.get("steps_begun", 0) + 1
             if self.__dict__["steps_begun"] == step:
                 happen()
             return real(self, losses)
 
-        Trainee._total = total  # type: ignore[method-assign]
+        ParallelModel._total = total  # type: ignore[method-assign]
 
     return arm
 

@@ -11,7 +11,7 @@ import torch
 from megacp.config.run import RunConfig, with_values
 from megacp.data.synthetic.mock import MockRules, mock_batch
 from megacp.distributed.grid import GridShape, build_grid
-from megacp.training.step import Trainee
+from megacp.training.step import ParallelModel
 
 SIZES = {
     "num_layers": 2,
@@ -33,13 +33,13 @@ pytestmark = [
 
 def train(device: str, **settings: object) -> tuple[list[float], list[np.ndarray]]:
     """Losses and parameters of two steps on mixed masks."""
-    trainee = Trainee(with_values(RunConfig(), {**SIZES, **settings}), build_grid(GridShape(), 0, device))
+    model = ParallelModel(with_values(RunConfig(), {**SIZES, **settings}), build_grid(GridShape(), 0, device))
     rules = MockRules(SIZES["vocab_size"], SIZES["seq_length"], mask="mixed", ragged=True)
     losses = []
     for step in (1, 2):
         batches = [mock_batch([2 * step], rules), mock_batch([2 * step + 1], rules)]
-        losses.append(trainee.train(batches, step, sum(batch.weight_sum for batch in batches)).loss)
-    return losses, [p.detach().float().cpu().numpy() for chunk in trainee.chunks for p in chunk.parameters()]
+        losses.append(model.train(batches, step, sum(batch.weight_sum for batch in batches)).loss)
+    return losses, [p.detach().float().cpu().numpy() for chunk in model.chunks for p in chunk.parameters()]
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

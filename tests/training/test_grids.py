@@ -16,7 +16,7 @@ from megacp.distributed.grid import single_axis
 from megacp.models.build import grid_shape
 from megacp.train import prepare
 from megacp.training.state import Progress, load, save
-from megacp.training.step import Trainee
+from megacp.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
 from tests.training.runs import TINY, grid_flags, losses, run
 
@@ -55,13 +55,13 @@ def _read_and_write_again(rank: int, world_size: int, flags: Sequence[str], targ
     """Load `--load` on this grid and save it from there; the optimizer's count of updates."""
     config, sources = prepare(parse(flags), world_size)
     shape = grid_shape(config, world_size)
-    trainee = Trainee(config, grid(tp=shape.tp, cp=shape.cp, dp=shape.dp, pp=shape.pp))
-    for bucket in trainee.buckets.buckets:
+    model = ParallelModel(config, grid(tp=shape.tp, cp=shape.cp, dp=shape.dp, pp=shape.pp))
+    for bucket in model.buckets.buckets:
         bucket.parameters.fill_(7.0)
     fresh = Progress(data_fingerprint=sources.data_fingerprint, seed=config.training.seed)
-    progress = load(trainee, fresh, config).progress
-    save(trainee, progress, with_values(config, {"save": target}))
-    return trainee.optimizer.updates
+    progress = load(model, fresh, config).progress
+    save(model, progress, with_values(config, {"save": target}))
+    return model.optimizer.updates
 
 
 def state(folder: Path) -> dict[str, torch.Tensor]:

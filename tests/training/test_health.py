@@ -20,7 +20,7 @@ from megacp.measure.parity_config import ParitySetup, Request, prepare
 from megacp.train import main
 from megacp.training.health import Health, StepNumbers, Verdict
 from megacp.training.loss import agree
-from megacp.training.step import Trainee
+from megacp.training.step import ParallelModel
 from megacp.training.stopping import FAILED
 from tests.data.build.builds import run as build
 from tests.data.datasets import damage
@@ -182,19 +182,19 @@ def test_a_run_resumed_before_a_spike_skips_it_like_the_undisturbed_one(tmp_path
 def _refused(rank: int, world: int, setup: ParitySetup) -> bool:
     """Whether a step that is refused leaves weights, moments and the next step as if it had never been."""
     mine = grid(**({"tp": 2, "pp": 2} if world == 4 else {"dp": world}))
-    trainee, twin = Trainee(setup.config, mine), Trainee(setup.config, mine)
+    model, twin = ParallelModel(setup.config, mine), ParallelModel(setup.config, mine)
     same = True
     for step in range(1, 4):
-        batches = microbatches(setup.config, setup.rules, step, trainee.rows, None)
-        denominator = agree(batches, mine, replica=trainee.rows.place.index).denominator
+        batches = microbatches(setup.config, setup.rules, step, model.rows, None)
+        denominator = agree(batches, mine, replica=model.rows.place.index).denominator
         if step == 2:
-            refused = trainee.train(batches, step, denominator, lambda loss, norm: Verdict(False, findings=("no",)))
-            same &= refused.skipped and refused.grad_norm > 0 and trainee.optimizer.updates == 1
+            refused = model.train(batches, step, denominator, lambda loss, norm: Verdict(False, findings=("no",)))
+            same &= refused.skipped and refused.grad_norm > 0 and model.optimizer.updates == 1
             continue
-        for each in (trainee, twin):
+        for each in (model, twin):
             each.train(batches, step, denominator)
-    state = [trainee.optimizer.state_slices(), twin.optimizer.state_slices()]
-    pairs = [(trainee.buckets.whole_parameters(), twin.buckets.whole_parameters())]
+    state = [model.optimizer.state_slices(), twin.optimizer.state_slices()]
+    pairs = [(model.buckets.whole_parameters(), twin.buckets.whole_parameters())]
     pairs += [(state[0][kind], state[1][kind]) for kind in state[0]]
     return same and all(torch.equal(a.values, b.values) for one, two in pairs for a, b in zip(one, two, strict=True))
 

@@ -15,7 +15,7 @@ from megacp.measure.parity import microbatches
 from megacp.measure.parity_config import ParitySetup, Request, prepare
 from megacp.training.images import image_loading, shard_strategies, without_bad_images
 from megacp.training.loss import agree
-from megacp.training.step import Trainee
+from megacp.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
 
 
@@ -50,15 +50,15 @@ def one_step(rank: int, world: int, setup: ParitySetup, shape: dict[str, int], r
     """(replica, fingerprints, what was left out, loss, gradient norm)."""
     config = setup.reference if reference else setup.config
     mine = grid(**shape)
-    trainee = Trainee(config, mine)
+    model = ParallelModel(config, mine)
     assert setup.rules.images is not None
-    loading = image_loading(config, mine, trainee.rows, SecondItemBroken(setup.rules.images))
-    read = microbatches(config, setup.rules, 1, trainee.rows, loading)
-    replica = trainee.rows.place.index
+    loading = image_loading(config, mine, model.rows, SecondItemBroken(setup.rules.images))
+    read = microbatches(config, setup.rules, 1, model.rows, loading)
+    replica = model.rows.place.index
     batches, reasons = without_bad_images(read, mine, replica)
     agreed = agree(batches, mine, replica=replica)
-    loss = trainee.gradients(batches, 1, agreed.denominator)
-    norm = trainee.optimizer.step(1e-3).grad_norm
+    loss = model.gradients(batches, 1, agreed.denominator)
+    norm = model.optimizer.step(1e-3).grad_norm
     assert shard_strategies(batches) <= {"stored", "computed"}
     return replica, [batch.fingerprint() for batch in batches], reasons, loss, norm
 
@@ -85,10 +85,10 @@ def test_all_ranks_leave_out_the_same_documents_and_train_like_one_process(shape
 
 def nothing_bad(rank: int, world: int, setup: ParitySetup) -> bool:
     mine = grid(cp=2)
-    trainee = Trainee(setup.config, mine)
+    model = ParallelModel(setup.config, mine)
     assert setup.rules.images is not None
-    loading = image_loading(setup.config, mine, trainee.rows, MockDecoder(setup.rules.images))
-    read = microbatches(setup.config, setup.rules, 1, trainee.rows, loading)
+    loading = image_loading(setup.config, mine, model.rows, MockDecoder(setup.rules.images))
+    read = microbatches(setup.config, setup.rules, 1, model.rows, loading)
     batches, reasons = without_bad_images(read, mine, 0)
     return not reasons and all(one is other for one, other in zip(read, batches, strict=True))
 

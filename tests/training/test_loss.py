@@ -16,7 +16,7 @@ from megacp.distributed.collectives import all_reduce
 from megacp.distributed.parameter import spec_of
 from megacp.ops.dropout import keep_mask
 from megacp.training.loss import RankNews, agree, weighted_loss
-from megacp.training.step import Trainee, lr_schedule
+from megacp.training.step import ParallelModel, lr_schedule
 from tests.ranks import RankError, grid, run_ranks
 from tests.reference.training import Values, config_of, step_batches
 
@@ -97,14 +97,14 @@ def test_data_parallel_ranks_may_read_different_packs_and_order_matters_to_peers
 def test_a_step_without_counted_tokens_divides_by_one() -> None:
     batch = dataclasses.replace(eight_tokens(), loss_weights=np.zeros(8, np.float32))
     assert agree([batch], grid()).denominator == 1.0
-    trainee = Trainee(config_of({"vocab_size": 8}, {}), grid())
-    result = trainee.train([batch], 1, 1.0)
+    model = ParallelModel(config_of({"vocab_size": 8}, {}), grid())
+    result = model.train([batch], 1, 1.0)
     assert result.loss == 0.0 and result.grad_norm == 0.0 and not result.skipped
 
 
 def cp_masks(rank: int, world_size: int) -> tuple[int, list[int], bytes]:
-    trainee = Trainee(config_of({"hidden_dropout": 0.5}, {"cp": world_size}), grid(cp=world_size))
-    local = trainee.shard(step_batches(1, 1)[0], 1)
+    model = ParallelModel(config_of({"hidden_dropout": 0.5}, {"cp": world_size}), grid(cp=world_size))
+    local = model.shard(step_batches(1, 1)[0], 1)
     return local.key, local.places.tolist(), keep_mask(local.key, local.places, 32, 0.5).numpy().tobytes()
 
 
@@ -119,7 +119,7 @@ def test_dropout_is_keyed_by_seed_step_pack_and_place() -> None:
     batch = step_batches(1, 1)[0]
 
     def names(step: int, batch: PackedBatch = batch, **values: int) -> tuple[int, tuple[int, ...]]:
-        local = Trainee(config_of(values, {}), grid()).shard(batch, step)
+        local = ParallelModel(config_of(values, {}), grid()).shard(batch, step)
         return local.key, tuple(local.places.tolist())
 
     other = dataclasses.replace(batch, pack_ids=(7,))
@@ -130,11 +130,11 @@ def test_dropout_is_keyed_by_seed_step_pack_and_place() -> None:
 def ends_of_a_tied_model(rank: int, world_size: int, shape: dict[str, int], values: Values) -> list[bytes]:
     """The bits of this rank's copies of the embedding table after three steps."""
     mine = grid(**shape)
-    trainee = Trainee(config_of(values, shape), mine)
+    model = ParallelModel(config_of(values, shape), mine)
     for step in (1, 2, 3):
         batches = step_batches(4, step)
-        trainee.train(batches[mine.dp.rank :: mine.dp.size], step, sum(b.weight_sum for b in batches))
-    tables = [p for c in trainee.chunks for p in c.parameters() if spec_of(p).pieces[0].name == "embedding.weight"]
+        model.train(batches[mine.dp.rank :: mine.dp.size], step, sum(b.weight_sum for b in batches))
+    tables = [p for c in model.chunks for p in c.parameters() if spec_of(p).pieces[0].name == "embedding.weight"]
     return [table.detach().float().numpy().tobytes() for table in tables]
 
 
@@ -158,8 +158,8 @@ def test_tied_tables_of_first_and_last_stage_stay_bitwise_equal(shape: dict[str,
 
 
 def fail_on_one_rank(rank: int, world_size: int) -> None:
-    trainee = Trainee(config_of({}, {"tp": 2}), grid(tp=2))
-    trainee.train(step_batches(1, 1 + rank), 1, 1.0)
+    model = ParallelModel(config_of({}, {"tp": 2}), grid(tp=2))
+    model.train(step_batches(1, 1 + rank), 1, 1.0)
 
 
 def test_without_agreement_different_lengths_on_tp_peers_are_noticed_by_the_pool() -> None:

@@ -25,7 +25,7 @@ from megacp.monitor.log import RunLog
 from megacp.train import main
 from megacp.training import step as step_module
 from megacp.training.saving import DONE, FAILED, WRITING
-from megacp.training.step import StepResult, Trainee
+from megacp.training.step import ParallelModel, StepResult
 from megacp.training.stopping import STOPPED
 from tests.ranks import run_ranks
 from tests.training.runs import TINY, grid_flags, losses, run, train_on_rank
@@ -217,7 +217,7 @@ def test_a_run_in_a_directory_in_use_is_refused_and_touches_nothing(
 
 def _skipping(rank: int, world_size: int, flags: Sequence[str], where: str) -> list[str]:
     """Train; in step 2 the loss, or only a gradient, of rank 1's first row is not finite. What was said of it."""
-    real_loss, real_train, real_say = step_module.weighted_loss, Trainee.train, RunLog.say
+    real_loss, real_train, real_say = step_module.weighted_loss, ParallelModel.train, RunLog.say
     now = {"step": 0, "microbatch": 0}
     said: list[str] = []
 
@@ -231,19 +231,19 @@ def _skipping(rank: int, world_size: int, flags: Sequence[str], where: str) -> l
         value.register_hook(lambda gradient: gradient * float("inf"))
         return value
 
-    def train(self: Trainee, batches: Sequence[PackedBatch], step: int, *rest: Any) -> StepResult:
+    def train(self: ParallelModel, batches: Sequence[PackedBatch], step: int, *rest: Any) -> StepResult:
         now.update(step=step, microbatch=0)
         if rank == 1 and step == 2:
             folder = self.config.checkpoint.save or ""
             Path(folder, "ids.json").write_text(json.dumps([batch.pack_ids for batch in batches]))
         return real_train(self, batches, step, *rest)
 
-    step_module.weighted_loss, Trainee.train = loss, train  # type: ignore[method-assign]
+    step_module.weighted_loss, ParallelModel.train = loss, train  # type: ignore[method-assign]
     RunLog.say = lambda self, text: said.append(text)  # type: ignore[method-assign]
     try:
         train_on_rank(rank, world_size, flags)
     finally:
-        step_module.weighted_loss, Trainee.train = real_loss, real_train  # type: ignore[method-assign]
+        step_module.weighted_loss, ParallelModel.train = real_loss, real_train  # type: ignore[method-assign]
         RunLog.say = real_say  # type: ignore[method-assign]
     return [line for line in said if "skipped" in line]
 

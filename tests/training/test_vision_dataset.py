@@ -23,7 +23,7 @@ from megacp.train import main
 from megacp.training.images import image_loading, shard_strategies, without_bad_images
 from megacp.training.loss import agree
 from megacp.training.sources import loader_options, open_sources
-from megacp.training.step import Trainee
+from megacp.training.step import ParallelModel
 from tests.data.build.builds import run as build
 from tests.data.datasets import damage
 from tests.data.media.pictures import TINY, encoded, noise, video
@@ -61,15 +61,15 @@ def first_step(rank: int, world: int, config: RunConfig, shape: dict[str, int]) 
     """(loss, gradient norm, strategies, patches decoded here, documents left out)."""
     config, sources = open_sources(config)
     mine = grid(**shape)
-    trainee = Trainee(config, mine)
-    images = image_loading(config, mine, trainee.rows, sources.decoder)
-    rows = trainee.rows
+    model = ParallelModel(config, mine)
+    images = image_loading(config, mine, model.rows, sources.decoder)
+    rows = model.rows
     with PackedLoader(sources.train, loader_options(config, rows.packs), rows.place, 0, images) as loader:
         read = loader.next_step()
     batches, reasons = without_bad_images(read, mine, rows.place.index)
     agreed = agree(batches, mine, replica=rows.place.index)
-    loss = trainee.gradients(batches, 1, agreed.denominator)
-    norm = trainee.optimizer.step(1e-3).grad_norm
+    loss = model.gradients(batches, 1, agreed.denominator)
+    norm = model.optimizer.step(1e-3).grad_norm
     decoded = sum(len(batch.vision.patches) for batch in batches if batch.vision is not None)
     return loss, norm, shard_strategies(batches), decoded, reasons
 
