@@ -108,5 +108,5 @@ class Backend(Protocol):
     def precision(self) -> AbstractContextManager[Any]:
         """The context in which blocks run forward; a block that is computed again in backward opens it again."""
 
-    def news(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """Lines that a person should read, each once: which layers run, and why not others."""

@@ -198,11 +198,11 @@ class NativeBackend:
         return contextlib.nullcontext()
 
     def tell(self, line: str) -> None:
-        """Add a line to `news`."""
+        """Add a line to `warnings`."""
         self._untold.append(line)
 
-    def news(self) -> list[str]:
-        """See `Backend.news`."""
+    def warnings(self) -> list[str]:
+        """See `Backend.warnings`."""
         lines = list(self._untold)
         self._untold.clear()  # shared with the towers' copies
         return lines

@@ -8,8 +8,10 @@ tokens counted it turns a gradient of 7.00 into 6.75 at cp 2 while the logged lo
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,20 +24,23 @@ _FINGERPRINT_BITS = 48
 
 
 @dataclass(frozen=True)
-class RankNews:
-    """What one rank tells the others before a step, besides its packs."""
+class RankReport:
+    """What one rank tells the others before a step, besides its packs; or what all of them told, summed or highest."""
 
-    stop: int = 0
-    """Its wish to stop (`stopping.REASONS`), 0 for none."""
+    stop_reason: int = 0
+    """A number of `stopping.REASONS`, 0 to go on."""
     flops: float = 0.0
     """Model FLOPs of its packs; told by one rank of each replica."""
     peak_bytes: int = 0
     data_wait: float = 0.0
     """Seconds it waited for its packs."""
-    saving: int = 0
+    save_state: int = 0
     """How far its files of a checkpoint in the background are (`saving.DONE`, `WRITING`, `FAILED`)."""
     image_documents: int = 0
     """Its documents with images; told by one rank of each replica."""
+
+
+_SUMMED = ("flops", "image_documents")
 
 
 @dataclass(frozen=True)
@@ -46,10 +51,8 @@ class StepAgreement:
     """Sum of the loss weights over all rows of the step."""
     tokens: int
     """Tokens of the step, padding left out."""
-    news: RankNews
-    """The highest wish to stop and state of saving, the sums of FLOPs and of documents with images, the fullest rank's
-    memory, the longest wait.
-    """
+    report: RankReport
+    """Of all ranks: FLOPs and documents with images are summed, of all else the highest counts."""
 
     @property
     def denominator(self) -> float:
@@ -58,9 +61,9 @@ class StepAgreement:
 
 
 def agree(
-    batches: Sequence[PackedBatch], grid: ProcessGrid, news: RankNews | None = None, *, replica: int | None = None
+    batches: Sequence[PackedBatch], grid: ProcessGrid, report: RankReport | None = None, *, replica: int | None = None
 ) -> StepAgreement:
-    """One all-gather over the world: loss denominator, equality of the packs of ranks that read the same, news.
+    """One all-gather over the world: loss denominator, equality of the packs of ranks that read the same, reports.
 
     `replica` names the ranks that read the same packs (default: those of one dp rank). Raises ValueError on every rank
     when the ranks of one replica read different packs.
@@ -70,26 +73,17 @@ def agree(
         fingerprint = (fingerprint * 1_000_003 + batch.fingerprint()) % (1 << _FINGERPRINT_BITS)
     weights = sum(batch.weight_sum for batch in batches)
     tokens = sum(int((batch.document >= 0).sum()) for batch in batches)
-    own = news or RankNews()
-    row = [
-        grid.dp.rank if replica is None else replica,
-        fingerprint,
-        weights,
-        tokens,
-        own.flops,
-        own.stop,
-        own.peak_bytes,
-        own.data_wait,
-        own.saving,
-        own.image_documents,
-    ]
+    own = dataclasses.astuple(report or RankReport())
+    row = [grid.dp.rank if replica is None else replica, fingerprint, weights, tokens, *own]
     table = torch.tensor([row], dtype=torch.float64, device=grid.device)
     table = all_gather(table, grid.world).cpu()  # [1, 10] -> [world, 10]
     first = _first_rank_of_each_replica(table)
-    weight, total, flops = (float(table[first, column].sum()) for column in (2, 3, 4))
-    stop, peak, wait, saving = (float(table[:, column].max()) for column in (5, 6, 7, 8))
-    documents = int(table[:, 9].sum())
-    return StepAgreement(weight, int(total), RankNews(int(stop), flops, int(peak), wait, int(saving), documents))
+    weight, total = table[first, 2:4].sum(0).tolist()
+    told: dict[str, Any] = {}
+    for field, column in zip(dataclasses.fields(RankReport), table[:, 4:].T, strict=True):
+        value = column.sum() if field.name in _SUMMED else column.max()
+        told[field.name] = type(getattr(RankReport, field.name))(value.item())
+    return StepAgreement(weight, int(total), RankReport(**told))
 
 
 def _first_rank_of_each_replica(table: torch.Tensor) -> list[int]:

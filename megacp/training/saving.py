@@ -62,14 +62,14 @@ class Saver:
         self._step, self._updates, self.newest = step, updates, path
 
     @property
-    def news(self) -> int:
+    def save_state(self) -> int:
         """DONE, WRITING or FAILED on this rank."""
         if self._pending is None:
             return DONE
         return WRITING if self._pending.writing else FAILED if self._pending.failed else DONE
 
     def settle(self, of_all: int, say: Callable[[str], None]) -> None:
-        """Commit what is pending, given the highest `news` of all ranks; SaveError on all when it failed on any."""
+        """Commit what is pending, given the highest `save_state`; SaveError on all ranks when it failed on any."""
         if self._pending is not None and of_all != WRITING:
             self._commit(say)
 

@@ -1,7 +1,7 @@
-"""When a run is to stop before its last step: somebody asked it by a signal, or --exit-duration has passed.
+"""When a run stops before its last step: on a signal, or after --exit-duration.
 
-Key property: a rank only states its wish; the ranks add their wishes up before each step (`loss.agree`), so all of them
-stop at the same one. Rejected: acting in the signal handler, in the middle of a step.
+Key property: a signal only sets a reason on its rank. The ranks exchange reasons before each step (`loss.agree`), so
+all of them stop at the same step. Rejected: acting in the signal handler, in the middle of a step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ STOPPED = 3
 """Exit status of a run that stopped early and saved first: start it again to go on."""
 
 REASONS = {1: "stopped on request", 2: "stopped after --exit-duration"}
-"""What a wish to stop means, by number; of several wishes the highest counts."""
+"""Why a run stops, by number; of several reasons the highest counts."""
 
 
 class StopSignal:
@@ -36,7 +36,7 @@ class StopSignal:
         self._before = {number: signal.signal(number, self._remember) for number in numbers}
 
     @property
-    def wish(self) -> int:
+    def reason(self) -> int:
         """0 to go on, else a number of REASONS."""
         if self._deadline is not None and time.monotonic() >= self._deadline:
             return 2

@@ -28,7 +28,7 @@ from megacp.monitor.trace import Trace
 from megacp.training.data_check import require_sound
 from megacp.training.health import Health, StepNumbers, UnwellError, Verdict, damaged_tensors, listed
 from megacp.training.images import image_documents, image_loading, shard_strategies, without_bad_images
-from megacp.training.loss import RankNews, StepAgreement, agree
+from megacp.training.loss import RankReport, StepAgreement, agree
 from megacp.training.reporting import breakdown, heading, open_log, peak_flops, row_flops
 from megacp.training.rows import PlannedRow
 from megacp.training.saving import Saver
@@ -118,9 +118,9 @@ class Trainer:
         self.pace = Pace()
         with PackedLoader(self.sources.train, options, self.rows.place, consumed, self.images, self._plan) as loader:
             while self.progress.step < training.train_iters:
-                if wish := self._train_step(loader):
+                if reason := self._train_step(loader):
                     self._end_trace()
-                    self._save(REASONS[wish])
+                    self._save(REASONS[reason])
                     self.saver.finish(self.log.say)
                     return STOPPED
                 step = self.progress.step
@@ -160,7 +160,7 @@ class Trainer:
         return dataclasses.replace(row, flops=row_flops(row, self.config)) if self.leads_replica else row
 
     def _train_step(self, loader: PackedLoader[PlannedRow]) -> int:
-        """One step, and 0; when some rank wishes to stop, the wish, before anything of the step was done."""
+        """One step, and 0; a number of REASONS, with nothing of the step done, when some rank is to stop."""
         step, interval = self.progress.step + 1, self.config.log.timing_log_interval
         self.timers.detailed = interval > 0 and step % interval == 0
         if self.trace:
@@ -175,13 +175,13 @@ class Trainer:
                 pairs = zip(planned, batches, strict=True)  # a batch that lost a document has another mask
                 rows = [row if row.batch is batch else self._plan(batch) for row, batch in pairs]
             with self.timers.phase("agreement"):
-                agreed = agree(batches, self.grid, self._news(rows, documents), replica=self.rows.place.index)
-            self.saver.settle(agreed.news.saving, self.log.say)
-            if agreed.news.stop:
-                return agreed.news.stop
+                agreed = agree(batches, self.grid, self._rank_report(rows, documents), replica=self.rows.place.index)
+            self.saver.settle(agreed.report.save_state, self.log.say)
+            if agreed.report.stop_reason:
+                return agreed.report.stop_reason
             if self.watch:
                 self.watch.running = step - self.first_step in WATCHED_STEPS
-            seen = StepNumbers(step, 0.0, 0.0, agreed.weight, agreed.news.image_documents, left_out)
+            seen = StepNumbers(step, 0.0, 0.0, agreed.weight, agreed.report.image_documents, left_out)
             result = self._update(rows, agreed.denominator, seen)
         self.progress = dataclasses.replace(self.progress, step=step, consumed_samples=loader.consumed_samples)
         taken = self.timers.take()
@@ -197,13 +197,13 @@ class Trainer:
             trim_heap()
         return 0
 
-    def _news(self, rows: list[PlannedRow], documents: int) -> RankNews:
-        return RankNews(
-            self.stop.wish,
+    def _rank_report(self, rows: list[PlannedRow], documents: int) -> RankReport:
+        return RankReport(
+            self.stop.reason,
             sum(row.flops for row in rows),
             peak_bytes(self.grid.device.type),
             self.timers.seconds("data"),
-            self.saver.news,
+            self.saver.save_state,
             documents,
         )
 
@@ -235,7 +235,7 @@ class Trainer:
     def _report(self, result: StepResult, agreed: StepAgreement, seconds: float) -> None:
         """Log a step; UnwellError when the run ends with it."""
         step, verdict = self.progress.step, result.verdict
-        for line in self.model.backend.news():
+        for line in self.model.backend.warnings():
             self.log.say(line)
         if verdict.findings:
             what = "; ".join(verdict.findings) + ("" if verdict.update else ", all ranks skipped the update")
@@ -250,9 +250,9 @@ class Trainer:
                 grad_norm=result.grad_norm,
                 lr=result.lr,
                 tokens_per_second=agreed.tokens / seconds,
-                mfu=utilisation(agreed.news.flops, seconds, self.peak_flops),
-                peak_memory=agreed.news.peak_bytes,
-                data_wait=agreed.news.data_wait,
+                mfu=utilisation(agreed.report.flops, seconds, self.peak_flops),
+                peak_memory=agreed.report.peak_bytes,
+                data_wait=agreed.report.data_wait,
                 seconds=seconds,
                 consumed_samples=self.progress.consumed_samples,
                 epoch=self.progress.consumed_samples / len(self.sources.train),

@@ -107,15 +107,15 @@ def test_auto_is_native_on_a_cpu_and_imports_nothing(monkeypatch: pytest.MonkeyP
     config = with_values(RunConfig(), {"vocab_size": 64})
     assert backend_problems(config, "cpu") == []
     backend = select_backend(config, build_grid(GridShape(), 0))
-    assert backend.name == "native" and backend.news() == []
+    assert backend.name == "native" and backend.warnings() == []
 
 
 def test_auto_on_cuda_says_why_it_is_native(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "package_problem", lambda: "it is not installed")
     backend = select_backend(with_values(RunConfig(), {"vocab_size": 64}), build_grid(GridShape(), 0, "cuda"))
-    (line,) = backend.news()
+    (line,) = backend.warnings()
     assert backend.name == "native" and "it is not installed" in line and "float32" in line
-    assert backend.news() == []
+    assert backend.warnings() == []
 
 
 def test_settings_of_transformer_engine_contradict_native_layers() -> None:

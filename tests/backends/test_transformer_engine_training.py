@@ -60,7 +60,7 @@ class Trained:
     losses: list[float]
     values: list[np.ndarray]
     specs: list[Any]
-    news: list[str]
+    warnings: list[str]
     layers: Counter[str]
     """Transformer Engine's modules in a block, by their class; of all blocks, divided by their number."""
 
@@ -76,17 +76,17 @@ def step_batches(step: int, mask: str) -> list[Any]:
 def train(config: RunConfig, here: Any, mask: str) -> Trained:
     """Two steps of two microbatches."""
     model = ParallelModel(config, here)
-    losses, news = [], []
+    losses, warnings = [], []
     for step in (1, 2):
         batches = step_batches(step, mask)
         losses.append(model.train(batches, step, sum(batch.weight_sum for batch in batches)).loss)
-        news += model.backend.news()
+        warnings += model.backend.warnings()
     parameters = [p for chunk in model.chunks for p in chunk.parameters()]
     modules = [m for chunk in model.chunks for block in chunk.blocks for m in block.modules()]
     engine = Counter(type(m).__name__ for m in modules if type(m).__module__.startswith("transformer_engine"))
     layers = Counter({name: n // SIZES["num_layers"] for name, n in engine.items()})
     values = [p.detach().numpy().copy() for p in parameters]
-    return Trained(losses, values, [spec_of(p) for p in parameters], news, layers)
+    return Trained(losses, values, [spec_of(p) for p in parameters], warnings, layers)
 
 
 def differences(
@@ -150,8 +150,8 @@ def test_training_on_transformer_engine_is_training_on_native(
         assert worst < 1e-10
         assert same
         assert found.layers == (APART if selective else FUSED)
-        assert len([line for line in found.news if "Transformer Engine's fused one" in line]) == (mask == "packed")
-        assert len([line for line in found.news if "apart" in line]) == selective
+        assert len([line for line in found.warnings if "Transformer Engine's fused one" in line]) == (mask == "packed")
+        assert len([line for line in found.warnings if "apart" in line]) == selective
 
 
 def from_the_export(rank: int, world: int) -> float:

@@ -15,7 +15,7 @@ from megacp.context_parallel.shard import shard_batch
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.parameter import spec_of
 from megacp.ops.dropout import keep_mask
-from megacp.training.loss import RankNews, agree, weighted_loss
+from megacp.training.loss import RankReport, agree, weighted_loss
 from megacp.training.step import ParallelModel, lr_schedule
 from tests.ranks import RankError, grid, run_ranks
 from tests.reference.training import Values, config_of, step_batches
@@ -58,12 +58,14 @@ def agreement(rank: int, world_size: int, shape: dict[str, int], wrong: int | No
         tokens[3] += 1
         batches[-1] = dataclasses.replace(batches[-1], tokens=tokens)
     first = mine.tp.rank == mine.cp.rank == mine.pp.rank == 0
-    news = RankNews(stop=rank == stopper, flops=10.0 if first else 0.0, peak_bytes=100 - rank, data_wait=rank / 4)
+    report = RankReport(
+        stop_reason=rank == stopper, flops=10.0 if first else 0.0, peak_bytes=100 - rank, data_wait=rank / 4
+    )
     try:
-        found = agree(batches, mine, news)
+        found = agree(batches, mine, report)
     except ValueError as error:
         return str(error)
-    return found.denominator, found.tokens, found.news
+    return found.denominator, found.tokens, found.report
 
 
 @pytest.mark.parametrize("shape", [{"tp": 4}, {"dp": 2, "cp": 2}, {"pp": 2, "tp": 2}, {"dp": 4}], ids=str)
@@ -73,8 +75,10 @@ def test_all_ranks_know_the_tokens_and_news_of_the_whole_step(shape: dict[str, i
     tokens = sum(int((batch.document >= 0).sum()) for batch in batches)
     assert tokens < sum(len(batch) for batch in batches), "padding belongs to the test"
     for stopper in (None, 2):
-        news = RankNews(stop=stopper is not None, flops=10.0 * shape.get("dp", 1), peak_bytes=100, data_wait=0.75)
-        assert run_ranks(agreement, 4, shape, None, stopper) == [(weight, tokens, news)] * 4
+        report = RankReport(
+            stop_reason=stopper is not None, flops=10.0 * shape.get("dp", 1), peak_bytes=100, data_wait=0.75
+        )
+        assert run_ranks(agreement, 4, shape, None, stopper) == [(weight, tokens, report)] * 4
 
 
 @pytest.mark.parametrize(

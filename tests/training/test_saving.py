@@ -105,7 +105,7 @@ def test_what_ranks_tell_of_their_files_is_ordered() -> None:
 
 
 def test_exit_duration_stops_all_ranks_at_one_step_and_saves(tmp_path: Path) -> None:
-    """Would catch clocks of ranks that differ: the wish of one is that of all."""
+    """Would catch clocks of ranks that differ: the reason of one is that of all."""
     flags = [*TINY, "--train-iters", "100000", "--exit-duration", "0.02", "--save", str(tmp_path)]
     assert run_ranks(train_on_rank, 2, flags) == [STOPPED] * 2
     last = max(losses(tmp_path))
