@@ -84,26 +84,26 @@ class DataRank:
     size: int = 1
 
 
-def _check(source: PackSource, options: LoaderOptions, place: DataRank) -> None:
+def _check(source: PackSource, options: LoaderOptions, data_rank: DataRank) -> None:
     reasons = []
     if not len(source):
         reasons.append("the dataset has no pack")
-    if not 0 <= place.index < place.size:
-        reasons.append(f"data-parallel rank {place.index} of {place.size} does not exist")
-    per_round = options.micro_batch_size * place.size
+    if not 0 <= data_rank.index < data_rank.size:
+        reasons.append(f"data-parallel rank {data_rank.index} of {data_rank.size} does not exist")
+    per_round = options.micro_batch_size * data_rank.size
     if options.global_batch_size % per_round:
         reasons.append(
             f"--global-batch-size {options.global_batch_size} is not a multiple of --micro-batch-size "
-            f"{options.micro_batch_size} x data-parallel size {place.size} = {per_round}"
+            f"{options.micro_batch_size} x data-parallel size {data_rank.size} = {per_round}"
         )
     if reasons:
         raise ValueError("; ".join(reasons))
 
 
-def _microbatches(chosen: np.ndarray, options: LoaderOptions, place: DataRank) -> np.ndarray:
+def _microbatches(chosen: np.ndarray, options: LoaderOptions, data_rank: DataRank) -> np.ndarray:
     """This rank's part [j, m] of a step's samples [global_batch_size]."""
     # [global_batch_size] -> [microbatch, dp rank, m] -> [microbatch, m]
-    return chosen.reshape(-1, place.size, options.micro_batch_size)[:, place.index]
+    return chosen.reshape(-1, data_rank.size, options.micro_batch_size)[:, data_rank.index]
 
 
 def _batch(
@@ -114,14 +114,14 @@ def _batch(
 
 
 def step_batches(
-    source: PackSource, options: LoaderOptions, place: DataRank, consumed: int, images: ImageLoading | None = None
+    source: PackSource, options: LoaderOptions, data_rank: DataRank, consumed: int, images: ImageLoading | None = None
 ) -> list[PackedBatch]:
     """The microbatches of one rank for the step that begins after `consumed` samples; a pure function.
 
     Without `images` no pixels are decoded.
     """
     chosen = samples(consumed, options.global_batch_size, len(source), options.seed)
-    return [_batch(source, numbers, options, images) for numbers in _microbatches(chosen, options, place).tolist()]
+    return [_batch(source, numbers, options, images) for numbers in _microbatches(chosen, options, data_rank).tolist()]
 
 
 class _Step(Generic[Prepared]):
@@ -145,7 +145,7 @@ class PackedLoader(Generic[Prepared]):
         self,
         source: PackSource,
         options: LoaderOptions,
-        place: DataRank | None = None,
+        data_rank: DataRank | None = None,
         consumed_samples: int = 0,
         images: ImageLoading | None = None,
         prepare: Callable[[PackedBatch], Prepared] | None = None,
@@ -156,9 +156,9 @@ class PackedLoader(Generic[Prepared]):
 
         ValueError: an empty dataset, or a global batch that does not divide by micro batch x dp size.
         """
-        self._source, self._options, self._place, self._images = source, options, place or DataRank(), images
+        self._source, self._options, self._data_rank, self._images = source, options, data_rank or DataRank(), images
         self._prepare = prepare
-        _check(source, options, self._place)
+        _check(source, options, self._data_rank)
         if consumed_samples < 0:
             raise ValueError(f"consumed_samples is {consumed_samples}, it must not be negative")
         self._consumed = self._requested = consumed_samples
@@ -189,7 +189,7 @@ class PackedLoader(Generic[Prepared]):
             result.set_exception(error)
 
     def _read(self, consumed: int) -> list[PackedBatch]:
-        return step_batches(self._source, self._options, self._place, consumed, self._images)
+        return step_batches(self._source, self._options, self._data_rank, consumed, self._images)
 
     def _prepare_all(self, batches: list[PackedBatch]) -> list[Prepared]:
         return [] if self._prepare is None else [self._prepare(batch) for batch in batches]
@@ -231,19 +231,19 @@ class PackedLoader(Generic[Prepared]):
 
 
 def validation_steps(
-    source: PackSource, options: LoaderOptions, place: DataRank, num_steps: int, images: ImageLoading | None = None
+    source: PackSource, options: LoaderOptions, data_rank: DataRank, num_steps: int, images: ImageLoading | None = None
 ) -> Iterator[list[PackedBatch]]:
     """The first num_steps x global_batch_size packs in stored order, each once: the same for every evaluation.
 
     Ends early when the dataset does. Its last step may be short of packs: every rank still gets the same number of
     microbatches (the ranks run in lockstep), where a microbatch without a pack is pack 0 with all loss weights 0.
     """
-    _check(source, options, place)
+    _check(source, options, data_rank)
     size = options.global_batch_size
     for start in range(0, min(num_steps * size, len(source)), size):
         chosen = np.arange(start, start + size)
         batches = []
-        for numbers in _microbatches(chosen, options, place).tolist():
+        for numbers in _microbatches(chosen, options, data_rank).tolist():
             present = [i for i in numbers if i < len(source)]
             batch = _batch(source, present or [0], options, images)
             batches.append(batch if present else _weightless(batch))

@@ -111,12 +111,12 @@ def microbatches(
     size = rows.packs
     if isinstance(packs, Sources):
         consumed = (step - 1) * config.training.global_batch_size
-        return step_batches(packs.train, loader_options(config, size), rows.place, consumed, loading)
+        return step_batches(packs.train, loader_options(config, size), rows.data_rank, consumed, loading)
     count = config.training.global_batch_size // size
     first = (step - 1) * config.training.global_batch_size
     return [
         mock_batch(range(first + number * size, first + (number + 1) * size), packs, loading)
-        for number in range(rows.place.index, count, rows.place.size)
+        for number in range(rows.data_rank.index, count, rows.data_rank.size)
     ]
 
 
@@ -136,7 +136,7 @@ def train_rank(
     traces = []
     for step in range(1, steps + 1):
         batches = microbatches(config, packs, step, model.rows, loading)
-        agreed = agree(batches, grid, replica=model.rows.place.index)
+        agreed = agree(batches, grid, replica=model.rows.data_rank.index)
         loss = model.gradients(batches, step, agreed.denominator)
         shards = [model.buckets.grad_shard(i) for i in range(len(model.buckets.buckets))]
         gradients = _boxes(model.buckets.shard_slices(shards))

@@ -75,7 +75,7 @@ class Subject:
             axis.traffic.clear()
         barrier(self.grid.world)
         begin, cpu_begin = time.perf_counter(), time.process_time()
-        agreed = agree(batches, self.grid, replica=self.model.rows.place.index)
+        agreed = agree(batches, self.grid, replica=self.model.rows.data_rank.index)
         result = self.model.train(batches, self.step, agreed.denominator)
         barrier(self.grid.world)
         seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin

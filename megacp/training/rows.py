@@ -23,8 +23,8 @@ class Rows:
 
     axis: Axis
     """The ranks over which the tokens of a row are dealt: cp, or dp x cp."""
-    place: DataRank
-    """Which of the step's rows are this rank's; ranks with one place read the same packs."""
+    data_rank: DataRank
+    """Which of the step's rows are this rank's; ranks with one data rank read the same packs."""
     packs: int
     """Packs of a row."""
 

@@ -116,7 +116,9 @@ class Trainer:
         training, checkpoint = self.config.training, self.config.checkpoint
         options, consumed = loader_options(self.config, self.rows.packs), self.progress.consumed_samples
         self.pace = Pace()
-        with PackedLoader(self.sources.train, options, self.rows.place, consumed, self.images, self._plan) as loader:
+        with PackedLoader(
+            self.sources.train, options, self.rows.data_rank, consumed, self.images, self._plan
+        ) as loader:
             while self.progress.step < training.train_iters:
                 if reason := self._train_step(loader):
                     self._end_trace()
@@ -175,7 +177,9 @@ class Trainer:
                 pairs = zip(planned, batches, strict=True)  # a batch that lost a document has another mask
                 rows = [row if row.batch is batch else self._plan(batch) for row, batch in pairs]
             with self.timers.phase("agreement"):
-                agreed = agree(batches, self.grid, self._rank_report(rows, documents), replica=self.rows.place.index)
+                agreed = agree(
+                    batches, self.grid, self._rank_report(rows, documents), replica=self.rows.data_rank.index
+                )
             self.saver.settle(agreed.report.save_state, self.log.say)
             if agreed.report.stop_reason:
                 return agreed.report.stop_reason
@@ -227,7 +231,7 @@ class Trainer:
             self.log.say(f"image shards of the context-parallel ranks: {strategy}")
         if self.images is None or self.images.on_bad_image != "skip":
             return batches, 0
-        batches, reasons = without_bad_images(batches, self.grid, self.rows.place.index)
+        batches, reasons = without_bad_images(batches, self.grid, self.rows.data_rank.index)
         for reason in reasons:
             self.log.note(step, f"left out a document: {reason}")
         return batches, len(reasons)
@@ -274,11 +278,11 @@ class Trainer:
         assert self.sources.valid is not None
         options = loader_options(self.config, self.rows.packs)
         count = self.config.training.eval_iters
-        steps = validation_steps(self.sources.valid, options, self.rows.place, count, self.images)
+        steps = validation_steps(self.sources.valid, options, self.rows.data_rank, count, self.images)
         total, weight = 0.0, 0.0
         for read in steps:
             batches, _ = self._sound(read, self.progress.step)
-            agreed = agree(batches, self.grid, replica=self.rows.place.index)
+            agreed = agree(batches, self.grid, replica=self.rows.data_rank.index)
             total += self.model.evaluate(batches, agreed.denominator) * agreed.denominator
             weight += agreed.weight
         self.timers.take()  # its phases belong to no training step

@@ -186,7 +186,7 @@ def _refused(rank: int, world: int, setup: ParitySetup) -> bool:
     same = True
     for step in range(1, 4):
         batches = microbatches(setup.config, setup.rules, step, model.rows, None)
-        denominator = agree(batches, mine, replica=model.rows.place.index).denominator
+        denominator = agree(batches, mine, replica=model.rows.data_rank.index).denominator
         if step == 2:
             refused = model.train(batches, step, denominator, lambda loss, norm: Verdict(False, findings=("no",)))
             same &= refused.skipped and refused.grad_norm > 0 and model.optimizer.updates == 1

@@ -54,7 +54,7 @@ def one_step(rank: int, world: int, setup: ParitySetup, shape: dict[str, int], r
     assert setup.rules.images is not None
     loading = image_loading(config, mine, model.rows, SecondItemBroken(setup.rules.images))
     read = microbatches(config, setup.rules, 1, model.rows, loading)
-    replica = model.rows.place.index
+    replica = model.rows.data_rank.index
     batches, reasons = without_bad_images(read, mine, replica)
     agreed = agree(batches, mine, replica=replica)
     loss = model.gradients(batches, 1, agreed.denominator)

@@ -64,10 +64,10 @@ def first_step(rank: int, world: int, config: RunConfig, shape: dict[str, int]) 
     model = ParallelModel(config, mine)
     images = image_loading(config, mine, model.rows, sources.decoder)
     rows = model.rows
-    with PackedLoader(sources.train, loader_options(config, rows.packs), rows.place, 0, images) as loader:
+    with PackedLoader(sources.train, loader_options(config, rows.packs), rows.data_rank, 0, images) as loader:
         read = loader.next_step()
-    batches, reasons = without_bad_images(read, mine, rows.place.index)
-    agreed = agree(batches, mine, replica=rows.place.index)
+    batches, reasons = without_bad_images(read, mine, rows.data_rank.index)
+    agreed = agree(batches, mine, replica=rows.data_rank.index)
     loss = model.gradients(batches, 1, agreed.denominator)
     norm = model.optimizer.step(1e-3).grad_norm
     decoded = sum(len(batch.vision.patches) for batch in batches if batch.vision is not None)
