@@ -40,7 +40,7 @@ class LocalBatch:
     """float32 `[t]`; 0 where nothing is predicted."""
     position_ids: torch.Tensor
     """int64 `[t]`, per document and branch."""
-    places: torch.Tensor
+    token_names: torch.Tensor
     """int64 `[t]`: what names each token in its microbatch, on every grid; see `PackedBatch.token_names`."""
     plan: AttentionPlan
     key: int = 0
@@ -67,7 +67,7 @@ class LocalBatch:
         return values[place]
 
 
-_TENSORS = ("tokens", "labels", "loss_weights", "position_ids", "places")
+_TENSORS = ("tokens", "labels", "loss_weights", "position_ids", "token_names")
 
 
 def row_axis(grid: ProcessGrid, parallel: ParallelConfig) -> Axis:

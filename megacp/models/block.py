@@ -27,8 +27,8 @@ class BlockInputs:
 
     plan: AttentionPlan
     rotary: tuple[torch.Tensor, torch.Tensor]
-    places: torch.Tensor
-    """int64 `[t/tp]`: places of the rows of the residual stream on this rank."""
+    token_names: torch.Tensor
+    """int64 `[t/tp]`: names of the tokens of the residual stream on this rank."""
     key: int
 
 
@@ -65,4 +65,6 @@ class Block(nn.Module):
             return x + self._drop(self.mlp(x, remember), inputs, 2 * self.layer + 1)
 
     def _drop(self, x: torch.Tensor, inputs: BlockInputs, site: int) -> torch.Tensor:
-        return dropout(x, inputs.key + site * 0x9E3779B97F4A7C15, inputs.places, self.dropout if self.training else 0.0)
+        return dropout(
+            x, inputs.key + site * 0x9E3779B97F4A7C15, inputs.token_names, self.dropout if self.training else 0.0
+        )

@@ -77,8 +77,8 @@ class LanguageModelChunk(nn.Module):
         if x is None:
             x = self.embedded(batch)
         rotary = cos_sin(batch.position_ids, self.frequencies, self.backend.dtype)
-        places = slice_of(batch.places, self.backend.tp) if self.backend.sequence_parallel else batch.places
-        inputs = BlockInputs(batch.plan, rotary, places, batch.key)
+        names = slice_of(batch.token_names, self.backend.tp) if self.backend.sequence_parallel else batch.token_names
+        inputs = BlockInputs(batch.plan, rotary, names, batch.key)
         with self.backend.precision():
             for block in self.blocks:
                 x = block(x, inputs)

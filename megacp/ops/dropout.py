@@ -22,22 +22,22 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 @fused
-def _kept(places: torch.Tensor, low: torch.Tensor, high: torch.Tensor, columns: int, least: int) -> torch.Tensor:
+def _kept(token_names: torch.Tensor, low: torch.Tensor, high: torch.Tensor, columns: int, least: int) -> torch.Tensor:
     """`keep_mask` from the halves of the key; they are tensors, as a number would make a compiled form for each key."""
-    rows = _mix((places * 0x9E3779B1 + low) & _MASK32) + high
-    column = torch.arange(columns, device=places.device) * 0x27D4EB2F
+    rows = _mix((token_names * 0x9E3779B1 + low) & _MASK32) + high
+    column = torch.arange(columns, device=token_names.device) * 0x27D4EB2F
     bits = _mix((rows[:, None] + column[None]) & _MASK32)  # [n, 1] + [1, columns] -> [n, columns]
     return bits >= least
 
 
-def keep_mask(key: int, places: torch.Tensor, columns: int, probability: float) -> torch.Tensor:
-    """Bool `[n, columns]`, False with `probability`; `places[n]` int64 names each token within its microbatch."""
-    low, high = (places.new_full((), half) for half in (key & _MASK32, key >> 32 & _MASK32))
-    return _kept(places, low, high, columns, int(probability * 2**32))
+def keep_mask(key: int, token_names: torch.Tensor, columns: int, probability: float) -> torch.Tensor:
+    """Bool `[n, columns]`, False with `probability`; `token_names[n]` int64 names each token within its microbatch."""
+    low, high = (token_names.new_full((), half) for half in (key & _MASK32, key >> 32 & _MASK32))
+    return _kept(token_names, low, high, columns, int(probability * 2**32))
 
 
-def dropout(x: torch.Tensor, key: int, places: torch.Tensor, probability: float) -> torch.Tensor:
+def dropout(x: torch.Tensor, key: int, token_names: torch.Tensor, probability: float) -> torch.Tensor:
     """`x[n, h]` with elements zeroed with `probability` and the rest scaled by `1 / (1 - probability)`."""
     if probability == 0.0:
         return x
-    return x * keep_mask(key, places, x.shape[-1], probability) / (1.0 - probability)
+    return x * keep_mask(key, token_names, x.shape[-1], probability) / (1.0 - probability)

@@ -72,9 +72,9 @@ def test_shards_put_together_are_the_padded_row(name: str, cp: int, tp: int, tok
     if name != "zigzag_document" or cp == 1:
         assert len(padded) - tokens < LAYOUTS[name].multiple(cp, tp)
     order = np.argsort(shards[0].plan.indices.reshape(-1))
-    for field in (*FIELDS, "places"):
+    for field in (*FIELDS, "token_names"):
         gathered = torch.cat([getattr(shard, field) for shard in shards]).numpy()
-        expected = np.arange(len(padded)) if field == "places" else getattr(padded, field)
+        expected = np.arange(len(padded)) if field == "token_names" else getattr(padded, field)
         assert np.array_equal(gathered[order], expected) and gathered.dtype == expected.dtype
     together = shards[0].plan.arrival(cp, torch.device("cpu"))
     gathered = torch.cat([shard.tokens for shard in shards])

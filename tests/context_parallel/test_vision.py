@@ -89,7 +89,7 @@ def send_and_return(rank: int, world: int, exchange: str) -> list[tuple[Any, ...
             (x * weight).sum().backward()
             assert features.grad is not None, "a rank that encodes nothing takes part in backward too"
             identity = (x.detach() * weight).sum() - (features.detach() * features.grad).sum()
-            found.append((x.detach().numpy(), local.places.numpy(), identity.item(), sent, expected_bytes(local)))
+            found.append((x.detach().numpy(), local.token_names.numpy(), identity.item(), sent, expected_bytes(local)))
     return found
 
 
@@ -135,7 +135,7 @@ def under_sequence_parallelism(rank: int, world: int, exchange: str) -> tuple[An
     placed, rows = place_features(features, local.vision)
     slice_length = local.num_tokens // 2
     x = add_features(torch.zeros(slice_length, WIDTH, dtype=torch.float64), placed, rows, ranks.tp, True)
-    places = local.places[ranks.tp.rank * slice_length :][:slice_length].numpy()
+    places = local.token_names[ranks.tp.rank * slice_length :][:slice_length].numpy()
     weight = vectors(500, 3)[places]
     (x * weight).sum().backward()
     assert features.grad is not None
@@ -169,7 +169,7 @@ def over_data_and_context(rank: int, world: int) -> tuple[np.ndarray, np.ndarray
     features = vectors(batch.vision.num_features, 1)[encoded_here(batch, local.vision.axis)]
     placed, rows = place_features(features, local.vision)
     x = add_features(torch.zeros(local.num_tokens, WIDTH, dtype=torch.float64), placed, rows, axis, False)
-    return x.numpy(), local.places.numpy()
+    return x.numpy(), local.token_names.numpy()
 
 
 def test_a_row_over_dp_times_cp_deals_its_images_over_all_of_them() -> None:

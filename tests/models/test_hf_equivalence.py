@@ -154,7 +154,7 @@ def our_logits(
     layout = LAYOUTS["zigzag"]
     batch = shard_batch(one_document(), mine.cp, layout, tp=mine.tp.size)
     with torch.no_grad():
-        return batch.places.numpy(), chunk.local_logits(None, batch).numpy()
+        return batch.token_names.numpy(), chunk.local_logits(None, batch).numpy()
 
 
 @pytest.mark.parametrize("name", MODELS)

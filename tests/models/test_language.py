@@ -164,7 +164,7 @@ def test_recomputation_really_stores_less(shape: dict[str, int]) -> None:
 def test_every_layer_and_sublayer_draws_its_own_dropout_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = []
 
-    def spy(x: torch.Tensor, key: int, places: torch.Tensor, probability: float) -> torch.Tensor:
+    def spy(x: torch.Tensor, key: int, token_names: torch.Tensor, probability: float) -> torch.Tensor:
         keys.append(key & (2**64 - 1))
         return x
 

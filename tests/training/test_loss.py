@@ -33,7 +33,7 @@ def gradient_of_eight_tokens(rank: int, world_size: int, shape: dict[str, int], 
     mine = grid(**shape)
     batch = eight_tokens()
     local = shard_batch(batch, mine.cp, LAYOUTS[layout])
-    values = local.places.double() + 1
+    values = local.token_names.double() + 1
     w = torch.ones((), dtype=torch.float64, requires_grad=True)
     weighted_loss(w * values, local.loss_weights, agree([batch], mine).denominator).backward()
     over = mine.over("dp", "cp")
@@ -109,7 +109,7 @@ def test_a_step_without_counted_tokens_divides_by_one() -> None:
 def cp_masks(rank: int, world_size: int) -> tuple[int, list[int], bytes]:
     model = ParallelModel(config_of({"hidden_dropout": 0.5}, {"cp": world_size}), grid(cp=world_size))
     local = model.shard(step_batches(1, 1)[0], 1)
-    return local.key, local.places.tolist(), keep_mask(local.key, local.places, 32, 0.5).numpy().tobytes()
+    return local.key, local.token_names.tolist(), keep_mask(local.key, local.token_names, 32, 0.5).numpy().tobytes()
 
 
 def test_context_parallel_peers_share_the_key_but_no_dropout_mask() -> None:
@@ -124,7 +124,7 @@ def test_dropout_is_keyed_by_seed_step_pack_and_place() -> None:
 
     def names(step: int, batch: PackedBatch = batch, **values: int) -> tuple[int, tuple[int, ...]]:
         local = ParallelModel(config_of(values, {}), grid()).shard(batch, step)
-        return local.key, tuple(local.places.tolist())
+        return local.key, tuple(local.token_names.tolist())
 
     other = dataclasses.replace(batch, pack_ids=(7,))
     assert len({names(1), names(2), names(1, seed=5), names(1, other)}) == 4 and names(1) == names(1)
