@@ -44,8 +44,8 @@ class VisionInputs:
     """int64 [u], crops in units 0..u of the row."""
     cum_token_pooling_bounds: np.ndarray
     """int64 [u], pooled tokens in units 0..u of the row."""
-    places: np.ndarray
-    """int64 [n], place in the row of the image-patch token of each pooled token, in unit order, rising."""
+    feature_rows: np.ndarray
+    """int64 [n], index in the row of the image-patch token of each pooled token, in unit order, rising."""
     boundaries: np.ndarray | None
     """Table [P] of which rank encodes what (BOUNDARY_DTYPE), for one number P of ranks; or None."""
     first_image: int
@@ -64,7 +64,7 @@ class VisionInputs:
     def __post_init__(self) -> None:
         reasons = []
         wanted = {"patches": (np.float32, 3), "pooling": (np.int64, 2)}
-        wanted |= dict.fromkeys(("cum_image_bounds", "cum_token_pooling_bounds", "places"), (np.int64, 1))
+        wanted |= dict.fromkeys(("cum_image_bounds", "cum_token_pooling_bounds", "feature_rows"), (np.int64, 1))
         for name, (dtype, dims) in wanted.items():
             value = getattr(self, name)
             if not isinstance(value, np.ndarray) or value.dtype != dtype or value.ndim != dims:
@@ -86,10 +86,10 @@ class VisionInputs:
         units = len(self.cum_image_bounds)
         if self.unit_order is not None and not np.array_equal(np.sort(self.unit_order), np.arange(units)):
             reasons.append(f"unit_order is no permutation of {units} units")
-        if len(self.places) != self.num_features:
-            reasons.append(f"{len(self.places)} places for {self.num_features} pooled tokens")
-        if (np.diff(self.places, prepend=-1) < 1).any():
-            reasons.append("places must rise from 0")
+        if len(self.feature_rows) != self.num_features:
+            reasons.append(f"{len(self.feature_rows)} feature_rows for {self.num_features} pooled tokens")
+        if (np.diff(self.feature_rows, prepend=-1) < 1).any():
+            reasons.append("feature_rows must rise from 0")
         held = (self.first_image, self.first_image + len(self.patches))
         if held[0] < 0 or held[1] > self.num_images:
             reasons.append(f"patches are those of crops {held[0]}..{held[1]}, the row has {self.num_images}")
@@ -109,7 +109,7 @@ class VisionInputs:
         return int(self.cum_token_pooling_bounds[-1]) if len(self.cum_token_pooling_bounds) else 0
 
 
-_SHARED = ("cum_image_bounds", "cum_token_pooling_bounds", "places")
+_SHARED = ("cum_image_bounds", "cum_token_pooling_bounds", "feature_rows")
 """What of the images is the same on all ranks that read a row."""
 
 
@@ -168,8 +168,8 @@ class PackedBatch:
             values = getattr(self, name)
             if (values < 0).any():
                 reasons.append(f"{name} must not be negative, got {int(values.min())}")
-        if self.vision is not None and len(self.vision.places) and int(self.vision.places[-1]) >= len(self):
-            reasons.append(f"a pooled token lies at place {int(self.vision.places[-1])} of {len(self)} tokens")
+        if self.vision is not None and len(self.vision.feature_rows) and int(self.vision.feature_rows[-1]) >= len(self):
+            reasons.append(f"a pooled token lies at place {int(self.vision.feature_rows[-1])} of {len(self)} tokens")
         return reasons
 
     def __len__(self) -> int:
@@ -195,7 +195,7 @@ class PackedBatch:
         """64-bit hash of every field, signed so that it fits an int64 tensor; equal in every process and on every host.
 
         Covers fields that a subclass adds, as long as they are arrays, None, or tuples of ints. Of the images it covers
-        what is the same on all ranks: bounds and places, not pixels.
+        what is the same on all ranks: bounds and rows of features, not pixels.
         """
         digest = hashlib.blake2b(digest_size=8)
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

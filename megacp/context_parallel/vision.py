@@ -183,7 +183,7 @@ def local_vision(vision: VisionInputs, indices: np.ndarray, axis: Axis, exchange
     return LocalVision(
         torch.from_numpy(vision.patches),
         torch.from_numpy(vision.pooling),
-        feature_routes(indices, vision.places, boundaries, axis.rank, order),
+        feature_routes(indices, vision.feature_rows, boundaries, axis.rank, order),
         axis,
         EXCHANGES[exchange],
     )

@@ -111,7 +111,7 @@ def vision_inputs(units: RowUnits, tokens: np.ndarray, image_patch: int) -> Visi
     return VisionInputs(
         cum_image_bounds=units.cum_images,
         cum_token_pooling_bounds=units.cum_pooled,
-        places=places,
+        feature_rows=places,
         boundaries=None,
         first_image=0,
         patches=np.zeros((0, 0, 0), np.float32),

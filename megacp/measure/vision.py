@@ -166,7 +166,7 @@ def with_vision(row: PackedBatch) -> PackedBatch:
     vision = VisionInputs(
         cum_image_bounds=np.cumsum(-(-tokens // CROP_TOKENS)),
         cum_token_pooling_bounds=np.cumsum(tokens),
-        places=np.flatnonzero(inside),
+        feature_rows=np.flatnonzero(inside),
         boundaries=None,
         first_image=0,
         patches=np.zeros((0, 1, 1), np.float32),
@@ -181,7 +181,7 @@ def routes_of(row: PackedBatch, layout: Layout, cp: int) -> FeatureRoutes:
     padded = row.with_padding_to(layout.padded_length(mask_metadata(row), cp, 1))
     bounds = row.vision.cum_image_bounds, row.vision.cum_token_pooling_bounds
     indices = layout.deal(mask_metadata(padded), cp)
-    return feature_routes(indices, row.vision.places, compute_image_shard_boundaries(*bounds, cp), 0)
+    return feature_routes(indices, row.vision.feature_rows, compute_image_shard_boundaries(*bounds, cp), 0)
 
 
 def feature_bytes(routes: FeatureRoutes, feature_size: int) -> FeatureBytes:

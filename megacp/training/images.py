@@ -67,7 +67,7 @@ def shard_strategies(batches: Sequence[PackedBatch]) -> set[str]:
 
 def image_documents(batches: Sequence[PackedBatch]) -> int:
     """Documents of these rows that hold images."""
-    rows = [(batch.document, batch.vision.places) for batch in batches if batch.vision is not None]
+    rows = [(batch.document, batch.vision.feature_rows) for batch in batches if batch.vision is not None]
     return sum(len(np.unique(document[places])) for document, places in rows if len(places))
 
 

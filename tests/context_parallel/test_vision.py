@@ -39,7 +39,7 @@ def row_with_images(case: str, ranks: int) -> PackedBatch:
     vision = VisionInputs(
         cum_image_bounds=bounds[0],
         cum_token_pooling_bounds=bounds[1],
-        places=places,
+        feature_rows=places,
         boundaries=compute_image_shard_boundaries(*bounds, ranks) if case == "mixed" else None,
         first_image=0,
         patches=np.zeros((0, 4, 6), np.float32),
@@ -118,7 +118,7 @@ def test_features_arrive_at_their_tokens_and_gradients_return(world: int, exchan
             for x, places, *_ in results:
                 row[places] = x
             expected = np.zeros_like(row)
-            expected[batch.vision.places] = vectors(batch.vision.num_features, 1).numpy()
+            expected[batch.vision.feature_rows] = vectors(batch.vision.num_features, 1).numpy()
             assert np.array_equal(row, expected), (world, case)
             assert abs(sum(identity for _, _, identity, *_ in results)) < 1e-10
             assert all(sent == formula for *_, sent, formula in results), case
@@ -139,7 +139,7 @@ def under_sequence_parallelism(rank: int, world: int, exchange: str) -> tuple[An
     weight = vectors(500, 3)[places]
     (x * weight).sum().backward()
     assert features.grad is not None
-    wanted = vectors(500, 3)[batch.vision.places[encoded_here(batch, local.vision.axis)]]
+    wanted = vectors(500, 3)[batch.vision.feature_rows[encoded_here(batch, local.vision.axis)]]
     return x.detach().numpy(), places, (features.grad - wanted).abs().max().item() if len(wanted) else 0.0
 
 
@@ -157,7 +157,7 @@ def test_under_sequence_parallelism_each_tp_rank_adds_its_own_and_all_hold_the_w
         row[places] += x
         assert error == 0.0
     expected = np.zeros_like(row)
-    expected[batch.vision.places] = vectors(batch.vision.num_features, 1).numpy()
+    expected[batch.vision.feature_rows] = vectors(batch.vision.num_features, 1).numpy()
     assert np.array_equal(row, expected)
 
 
@@ -180,7 +180,7 @@ def test_a_row_over_dp_times_cp_deals_its_images_over_all_of_them() -> None:
     for x, places in results:
         row[places] = x
     assert batch.vision is not None
-    assert np.array_equal(row[batch.vision.places], vectors(batch.vision.num_features, 1).numpy())
+    assert np.array_equal(row[batch.vision.feature_rows], vectors(batch.vision.num_features, 1).numpy())
     assert np.count_nonzero(row.any(1)) == batch.vision.num_features
 
 
@@ -214,4 +214,4 @@ def test_counts_that_differ_are_refused_with_both() -> None:
         place_features(vectors(3, 0), local.vision)
     table = uniform_boundaries(np.array([1, 2]), np.array([3, 5]), 1)
     with pytest.raises(ValueError, match="5 image features for 24 image-patch tokens"):
-        feature_routes(local.plan.indices, batch.vision.places, table, 0)
+        feature_routes(local.plan.indices, batch.vision.feature_rows, table, 0)

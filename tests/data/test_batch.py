@@ -87,7 +87,7 @@ def images(**changes: object) -> VisionInputs:
     values: dict = {
         "cum_image_bounds": np.array([1, 3]),
         "cum_token_pooling_bounds": np.array([1, 3]),
-        "places": np.array([1, 2, 4]),
+        "feature_rows": np.array([1, 2, 4]),
         "boundaries": None,
         "first_image": 0,
         "patches": np.zeros((3, 4, 6), np.float32),
@@ -97,21 +97,23 @@ def images(**changes: object) -> VisionInputs:
 
 
 def test_images_that_contradict_themselves_are_refused_with_all_reasons() -> None:
-    with pytest.raises(ValueError, match=r"patches must be float32.*float64.*places must be int64.*int32"):
-        images(patches=np.zeros((3, 4, 6)), places=np.array([1, 2, 4], np.int32))
-    with pytest.raises(ValueError, match=r"3 units, .*bounds 2; cum_image_bounds must rise.*2 places for 3.*rise from"):
-        images(cum_image_bounds=np.array([1, 1, 3]), places=np.array([2, 1]))
+    with pytest.raises(ValueError, match=r"patches must be float32.*float64.*feature_rows must be int64.*int32"):
+        images(patches=np.zeros((3, 4, 6)), feature_rows=np.array([1, 2, 4], np.int32))
+    with pytest.raises(
+        ValueError, match=r"3 units, .*bounds 2; cum_image_bounds must rise.*2 feature_rows for 3.*rise from"
+    ):
+        images(cum_image_bounds=np.array([1, 1, 3]), feature_rows=np.array([2, 1]))
     with pytest.raises(ValueError, match=r"crops 1..4, the row has 3; pooling has indices -1..12 into 12 patches"):
         images(first_image=1, pooling=np.array([[0, -1], [12, 1]]))
     with pytest.raises(ValueError, match="at place 5 of 5 tokens"):
-        dataclasses.replace(make(5), vision=images(places=np.array([1, 2, 5])))
+        dataclasses.replace(make(5), vision=images(feature_rows=np.array([1, 2, 5])))
 
 
 def test_the_fingerprint_covers_what_ranks_share_of_the_images_and_no_pixels() -> None:
     """Would catch ranks that take each other's rows for different ones, or rows with other images for the same."""
     batch = dataclasses.replace(make(5), vision=images())
     prints = {make(5).fingerprint(), batch.fingerprint()}
-    for change in ({"places": np.array([1, 3, 4])}, {"cum_image_bounds": np.array([2, 3])}):
+    for change in ({"feature_rows": np.array([1, 3, 4])}, {"cum_image_bounds": np.array([2, 3])}):
         prints.add(dataclasses.replace(batch, vision=images(**change)).fingerprint())
     assert len(prints) == 4
     nothing = images(patches=np.zeros((0, 4, 6), np.float32), pooling=np.zeros((0, 2), np.int64), first_image=3)

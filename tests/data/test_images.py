@@ -86,10 +86,10 @@ def test_a_row_of_packs_knows_its_images_like_the_token_by_token_twin(first: int
     batch = collate(packs, image_attention=attention)
     span, places, images, pooled = spans_by_hand(packs, attention)
     assert batch.vision is not None
-    assert batch.span.tolist() == span and batch.vision.places.tolist() == places
+    assert batch.span.tolist() == span and batch.vision.feature_rows.tolist() == places
     assert batch.vision.cum_image_bounds.tolist() == images
     assert batch.vision.cum_token_pooling_bounds.tolist() == pooled
-    assert np.array_equal(batch.tokens[batch.vision.places], np.full(len(places), IMAGES.image_patch))
+    assert np.array_equal(batch.tokens[batch.vision.feature_rows], np.full(len(places), IMAGES.image_patch))
     for number in np.unique(batch.span[batch.span > 0]):
         assert len(np.unique(batch.document[batch.span == number])) == 1
 
