@@ -55,7 +55,7 @@ class PackedAttention:
         by which Transformer Engine knows it.
         """
         device = q.device
-        places = plan.on_device("thd places", device, lambda: sequences.places)
+        places = plan.on_device("thd cu_padded", device, lambda: sequences.cu_padded)
         lengths = places
         if sequences.has_padding:
             lengths = plan.on_device("thd lengths", device, lambda: sequences.lengths)

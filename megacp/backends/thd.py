@@ -33,7 +33,7 @@ class Sequences:
         return np.concatenate([[0], np.cumsum(self.true)]).astype(np.int32)
 
     @functools.cached_property
-    def places(self) -> np.ndarray:
+    def cu_padded(self) -> np.ndarray:
         """int32 `[n + 1]`: `cu_seqlens_padded`, of places."""
         return np.concatenate([[0], np.cumsum(self.padded)]).astype(np.int32)
 
@@ -50,9 +50,9 @@ class Sequences:
     def order(self, cp: int) -> np.ndarray:
         """Places `[cp, t]` that each rank holds, in Transformer Engine's order."""
         if cp == 1:
-            return np.arange(self.places[-1])[None]
+            return np.arange(self.cu_padded[-1])[None]
         ranks: list[list[np.ndarray]] = [[] for _ in range(cp)]
-        for start, stop in zip(self.places[:-1].tolist(), self.places[1:].tolist(), strict=True):
+        for start, stop in zip(self.cu_padded[:-1].tolist(), self.cu_padded[1:].tolist(), strict=True):
             chunks = np.arange(start, stop).reshape(2 * cp, -1)
             for rank in range(cp):
                 ranks[rank].append(chunks[list(zigzag_chunks(cp, rank))].reshape(-1))
@@ -60,7 +60,7 @@ class Sequences:
 
     def tokens(self, first: np.ndarray) -> np.ndarray:
         """Index in the row of the token at each place, -1 for padding; sequence i's tokens begin at `first[i]`."""
-        inside = np.arange(self.places[-1]) - np.repeat(self.places[:-1], self.padded)
+        inside = np.arange(self.cu_padded[-1]) - np.repeat(self.cu_padded[:-1], self.padded)
         token = np.repeat(first, self.padded) + inside
         return np.where(inside < np.repeat(self.true, self.padded), token, -1)
 
@@ -114,7 +114,7 @@ def thd_sequences(plan: AttentionPlan) -> Sequences | str:
     ways = [_as_it_stands] if cp == 1 else [_per_document] + ([_whole_row] if len(start) == 1 and start[0] == 0 else [])
     for way in ways:
         sequences, first = way(metadata, cp)
-        if sequences.places[-1] != len(metadata) or (cp > 1 and (sequences.padded % (2 * cp)).any()):
+        if sequences.cu_padded[-1] != len(metadata) or (cp > 1 and (sequences.padded % (2 * cp)).any()):
             continue
         expected = sequences.tokens(first)[sequences.order(cp)]  # [T] -> [cp, t]
         held = np.where(metadata.document[plan.indices] >= 0, plan.indices, -1)

@@ -42,8 +42,8 @@ def test_zigzag_in_each_document_is_transformer_engines_order(lengths: list[int]
     assert isinstance(sequences, Sequences)
     for rank in range(1, cp):
         other = thd_sequences(plan_of(metadata, cp, "zigzag_document", rank))
-        assert isinstance(other, Sequences) and other.places.tolist() == sequences.places.tolist()
-    places = torch.from_numpy(sequences.places)
+        assert isinstance(other, Sequences) and other.cu_padded.tolist() == sequences.cu_padded.tolist()
+    places = torch.from_numpy(sequences.cu_padded)
     token = np.concatenate(
         [
             np.append(np.flatnonzero(metadata.document == i), -np.ones(p - n))
@@ -74,7 +74,7 @@ def test_its_own_function_deals_a_row_as_our_layout_does(world: int, monkeypatch
                 get_batch_on_this_cp_rank,
             )
 
-            theirs, _, _ = get_batch_on_this_cp_rank(torch.from_numpy(sequences.places), row, row, row)
+            theirs, _, _ = get_batch_on_this_cp_rank(torch.from_numpy(sequences.cu_padded), row, row, row)
         assert theirs.tolist() == plan.local.tolist()
 
 
@@ -83,8 +83,8 @@ def test_lengths_are_true_and_padded_and_the_rest_is_a_sequence_without_tokens()
     sequences = thd_sequences(plan)
     assert isinstance(sequences, Sequences)
     assert sequences.lengths.tolist() == [0, 5, 13, 13]
-    assert sequences.places.tolist() == [0, 8, 16, 24]
-    assert sequences.lengths.dtype == sequences.places.dtype == np.int32
+    assert sequences.cu_padded.tolist() == [0, 8, 16, 24]
+    assert sequences.lengths.dtype == sequences.cu_padded.dtype == np.int32
     assert sequences.longest == 8 and sequences.has_padding
 
 
