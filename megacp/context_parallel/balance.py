@@ -45,7 +45,7 @@ def remote_rows(metadata: Metadata, indices: np.ndarray) -> int:
     A key of a prefix is seen by later tokens of its document, a key of a branch by later tokens of its branch, and both
     by their span. So one place decides for each group: the last query of a rank in it.
     """
-    place, prefix = metadata.place, metadata.branch == 0
+    place, prefix = metadata.order, metadata.branch == 0
     of_document = metadata.document + 1  # [T] group numbers; padding is 0
     of_branch = _code(of_document, metadata.branch)
     span_of_document = _groups(_code(of_document, metadata.span))
@@ -86,7 +86,7 @@ def density_order(metadata: Metadata, cost: np.ndarray) -> np.ndarray:
     """Indices `[T]`: padding, then documents by ascending mean of `cost[T]`, each in its own order."""
     number = metadata.document + 1  # padding is 0
     mean = np.bincount(number, weights=cost) / np.maximum(np.bincount(number), 1)
-    return np.lexsort((metadata.place, number, mean[number], number > 0))
+    return np.lexsort((metadata.order, number, mean[number], number > 0))
 
 
 def keys_crossing(metadata: Metadata) -> np.ndarray:

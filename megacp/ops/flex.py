@@ -89,9 +89,9 @@ def _rule(q: Metadata, k: Metadata, device: torch.device) -> Callable[..., torch
     def tensors(*columns: np.ndarray) -> list[torch.Tensor]:
         return [to_device(column.astype(np.int32), device) for column in columns]
 
-    q_document, q_branch, q_span, q_place = tensors(q.document, q.branch, q.span, q.place)
+    q_document, q_branch, q_span, q_place = tensors(q.document, q.branch, q.span, q.order)
     k_document, k_branch, k_span, k_place = tensors(
-        np.where(k.document >= 0, k.document, _NOBODY), k.branch, np.where(k.span != 0, k.span, _NOBODY), k.place
+        np.where(k.document >= 0, k.document, _NOBODY), k.branch, np.where(k.span != 0, k.span, _NOBODY), k.order
     )
 
     def rule(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,14 @@
 """The attention mask as data: four integers per token, and an exact cover of it by rectangles and triangles.
 
-Key property: nothing of size S x S is ever made. Both sides are cut into runs of equal metadata whose places are
-consecutive, cut again at each other's ends; two runs then either cover the same places or are disjoint, so
+Key property: nothing of size S x S is ever made. Both sides are cut into runs of equal metadata and consecutive
+order, cut again at each other's ends; two runs then either cover the same tokens or are disjoint, so
 every pair of runs is empty, full, or one causal triangle: no tile is ever partly masked. All of it is arithmetic on
 arrays, without a loop over documents or tiles. Rejected: boolean masks (10 GiB at 36,864 tokens in fp32 over
 8 heads) and fixed-size blocks with partial masks (every document boundary pays for a masked block).
 
     allow(q, k) =  document[k] >= 0 and document[q] == document[k]
                and (branch[k] == 0 or branch[k] == branch[q])
-               and (place[k] <= place[q] or (span[q] != 0 and span[q] == span[k]))
+               and (order[k] <= order[q] or (span[q] != 0 and span[q] == span[k]))
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _PAIRS_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class Metadata:
-    """What the mask must know of `n` tokens: int arrays `[n]`; document -1 is padding, place is the causal order."""
+    """What the mask must know of `n` tokens: int arrays `[n]`; document -1 is padding, order is the causal one."""
 
     document: np.ndarray
     branch: np.ndarray
     span: np.ndarray
-    place: np.ndarray
+    order: np.ndarray
 
     def __len__(self) -> int:
-        return len(self.place)
+        return len(self.order)
 
     def take(self, indices: np.ndarray) -> Metadata:
         """The metadata of some tokens, in the order of `indices[m]`."""
-        return Metadata(self.document[indices], self.branch[indices], self.span[indices], self.place[indices])
+        return Metadata(self.document[indices], self.branch[indices], self.span[indices], self.order[indices])
 
     @functools.cached_property
     def own_table(self) -> TileTable:
@@ -60,10 +60,10 @@ class Metadata:
 
 
 def text_before_images(metadata: Metadata) -> np.ndarray:
-    """Indices `[n]` of a row with the text of each document before its images, otherwise in place order."""
+    """Indices `[n]` of a row with the text of each document before its images, otherwise in order."""
     if not metadata.span.any():
         return np.arange(len(metadata))
-    return np.lexsort((metadata.place, metadata.span != 0, metadata.document))
+    return np.lexsort((metadata.order, metadata.span != 0, metadata.document))
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def allowed(q: Metadata, k: Metadata) -> np.ndarray:
     """The rule itself, as bool `[len(q), len(k)]`: the obvious form, for references, tests and single small tiles."""
     same_document = (k.document[None] >= 0) & (q.document[:, None] == k.document[None])
     same_branch = (k.branch[None] == 0) | (q.branch[:, None] == k.branch[None])
-    causal = k.place[None] <= q.place[:, None]
+    causal = k.order[None] <= q.order[:, None]
     same_span = (q.span[:, None] != 0) & (q.span[:, None] == k.span[None])
     return same_document & same_branch & (causal | same_span)
 
@@ -193,54 +193,54 @@ def expand(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class _Runs:
-    """Maximal stretches of local tokens with equal metadata and consecutive places; padding left out."""
+    """Maximal stretches of local tokens with equal metadata and consecutive order; padding left out."""
 
     start: np.ndarray
     stop: np.ndarray
-    place: np.ndarray
+    order: np.ndarray
     document: np.ndarray
     branch: np.ndarray
     span: np.ndarray
 
     def take(self, index: np.ndarray) -> _Runs:
-        fields = (self.start, self.stop, self.place, self.document, self.branch, self.span)
+        fields = (self.start, self.stop, self.order, self.document, self.branch, self.span)
         return _Runs(*(values[index] for values in fields))
 
 
 def _runs(meta: Metadata) -> _Runs:
     n = len(meta)
     change = np.ones(n, dtype=bool)
-    change[1:] = meta.place[1:] != meta.place[:-1] + 1
+    change[1:] = meta.order[1:] != meta.order[:-1] + 1
     for values in (meta.document, meta.branch, meta.span):
         change[1:] |= values[1:] != values[:-1]
     start = np.flatnonzero(change)
     stop = np.append(start[1:], n)
-    runs = _Runs(start, stop, meta.place[start], meta.document[start], meta.branch[start], meta.span[start])
+    runs = _Runs(start, stop, meta.order[start], meta.document[start], meta.branch[start], meta.span[start])
     return runs.take(np.flatnonzero(runs.document >= 0))
 
 
-def _cut(runs: _Runs, places: np.ndarray) -> _Runs:
-    """Cut runs at every one of the sorted `places` that falls strictly inside them."""
+def _cut(runs: _Runs, ends: np.ndarray) -> _Runs:
+    """Cut runs at every one of the sorted `ends` that falls strictly inside them."""
     length = runs.stop - runs.start
-    first = np.searchsorted(places, runs.place, side="right")
-    last = np.searchsorted(places, runs.place + length, side="left")
+    first = np.searchsorted(ends, runs.order, side="right")
+    last = np.searchsorted(ends, runs.order + length, side="left")
     parts = last - first + 1
     if (parts == 1).all():
         return runs
     owner = np.repeat(np.arange(len(length)), parts)
     within = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)
     cut = runs.take(owner)
-    begin = cut.place.copy()
+    begin = cut.order.copy()
     inner = within > 0
-    begin[inner] = places[first[owner[inner]] + within[inner] - 1]
-    end = (runs.place + length)[owner].copy()
+    begin[inner] = ends[first[owner[inner]] + within[inner] - 1]
+    end = (runs.order + length)[owner].copy()
     end[:-1][inner[1:]] = begin[1:][inner[1:]]
-    start = cut.start + begin - cut.place
+    start = cut.start + begin - cut.order
     return _Runs(start, start + end - begin, begin, cut.document, cut.branch, cut.span)
 
 
 def _ends(runs: _Runs) -> np.ndarray:
-    return np.unique(np.concatenate([runs.place, runs.place + runs.stop - runs.start]))
+    return np.unique(np.concatenate([runs.order, runs.order + runs.stop - runs.start]))
 
 
 def _pairs(q: _Runs, k: _Runs, first: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -248,8 +248,8 @@ def _pairs(q: _Runs, k: _Runs, first: np.ndarray, count: np.ndarray) -> tuple[np
     j, i = expand(first, first + count)
     same_span = (q.span[i] != 0) & (q.span[i] == k.span[j])
     visible = (k.branch[j] == 0) | (k.branch[j] == q.branch[i])
-    full = visible & ((k.place[j] < q.place[i]) | same_span)
-    causal = visible & (k.place[j] == q.place[i]) & ~same_span
+    full = visible & ((k.order[j] < q.order[i]) | same_span)
+    causal = visible & (k.order[j] == q.order[i]) & ~same_span
     kept = np.flatnonzero(full | causal)
     return i[kept], j[kept], np.where(full[kept], FULL, CAUSAL)
 

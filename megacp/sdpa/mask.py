@@ -125,8 +125,8 @@ def batch_mask_problems(document_ids: DocumentIds, length: int) -> list[str]:
         tokens = len(document_ids)
         if tokens == 0 or tokens % length:
             return [f"Metadata has {tokens} tokens, the buffers have {length} in a row: give one row or all of them"]
-        if not np.array_equal(document_ids.place, np.arange(tokens)):
-            return ["Metadata.place must be 0, 1, 2, ...: tokens are given in their own order and permuted here"]
+        if not np.array_equal(document_ids.order, np.arange(tokens)):
+            return ["Metadata.order must be 0, 1, 2, ...: tokens are given in their own order and permuted here"]
         return _number_problems(document_ids.document)
     if not isinstance(document_ids, torch.Tensor) or document_ids.dtype not in (torch.int64, torch.int32, torch.int16):
         kind = document_ids.dtype if isinstance(document_ids, torch.Tensor) else type(document_ids).__name__

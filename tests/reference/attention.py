@@ -20,7 +20,7 @@ def visible(q: Metadata, k: Metadata) -> np.ndarray:
             if k.branch[j] not in (0, q.branch[i]):
                 continue
             in_span = q.span[i] != 0 and q.span[i] == k.span[j]
-            mask[i, j] = k.place[j] <= q.place[i] or in_span
+            mask[i, j] = k.order[j] <= q.order[i] or in_span
     return mask
 
 

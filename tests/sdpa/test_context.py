@@ -108,7 +108,7 @@ def dense(mask: str, tokens: int, causal: bool) -> list[Tensor]:
     outs = []
     for number, row in enumerate(row_metadata(mask, tokens)):
         if not causal:  # the rule without its clause on the order
-            row = Metadata(row.document, row.branch, np.ones_like(row.span), row.place)
+            row = Metadata(row.document, row.branch, np.ones_like(row.span), row.order)
         seen = visible(row, row)
         q, k, v = (x[number].transpose(0, 1) for x in leaves)  # [H, S, D] -> [S, H, D]
         outs.append(dense_attention(q, k, v, torch.from_numpy(seen), 0.3).transpose(0, 1))
@@ -369,7 +369,7 @@ def test_arguments_that_do_not_fit_are_refused_with_numbers() -> None:
     zeros = np.zeros(50, np.int64)
     refused("Metadata has 50 tokens, the buffers have 48", document_ids=Metadata(zeros, zeros, zeros, np.arange(50)))
     zeros = zeros[:48]
-    refused("place must be 0, 1, 2", document_ids=Metadata(zeros, zeros, zeros, zeros))
+    refused("order must be 0, 1, 2", document_ids=Metadata(zeros, zeros, zeros, zeros))
     refused("A x B = --context-parallel-size 2, got none.*built once, with select_transport", transport="a2a+p2p")
     rows = torch.stack([torch.arange(48) // 20, torch.arange(48) // 7])
     refused(
