@@ -23,6 +23,7 @@ EXTRAS = {
         "pytest>=8",
         "pytest-timeout",
         "ruff",
+        "safetensors",
         "tensorboard",
         "transformers",
         "types-PyYAML",

@@ -112,8 +112,18 @@ def open_own(path: StrPath, flags: int) -> int:
 
 def write_new(path: StrPath, data: bytes) -> None:
     """Make a file that does not exist, with this content, and wait until it is on disk. Raises like `create_new`."""
-    with create_new(path) as stream:
+    with new_file(path) as stream:
         stream.write(data)
+
+
+@contextlib.contextmanager
+def new_file(path: StrPath, seconds: float = 0.0) -> Iterator[BufferedWriter]:
+    """A stream into a file that does not exist; it is on disk when the body ends without an error.
+
+    Raises like `create_new`; a folder that does not exist is waited for `seconds`.
+    """
+    with seen(lambda: create_new(path), seconds) as stream:
+        yield stream
         stream.flush()
         os.fsync(stream.fileno())
 
@@ -130,10 +140,8 @@ def replacement(path: StrPath) -> Iterator[BufferedWriter]:
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.partial")
     try:
-        with create_new(temporary) as stream:
+        with new_file(temporary) as stream:
             yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
         rename(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

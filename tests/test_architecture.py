@@ -21,11 +21,6 @@ MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 8
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 DISTRIBUTED_ROOM = "megacp/distributed/"
-CHECKPOINT_FORMAT = (
-    ("megacp/checkpoint/storage.py", "megacp/checkpoint/index.py"),
-    "torch.distributed.checkpoint",
-)
-"""The file format of torch.distributed.checkpoint, read and written without a process group."""
 ENVIRONMENT_FILE = "megacp/distributed/launch.py"
 PURE_ROOMS = ("megacp/config/", "megacp/planner/", "megacp/data/", "megacp/batch.py")
 GUESTS = ("transformer_engine", "apex")
@@ -77,10 +72,7 @@ def foreign_collectives(path: str, tree: ast.AST) -> list[str]:
     if path.startswith(DISTRIBUTED_ROOM):
         return []
     names = {name for name, _ in imports(tree)} | set(dotted_uses(tree))
-    wrong = {name for name in names if is_within(name, "torch.distributed")}
-    if path in CHECKPOINT_FORMAT[0]:
-        wrong = {name for name in wrong if not is_within(name, CHECKPOINT_FORMAT[1])}
-    return sorted(wrong)
+    return sorted(name for name in names if is_within(name, "torch.distributed"))
 
 
 def environment_uses(tree: ast.AST) -> list[str]:
@@ -215,7 +207,7 @@ def test_package_files_hold_a_docstring_only() -> None:
         (lambda tree: foreign_collectives("megacp/models/a.py", tree), "import torch\ntorch.distributed.barrier()"),
         (lambda tree: foreign_collectives("megacp/models/a.py", tree), "import torch.distributed as d\nd.barrier()"),
         (lambda tree: foreign_collectives("megacp/models/a.py", tree), "from torch import distributed"),
-        (lambda tree: foreign_collectives(CHECKPOINT_FORMAT[0][0], tree), "from torch.distributed import barrier"),
+        (lambda tree: foreign_collectives("megacp/models/a.py", tree), "from torch.distributed import barrier"),
         (environment_uses, "import os as o\no.environ['A'] = '1'"),
         (environment_uses, "from os import getenv"),
         (

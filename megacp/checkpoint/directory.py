@@ -1,7 +1,7 @@
 """A directory of checkpoints: which names are committed, which are damaged, which a crash has left, and `latest`.
 
     DIRECTORY/latest                  name of the last committed checkpoint
-    DIRECTORY/step_0000100/           manifest.json, config.yaml, DCP files (.metadata, __0_0.distcp)
+    DIRECTORY/step_0000100/           manifest.json, config.yaml, index.json, rank_00000.safetensors, ...
     DIRECTORY/step_0000100.tmp-*/     being written, being deleted, or left by a crash: never read
     DIRECTORY/lock                    held by the run that writes here
 

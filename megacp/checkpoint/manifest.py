@@ -20,7 +20,7 @@ from megacp.checkpoint.fields import Fields
 from megacp.files import parse_json, read_regular, seen, sha256_of
 
 MANIFEST_FILE = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MOST_BYTES = 32 << 20
 """Of a manifest: a quarter of a million files."""
@@ -90,10 +90,16 @@ def read_manifest(folder: Path) -> Manifest:
         checksum = content.pop("checksum", None)
         if checksum != _checksum(content):
             raise ValueError("its checksum does not match")
-        return _manifest(Fields(content, "its"))
+        if content.get("format") not in range(1, FORMAT):
+            return _manifest(Fields(content, "its"))
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"{path} is damaged: {reason}") from error
+    raise ValueError(
+        f"{path} has format {content['format']}, of a megacp before safetensors files; this version reads format "
+        f"{FORMAT}: finish the run with the version that wrote it, or carry its weights over by megacp-convert "
+        "--from megacp --to hf there and --from hf --to megacp here"
+    )
 
 
 def _manifest(its: Fields) -> Manifest:

@@ -36,8 +36,8 @@ from megacp.distributed.collectives import gather_to_first
 from megacp.distributed.grid import Axis
 from megacp.files import rename, seen, sync_folder, write_new
 
-_BYTES_PER_BOX, _MARGIN = 4096, 1 << 20
-"""What a box takes in the files besides its values (its own archive, its lines in the index), and the smallest files;
+_BYTES_PER_BOX, _MARGIN = 1024, 1 << 20
+"""What a box takes in the files besides its values (its places in header and index), and the smallest files;
 generous, since the disk must not be full afterwards either."""
 _ALIGNED = 64
 """Bytes at multiples of which the values of a box begin in the block of copies."""
@@ -116,10 +116,9 @@ class PendingCheckpoint:
         """
         try:
             together(self._world, self._written, SaveError)
-            index = self._payload.complete(self._folder)
             records = gather_to_first(self._records, self._world)
-            final: Path = on_first(self._world, lambda: self._commit(records, index), SaveError)
-        except (SaveError, PayloadError) as failure:
+            final: Path = on_first(self._world, lambda: self._commit(records), SaveError)
+        except SaveError as failure:
             self._clean()
             raise self._failed(failure) from failure
         self.notes = on_first(self._world, lambda: point_and_prune(final, keep_last, distrusted), SaveError)
@@ -160,13 +159,13 @@ class PendingCheckpoint:
         if self._error is not None:
             raise self._error
 
-    def _commit(self, of_ranks: list[dict[str, FileRecord]] | None, index: Path | None) -> Path:
+    def _commit(self, of_ranks: list[dict[str, FileRecord]] | None) -> Path:
         """Complete the written folder with config and manifest, and rename it; rank 0 only."""
-        assert of_ranks is not None and index is not None
+        assert of_ranks is not None
         self._see_all(of_ranks)
         files = {name: record for of_rank in of_ranks for name, record in of_rank.items()}
         write_new(self._folder / CONFIG_FILE, self._contents.config_yaml.encode())
-        files |= {path.name: hash_file(path) for path in (index, self._folder / CONFIG_FILE)}
+        files[CONFIG_FILE] = hash_file(self._folder / CONFIG_FILE)
         serial = max((read_manifest(folder).serial for folder in committed(self._root)), default=0) + 1
         manifest = Manifest(self.step, serial, self._world.size, self._contents.grid, files, self._contents.extra)
         write_new(self._folder / MANIFEST_FILE, to_json(manifest).encode())

@@ -1,10 +1,8 @@
 """A Hugging Face folder: safetensors read row by row and written tensor by tensor, with index, hashes and card.
 
 Key property: one tensor is in memory at a time, whatever the size of model and shards: files are mapped when read, and
-shards are planned from shapes and written in order. Rejected: `safetensors.torch.save_file`, which holds a whole shard,
-and pickled `.bin` files, which run code when they are opened.
-
-A safetensors file is 8 bytes of length, a JSON header of name: {dtype, shape, data_offsets}, then the tensors.
+shards are planned from shapes and written in order. Rejected: pickled `.bin` files, which run code when they are
+opened.
 """
 
 from __future__ import annotations
@@ -18,24 +16,19 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from megacp import files
+from megacp.checkpoint import tensor_file
 from megacp.convert.tables.mapping import Info, Source, num_bytes, whole
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SUMS = "SHA256SUMS"
 CARD = "README.md"
 _SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-}
-_WRITTEN = {dtype: name for name, dtype in DTYPES.items()}
+DTYPES = {name: dtype for name, dtype in tensor_file.DTYPES.items() if dtype.is_floating_point}
 MIB = 1 << 20
 
 
@@ -147,28 +140,14 @@ def write_tensors(source: Source, folder: Path, max_shard_bytes: int) -> list[Pa
 
 
 def _write_shard(source: Source, names: Sequence[str], path: Path) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    # the format wants no gaps; the widest dtypes first keep every tensor aligned
-    names = sorted(names, key=lambda name: -source.infos[name].dtype.itemsize)
-    for name in names:
-        info = source.infos[name]
-        end = begin + num_bytes(info)
-        header[name] = {"dtype": _WRITTEN[info.dtype], "shape": list(info.shape), "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    infos = source.infos
+    names = sorted(names, key=lambda name: -infos[name].dtype.itemsize)  # see `tensor_file.header`
     with path.open("xb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.write(tensor_file.header((name, infos[name].dtype, infos[name].shape) for name in names))
         for name in names:
-            _write_tensor(stream, whole(source, name), source.infos[name])
-
-
-def _write_tensor(stream: BinaryIO, tensor: torch.Tensor, info: Info) -> None:
-    assert tuple(tensor.shape) == info.shape and tensor.dtype == info.dtype, "the plan and the tensor differ"
-    values = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-    for begin in range(0, len(values), 64 * MIB):  # a mapped file is read and written piece by piece
-        stream.write(values[begin : begin + 64 * MIB].data)
+            tensor = whole(source, name)
+            assert (tuple(tensor.shape), tensor.dtype) == (infos[name].shape, infos[name].dtype), "it is not as planned"
+            tensor_file.write_values(stream, tensor)
 
 
 def write_sums(folder: Path) -> None:

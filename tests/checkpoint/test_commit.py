@@ -97,7 +97,7 @@ def _flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [_truncate, _flip, Path.unlink])
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "config.yaml", MANIFEST_FILE])
+@pytest.mark.parametrize("name", ["index.json", "rank_00000.safetensors", "config.yaml", MANIFEST_FILE])
 def test_damage_to_any_file_is_named_and_the_previous_checkpoint_is_loaded(
     tmp_path: Path, name: str, harm: object, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -117,7 +117,7 @@ def test_damage_to_any_file_is_named_and_the_previous_checkpoint_is_loaded(
 def test_when_nothing_is_whole_every_damage_is_named(tmp_path: Path) -> None:
     """Would catch a run that quietly starts anew because all its checkpoints are damaged."""
     for step in (1, 2):
-        (save(tmp_path, step) / "__0_0.distcp").unlink()
+        (save(tmp_path, step) / "rank_00000.safetensors").unlink()
     with pytest.raises(ValueError, match=r"step_0000002.*step_0000001"):
         load_checkpoint(tmp_path, WORLD)
 
@@ -242,7 +242,7 @@ def _damage_is_seen_by_all(rank: int, world_size: int, root: str) -> tuple[float
     save(Path(root), 1, world)
     path = save(Path(root), 2, world)
     if rank == 1:
-        _flip(path / "__1_0.distcp")
+        _flip(path / "rank_00001.safetensors")
     torch.distributed.barrier()
     loaded = load_checkpoint(root, world)
     return value(loaded), loaded.passed_over[0]
@@ -252,7 +252,7 @@ def test_all_ranks_agree_to_pass_over_a_damaged_checkpoint(tmp_path: Path) -> No
     """Would catch ranks that load different steps because only one of them hashed the bad file."""
     results = run_ranks(_damage_is_seen_by_all, 2, str(tmp_path))
     assert results[0] == results[1]
-    assert results[0][0] == 1 and "__1_0.distcp" in results[0][1]
+    assert results[0][0] == 1 and "rank_00001.safetensors" in results[0][1]
 
 
 def _misfit(rank: int, world_size: int, root: str) -> str:

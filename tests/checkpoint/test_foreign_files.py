@@ -62,7 +62,7 @@ def test_latest_that_is_a_link_is_refused_at_the_start_and_replaced_later(precio
     assert value(load_checkpoint(out, WORLD)) == 1
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", INDEX_FILE, f"{INDEX_FILE}.tmp", "config.yaml", MANIFEST_FILE])
+@pytest.mark.parametrize("name", ["rank_00000.safetensors", INDEX_FILE, "config.yaml", MANIFEST_FILE])
 def test_no_file_of_a_checkpoint_is_written_through_a_link(
     precious: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -90,7 +90,7 @@ def test_no_file_of_a_checkpoint_is_written_through_a_link(
 
 
 @pytest.mark.parametrize("kind", ["a named pipe", "a directory", "a device", "a huge file"])
-@pytest.mark.parametrize("name", [INDEX_FILE, "__0_0.distcp", "config.yaml"])
+@pytest.mark.parametrize("name", [INDEX_FILE, "rank_00000.safetensors", "config.yaml"])
 def test_a_file_that_is_none_is_named_and_the_previous_checkpoint_is_loaded(
     tmp_path: Path, kind: str, name: str
 ) -> None:
@@ -113,11 +113,11 @@ def test_a_file_that_is_none_is_named_and_the_previous_checkpoint_is_loaded(
 
 
 @pytest.mark.parametrize("kind", ["a named pipe", "a device", "a huge file"])
-@pytest.mark.parametrize("name", [INDEX_FILE, "__0_0.distcp"])
+@pytest.mark.parametrize("name", [INDEX_FILE, "rank_00000.safetensors"])
 def test_a_file_that_is_replaced_after_its_hash_was_right_is_not_waited_for(
     tmp_path: Path, kind: str, name: str
 ) -> None:
-    """Would catch DCP's own reading, which opens whatever has the name by then."""
+    """Would catch a reader that opens whatever has the name by then."""
     folder = save(tmp_path, 1)
     loaded = load_checkpoint(tmp_path, WORLD)
     (folder / name).unlink()

@@ -92,7 +92,7 @@ def test_only_what_crashed_saves_left_is_removed(tmp_path: Path) -> None:
     for name in (*kept, *gone):
         if name.startswith("step"):
             (tmp_path / name).mkdir()
-            (tmp_path / name / "__0_0.distcp").write_bytes(b"1")
+            (tmp_path / name / "rank_00000.safetensors").write_bytes(b"1")
         else:
             (tmp_path / name).write_text("")
     assert remove_leftovers(tmp_path) == [f"removed {tmp_path / name}, left by a crash" for name in sorted(gone)]

@@ -95,6 +95,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "a file name of half a letter": {"files": {"\ud800": _FILE}},
     "a file name over two lines": {"files": {"a\nb": _FILE}},
     "a format in words": {"format": "1"},
+    "a format of the future": {"format": 3},
 }
 FIELDS = {
     "a step of thirty digits": "its step is 1000.*000, expected a whole number from 0 to 9007199254740992",
@@ -115,6 +116,16 @@ def test_a_manifest_with_a_right_checksum_is_not_trusted_for_that(kind: str, tmp
     with pytest.raises(ValueError, match=f"{MANIFEST_FILE} is damaged: {FIELDS.get(kind, '')}"):
         read_manifest(newest)
     assert load_checkpoint(tmp_path, WORLD).path == older
+
+
+def test_a_checkpoint_of_an_earlier_format_says_what_to_do(tmp_path: Path) -> None:
+    """Would catch a run that takes a whole checkpoint for a damaged one, or starts without it."""
+    folder = save(tmp_path, 1)
+    content = {**json.loads((folder / MANIFEST_FILE).read_text()), "format": 1}
+    content.pop("checksum")
+    (folder / MANIFEST_FILE).write_text(json.dumps({**content, "checksum": _checksum(content)}))
+    with pytest.raises(ValueError, match=r"has format 1, .*; this version reads format 2: finish the run with the ver"):
+        load_checkpoint(tmp_path, WORLD)
 
 
 def test_a_manifest_nested_too_deep_is_damaged(tmp_path: Path) -> None:

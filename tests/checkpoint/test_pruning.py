@@ -25,7 +25,7 @@ def test_a_run_that_passed_over_a_damaged_checkpoint_does_not_count_it(
     """Would catch the sound checkpoint removed and the damaged one kept, in this run or in the one after it."""
     flags = [*TINY, "--save", str(tmp_path), "--save-interval", "2", "--keep-last", "2"]
     run(1, flags)
-    _flip(next((tmp_path / "step_0000004").glob("*.distcp")))
+    _flip(next((tmp_path / "step_0000004").glob("*.safetensors")))
     run(1, [*flags, "--load", str(tmp_path), "--train-iters", "3"])
     assert f"removed {tmp_path / 'step_0000004'}, which was damaged when this run started" in capsys.readouterr().out
     assert steps(tmp_path) == [2, 3]
@@ -38,7 +38,7 @@ def test_a_checkpoint_with_a_file_of_another_size_does_not_count(tmp_path: Path,
     """Would catch the last sound one removed; the damaged one goes when enough sound ones are newer."""
     for step in (1, 2):
         path = save(tmp_path, step)
-    harm(path / "__0_0.distcp")  # type: ignore[operator]
+    harm(path / "rank_00000.safetensors")  # type: ignore[operator]
     save(tmp_path, 3, keep_last=2)
     assert steps(tmp_path) == [1, 2, 3]
     save(tmp_path, 4, keep_last=2)

@@ -117,7 +117,7 @@ def _seen_late(rank: int, world_size: int, root: str) -> tuple[float, float]:
     real, hidden = os.open, time.monotonic() + 1.0
 
     def late(path: Any, *rest: Any, **more: Any) -> int:
-        if rank == 1 and str(path).endswith(".distcp") and time.monotonic() < hidden:
+        if rank == 1 and str(path).endswith(".safetensors") and time.monotonic() < hidden:
             raise FileNotFoundError(2, "No such file or directory", str(path))
         return real(path, *rest, **more)
 
@@ -134,9 +134,9 @@ def test_files_that_one_rank_sees_late_are_waited_for(tmp_path: Path) -> None:
 
 
 def test_files_that_nobody_sees_are_not_waited_for(tmp_path: Path) -> None:
-    (save(tmp_path, 1) / "__0_0.distcp").unlink()
+    (save(tmp_path, 1) / "rank_00000.safetensors").unlink()
     begun = time.monotonic()
-    with pytest.raises(ValueError, match=r"__0_0\.distcp cannot be read: No such file"):
+    with pytest.raises(ValueError, match=r"rank_00000\.safetensors cannot be read: No such file"):
         load_checkpoint(tmp_path, WORLD)
     assert time.monotonic() - begun < 5
 
@@ -172,7 +172,7 @@ def test_a_folder_that_is_seen_late_is_written_to_all_the_same(tmp_path: Path, m
     real, hidden = os.open, time.monotonic() + 0.5
 
     def late(path: Any, *rest: Any, **more: Any) -> int:
-        if str(path).endswith(".distcp") and time.monotonic() < hidden:
+        if str(path).endswith(".safetensors") and time.monotonic() < hidden:
             raise FileNotFoundError(2, "No such file or directory", str(path))
         return real(path, *rest, **more)
 

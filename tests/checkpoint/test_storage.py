@@ -1,21 +1,30 @@
-"""The payload: boxes to DCP files and back, and an index that is not trusted."""
+"""The payload: boxes to safetensors files and back, and files that are not trusted."""
 
 from __future__ import annotations
 
-import os
+import json
 import pickle
+import resource
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import safetensors.torch as safetensors
 import torch
-import torch.distributed.checkpoint as dcp
 
+from megacp.checkpoint import storage
 from megacp.checkpoint.manifest import FileRecord, hash_file
 from megacp.checkpoint.names import TensorBox
-from megacp.checkpoint.storage import INDEX_FILE, Payload, PayloadError, write_payload
+from megacp.checkpoint.storage import INDEX_FILE, Payload, PayloadError, PayloadWriter
 from megacp.distributed.grid import single_axis
 
 WORLD = single_axis("world")
+FILE = "rank_00000.safetensors"
+
+
+def write_payload(folder: Path, boxes: Sequence[TensorBox]) -> None:
+    """The files of one rank that has all boxes."""
+    PayloadWriter(boxes, WORLD).write(folder)
 
 
 def whole_box(name: str, tensor: torch.Tensor) -> TensorBox:
@@ -33,7 +42,7 @@ def test_boxes_cut_in_any_way_come_back_bit_for_bit(tmp_path: Path, dtype: torch
     source[0, 0], source[1, 1], source[2, 2] = float("nan"), -0.0, float("inf")
     cuts = [((0, 0), (3, 5)), ((3, 0), (1, 2)), ((3, 2), (1, 3)), ((4, 0), (3, 5))]
     boxes = [TensorBox("w", (7, 5), (i, j), source[i : i + n, j : j + m]) for (i, j), (n, m) in cuts]
-    write_payload(tmp_path, [*boxes, whole_box("s", torch.tensor(3.0))], WORLD)
+    write_payload(tmp_path, [*boxes, whole_box("s", torch.tensor(3.0))])
     payload = Payload(tmp_path, hashes(tmp_path))
     target = torch.zeros(7, 5, dtype=dtype)
     payload.read([TensorBox("w", (7, 5), (2, 1), target[2:6, 1:4])])
@@ -46,20 +55,49 @@ def test_boxes_cut_in_any_way_come_back_bit_for_bit(tmp_path: Path, dtype: torch
     assert payload.tensors == {"w": ((7, 5), dtype), "s": ((), torch.float32)}
 
 
-@pytest.mark.filterwarnings("ignore:.*assuming the intent is to load in a single process")
-def test_the_files_are_ordinary_dcp(tmp_path: Path) -> None:
-    """Would catch a private format: PyTorch's own loader must read it."""
-    write_payload(tmp_path, [whole_box("w", torch.arange(6.0).view(2, 3))], WORLD)
-    state = {"w": torch.zeros(2, 3)}
-    dcp.load(state, checkpoint_id=str(tmp_path), no_dist=True)
-    assert state["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+def test_the_files_are_ordinary_safetensors(tmp_path: Path) -> None:
+    """Would catch a private format: the library must read it, a whole tensor under its own name."""
+    w, v, h = torch.arange(6.0).view(2, 3), torch.arange(4.0).double(), torch.tensor([1.5]).bfloat16()
+    parts = [TensorBox("v", (4,), (0,), v[:1]), TensorBox("v", (4,), (1,), v[1:])]
+    write_payload(tmp_path, [whole_box("h", h), whole_box("w", w), *parts, whole_box("s", torch.tensor(3))])
+    found = safetensors.load_file(tmp_path / FILE)
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+        **{"w": w.tolist(), "h": [1.5], "s": 3},
+        **{"v[0:1]": [0], "v[1:4]": [1, 2, 3]},
+    }
+    assert [found[name].dtype for name in ("w", "h", "s", "v[0:1]")] == [w.dtype, h.dtype, torch.int64, v.dtype]
+
+
+def test_only_the_bytes_from_the_first_to_the_last_wanted_element_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch a rank that reads whole matrices for its rows or its ZeRO slice."""
+    source = torch.arange(6000.0).view(60, 100)
+    write_payload(tmp_path, [whole_box("w", source)])
+    payload, read = Payload(tmp_path, hashes(tmp_path)), list[int]()
+    real = storage.as_bytes
+
+    def counted(tensor: torch.Tensor) -> memoryview:
+        read.append(tensor.nbytes)
+        return real(tensor)
+
+    monkeypatch.setattr(storage, "as_bytes", counted)
+    for rows, columns, count in (
+        (slice(10, 13), slice(0, 100), 300),
+        (slice(7, 8), slice(3, 8), 5),
+        (slice(0, 2), slice(9, 11), 102),
+    ):
+        target = torch.zeros_like(source[rows, columns])
+        payload.read([TensorBox("w", (60, 100), (rows.start, columns.start), target)])
+        assert torch.equal(target, source[rows, columns])
+        assert read.pop() == 4 * count and not read
 
 
 def test_the_same_tensors_make_the_same_bytes(tmp_path: Path) -> None:
     """Would catch a path or a random id in the files."""
     for name in "ab":
         (tmp_path / name).mkdir()
-        write_payload(tmp_path / name, [whole_box("w", torch.arange(6.0))], WORLD)
+        write_payload(tmp_path / name, [whole_box("w", torch.arange(6.0))])
     assert hashes(tmp_path / "a") == hashes(tmp_path / "b")
 
 
@@ -73,26 +111,51 @@ def test_elements_written_twice_or_not_at_all_are_refused(tmp_path: Path, cuts: 
     with pytest.raises(
         PayloadError, match=r"boxes of w together have \d elements, the tensor has 6|two boxes of w overlap"
     ):
-        write_payload(tmp_path, [TensorBox("w", (6,), (i,), x[i:j]) for i, j in cuts], WORLD)
+        write_payload(tmp_path, [TensorBox("w", (6,), (i,), x[i:j]) for i, j in cuts])
 
 
-def test_a_crafted_index_runs_nothing(tmp_path: Path) -> None:
-    """Would catch a plain pickle.load: the index names os.system, and even its hash is right."""
-    write_payload(tmp_path, [whole_box("w", torch.zeros(2))], WORLD)
+def _header(change: object) -> object:
+    """A harm: the file with a changed header, whose length is kept."""
 
-    class Evil:
-        def __reduce__(self) -> tuple[object, tuple[str]]:
-            return os.system, (f"touch {tmp_path}/ran",)
+    def harm(content: bytes) -> bytes:
+        end = 8 + int.from_bytes(content[:8], "little")
+        described = json.loads(content[8:end])
+        change(described)  # type: ignore[operator]
+        text = json.dumps(described, separators=(",", ":")).encode().ljust(end - 8)
+        return content[:8] + text + content[end:]
 
-    (tmp_path / INDEX_FILE).write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(ValueError, match="system"):
-        Payload(tmp_path, hashes(tmp_path))
-    assert not (tmp_path / "ran").exists()
+    return harm
+
+
+HARMS = {
+    "a huge header": lambda content: (1 << 62).to_bytes(8, "little") + content[8:],
+    "a header of nothing": lambda content: bytes(8) + content[8:],
+    "another dtype": _header(lambda h: h["w"].update(dtype="I32")),
+    "another shape": _header(lambda h: h["w"].update(shape=[4])),
+    "overlapping offsets": _header(lambda h: h["v"].update(data_offsets=[4, 12])),
+    "another name": _header(lambda h: h.update(x=h.pop("v"))),
+    "a pickle": lambda content: pickle.dumps(torch.zeros(4)).ljust(len(content))[: len(content)],
+    "bytes at the end": lambda content: content + b"1234",
+    "a byte less": lambda content: content[:-1],
+    "nothing": lambda content: b"",
+}
+
+
+@pytest.mark.parametrize("kind", HARMS)
+def test_a_file_with_a_right_hash_that_holds_something_else_is_refused_by_its_name(tmp_path: Path, kind: str) -> None:
+    """Would catch trust in what a file says of itself: whoever wrote it wrote its hash too."""
+    write_payload(tmp_path, [whole_box("w", torch.zeros(2)), whole_box("v", torch.ones(2))])
+    path = tmp_path / FILE
+    path.write_bytes(HARMS[kind](path.read_bytes()))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match=f"{FILE} (does not hold the tensors that|have [0-9]* bytes, the file has)"):
+        Payload(tmp_path, hashes(tmp_path)).read_whole("w")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
 
 
 def test_an_index_with_another_hash_is_not_opened(tmp_path: Path) -> None:
-    """Would catch an index that is unpickled before it is checked."""
-    write_payload(tmp_path, [whole_box("w", torch.zeros(2))], WORLD)
+    """Would catch an index that is read before it is checked."""
+    write_payload(tmp_path, [whole_box("w", torch.zeros(2))])
     known = hashes(tmp_path)
     (tmp_path / INDEX_FILE).write_bytes(bytes(known[INDEX_FILE].size))
     with pytest.raises(ValueError, match="sha256"):
@@ -101,14 +164,14 @@ def test_an_index_with_another_hash_is_not_opened(tmp_path: Path) -> None:
 
 def test_an_index_may_not_refer_to_files_outside_the_manifest(tmp_path: Path) -> None:
     """Would catch data that no hash protects."""
-    write_payload(tmp_path, [whole_box("w", torch.zeros(2))], WORLD)
-    with pytest.raises(ValueError, match=r"__0_0\.distcp"):
+    write_payload(tmp_path, [whole_box("w", torch.zeros(2))])
+    with pytest.raises(ValueError, match=r"rank_00000\.safetensors"):
         Payload(tmp_path, {INDEX_FILE: hashes(tmp_path)[INDEX_FILE]})
 
 
 def test_tensors_that_do_not_fit_are_named_with_both_sides(tmp_path: Path) -> None:
     """Would catch a silent conversion, broadcast or skip."""
-    write_payload(tmp_path, [whole_box("w", torch.zeros(2, 3)), whole_box("v", torch.zeros(2))], WORLD)
+    write_payload(tmp_path, [whole_box("w", torch.zeros(2, 3)), whole_box("v", torch.zeros(2))])
     payload = Payload(tmp_path, hashes(tmp_path))
     wanted = [
         whole_box("w", torch.zeros(3, 2)),

@@ -16,7 +16,7 @@ from tests.test_files import odd_file
 from tests.training.runs import TINY, losses, run
 
 SECONDS = 60
-FILES = ["manifest.json", "config.yaml", ".metadata", "__0_0.distcp", "latest", "lock"]
+FILES = ["manifest.json", "config.yaml", "index.json", "rank_00000.safetensors", "latest", "lock"]
 
 
 TRAIN = ["-m", "megacp.train"]

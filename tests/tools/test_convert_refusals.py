@@ -67,7 +67,7 @@ def test_an_input_of_another_kind_is_named_with_its_flag(folders: Path, tmp_path
 
 def test_a_damaged_checkpoint_is_named_with_the_flag_of_this_command(tmp_path: Path, capsys: Capture) -> None:
     saved_on_grid(0, 1, {}, {"dtype": "float32"}, str(tmp_path / "run"), None)
-    payload = next((tmp_path / "run").glob("step_*/*.distcp"))
+    payload = next((tmp_path / "run").glob("step_*/*.safetensors"))
     payload.write_bytes(payload.read_bytes()[:-1])
     error = refusal(capsys, "megacp", "hf", tmp_path / "run", tmp_path / "x")
     assert error.startswith(f"error: --input {tmp_path / 'run'}: no checkpoint is whole: ") and "--load" not in error

@@ -123,7 +123,7 @@ def test_auto_resume_starts_loudly_from_scratch_only_where_nothing_ever_was(
     assert "step_0000002 after step 2" in capsys.readouterr().out
     assert sorted(losses(tmp_path / "out")) == [1, 2, 3, 4]
     for step in steps(tmp_path / "out"):
-        next((tmp_path / "out" / step).glob("*.distcp")).write_bytes(b"")
+        next((tmp_path / "out" / step).glob("*.safetensors")).write_bytes(b"")
     assert main(flags) == 2
     message = capsys.readouterr().err
     assert "no checkpoint is whole" in message and "step_0000002" in message and "step_0000004" in message

@@ -111,7 +111,7 @@ def test_a_truncated_checkpoint_names_its_file_and_the_one_before_it_is_taken(
 ) -> None:
     run(1, [*TINY, "--save", str(tmp_path), "--save-interval", "2"])
     newest = tmp_path / "step_0000004"
-    payload = next(newest.glob("*.distcp"))
+    payload = next(newest.glob("*.safetensors"))
     payload.write_bytes(payload.read_bytes()[:-100])
     run(1, [*TINY, "--load", str(tmp_path), "--save", str(tmp_path / "again")])
     assert payload.name in caplog.text
