@@ -1,0 +1,105 @@
+"""Pipeline schedules as charts of time, from the action lists that the runtime executes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from megacp.measure.pictures import style
+from megacp.pipeline_parallel.schedules import COMPUTE, SENDS, Action, Kind, channel_of, schedule
+
+STAGES, MICROBATCHES, CHUNKS = 4, 8, 2
+_FORWARD, _BACKWARD = 1.0, 2.0
+"""Time of a whole stage for one microbatch; a chunk takes its share."""
+_COLORS = {
+    (Kind.FORWARD, 0): style.SKY,
+    (Kind.FORWARD, 1): style.BLUE,
+    (Kind.BACKWARD, 0): style.lighter(style.ORANGE, 0.35),
+    (Kind.BACKWARD, 1): style.VERMILION,
+}
+
+
+@dataclass(frozen=True)
+class Span:
+    """One compute of a stage in time."""
+
+    action: Action
+    start: float
+    stop: float
+
+
+def walk(stages: Sequence[Sequence[Action]], num_chunks: int) -> list[list[Span]]:
+    """When each stage computes what, where a message takes no time and a receive waits for its send."""
+    spans: list[list[Span]] = [[] for _ in stages]
+    clock, following = [0.0] * len(stages), [0] * len(stages)
+    messages: dict[object, list[float]] = {}
+    moved = True
+    while moved:
+        moved = False
+        for stage, actions in enumerate(stages):
+            while following[stage] < len(actions):
+                action = actions[following[stage]]
+                if action.kind in COMPUTE:
+                    length = (_FORWARD if action.kind is Kind.FORWARD else _BACKWARD) / num_chunks
+                    spans[stage].append(Span(action, clock[stage], clock[stage] + length))
+                    clock[stage] += length
+                elif action.kind in SENDS:
+                    messages.setdefault(channel_of(action, stage, len(stages)), []).append(clock[stage])
+                elif arrived := messages.get(channel_of(action, stage, len(stages))):
+                    clock[stage] = max(clock[stage], arrived.pop(0))
+                else:
+                    break
+                following[stage] += 1
+                moved = True
+    return spans
+
+
+def bubble(spans: Sequence[Sequence[Span]]) -> float:
+    """Idle time over work: 0 is a perfect pipeline."""
+    work = max(sum(span.stop - span.start for span in stage) for stage in spans)
+    return max(stage[-1].stop for stage in spans) / work - 1
+
+
+def _draw_chart(axes: Axes, spans: Sequence[Sequence[Span]], longest: float, title: str) -> None:
+    end = max(stage[-1].stop for stage in spans)
+    for stage, row in enumerate(spans):
+        axes.add_patch(Rectangle((0, stage + 0.06), end, 0.88, facecolor=style.PALE, edgecolor="none"))
+        for span in row:
+            color = _COLORS[span.action.kind, span.action.chunk]
+            size = span.stop - span.start
+            axes.add_patch(
+                Rectangle((span.start, stage + 0.06), size, 0.88, facecolor=color, edgecolor=style.PAPER, linewidth=1)
+            )
+            dark = color in (style.BLUE, style.VERMILION)
+            ink = style.PAPER if dark else style.INK
+            name, middle = str(span.action.microbatch), span.start + size / 2
+            axes.text(middle, stage + 0.5, name, fontsize=8.5, ha="center", va="center", color=ink)
+    axes.set(xlim=(0, longest), ylim=(len(spans), 0), xticks=[])
+    axes.set_yticks([stage + 0.5 for stage in range(len(spans))], [f"stage {stage}" for stage in range(len(spans))])
+    axes.tick_params(length=0)
+    style.quiet(("top", "right", "bottom", "left"), axes)
+    axes.set_title(title, loc="left", fontsize=12.5)
+
+
+def draw_pipeline() -> Figure:
+    """1F1B above interleaved 1F1B, with the same work a stage."""
+    figure, (above, below) = style.plt.subplots(2, 1, figsize=(13.6, 6.6))
+    charts = {}
+    for name, chunks in (("1f1b", 1), ("interleaved", CHUNKS)):
+        charts[name] = walk([schedule(name, s, STAGES, MICROBATCHES, chunks) for s in range(STAGES)], chunks)
+    longest = max(stage[-1].stop for spans in charts.values() for stage in spans)
+    share = {name: bubble(spans) for name, spans in charts.items()}
+    flag = "--num-virtual-stages-per-pipeline-rank"
+    _draw_chart(above, charts["1f1b"], longest, f"1F1B, one chunk a stage: idle {share['1f1b']:.1%} of the work")
+    title = f"interleaved 1F1B, {flag} {CHUNKS}: idle {share['interleaved']:.1%}"
+    _draw_chart(below, charts["interleaved"], longest, title)
+    style.title(figure, f"{MICROBATCHES} microbatches through {STAGES} stages", 0.955)
+    figure.subplots_adjust(left=0.065, right=0.985, top=0.855, bottom=0.115, hspace=0.32)
+    names = ("forward, chunk 0", "forward, chunk 1", "backward, chunk 0", "backward, chunk 1", "idle")
+    handles = [Rectangle((0, 0), 1, 1, color=color) for color in (*_COLORS.values(), style.PALE)]
+    figure.legend(handles, names, loc="lower center", ncol=len(names), frameon=False, fontsize=10.5)
+    return figure

@@ -1,0 +1,36 @@
+"""Draw the pictures of README.md and docs/ into a folder.
+
+python tools/draw_pictures.py --output docs/pictures [--only mask grid] [--demo demo_out]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, draw; exit status 2 with one message on bad input."""
+    parser = argparse.ArgumentParser(description="Draw the pictures of README.md and docs/.")
+    parser.add_argument("--output", type=Path, default=Path("docs/pictures"), metavar="DIR", help="(docs/pictures)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="which pictures (default: all that can be drawn)")
+    parser.add_argument("--demo", type=Path, metavar="DIR", help="what `make demo` left; without it no picture of it")
+    args = parser.parse_args(argv)
+    try:
+        from megacp.measure.pictures.gallery import draw_all
+    except ImportError as error:
+        print(f"error: a picture needs {error.name}: pip install 'megacp[demo]'", file=sys.stderr)
+        return 2
+    try:
+        for path in draw_all(args.output, args.only, args.demo):
+            print(f"{path}: {path.stat().st_size:,} bytes")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
