@@ -1,14 +1,13 @@
 """One open shard of a packed dataset: its tables in memory, its bins read by place.
 
 Key property: what opens is whole, and what is read is what was built. Opening compares sizes, hashes of the tables and
-every reference between them; each read of a bin is compared with the checksum of its pack or image. Rejected: hashing
-the bins at open, which takes as long as reading all of them.
+the tables with each other. Each read of a bin is compared with the checksum of its pack or image. Rejected: hashing the
+bins at open, which takes as long as reading all of them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,8 @@ from megacp import files
 from megacp.data.media.pixels import ImageError
 from megacp.data.media.shards import BOUNDARY_DTYPE
 from megacp.data.packed import tables
-from megacp.data.packed.indexed import IndexedReader, token_dtype
+from megacp.data.packed.consistency import contradictions
+from megacp.data.packed.indexed import IndexedReader
 from megacp.data.packed.manifest import CHECKSUMS_SINCE, Manifest, ShardEntry
 from megacp.data.packed.stored_file import StoredFile, crc32
 from megacp.data.row_images import PackImages
@@ -37,8 +37,8 @@ class Shard:
     """One open shard: its readers and tables, checked against each other and against the manifest."""
 
     def __init__(self, directory: Path, entry: ShardEntry, manifest: Manifest, *, known: bool = False) -> None:
-        """ValueError lists the files of wrong size, or says what is wrong in the tables. `known`: the tables of just
-        this manifest have been checked against each other before.
+        """ValueError lists the files of wrong size, or the contradictions between the tables, which are not looked for
+        when the shard is `known` from before.
         """
         self.directory, self.entry = directory, entry
         opened = _opened(directory, entry, manifest)
@@ -56,75 +56,11 @@ class Shard:
             for name, dtype in _CHECKSUMS.items()
         )
         self.boundaries = {
-            degree: tables.table_of(opened[f"shards_cp{degree}.npy"], BOUNDARY_DTYPE, ndim=2)
+            degree: tables.table_of(opened[f"shards_cp{degree}.npy"], BOUNDARY_DTYPE, degree)
             for degree in (manifest.cp_degrees if len(self.units) else ())
         }
-        if not known and (reasons := self._all_reasons(manifest)):
+        if not known and (reasons := contradictions(self, entry, manifest)):
             raise ValueError(f"{directory}: " + "; ".join(reasons))
-
-    def _all_reasons(self, manifest: Manifest) -> list[str]:
-        """What is wrong between the tables; each part is looked at when those that it refers to are right."""
-        parts: tuple[Callable[[], list[str]], ...] = (
-            lambda: self._reasons(manifest),
-            lambda: tables.unit_reasons(self.packs, self.segments, self.units),
-            lambda: self._image_reasons(manifest),
-            self._checksum_reasons,
-        )
-        return next((reasons for part in parts if (reasons := part())), [])
-
-    def _reasons(self, manifest: Manifest) -> list[str]:
-        entry, expected = self.entry, token_dtype(manifest.num_token_ids)
-        reasons = []
-        if self.tokens.dtype != expected:
-            reasons.append(f"tokens.idx has dtype {self.tokens.dtype}, a vocabulary of this size has {expected}")
-        if (len(self.packs), len(self.segments)) != (entry.num_packs, entry.num_segments):
-            reasons.append(
-                f"{len(self.packs)} packs and {len(self.segments)} segments, "
-                f"the manifest says {entry.num_packs} and {entry.num_segments}"
-            )
-        reasons += tables.segment_reasons(
-            self.segments, self.tokens.lengths, self.branches, manifest.pad_multiple, len(manifest.sources)
-        )
-        reasons += tables.pack_reasons(self.packs, self.segments, self.tokens.boundaries, manifest.seq_length)
-        sums = int(self.tokens.lengths.sum(dtype=np.int64)), int(self.packs["num_tokens"].sum(dtype=np.int64))
-        if sums != (entry.num_tokens, entry.num_padded_tokens):
-            reasons.append(
-                f"{sums[0]} true and {sums[1]} padded tokens, "
-                f"the manifest says {entry.num_tokens} and {entry.num_padded_tokens}"
-            )
-        if self.weights is not None:
-            same = np.array_equal(self.weights.lengths, self.tokens.lengths)
-            if not same or self.weights.dtype != np.dtype("<f4"):
-                reasons.append(f"weights.idx ({self.weights.dtype}) does not have the lengths of tokens.idx, float32")
-        return reasons
-
-    def _image_reasons(self, manifest: Manifest) -> list[str]:
-        """What is wrong between units.npy, images.idx and the manifest."""
-        if not len(self.units):
-            return []
-        reasons = [
-            f"shards_cp{degree}.npy has shape {table.shape}, not {(len(self.packs), degree)}"
-            for degree, table in self.boundaries.items()
-            if table.shape != (len(self.packs), degree)
-        ]
-        if manifest.image_rules is None or "image_patch" not in manifest.image_rules.get("token_ids", {}):
-            reasons.append("units.npy holds images, but the manifest's image_rules name no image_patch token")
-        if self.images is None or self.images.dtype != np.uint8:
-            reasons.append("units.npy holds images, but there is no images.bin of bytes")
-        elif not 0 <= self.units["item"].min() <= self.units["item"].max() < len(self.images):
-            reasons.append(f"units.npy names item {int(self.units['item'].max())} of {len(self.images)} in images.idx")
-        return reasons
-
-    def _checksum_reasons(self) -> list[str]:
-        reasons = []
-        items = 0 if self.images is None else len(self.images)
-        for name, table, rows, what in (
-            ("checksums.npy", self.checksums, len(self.packs), "packs"),
-            ("image_checksums.npy", self.image_checksums, items, "images and videos"),
-        ):
-            if table is not None and len(table) != rows:
-                reasons.append(f"{name} has {len(table)} rows for {rows} {what}")
-        return reasons
 
     def token_ids(self, number: int, name: str) -> np.ndarray:
         """All token ids of pack `number` of this shard, which is called `name` in errors.
