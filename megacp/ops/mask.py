@@ -157,15 +157,6 @@ class TileTable:
         ends = zip(self.row_start.tolist(), self.row_stop.tolist(), bounds[:-1], bounds[1:], strict=True)
         return tuple(Row(start, stop, tuple(tiles[low:high])) for start, stop, low, high in ends)
 
-    def to_dense(self) -> np.ndarray:
-        """The mask as bool `[queries, keys]`; for tests and pictures of small tables."""
-        dense = np.zeros((self.queries, self.keys), dtype=bool)
-        for row in self.rows:
-            for tile in row.tiles:
-                block = dense[row.q_start : row.q_stop, tile.k_start : tile.k_stop]
-                block |= np.tri(*block.shape).astype(bool) if tile.kind == CAUSAL else True
-        return dense
-
 
 def _with_causal_tile(table: TileTable) -> np.ndarray:
     """bool `[rows]`: which rows have a causal tile."""

@@ -41,8 +41,7 @@ class FlashKernel(TileKernel):
 class MathKernel(TileKernel):
     """Plain torch on any device, in blocks of query rows: memory `block x m` per head, never n x m."""
 
-    def __init__(self, block: int = 1024) -> None:
-        self.block = block
+    block = 1024
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float

@@ -15,7 +15,7 @@ from megacp.context_parallel.plan import AttentionPlan, key_order
 from megacp.context_parallel.shard import LocalBatch, shard_batch
 from megacp.distributed.grid import Axis
 from megacp.ops.mask import Metadata, allowed, tile_table
-from tests.reference.packs import metadata, random_batch, video_batch
+from tests.reference.packs import dense_mask, metadata, random_batch, video_batch
 
 FIELDS = ("tokens", "labels", "loss_weights", "position_ids")
 
@@ -153,13 +153,13 @@ def test_tables_of_all_sources_and_of_the_row_cover_the_mask_once(name: str, cp:
     assert sum(shard.plan.table_of_row.area for shard in shards) == whole.sum()
     for shard in shards:
         plan = shard.plan
-        assert np.array_equal(plan.table_of_row.to_dense(), whole[plan.local][:, plan.order])
+        assert np.array_equal(dense_mask(plan.table_of_row), whole[plan.local][:, plan.order])
         for source in range(cp):
             expected = whole[plan.local][:, plan.indices[source]]
-            assert np.array_equal(plan.table(source).to_dense(), expected)
+            assert np.array_equal(dense_mask(plan.table(source)), expected)
         assert plan.table(0) is plan.table(0), "a table is computed once for all layers"
         pairs = plan.grouped(2) if cp > 1 else plan
-        assert np.array_equal(pairs.table_of_row.to_dense(), whole[pairs.local][:, pairs.order])
+        assert np.array_equal(dense_mask(pairs.table_of_row), whole[pairs.local][:, pairs.order])
 
 
 def test_frames_that_see_each_other_across_text_are_sorted_together() -> None:
@@ -171,7 +171,7 @@ def test_frames_that_see_each_other_across_text_are_sorted_together() -> None:
         assert tile_table(row, row).num_tiles > frames * frames / 2
         assert np.array_equal(plan.local, plan.order)
         dense = allowed(row, row)
-        assert np.array_equal(plan.table_of_row.to_dense(), dense[plan.order][:, plan.order])
+        assert np.array_equal(dense_mask(plan.table_of_row), dense[plan.order][:, plan.order])
     for same in (plain(5, 9), metadata(random_batch(np.random.default_rng(3), 40, documents=2, branches=True))):
         assert np.array_equal(key_order(same), np.arange(len(same)))
 

@@ -14,7 +14,12 @@ from megacp.ops.tile_kernels import FlashKernel, MathKernel, dense_attention
 from tests.reference import attention as reference
 from tests.reference.packs import metadata, random_batch
 
-KERNELS = {"flash": FlashKernel(), "math": MathKernel(), "math in blocks of 5": MathKernel(5)}
+
+class InBlocksOfFive(MathKernel):
+    block = 5
+
+
+KERNELS = {"flash": FlashKernel(), "math": MathKernel(), "math in blocks of 5": InBlocksOfFive()}
 HEADS = [(4, 4), (4, 2), (6, 1)]
 
 Tensors = tuple[torch.Tensor, ...]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megacp.ops.mask import CAUSAL, FULL, Metadata, allowed, tile_table
 from tests.reference import attention as reference
-from tests.reference.packs import metadata, random_batch
+from tests.reference.packs import dense_mask, metadata, random_batch
 
 
 @st.composite
@@ -59,7 +59,7 @@ def test_tiles_cover_exactly_the_allowed_pairs_for_any_permutation_cut_into_rank
         for k in parts:
             table = tile_table(q, k)
             dense = allowed(q, k)
-            assert np.array_equal(table.to_dense(), dense)
+            assert np.array_equal(dense_mask(table), dense)
             assert table.area == dense.sum(), "tiles overlap or the area is wrong"
 
 
@@ -88,7 +88,7 @@ def test_the_mask_equals_the_published_molmo2_rule(meta: Metadata) -> None:
     subsegment = np.where(meta.document >= 0, subsegment, -1)
     theirs = reference.molmo2_visible(subsegment, span > 0)
     assert np.array_equal(allowed(ours, ours), theirs)
-    assert np.array_equal(tile_table(ours, ours).to_dense(), allowed(ours, ours))
+    assert np.array_equal(dense_mask(tile_table(ours, ours)), allowed(ours, ours))
 
 
 def test_a_branch_sees_its_prefix_and_itself_only() -> None:
@@ -106,7 +106,7 @@ def test_a_branch_sees_its_prefix_and_itself_only() -> None:
 
 def test_padding_sees_nothing_and_is_seen_by_nobody() -> None:
     meta = Metadata(np.array([0, -1, 0, -1]), np.zeros(4, int), np.array([1, 1, 1, 0]), np.arange(4))
-    mask = tile_table(meta, meta).to_dense()
+    mask = dense_mask(tile_table(meta, meta))
     assert not mask[[1, 3]].any() and not mask[:, [1, 3]].any() and mask[0, 2]
     nothing = Metadata(*[np.full(4, -1)] * 3, np.arange(4))
     assert tile_table(nothing, nothing).rows == () and tile_table(nothing, nothing).area == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megacp.batch import PackedBatch
-from megacp.ops.mask import Metadata
+from megacp.ops.mask import CAUSAL, Metadata, TileTable
 
 
 def random_batch(
@@ -85,3 +85,13 @@ def video_batch(frames: int, text: int, tokens_of_frame: int, after: int = 3) ->
 def metadata(batch: PackedBatch) -> Metadata:
     """What the mask knows of a batch."""
     return Metadata(batch.document, batch.branch, batch.span, np.arange(len(batch)))
+
+
+def dense_mask(table: TileTable) -> np.ndarray:
+    """The mask of a small table as bool `[queries, keys]`."""
+    dense = np.zeros((table.queries, table.keys), dtype=bool)
+    for row in table.rows:
+        for tile in row.tiles:
+            block = dense[row.q_start : row.q_stop, tile.k_start : tile.k_stop]
+            block |= np.tri(*block.shape).astype(bool) if tile.kind == CAUSAL else True
+    return dense
