@@ -87,7 +87,9 @@ class ContextParallel(TorchFunctionMode):
         """Attention is taken over, backward runs with the mode on, everything else passes."""
         kwargs = kwargs or {}
         if func is _SDPA:
-            return self.attend(*args, **kwargs)
+            # a graph of torch.compile breaks here: plans and messages are not to be traced
+            attend = torch.compiler.disable(self.attend) if torch.compiler.is_compiling() else self.attend
+            return attend(*args, **kwargs)
         if func is current_context:
             return self
         if func in _ENGINE:

@@ -240,7 +240,7 @@ def layers_on_ranks(rank: int, world_size: int) -> dict[str, dict[str, list[Tens
     return found
 
 
-def test_recomputed_layers_go_through_the_door_and_the_plan_is_made_once() -> None:
+def test_recomputed_layers_go_through_the_mode_and_the_plan_is_made_once() -> None:
     """Would catch a mode that torch takes off for backward, and a plan for each layer; float64, 24 tokens."""
     whole, model = tensors(24)[0], Layers()
     with context_parallel(single_axis("cp"), buffers=[whole], buffer_seq_dims=[2], document_ids=torch.arange(24) // 7):
@@ -253,6 +253,24 @@ def test_recomputed_layers_go_through_the_door_and_the_plan_is_made_once() -> No
             torch.testing.assert_close(sum(found), want, rtol=1e-11, atol=1e-11, msg=f"{transport}, {way}")
     for result, transport in itertools.product(results, TRANSPORTS):
         torch.testing.assert_close(result[transport]["summed"], expected, rtol=1e-11, atol=1e-11)
+
+
+def compiled_on_ranks(rank: int, world_size: int) -> list[list[Tensor]]:
+    """Gradients of a model in a block, plain and compiled."""
+    whole, model = tensors(24)[0], Layers()
+    found = []
+    for called in (model, torch.compile(model, backend="eager")):
+        with context_parallel(grid(cp=world_size).cp, buffers=[whole], buffer_seq_dims=[2]):
+            called(whole).square().sum().backward()
+        found.append(gradients_of(model))
+    return found
+
+
+@pytest.mark.slow
+def test_a_compiled_model_trains_in_a_block_as_a_plain_one_does() -> None:
+    """Would catch a compiler that traces plans and messages, which ends in an error of its own."""
+    for plain, compiled in run_ranks(compiled_on_ranks, 2):
+        torch.testing.assert_close(compiled, plain, rtol=1e-12, atol=1e-12)  # float64, the same operations
 
 
 def test_a_layer_recomputed_outside_of_the_block_is_noticed() -> None:
