@@ -39,6 +39,11 @@ class PlannedRow:
     flops: float = 0.0
     """Model FLOPs of training on it; 0 where another rank of the replica counts them."""
 
+    @property
+    def pack_ids(self) -> tuple[int, ...]:
+        """Numbers of its packs."""
+        return self.batch.pack_ids
+
 
 def rows_of(config: RunConfig, grid: ProcessGrid) -> Rows:
     """The rows of a rank of `grid`."""

@@ -154,8 +154,11 @@ class ParallelModel:
         lr = learning_rate(step, self.schedule)
         report = self.optimizer.step(lr, allows, self.phase)
         (verdict,) = verdicts
-        packs = [(row.batch if isinstance(row, PlannedRow) else row).pack_ids for row in rows]
-        blamed = suspects(packs, losses, verdict.finite, self.grid.world) if verdict.findings else None
+        blamed = (
+            suspects([row.pack_ids for row in rows], losses, verdict.finite, self.grid.world)
+            if verdict.findings
+            else None
+        )
         return StepResult(loss, report.grad_norm, lr, verdict, blamed)
 
     def leave_out(self, step: int, judge: Judge) -> StepResult:
