@@ -40,7 +40,7 @@ class VisionInputs:
     all that is wrong.
     """
 
-    cum_image_bounds: np.ndarray
+    cum_crop_bounds: np.ndarray
     """int64 [u], crops in units 0..u of the row."""
     cum_token_pooling_bounds: np.ndarray
     """int64 [u], pooled tokens in units 0..u of the row."""
@@ -48,10 +48,10 @@ class VisionInputs:
     """int64 [n], index in the row of the image-patch token of each pooled token, in unit order, rising."""
     boundaries: np.ndarray | None
     """Table [P] of which rank encodes what (BOUNDARY_DTYPE), for one number P of ranks; or None."""
-    first_image: int
+    first_crop: int
     """Number of the first crop whose pixels are here, in the order in which `boundaries` counts."""
     patches: np.ndarray
-    """float32 [c, patches of a crop, patch_dim], crops first_image .. first_image + c; c may be 0."""
+    """float32 [c, patches of a crop, patch_dim], crops first_crop .. first_crop + c; c may be 0."""
     pooling: np.ndarray
     """int64 [m, window] of the pooled tokens of those crops: indices into patches.flatten(0, 1), -1 = outside."""
     strategy: str = ""
@@ -64,7 +64,7 @@ class VisionInputs:
     def __post_init__(self) -> None:
         reasons = []
         wanted = {"patches": (np.float32, 3), "pooling": (np.int64, 2)}
-        wanted |= dict.fromkeys(("cum_image_bounds", "cum_token_pooling_bounds", "feature_rows"), (np.int64, 1))
+        wanted |= dict.fromkeys(("cum_crop_bounds", "cum_token_pooling_bounds", "feature_rows"), (np.int64, 1))
         for name, (dtype, dims) in wanted.items():
             value = getattr(self, name)
             if not isinstance(value, np.ndarray) or value.dtype != dtype or value.ndim != dims:
@@ -77,31 +77,31 @@ class VisionInputs:
 
     def _value_reasons(self) -> list[str]:
         reasons = []
-        if len(self.cum_image_bounds) != len(self.cum_token_pooling_bounds):
-            lengths = len(self.cum_image_bounds), len(self.cum_token_pooling_bounds)
-            reasons.append(f"cum_image_bounds has {lengths[0]} units, cum_token_pooling_bounds {lengths[1]}")
-        for name in ("cum_image_bounds", "cum_token_pooling_bounds"):
+        if len(self.cum_crop_bounds) != len(self.cum_token_pooling_bounds):
+            lengths = len(self.cum_crop_bounds), len(self.cum_token_pooling_bounds)
+            reasons.append(f"cum_crop_bounds has {lengths[0]} units, cum_token_pooling_bounds {lengths[1]}")
+        for name in ("cum_crop_bounds", "cum_token_pooling_bounds"):
             if (np.diff(getattr(self, name), prepend=0) < 1).any():
                 reasons.append(f"{name} must rise with every unit, got {getattr(self, name)[:10].tolist()}")
-        units = len(self.cum_image_bounds)
+        units = len(self.cum_crop_bounds)
         if self.unit_order is not None and not np.array_equal(np.sort(self.unit_order), np.arange(units)):
             reasons.append(f"unit_order is no permutation of {units} units")
         if len(self.feature_rows) != self.num_features:
             reasons.append(f"{len(self.feature_rows)} feature_rows for {self.num_features} pooled tokens")
         if (np.diff(self.feature_rows, prepend=-1) < 1).any():
             reasons.append("feature_rows must rise from 0")
-        held = (self.first_image, self.first_image + len(self.patches))
-        if held[0] < 0 or held[1] > self.num_images:
-            reasons.append(f"patches are those of crops {held[0]}..{held[1]}, the row has {self.num_images}")
+        held = (self.first_crop, self.first_crop + len(self.patches))
+        if held[0] < 0 or held[1] > self.num_crops:
+            reasons.append(f"patches are those of crops {held[0]}..{held[1]}, the row has {self.num_crops}")
         if self.pooling.size and not -1 <= self.pooling.min() <= self.pooling.max() < self.patches[..., 0].size:
             ends = int(self.pooling.min()), int(self.pooling.max())
             reasons.append(f"pooling has indices {ends[0]}..{ends[1]} into {self.patches[..., 0].size} patches")
         return reasons
 
     @property
-    def num_images(self) -> int:
+    def num_crops(self) -> int:
         """Crops of the row."""
-        return int(self.cum_image_bounds[-1]) if len(self.cum_image_bounds) else 0
+        return int(self.cum_crop_bounds[-1]) if len(self.cum_crop_bounds) else 0
 
     @property
     def num_features(self) -> int:
@@ -109,7 +109,7 @@ class VisionInputs:
         return int(self.cum_token_pooling_bounds[-1]) if len(self.cum_token_pooling_bounds) else 0
 
 
-_SHARED = ("cum_image_bounds", "cum_token_pooling_bounds", "feature_rows")
+_SHARED = ("cum_crop_bounds", "cum_token_pooling_bounds", "feature_rows")
 """What of the images is the same on all ranks that read a row."""
 
 

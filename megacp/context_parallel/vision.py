@@ -177,7 +177,7 @@ def local_vision(vision: VisionInputs, indices: np.ndarray, axis: Axis, exchange
     """
     boundaries, units = vision.boundaries, vision.unit_order
     if boundaries is None or len(boundaries) != axis.size:
-        bounds = vision.cum_image_bounds, vision.cum_token_pooling_bounds
+        bounds = vision.cum_crop_bounds, vision.cum_token_pooling_bounds
         boundaries, units = image_shards(bounds, axis.size).boundaries, None
     order = None if units is None else _features_of(units, vision.cum_token_pooling_bounds)
     return LocalVision(

@@ -108,7 +108,7 @@ def _with_pixels(
     """The images of a row with their boundary table for `cp_size` ranks and the pixels that this rank encodes."""
     images = [pack.images for pack in packs if pack.images is not None]
     shards = _shards(images, units, loading)
-    mine = shards.units(units.cum_images, loading.cp_rank) if loading.decodes else np.zeros(0, np.int64)
+    mine = shards.units(units.cum_crops, loading.cp_rank) if loading.decodes else np.zeros(0, np.int64)
     found: dict[int, Pixels] = {}
     bad: dict[int, str] = {}
     for item in _items(units, mine):
@@ -134,7 +134,7 @@ def _with_pixels(
         vision,
         boundaries=shards.boundaries,
         strategy=shards.strategy,
-        first_image=int(shards.boundaries["start_image_idx"][loading.cp_rank]) if len(mine) else 0,
+        first_crop=int(shards.boundaries["start_image_idx"][loading.cp_rank]) if len(mine) else 0,
         unit_order=shards.order,
         patches=patches,
         pooling=pooling,
@@ -144,7 +144,7 @@ def _with_pixels(
 
 def _shards(images: Sequence[PackImages], units: RowUnits, loading: ImageLoading) -> ImageShards:
     """Who encodes what, by the strategy of `loading` or the first after it that can."""
-    bounds = units.cum_images, units.cum_pooled
+    bounds = units.cum_crops, units.cum_pooled
     if loading.strategy == "longest_first":
         costs = None if loading.cost is None else image_costs(*bounds, loading.cost)
         return longest_first(*bounds, loading.cp_size, costs)
@@ -165,7 +165,7 @@ def _items(units: RowUnits, mine: np.ndarray) -> list[list[int]]:
 
 def _sizes(units: RowUnits, unit: int) -> tuple[int, int]:
     """Crops and pooled tokens of a unit."""
-    crops, pooled = (int(cum[unit]) - int(cum[unit - 1] if unit else 0) for cum in (units.cum_images, units.cum_pooled))
+    crops, pooled = (int(cum[unit]) - int(cum[unit - 1] if unit else 0) for cum in (units.cum_crops, units.cum_pooled))
     return crops, pooled
 
 

@@ -56,7 +56,7 @@ class RowUnits:
     item: np.ndarray
     frame: np.ndarray
     """Frame of a video; -1 for an image."""
-    cum_images: np.ndarray
+    cum_crops: np.ndarray
     cum_pooled: np.ndarray
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ def row_units(images: Sequence[PackImages], num_segments: Sequence[int], begin: 
         num_tokens=units["num_tokens"].astype(np.int64),
         item=units["item"].astype(np.int64),
         frame=units["frame"].astype(np.int64),
-        cum_images=cumulative[0],
+        cum_crops=cumulative[0],
         cum_pooled=cumulative[1],
     )
 
@@ -109,11 +109,11 @@ def vision_inputs(units: RowUnits, tokens: np.ndarray, image_patch: int) -> Visi
         held = int(np.count_nonzero(np.searchsorted(units.begin, in_row, side="right") - 1 == segment))
         raise ImageCountError(int(features[units.segment == segment].sum()), held, image_patch, segment)
     return VisionInputs(
-        cum_image_bounds=units.cum_images,
+        cum_crop_bounds=units.cum_crops,
         cum_token_pooling_bounds=units.cum_pooled,
         feature_rows=places,
         boundaries=None,
-        first_image=0,
+        first_crop=0,
         patches=np.zeros((0, 0, 0), np.float32),
         pooling=np.zeros((0, 1), np.int64),
     )

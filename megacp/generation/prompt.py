@@ -115,7 +115,7 @@ class PromptMaker:
             for pieces in texts
         ]
         encoded = next(self._maker.encode([parts]))
-        if (name := self._maker.forged(encoded)) is not None:
+        if (name := self._maker.spelled_special_token(encoded)) is not None:
             raise RecordError(f"a text spells the special token {name}")
         if sum(encoded.lengths) == 0:
             raise RecordError("the prompt is empty; give at least one token of text")

@@ -164,11 +164,11 @@ def with_vision(row: PackedBatch) -> PackedBatch:
     starts = np.flatnonzero(begins)
     tokens = np.bincount(np.cumsum(begins)[inside] - 1, minlength=len(starts))
     vision = VisionInputs(
-        cum_image_bounds=np.cumsum(-(-tokens // CROP_TOKENS)),
+        cum_crop_bounds=np.cumsum(-(-tokens // CROP_TOKENS)),
         cum_token_pooling_bounds=np.cumsum(tokens),
         feature_rows=np.flatnonzero(inside),
         boundaries=None,
-        first_image=0,
+        first_crop=0,
         patches=np.zeros((0, 1, 1), np.float32),
         pooling=np.zeros((0, 1), np.int64),
     )
@@ -179,7 +179,7 @@ def routes_of(row: PackedBatch, layout: Layout, cp: int) -> FeatureRoutes:
     """Routes of the features of `with_vision(...)` as rank 0 sees them."""
     assert row.vision is not None
     padded = row.with_padding_to(layout.padded_length(mask_metadata(row), cp, 1))
-    bounds = row.vision.cum_image_bounds, row.vision.cum_token_pooling_bounds
+    bounds = row.vision.cum_crop_bounds, row.vision.cum_token_pooling_bounds
     indices = layout.deal(mask_metadata(padded), cp)
     return feature_routes(indices, row.vision.feature_rows, compute_image_shard_boundaries(*bounds, cp), 0)
 

@@ -29,7 +29,7 @@ def row_flops(row: PlannedRow, config: RunConfig) -> float:
     text = model_flops(config.model, int((metadata.document >= 0).sum()), int(metadata.cost.sum()))
     total = text.passing if config.vision.freeze_text else text.training
     if images is not None:
-        total += vision_flops(config, images.num_images, images.num_features, images.pooling.shape[1])
+        total += vision_flops(config, images.num_crops, images.num_features, images.pooling.shape[1])
     return total
 
 

@@ -37,11 +37,11 @@ def row_with_images(case: str, ranks: int) -> PackedBatch:
         places = np.flatnonzero(batch.span)
     bounds = np.cumsum(1 + tokens // 3), np.cumsum(tokens)
     vision = VisionInputs(
-        cum_image_bounds=bounds[0],
+        cum_crop_bounds=bounds[0],
         cum_token_pooling_bounds=bounds[1],
         feature_rows=places,
         boundaries=compute_image_shard_boundaries(*bounds, ranks) if case == "mixed" else None,
-        first_image=0,
+        first_crop=0,
         patches=np.zeros((0, 4, 6), np.float32),
         pooling=np.zeros((0, 4), np.int64),
     )
@@ -65,7 +65,7 @@ def encoded_here(batch: PackedBatch, axis: Axis) -> np.ndarray:
         order += range(stops[unit], stops[unit + 1])
     table = vision.boundaries
     if table is None:
-        table = compute_image_shard_boundaries(vision.cum_image_bounds, vision.cum_token_pooling_bounds, axis.size)
+        table = compute_image_shard_boundaries(vision.cum_crop_bounds, vision.cum_token_pooling_bounds, axis.size)
     row = table[axis.rank]
     return np.array(order, np.int64)[row["start_pool_idx"] : row["end_pool_idx"]]
 

@@ -85,11 +85,11 @@ def test_padding_is_inert_and_at_the_end() -> None:
 def images(**changes: object) -> VisionInputs:
     """Two units of one and two crops, with one and two pooled tokens, all held here."""
     values: dict = {
-        "cum_image_bounds": np.array([1, 3]),
+        "cum_crop_bounds": np.array([1, 3]),
         "cum_token_pooling_bounds": np.array([1, 3]),
         "feature_rows": np.array([1, 2, 4]),
         "boundaries": None,
-        "first_image": 0,
+        "first_crop": 0,
         "patches": np.zeros((3, 4, 6), np.float32),
         "pooling": np.array([[0, 3], [4, 11], [5, -1]]),
     }
@@ -100,11 +100,11 @@ def test_images_that_contradict_themselves_are_refused_with_all_reasons() -> Non
     with pytest.raises(ValueError, match=r"patches must be float32.*float64.*feature_rows must be int64.*int32"):
         images(patches=np.zeros((3, 4, 6)), feature_rows=np.array([1, 2, 4], np.int32))
     with pytest.raises(
-        ValueError, match=r"3 units, .*bounds 2; cum_image_bounds must rise.*2 feature_rows for 3.*rise from"
+        ValueError, match=r"3 units, .*bounds 2; cum_crop_bounds must rise.*2 feature_rows for 3.*rise from"
     ):
-        images(cum_image_bounds=np.array([1, 1, 3]), feature_rows=np.array([2, 1]))
+        images(cum_crop_bounds=np.array([1, 1, 3]), feature_rows=np.array([2, 1]))
     with pytest.raises(ValueError, match=r"crops 1..4, the row has 3; pooling has indices -1..12 into 12 patches"):
-        images(first_image=1, pooling=np.array([[0, -1], [12, 1]]))
+        images(first_crop=1, pooling=np.array([[0, -1], [12, 1]]))
     with pytest.raises(ValueError, match="at place 5 of 5 tokens"):
         dataclasses.replace(make(5), vision=images(feature_rows=np.array([1, 2, 5])))
 
@@ -113,10 +113,10 @@ def test_the_fingerprint_covers_what_ranks_share_of_the_images_and_no_pixels() -
     """Would catch ranks that take each other's rows for different ones, or rows with other images for the same."""
     batch = dataclasses.replace(make(5), vision=images())
     prints = {make(5).fingerprint(), batch.fingerprint()}
-    for change in ({"feature_rows": np.array([1, 3, 4])}, {"cum_image_bounds": np.array([2, 3])}):
+    for change in ({"feature_rows": np.array([1, 3, 4])}, {"cum_crop_bounds": np.array([2, 3])}):
         prints.add(dataclasses.replace(batch, vision=images(**change)).fingerprint())
     assert len(prints) == 4
-    nothing = images(patches=np.zeros((0, 4, 6), np.float32), pooling=np.zeros((0, 2), np.int64), first_image=3)
+    nothing = images(patches=np.zeros((0, 4, 6), np.float32), pooling=np.zeros((0, 2), np.int64), first_crop=3)
     assert dataclasses.replace(batch, vision=nothing).fingerprint() == batch.fingerprint()
     assert batch.with_padding_to(8).vision is batch.vision
 

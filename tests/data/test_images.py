@@ -87,7 +87,7 @@ def test_a_row_of_packs_knows_its_images_like_the_token_by_token_twin(first: int
     span, places, images, pooled = spans_by_hand(packs, attention)
     assert batch.vision is not None
     assert batch.span.tolist() == span and batch.vision.feature_rows.tolist() == places
-    assert batch.vision.cum_image_bounds.tolist() == images
+    assert batch.vision.cum_crop_bounds.tolist() == images
     assert batch.vision.cum_token_pooling_bounds.tolist() == pooled
     assert np.array_equal(batch.tokens[batch.vision.feature_rows], np.full(len(places), IMAGES.image_patch))
     for number in np.unique(batch.span[batch.span > 0]):
@@ -128,7 +128,7 @@ def test_all_ranks_together_hold_each_image_once_under_every_strategy(first: int
             row = vision.boundaries[rank]
             assert len(vision.patches) == row["end_image_idx"] - row["start_image_idx"]
             assert len(vision.pooling) == row["end_pool_idx"] - row["start_pool_idx"]
-            assert vision.first_image == start or not len(vision.patches)
+            assert vision.first_crop == start or not len(vision.patches)
             start += len(vision.patches)
             stored = strategy == "stored" and count == 1 and packs[0].images and ranks in packs[0].images.boundaries
             assert vision.strategy == ("stored" if stored else "computed" if strategy == "stored" else strategy)

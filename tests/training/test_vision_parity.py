@@ -97,7 +97,7 @@ def test_the_rows_hold_what_the_comparison_is_about() -> None:
     config = with_values(setup.config, {"global_batch_size": 40})
     batches = microbatches(config, setup.rules, 1, rows)
     counts = [batch.vision.num_features for batch in batches if batch.vision is not None]
-    units = [len(batch.vision.cum_image_bounds) for batch in batches if batch.vision is not None]
+    units = [len(batch.vision.cum_crop_bounds) for batch in batches if batch.vision is not None]
     assert len(counts) == 40 and 0 in counts and min(units) < 2 and max(units) >= 8
     assert any(batch.branch.any() for batch in batches)
 
@@ -108,6 +108,6 @@ def test_text_alone_stands_between_images_and_ranks_starve_in_steps_that_are_com
     setup = setup_of(cp, {CP: cp, **BETWEEN})
     for step in (1, 2):
         batches = microbatches(setup.config, setup.rules, step, Rows(single_axis("cp"), DataRank(), 1))
-        units = [len(batch.vision.cum_image_bounds) for batch in batches if batch.vision is not None]
+        units = [len(batch.vision.cum_crop_bounds) for batch in batches if batch.vision is not None]
         assert len(units) == 4 and units[1] == 0 and min(units[0], *units[2:]) > 0
         assert cp == 2 or any(0 < count < cp for count in units)

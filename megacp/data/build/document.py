@@ -120,7 +120,7 @@ class DocumentMaker:
                 result.append(Stretch(self._eod, part.weight))
         return result
 
-    def forged(self, encoded: Encoded) -> str | None:
+    def spelled_special_token(self, encoded: Encoded) -> str | None:
         """The name of an image token that a text of the record spells, or None."""
         if not self._special:
             return None

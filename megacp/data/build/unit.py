@@ -280,7 +280,7 @@ class _UnitRun:
         for entry, encoded in zip(chunk, self._maker.encode([entry.parts for entry in chunk]), strict=True):
             if 0 in encoded.lengths:
                 self._refuse(entry.refusal("the tokenizer makes no token of a text of this record"))
-            elif (name := self._maker.forged(encoded)) is not None:
+            elif (name := self._maker.spelled_special_token(encoded)) is not None:
                 self._refuse(entry.refusal(f"a text of this record spells the special token {name}"))
             elif encoded.is_guesswork:
                 what = "branches begin with learned text after a prefix of a single token, and nothing could predict it"

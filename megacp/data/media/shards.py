@@ -45,17 +45,17 @@ class ImageShards:
     order: np.ndarray | None = None
     """int64 [u]: the units in the order in which `boundaries` counts them; None = as they stand in the row."""
 
-    def units(self, cum_image_bounds: np.ndarray, rank: int) -> np.ndarray:
+    def units(self, cum_crop_bounds: np.ndarray, rank: int) -> np.ndarray:
         """int64 [k]: the units that a rank encodes, in the order of its features."""
         if self.order is None:
-            return np.array(units_of(self.boundaries, cum_image_bounds, rank), np.int64)
-        images = np.diff(cum_image_bounds, prepend=0)
+            return np.array(units_of(self.boundaries, cum_crop_bounds, rank), np.int64)
+        images = np.diff(cum_crop_bounds, prepend=0)
         return self.order[units_of(self.boundaries, np.cumsum(images[self.order]), rank)]
 
 
-def image_costs(cum_image_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray, cost: VisionCost) -> np.ndarray:
+def image_costs(cum_crop_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray, cost: VisionCost) -> np.ndarray:
     """int64 [u]: FLOPs of each unit = its patches in the encoder and its pooled tokens in the connector."""
-    crops = np.diff(cum_image_bounds, prepend=0).astype(np.int64)
+    crops = np.diff(cum_crop_bounds, prepend=0).astype(np.int64)
     tokens = np.diff(cum_token_pooling_bounds, prepend=0).astype(np.int64)
     return crops * (cost.patches_per_crop * cost.encoder_flops_per_patch) + tokens * cost.connector_flops_per_token
 
@@ -66,10 +66,10 @@ def _refuse_bad_bounds(images: np.ndarray, tokens: np.ndarray, cp_size: int, cos
         reasons.append(f"images are dealt to at least 1 rank, got {cp_size}")
     if not images.ndim == tokens.ndim == cost.ndim == 1 or not len(images) == len(tokens) == len(cost):
         reasons.append(
-            f"cum_image_bounds {images.shape}, cum_token_pooling_bounds {tokens.shape} and costs {cost.shape} must "
+            f"cum_crop_bounds {images.shape}, cum_token_pooling_bounds {tokens.shape} and costs {cost.shape} must "
             "have one entry a unit"
         )
-    for name, bounds in (("cum_image_bounds", images), ("cum_token_pooling_bounds", tokens)):
+    for name, bounds in (("cum_crop_bounds", images), ("cum_token_pooling_bounds", tokens)):
         if bounds.ndim == 1 and (np.diff(bounds, prepend=0) < 1).any():
             reasons.append(f"{name} must rise with every unit, got {bounds.tolist()[:10]}")
     if cost.dtype.kind not in "iu" or (cost < 0).any():
@@ -81,7 +81,7 @@ def _refuse_bad_bounds(images: np.ndarray, tokens: np.ndarray, cp_size: int, cos
 
 
 def compute_image_shard_boundaries(
-    cum_image_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray, cp_size: int, cost: np.ndarray | None = None
+    cum_crop_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray, cp_size: int, cost: np.ndarray | None = None
 ) -> np.ndarray:
     """BOUNDARY_DTYPE [cp_size]: the images and pooled tokens that each rank encodes, half open, in ascending order.
 
@@ -89,15 +89,15 @@ def compute_image_shard_boundaries(
     images; see `image_costs`). Deterministic; O(u + cp log(u) log(largest cost)). With fewer units than ranks the last
     ranks are empty. ValueError lists all that is wrong: bounds that do not rise, lengths that differ, costs below 0.
     """
-    images, tokens = np.asarray(cum_image_bounds), np.asarray(cum_token_pooling_bounds)
+    images, tokens = np.asarray(cum_crop_bounds), np.asarray(cum_token_pooling_bounds)
     costs = np.diff(images, prepend=0) if cost is None else np.asarray(cost)
     _refuse_bad_bounds(images, tokens, cp_size, costs)
     return _table(images, tokens, _stops(costs, cp_size))
 
 
-def uniform_boundaries(cum_image_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray, cp_size: int) -> np.ndarray:
+def uniform_boundaries(cum_crop_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray, cp_size: int) -> np.ndarray:
     """Like `compute_image_shard_boundaries`, by the number of units alone: the first ranks get one more."""
-    images, tokens = np.asarray(cum_image_bounds), np.asarray(cum_token_pooling_bounds)
+    images, tokens = np.asarray(cum_crop_bounds), np.asarray(cum_token_pooling_bounds)
     _refuse_bad_bounds(images, tokens, cp_size, np.ones(len(images), np.int64))
     each, rest = divmod(len(images), cp_size)
     stops = np.cumsum([each + (rank < rest) for rank in range(cp_size)]).tolist()
@@ -126,14 +126,14 @@ def image_shards(
 
 
 def longest_first(
-    cum_image_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray, cp_size: int, cost: np.ndarray | None = None
+    cum_crop_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray, cp_size: int, cost: np.ndarray | None = None
 ) -> ImageShards:
     """Units to ranks one by one, the costliest first, each to the rank with the least so far: ranges of a permutation.
 
     Graham's rule: at most 4/3 of the optimum over all assignments, and often less than the best contiguous one. A rank
     has its units in the order of the row. Arguments and errors as `compute_image_shard_boundaries`; O(u log u).
     """
-    images, tokens = np.asarray(cum_image_bounds), np.asarray(cum_token_pooling_bounds)
+    images, tokens = np.asarray(cum_crop_bounds), np.asarray(cum_token_pooling_bounds)
     costs = np.diff(images, prepend=0) if cost is None else np.asarray(cost)
     _refuse_bad_bounds(images, tokens, cp_size, costs)
     loads = [(0, 0, rank) for rank in range(cp_size)]  # cost, units, rank: ties go to the rank with fewer units
@@ -148,13 +148,11 @@ def longest_first(
     return ImageShards(_table(permuted[0], permuted[1], stops), "longest_first", order)
 
 
-def boundary_reasons(
-    table: np.ndarray, cum_image_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray
-) -> list[str]:
+def boundary_reasons(table: np.ndarray, cum_crop_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray) -> list[str]:
     """What is wrong with a table BOUNDARY_DTYPE [P] for these units: gaps, overlaps, disorder, cut units, counts."""
     reasons = []
     edges = {}
-    for kind, bounds in (("image", cum_image_bounds), ("pool", cum_token_pooling_bounds)):
+    for kind, bounds in (("image", cum_crop_bounds), ("pool", cum_token_pooling_bounds)):
         start, stop = table[f"start_{kind}_idx"], table[f"end_{kind}_idx"]
         total = int(bounds[-1]) if len(bounds) else 0
         if (start != np.concatenate(([0], stop[:-1]))).any() or (stop < start).any() or int(stop[-1]) != total:
@@ -211,8 +209,8 @@ def _table(images: np.ndarray, tokens: np.ndarray, stops: Sequence[int]) -> np.n
     return table
 
 
-def units_of(table: np.ndarray, cum_image_bounds: np.ndarray, rank: int) -> range:
+def units_of(table: np.ndarray, cum_crop_bounds: np.ndarray, rank: int) -> range:
     """The units that rank `rank` of a table encodes."""
     start, stop = (int(table[name][rank]) for name in ("start_image_idx", "end_image_idx"))
-    first, last = np.searchsorted(cum_image_bounds, (start, stop), side="right").tolist()
+    first, last = np.searchsorted(cum_crop_bounds, (start, stop), side="right").tolist()
     return range(first, last)

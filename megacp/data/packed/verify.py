@@ -133,5 +133,5 @@ def _image_reasons(shard: Shard, number: int, tokens: np.ndarray, image_patch: i
     except (ValueError, OSError) as error:
         yield str(error)
     for degree, table in images.boundaries.items():
-        for reason in boundary_reasons(table, units.cum_images, units.cum_pooled):
+        for reason in boundary_reasons(table, units.cum_crops, units.cum_pooled):
             yield f"shards_cp{degree}.npy: {reason}"

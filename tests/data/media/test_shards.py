@@ -183,7 +183,7 @@ def test_a_table_of_another_pack_or_degree_is_refused() -> None:
 
 
 def test_bad_bounds_are_refused_with_all_reasons() -> None:
-    with pytest.raises(ValueError, match=r"at least 1 rank, got 0.*cum_image_bounds must rise.*costs must be integers"):
+    with pytest.raises(ValueError, match=r"at least 1 rank, got 0.*cum_crop_bounds must rise.*costs must be integers"):
         compute_image_shard_boundaries(np.array([2, 2]), np.array([4, 8]), 0, np.array([0.5, 1.0]))
     with pytest.raises(ValueError, match="one entry a unit"):
         compute_image_shard_boundaries(np.array([2, 3]), np.array([4]), 2)
