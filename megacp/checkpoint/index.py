@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megacp.checkpoint.fields import Fields
 from megacp.checkpoint.tensor_file import DTYPES, NAMES, header
 from megacp.files import parse_json
+from megacp.json_fields import Fields
 
 _MOST_ELEMENTS, _MOST_DIMS, _MOST_NAME = 1 << 62, 16, 1000
 _MOST_COMPARISONS = 20_000_000
@@ -99,28 +99,31 @@ def read_index(content: bytes, sizes: Mapping[str, int]) -> Index:
     Raises ValueError, without a path, unless every box lies in a tensor and a file, and the boxes tile their tensors.
     """
     try:
-        its = Fields(parse_json(content), "its")
+        fields = Fields(parse_json(content))
     except ValueError as error:
         raise ValueError(f"it is no index: {error}") from error
-    index = Index({name: _tensor(name, value) for name, value in its.object("tensors").items()}, {})
-    for file, boxes in its.object("files").items():
+    stored: dict[str, list[Box]] = {}
+    tensors = fields.object("tensors")
+    index = Index({name: _tensor(name, tensors) for name in tensors.values}, stored)
+    for file, boxes in fields.object("files").values.items():
         if file not in sizes:
             raise ValueError(f"it refers to files that the manifest does not list: {file[:100]!r}")
         if type(boxes) is not list:
             raise ValueError(f"its boxes of {file} are no list")
-        index.files[file] = [_box(value, index.tensors, file) for value in boxes]  # type: ignore[index]
-        needed = sum(map(index.num_bytes, index.files[file]))
+        stored[file] = [_box(value, index.tensors, file) for value in boxes]
+        needed = sum(map(index.num_bytes, stored[file]))
         if needed > sizes[file]:
             raise ValueError(f"the boxes in {file} have {needed} bytes, the file has {sizes[file]}")
     index.check()
     return index
 
 
-def _tensor(name: str, value: Any) -> GlobalTensor:
+def _tensor(name: str, tensors: Fields) -> GlobalTensor:
     if not name.isprintable() or len(name) > _MOST_NAME:
         raise ValueError("it has a tensor without a name")
-    fields = Fields(value, f"its tensor {name}: the")
-    dtype, shape = fields.text("dtype"), value.get("shape")
+    fields = tensors.object(name)
+    dtype: str = fields.text("dtype")
+    shape: Any = fields.values.get("shape")
     if dtype not in DTYPES or not _is_shape(shape):
         raise ValueError(f"{name} has no dtype or no shape that a checkpoint has")
     return GlobalTensor(tuple(shape), DTYPES[dtype])

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megacp.checkpoint.fields import Fields
 from megacp.files import parse_json, read_regular, seen, sha256_of
+from megacp.json_fields import LARGEST_COUNT, SHA256, Fields
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 2
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _MOST_BYTES = 32 << 20
 """Of a manifest: a quarter of a million files."""
 _MOST_RANKS = 1 << 24
@@ -72,7 +70,7 @@ def to_json(manifest: Manifest) -> str:
         "files": {name: {"size": r.size, "sha256": r.sha256} for name, r in sorted(manifest.files.items())},
     }
     content = json.loads(json.dumps(content, allow_nan=False))  # keys become text, as they will be when it is read
-    _manifest(Fields(content, "its"))
+    _manifest(Fields(content))
     return json.dumps({**content, "checksum": _checksum(content)}, indent=1)  # no newline: each byte lost is seen
 
 
@@ -91,7 +89,7 @@ def read_manifest(folder: Path) -> Manifest:
         if checksum != _checksum(content):
             raise ValueError("its checksum does not match")
         if content.get("format") not in range(1, FORMAT):
-            return _manifest(Fields(content, "its"))
+            return _manifest(Fields(content))
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"{path} is damaged: {reason}") from error
@@ -102,31 +100,28 @@ def read_manifest(folder: Path) -> Manifest:
     )
 
 
-def _manifest(its: Fields) -> Manifest:
+def _manifest(fields: Fields) -> Manifest:
     """The checksum says nothing of who wrote a manifest: every value is checked."""
-    form = its.whole("format")
+    form = fields.integer("format")
     if form != FORMAT:
         raise ValueError(f"it has format {form}, this version reads {FORMAT}")
-    grid = Fields(its.object("grid"), "its grid")
+    grid, files = fields.object("grid"), fields.object("files")
     return Manifest(
-        step=its.whole("step"),
-        serial=its.whole("serial"),
-        world_size=its.whole("world_size", high=_MOST_RANKS),
-        grid={axis: grid.whole(axis, high=_MOST_RANKS) for axis in grid.names},
-        files={name: _record(name, entry) for name, entry in its.object("files").items()},
-        extra=its.object("extra"),
+        step=fields.integer("step", high=LARGEST_COUNT),
+        serial=fields.integer("serial", high=LARGEST_COUNT),
+        world_size=fields.integer("world_size", high=_MOST_RANKS),
+        grid={axis: grid.integer(axis, high=_MOST_RANKS) for axis in grid.values},
+        files={name: _record(name, files) for name in files.values},
+        extra=fields.object("extra").values,
     )
 
 
-def _record(name: str, entry: Any) -> FileRecord:
+def _record(name: str, files: Fields) -> FileRecord:
     """One entry of `files`, for a file of this folder alone."""
     if Path(name).name != name or name == ".." or not name.isprintable():
         raise ValueError(f"it names {name[:100]!r}, which is no file of its folder")
-    fields = Fields(entry, f"of its file {name[:100]!r} the")
-    sha256 = fields.text("sha256")
-    if not _SHA256.fullmatch(sha256):
-        raise ValueError(f"the sha256 of {name[:100]!r} is no 64 hexadecimal digits")
-    return FileRecord(fields.whole("size", high=1 << 62), sha256)
+    entry = files.object(name)
+    return FileRecord(entry.integer("size", high=1 << 62), entry.text("sha256", SHA256, "64 hexadecimal digits"))
 
 
 def damage(folder: Path, files: Mapping[str, FileRecord], names: Sequence[str], seconds: float = 0.0) -> dict[str, str]:

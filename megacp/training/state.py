@@ -10,18 +10,18 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from megacp.checkpoint.agree import on_first
 from megacp.checkpoint.commit import LoadedCheckpoint, again_when_removed, load_checkpoint
 from megacp.checkpoint.directory import traces_of_checkpoints
-from megacp.checkpoint.fields import Fields
 from megacp.checkpoint.manifest import MANIFEST_FILE
 from megacp.checkpoint.names import TensorBox, boxes_to_load, boxes_to_save
 from megacp.checkpoint.pending import Contents, PendingCheckpoint
 from megacp.config.run import RunConfig, flag, flatten
 from megacp.config.yaml_file import to_yaml
 from megacp.distributed.grid import Axis, patient
+from megacp.json_fields import LARGEST_COUNT, LARGEST_INT64, Fields
 from megacp.training.step import ParallelModel
 from megacp.training.stored import misfit, other_function, stored_config
 
@@ -144,17 +144,25 @@ def _load(model: ParallelModel, progress: Progress, config: RunConfig, start: St
         model.optimizer.reset_masters()
         return Resumed(progress, loaded.path, _other_meaning(loaded, progress), loaded.rejected)
     loaded.read(boxes_to_load(model.buckets.whole_parameters(), model.optimizer.state_slices()))
-    model.optimizer.set_updates(_extra(loaded).whole("updates"))
+    model.optimizer.set_updates(_extra(loaded).integer("updates", high=LARGEST_COUNT))
     changed = tuple(f"{flag(name)} {now[name]} (was {before[name]})" for name in differing)
     return Resumed(stored_progress(loaded), loaded.path, changed, loaded.rejected)
 
 
 def stored_progress(loaded: LoadedCheckpoint) -> Progress:
     """What a checkpoint says of its run; weights alone say less. ValueError names file and field of a wrong value."""
-    progress = Progress(**_extra(loaded).present(Progress, {"seed": 2**63 - 1}))
+    fields, hints = _extra(loaded), get_type_hints(Progress)
+    progress = Progress(**{name: _value(fields, name, hints[name]) for name in hints if fields.has(name)})
     if "step" in loaded.extra and progress.step != loaded.step:
         raise ValueError(f"{_manifest_of(loaded)} has step {loaded.step}, its extra has step {progress.step}")
     return progress
+
+
+def _value(fields: Fields, name: str, hint: Any) -> Any:
+    """A field of the type that `Progress` declares for it."""
+    if hint is int:
+        return fields.integer(name, high=LARGEST_INT64 if name == "seed" else LARGEST_COUNT)
+    return fields.line(name) if hint is str else fields.optional_object(name)
 
 
 def first_token(progress: Progress, by_files: int | None) -> int | None:
@@ -171,7 +179,7 @@ def first_token(progress: Progress, by_files: int | None) -> int | None:
 
 
 def _extra(loaded: LoadedCheckpoint) -> Fields:
-    return Fields(loaded.extra, f"{_manifest_of(loaded)}: extra")
+    return Fields(loaded.extra, "extra", f"{_manifest_of(loaded)}: ")
 
 
 def _manifest_of(loaded: LoadedCheckpoint) -> Path:

@@ -98,11 +98,11 @@ WRONG: dict[str, dict[str, Any]] = {
     "a format of the future": {"format": 3},
 }
 FIELDS = {
-    "a step of thirty digits": "its step is 1000.*000, expected a whole number from 0 to 9007199254740992",
-    "no step": "its step is None, expected",
-    "a serial in words": "its serial is '9', expected",
-    "an axis of no ranks in words": "its grid tp is '2', expected",
-    "a file that is none": "of its file 'x' the fields are 1, expected an object",
+    "a step of thirty digits": "`step` is 1000.*000, it must be an integer of 0 to 9007199254740992",
+    "no step": "`step` is None, it must",
+    "a serial in words": "`serial` is '9', it must",
+    "an axis of no ranks in words": "`grid.tp` is '2', it must",
+    "a file that is none": "`files.x` is 1, it must be an object",
 }
 
 

@@ -120,22 +120,22 @@ def test_a_run_without_a_checkpoint_keeps_its_flags(tmp_path: Path) -> None:
 
 
 EXTRAS = {
-    "a step in words": ({"step": "6"}, "extra step is '6', expected a whole number from 0 to"),
-    "a step below zero": ({"step": -5}, "extra step is -5, expected"),
-    "half a step": ({"step": 1.5}, "extra step is 1.5, expected"),
-    "no step": ({"step": None}, "extra step is None, expected"),
-    "a step of thirty digits": ({"step": 10**30}, "extra step is 1000000000000000000.*00, expected"),
+    "a step in words": ({"step": "6"}, "`extra.step` is '6', it must be an integer of 0 to"),
+    "a step below zero": ({"step": -5}, "`extra.step` is -5, it must"),
+    "half a step": ({"step": 1.5}, "`extra.step` is 1.5, it must"),
+    "no step": ({"step": None}, "`extra.step` is None, it must"),
+    "a step of thirty digits": ({"step": 10**30}, "`extra.step` is 1000000000000000000.*00, it must"),
     "another step": ({"step": 3}, "has step 2, its extra has step 3"),
-    "samples in words": ({"consumed_samples": "24"}, "extra consumed_samples is '24', expected"),
-    "samples that are true": ({"consumed_samples": True}, "extra consumed_samples is True, expected"),
-    "updates in a list": ({"updates": [1]}, r"extra updates is \[1\], expected"),
+    "samples in words": ({"consumed_samples": "24"}, "`extra.consumed_samples` is '24', it must"),
+    "samples that are true": ({"consumed_samples": True}, "`extra.consumed_samples` is True, it must"),
+    "updates in a list": ({"updates": [1]}, r"`extra.updates` is a list of 1, it must"),
     "no updates": ({"updates": ...}, "extra updates is missing"),
-    "a seed too large": ({"seed": 2**63}, "extra seed is 9223372036854775808, expected"),
+    "a seed too large": ({"seed": 2**63}, "`extra.seed` is 9223372036854775808, it must"),
     "a fingerprint over two lines": (
         {"data_fingerprint": "a\nb"},
-        r"data_fingerprint is 'a\\nb', expected a line",
+        r"data_fingerprint` is 'a\\nb', it must be a line",
     ),
-    "rules in a list": ({"image_rules": [1]}, r"extra image_rules is \[1\], expected an object"),
+    "rules in a list": ({"image_rules": [1]}, r"`extra.image_rules` is a list of 1, it must be null or an object"),
 }
 
 

@@ -22,9 +22,9 @@ from typing import Any
 
 from megacp import files
 from megacp.data.build.unit import UnitResult
-from megacp.data.fields import Fields
 from megacp.data.packed.manifest import MANIFEST_NAME, ShardEntry
 from megacp.data.records.record import Refusal
+from megacp.json_fields import Fields
 
 JOURNAL_NAME = "journal.jsonl"
 REJECTS_NAME = "rejects.jsonl"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megacp import files
-from megacp.data.fields import LARGEST_INT32, PLAIN_NAME, SHA256, Fields
+from megacp.json_fields import LARGEST_INT32, PLAIN_NAME, SHA256, Fields
 
 FORMAT_VERSION = 2
 CHECKSUMS_SINCE = 2

@@ -1,8 +1,7 @@
-"""Reads the fields of JSON objects that somebody else may have written: each with its type and its range.
+"""The fields of a JSON object from outside: each is read with its type and its range.
 
-Key property: a field that is missing, unknown, of another type or out of range is a ValueError that names it by its
-full place (`shards[3].files[0].size`); true is no 1, and 1.0 is no 1. Rejected: dataclasses filled by `cls(**value)`,
-which take text for a number and fail later, far from the file.
+Key property: a field that is missing, unknown, of another type or out of range is a ValueError. The error names the
+field by its full place (`shards[3].files[0].size`) and shows its value. true is no 1, and 1.0 is no 1.
 """
 
 from __future__ import annotations
@@ -13,10 +12,12 @@ from typing import Any
 
 LARGEST_INT32 = 2**31 - 1
 LARGEST_INT64 = 2**63 - 1
+LARGEST_COUNT = 2**53
+"""Every whole number up to it is exact in a float64, and no run counts further."""
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 """A file or folder name that cannot lead anywhere else."""
 SHA256 = re.compile(r"[0-9a-f]{64}")
-_SHOWN = 60
+_SHOWN, _MOST_NAME, _MOST_LINE = 60, 100, 4096
 
 
 def shown(value: Any) -> str:
@@ -32,11 +33,15 @@ def shown(value: Any) -> str:
 class Fields:
     """One JSON object, `values` as it is. Ask for each field once, then call `done`."""
 
-    def __init__(self, value: Any, place: str = "") -> None:
-        """`place` is the object's own, "" at the top of a file. ValueError when it is no object."""
+    def __init__(self, value: Any, place: str = "", before: str = "") -> None:
+        """`place` is where the object stands, "" at the top of a file; every message begins with `before`.
+
+        ValueError when `value` is no object.
+        """
         if not isinstance(value, dict):
-            raise ValueError(f"{f'`{place}`' if place else 'the top'} is {shown(value)}, it must be an object")
-        self.values, self._place, self._asked = value, place, set[str]()
+            at = f"`{place}`" if place else "the top"
+            raise ValueError(f"{before}{at} is {shown(value)}, it must be an object")
+        self.values, self._place, self._before, self._asked = value, place, before, set[str]()
 
     def integer(self, name: str, low: int = 0, high: int = LARGEST_INT64) -> int:
         """An integer of `low` to `high`."""
@@ -66,16 +71,24 @@ class Fields:
             raise self._wrong(name, value, what)
         return value
 
+    def line(self, name: str) -> str:
+        """A short text that can be printed."""
+        value = self._take(name)
+        if not isinstance(value, str) or len(value) > _MOST_LINE or not value.isprintable():
+            raise self._wrong(name, value, "a line of text")
+        return value
+
     def objects(self, name: str) -> list[Fields]:
         """A list of objects."""
-        return [Fields(item, self._at(f"{name}[{i}]")) for i, item in enumerate(self._list(name))]
+        items = enumerate(self._list(name))
+        return [Fields(item, self._at(f"{name}[{i}]"), self._before) for i, item in items]
 
     def object(self, name: str) -> Fields:
         """An object."""
-        return Fields(self._take(name), self._at(name))
+        return Fields(self._take(name), self._at(name), self._before)
 
     def optional_object(self, name: str) -> dict[str, Any] | None:
-        """null, or an object as it is: its fields are checked by whom they belong to."""
+        """null, or an object as it is, with unchecked fields."""
         value = self._take(name)
         if value is not None and not isinstance(value, dict):
             raise self._wrong(name, value, "null or an object")
@@ -111,11 +124,11 @@ class Fields:
         unknown = sorted(set(self.values) - self._asked - set(ignored))
         if unknown:
             where = f" of `{self._place}`" if self._place else ""
-            raise ValueError(f"unknown fields{where}: {', '.join(shown(name) for name in unknown[:5])}")
+            raise ValueError(f"{self._before}unknown fields{where}: {', '.join(shown(name) for name in unknown[:5])}")
 
     def refused(self, name: str, reason: str) -> ValueError:
         """The error for a field that is wrong in a way of its own."""
-        return ValueError(f"`{self._at(name)}` is {shown(self.values.get(name))}, {reason}")
+        return self._error(name, f"is {shown(self.values.get(name))}, {reason}")
 
     def _list(self, name: str) -> list[Any]:
         value = self._take(name)
@@ -126,11 +139,15 @@ class Fields:
     def _take(self, name: str) -> Any:
         self._asked.add(name)
         if name not in self.values:
-            raise ValueError(f"`{self._at(name)}` is missing")
+            raise self._error(name, "is missing")
         return self.values[name]
 
     def _at(self, name: str) -> str:
+        name = name if name.isprintable() and len(name) <= _MOST_NAME else ascii(name[:_MOST_NAME])
         return f"{self._place}.{name}" if self._place else name
 
     def _wrong(self, name: str, value: Any, expected: str) -> ValueError:
-        return ValueError(f"`{self._at(name)}` is {shown(value)}, it must be {expected}")
+        return self._error(name, f"is {shown(value)}, it must be {expected}")
+
+    def _error(self, name: str, what: str) -> ValueError:
+        return ValueError(f"{self._before}`{self._at(name)}` {what}")
