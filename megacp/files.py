@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 _T = TypeVar("_T")
 
@@ -124,8 +124,7 @@ def new_file(path: StrPath, seconds: float = 0.0) -> Iterator[BufferedWriter]:
     """
     with seen(lambda: create_new(path), seconds) as stream:
         yield stream
-        stream.flush()
-        os.fsync(stream.fileno())
+        sync_file(stream)
 
 
 def write_atomically(path: StrPath, data: bytes) -> None:
@@ -148,6 +147,12 @@ def replacement(path: StrPath) -> Iterator[BufferedWriter]:
     sync_folder(path.parent)
 
 
+def sync_file(stream: IO[bytes]) -> None:
+    """Wait until what was written to the stream is on disk."""
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
 def sync_folder(folder: StrPath) -> None:
     """Wait until the folder's entries (new names, renames) are on disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -155,6 +160,13 @@ def sync_folder(folder: StrPath) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def place_folder(folder: StrPath, target: StrPath) -> None:
+    """Rename a folder of files that are on disk; its entries and its new name are on disk afterwards, too."""
+    sync_folder(folder)
+    rename(folder, target)
+    sync_folder(Path(target).parent)
 
 
 def rename(source: StrPath, target: StrPath, seconds: float = 10.0) -> None:

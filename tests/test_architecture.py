@@ -80,6 +80,13 @@ def environment_uses(tree: ast.AST) -> list[str]:
     return sorted(n for n in names if any(is_within(n, f"os.{kind}") for kind in ("environ", "getenv", "putenv")))
 
 
+def disk_uses(tree: ast.AST) -> list[str]:
+    """What makes writing durable, atomic or exclusive."""
+    kinds = ("os.fsync", "os.replace", "os.rename", "fcntl", "hashlib.file_digest", "tempfile.mkstemp")
+    names = {name for name, _ in imports(tree)} | set(dotted_uses(tree))
+    return sorted(name for name in names if any(is_within(name, kind) for kind in kinds))
+
+
 def guests_outside_functions(tree: ast.AST) -> list[str]:
     """Guest packages that are imported when the module is."""
     inside = {id(node) for function in functions(tree) for node in ast.walk(function)}
@@ -131,6 +138,13 @@ def test_the_environment_is_read_in_one_file() -> None:
     """Would catch behaviour that hangs on a variable no flag shows."""
     found = broken(environment_uses, "megacp")
     found.pop(ENVIRONMENT_FILE, None)
+    assert found == {}
+
+
+def test_files_are_made_durable_in_one_file() -> None:
+    """Would catch a replacement that a crash leaves empty, or a lock that follows a link."""
+    found = broken(disk_uses, "megacp", "tools")
+    found.pop("megacp/files.py", None)
     assert found == {}
 
 
@@ -210,6 +224,7 @@ def test_package_files_hold_a_docstring_only() -> None:
         (lambda tree: foreign_collectives("megacp/models/a.py", tree), "from torch.distributed import barrier"),
         (environment_uses, "import os as o\no.environ['A'] = '1'"),
         (environment_uses, "from os import getenv"),
+        (disk_uses, "import os\nos.fsync(1)"),
         (
             guests_outside_functions,
             "try:\n    import transformer_engine.pytorch as te\nexcept ImportError:\n    te = None",

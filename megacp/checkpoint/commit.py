@@ -26,6 +26,7 @@ from megacp.checkpoint.storage import INDEX_FILE, Payload
 from megacp.distributed.collectives import all_reduce, gather_objects
 from megacp.distributed.grid import Axis
 from megacp.files import open_regular
+from megacp.wording import listed
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -33,6 +34,8 @@ _ATTEMPTS = 10
 """At checkpoints that a running job removes while they are looked at."""
 _SECONDS = 10.0
 """For which a file that another rank sees, or has seen, is waited for."""
+_TOLD = 20
+"""Tensors or files that a message names."""
 _MOST_CONFIG_BYTES = 1 << 20
 
 
@@ -121,7 +124,7 @@ class LoadedCheckpoint:
             payload.append(self.payload())
             problems = payload[0].problems(boxes)
             if problems:
-                raise ValueError(_listed(problems, f"checkpoint {self.path} does not fit this run"))
+                raise ValueError(f"checkpoint {self.path} does not fit this run: {listed(problems, _TOLD, '; ')}")
 
         together(self.world, check, ValueError)
         self._refuse_unused(list(payload[0].tensors), boxes)
@@ -140,7 +143,7 @@ class LoadedCheckpoint:
         unused = [n for n, mark in zip(stored, found, strict=False) if not mark and _kind(n) in wanted]
         if unused:
             lines = [f"{name} is in the checkpoint but not in this model" for name in unused]
-            raise ValueError(_listed(lines, f"checkpoint {self.path} does not fit this run"))
+            raise ValueError(f"checkpoint {self.path} does not fit this run: {listed(lines, _TOLD, '; ')}")
 
     def whole_tensors(self, kind: str = "model") -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors of a kind, whole, by global name in sorted order, one at a time; no other rank is needed.
@@ -185,11 +188,6 @@ def _kind(name: str) -> str:
     return f"{first}.{second}" if first == "optimizer" else first
 
 
-def _listed(lines: Sequence[str], title: str, most: int = 20) -> str:
-    more = [f"and {len(lines) - most} more"] if len(lines) > most else []
-    return f"{title}: " + "; ".join([*lines[:most], *more])
-
-
 def load_checkpoint(path: Path | str, world: Axis) -> LoadedCheckpoint:
     """Choose and verify a checkpoint: `path` is a directory of checkpoints or one step directory. Collective.
 
@@ -229,7 +227,7 @@ def _choose(root: Path, world: Axis) -> LoadedCheckpoint | None:
             return None
         problems += wrong
         rejected.append(folder)
-    raise ValueError(_listed(problems, f"--load {root}: no checkpoint is whole"))
+    raise ValueError(f"--load {root}: no checkpoint is whole: {listed(problems, _TOLD, '; ')}")
 
 
 def again_when_removed(path: Path | str, action: Callable[[], _T]) -> _T:

@@ -17,6 +17,7 @@ import torch
 from megacp.checkpoint.tensor_file import DTYPES, NAMES, header
 from megacp.files import parse_json
 from megacp.json_fields import Fields
+from megacp.wording import listed
 
 _MOST_ELEMENTS, _MOST_DIMS, _MOST_NAME = 1 << 62, 16, 1000
 _MOST_COMPARISONS = 20_000_000
@@ -90,7 +91,7 @@ class Index:
                 boxes[box.name].append(box)
         problems = [problem for name, (shape, _) in self.tensors.items() for problem in _gaps(name, shape, boxes[name])]
         if problems:
-            raise ValueError("; ".join(problems[:20]))
+            raise ValueError(listed(problems, 20, "; "))
 
 
 def read_index(content: bytes, sizes: Mapping[str, int]) -> Index:

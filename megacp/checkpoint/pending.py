@@ -34,7 +34,7 @@ from megacp.checkpoint.names import TensorBox
 from megacp.checkpoint.storage import PayloadError, PayloadWriter
 from megacp.distributed.collectives import gather_to_first
 from megacp.distributed.grid import Axis
-from megacp.files import rename, seen, sync_folder, write_new
+from megacp.files import place_folder, seen, write_new
 
 _BYTES_PER_BOX, _MARGIN = 1024, 1 << 20
 """What a box takes in the files besides its values (its places in header and index), and the smallest files;
@@ -169,15 +169,13 @@ class PendingCheckpoint:
         serial = max((read_manifest(folder).serial for folder in committed(self._root)), default=0) + 1
         manifest = Manifest(self.step, serial, self._world.size, self._contents.grid, files, self._contents.extra)
         write_new(self._folder / MANIFEST_FILE, to_json(manifest).encode())
-        sync_folder(self._folder)
         base = f"step_{self.step:07d}"
         attempt = 1
         final = self._root / base
         while final.exists():
             attempt += 1
             final = self._root / f"{base}.{attempt}"
-        rename(self._folder, final)
-        sync_folder(self._root)
+        place_folder(self._folder, final)
         return final
 
     def _see_all(self, of_ranks: list[dict[str, FileRecord]]) -> None:

@@ -215,7 +215,7 @@ def new_folder(output: Path) -> Iterator[Path]:
         raise ValueError(f"--output {output} cannot be written: {error.strerror}") from error
     try:
         yield folder
-        folder.rename(output)
+        files.place_folder(folder, output)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

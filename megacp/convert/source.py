@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megacp import wording
 from megacp.checkpoint.commit import LoadedCheckpoint, load_checkpoint
 from megacp.checkpoint.directory import is_step_name
 from megacp.checkpoint.manifest import MANIFEST_FILE
@@ -29,7 +30,7 @@ from megacp.distributed.grid import GridShape, build_grid
 from megacp.training.state import stored_progress
 from megacp.training.stored import stored_config
 
-MOST_LISTED = 20
+_TOLD = 20
 HEAD = "lm_head.weight"
 _CONFIG = "config.json"
 
@@ -44,8 +45,7 @@ def require_all(infos: Mapping[str, Info], links: Sequence[Link], to_ours: bool,
 
 def listed(lines: Sequence[str]) -> str:
     """The first lines in one, and how many more there are."""
-    more = [f"and {len(lines) - MOST_LISTED} more"] if len(lines) > MOST_LISTED else []
-    return "; ".join([*lines[:MOST_LISTED], *more])
+    return wording.listed(lines, _TOLD, "; ")
 
 
 class CheckpointSource:

@@ -24,6 +24,7 @@ from megacp.distributed.supervision.meeting import Meeting
 from megacp.distributed.supervision.restart_store import named
 from megacp.files import create_new, read_regular, seen
 from megacp.training.sources import Sources
+from megacp.wording import listed
 
 MAY_DIFFER = ("data_path", "valid_data_path", "num_workers")
 """Flags that are the machine's own affair."""
@@ -146,8 +147,7 @@ def _differences(values: list[str]) -> str:
 def _places(ranks: list[int], told: list[dict[str, str]]) -> str:
     """`rank 3 (host b)`."""
     hosts = list(dict.fromkeys(told[rank]["host"] for rank in ranks))
-    shown = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
-    return f"{named(ranks)} ({'host' if len(hosts) == 1 else 'hosts'} {shown})"
+    return f"{named(ranks)} ({'host' if len(hosts) == 1 else 'hosts'} {listed(hosts, 4)})"
 
 
 def _source_digest() -> str:

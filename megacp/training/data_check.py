@@ -16,6 +16,7 @@ from megacp.data.packed.verify import damaged_file
 from megacp.distributed.collectives import gather_objects
 from megacp.distributed.grid import Axis
 from megacp.training.sources import Sources
+from megacp.wording import listed
 
 _BYTES_BETWEEN_MEETINGS = 4 << 30
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -39,20 +40,19 @@ def require_sound(sources: Sources, world: Axis, between: int = _BYTES_BETWEEN_M
         if not any(goes_on for _, goes_on in told):
             break
     if reasons:
-        rest = [f"and {len(reasons) - _TOLD} more"] if len(reasons) > _TOLD else []
-        raise ValueError("\n".join(["--verify-data found damaged files:", *reasons[:_TOLD], *rest]))
+        raise ValueError("--verify-data found damaged files:\n" + listed(reasons, _TOLD, "\n"))
 
 
 def _share(sources: Sources, index: int, count: int) -> Iterator[tuple[Path, ShardEntry, FileEntry]]:
     """The files that rank `index` of the `count` on a machine reads: dealt out in turn, the largest first."""
-    listed = [
+    every = [
         (dataset.directory, entry, file)
         for dataset in sources.datasets.values()
         for entry in dataset.manifest.shards
         for file in entry.files
     ]
-    listed.sort(key=lambda one: -one[2].size)  # stable: the same on all ranks
-    return iter(listed[index::count])
+    every.sort(key=lambda one: -one[2].size)  # stable: the same on all ranks
+    return iter(every[index::count])
 
 
 def _check(files: Iterator[tuple[Path, ShardEntry, FileEntry]], limit: int) -> tuple[list[str], bool]:

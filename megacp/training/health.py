@@ -28,6 +28,7 @@ from megacp.checkpoint.names import TensorBox
 from megacp.config.health import HealthConfig
 from megacp.distributed.collectives import gather_objects
 from megacp.distributed.grid import Axis
+from megacp.wording import listed
 
 IMAGE_DOCUMENTS = 16
 """Documents with images after which their bad share is judged: of fewer, one bad image would be too large a share."""
@@ -202,22 +203,20 @@ def suspects(packs: Sequence[tuple[int, ...]], losses: Sequence[torch.Tensor], f
     ranks = [rank for rank, (of_rank, _) in enumerate(found) if of_rank]
     if ranks:
         blamed = set().union(*(of_rank for of_rank, _ in found))
-        told = f"the loss of {listed(blamed)} was not finite, on rank {', '.join(map(str, ranks))}"
+        told = f"the loss of {named_packs(blamed)} was not finite, on rank {', '.join(map(str, ranks))}"
         return Suspects(frozenset(blamed), told)
     blamed = set().union(*(of_rank for _, of_rank in found))
     known = "" if finite else "all losses were finite, a gradient was not; "
-    return Suspects(frozenset(blamed), f"{known}the step had {listed(blamed)}")
+    return Suspects(frozenset(blamed), f"{known}the step had {named_packs(blamed)}")
 
 
 def _ids(groups: Iterable[tuple[int, ...]]) -> set[int]:
     return {number for group in groups for number in group}
 
 
-def listed(packs: Collection[int]) -> str:
-    """`pack 3`, `packs 3, 5`, `packs ... and 9 more`."""
-    shown = sorted(packs)[:_MOST]
-    more = f" and {len(packs) - _MOST} more" if len(packs) > _MOST else ""
-    return f"pack {shown[0]}" if len(packs) == 1 else f"packs {', '.join(map(str, shown))}{more}"
+def named_packs(packs: Collection[int]) -> str:
+    """`pack 3`, `packs 3, 5`, `packs ..., and 9 more`."""
+    return f"pack{'s' if len(packs) != 1 else ''} {listed(sorted(packs), _MOST)}"
 
 
 def damaged_tensors(boxes: Sequence[TensorBox], world: Axis) -> str:
@@ -231,5 +230,4 @@ def damaged_tensors(boxes: Sequence[TensorBox], world: Axis) -> str:
     if not ranks:
         return ""
     every = sorted(set().union(*found))
-    more = f" and {len(every) - _MOST_TENSORS} more" if len(every) > _MOST_TENSORS else ""
-    return f"{', '.join(every[:_MOST_TENSORS])}{more} on rank {', '.join(ranks)}"
+    return f"{listed(every, _MOST_TENSORS)} on rank {', '.join(ranks)}"

@@ -26,7 +26,7 @@ from megacp.monitor.pace import Pace
 from megacp.monitor.timers import Timers
 from megacp.monitor.trace import Trace
 from megacp.training.data_check import require_sound
-from megacp.training.health import Health, StepNumbers, UnwellError, Verdict, damaged_tensors, listed
+from megacp.training.health import Health, StepNumbers, UnwellError, Verdict, damaged_tensors, named_packs
 from megacp.training.images import image_documents, image_loading, shard_strategies, without_bad_images
 from megacp.training.loss import RankReport, StepAgreement, agree
 from megacp.training.reporting import breakdown, heading, open_log, peak_flops, row_flops
@@ -144,7 +144,7 @@ class Trainer:
             self.log.note(self.progress.step, f"the last {skipped} steps made no update{self._of_skipped()}")
 
     def _of_skipped(self) -> str:
-        return f"; they had {listed(self.skipped_packs)}" if self.skipped_packs else ""
+        return f"; they had {named_packs(self.skipped_packs)}" if self.skipped_packs else ""
 
     def _end_unwell(self, reason: str) -> int:
         """Commit what was pending, say why the run ends and from where to go on; the exit status."""

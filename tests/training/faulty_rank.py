@@ -66,14 +66,14 @@ def _slow_in_writing(step: int) -> None:
 
 
 def _kill_before_rename(step: int) -> None:
-    real = pending.sync_folder
+    real = pending.place_folder
 
-    def sync(folder: Path) -> None:
+    def place(folder: Path, target: Path) -> None:
         if folder.name.startswith(f"step_{step:07d}.tmp-"):
             _die(signal.SIGKILL)
-        real(folder)
+        real(folder, target)
 
-    pending.sync_folder = sync  # type: ignore[attr-defined]
+    pending.place_folder = place  # type: ignore[attr-defined]
 
 
 def _kill_before_latest(step: int) -> None:

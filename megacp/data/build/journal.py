@@ -167,8 +167,7 @@ class Journal:
         self.results[result.unit] = result
         with open(self.path, "ab") as stream:
             stream.write(_line(_to_json(result)))
-            stream.flush()
-            os.fsync(stream.fileno())
+            files.sync_file(stream)
 
     def settle(self) -> None:
         """Rewrite the lines in the order of units, so that equal builds have equal journals."""

@@ -25,6 +25,7 @@ from megacp.data.packed.checksums import with_checksums
 from megacp.data.packed.indexed import HashedFile
 from megacp.data.packed.manifest import FileEntry, Manifest, ShardEntry
 from megacp.data.packed.reader import PackedDataset
+from megacp.wording import listed
 
 _BLOCK = 1 << 20
 _SHOWN = 5
@@ -41,11 +42,6 @@ def _differences(name: str, first: Manifest, other: Manifest) -> list[str]:
         return [f"{name} {_short(b)}, not {_short(a)}"]
     keys = sorted(key for key in {*a, *b} if a.get(key) != b.get(key))
     return [f"{name}.{key} {_short(b.get(key))}, not {_short(a.get(key))}" for key in keys]
-
-
-def _shortened(texts: list[str], between: str) -> str:
-    more = len(texts) - _SHOWN
-    return between.join([*texts[:_SHOWN], *([f"{more} more"] if more > 0 else [])])
 
 
 def _short(value: Any) -> str:
@@ -66,12 +62,12 @@ def merge(inputs: Sequence[str], output: str, overwrite: bool = False) -> Manife
     manifests = [PackedDataset(path).manifest for path in inputs]
     first = manifests[0]
     mismatches = [
-        f"{path} has {_shortened(found, ', ')}"
+        f"{path} has {listed(found, _SHOWN)}"
         for path, manifest in zip(inputs[1:], manifests[1:], strict=True)
         if (found := [text for name in _MUST_AGREE for text in _differences(name, first, manifest)])
     ]
     if mismatches:
-        raise ValueError(f"these datasets cannot be merged with {inputs[0]}: {_shortened(mismatches, '; ')}")
+        raise ValueError(f"these datasets cannot be merged with {inputs[0]}: {listed(mismatches, _SHOWN, '; ')}")
     with told(directory):
         return _merged(inputs, manifests, directory, overwrite)
 
@@ -127,9 +123,7 @@ def _copy_shard(source: Path, entry: ShardEntry, target: Path, shift: int) -> Sh
             copied = FileEntry(path.name, size, sha256)
         copies.append(copied)
     copy = with_checksums(temporary, dataclasses.replace(entry, name=target.name, files=tuple(copies)))
-    files.sync_folder(temporary)
-    temporary.rename(target)
-    files.sync_folder(target.parent)
+    files.place_folder(temporary, target)
     return copy
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megacp import files
 from megacp.data.packed.stored_file import StoredFile, crc32
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -62,8 +63,7 @@ class HashedFile:
 
     def close(self) -> str:
         """Flush to the disk (fsync) and close; returns the sha256 in hex. Call it once."""
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
+        files.sync_file(self._stream)
         self._stream.close()
         return self._hash.hexdigest()
 

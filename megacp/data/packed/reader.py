@@ -25,6 +25,7 @@ from megacp.data.media.geometry import ImageRules
 from megacp.data.packed.manifest import MANIFEST_NAME, Manifest
 from megacp.data.packed.shard import Shard
 from megacp.data.row_images import PackImages
+from megacp.wording import listed
 
 OPEN_SHARDS = 64
 _TOLD = 20
@@ -79,8 +80,8 @@ class PackedDataset:
             except ValueError as error:
                 reasons.append(str(error))
         if reasons:
-            more = [f"and {len(reasons) - _TOLD} more shards; `verify` lists all"] if len(reasons) > _TOLD else []
-            raise ValueError("; ".join([*reasons[:_TOLD], *more]))
+            rest = " shards; `verify` lists all" if len(reasons) > _TOLD else ""
+            raise ValueError(listed(reasons, _TOLD, "; ") + rest)
         found = json.dumps([self.manifest.fingerprint, samples])
         self.fingerprint = hashlib.sha256(found.encode()).hexdigest()
         """Of the files on this machine's disk: the sizes of all, the content of all but the bins, and the beginnings of

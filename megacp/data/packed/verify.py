@@ -20,6 +20,7 @@ from megacp.data.packed.reader import image_patch_of
 from megacp.data.packed.shard import Shard
 from megacp.data.packed.stored_file import StoredFile
 from megacp.data.row_images import row_units, vision_inputs
+from megacp.wording import listed
 
 _TOLD = 10
 """Packs that a line names."""
@@ -113,10 +114,7 @@ class _Check:
                 read[name](i)
             except (ValueError, OSError):
                 changed.append(str(first + i))
-        if not changed:
-            return ""
-        more = f" and {len(changed) - _TOLD} more" if len(changed) > _TOLD else ""
-        return f"; changed {what}: {', '.join(changed[:_TOLD])}{more}"
+        return f"; changed {what}: {listed(changed, _TOLD)}" if changed else ""
 
 
 def _image_reasons(shard: Shard, number: int, tokens: np.ndarray, image_patch: int) -> Iterator[str]:

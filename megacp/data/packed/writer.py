@@ -278,8 +278,7 @@ class ShardWriter:
         self._open = False
         if self.directory.exists():
             shutil.rmtree(self.directory)
-        os.rename(self._temporary, self.directory)
-        files.sync_folder(self.directory.parent)
+        files.place_folder(self._temporary, self.directory)
         listed = sorted((FileEntry(path.name, size, sha) for path, size, sha in written), key=lambda f: f.name)
         counts = (num_packs, num_segments, self._num_tokens, self._num_padded)
         return ShardEntry(self.directory.name, *counts, tuple(listed))

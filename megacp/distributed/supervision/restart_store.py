@@ -19,6 +19,8 @@ import time
 
 import torch.distributed as dist
 
+from megacp.wording import listed
+
 _ROOM = "megacp_generation"
 _LINGER = 2.0
 """Seconds that a refused rank 0 stays for the others to read why: its process may hold the store."""
@@ -72,9 +74,7 @@ def fresh_store(store: dist.Store, rank: int, size: int, seconds: float, by_hand
 
 def named(ranks: list[int]) -> str:
     """`rank 3`, or `ranks 0, 2, 3`; of many the first ones and how many more."""
-    shown = ", ".join(map(str, ranks[:_SHOWN]))
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"rank{'s' if len(ranks) != 1 else ''} {shown}{more}"
+    return f"rank{'s' if len(ranks) != 1 else ''} {listed(ranks, _SHOWN)}"
 
 
 def _twin(store: dist.Store, rank: int, mine: str) -> str:

@@ -102,4 +102,4 @@ def test_a_rank_that_a_launcher_has_replaced_leaves_the_others_alone() -> None:
 
 def test_many_ranks_are_counted_and_not_listed() -> None:
     assert named([3]) == "rank 3"
-    assert named(list(range(20))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 and 4 more"
+    assert named(list(range(20))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, and 4 more"
