@@ -207,19 +207,6 @@ def _unpacked(block: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor
     return found
 
 
-def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
-    """The tensor of the rank at index `source` of the axis; `x` gives shape and dtype elsewhere."""
-    if axis.size == 1:
-        return x
-    if axis.rank == source:
-        _count(axis, "broadcast", x.numel() * (axis.size - 1), x)
-    x = x.contiguous().clone()
-    call = axis.calls.begin("broadcast", x)
-    dist.broadcast(x, src=axis.global_ranks[source], group=axis.group)
-    call.done = True
-    return x
-
-
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
     """Small picklable objects of all ranks, in axis order."""
     if axis.size == 1:

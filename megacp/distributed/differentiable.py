@@ -5,9 +5,7 @@
 | `copy_to` | identity | all-reduce | replicated -> used differently per rank | partial |
 | `reduce_from` | all-reduce | identity | partial -> replicated | replicated |
 | `gather_from` | all-gather | reduce-scatter | sharded -> used differently per rank | partial |
-| `gather_replicated` | all-gather | slice | sharded -> replicated | replicated |
 | `reduce_scatter_to` | reduce-scatter | all-gather | partial -> sharded | sharded |
-| `split_to` | slice | all-gather | replicated -> sharded | sharded |
 | `exchange` | all-to-all | all-to-all back | sharded a -> sharded b | sharded |
 
 Key property: `<f x, v> = <x, f^T v>` summed over ranks. Rejected: functions that also scale gradients, because a
@@ -68,19 +66,9 @@ def gather_from(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return _dual(x, axis, collectives.all_gather, collectives.reduce_scatter)
 
 
-def gather_replicated(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """`[n, ...] -> [size * n, ...]`, used alike on every rank; the gradient is sliced."""
-    return _dual(x, axis, collectives.all_gather, slice_of)
-
-
 def reduce_scatter_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """`[size * n, ...] -> [n, ...]`: this rank's block of the sum of the partial `x`."""
     return _dual(x, axis, collectives.reduce_scatter, collectives.all_gather)
-
-
-def split_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """`[size * n, ...] -> [n, ...]`: this rank's block of the replicated `x`."""
-    return _dual(x, axis, slice_of, collectives.all_gather)
 
 
 def exchange(

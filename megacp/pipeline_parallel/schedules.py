@@ -149,11 +149,6 @@ def with_messages(computes: list[Action], stage: int, num_stages: int, num_chunk
     return actions
 
 
-def in_flight_bound(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> int:
-    """Most (microbatch, chunk) activations this stage holds at once in training, for the estimate of memory."""
-    return min(_warmup(stage, num_stages, num_chunks) + 1, num_microbatches * num_chunks)
-
-
 def _training_actions(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Action]:
     _check(stage, num_stages, num_microbatches, num_chunks)
     order = _forward_order(num_stages, num_microbatches, num_chunks)

@@ -70,8 +70,6 @@ def check_moves(rank: int, world_size: int) -> None:
         for n in (0, *SIZES, 100_000):
             parts = inputs(world_size, (n, 3), dtype)
             assert torch.equal(collectives.all_gather(parts[rank], axis), torch.cat(parts))
-            for source in range(world_size):
-                assert torch.equal(collectives.broadcast(parts[rank], axis, source), parts[source])
             even = inputs(world_size, (world_size * n, 2), dtype, seed=2)
             expected = torch.cat([part[rank * n : (rank + 1) * n] for part in even])
             assert torch.equal(collectives.all_to_all(even[rank], axis), expected)
@@ -92,7 +90,6 @@ def check_strided_views(rank: int, world_size: int) -> None:
             assert_sum(collectives.all_reduce(mine, axis), total(parts))
             other_strides = mine.contiguous() if rank == 0 else mine
             assert_sum(collectives.all_reduce(other_strides, axis), total(parts))
-            assert torch.equal(collectives.broadcast(other_strides, axis, 1), parts[1])
             assert torch.equal(collectives.all_gather(mine, axis), torch.cat(parts))
             rows = mine.shape[0] // world_size
             block = slice(rank * rows, (rank + 1) * rows)
@@ -186,7 +183,6 @@ def test_size_one_is_the_identity_without_a_process_group() -> None:
         collectives.all_gather,
         collectives.reduce_scatter,
         collectives.all_to_all,
-        collectives.broadcast,
     ):
         assert torch.equal(collective(x, axis), x)
     assert torch.equal(collectives.all_to_all(x, axis, [3], [3]), x)

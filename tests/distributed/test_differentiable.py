@@ -18,9 +18,7 @@ TABLE: dict[str, tuple[Function, bool, bool, bool]] = {
     "copy_to": (d.copy_to, True, False, False),
     "reduce_from": (d.reduce_from, False, True, False),
     "gather_from": (d.gather_from, False, False, False),
-    "gather_replicated": (d.gather_replicated, False, True, False),
     "reduce_scatter_to": (d.reduce_scatter_to, False, False, True),
-    "split_to": (d.split_to, True, False, True),
     "exchange": (d.exchange, False, False, True),
 }
 

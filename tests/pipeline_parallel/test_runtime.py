@@ -23,15 +23,14 @@ from megacp.pipeline_parallel.schedules import (
     Action,
     Kind,
     channel_of,
-    in_flight_bound,
     schedule,
     training_schedule_name,
     virtual_stage,
     with_messages,
 )
-from megacp.pipeline_parallel.simulate import simulate
 from tests.ranks import RankError, grid, run_ranks
 from tests.reference.pipeline import Part, make_batches, train_in_one_process
+from tests.reference.schedule_simulator import in_flight_bound, simulate
 
 WIDTH = 5
 LENGTHS = (7, 3, 9, 1, 4, 8, 2, 6)  # packs of different lengths in one step

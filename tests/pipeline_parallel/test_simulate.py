@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megacp.pipeline_parallel.schedules import Action, Kind, schedule
-from megacp.pipeline_parallel.simulate import DeadlockError, ScheduleError, simulate
+from tests.reference.schedule_simulator import DeadlockError, ScheduleError, simulate
 
 
 def lists(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> list[list[Action]]:

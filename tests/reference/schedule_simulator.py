@@ -1,11 +1,8 @@
-"""Execute the action lists of all stages on paper: proves that a schedule ends, and measures it.
+"""Executes the action lists of all stages on paper: proves that a schedule ends, and measures it.
 
-The same rules as the runtime: a send never waits (unless a send window is given), a receive waits for its message, a
-compute takes its time. Messages of a channel arrive in the order sent, and a message that is not the one its receive
-expects is an error, not a wait, because on real ranks it would be taken for the other one.
-
-Rejected: a proof only for the formulas. A list that was reordered by a bug satisfies no formula and deadlocks on ranks
-after minutes; here it fails in a millisecond and says who waits for whom.
+The rules are those of the runtime: a send never waits (unless a send window is given), a receive waits for its message,
+a compute takes its time. Messages of a channel arrive in the order sent. A message that its receive does not expect is
+an error, since real ranks would take it for the other one.
 """
 
 from __future__ import annotations
@@ -70,6 +67,13 @@ class _Stage:
     peak: int = 0
     held: set[tuple[int, int]] = field(default_factory=set)  # forwards whose backward has not run
     done: set[Action] = field(default_factory=set)
+
+
+def in_flight_bound(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> int:
+    """Most (microbatch, chunk) activations that a stage holds at once in training: its warm-up, and one more."""
+    after = num_stages - stage - 1
+    warmup = after if num_chunks == 1 else 2 * after + (num_chunks - 1) * num_stages
+    return min(warmup + 1, num_microbatches * num_chunks)
 
 
 def simulate(
