@@ -27,7 +27,7 @@ from megacp.config.run import RunConfig
 from megacp.config.smaller_grid import largest_grid
 from megacp.distributed import launch
 from megacp.distributed.grid import GridShape
-from megacp.distributed.supervision.failure_report import last_words
+from megacp.distributed.supervision.failure_report import report_failure
 from megacp.distributed.supervision.meeting import Meeting
 from megacp.distributed.supervision.spare import tell_spares, wait_as_spare
 from megacp.distributed.supervision.watch import Watch
@@ -184,11 +184,11 @@ def _train(own: Plan, meeting: Meeting, world: launch.World) -> int:
             try:
                 trainer = Trainer(own.config, grid, own.sources)
             except ValueError as error:
-                last_words(error, "the start", grid.world)  # left for ranks that see no reason of their own
+                report_failure(error, "the start", grid.world)  # left for ranks that see no reason of their own
                 status = _refused(str(error), world, alike=False)
                 return status
             except Exception as error:
-                error.add_note(last_words(error, "the start", grid.world))
+                error.add_note(report_failure(error, "the start", grid.world))
                 raise
             status = trainer.run()
             return status

@@ -18,7 +18,7 @@ from megacp.distributed.supervision.patience import LateError, wait_for_all
 _T = TypeVar("_T")
 
 
-def together(world: Axis, action: Callable[[], _T], error: type[Exception]) -> list[_T]:
+def on_all_ranks(world: Axis, action: Callable[[], _T], error: type[Exception]) -> list[_T]:
     """Run `action` on every rank; its results in rank order, or `error` on all ranks when it raised on any."""
     result: _T | None = None
     own: Exception | None = None
@@ -47,9 +47,9 @@ def _await_all(world: Axis, error: type[Exception]) -> None:
         raise error(f"{late} (--checkpoint-timeout-minutes; is its disk or network slow?)") from late
 
 
-def on_first(world: Axis, action: Callable[[], _T], error: type[Exception]) -> _T:
+def on_rank_0(world: Axis, action: Callable[[], _T], error: type[Exception]) -> _T:
     """Run `action` on rank 0 only; its result on every rank, or `error` on all ranks."""
-    result = together(world, lambda: action() if world.rank == 0 else None, error)[0]
+    result = on_all_ranks(world, lambda: action() if world.rank == 0 else None, error)[0]
     return result  # type: ignore[return-value]
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from megacp.checkpoint.agree import on_first, reason_of, together
+from megacp.checkpoint.agree import on_all_ranks, on_rank_0, reason_of
 from megacp.checkpoint.directory import CONFIG_FILE, is_step_name, latest_of, step_folders
 from megacp.checkpoint.manifest import MANIFEST_FILE, Manifest, damage, read_manifest
 from megacp.checkpoint.names import TensorBox
@@ -126,9 +126,9 @@ class LoadedCheckpoint:
             if problems:
                 raise ValueError(f"checkpoint {self.path} does not fit this run: {listed(problems, _TOLD, '; ')}")
 
-        together(self.world, check, ValueError)
+        on_all_ranks(self.world, check, ValueError)
         self._refuse_unused(list(payload[0].tensors), boxes)
-        together(self.world, lambda: payload[0].read(boxes), ValueError)
+        on_all_ranks(self.world, lambda: payload[0].read(boxes), ValueError)
 
     def _refuse_unused(self, stored: list[str], boxes: Sequence[TensorBox]) -> None:
         """Raise when the run asks for a kind of tensor but no rank asks for some tensor of that kind."""
@@ -179,7 +179,7 @@ def _config_of(folder: Path, manifest: Manifest) -> str:
 
 
 def _is_removed(folder: Path, world: Axis) -> bool:
-    return on_first(world, lambda: not folder.is_dir(), ValueError)
+    return on_rank_0(world, lambda: not folder.is_dir(), ValueError)
 
 
 def _kind(name: str) -> str:
@@ -206,7 +206,7 @@ def load_checkpoint(path: Path | str, world: Axis) -> LoadedCheckpoint:
 
 def _choose(root: Path, world: Axis) -> LoadedCheckpoint | None:
     """The checkpoint to load; None when the one that was looked at has been removed meanwhile."""
-    candidates: list[Path] = on_first(world, lambda: _candidates(root), ValueError)
+    candidates: list[Path] = on_rank_0(world, lambda: _candidates(root), ValueError)
     if not candidates:
         raise ValueError(
             f"--load {root}: there is no committed checkpoint (no step_* directory with a {MANIFEST_FILE})"
@@ -288,7 +288,7 @@ def _verify(folder: Path, world: Axis) -> tuple[Manifest | None, str, list[str]]
     if wrong:
         return manifest, "", wrong
     try:
-        return manifest, on_first(world, lambda: _config_of(folder, manifest), ValueError), []
+        return manifest, on_rank_0(world, lambda: _config_of(folder, manifest), ValueError), []
     except ValueError as error:
         return manifest, "", [str(error)]
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megacp.checkpoint.agree import on_first, together
+from megacp.checkpoint.agree import on_all_ranks, on_rank_0
 from megacp.checkpoint.directory import CONFIG_FILE, committed, point_and_prune, temporary
 from megacp.checkpoint.manifest import (
     MANIFEST_FILE,
@@ -76,13 +76,13 @@ class PendingCheckpoint:
         """What there is to say after `commit`: of old checkpoints that could not be removed, or were damaged."""
         sizes = gather_to_first(sum(b.tensor.nbytes + _BYTES_PER_BOX for b in boxes), world)
         try:
-            self._folder: Path = on_first(world, lambda: self._begin(sum(sizes or [])), SaveError)
+            self._folder: Path = on_rank_0(world, lambda: self._begin(sum(sizes or [])), SaveError)
         except SaveError as failure:
             raise self._failed(failure) from failure
         try:
             copied: list[TensorBox] = list(boxes)
             if background:
-                together(world, lambda: copied.__setitem__(slice(None), _copied(boxes)), SaveError)
+                on_all_ranks(world, lambda: copied.__setitem__(slice(None), _copied(boxes)), SaveError)
             self._payload = PayloadWriter(copied, world)
         except (SaveError, PayloadError) as failure:
             self._clean()
@@ -115,13 +115,13 @@ class PendingCheckpoint:
         SaveError on every rank when anything failed on any; committed checkpoints are untouched then.
         """
         try:
-            together(self._world, self._written, SaveError)
+            on_all_ranks(self._world, self._written, SaveError)
             records = gather_to_first(self._records, self._world)
-            final: Path = on_first(self._world, lambda: self._commit(records), SaveError)
+            final: Path = on_rank_0(self._world, lambda: self._commit(records), SaveError)
         except SaveError as failure:
             self._clean()
             raise self._failed(failure) from failure
-        self.notes = on_first(self._world, lambda: point_and_prune(final, keep_last, distrusted), SaveError)
+        self.notes = on_rank_0(self._world, lambda: point_and_prune(final, keep_last, distrusted), SaveError)
         return final
 
     def _begin(self, needed: int) -> Path:

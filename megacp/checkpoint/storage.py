@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from megacp.checkpoint.agree import on_first
+from megacp.checkpoint.agree import on_rank_0
 from megacp.checkpoint.index import Box, GlobalTensor, Index, Position, read_index
 from megacp.checkpoint.manifest import FileRecord
 from megacp.checkpoint.names import TensorBox
@@ -59,7 +59,7 @@ class PayloadWriter:
         self._own = Index(self._tensors, {rank_file(self._rank): stored})
         self._index = b""
         of_ranks = gather_to_first(self._own, world)
-        on_first(world, lambda: self._make_index(of_ranks), PayloadError)
+        on_rank_0(world, lambda: self._make_index(of_ranks), PayloadError)
 
     def _make_index(self, of_ranks: list[Index] | None) -> None:
         assert of_ranks is not None

@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from megacp.checkpoint.agree import together
+from megacp.checkpoint.agree import on_all_ranks
 from megacp.config.run import RunConfig, flatten
 from megacp.distributed.collectives import all_gather, barrier
 from megacp.distributed.grid import Axis, ProcessGrid
@@ -47,7 +47,7 @@ def open_log(config: RunConfig, grid: ProcessGrid, step: int) -> RunLog:
         except OSError as error:
             raise ValueError(f"the log cannot be written: {error}") from error
 
-    together(grid.world, opens, ValueError)
+    on_all_ranks(grid.world, opens, ValueError)
     return opened[0]
 
 

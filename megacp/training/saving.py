@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megacp.checkpoint.agree import on_first
+from megacp.checkpoint.agree import on_rank_0
 from megacp.checkpoint.directory import refuse_unpointable, remove_leftovers
 from megacp.checkpoint.lock import DirectoryLock
 from megacp.checkpoint.pending import PendingCheckpoint
@@ -47,7 +47,7 @@ class Saver:
         self.notes: list[str] = []
         """What there is to say about the directory at the start."""
         if config.checkpoint.save is not None:
-            self.notes = on_first(world, lambda: self._enter(str(config.checkpoint.save)), ValueError)
+            self.notes = on_rank_0(world, lambda: self._enter(str(config.checkpoint.save)), ValueError)
 
     def _enter(self, directory: str) -> list[str]:
         refuse_unpointable(directory)

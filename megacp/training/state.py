@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from megacp.checkpoint.agree import on_first
+from megacp.checkpoint.agree import on_rank_0
 from megacp.checkpoint.commit import LoadedCheckpoint, again_when_removed, load_checkpoint
 from megacp.checkpoint.directory import traces_of_checkpoints
 from megacp.checkpoint.manifest import MANIFEST_FILE
@@ -80,7 +80,7 @@ def starting_point(config: RunConfig, world: Axis) -> Start:
     checkpoint = config.checkpoint
     if checkpoint.auto_resume:
         assert checkpoint.save is not None
-        if on_first(world, lambda: bool(traces_of_checkpoints(str(checkpoint.save))), ValueError):
+        if on_rank_0(world, lambda: bool(traces_of_checkpoints(str(checkpoint.save))), ValueError):
             return Start(checkpoint.save)
         place = f"--load {checkpoint.load}" if checkpoint.load else "step 0, from scratch"
         note = f"--auto-resume: {checkpoint.save} holds no checkpoint at all, this run starts from {place}"

@@ -18,7 +18,7 @@ from megacp.distributed.clock import clock_of
 from megacp.distributed.collectives import gather_objects
 from megacp.distributed.grid import ProcessGrid
 from megacp.distributed.launch import trim_heap
-from megacp.distributed.supervision.failure_report import last_words
+from megacp.distributed.supervision.failure_report import report_failure
 from megacp.monitor.flops import utilisation
 from megacp.monitor.log import StepRecord
 from megacp.monitor.memory import peak_bytes
@@ -105,7 +105,7 @@ class Trainer:
         except UnwellError as reason:
             return self._end_unwell(str(reason))
         except Exception as error:
-            error.add_note(last_words(error, f"step {self.progress.step + 1}", self.grid.world))
+            error.add_note(report_failure(error, f"step {self.progress.step + 1}", self.grid.world))
             raise
         finally:
             self.saver.close()

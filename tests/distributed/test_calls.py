@@ -13,7 +13,7 @@ from megacp.distributed.calls import Calls
 from megacp.distributed.collectives import all_gather, all_reduce, start_all_to_all
 from megacp.distributed.grid import ProcessGrid
 from megacp.distributed.p2p import irecv, isend
-from megacp.distributed.supervision.failure_report import last_words
+from megacp.distributed.supervision.failure_report import report_failure
 from megacp.distributed.supervision.hang_report import report
 from megacp.distributed.supervision.watch import Watch, _calls, group_name
 from tests.ranks import grid, run_ranks
@@ -95,7 +95,7 @@ def _asked(rank: int, world_size: int) -> str:
         try:
             raise RuntimeError("Timed out waiting 1ms")
         except RuntimeError as error:
-            text = last_words(error, "step 1", place.world, 2.5)
+            text = report_failure(error, "step 1", place.world, 2.5)
         call.done = True
         assert group_name(place.dp) and _calls(place.dp)["axis"] == "dp"
         return text

@@ -20,10 +20,10 @@ from megacp.distributed.supervision.meeting import within
 from megacp.distributed.supervision.restart_store import named
 from megacp.distributed.supervision.watch import ask_all, frames, run_store
 
-_ROOM = "megacp_last_words"
+_ROOM = "megacp_failure"
 
 
-def last_words(error: BaseException, place: str, world: Axis, wait_seconds: float = 5.0) -> str:
+def report_failure(error: BaseException, place: str, world: Axis, wait_seconds: float = 5.0) -> str:
     """Leave this rank's reason for the others; what is known of the failure, in words. Never raises.
 
     A RuntimeError may come from a collective that a peer broke: then up to `wait_seconds` are spent to hear from the
