@@ -72,7 +72,7 @@ def plan_buckets(chunks: Sequence[nn.Module], reduce_size: int, bucket_elements:
     """
     if bucket_elements < 1:
         raise ValueError(f"--ddp-bucket-size {bucket_elements} elements: at least 1 is needed")
-    groups: dict[tuple[object, ...], list[list[tuple[int, nn.Parameter]]]] = {}
+    groups: dict[tuple[int, tuple[object, ...]], list[list[tuple[int, nn.Parameter]]]] = {}
     seen: set[nn.Parameter] = set()
     position = 0
     for chunk in reversed(range(len(chunks))):
@@ -80,17 +80,17 @@ def plan_buckets(chunks: Sequence[nn.Module], reduce_size: int, bucket_elements:
             assert parameter not in seen, f"a parameter of shape {tuple(parameter.shape)} is in two model chunks"
             seen.add(parameter)
             spec = spec_of(parameter)
-            kind = (parameter.dtype, parameter.device, spec.partial_over, spec.weight_decay, spec.counted)
-            kind += (spec.lr_multiplier, parameter.requires_grad)
-            buckets = groups.setdefault((chunk, *kind), [[]])
+            like = (parameter.dtype, parameter.device, parameter.requires_grad)
+            treated = (spec.partial_over, spec.weight_decay, spec.counted, spec.lr_multiplier)
+            buckets = groups.setdefault((chunk, (*like, *treated)), [[]])
             filled = sum(_aligned(p.numel()) for _, p in buckets[-1])
             if buckets[-1] and filled + parameter.numel() > bucket_elements:
                 buckets.append([])
             buckets[-1].append((position, parameter))
             position += 1
-    members = [(chunk, bucket) for (chunk, *_), buckets in groups.items() for bucket in buckets]
+    members = [(chunk, bucket) for (chunk, _), buckets in groups.items() for bucket in buckets]
     members.sort(key=lambda item: item[1][-1][0])
-    return [_plan(chunk, [p for _, p in bucket], reduce_size) for chunk, bucket in members]  # type: ignore[arg-type]
+    return [_plan(chunk, [p for _, p in bucket], reduce_size) for chunk, bucket in members]
 
 
 def _plan(chunk: int, parameters: list[nn.Parameter], reduce_size: int) -> BucketPlan:

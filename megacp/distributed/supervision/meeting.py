@@ -54,9 +54,10 @@ class Meeting:
         assert self.store is not None
         self.store.set(f"{topic}/value/{self.rank}", value)
         if self.rank != 0:
-            (answer,) = self._values([f"{topic}/verdict"], seconds + _GRACE) or [None]
-            if answer is None:
+            found = self._values([f"{topic}/verdict"], seconds + _GRACE)
+            if found is None:
                 return f"0rank {self.rank} on {self.host}: no verdict from rank 0 on the {topic} of the ranks"
+            (answer,) = found
             self.store.add(f"{topic}/read", 1)
         else:
             keys = [f"{topic}/value/{rank}" for rank in range(self.size)]

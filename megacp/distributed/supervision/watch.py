@@ -51,8 +51,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         if self._grid.world.size > 1:
-            store = run_store().clone()
-            self._thread = threading.Thread(target=self._serve, args=(store,), name="megacp watch", daemon=True)
+            self._thread = threading.Thread(target=self._serve, args=(_connection(),), name="megacp watch", daemon=True)
             self._thread.start()
         return self
 
@@ -90,7 +89,7 @@ class Watch:
         elif self._stall_seconds and now - self._since > self._stall_seconds:
             self._since = math.inf
             if store.add(f"{ROOM}/stalled", 1) == 1:
-                threading.Thread(target=self._tell, args=(store.clone(),), daemon=True).start()
+                threading.Thread(target=self._tell, args=(_connection(),), daemon=True).start()
 
     def _tell(self, store: dist.Store) -> None:
         """Print what all ranks are doing."""
@@ -114,6 +113,11 @@ def frames(stack: traceback.StackSummary) -> list[list[Any]]:
 def run_store() -> dist.Store:
     """The store in which all ranks of the process group meet."""
     return dist.distributed_c10d._get_default_store()
+
+
+def _connection() -> dist.Store:
+    """A connection to the run's store that no other thread uses."""
+    return run_store().clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
 
 
 def group_name(axis: Axis) -> str:
