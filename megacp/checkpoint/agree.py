@@ -1,7 +1,6 @@
 """One action on all ranks: all succeed, or all raise the same error with the reasons of those that failed.
 
-Key property: a rank that fails alone would leave the others waiting for it; here everybody hears of it in one exchange.
-Rejected: an error flag reduced by hand at each call, which the next call forgets.
+Key property: a rank that fails alone would leave the others waiting; here all ranks hear of it in one exchange.
 """
 
 from __future__ import annotations

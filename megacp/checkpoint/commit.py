@@ -1,9 +1,9 @@
 """Saving and loading whole checkpoints: a directory counts once everything in it is on disk and named with hashes.
 
-Key property: a checkpoint appears by one rename after all ranks reported success, and a failure on any rank is raised
-on every rank with the earlier checkpoints untouched. A directory is never written to again: saving a step that exists
-makes `step_0000100.2`. All ranks agree on what they load. Rejected: writing in place, where a full disk destroys the
-good checkpoint together with the new one. The directory must be on a file system that all ranks share.
+Key property: a checkpoint appears by one rename after all ranks reported success. A failure on any rank is raised on
+every rank, and the earlier checkpoints are untouched. A directory is never written to again: saving a step that exists
+makes `step_0000100.2`. All ranks agree on what they load. The directory must be on a file system that all ranks share.
+Rejected: writing in place, where a full disk destroys the good checkpoint together with the new one.
 """
 
 from __future__ import annotations

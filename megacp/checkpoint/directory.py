@@ -5,8 +5,7 @@
     DIRECTORY/step_0000100.tmp-*/     being written, being deleted, or left by a crash: never read
     DIRECTORY/lock                    held by the run that writes here
 
-Key property: a name without `.tmp-` was given by a rename of something complete. Rejected: looking at what a directory
-holds to find out whether it is complete.
+Key property: a name without `.tmp-` was given by a rename of something complete.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""One run at a time writes to a directory of checkpoints: a lock that the system lets go of when its process ends.
+"""One run at a time writes to a directory of checkpoints: a lock that the system frees when its process ends.
 
 Key property: the lock is a POSIX record lock (`fcntl.lockf`) on DIRECTORY/lock, so nothing has to be cleaned up after
-kill -9 or a lost power supply; what the file says is for people only. It acts between processes of one machine on every
-local file system, and between machines on NFS from version 3 on with a lock daemon (after the death of a whole
-machine NFS 4 frees it when the lease runs out), GPFS, BeeGFS, and Lustre mounted with `-o flock`. Where the file system
-has no locks, `problem` says so and the run goes on unprotected. Rejected: `flock`, which a forked child of a killed run
-would keep, and a file whose existence is the lock, which outlives its owner.
+kill -9 or a power cut; the text in the file is for people only. It acts between processes of one machine on every local
+file system. Between machines it acts on NFS from version 3 on with a lock daemon, on GPFS, BeeGFS, and on Lustre
+mounted with `-o flock`. After the death of a machine NFS 4 frees it when the lease runs out. Where the file system has
+no locks, `problem` says so and the run goes on unprotected.
+
+Rejected: `flock`, which a forked child of a killed run would keep. Rejected: a file whose existence is the lock, which
+outlives its owner.
 """
 
 from __future__ import annotations

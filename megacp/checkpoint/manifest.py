@@ -1,8 +1,7 @@
-"""The manifest of a checkpoint directory: what was written, by whom, with the hash of every file and of itself.
+"""The manifest of a checkpoint directory: what was written, and the hash of every file and of the manifest itself.
 
-Key property: a directory counts as a checkpoint only if its manifest is whole and every file has the size and sha256
-it names, so truncation, a missing file and a flipped bit are found before a tensor is read. Rejected: trusting a
-rename alone, which protects against a crash but not against a disk.
+Key property: a directory counts as a checkpoint only if its manifest is whole and every file has the size and sha256 it
+names. So truncation, a missing file and a flipped bit are found before a tensor is read.
 """
 
 from __future__ import annotations

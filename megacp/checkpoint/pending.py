@@ -1,9 +1,9 @@
 """A checkpoint being saved: begun by all ranks together, written by each alone, committed by all ranks together.
 
-Key property: only `begin` and `commit` talk to other ranks, and both run where the caller stands, so files may be
-written on a thread while training goes on and no collective of the one meets one of the other. In the background a copy
-of the values is written (in pinned memory on CUDA), hence the same bytes as at once. Rejected: a process group of its
-own for the writing thread, which would let ranks commit while others step and die differently.
+Key property: only the constructor and `commit` talk to other ranks, and both run on the caller's thread. So files may
+be written on another thread while training goes on, and no collective of the one meets one of the other. In the
+background a copy of the values is written (in pinned memory on CUDA), hence the same bytes. Rejected: a process group
+for the writing thread, whose failures would reach ranks at different steps.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Which parameter lies where in which flat bucket: a pure plan, equal on every rank of dp x cp.
 
-Key property: buckets are numbered in the order in which the backward pass completes them, and a bucket never mixes
-parameters that are treated differently (dtype, axes their gradient is partial over, weight decay, learning rate,
-frozen, counted or a copy), so later rooms handle whole buckets. Rejected: one buffer for the whole model with tables
-per parameter.
+Key property: buckets are numbered in the order in which the backward pass completes them. A bucket never mixes
+parameters that are treated differently: by dtype, axes of partial gradients, weight decay, learning rate, frozen,
+counted or copy. So later rooms handle whole buckets.
 """
 
 from __future__ import annotations

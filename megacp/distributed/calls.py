@@ -1,9 +1,8 @@
 """The last communication calls of this rank on one axis: which is under way, its number and its size.
 
-Key property: all ranks of an axis make the same collectives in the same order, so a number says who has not called yet.
-A rank keeps them as it goes, which
-takes a few microseconds a call, and compares nothing. Rejected: torch's flight recorder, which
-knows NCCL alone.
+Key property: all ranks of an axis make the same collectives in the same order, so a number tells who has not called.
+Recording takes a few microseconds a call and compares nothing. Rejected: torch's flight recorder, which knows NCCL
+alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The clock of a device: the host's for a CPU, events in the queue of a GPU.
 
-Key property: reading a GPU's clock is to put an event into its queue; nobody waits until seconds are asked for, at the
-end of a step that has waited anyway. Rejected: synchronising before every reading, which takes the overlap away that is
-to be measured.
+Key property: reading a GPU's clock only queues an event. Seconds are asked for at the end of a step, which has waited
+for the GPU anyway. Rejected: a synchronisation before every reading, which removes the overlap that is measured.
 """
 
 from __future__ import annotations

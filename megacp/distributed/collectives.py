@@ -1,9 +1,8 @@
 """Collectives over one `Axis`, blocking and asynchronous; the one place that handles an axis of size 1.
 
-Key property: on gloo, reduce-scatter and small all-reduces are an all-to-all followed by a local sum in rank order: the
-same bits on every run, bf16 accumulated in fp32, and 2-5 times faster than gloo's own once there are more ranks than
-cores. NCCL uses its native collectives. Rejected: calling `torch.distributed` from the rooms above, which scatters
-contiguity rules, deprecated names and size-1 shortcuts.
+Key property: on gloo, a reduce-scatter or small all-reduce is an all-to-all followed by a local sum in rank order. That
+gives the same bits on every run and sums bf16 in fp32. It is 2-5 times faster than gloo's when ranks outnumber cores.
+NCCL uses its native collectives.
 
 All functions work on dim 0 and make their input contiguous (gloo reduces strided views silently wrong).
 """

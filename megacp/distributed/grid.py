@@ -1,8 +1,7 @@
 """The DP x TP x PP x CP grid: rank arithmetic as a pure value, process groups as frozen axes.
 
-Key property: `GridShape` is arithmetic on integers (provable for 4,096 ranks without a process) and a
-communicating leaf only ever sees one `Axis`. Rejected: Megatron's module of global group getters, which hides
-who talks to whom and can hold only one grid per process.
+Key property: `GridShape` is arithmetic on integers, so 4,096 ranks are checked without a process. A layer that
+communicates sees one `Axis`. Rejected: global getters of groups, which hide who talks to whom and allow one grid only.
 
 Rank order, fastest first: tp, cp, dp, pp. It equals Megatron's default `tp-cp-ep-dp-pp` without experts.
 """

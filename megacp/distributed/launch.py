@@ -1,7 +1,7 @@
-"""Where a process learns who it is: torchrun's environment, the device, the default process group.
+"""Where a process learns its rank: torchrun's environment, the device, the default process group.
 
-Key property: the only file that reads or writes `os.environ`, so that everything else is a function of its
-arguments. One process needs no process group and no torchrun.
+Key property: this file alone reads or writes `os.environ`, so everything else is a function of its arguments. One
+process needs no process group and no torchrun.
 """
 
 from __future__ import annotations

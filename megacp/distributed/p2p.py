@@ -1,11 +1,11 @@
 """Point-to-point messages on one axis: the pipeline's hidden states and the ring of context parallelism.
 
-Key property: a handle keeps its tensor alive until the message is through and its `wait` may be repeated (gloo hangs on
-a second wait of its own requests). The pipeline posts single messages on a channel of its own; the ring posts a send
-and a receive together, because two NCCL ranks that both send first would wait for each other for ever.
+Key property: a handle keeps its tensor alive until the message is through. `wait` may be repeated, while gloo hangs on
+a second wait of one request. The pipeline posts single messages on its own channels. The ring posts a send and a
+receive together, because two NCCL ranks that both send first wait for each other for ever.
 
-gloo moves CUDA tensors in collectives but not from rank to rank: there a message goes through the host, so that several
-ranks may share one GPU in a test. A copy to the host waits for the GPU, the one back is queued behind the `wait`.
+gloo moves CUDA tensors in collectives but not from rank to rank. Such a message goes through the host, so several ranks
+may share one GPU in a test. A copy to the host waits for the GPU; the copy back is queued behind the `wait`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Ranks started by a tool itself: a pool of gloo processes on this machine, kept alive between calls.
 
-Key property: a raise, a death or a hang in one rank becomes one `RankFailure` that holds that rank's number and
-traceback; no process outlives the pool. The processes come from a forkserver that did all imports once and meet through
-a file, so no port is taken. Rejected: torchrun for tools that compare runs, which takes 5 s to start and can hand no
-result back.
+Key property: a raise, a death or a hang in one rank becomes one `RankFailure` with that rank's number and traceback. No
+process outlives the pool. The processes come from a forkserver that has done all imports. They meet through a file, so
+no port is taken. Rejected: torchrun, which takes 5 s to start and returns no result.
 """
 
 from __future__ import annotations

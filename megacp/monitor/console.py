@@ -1,8 +1,7 @@
 """Standard output of one rank, which may go away under a run: a closed pipe, a full disk, a lost terminal.
 
-Key property: a line that cannot be printed ends nothing; the first one of a row is told on another channel, and the
-next line is tried again. Rejected: letting the error through, which would end weeks of training because `head` has
-read enough.
+Key property: a line that cannot be printed ends nothing. The first one of a row is told on another channel, and the
+next line is tried again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Model FLOPs utilisation: the model's FLOPs over what the devices could have done in that time.
 
-Key property: the numerator comes from the planner (no recomputation counted: Chowdhery et al. 2022, PaLM, appendix B),
-the denominator is a vendor's dense peak for known GPUs and a measured matrix product for CPUs, whose peak no table
-knows. Rejected: hardware FLOPs including recomputation, which reward doing work twice.
+Key property: the numerator comes from the planner and counts no recomputation (PaLM, Chowdhery et al. 2022, appendix
+B). The denominator is the vendor's dense peak for known GPUs. For a CPU, whose peak no table knows, it is a measured
+matrix product. Rejected: hardware FLOPs with recomputation, which reward doing work twice.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What a run says: one console line a step, the same numbers as JSON lines, TensorBoard and W&B when asked.
 
-Key property: every figure goes through one `StepRecord`, so all places show the same numbers, and no place ends a run:
-one that cannot be written is told once on the others. Rejected: Python's logging with handlers, which formats text and
-would make the numbers something to parse.
+Key property: every figure goes through one `StepRecord`, so all places show the same numbers. No place ends a run: one
+that cannot be written is told once on the others.
 """
 
 from __future__ import annotations

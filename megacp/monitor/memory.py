@@ -1,8 +1,7 @@
 """Peak memory of this process: resident set on a CPU, the allocator's high mark on CUDA.
 
-Key property: a high mark kept by the system costs nothing to read and misses no spike. On Linux it is `VmHWM`: the
-`ru_maxrss` of getrusage begins with the peak of the process that started this one (torchrun, a test runner). Rejected:
-sampling the current use, which sees only the moments it looks at.
+Key property: the system keeps the high mark, so reading it costs nothing and misses no spike. On Linux it is `VmHWM`.
+`ru_maxrss` of getrusage would begin with the peak of the process that started this one (torchrun, a test runner).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """How long a run still takes: the median time from step to step, times the steps that are left.
 
-Key property: only this process's own steps count, so the estimate is right after a resume too, and a save or a
-validation between two steps moves the median little. Rejected: the time since the start over the steps done, which the
-first step and a resume falsify for hours.
+Key property: only steps of this process count, so the estimate is right after a resume. A save or a validation between
+two steps moves the median little.
 """
 
 from __future__ import annotations

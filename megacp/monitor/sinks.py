@@ -1,8 +1,7 @@
 """Places that the figures of a run are written to: a JSONL file, TensorBoard, Weights & Biases.
 
-Key property: the JSONL file holds each step once, also after a resume, because lines past the resumed step are cut off
-first, and it holds whole lines only: one that does not fit on the disk is taken back. Rejected: appending wherever the
-last write had ended, which glues a new line to half an old one.
+Key property: the JSONL file holds each step once, also after a resume: lines past the resumed step are cut off first.
+It holds whole lines only: one that does not fit on the disk is taken back.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Named timers of a step and of its phases.
 
-Key property: a timer adds up until it is taken; what a moment is on an accelerator (an event in its queue) is a clock
-given from outside, and its seconds are worked out when they are asked for, not while the step runs. A phase costs one
-test while nobody looks at it. Rejected: calling the device's synchronise here, which would cost every CPU run an import
-and every GPU run a stall.
+Key property: a timer adds up until it is taken. The clock is given from outside; on an accelerator a moment is an event
+in its queue, and its seconds are worked out when they are asked for. A phase that is not timed costs one test.
+Rejected: a synchronisation of the device here, which would stall every GPU run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A trace of some steps of one rank: torch's profiler, written as chrome JSON (chrome://tracing, Perfetto).
 
 Key property: outside of its steps no profiler exists, and a trace that cannot be written ends nothing. Rejected: a
-profiler that waits in the background with a schedule, which costs every step.
+profiler with a schedule, which waits in the background and costs every step.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Cut the layers into virtual stages by cost: contiguous parts, the dearest part as cheap as can be, exactly.
+"""Cut the layers into virtual stages by cost: contiguous parts, of which the dearest is as cheap as possible, exactly.
 
 The embedding costs time on the first virtual stage and the head on the last one, so equal layer counts are not equal
-work. Costs are turned into integers first (every float is a fraction of a power of two), so "cheapest" and "equal" are
-exact and all ranks of a run, whatever machine they are on, cut alike.
+work. Costs become integers first (every float is a fraction of a power of two). Then "cheapest" and "equal" are exact,
+and all ranks cut alike on any machine.
 
-Rejected: an equal number of layers each (Megatron's default, with flags for the exceptions): the head of a small model
-with a large vocabulary outweighs several layers, and every other stage would wait for it.
+Rejected: an equal number of layers each, Megatron's default. The head of a small model with a large vocabulary
+outweighs several layers, and every other stage would wait for it.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Execute any action list on real ranks: the one loop behind every pipeline schedule.
 
 Key property: the loop knows no schedule. Receives are posted some computes ahead, so messages travel while a stage
-computes; sends run in the background and hold their tensor until they are through. Only hidden states travel, and
-both sides know their shape from the batch, so the microbatches of a step may differ in length.
+computes. Sends run in the background and hold their tensor until they are through. Only hidden states travel, and both
+sides know their shape from the batch, so the microbatches of a step may differ in length.
 
-What stays in memory between a forward and its backward is the input and the autograd graph; of the output only the
-graph's edge is kept, so its storage is free as soon as it is sent.
+Between a forward and its backward the input and the autograd graph stay in memory. Of the output only the graph's edge
+is kept, so its storage is free as soon as it is sent.
 
-Rejected: shapes sent ahead of every tensor (a message and a wait more each), and sends that block until the peer takes
-them (with two stages and virtual stages both peers are one rank, and two blocking sends meet).
+Rejected: shapes sent ahead of every tensor, which cost one more message and wait each. Rejected: sends that block until
+the peer takes them; with two stages and virtual stages both peers are one rank, and two blocking sends meet.
 """
 
 from __future__ import annotations

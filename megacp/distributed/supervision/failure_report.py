@@ -1,9 +1,8 @@
-"""Who failed first: each rank leaves its reason in the run's store, and one that was only hit by it names the others.
+"""Who failed first: each rank leaves its reason in the run's store, and a rank that was only hit names the others.
 
-Key property: the store is a process or file of its own, so it answers when no collective does, and a rank that was
-stopped, killed or hangs is found by its silence. After a timeout one rank also asks all for their calls and stacks. The
-report has a deadline of its own: a store on a frozen machine answers nothing, for ever. Rejected: `monitored_barrier`,
-which needs the connections that have just broken.
+Key property: the store is a process or file of its own, so it answers when no collective does. A rank that was stopped,
+killed or hangs is found by its silence. After a timeout one rank also asks all others for their calls and stacks. The
+report has a deadline, since a store on a frozen machine never answers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What all ranks were doing when one gave up, in words: calls that somebody has not made, and the stacks.
+"""What all ranks were doing when one gave up, in words: calls that some rank has not made, and the stacks.
 
-Key property: a pure function of the ranks' answers, equal stacks and equal calls told once, so that the report of a
+Key property: a pure function of the ranks' answers. Equal stacks and equal calls are told once, so the report of a
 thousand ranks that wait for one stays a page.
 """
 

@@ -1,8 +1,8 @@
 """Where all ranks of a run meet before any process group exists: one table in the run's store.
 
-Key property: an agreement here needs neither a grid nor a shape, so ranks that were started with different grids, sizes
-or timeouts still hear of each other. Every wait has a deadline and says who did not come. Rejected: an all-gather,
-whose group already has the timeout and the world size that are to be compared.
+Key property: an agreement here needs neither a grid nor a shape. Ranks that were started with different grids, sizes or
+timeouts still hear of each other. Every wait has a deadline and names the ranks that did not come. Rejected: an
+all-gather, whose group needs the timeout and the world size that are to be compared.
 """
 
 from __future__ import annotations

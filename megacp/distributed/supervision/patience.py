@@ -1,8 +1,8 @@
 """Wait for all ranks of an axis without a collective: as long as the caller says, not as long as the group allows.
 
-Key property: a rank that is slow but alive is waited for up to the limit and then named, while one that failed, was
-killed or is frozen ends the wait at once or after the group's timeout. Rejected: a barrier, which ends the run when a
-disk is slower than `--distributed-timeout-minutes`, and a longer timeout for all groups, which finds real hangs late.
+Key property: a rank that is slow but alive is waited for up to the limit, then named. A rank that failed or was killed
+ends the wait at once, a frozen one after the group's timeout. Rejected: a barrier, which ends the run when a disk is
+slower than `--distributed-timeout-minutes`, and longer timeouts for all groups, which find real hangs late.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A rank that the grid has no place for: it waits until the others are through, and ends as they do.
 
 Key property: it stays in the launcher's world, so a later restart may use it, and it ends with the status of the run.
-Rejected: to exit at once, after which torchrun closes the meeting and the run cannot be restarted any more.
+Rejected: an immediate exit, after which torchrun closes the meeting and the run cannot be restarted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A thread in each rank that still answers when the rank itself hangs: its stack, its calls, and that it lives.
+"""A thread in each rank that answers while the rank itself hangs: its stack, its calls, and that it lives.
 
-Key property: it has a connection to the run's store of its own and takes part in no collective, so any rank may ask all
-others what they are doing. Between questions it costs one small request a second. Rejected: signals, which reach one
-machine only, and a hook in the step loop, which a hang never gets to.
+Key property: the thread has a connection of its own to the run's store and takes part in no collective. So any rank may
+ask all others what they are doing. Between questions it costs one small request a second. Rejected: signals, which
+reach one machine only, and a hook in the step loop, which a hang never reaches.
 
 NCCL ends the process itself when a collective takes too long, and no failure report is written then. So on NCCL the
 first rank that has made no call for most of the timeout asks and prints, while all are still there.
