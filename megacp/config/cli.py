@@ -1,8 +1,7 @@
 """The command line: flags and YAML files, read left to right, the last one wins.
 
-Key property: a YAML file stands exactly where its `--config` stands among the flags, so `--config base.yaml --lr 1e-4`
-and `--lr 1e-4 --config base.yaml` mean what they say. Rejected: argparse with a second table of flags, which drifts
-from the dataclasses; here tyro derives flags, types and help from the fields and their docstrings.
+A YAML file stands where its `--config` stands among the flags. tyro derives flags, types and help from the fields and
+their docstrings, so there is no second table of flags.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Where packs come from: dataset directories, row length, mask, loader threads.
+"""The packs of a run: dataset directories, row length, mask, loader threads.
 
-Key property: paths and numbers only; what a dataset holds is read from its manifest by the data room. Rejected: copying
-the tokenizer and the packing rules here, where they could disagree with the files.
+Paths and numbers only: the data room reads a dataset's tokenizer and packing rules from its manifest.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+from megacp.config.ranges import NotNegative, Positive
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class DataConfig:
     valid_data_path: str | None = None
     """Packed dataset directory for the validation loss."""
 
-    seq_length: int = 512
+    seq_length: Positive[int] = 512
     """Tokens of one pack."""
 
     attention_mask: Literal["packed", "causal"] = "packed"
@@ -34,7 +35,7 @@ class DataConfig:
     """What happens when an image cannot be decoded: fail ends the run, skip leaves out its whole document and logs
     it."""
 
-    num_workers: int = 1
+    num_workers: NotNegative[int] = 1
     """Threads that read packs and decode images, each a step ahead of the others; 0 does it when they are needed."""
 
     verify_data: bool = False

@@ -1,45 +1,46 @@
 """The architecture of the language model: a decoder with RMSNorm, rotary embedding, grouped queries and SwiGLU.
 
-Key property: every field is a number or a word of the checkpoint's architecture (Llama, Qwen3 and the Molmo2 text tower
-are settings of it), nothing here speaks of ranks. Rejected: one class per model family, which repeats the same block.
+Llama, Qwen3 and the text tower of Molmo2 are settings of it. No field speaks of ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from megacp.config.ranges import AboveZero, Fraction, NotNegative, Positive, Range
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes and options of the decoder. Head counts and sizes are global, before tensor parallelism."""
 
-    num_layers: int = 4
+    num_layers: Positive[int] = 4
     """Decoder blocks."""
 
-    hidden_size: int = 256
+    hidden_size: Positive[int] = 256
     """Width of the residual stream."""
 
-    ffn_hidden_size: int = 768
+    ffn_hidden_size: Positive[int] = 768
     """Width of the SwiGLU hidden layer."""
 
-    num_attention_heads: int = 8
+    num_attention_heads: Positive[int] = 8
     """Query heads."""
 
-    num_query_groups: int | None = None
+    num_query_groups: Positive[int | None] = None
     """Key/value heads of grouped-query attention (default: as many as query heads)."""
 
-    kv_channels: int | None = None
+    kv_channels: Positive[int | None] = None
     """Width of one head (default: hidden size / attention heads)."""
 
-    vocab_size: int = 0
+    vocab_size: NotNegative[int] = 0
     """Token ids that can be predicted: rows of the output head; 0 takes it from the tokenizer of the dataset."""
 
-    additional_vocab_size: int = 0
+    additional_vocab_size: NotNegative[int] = 0
     """Further rows of the embedding, for tokens that are read but never predicted (Molmo2's image tokens); needs
     --untie-embeddings-and-output-weights."""
 
-    rotary_base: float = 10000.0
+    rotary_base: Annotated[float, Range(1, low_open=True)] = 10000.0
     """Theta of the rotary position embedding."""
 
     rope_scaling: Literal["none", "linear", "llama3"] = "none"
@@ -47,22 +48,22 @@ class ModelConfig:
     frequencies.
     """
 
-    rope_scaling_factor: float = 1.0
+    rope_scaling_factor: Annotated[float, Range(1)] = 1.0
     """Factor by which rotary frequencies are slowed when scaling is on."""
 
-    rope_low_freq_factor: float = 1.0
+    rope_low_freq_factor: AboveZero[float] = 1.0
     """llama3 scaling: wavelengths above original positions / this factor are stretched fully."""
 
-    rope_high_freq_factor: float = 4.0
+    rope_high_freq_factor: AboveZero[float] = 4.0
     """llama3 scaling: wavelengths below original positions / this factor are left alone."""
 
-    rope_original_max_positions: int = 8192
+    rope_original_max_positions: Positive[int] = 8192
     """llama3 scaling: the context length the model was first trained with."""
 
-    max_position_embeddings: int | None = None
+    max_position_embeddings: Positive[int | None] = None
     """Positions that the model is for, as an exported config says (default: --seq-length); changes no computation."""
 
-    norm_epsilon: float = 1e-5
+    norm_epsilon: AboveZero[float] = 1e-5
     """Epsilon inside RMSNorm."""
 
     qk_layernorm: bool = False
@@ -80,13 +81,13 @@ class ModelConfig:
     untie_embeddings_and_output_weights: bool = False
     """Give the output head its own weight instead of the embedding's."""
 
-    init_method_std: float = 0.02
+    init_method_std: NotNegative[float] = 0.02
     """Standard deviation of the initial weights; residual outputs use std / sqrt(2 x layers)."""
 
-    hidden_dropout: float = 0.0
+    hidden_dropout: Fraction[float] = 0.0
     """Dropout on the outputs of attention and MLP, in [0, 1)."""
 
-    make_vocab_size_divisible_by: int = 8
+    make_vocab_size_divisible_by: Positive[int] = 8
     """Rows of the vocabulary on each tp rank are padded to a multiple of it; padding is in no checkpoint."""
 
     @property

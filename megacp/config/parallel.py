@@ -1,7 +1,7 @@
-"""How the ranks are arranged: sizes of the tensor, pipeline and context axes and how context parallelism talks.
+"""How the ranks are arranged: sizes of the tensor, pipeline and context axes, and how context parallelism talks.
 
-Key property: the data-parallel size is no field, it follows from the world size, so a config cannot contradict the
-number of processes it is started with. Rejected: a field per axis including dp, which two places could set differently.
+The data-parallel size is no field: it follows from the world size, so a config cannot contradict the number of
+processes it is started with.
 """
 
 from __future__ import annotations
@@ -9,21 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megacp.config.ranges import AboveZero, Positive
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """The grid of ranks. Data parallelism takes what remains: dp = world size / (tp x pp x cp)."""
 
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: Positive[int] = 1
     """Ranks that share each linear layer, the vocabulary and the attention heads (tp)."""
 
-    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_size: Positive[int] = 1
     """Ranks that share the layers of the model, in stages (pp)."""
 
-    context_parallel_size: int = 1
+    context_parallel_size: Positive[int] = 1
     """Ranks that share the tokens of each row (cp)."""
 
-    num_virtual_stages_per_pipeline_rank: int = 1
+    num_virtual_stages_per_pipeline_rank: Positive[int] = 1
     """Model chunks per pipeline rank; above 1 the interleaved 1F1B schedule runs (smaller bubble, more messages)."""
 
     sequence_parallel: bool = True
@@ -35,10 +37,10 @@ class ParallelConfig:
     just the keys that it needs, auto measures these and chooses (not Transformer Engine's own attention).
     """
 
-    hierarchical_context_parallel_sizes: tuple[int, int] | None = None
+    hierarchical_context_parallel_sizes: Positive[tuple[int, int] | None] = None
     """Of a2a+p2p: ranks of a group that swaps tokens for heads, and number of groups in the ring; A x B = cp."""
 
-    cp_exchange_stages: int = 1
+    cp_exchange_stages: Positive[int] = 1
     """Messages in which kv_exchange brings the keys: from 2 on the next ones travel while the last are used."""
 
     cp_layout: Literal["zigzag", "zigzag_document", "contiguous", "balanced", "auto"] = "zigzag"
@@ -60,7 +62,7 @@ class ParallelConfig:
     cp_calibration: str | None = None
     """JSON file with what --cp-comm-type auto has measured of the machine (default: in the user's cache folder)."""
 
-    ddp_bucket_size: int = 25_000_000
+    ddp_bucket_size: Positive[int] = 25_000_000
     """Gradient elements that are reduced together over dp x cp while backward still runs."""
 
     allow_smaller_grid: bool = False
@@ -68,5 +70,5 @@ class ParallelConfig:
     ranks first, then smaller tp, pp and cp. Left-over ranks wait. The global batch stays what it is.
     """
 
-    distributed_timeout_minutes: float = 10.0
+    distributed_timeout_minutes: AboveZero[float] = 10.0
     """Minutes after which a collective that a rank did not join ends the run."""

@@ -1,14 +1,15 @@
 """The whole configuration of a run as one frozen value, and its flat view by flag name.
 
-Key property: every field name is unique over all rooms, so `--flag`, YAML key and field are one name and the nesting is
-only for the code that reads it. Rejected: prefixed flags (`--parallel.tensor-model-parallel-size`), which no user of
-Megatron would guess.
+Every field name is unique over all rooms: flag, YAML key and field are one name, as in Megatron. The nesting is for the
+code that reads it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,10 +20,11 @@ from megacp.config.data import DataConfig
 from megacp.config.health import HealthConfig
 from megacp.config.model import ModelConfig
 from megacp.config.parallel import ParallelConfig
+from megacp.config.ranges import Positive, Range
 from megacp.config.training import CheckpointConfig, LogConfig, TrainingConfig
 from megacp.config.vision import VisionConfig
 
-Value = bool | int | float | str | tuple[int, ...] | None
+Value = bool | int | float | str | tuple[float, ...] | None
 """What a flag can hold."""
 
 
@@ -42,7 +44,7 @@ class RunConfig:
     dry_run: bool = False
     """Check the configuration, print grid, stages and memory, and stop; needs one process and no GPU."""
 
-    world_size: int | None = None
+    world_size: Positive[int | None] = None
     """World size to check with --dry-run (default: tp x pp x cp)."""
 
     @property
@@ -79,18 +81,48 @@ class FieldInfo:
     name: str
     room: str
     hint: Any
+    """The type, without its range."""
+    range: Range | None
+    """Allowed values of a number. None is allowed beside them where the type has it."""
+
+    @property
+    def unknown(self) -> Value:
+        """What stands for a value that the field cannot hold: NaN for numbers, else None."""
+        if self.range is None:
+            return None
+        pair = any(typing.get_origin(part) is tuple for part in (self.hint, *typing.get_args(self.hint)))
+        return (math.nan, math.nan) if pair else math.nan
+
+    def problem(self, value: Value) -> str | None:
+        """Why the field cannot hold this value: missing, not one of its words, out of range; None when it can."""
+        parts = typing.get_args(self.hint) if isinstance(self.hint, types.UnionType) else (self.hint,)
+        if value is None:
+            return None if type(None) in parts else "needs a value"
+        words = typing.get_args(self.hint) if typing.get_origin(self.hint) is typing.Literal else ()
+        if words:
+            return None if value in words else f"got {value!r}, allowed are {', '.join(words)}"
+        if self.range is None:
+            return "an empty string is no name" if value == "" else None
+        if isinstance(value, (bool, str)):
+            return f"expected a number, got {value!r}"
+        if isinstance(value, tuple):
+            told = " ".join(map(str, value))
+            return None if all(map(self.range.holds, value)) else f"got {told}, each must be {self.range}"
+        return None if self.range.holds(value) else f"got {value}, it must be {self.range}"
 
 
 @functools.cache
 def fields() -> dict[str, FieldInfo]:
     """All flags by field name, in the order of their declaration."""
     table: dict[str, FieldInfo] = {}
-    for room, room_type in typing.get_type_hints(RunConfig).items():
-        inside = typing.get_type_hints(room_type) if dataclasses.is_dataclass(room_type) else None
-        rows = [(name, room, hint) for name, hint in inside.items()] if inside else [(room, "", room_type)]
-        for name, owner, hint in rows:
-            assert name not in table, f"the flag {name} is declared in {owner} and in {table[name].room}"
-            table[name] = FieldInfo(name, owner, hint)
+    for room, room_type in typing.get_type_hints(RunConfig, include_extras=True).items():
+        inside = dataclasses.is_dataclass(room_type)
+        hints = typing.get_type_hints(room_type, include_extras=True) if inside else {room: room_type}
+        for name, hint in hints.items():
+            assert name not in table, f"the flag {name} is declared in {room} and in {table[name].room}"
+            ranges = [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Range)]
+            plain = typing.get_args(hint)[0] if ranges else hint
+            table[name] = FieldInfo(name, room if inside else "", plain, ranges[0] if ranges else None)
     return table
 
 

@@ -1,8 +1,8 @@
-"""YAML that somebody else may have written: every YAML file of the project is read here.
+"""YAML from any source: every YAML file of the project is read here.
 
-Key property: what comes out is plain values, as small as the text, or one ValueError with file and line. Aliases stand
-for scalars alone, depth and size have limits, and a key stands once. Rejected: `yaml.safe_load`, in which ten lines of
-aliases are a value that takes for ever to show, and nesting ends in a RecursionError.
+A text becomes plain values as small as itself, or one ValueError with file and line. Aliases stand for scalars alone,
+depth and size have limits, and a key stands once. Under `yaml.safe_load`, ten lines of aliases become a value that
+takes for ever to show, and deep nesting is a RecursionError.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The largest grid that a world of any size can hold, for a run that goes on after it has lost machines.
+"""The largest grid that fits a world of any size, for a run that goes on after it has lost machines.
 
-Key property: a pure function of the config and the world size, so every rank finds the same grid without asking.
-Rejected: a grid that a user writes for every number of machines that may be left.
+A pure function of the config and the world size: every rank finds the same grid without asking.
 """
 
 from __future__ import annotations

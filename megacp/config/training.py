@@ -1,65 +1,66 @@
 """The optimisation: batch, schedule, AdamW, precision, recomputation, validation, checkpoints and logs.
 
-Key property: the number of microbatches is no field, it follows from batch sizes and the grid. Rejected: counting steps
-in samples or tokens as a second way to say the same thing.
+The number of microbatches is no field: it follows from the batch sizes and the grid.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from megacp.config.ranges import AboveZero, Fraction, NotNegative, Positive, Range
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
     """One training run. An iteration is one optimizer step over `global_batch_size` packs."""
 
-    micro_batch_size: int = 1
+    micro_batch_size: Positive[int] = 1
     """Packs that one rank group computes at once, concatenated to one row."""
 
-    global_batch_size: int = 8
+    global_batch_size: Positive[int] = 8
     """Packs per optimizer step over all data-parallel ranks and microbatches."""
 
-    train_iters: int = 100
+    train_iters: Positive[int] = 100
     """Optimizer steps of the whole run."""
 
-    lr: float = 1e-3
+    lr: NotNegative[float] = 1e-3
     """Highest learning rate."""
 
-    min_lr: float = 0.0
+    min_lr: NotNegative[float] = 0.0
     """Learning rate at the end of the decay."""
 
     lr_decay_style: Literal["cosine", "linear", "WSD", "constant"] = "cosine"
     """Shape of the decay after warmup; WSD stays at the top and falls over the last --lr-wsd-decay-iters."""
 
-    lr_warmup_iters: int = 0
+    lr_warmup_iters: NotNegative[int] = 0
     """Steps over which the learning rate rises linearly from 0."""
 
-    lr_decay_iters: int | None = None
+    lr_decay_iters: Positive[int | None] = None
     """Step at which the decay ends (default: --train-iters)."""
 
-    lr_wsd_decay_iters: int | None = None
+    lr_wsd_decay_iters: Positive[int | None] = None
     """Steps of the final fall of the WSD schedule."""
 
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of the final fall of the WSD schedule."""
 
-    weight_decay: float = 0.1
+    weight_decay: NotNegative[float] = 0.1
     """Decoupled weight decay of AdamW; norms and biases have none."""
 
-    adam_beta1: float = 0.9
+    adam_beta1: Fraction[float] = 0.9
     """Decay of AdamW's first moment."""
 
-    adam_beta2: float = 0.95
+    adam_beta2: Fraction[float] = 0.95
     """Decay of AdamW's second moment."""
 
-    adam_eps: float = 1e-8
+    adam_eps: AboveZero[float] = 1e-8
     """Epsilon in AdamW's denominator."""
 
-    clip_grad: float = 1.0
+    clip_grad: NotNegative[float] = 1.0
     """Largest global gradient norm; larger gradients are scaled down to it; 0 switches clipping off."""
 
-    seed: int = 1234
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 1234
     """Seed of initial weights, dropout and the order of the packs."""
 
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
@@ -70,13 +71,13 @@ class TrainingConfig:
     input).
     """
 
-    exit_duration: float | None = None
+    exit_duration: AboveZero[float | None] = None
     """Minutes after which the run saves and stops at the next step, with exit status 3."""
 
-    eval_interval: int = 0
+    eval_interval: NotNegative[int] = 0
     """Steps between validation losses; 0 never validates."""
 
-    eval_iters: int = 10
+    eval_iters: Positive[int] = 10
     """Global batches of one validation loss."""
 
     attention_kernel: Literal["auto", "flash", "flex", "math", "dense"] = "auto"
@@ -131,13 +132,13 @@ class CheckpointConfig:
     finetune: bool = False
     """Take only the weights of --load and start at step 0 with a fresh optimizer, on any data."""
 
-    save_interval: int = 0
+    save_interval: NotNegative[int] = 0
     """Steps between checkpoints; 0 saves only at the end."""
 
-    keep_last: int = 0
+    keep_last: NotNegative[int] = 0
     """Newest checkpoints to keep; 0 keeps all."""
 
-    checkpoint_timeout_minutes: float = 60.0
+    checkpoint_timeout_minutes: AboveZero[float] = 60.0
     """Minutes that the ranks wait for one that is slow to write or read its part of a checkpoint, before the run ends;
     --distributed-timeout-minutes does not count meanwhile.
     """
@@ -150,10 +151,10 @@ class CheckpointConfig:
 class LogConfig:
     """What is reported and where. JSONL is always written."""
 
-    log_interval: int = 1
+    log_interval: Positive[int] = 1
     """Steps between lines on the console."""
 
-    timing_log_interval: int = 0
+    timing_log_interval: NotNegative[int] = 0
     """Steps between lines that say where the time of a step went, phase by phase over the ranks, and which rank was the
     slowest; 0 writes none.
     """

@@ -1,64 +1,65 @@
-"""The architecture of the vision tower and its connector (those of Molmo2), and what of the whole model is trained.
+"""The architecture of the vision tower and its connector (those of Molmo2), and which towers are trained.
 
-Key property: with `vision_num_layers` 0 there is no tower and no other field here has a meaning; every field is one
-that Hugging Face's native `molmo2` has too, so that any tower built here can be said in its config. Rejected: an own
-width of the connector, which Molmo2's adapter takes from the tower.
+With `vision_num_layers` 0 there is no tower, and no other field here has a meaning. Hugging Face's native `molmo2` has
+every field too, so its config can express any tower built here. The connector has the width of the tower, as there.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from megacp.config.ranges import AboveZero, NotNegative, Positive, Range
 
 
 @dataclass(frozen=True)
 class VisionConfig:
     """Sizes of the ViT that encodes crops and of the connector that pools its patches; the defaults are Molmo2's."""
 
-    vision_num_layers: int = 0
+    vision_num_layers: NotNegative[int] = 0
     """Blocks of the vision tower; 0 trains a language model without one. Molmo2 has 25."""
 
-    vision_hidden_size: int = 1152
+    vision_hidden_size: Positive[int] = 1152
     """Width of the vision tower, and of the connector's attention output."""
 
-    vision_ffn_hidden_size: int = 4304
+    vision_ffn_hidden_size: Positive[int] = 4304
     """Width of the hidden layer of the tower's MLPs."""
 
-    vision_num_attention_heads: int = 16
+    vision_num_attention_heads: Positive[int] = 16
     """Query heads of the tower."""
 
-    vision_num_query_groups: int | None = None
+    vision_num_query_groups: Positive[int | None] = None
     """Key/value heads of the tower (default: as many as query heads)."""
 
-    vision_head_dim: int = 72
+    vision_head_dim: Positive[int] = 72
     """Width of one head of the tower."""
 
-    vision_patch_size: int = 14
+    vision_patch_size: Positive[int] = 14
     """Side of a patch in pixels."""
 
-    vision_image_size: int = 378
+    vision_image_size: Positive[int] = 378
     """Side of a crop in pixels: crops are squares of (image size / patch size)^2 patches."""
 
-    vision_feature_layers: tuple[int, int] = (-1, -7)
+    vision_feature_layers: Annotated[tuple[int, int], Range(-(2**31), 2**31 - 1)] = (-1, -7)
     """The two layers whose outputs go to the connector, in this order: from 0 up, or counted from the end with -1 as
     the last. One of them must be the last layer."""
 
-    vision_norm_epsilon: float = 1e-6
+    vision_norm_epsilon: AboveZero[float] = 1e-6
     """Epsilon inside the tower's LayerNorm."""
 
     vision_activation: Literal["gelu_tanh", "gelu"] = "gelu_tanh"
     """Activation of the tower's MLPs: GELU by its tanh approximation, or exact."""
 
-    connector_num_attention_heads: int = 16
+    connector_num_attention_heads: Positive[int] = 16
     """Query heads of the attention that pools patches."""
 
-    connector_num_query_groups: int | None = None
+    connector_num_query_groups: Positive[int | None] = None
     """Key/value heads of the attention that pools patches (default: as many as query heads)."""
 
-    connector_head_dim: int = 72
+    connector_head_dim: Positive[int] = 72
     """Width of one head of the attention that pools patches."""
 
-    connector_ffn_hidden_size: int | None = None
+    connector_ffn_hidden_size: Positive[int | None] = None
     """Width of the SwiGLU projector between pooled patches and text (default: --ffn-hidden-size)."""
 
     freeze_vision: bool = False
@@ -70,13 +71,13 @@ class VisionConfig:
     freeze_text: bool = False
     """Leave the language model as it is, its embedding and head included."""
 
-    vision_lr_multiplier: float = 1.0
+    vision_lr_multiplier: AboveZero[float] = 1.0
     """Learning rate of the vision tower over that of the language model, at every step."""
 
-    connector_lr_multiplier: float = 1.0
+    connector_lr_multiplier: AboveZero[float] = 1.0
     """Learning rate of the connector over that of the language model, at every step."""
 
-    vision_planned_crops: int | None = None
+    vision_planned_crops: Positive[int | None] = None
     """Crops of one pack that pipeline stages and memory are planned for (default: those that fill a pack with pooled
     windows of 2 x 2 patches)."""
 

@@ -1,7 +1,7 @@
-"""A configuration as YAML text and back: the keys are the flags.
+"""A configuration as YAML text and back: the keys are the flags, without sections.
 
-Key property: `from_yaml(to_yaml(config)) == config` exactly, and a key or type that is wrong is refused with its file
-and the nearest right name, never dropped. Rejected: nested sections, which would be a second spelling of every flag.
+`from_yaml(to_yaml(config)) == config` exactly. A wrong key or type is refused with its file and the nearest right name.
+Values do not pass through tyro, which reads the text `None` as no value and 7 as the name of a directory.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from pathlib import Path
 from megacp.checkpoint.commit import LoadedCheckpoint, peek
 from megacp.checkpoint.directory import CONFIG_FILE, traces_of_checkpoints
 from megacp.checkpoint.manifest import Manifest
-from megacp.config.checks.ranges import problem_of_value
 from megacp.config.run import RunConfig, fields, flag, flatten, with_values
 from megacp.config.yaml_file import from_yaml
 from megacp.planner.vision import run_parameters
@@ -40,7 +39,7 @@ def _checked(folder: Path, manifest: Manifest, text: str) -> RunConfig:
     source = str(folder / CONFIG_FILE)
     config = from_yaml(text, source=source)
     values = flatten(config)
-    problems = {name: problem_of_value(info, values[name]) for name, info in fields().items()}
+    problems = {name: info.problem(values[name]) for name, info in fields().items()}
     if wrong := [f"{source}: {name}: {problem}" for name, problem in problems.items() if problem]:
         raise ValueError("\n".join(wrong))
     size = sum(record.size for record in manifest.files.values())

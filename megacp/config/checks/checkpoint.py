@@ -1,47 +1,75 @@
-"""What the flags of checkpoints ask of each other, and of the directories they name.
+"""What the flags of checkpoints ask of each other, and the directories and files that flags name.
 
-Key property: a run never mixes its checkpoints with those of another one without having been told to go on with it.
-Rejected: asking this of the saving code, which finds out after the first hours.
+A run never mixes its checkpoints with those of another one without having been told to go on with it. Dry runs look at
+no directory, as the machine of the run may be another one.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
-from megacp.config.checks.rules import Rule, registrar
 from megacp.config.run import RunConfig, flag, flatten
 
-CHECKPOINT_RULES: list[Rule] = []
-_rule = registrar(CHECKPOINT_RULES)
-
 _NEED_SAVE = ("save_interval", "keep_last", "async_save", "auto_resume")
+_READ = {"data_path": "manifest.json", "valid_data_path": "manifest.json", "load": ""}
+"""Directories that a run reads, with a file that is in them."""
+_WRITTEN = ("save", "tensorboard_dir", "profile_dir")
 
 
-@_rule(*_NEED_SAVE, "save")
-def _saving_needs_a_place(config: RunConfig, world: int) -> str | None:
+def checkpoint_reasons(config: RunConfig, world: int) -> Iterator[str]:
+    """Flags that need --save or --load, and a --save that belongs to another run."""
+    c, values = config.checkpoint, flatten(config)
+    numbers = {name: float(str(values[name])) for name in _NEED_SAVE[:2]}
+    given = [f"{flag(name)} {values[name]}" for name, number in numbers.items() if number > 0]
+    given += [flag(name) for name in _NEED_SAVE[2:] if values[name]]
+    if given and c.save is None:
+        yield f"{', '.join(given)} needs --save, the directory for checkpoints"
+    if c.finetune and c.load is None:
+        yield "--finetune needs --load, the checkpoint whose weights it starts from"
+    if not c.save or config.dry_run or c.auto_resume or not any(Path(c.save).glob("step_*/manifest.json")):
+        return
+    folder, loaded = Path(c.save).resolve(), Path(c.load).resolve() if c.load is not None else None
+    if loaded is None or c.finetune or folder not in (loaded, loaded.parent):
+        yield (
+            f"--save {c.save} holds the checkpoints of a run: choose a new directory, or go on with that run by "
+            f"--load {c.save}"
+        )
+
+
+def folder_reasons(config: RunConfig, world: int) -> Iterator[str]:
+    """Directories that are missing or cannot be written."""
+    if config.dry_run:
+        return
     values = flatten(config)
-    given = [flag(name) + ("" if values[name] is True else f" {values[name]}") for name in _NEED_SAVE if values[name]]
-    if not given or config.checkpoint.save is not None:
-        return None
-    return f"{', '.join(given)} needs --save, the directory for checkpoints"
+    for name, file_inside in _READ.items():
+        if values[name]:
+            yield from _unreadable(flag(name), str(values[name]), file_inside)
+    for name in _WRITTEN:
+        if values[name]:
+            yield from _unwritable(flag(name), str(values[name]))
+    if config.log_path.is_dir():
+        yield f"--log-file {config.log_path}: is a directory, a file is needed"
 
 
-@_rule("finetune", "load")
-def _finetuning_needs_weights(config: RunConfig, world: int) -> str | None:
-    if not config.checkpoint.finetune or config.checkpoint.load is not None:
-        return None
-    return "--finetune needs --load, the checkpoint whose weights it starts from"
+def _unreadable(name: str, path: str, file_inside: str) -> Iterator[str]:
+    folder = Path(path)
+    if not folder.exists() and len(path.replace(",", " ").split()) > 1:
+        yield (
+            f"{name} {path}: does not exist; it takes one directory, no list or weighted blend of them: "
+            "tools/preprocess_data.py merge joins several"
+        )
+    elif not folder.is_dir():
+        yield f"{name} {path}: {'is not a directory' if folder.exists() else 'does not exist'}"
+    elif file_inside and not (folder / file_inside).is_file():
+        yield f"{name} {path}: holds no {file_inside}; build it with tools/preprocess_data.py build"
 
 
-@_rule("save", "load", "finetune", "auto_resume", "dry_run")
-def _checkpoints_of_another_run(config: RunConfig, world: int) -> str | None:
-    checkpoint = config.checkpoint
-    save, load = checkpoint.save, checkpoint.load
-    if save is None or config.dry_run or checkpoint.auto_resume or not any(Path(save).glob("step_*/manifest.json")):
-        return None
-    folder = Path(save).resolve()
-    if load is not None and not checkpoint.finetune and folder in (Path(load).resolve(), Path(load).resolve().parent):
-        return None
-    return (
-        f"--save {save} holds the checkpoints of a run: choose a new directory, or go on with that run by --load {save}"
-    )
+def _unwritable(name: str, path: str) -> Iterator[str]:
+    folder = Path(path).absolute()
+    parent = next(place for place in (folder, *folder.parents) if place.exists())
+    if folder.exists() and not folder.is_dir():
+        yield f"{name} {path}: is a file, a directory is needed"
+    elif not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        yield f"{name} {path}: cannot be written, {parent} does not allow it"

@@ -1,34 +1,41 @@
 """What the flags of health and of profiling ask of each other and of the run.
 
-Key property: a limit that could never act, or would always act, is refused before the run. Rejected: taking such a
-number as "off", which a typing error reaches too.
+A limit that could never act, or would always act, is refused: a typing error reaches such a number too.
 """
 
 from __future__ import annotations
 
-from megacp.config.checks.rules import Rule, registrar
-from megacp.config.run import RunConfig, flag, flatten
+from collections.abc import Iterator
 
-HEALTH_RULES: list[Rule] = []
-_rule = registrar(HEALTH_RULES)
+from megacp.config.run import RunConfig
 
 
-@_rule("loss_spike_factor", "grad_norm_spike_factor")
-def _factors_are_above_one(config: RunConfig, world: int) -> str | None:
-    values = flatten(config)
-    wrong = [name for name in ("loss_spike_factor", "grad_norm_spike_factor") if 0 < float(str(values[name])) <= 1]
-    if not wrong:
-        return None
-    told = ", ".join(f"{flag(name)} {values[name]}" for name in wrong)
-    return f"{told}: every ordinary step would be a spike; use a factor above 1, or 0 to look at none"
-
-
-@_rule("spike_action", "loss_spike_factor", "grad_norm_spike_factor")
-def _acting_on_spikes_needs_a_factor(config: RunConfig, world: int) -> str | None:
+def health_reasons(config: RunConfig, world: int) -> Iterator[str]:
+    """Factors that call every step a spike, and an action on spikes that nothing looks for."""
     health = config.health
-    if health.spike_action == "warn" or health.loss_spike_factor or health.grad_norm_spike_factor:
-        return None
-    return f"--spike-action {health.spike_action} needs --loss-spike-factor or --grad-norm-spike-factor above 1"
+    factors = {
+        "--loss-spike-factor": health.loss_spike_factor,
+        "--grad-norm-spike-factor": health.grad_norm_spike_factor,
+    }
+    if small := [f"{name} {factor}" for name, factor in factors.items() if 0 < factor <= 1]:
+        yield (f"{', '.join(small)}: every ordinary step would be a spike; use a factor above 1, or 0 to look at none")
+    if health.spike_action != "warn" and all(factor == 0 for factor in factors.values()):
+        yield f"--spike-action {health.spike_action} needs {' or '.join(factors)} above 1"
+
+
+def profile_reasons(config: RunConfig, world: int) -> Iterator[str]:
+    """Steps and ranks to profile that the run does not have."""
+    if config.log.profile is None:
+        return
+    try:
+        steps = profiled_steps(config.log.profile)
+        if not config.dry_run and config.log.profile_ranks is not None:
+            profiled_ranks(config.log.profile_ranks, world)
+    except ValueError as error:
+        yield str(error)
+        return
+    if steps[0] > config.training.train_iters:
+        yield f"--profile {config.log.profile} begins after --train-iters {config.training.train_iters}"
 
 
 def profiled_steps(text: str) -> range:
@@ -50,19 +57,3 @@ def profiled_ranks(text: str, world: int) -> tuple[int, ...]:
     if ranks[-1] >= world:
         raise ValueError(f"--profile-ranks {text}: rank {ranks[-1]} is not among {world} ranks, 0 to {world - 1}")
     return ranks
-
-
-@_rule("profile", "profile_ranks", "train_iters", "dry_run")
-def _profile_names_steps_and_ranks(config: RunConfig, world: int) -> str | None:
-    if config.log.profile is None:
-        return None
-    try:
-        steps = profiled_steps(config.log.profile)
-        if not config.dry_run:
-            profiled_ranks(config.log.profile_ranks, world)
-    except ValueError as error:
-        return str(error)
-    last = config.training.train_iters
-    if steps[0] > last:
-        return f"--profile {config.log.profile} begins after --train-iters {last}"
-    return None

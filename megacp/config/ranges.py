@@ -1,0 +1,43 @@
+"""The range of a number, written on its field: `lr: NotNegative[float] = 1e-3`.
+
+The type checker and tyro see the plain type. `fields()` reads the range, and the checks tell a value outside of it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Range:
+    """Allowed values of a number: low <= value <= high, an end left out where it is open."""
+
+    low: float
+    high: float = math.inf
+    low_open: bool = False
+    high_open: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether the value is inside; NaN and infinity never are."""
+        above = value > self.low if self.low_open else value >= self.low
+        below = value < self.high if self.high_open else value <= self.high
+        return above and below and value < math.inf
+
+    def __str__(self) -> str:
+        low = f"{'above' if self.low_open else 'at least'} {self.low:g}"
+        return low if self.high == math.inf else f"{low} and {'below' if self.high_open else 'at most'} {self.high:g}"
+
+
+Positive = Annotated[T, Range(1)]
+NotNegative = Annotated[T, Range(0)]
+AboveZero = Annotated[T, Range(0, low_open=True)]
+Fraction = Annotated[T, Range(0, 1, high_open=True)]
+
+
+def differ(a: float, b: float) -> bool:
+    """Whether two numbers differ. NaN, which stands for one out of range, differs from none."""
+    return a < b or a > b
