@@ -30,6 +30,7 @@ from megacp.wording import listed
 _BLOCK = 1 << 20
 _SHOWN = 5
 """Datasets, and differences of each, that are told at most."""
+_FLAGS = {"begins_with": " (a first token of documents: build with --prepend-bos or --no-prepend-bos)"}
 _MUST_AGREE = ("tokenizer", "seq_length", "pad_multiple", "image_rules", "cp_degrees")
 
 
@@ -41,7 +42,7 @@ def _differences(name: str, first: Manifest, other: Manifest) -> list[str]:
     if not (isinstance(a, dict) and isinstance(b, dict)):
         return [f"{name} {_short(b)}, not {_short(a)}"]
     keys = sorted(key for key in {*a, *b} if a.get(key) != b.get(key))
-    return [f"{name}.{key} {_short(b.get(key))}, not {_short(a.get(key))}" for key in keys]
+    return [f"{name}.{key} {_short(b.get(key))}, not {_short(a.get(key))}{_FLAGS.get(key, '')}" for key in keys]
 
 
 def _short(value: Any) -> str:

@@ -1,10 +1,9 @@
 """Which documents share a pack: best-fit decreasing for tokens, and first-fit with a second budget for image crops.
 
-Key property: exact and deterministic, every item exactly once. Best-fit decreasing is not walked item by item: packs
-are kept by their free space, and all items of one length that go to packs of one free space move in one step, found by
-a segment tree over free space (64 children a node). The outcome is that of the textbook loop, at a few array
-operations per distinct pair of length and free space. Rejected: concatenating and chopping (cuts documents), and a
-heap of packs walked in Python (seconds per 100k documents).
+Key property: exact and deterministic, every item once. Best-fit decreasing is not walked item by item: all items of one
+length that go to packs of one free space move in one step. A segment tree over free space finds the best fit. The
+outcome is that of the textbook loop. Rejected: to concatenate and chop, which cuts documents, and a heap of packs,
+which takes seconds for 100k documents.
 
 "Length" is whatever must fit: pass padded lengths. Items keep their arrival order inside a pack.
 """
@@ -36,11 +35,6 @@ class Packing:
         """Item numbers of pack p, ascending, int64 [k]."""
         return self.items[self.starts[p] : self.starts[p + 1]]
 
-    def totals(self, amounts: np.ndarray) -> np.ndarray:
-        """Sum over each pack of a per-item amount, int64 [packs]."""
-        running = np.concatenate(([0], np.cumsum(np.asarray(amounts)[self.items], dtype=np.int64)))
-        return np.diff(running[self.starts])
-
 
 def _packing(pack_of: np.ndarray) -> Packing:
     """From the pack number of each item, int64 [n], numbers 0..packs-1 all present."""
@@ -49,23 +43,13 @@ def _packing(pack_of: np.ndarray) -> Packing:
     return Packing(items.astype(np.int64), np.concatenate(([0], np.cumsum(counts))).astype(np.int64))
 
 
-def efficiency(packing: Packing, lengths: np.ndarray, capacity: int) -> float:
-    """Share of the packs' places that hold the given lengths; true ones give the honest figure. 1.0 without packs."""
-    places = len(packing) * capacity
-    return int(np.sum(lengths, dtype=np.int64)) / places if places else 1.0
-
-
 @dataclass(frozen=True)
 class Pieces:
-    """What `cut_oversize` leaves: piece j is the tokens [start[j], stop[j]) of document[j], in document order.
-
-    document, start, stop: int64 [n]. dropped: int64 [d], the documents of which nothing is left.
-    """
+    """Stretches of documents: piece j is the tokens [start[j], stop[j]) of document[j], all int64 [n]."""
 
     document: np.ndarray
     start: np.ndarray
     stop: np.ndarray
-    dropped: np.ndarray
 
     @property
     def lengths(self) -> np.ndarray:
@@ -73,38 +57,17 @@ class Pieces:
         return self.stop - self.start
 
 
-def cut_oversize(lengths: np.ndarray, capacity: int, pad_multiple: int = 1, rule: str = "error") -> Pieces:
-    """Apply `--oversize` to documents whose padded length exceeds `capacity` (the sequence length).
+def cut_oversize(lengths: np.ndarray, longest: int, truncate: bool) -> Pieces:
+    """Documents of `lengths` [d] >= 1 as pieces of at most `longest` tokens, in document order.
 
-    The longest piece is the largest multiple of `pad_multiple` within `capacity`. `split` cuts such pieces from the
-    front, the rest is the last piece; `truncate` keeps the first piece; `drop` keeps nothing; `error` raises.
-    ValueError: rule "error" and a document too long; an unknown rule; a document without tokens; no room for a piece.
+    Longer documents are cut from the front; with `truncate`, their first piece alone is kept.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    if rule not in OVERSIZE_RULES:
-        raise ValueError(f"--oversize is {rule!r}, allowed are {', '.join(OVERSIZE_RULES)}")
-    if len(lengths) and int(lengths.min()) < 1:
-        raise ValueError(f"document {int(lengths.argmin())} has {int(lengths.min())} tokens; it cannot be packed")
-    longest = capacity // pad_multiple * pad_multiple
-    if longest < 1:
-        raise ValueError(f"--pad-multiple {pad_multiple} is larger than --seq-length {capacity}")
-    too_long = np.flatnonzero(lengths > longest)
-    if rule == "error" and len(too_long):
-        shown = ", ".join(f"document {i}: {lengths[i]}" for i in too_long[:5].tolist())
-        raise ValueError(
-            f"{len(too_long)} of {len(lengths)} documents have more than {longest} tokens ({shown}); "
-            f"raise --seq-length (now {capacity}) or choose --oversize drop, split or truncate"
-        )
-    counts = np.ones(len(lengths), np.int64)
-    if rule == "drop":
-        counts[too_long] = 0
-    elif rule == "split":
-        counts = -(-lengths // longest)
-    document = np.repeat(np.arange(len(lengths)), counts)
-    firsts = np.cumsum(counts) - counts  # number of the first piece of each document
+    counts = np.ones_like(lengths) if truncate else -(-lengths // longest)  # [d]: pieces of each document
+    document = np.repeat(np.arange(len(lengths)), counts)  # [n]
+    firsts = np.cumsum(counts) - counts  # [d]: number of each document's first piece
     start = (np.arange(len(document)) - firsts[document]) * longest
-    stop = np.minimum(start + longest, lengths[document])
-    return Pieces(document, start, stop, too_long if rule == "drop" else np.zeros(0, np.int64))
+    return Pieces(document, start, np.minimum(start + longest, lengths[document]))
 
 
 def _check_fit(name: str, amounts: np.ndarray, capacity: int, least: int) -> None:

@@ -69,9 +69,9 @@ class BuildSettings:
         return self.unit_bytes or max(8 << 20, 1024 * self.seq_length)
 
     @property
-    def longest_kept(self) -> int:
-        """Tokens of an oversize document of which something is stored: of a truncated one, its beginning."""
-        return self.seq_length // self.pad_multiple * self.pad_multiple if self.oversize == "truncate" else 1 << 62
+    def longest_piece(self) -> int:
+        """Tokens of the longest document, or piece of one, that fits a pack."""
+        return self.seq_length // self.pad_multiple * self.pad_multiple
 
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer these settings name."""

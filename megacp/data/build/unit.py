@@ -39,6 +39,10 @@ _UNLEARNED = (
     "nothing of this record is learned: it has neither plain text nor words of an assistant, all weights are 0, or "
     "--oversize truncate cuts the learned text off; --allow-unlearned keeps such records"
 )
+_SINGLE_TOKEN = (
+    "nothing of this record is learned: it is a single token, which no token before it predicts; --append-eod or "
+    "--prepend-bos gives it a second one, --allow-unlearned keeps such records"
+)
 
 
 @dataclass(frozen=True)
@@ -293,13 +297,14 @@ class _UnitRun:
             else:
                 origin = Origin(entry.extent.source, entry.offset, entry.weight, entry.items)
                 document = self._maker.document(encoded, origin)
-                teaches = document.teaches(self._settings.longest_kept)
+                kept = self._settings.longest_piece if self._settings.oversize == "truncate" else len(document.tokens)
+                teaches = document.teaches(kept)
                 if teaches or self._settings.allow_unlearned:
                     self._documents += 1
                     self._unlearned += not teaches
                     yield document
                 else:
-                    self._refuse(entry.refusal(_UNLEARNED))
+                    self._refuse(entry.refusal(_SINGLE_TOKEN if len(document.tokens) == 1 else _UNLEARNED))
 
     def _excess(self, encoded: Encoded) -> tuple[str, bool] | None:
         """What a record has too much of for any pack, and whether cutting it is allowed; None when it fits."""
@@ -322,10 +327,10 @@ class _UnitRun:
             generator = np.random.default_rng((settings.seed, self._task.unit.index, self._windows))
             window = [window[i] for i in generator.permutation(len(window))]
         self._windows += 1
-        rule = settings.oversize if settings.oversize != "drop" else "error"  # what to drop is gone by now
         lengths = np.array([len(document.tokens) for document in window])
-        pieces = cut_oversize(lengths, settings.seq_length, settings.pad_multiple, rule)
-        cut_flag = FLAG_TRUNCATED if rule == "truncate" else FLAG_SPLIT
+        truncate = settings.oversize == "truncate"
+        pieces = cut_oversize(lengths, settings.longest_piece, truncate)  # what is dropped or refused is gone by now
+        cut_flag = FLAG_TRUNCATED if truncate else FLAG_SPLIT
         places = list(zip(pieces.document.tolist(), pieces.start.tolist(), pieces.stop.tolist(), strict=True))
         crops = np.array([window[d].num_crops for d, _, _ in places], np.int64)
         packing = self._packing(padded_lengths(pieces.lengths, settings.pad_multiple), crops)

@@ -215,31 +215,12 @@ class IndexedReader:
         """Number of sequences."""
         return len(self.lengths)
 
-    @property
-    def num_documents(self) -> int:
-        """Number of documents (packs)."""
-        return len(self.boundaries) - 1
-
-    def sequence(self, i: int) -> np.ndarray:
-        """Sequence `i` (0 <= i < len), [length]."""
-        return self.sequences(i, i + 1)
-
-    def sequences(self, start: int, stop: int) -> np.ndarray:
-        """Sequences `start..stop` concatenated (they are adjacent on disk)."""
-        return np.frombuffer(self.stored(start, stop), self.dtype)
-
     def stored(self, start: int, stop: int) -> bytes:
         """The bytes of sequences `start..stop`."""
         if not 0 <= start <= stop <= len(self.lengths):
             raise IndexError(f"sequences {start}..{stop} of {self.bin.path}, which has {len(self.lengths)}")
         first = int(self._offsets[start])
         return self.bin.read(first, int(self._offsets[stop]) - first)
-
-    def document(self, i: int) -> np.ndarray:
-        """All sequences of document `i` (0 <= i < num_documents) concatenated."""
-        if not 0 <= i < self.num_documents:
-            raise IndexError(f"document {i} of {self.bin.path}, which has {self.num_documents}")
-        return self.sequences(int(self.boundaries[i]), int(self.boundaries[i + 1]))
 
 
 def _read_header(file: StoredFile) -> tuple[np.dtype, int, int]:

@@ -12,6 +12,7 @@ import pytest
 from megacp.convert.chat import TEMPLATE_FILE
 from megacp.convert.chat import template as template_text
 from megacp.data.build.document import DocumentMaker
+from megacp.data.build.merge import merge
 from megacp.data.collate import collate
 from megacp.data.describe import statistics, statistics_text
 from megacp.data.packed.reader import PackedDataset
@@ -115,6 +116,12 @@ def test_a_record_of_which_nothing_is_learned_is_refused_unless_it_is_allowed(
     assert (summary.documents, summary.unlearned) == (2, 1)
 
 
+def test_a_record_of_one_token_is_refused_as_such(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.jsonl", {"text": "a"})
+    with pytest.raises(ValueError, match="it is a single token, which no token before it predicts; --append-eod or"):
+        run([a], tmp_path / "d", append_eod=False)
+
+
 def test_a_dataset_of_which_nothing_is_learned_is_not_made(tmp_path: Path) -> None:
     """Would catch a run whose loss is 0.0000 from the first step to the last."""
     a = write(tmp_path / "a.jsonl", {"messages": [USER]}, {"text": "words", "weight": 0})
@@ -179,6 +186,8 @@ def test_documents_begin_as_the_post_processor_begins_a_text(folder: Path, tmp_p
     run([a], tmp_path / "none", tokenizer=str(folder / "tokenizer.json"), prepend_bos=False)
     assert documents(tmp_path / "none")[0] == [*library.encode("a b", add_special_tokens=False).ids, end]
     assert "begins_with" not in (tmp_path / "none/manifest.json").read_text()
+    with pytest.raises(ValueError, match=r"begins_with none, not \d+ \(.*--prepend-bos or --no-prepend-bos"):
+        merge([str(tmp_path / name) for name in ("d", "none")], str(tmp_path / "both"))
 
 
 def test_weights_of_one_stay_unstored_where_documents_begin_with_a_token(folder: Path, tmp_path: Path) -> None:
