@@ -1,9 +1,8 @@
-"""A parsed record as one row of token ids with its weights, branches, images: what a packer packs.
+"""A parsed record as token ids with their weights, branches and images: what a packer packs.
 
-Key property: every text of a chunk of records is tokenized in one call, and a token that means an image comes from an
-image alone: text that spells one is refused. A document begins with the token that the tokenizer begins a text with, so
-that a prompt which a server tokenizes is one of training. Rejected: writing images as text and tokenizing the whole,
-which lets a record forge image tokens, and needs a tokenizer that has them.
+Key property: all texts of a chunk of records are tokenized in one call. A token that means an image comes from an image
+alone; text that spells one is refused. A document begins with the token that the tokenizer begins a text with, so a
+prompt that a server tokenizes is one of training. Rejected: to write images as text, which lets a record forge them.
 """
 
 from __future__ import annotations

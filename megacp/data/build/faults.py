@@ -1,7 +1,7 @@
 """What the operating system refuses while a dataset is built, as one message: which path, how many bytes, what to do.
 
-Key property: a full disk reads the same whichever write met it, in this process or in a worker. Rejected: the bare
-OSError, which names no file after `write`, and a worker's traceback.
+Key property: a full disk reads the same whichever write met it, in this process or in a worker. The bare OSError names
+no file after `write`.
 """
 
 from __future__ import annotations

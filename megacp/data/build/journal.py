@@ -1,10 +1,9 @@
 """The directory of a build: its lock, and `journal.jsonl`, which says what is finished.
 
-Key property: a line is appended and made durable only after its shard has its final name, so what the journal says is
-there is there; a line torn by a crash is cut off, and its unit is built again. Rejected: inferring progress from the
-shard directories, which cannot tell which settings made them.
+Key property: a line is appended and made durable only after its shard has its final name. A line torn by a crash is cut
+off, and its unit is built again. Rejected: to infer progress from shard directories, which do not tell their settings.
 
-The first line holds everything that decides the bytes, so that a rerun with other settings is refused by name; each
+The first line holds everything that decides the bytes, so that a rerun with other settings is refused by name. Each
 other line is one finished unit.
 """
 

@@ -1,7 +1,7 @@
 """Several datasets made with the same tokenizer and lengths become one directory.
 
-Key property: packs are copied, not repacked, and every byte is checked against its manifest on the way, so a damaged
-part cannot get in. Rejected: a manifest that points into other directories, which breaks when one of them moves.
+Key property: packs are copied, not repacked, and every byte is checked against its manifest on the way: a damaged shard
+cannot get in. Rejected: a manifest that points into other directories, which breaks when one of them moves.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The progress of a build on stderr: a bar that is redrawn on a terminal, a line now and then elsewhere.
 
-Key property: what it prints is computed from four sums, so nothing is counted twice in resumed builds. Rejected: a
-progress-bar package as a dependency of preprocessing.
+Key property: all of it is computed from four sums, so nothing is counted twice in resumed builds.
 """
 
 from __future__ import annotations

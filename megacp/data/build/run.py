@@ -1,8 +1,7 @@
 """Builds a packed dataset from text files: cuts the input into units, has workers build them, writes the manifest.
 
-Key property: every file of the result is the same whatever the number of workers and however often the build was
-killed and started again; only what is not in the journal is built. Rejected: one stream of packs over all the input,
-which neither several workers nor a restart can reproduce.
+Key property: every file of the result is the same for any number of workers and of interruptions. Only what is not in
+the journal is built. Rejected: one stream of packs over all the input, which no restart can reproduce.
 """
 
 from __future__ import annotations

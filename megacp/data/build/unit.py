@@ -1,8 +1,8 @@
 """One unit of work: the records of a few byte ranges become one shard of packs.
 
-Key property: a pure function of (settings, unit, the input's bytes), so that any number of workers, killed any number
-of times, write the same shards. Documents are packed window by window within the unit, which bounds memory. Rejected:
-one packer behind all workers, which makes packs depend on who finished first.
+Key property: a pure function of settings, unit and the input's bytes, so that any number of workers, killed any number
+of times, write the same shards. Documents are packed window by window, which bounds memory. Rejected: one packer behind
+all workers, which makes packs depend on who finished first.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Runs tasks in worker processes that can die without anybody waiting for them.
+"""Runs tasks in worker processes that may die.
 
-Key property: the parent waits on every worker's pipe and on its process at once, so a worker that is killed ends the
-job with a message that says what it was reading; and a worker whose parent dies ends too. Rejected:
-multiprocessing.Pool, which waits for ever for the result of a killed worker, and concurrent.futures, which says only
-that some worker died.
+Key property: the parent waits on every worker's pipe and process at once. A killed worker ends the job with a message
+that says what it was reading, and a worker whose parent dies ends too. Rejected: multiprocessing.Pool, which waits for
+ever for a killed worker, and concurrent.futures, which says only that some worker died. `distributed/spawn` runs one
+function on all ranks of a process group instead, where a failure ends the group.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Encoded images and videos to what a vision tower takes, by the image rules of a dataset.
+"""Where an encoded image or video is decoded: bytes to what a vision tower takes, by the image rules of a dataset.
 
 Key property: crops and pooled tokens are those that the same rules promised from the size alone when the dataset was
-built. Rejected: storing pixels, 20 to 100 times the bytes of the files.
+built. Rejected: to store pixels, 20 to 100 times the bytes of the files.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Molmo2's geometry: an image as crops cut into patches, pooled into tokens; what is known from its size alone.
 
-Key property: equal to the image processor of the transformers library (models/molmo2): the same tokens and pooling
-indices exactly, the same pixels but for at most one of 255 levels where a resized value lies on a rounding edge. Every
-size is a number in `ImageRules`, so a tiny model can use 16-pixel images with patches of 4. Rejected: calling that
-processor (it needs torch and torchvision, which a preprocessing machine has no use for), and Pillow's resampling: it
-smooths when it shrinks an image, which the released models have never seen.
+Key property: equal to the image processor of the transformers library (models/molmo2). Tokens and pooling indices are
+the same; pixels differ by at most one of 255 levels, where a resized value lies on a rounding edge. Each size is a
+number in `ImageRules`. Rejected: that processor itself, which needs torch, and Pillow's resampling, which smooths as
+the released models never saw.
 
 An image becomes one low-resolution crop of the whole, then overlapping high-resolution crops of a canvas that is tiled
-by at most `max_crops`; in each part windows of patches are pooled into one token. A pooling index counts patches over
+by at most `max_crops`. In each part windows of patches are pooled into one token. A pooling index counts patches over
 all crops of the image, [crops * patches_per_crop]; -1 = outside.
 """
 

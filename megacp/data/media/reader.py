@@ -1,8 +1,8 @@
 """From an image or a video that a record names to the bytes that are stored and the tokens that stand for them.
 
-Key property: nothing outside `--image-root` and the record itself is ever opened, and every image and every taken frame
-is decoded once here, so that a bad one is found when the dataset is built, with its place in the record, and not hours
-into a training run. Rejected: trusting headers, which know nothing of half a file.
+Key property: nothing outside of `--image-root` and the record itself is opened. Each image and each taken frame is
+decoded once, so a bad one is found by the build, with its place in the record. Rejected: to trust headers, which know
+nothing of half a file.
 """
 
 from __future__ import annotations

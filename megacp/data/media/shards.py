@@ -1,12 +1,12 @@
-"""Which rank of a context-parallel group encodes which images of a row: contiguous ranges of units, evenly loaded.
+"""Which rank of a context-parallel group encodes which units of a row: contiguous ranges, evenly loaded.
 
-Key property: of all partitions into ascending ranges the largest cost of a rank is the least possible, and no rank is
-empty unless there are fewer units than ranks; a pure function of integers, so ranks agree without a message. Rejected:
-a greedy split by image count, which starves ranks (`[1, 3]` over 3) and, once it goes back to fill them, puts ranges
-out of order, so that features land on the wrong tokens without any error.
+Key property: of all partitions into ascending ranges, the largest cost of a rank is the least possible. No rank is
+empty unless there are fewer units than ranks. It is a pure function of integers, so ranks agree without a message.
+Rejected: a greedy split by count, which starves ranks (`[1, 3]` over 3) and, once it goes back to fill them, puts
+features on the wrong tokens.
 
-A unit is the smallest thing that one rank may encode alone: a frame of a video, or an image with all its crops (pooling
-windows cross crops, never images or frames). "Image" in the tables means crop.
+A unit is the smallest thing that one rank may encode alone: a frame of a video, or an image with all its crops. Pooling
+windows cross crops, never images or frames. "image" in the columns of a boundary table means crop.
 """
 
 from __future__ import annotations

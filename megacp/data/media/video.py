@@ -1,14 +1,12 @@
 """Videos as frames at known times: which frames are taken, the text of their times, and the decoding of a range.
 
-Key property: frames and times are those of the transformers library's Molmo2 video processor, and a frame has the same
-pixels whichever range it is decoded in, so the frames of one video may be decoded by different ranks: each is decoded
-from the key frame before it, never from wherever the last range ended. A frame that the decoder calls damaged ends in
-an ImageError, never in the grey that FFmpeg fills in. Rejected: decoding all of a video to take some of it, and
-torchvision or decord (one more package each for what PyAV does).
+Key property: frames and times are those of the transformers library's Molmo2 video processor. A frame is decoded from
+the key frame before it, so its pixels are the same in every range, and several ranks may decode one video. A frame that
+the decoder calls damaged ends in an ImageError, never in FFmpeg's grey.
 
-A still image, also a GIF of one frame, is a video of one frame, which is how a record gives frames as images of their
-own. Numbers of frames count in the order in which they are shown. The container is told by its first bytes and given
-to FFmpeg by name, so that no playlist or script among the "videos" can make it open other files.
+A still image, also a GIF of one frame, is a video of one frame: a record gives frames as images that way. Frames are
+counted in the order in which they are shown. FFmpeg gets the container's name, which the first bytes tell, so that no
+playlist among the "videos" can make it open other files.
 """
 
 from __future__ import annotations

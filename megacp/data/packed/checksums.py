@@ -1,7 +1,7 @@
 """The checksum tables of a shard: made while it is written, or later for one of an earlier format.
 
 Key property: the tables follow from the bins alone, so a shard that gets them later equals one that was built with
-them. Rejected: leaving old shards without, where nothing tells a flipped bit from a token.
+them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Megatron's indexed dataset, `.bin` + `.idx`: a ragged array of sequences, grouped into documents, read by place.
 
-Key property: a prefix that opens is whole. The `.idx` is checked against itself and against the size of the `.bin` at
-open, so that a truncated or swapped file is an error that names the file; no byte of the `.bin` is read for it, and
-one sequence is one read at a known place. Rejected: a container of our own (zarr, arrow), because every Megatron
-user's tools read this one, and importing megatron-core, because it pulls in torch.
+Key property: a prefix that opens is whole. The `.idx` is checked against itself and against the size of the `.bin`, so
+a truncated or swapped file is an error that names it. One sequence is one read at a known place. Rejected: zarr or
+arrow, which no Megatron tool reads, and megatron-core itself, which pulls in torch.
 
 `.idx`: 9-byte magic, uint64 version 1, uint8 dtype code, uint64 number of sequences, uint64 number of document
 boundaries (documents + 1), int32 sequence lengths, int64 byte pointers, int64 boundaries in sequences (first 0).

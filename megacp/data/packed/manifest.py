@@ -1,8 +1,7 @@
 """`manifest.json`: what a packed dataset is, and the exact files it consists of.
 
 Key property: it is written last, atomically, so a directory with a manifest is a finished dataset. Its text is
-canonical and holds its own checksum, so equal datasets have equal manifests and a changed one is told. Rejected:
-inferring the dataset from a directory listing, which cannot tell a finished build from a killed one.
+canonical and holds its checksum: equal datasets have equal manifests, and an edited one is told.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Reads a packed dataset: what training opens.
 
 Key property: what opens is whole, and a pack is what was built. A dataset opens only if all files have the manifest's
-sizes and all tables agree; reading a random pack is one read at a known place, compared with its checksum. Rejected:
-checking tables at the first use of a shard, which finds damage hours into a run.
+sizes and all tables agree. A random pack is one read at a known place, compared with its checksum. Rejected: to check
+tables at the first use of a shard, which finds damage hours into a run.
 
-See `shard_writer` for what makes a shard, `indexed`, `tables` and `manifest` for the three kinds of file.
+`writer` says what makes a shard; `indexed`, `tables` and `manifest` describe the three kinds of file.
 """
 
 from __future__ import annotations

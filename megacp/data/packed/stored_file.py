@@ -1,11 +1,10 @@
 """One file of a packed dataset: opened as a regular file of the stated size, read by place.
 
 Key property: a file that is cut, replaced or unreadable while a run reads it is an error that names it. Rejected:
-memory maps, where the same ends the process with SIGBUS and each map holds a descriptor as well.
+memory maps, where the same ends the process with SIGBUS.
 
 Checksums are zlib's crc32, which any tool can compute. zlib-ng makes 40 GB/s of it where Python's zlib makes 2: they
-take at most 1.4 % of reading and collating a pack and not 2.7 %. Weighed against google-crc32c and xxhash, as fast but
-without the same function in Python itself.
+take at most 1.4 % of reading and collating a pack and not 2.7 %.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads every byte of a packed dataset and says what is wrong, one line a file.
 
-Key property: one damaged file hides no other: each is looked at by itself first, and the content of those shards whose
-files are sound. Rejected: stopping at what opening a dataset finds, which tells half and needs a second run.
+Key property: one damaged file hides no other. Each is looked at by itself first, then the content of shards whose files
+are sound.
 """
 
 from __future__ import annotations

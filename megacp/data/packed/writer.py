@@ -1,11 +1,10 @@
-"""Writes the shard directories of a packed dataset, each atomically.
+"""Where a pack is written: the shard directories of a packed dataset, each atomically.
 
 Key property: a shard appears under its name only when every byte of it is durable. Rejected: one big file for a
-dataset (a killed build would lose everything) and storing the padding tokens (the same dataset then could not serve a
-stock Megatron reader document by document).
+dataset, which a killed build would lose, and stored padding, which a stock Megatron reader would take for tokens.
 
-A pack is a Megatron "document", each segment (source document) one "sequence" of true tokens. See `indexed`, `tables`
-and `manifest` for the three kinds of file. Weights of 1 everywhere are not stored, and a shard without images is that
+A pack is a Megatron "document", each segment (source document) one "sequence" of true tokens. `indexed`, `tables` and
+`manifest` describe the three kinds of file. Weights of 1 everywhere are not stored, and a shard without images is that
 of a text dataset.
 """
 

@@ -1,11 +1,10 @@
 """Reads records from Parquet files and WebDataset tars.
 
-Key property: both give the same `Record`s and `Refusal`s as JSONL, one row or one group of members at a time, so
-nothing behind the reader knows where a record came from. Rejected: the webdataset package, which pairs members by
-their order and skips broken archives silently.
+Key property: both give the `Record`s and `Refusal`s that JSONL gives, so nothing behind a reader knows the format.
+Rejected: the webdataset package, which pairs members by their order and skips broken archives silently.
 
-WebDataset: members of one record follow each other and share their name up to the first dot of the last component;
-`.json` is the record, `.txt` its text, all others are images and videos that the record names. Parquet: a row is a
+WebDataset: members of one record follow each other and share their name up to the first dot of the last component.
+`.json` is the record, `.txt` its text; all others are images and videos that the record names. Parquet: a row is a
 record, columns are its keys.
 """
 

@@ -1,8 +1,8 @@
-"""Which keys and roles a record may have beside those that are read: what would be lost in silence is refused.
+"""Which keys and roles a record may have beside those that are read: what would be lost is refused.
 
-Key property: a key is accepted only when it cannot hold something to learn: it is empty, plain metadata by its name, or
-named by the user. Rejected: ignoring unknown keys, which trains on the words and drops the images beside them; and
-refusing all of them, which refuses every corpus that carries a `url`.
+Key property: a key is accepted only when it cannot hold something to learn. It is empty, plain metadata by its name, or
+named by the user. Rejected: to ignore unknown keys, which drops images beside the words, and to refuse them all, which
+refuses every corpus that carries a `url`.
 """
 
 from __future__ import annotations

@@ -1,26 +1,24 @@
 """A record of the input as a `Sample`: pieces of text with a loss weight each, after a shared prefix maybe branches.
 
-Key property: the forms a record may have are rows of one table, each a function from the record to pieces, and every
-way to be wrong has its own message. Rejected: turning conversations into one string first, which loses which part of it
-the loss is on.
+Key property: each form of a record is a row of one table, a function from the record to pieces. Each way to be wrong
+has a message.
 
 A record has exactly one of
 * `text`: a string, all of it learned;
-* `messages`: [{"role": ..., "content": ...}, ...]; a message is written as `<|ROLE|>` newline CONTENT, then the
-  end-of-document token after an assistant's message and a newline after any other; only what an assistant says, with
-  its end-of-document token, is learned, times the message's own `weight`; several messages are joined by a newline;
+* `messages`: [{"role": ..., "content": ...}, ...]. A message is written as `<|ROLE|>` newline CONTENT, then the
+  end-of-document token after an assistant's message and a newline after any other. Only what an assistant says is
+  learned, with its end-of-document token, times the message's `weight`. A newline stands between messages;
 * `content`: [{"type": "text", "text": ...}, ...], the texts joined as they are;
 and optionally `id` (string or integer, unique in the dataset), `weight` (a finite number >= 0 that multiplies the loss
-of the record) and `branches`: a list of alternative continuations, each a string or a record of one of these forms,
-maybe with a `weight` of its own; they see the record's own text as their prefix, and not each other. Messages after
-messages go on as in one conversation. A branch that begins with learned text right after an image begins with a newline
-that is not learned, for no token of its own would predict the first word. Which other keys may stand beside these, and
-which roles there are, is in `record_keys`.
+of the record) and `branches`: a list of alternative continuations. A branch is a string or a record of one of these
+forms, maybe with a `weight`. It sees the record's text as its prefix, and no other branch. Messages after messages go
+on as in one conversation. Right after an image, a branch that is learned from its first word begins with a newline that
+is not learned: no token of its own would predict the word. `record_keys` says which other keys and roles there are.
 
-In a build with images, `content` (also that of a message) may hold parts of type `image` and `video`, each with exactly
+In a build with images, `content` (also that of a message) may hold parts of type `image` and `video`. Each has exactly
 one of `path` (relative to --image-root; `image` or `video` means the same), `base64`, `member` (of the record's tar:
 its extension or its whole name), `bytes` (Parquet), and for a video `frames`: a list of images, maybe with `fps`. They
-stand where they are in the text; nothing of them is learned.
+stand where they are in the text, and nothing of them is learned.
 """
 
 from __future__ import annotations
