@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Makes packed datasets of text, images, videos (`build`), and looks into them: `inspect`, `stats`, `verify`, `merge`.
 
-Key property: this file only reads the command line and prints; the work is in megacp/data, and nothing here or there
+Key property: this file only reads the command line and prints; the work is in megacp/data. Nothing here or there
 imports torch. Rejected: tyro for the flags, which costs more to import than a tiny build takes.
 """
 
@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
@@ -147,18 +148,27 @@ def _add_build(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     packs.add_argument("--pad-multiple", type=int, default=1, metavar="N", help="pad every document to this (1)")
     packs.add_argument("--seed", type=int, metavar="N", help="shuffle documents within a window (default: input order)")
-    packs.add_argument("--window-tokens", type=int, metavar="N", help="tokens packed at a time (16,777,216)")
+    packs.add_argument(
+        "--window-tokens", type=int, default=1 << 24, metavar="N", help="tokens packed at a time (16,777,216)"
+    )
     packs.add_argument(
         "--max-crops-per-pack", type=int, metavar="N", help="second budget of a pack: image crops (none)"
     )
-    packs.add_argument("--cp-degrees", default="1,2,4,8,16", metavar="A,B", help="context-parallel sizes planned for")
+    packs.add_argument(
+        "--cp-degrees",
+        type=_numbers(int),
+        metavar="A,B",
+        default="1,2,4,8,16",
+        help="context-parallel sizes planned for",
+    )
     _add_images(build)
     _add_work(build)
 
 
 def _add_work(build: argparse.ArgumentParser) -> None:
     work = build.add_argument_group("work")
-    work.add_argument("--workers", type=int, metavar="N", help="processes (default: one for each core)")
+    cores = len(os.sched_getaffinity(0))
+    work.add_argument("--workers", type=int, default=cores, metavar="N", help="processes (default: one for each core)")
     work.add_argument(
         "--unit-bytes",
         type=int,
@@ -224,40 +234,11 @@ def _image_rules(args: argparse.Namespace) -> ImageRules | None:
 
 def _build(args: argparse.Namespace) -> int:
     from megacp.data.build.run import build
-    from megacp.data.build.settings import DEFAULT_WINDOW_TOKENS, BuildSettings
+    from megacp.data.build.settings import BuildSettings
 
-    try:
-        cp_degrees = tuple(int(part) for part in args.cp_degrees.split(","))
-    except ValueError as error:
-        raise ValueError(f"--cp-degrees is {args.cp_degrees!r}, it must be integers with commas between") from error
-    settings = BuildSettings(
-        input=tuple(args.input),
-        output=args.output,
-        tokenizer=args.tokenizer,
-        seq_length=args.seq_length,
-        oversize=args.oversize,
-        pad_multiple=args.pad_multiple,
-        append_eod=args.append_eod,
-        seed=args.seed,
-        text_key=args.text_key,
-        max_record_bytes=args.max_record_bytes,
-        on_error=args.on_error,
-        max_errors=args.max_errors,
-        workers=len(os.sched_getaffinity(0)) if args.workers is None else args.workers,
-        unit_bytes=args.unit_bytes,
-        window_tokens=DEFAULT_WINDOW_TOKENS if args.window_tokens is None else args.window_tokens,
-        cp_degrees=cp_degrees,
-        tokenizer_engine=args.tokenizer_engine,
-        eod_token=args.eod_token,
-        image_rules=_image_rules(args),
-        image_root=args.image_root,
-        max_crops_per_pack=args.max_crops_per_pack,
-        ignore_keys=args.ignore_keys,
-        context_roles=args.context_roles,
-        chat_template=args.chat_template,
-        prepend_bos=args.prepend_bos,
-        allow_unlearned=args.allow_unlearned,
-    )
+    given = {field.name: getattr(args, field.name) for field in fields(BuildSettings) if field.name in args}
+    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    settings = BuildSettings(**{**given, **lists, "image_rules": _image_rules(args)})
     summary = build(settings, sys.stderr, args.overwrite)
     if summary.already_complete:
         print(f"{args.output} is already complete: {summary.manifest.num_packs:,} packs; nothing to do")
@@ -271,7 +252,7 @@ def _summary_text(summary: BuildSummary) -> str:
 
     manifest = summary.manifest
     unlearned = f" ({summary.unlearned:,} teach nothing)" if summary.unlearned else ""
-    resumed = f" ({summary.units_resumed} of {summary.units} shards were there)" if summary.units_resumed else ""
+    resumed = f" ({summary.units_resumed} of {len(summary.results)} shards were there)" if summary.units_resumed else ""
     return (
         f"{summary.documents:,} documents{unlearned}, {manifest.num_tokens:,} tokens "
         f"({summary.learned_tokens / max(1, manifest.num_tokens):.1%} learned) in "

@@ -6,10 +6,13 @@ Key property: all of it is computed from four sums, so nothing is counted twice 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import TextIO
 
 _WIDTH = 24
+_EVERY_SECONDS = 10.0
+"""Between two lines when the stream is no terminal."""
 
 
 @dataclass
@@ -20,37 +23,28 @@ class Progress:
     total_bytes: int
     resumed_bytes: int = 0
     """Bytes that an earlier run has done: not part of the speed."""
-    every_seconds: float = 10.0
-    """Between two lines when the stream is no terminal."""
     documents: int = 0
     bytes: int = 0
     tokens: int = 0
     places: int = 0
     image_bytes: int = 0
     """Stored of images and videos; those that lie in files of their own are no bytes of the input."""
-    _started: float = field(default_factory=time.monotonic)
-    _shown: float = 0.0
 
     def __post_init__(self) -> None:
         self._terminal = self.stream.isatty()
-        self._shown = self._started
+        self._started = self._shown = time.monotonic()
 
     def add(self, documents: int, size: int, tokens: int, places: int, image_bytes: int = 0) -> None:
         """One more unit is done."""
-        self.image_bytes += image_bytes
         self.documents += documents
         self.bytes += size
         self.tokens += tokens
         self.places += places
+        self.image_bytes += image_bytes
         now = time.monotonic()
-        if self._terminal:
-            self.stream.write(f"\r\x1b[K{self.line()}")
-        elif now - self._shown >= self.every_seconds:
-            self.stream.write(self.line() + "\n")
-        else:
-            return
-        self._shown = now
-        self.stream.flush()
+        if self._terminal or now - self._shown >= _EVERY_SECONDS:
+            self._shown = now
+            self._write(f"\r\x1b[K{self.line()}" if self._terminal else f"{self.line()}\n")
 
     def line(self) -> str:
         """The progress in one line."""
@@ -61,7 +55,7 @@ class Progress:
         return (
             f"[{filled:<{_WIDTH}}] {done:4.0%}  {self.documents / seconds:,.0f} docs/s  "
             f"{rate(self.read_bytes, seconds)}  {self.tokens / seconds:,.0f} tokens/s  "
-            f"packed {self.tokens / max(1, self.places):.2%}  {duration(left)} left"
+            f"packed {self.tokens / max(1, self.places):.2%}  {timedelta(seconds=round(left))} left"
         )
 
     @property
@@ -75,20 +69,16 @@ class Progress:
         return time.monotonic() - self._started
 
     def finish(self) -> None:
-        """Leave the last bar standing on its own line."""
+        """Clear the bar of a terminal."""
         if self._terminal:
-            self.stream.write("\r\x1b[K")
-            self.stream.flush()
+            self._write("\r\x1b[K")
+
+    def _write(self, text: str) -> None:
+        self.stream.write(text)
+        self.stream.flush()
 
 
 def rate(size: int, seconds: float) -> str:
     """Bytes a second in words, with three digits that mean something."""
     speed = size / max(seconds, 1e-9)
     return f"{speed / 1e6:.1f} MB/s" if speed >= 1e6 else f"{speed / 1e3:.1f} kB/s"
-
-
-def duration(seconds: float) -> str:
-    """h:mm:ss or m:ss."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -51,19 +51,31 @@ class BuildSummary:
     """What a build did."""
 
     manifest: Manifest
-    documents: int
+    results: tuple[UnitResult, ...]
+    """Of all units."""
     read_bytes: int
     """Of the input, or of images where those are more; by this run."""
     seconds: float
-    units: int
     units_resumed: int
     """Finished by an earlier run."""
     already_complete: bool
     """Nothing was done."""
     tokenizer_engine: str
-    learned_tokens: int
-    unlearned: int
-    """Documents of which nothing is learned."""
+
+    @property
+    def documents(self) -> int:
+        """Documents in the dataset."""
+        return sum(result.documents for result in self.results)
+
+    @property
+    def learned_tokens(self) -> int:
+        """Tokens that some token before them predicts with a loss weight."""
+        return sum(result.learned_tokens for result in self.results)
+
+    @property
+    def unlearned(self) -> int:
+        """Documents of which nothing is learned."""
+        return sum(result.unlearned for result in self.results)
 
 
 def _unit_bytes_of_images(settings: BuildSettings) -> int:
@@ -283,19 +295,8 @@ class _Build:
         return manifest
 
     def _summary(self, manifest: Manifest, seconds: float, already_complete: bool) -> BuildSummary:
-        documents = sum(result.documents for result in self._journal.results.values())
-        return BuildSummary(
-            manifest,
-            documents,
-            self._progress.read_bytes,
-            seconds,
-            len(self._units),
-            self._resumed,
-            already_complete,
-            self._tokenizer.engine,
-            sum(result.learned_tokens for result in self._journal.results.values()),
-            sum(result.unlearned for result in self._journal.results.values()),
-        )
+        results, read = tuple(self._journal.results.values()), self._progress.read_bytes
+        return BuildSummary(manifest, results, read, seconds, self._resumed, already_complete, self._tokenizer.engine)
 
 
 def _describe(task: UnitTask, position: Sequence[int]) -> str:

@@ -16,7 +16,6 @@ from megacp.data.records.sample import RECORD_KEYS
 from megacp.data.tokenize.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from megacp.files import open_regular
 
-DEFAULT_WINDOW_TOKENS = 1 << 24
 ON_ERROR = ("fail", "skip")
 CHAT_TEMPLATE = ("refuse", "ignore")
 
@@ -41,7 +40,7 @@ class BuildSettings:
     workers: int = 1
     unit_bytes: int = 0
     """0: chosen from seq_length, so that a unit fills some hundred packs."""
-    window_tokens: int = DEFAULT_WINDOW_TOKENS
+    window_tokens: int = 1 << 24
     cp_degrees: tuple[int, ...] = (1, 2, 4, 8, 16)
     tokenizer_engine: str = "auto"
     eod_token: str | None = None
