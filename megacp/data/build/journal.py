@@ -32,7 +32,7 @@ _LOCK_NAME = ".lock"
 _LARGEST = 1 << 32
 """Bytes of a journal, which holds a line for each refused record."""
 _HELD: set[Path] = set()
-"""Directories that builds of this process hold: a process may take its own record locks a second time."""
+"""Directories that builds of this process hold: record locks do not keep out the process that has them."""
 _HELD_CHANGES = threading.Lock()
 
 
@@ -40,7 +40,7 @@ _HELD_CHANGES = threading.Lock()
 def locked(directory: Path) -> Iterator[None]:
     """Hold DIRECTORY against other builds; ValueError when one is running, in this process or another.
 
-    Dying releases it. The lock file stays: whoever waits to lock it must find the file that has the name.
+    Dying releases it. The lock file stays: a lock on a removed file keeps out no other build.
     """
     held = directory.resolve()
     busy = f"{directory}: another build is writing to it; wait for it or choose another --output"
@@ -185,16 +185,9 @@ def _line(value: dict[str, Any]) -> bytes:
 
 
 def _to_json(result: UnitResult) -> dict[str, Any]:
-    return {
-        "unit": result.unit,
-        "shard": result.entry.to_json() if result.entry else None,
-        "documents": result.documents,
-        "refusals": [dataclasses.asdict(refusal) for refusal in result.refusals],
-        "dropped": [dataclasses.asdict(refusal) for refusal in result.dropped],
-        "has_ids": result.has_ids,
-        "learned_tokens": result.learned_tokens,
-        "unlearned": result.unlearned,
-    }
+    values = dataclasses.asdict(result)
+    values["shard"] = values.pop("entry")
+    return values
 
 
 def _from_json(value: Any) -> UnitResult:

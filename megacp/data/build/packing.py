@@ -38,7 +38,7 @@ class Packing:
 
 def _packing(pack_of: np.ndarray) -> Packing:
     """From the pack number of each item, int64 [n], numbers 0..packs-1 all present."""
-    items = np.argsort(pack_of, kind="stable")  # stable: arrival order within a pack
+    items = np.argsort(pack_of, kind="stable")  # [n]; stable: arrival order within a pack
     counts = np.bincount(pack_of) if len(pack_of) else np.zeros(0, np.int64)
     return Packing(items.astype(np.int64), np.concatenate(([0], np.cumsum(counts))).astype(np.int64))
 
@@ -125,11 +125,11 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     _check_fit("lengths", lengths, capacity, least=1)
-    pack_of = np.empty(len(lengths), np.int64)
-    order = np.argsort(-lengths, kind="stable")
-    values, counts = np.unique(lengths, return_counts=True)
+    pack_of = np.empty(len(lengths), np.int64)  # [n]: the answer
+    order = np.argsort(-lengths, kind="stable")  # [n]: items, longest first, equal ones as they arrived
+    values, counts = np.unique(lengths, return_counts=True)  # [distinct], rising
     tree = _FreeSpaceTree(capacity)
-    packs_with_free: dict[int, list[int]] = {}
+    packs_with_free: dict[int, list[int]] = {}  # the packs of each free space, last filled at the end
 
     def put(packs: list[int], free: int) -> None:
         if free and packs:
@@ -138,7 +138,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
                 tree.add(free)
             packs_with_free[free] += packs
 
-    num_packs, done = 0, 0
+    num_packs, done = 0, 0  # `order[:done]` has packs
     for length, remaining in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
         while remaining:
             free = tree.next_at_least(length)
@@ -155,7 +155,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
                 if not available:
                     del packs_with_free[free]
                     tree.remove(free)
-            placed = min(remaining, needed * each)
+            placed = min(remaining, needed * each)  # `each` items go to every pack, fewer to the last
             pack_of[order[done : done + placed]] = np.repeat(packs, each)[:placed]
             last = placed - (needed - 1) * each  # items in the last of these packs
             put(packs[:-1], free - each * length)
@@ -184,7 +184,7 @@ def two_budgets(
     pack_of, num_packs = np.empty(len(tokens), np.int64), 0
     for begin in range(0, len(tokens), window):
         here = slice(begin, min(begin + window, len(tokens)))
-        share = np.maximum(tokens[here] / token_capacity, crops[here] / max(crop_capacity, 1))
+        share = np.maximum(tokens[here] / token_capacity, crops[here] / max(crop_capacity, 1))  # [items here]
         orders = (
             np.arange(here.stop - here.start),
             np.argsort(-share, kind="stable"),
@@ -202,7 +202,7 @@ def _first_fit(
 ) -> np.ndarray:
     """Pack number of each item, int64 [n]: the first opened pack with room in both budgets, items taken in `order`."""
     pack_of = np.empty(len(tokens), np.int64)
-    free_tokens = np.full(len(tokens), token_capacity, np.int64)  # of a pack not yet opened: everything
+    free_tokens = np.full(len(tokens), token_capacity, np.int64)  # [packs at most]; a pack not yet opened has all
     free_crops = np.full(len(tokens), crop_capacity, np.int64)
     opened = 0
     for item in order.tolist():

@@ -235,7 +235,7 @@ def pooling_windows(grid: np.ndarray, pool: tuple[int, int]) -> tuple[np.ndarray
 def _high_res_grid(rows: int, columns: int, rules: ImageRules) -> np.ndarray:
     """Index of the patch shown at each place of the canvas, int64 [canvas rows, canvas columns], low-res crop counted.
 
-    Where crops overlap, each shows its own side of the middle.
+    Where crops overlap, each shows the half on its side.
     """
     side = rules.patches_per_side
     left, right = rules.overlap_margins
@@ -278,7 +278,7 @@ def _square(rules: ImageRules) -> np.ndarray:
 
 
 def frozen_layout(num_crops: int, tokens: np.ndarray, pooling: np.ndarray) -> ImageLayout:
-    """A layout whose arrays nobody can change: it is shared by all that ask for the same size."""
+    """A layout with read-only arrays: it is cached, and shared by all images of one size."""
     tokens.setflags(write=False)
     pooling.setflags(write=False)
     return ImageLayout(num_crops, tokens, pooling)

@@ -53,7 +53,7 @@ def is_still(data: bytes) -> bool:
         from PIL import GifImagePlugin
 
         return not GifImagePlugin.GifImageFile(io.BytesIO(data)).is_animated
-    except Exception:  # no pillow, or a GIF of which whoever decodes it says what is wrong
+    except Exception:  # no pillow, or a damaged GIF: the decoder says what is wrong
         return False
 
 

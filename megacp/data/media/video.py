@@ -49,7 +49,7 @@ _MPEG4_FRAME = b"\0\0\1\xb6"
 _WITHOUT_TIMES, _REORDERED = ("avi",), ("h264", "hevc")
 """Containers that count frames as they are stored, and codecs that store them in another order than they are shown."""
 _WITHOUT_KEY_FRAMES = ("gif",)
-"""Containers whose every frame claims to be a key frame and may yet need those before it."""
+"""Containers in which every frame claims to be a key frame and may yet need those before it."""
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,8 @@ def _decode(data: bytes, rules: ImageRules, timeline: _Timeline, key: int, times
 def _read_beginning(container: Any, stream: Any, timeline: _Timeline) -> int | None:
     """Decode the first frame; the `_delay` that it shows, if there is one.
 
-    A stream names its writer there alone, whose errors FFmpeg mends: H.264 in 4:4:4 of an old x264 is green without.
+    A stream names its writer there alone, and FFmpeg mends the errors of known ones: without, 4:4:4 of an old x264 is
+    green.
     """
     frame = next(container.decode(stream), None)
     return None if frame is None else _delay(frame, timeline)

@@ -183,7 +183,7 @@ class IndexedReader:
 
     @staticmethod
     def open(prefix: str | os.PathLike[str]) -> IndexedReader:
-        """`PREFIX.bin` and `PREFIX.idx` of anybody. ValueError also when one is missing."""
+        """`PREFIX.bin` and `PREFIX.idx`, without a manifest. ValueError also when one is missing."""
         return IndexedReader(*(StoredFile(_with_suffix(Path(prefix), suffix)) for suffix in (".idx", ".bin")))
 
     def _check_tables(self) -> None:

@@ -35,7 +35,7 @@ class TokenizerInfo:
     """The tokenizer a dataset was made with; ids are None when the tokenizer has no such token."""
 
     kind: str
-    """byte | sentencepiece | huggingface | gpt2 (the tokenizer room's own names)."""
+    """byte | sentencepiece | huggingface | gpt2 (Tokenizer.kind)."""
     sha256: str
     """Over the tokenizer's files; a fixed word's hash for the byte tokenizer."""
     vocab_size: int

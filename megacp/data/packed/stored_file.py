@@ -36,7 +36,7 @@ class FileStatement(Protocol):
 
 
 class StoredFile:
-    """An open file. It closes when nobody refers to it, so a thread that still reads is never left without."""
+    """An open file. It closes with its last reference, so never under a thread that still reads."""
 
     def __init__(self, path: files.StrPath, stated: FileStatement | None = None) -> None:
         """ValueError: `path` is not there, no regular file, or has not the stated size."""

@@ -79,7 +79,7 @@ class Accepted:
     """Roles beside CONTEXT_ROLES of which nothing is learned; `*` is all but those that other formats learn."""
 
     ignore_weights: bool = False
-    """Whether the own weights of messages and branches count as 1."""
+    """Whether `weight` of messages and branches counts as 1."""
 
     def role_problem(self, role: str) -> str | None:
         """Why a role cannot be used; None when it can."""
@@ -100,7 +100,7 @@ FOR_PROMPTS = Accepted(("*",), ("*",), True)
 
 
 def lost_keys(found: Mapping[str, Any], known: Iterable[str], accepted: Accepted, in_record: bool) -> str | None:
-    """What to say of the keys of `found` that nobody reads; None when nothing would be lost.
+    """A sentence about the keys of `found` that are not read; None when nothing would be lost.
 
     `in_record`: metadata may stand here, as in a record, and not in a message or a part of one.
     """

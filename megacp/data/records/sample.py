@@ -85,7 +85,7 @@ class _Rules:
     accepted: Accepted
 
     def refuse_lost(self, found: dict[str, Any], known: tuple[str, ...], where: str, in_record: bool = False) -> None:
-        """RecordError for keys of `found`, which stands at `where`, that nobody reads."""
+        """RecordError for keys of `found`, which stands at `where`, that are not read."""
         if not found.keys() <= set(known) and (lost := lost_keys(found, known, self.accepted, in_record)):
             raise RecordError(f"{where}: {lost}" if where else lost)
 
@@ -142,7 +142,7 @@ def _from_messages(value: Any, key: str, rules: _Rules) -> list[Piece]:
 
 
 def _message_weight(message: dict[str, Any], role: str, where: str, rules: _Rules) -> float:
-    """The loss weight of what a message says: its own where it is an assistant's, else 0."""
+    """The loss weight of a message's content: its `weight` where the role is learned, else 0."""
     weight = _weight(message, f"{where}.weight")
     if role in LEARNED_ROLES:
         return 1.0 if rules.accepted.ignore_weights else weight
@@ -232,7 +232,7 @@ _FORMS: dict[str, Callable[[Any, str, _Rules], list[Piece]]] = {
 
 
 def _pieces(record: dict[str, Any], rules: _Rules, where: str = "") -> list[Piece]:
-    # a form whose name is that of plain text here yields to it; one that is to be ignored is not there
+    # --text-key may name another form, which then is plain text; an ignored form is not there
     keys = {form: form for form in _FORMS if form not in ("text", rules.text_key, *rules.accepted.ignore_keys)}
     keys = {"text": rules.text_key, **keys}
     present = [form for form, key in keys.items() if record.get(key) is not None]

@@ -380,7 +380,7 @@ def load_tokenizer(
 
 
 def _take_beside(tokenizer: Tokenizer, folder: Path) -> None:
-    """Take over what the files beside a tokenizer's own say of it."""
+    """Take over the first token and the chat template that the files beside a tokenizer state."""
     beside = read_beside(folder)
     tokenizer.chat_template = beside.chat_template
     stated, bos = beside.values.get("add_bos_token"), text_of(beside.values.get("bos_token"))
