@@ -20,7 +20,7 @@ import numpy as np
 
 from megacp.batch import PackedBatch, VisionInputs
 from megacp.data.media.pixels import ImageError
-from megacp.data.media.shards import ImageShards, VisionCost, image_costs, image_shards, longest_first
+from megacp.data.media.shards import ImageShards, VisionCost, image_shards, longest_first, unit_costs
 from megacp.data.packed.reader import Pack
 from megacp.data.row_images import ImageCountError, PackImages, RowUnits, spans, vision_inputs
 
@@ -146,7 +146,7 @@ def _shards(images: Sequence[PackImages], units: RowUnits, loading: ImageLoading
     """Who encodes what, by the strategy of `loading` or the first after it that can."""
     bounds = units.cum_crops, units.cum_pooled
     if loading.strategy == "longest_first":
-        costs = None if loading.cost is None else image_costs(*bounds, loading.cost)
+        costs = None if loading.cost is None else unit_costs(*bounds, loading.cost)
         return longest_first(*bounds, loading.cp_size, costs)
     # a row of several packs has other bounds than each of them
     usable = len(images) == 1 and loading.strategy == "stored"

@@ -24,9 +24,9 @@ from megacp.data.build.packing import two_budgets
 from megacp.data.media.shards import (
     ImageShards,
     compute_image_shard_boundaries,
-    image_costs,
     longest_first,
     uniform_boundaries,
+    unit_costs,
 )
 from megacp.data.synthetic.mixed import CROP_TOKENS, FRAME_TOKENS
 from megacp.distributed.grid import GridShape, build_grid
@@ -141,7 +141,7 @@ def vision_loads(kind: str, cp: int, packs: int, seed: int = 0) -> dict[str, Loa
     rows: dict[str, list[tuple[float, float, int]]] = {way: [] for way in WAYS}
     for number in range(packs):
         units = synthetic_units(np.random.default_rng([seed, number]), kind)
-        costs = image_costs(np.cumsum(units[0]), np.cumsum(units[1]), cost)
+        costs = unit_costs(np.cumsum(units[0]), np.cumsum(units[1]), cost)
         least, mean = least_largest_cost(costs, cp), float(costs.sum()) / cp
         for way, parts in dealt(units, costs, cp).items():
             largest = max(int(part.sum()) for part in parts)

@@ -49,27 +49,32 @@ class ImageShards:
         """int64 [k]: the units that a rank encodes, in the order of its features."""
         if self.order is None:
             return np.array(units_of(self.boundaries, cum_crop_bounds, rank), np.int64)
-        images = np.diff(cum_crop_bounds, prepend=0)
-        return self.order[units_of(self.boundaries, np.cumsum(images[self.order]), rank)]
+        crops = np.diff(cum_crop_bounds, prepend=0)
+        return self.order[units_of(self.boundaries, np.cumsum(crops[self.order]), rank)]
 
 
-def image_costs(cum_crop_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray, cost: VisionCost) -> np.ndarray:
+def unit_costs(cum_crop_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray, cost: VisionCost) -> np.ndarray:
     """int64 [u]: FLOPs of each unit = its patches in the encoder and its pooled tokens in the connector."""
     crops = np.diff(cum_crop_bounds, prepend=0).astype(np.int64)
     tokens = np.diff(cum_token_pooling_bounds, prepend=0).astype(np.int64)
     return crops * (cost.patches_per_crop * cost.encoder_flops_per_patch) + tokens * cost.connector_flops_per_token
 
 
-def _refuse_bad_bounds(images: np.ndarray, tokens: np.ndarray, cp_size: int, cost: np.ndarray) -> None:
+def _checked(
+    cum_crop_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray, cp_size: int, given: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Both bounds and the costs as arrays [u]. ValueError lists all that is wrong."""
+    crops, tokens = np.asarray(cum_crop_bounds), np.asarray(cum_token_pooling_bounds)
+    cost = np.diff(crops, prepend=0) if given is None else np.asarray(given)
     reasons = []
     if cp_size < 1:
-        reasons.append(f"images are dealt to at least 1 rank, got {cp_size}")
-    if not images.ndim == tokens.ndim == cost.ndim == 1 or not len(images) == len(tokens) == len(cost):
+        reasons.append(f"crops are dealt to at least 1 rank, got {cp_size}")
+    if not crops.ndim == tokens.ndim == cost.ndim == 1 or not len(crops) == len(tokens) == len(cost):
         reasons.append(
-            f"cum_crop_bounds {images.shape}, cum_token_pooling_bounds {tokens.shape} and costs {cost.shape} must "
+            f"cum_crop_bounds {crops.shape}, cum_token_pooling_bounds {tokens.shape} and costs {cost.shape} must "
             "have one entry a unit"
         )
-    for name, bounds in (("cum_crop_bounds", images), ("cum_token_pooling_bounds", tokens)):
+    for name, bounds in (("cum_crop_bounds", crops), ("cum_token_pooling_bounds", tokens)):
         if bounds.ndim == 1 and (np.diff(bounds, prepend=0) < 1).any():
             reasons.append(f"{name} must rise with every unit, got {bounds.tolist()[:10]}")
     if cost.dtype.kind not in "iu" or (cost < 0).any():
@@ -78,30 +83,28 @@ def _refuse_bad_bounds(images: np.ndarray, tokens: np.ndarray, cp_size: int, cos
         reasons.append(f"the costs sum to {cost.sum(dtype=np.float64):.3g}, at most {_LARGEST_SUM:.3g} can be added")
     if reasons:
         raise ValueError("; ".join(reasons))
+    return crops, tokens, cost
 
 
 def compute_image_shard_boundaries(
     cum_crop_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray, cp_size: int, cost: np.ndarray | None = None
 ) -> np.ndarray:
-    """BOUNDARY_DTYPE [cp_size]: the images and pooled tokens that each rank encodes, half open, in ascending order.
+    """BOUNDARY_DTYPE [cp_size]: the crops and pooled tokens that each rank encodes, half open, in ascending order.
 
-    `cum_*_bounds` int [u]: images (crops) and pooled tokens of units 0..u; `cost` int [u] of each unit (default: its
-    images; see `image_costs`). Deterministic; O(u + cp log(u) log(largest cost)). With fewer units than ranks the last
+    `cum_*_bounds` int [u]: crops and pooled tokens of units 0..u; `cost` int [u] of each unit (default: its crops; see
+    `unit_costs`). Deterministic; O(u + cp log(u) log(largest cost)). With fewer units than ranks the last
     ranks are empty. ValueError lists all that is wrong: bounds that do not rise, lengths that differ, costs below 0.
     """
-    images, tokens = np.asarray(cum_crop_bounds), np.asarray(cum_token_pooling_bounds)
-    costs = np.diff(images, prepend=0) if cost is None else np.asarray(cost)
-    _refuse_bad_bounds(images, tokens, cp_size, costs)
-    return _table(images, tokens, _stops(costs, cp_size))
+    crops, tokens, costs = _checked(cum_crop_bounds, cum_token_pooling_bounds, cp_size, cost)
+    return _table(crops, tokens, _stops(costs, cp_size))
 
 
 def uniform_boundaries(cum_crop_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray, cp_size: int) -> np.ndarray:
     """Like `compute_image_shard_boundaries`, by the number of units alone: the first ranks get one more."""
-    images, tokens = np.asarray(cum_crop_bounds), np.asarray(cum_token_pooling_bounds)
-    _refuse_bad_bounds(images, tokens, cp_size, np.ones(len(images), np.int64))
-    each, rest = divmod(len(images), cp_size)
+    crops, tokens, _ = _checked(cum_crop_bounds, cum_token_pooling_bounds, cp_size)
+    each, rest = divmod(len(crops), cp_size)
     stops = np.cumsum([each + (rank < rest) for rank in range(cp_size)]).tolist()
-    return _table(images, tokens, stops)
+    return _table(crops, tokens, stops)
 
 
 def image_shards(
@@ -109,7 +112,7 @@ def image_shards(
 ) -> ImageShards:
     """The ranges of a row by the first strategy that can: a stored table, the function on `bounds`, or equal counts.
 
-    `bounds`: cumulative images and pooled tokens of units; without `units_known` of single images, each then a unit of
+    `bounds`: cumulative crops and pooled tokens of units; without `units_known` of single crops, each then a unit of
     its own. `stored` BOUNDARY_DTYPE [cp_size] for just this degree and these units, or None. The first two give the
     same ranges. ValueError: a stored table of another degree, or one that does not cover what the bounds hold.
     """
@@ -133,9 +136,7 @@ def longest_first(
     Graham's rule: at most 4/3 of the optimum over all assignments, and often less than the best contiguous one. A rank
     has its units in the order of the row. Arguments and errors as `compute_image_shard_boundaries`; O(u log u).
     """
-    images, tokens = np.asarray(cum_crop_bounds), np.asarray(cum_token_pooling_bounds)
-    costs = np.diff(images, prepend=0) if cost is None else np.asarray(cost)
-    _refuse_bad_bounds(images, tokens, cp_size, costs)
+    crops, tokens, costs = _checked(cum_crop_bounds, cum_token_pooling_bounds, cp_size, cost)
     loads = [(0, 0, rank) for rank in range(cp_size)]  # cost, units, rank: ties go to the rank with fewer units
     rank_of = np.zeros(len(costs), np.int64)
     for unit in np.argsort(-costs, kind="stable").tolist():
@@ -144,7 +145,7 @@ def longest_first(
         rank_of[unit] = rank
     order = np.argsort(rank_of, kind="stable")
     stops = np.cumsum(np.bincount(rank_of, minlength=cp_size)).tolist()
-    permuted = [np.cumsum(np.diff(bounds, prepend=0)[order]) for bounds in (images, tokens)]
+    permuted = [np.cumsum(np.diff(bounds, prepend=0)[order]) for bounds in (crops, tokens)]
     return ImageShards(_table(permuted[0], permuted[1], stops), "longest_first", order)
 
 
@@ -198,11 +199,11 @@ def _fits(running: Sequence[int], cp_size: int, limit: int) -> bool:
     return False
 
 
-def _table(images: np.ndarray, tokens: np.ndarray, stops: Sequence[int]) -> np.ndarray:
+def _table(crops: np.ndarray, tokens: np.ndarray, stops: Sequence[int]) -> np.ndarray:
     """The boundary table of ranks that end at these units."""
     table = np.zeros(len(stops), BOUNDARY_DTYPE)
     ends = np.array(stops, np.int64)
-    for kind, bounds in (("image", images), ("pool", tokens)):
+    for kind, bounds in (("image", crops), ("pool", tokens)):
         edge = np.concatenate(([0], bounds))[ends]
         table[f"end_{kind}_idx"], table[f"start_{kind}_idx"] = edge, np.concatenate(([0], edge[:-1]))
     table["max_num_tokens"] = (table["end_pool_idx"] - table["start_pool_idx"]).max()

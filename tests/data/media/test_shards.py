@@ -15,10 +15,10 @@ from megacp.data.media.shards import (
     VisionCost,
     boundary_reasons,
     compute_image_shard_boundaries,
-    image_costs,
     image_shards,
     longest_first,
     uniform_boundaries,
+    unit_costs,
     units_of,
 )
 from tests.reference.image_shards import least_largest_cost, least_largest_costs
@@ -193,4 +193,4 @@ def test_bad_bounds_are_refused_with_all_reasons() -> None:
 
 def test_costs_come_from_patches_and_pooled_tokens() -> None:
     cost = VisionCost(patches_per_crop=9, encoder_flops_per_patch=100, connector_flops_per_token=7)
-    assert image_costs(np.array([1, 4]), np.array([5, 6]), cost).tolist() == [9 * 100 + 5 * 7, 3 * 9 * 100 + 7]
+    assert unit_costs(np.array([1, 4]), np.array([5, 6]), cost).tolist() == [9 * 100 + 5 * 7, 3 * 9 * 100 + 7]
