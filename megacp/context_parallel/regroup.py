@@ -3,8 +3,8 @@
 Key property: tokens stay equal and no rank gets more area than the limit, because only such moves are made. Of the
 documents of two ranks some go to each whole, and one or two are cut so that both sums come out. All subsets of a few
 documents are tried together. Moves that cost keys are made too, dearer ones at the start (simulated annealing,
-Kirkpatrick et al., 1983), and the cheapest deal on the way is kept. Rejected: an integer program, which takes seconds
-to save a tenth more; and filling one rank after another, which leaves the last ones with documents that fit nowhere.
+Kirkpatrick et al., 1983). The cheapest deal on the way is kept. Rejected: an integer program, which takes seconds to
+save a tenth more. Rejected: filling one rank after another, which leaves the last ones with what fits nowhere.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Bytes that core attention sends over context parallelism: every message of every transport, as arithmetic on sizes.
 
-Key property: one formula per message, used twice. Their sum is the bytes that ranks are seen to send, equal to the byte
-in a test on real ranks; `auto/predict.py` turns each into seconds. Rejected: volumes up to a factor, which cannot tell
-replicated K/V heads or wide gradients from a mistake.
+Key property: one formula per message, used twice. Their sum is the bytes that ranks send, equal to the byte in a test
+on real ranks. `auto/predict.py` turns each into seconds. Rejected: volumes up to a factor, which cannot tell replicated
+K/V heads or wide gradients from a mistake.
 
-Symbols: t tokens of a row on this rank, n ranks, h query heads and g K/V heads (groups) of a tp rank, d width of a
-head, s bytes of an element of `--dtype`, w of a gradient (fp32 or wider). E = 2 t g d are the elements of K and V.
+Symbols: t tokens of a row on this rank, n ranks, d width of a head. A tp rank has h query heads and g K/V heads
+(groups). An element has s bytes in `--dtype`, w in a gradient (fp32 or wider). K and V have E = 2 t g d elements.
 """
 
 from __future__ import annotations

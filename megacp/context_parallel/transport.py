@@ -20,8 +20,8 @@ Tensors = tuple[torch.Tensor, ...]
 Visit = tuple[torch.Tensor, torch.Tensor, TileTable]
 """Keys and values `[m, groups, d]`, and the tiles between this rank's queries and them."""
 Visits = Generator[Visit, torch.Tensor | None, torch.Tensor | None]
-"""Yields every `Visit`. In backward it is sent the gradient `dkv[m, 2, groups, d]` of each, and returns that of this
-rank's tokens `[t, 2, groups, d]`; in forward both are None."""
+"""Yields every `Visit`. In backward it is sent the gradient `dkv[m, 2, groups, d]` of each visit, and returns the
+gradient of this rank's keys and values, `[t, 2, groups, d]`. In forward both are None."""
 
 
 class Transport(Protocol):

@@ -47,4 +47,4 @@ GELU: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
 }
-"""GELU (Hendrycks and Gimpel, 2016), exact and by its tanh approximation; torch's own saves its input alone."""
+"""GELU (Hendrycks and Gimpel, 2016), exact and by its tanh approximation; torch's saves its input alone."""

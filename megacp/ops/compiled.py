@@ -21,7 +21,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 FORMS = 64
-"""Most compiled forms of one function: dtypes, number of dims, lengths fixed or free make about a dozen, torch's own
+"""Most compiled forms of one function: dtypes, number of dims, lengths fixed or free make about a dozen. torch's
 limit is 8.
 """
 

@@ -131,9 +131,9 @@ class TileTable:
     @functools.cached_property
     def keys_per_query(self) -> np.ndarray:
         """int64 `[queries]`: how many keys each query token sees; the sum is `area`."""
-        full = np.where(self.kind == FULL, self.k_stop - self.k_start, 0)
+        full = np.where(self.kind == FULL, self.k_stop - self.k_start, 0)  # [tiles]
         bounds = np.concatenate([[0], np.cumsum(full)])
-        width = bounds[self.first[1:]] - bounds[self.first[:-1]]
+        width = bounds[self.first[1:]] - bounds[self.first[:-1]]  # [rows]: keys of a row's full tiles
         rows = _with_causal_tile(self)
         seen = np.zeros(self.queries, np.int64)
         index, row = expand(self.row_start, self.row_stop)
@@ -213,15 +213,15 @@ def _runs(meta: Metadata) -> _Runs:
 def _cut(runs: _Runs, ends: np.ndarray) -> _Runs:
     """Cut runs at every one of the sorted `ends` that falls strictly inside them."""
     length = runs.stop - runs.start
-    first = np.searchsorted(ends, runs.order, side="right")
+    first = np.searchsorted(ends, runs.order, side="right")  # of each run, the cuts ends[first:last] are inside
     last = np.searchsorted(ends, runs.order + length, side="left")
     parts = last - first + 1
     if (parts == 1).all():
         return runs
     owner = np.repeat(np.arange(len(length)), parts)
-    within = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)
+    within = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)  # number of a part in its run
     cut = runs.take(owner)
-    begin = cut.order.copy()
+    begin = cut.order.copy()  # a part begins where its run does or at a cut, and ends where the next one begins
     inner = within > 0
     begin[inner] = ends[first[owner[inner]] + within[inner] - 1]
     end = (runs.order + length)[owner].copy()
@@ -262,7 +262,7 @@ def _tiles(q: _Runs, k: _Runs) -> tuple[np.ndarray, ...]:
     found: list[tuple[np.ndarray, ...]] = []
     for part in _chunks(count):
         i, j, kind = _pairs(q.take(np.arange(len(count))[part]), k, first[part], count[part])
-        head = np.ones(len(i), bool)
+        head = np.ones(len(i), bool)  # the first pair of each tile
         joins = (i[1:] == i[:-1]) & (kind[1:] == FULL) & (kind[:-1] == FULL) & (k.start[j[1:]] == k.stop[j[:-1]])
         head[1:] = ~joins
         heads = np.flatnonzero(head)
@@ -278,9 +278,8 @@ def _equal_to_previous(table: TileTable) -> np.ndarray:
     rows, count = len(table.row_start), np.diff(table.first)
     equal = np.zeros(rows, bool)
     equal[1:] = (table.row_start[1:] == table.row_stop[:-1]) & (count[1:] == count[:-1])
-    candidate = equal[table.row_of_tile]
-    tile = np.flatnonzero(candidate)
-    before = tile - count[table.row_of_tile[tile]]
+    tile = np.flatnonzero(equal[table.row_of_tile])  # the tiles of rows that may be equal
+    before = tile - count[table.row_of_tile[tile]]  # the tile of the same number in the row before
     same = (table.k_start[tile] == table.k_start[before]) & (table.k_stop[tile] == table.k_stop[before])
     same &= (table.kind[tile] == FULL) & (table.kind[before] == FULL)
     equal[table.row_of_tile[tile[~same]]] = False

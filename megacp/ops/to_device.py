@@ -1,7 +1,7 @@
 """Arrays of the host as tensors of the device, without waiting for it.
 
-Key property: a copy from pinned memory is queued like a kernel, so the plan and the tokens of a microbatch travel while
-the GPU still computes the last one. torch's pinned allocator keeps the block until the copy is over. Rejected:
+Key property: a copy from pinned memory is queued like a kernel. The plan and the tokens of a microbatch travel while
+the GPU still computes the last microbatch. torch's pinned allocator keeps the block until the copy is over. Rejected:
 `tensor.to(device, non_blocking=True)` from pageable memory, which the driver copies while the host waits.
 """
 

@@ -1,1 +1,1 @@
-"""Context parallelism for other people's models: their own attention calls over a sharded sequence."""
+"""Context parallelism for other people's models: their attention calls over a sharded sequence."""

@@ -1,7 +1,7 @@
 """What the stack says about an attention call: its caller, the model around it, a checkpoint around it.
 
-Key property: a call carries tensors only. The reasons to refuse it (forgotten positions, a window without a mask, a
-layer that will be recomputed) are known to the functions further out, and are read there without a hook or an argument.
+Key property: a call carries tensors only. The functions further out know the reasons to refuse it: forgotten
+positions, a window without a mask, a layer that will be recomputed. They are read there without a hook or an argument.
 Compiled code hides its stack; there `context_parallel(model=...)` asks the model itself. Rejected: patching
 transformers, which other models would meet.
 """
@@ -28,7 +28,7 @@ class ModuleCall(NamedTuple):
 
 
 def is_stock_model(module: torch.nn.Module) -> bool:
-    """Whether this is a whole model whose class transformers defines (or downloaded beside a checkpoint)."""
+    """Whether this is a whole model of a class that transformers defines (or downloaded beside a checkpoint)."""
     kind = type(module)
     package = kind.__module__.partition(".")[0]
     return package in ("transformers", "transformers_modules") and any(
@@ -60,7 +60,7 @@ def called_by_stock_sdpa() -> bool:
 def guard_recomputation(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Wrap the functions that reentrant checkpoints around this call will run again in backward, each once.
 
-    Such a checkpoint keeps its function as `ctx.run_function` (torch's own, and the ones made after it).
+    Such a checkpoint keeps its function as `ctx.run_function` (torch's, and others modelled on it).
     """
     for frame in _outward():
         if "run_function" in frame.f_code.co_varnames and frame.f_code.co_name == "forward":

@@ -14,8 +14,8 @@ functions or DTensor's dispatch for the whole process, which another model in it
         loss.backward()
     sum_gradients(model.parameters(), grid.cp)
 
-A model that shifts labels itself (`labels=` of transformers) shifts between tokens that are no neighbours once the
-sequence is cut, and divides by the tokens of one rank: both are wrong. Shift before, or hand the cut `shift_labels=`
+A model that shifts labels itself (`labels=` of transformers) is wrong twice. Once the sequence is cut it shifts between
+tokens that are no neighbours, and it divides by the tokens of one rank. Shift before, or hand the cut `shift_labels=`
 and `num_items_in_batch=counted` to a model that takes them. Rotary embedding needs the `position_ids` of the whole
 sequence among the buffers: a model without them counts each rank's tokens from 0. Models of transformers are refused
 where they do either; with other models this shows only with `model=`.

@@ -44,7 +44,7 @@ class BatchMask:
         return self.document.shape[1]
 
     def row(self, number: int) -> Metadata:
-        """The metadata of one row, in its own order."""
+        """The metadata of one row, in the order of the row."""
         return Metadata(self.document[number], self.branch[number], self.span[number], np.arange(self.length))
 
     def padded_length(self, layout: Layout, ranks: int) -> int:

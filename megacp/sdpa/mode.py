@@ -52,7 +52,7 @@ _ENGINE = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
 def current_context() -> ContextParallel | None:
-    """The context whose block is open here, also in autograd's threads; None outside."""
+    """The context of the open block, also in autograd's threads; None outside."""
     probe = torch.empty(0)
     return handle_torch_function(current_context, (probe,)) if has_torch_function_unary(probe) else None
 

@@ -129,7 +129,7 @@ def _mask(
     kv_length: int,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """No mask inside a block, whose own rule holds, but a refusal where the model's differs; the stock mask outside."""
+    """Outside of a block the stock mask; inside none, as the block's rule holds: a model's other rule is refused."""
     context = current_context()
     if context is None:
         return stock(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **kwargs)

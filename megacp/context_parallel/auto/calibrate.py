@@ -170,7 +170,7 @@ class _Tile:
         self.tables = {name: _one_tile(*size) for name, size in sizes.items()}
 
     def passes(self, table: TileTable) -> tuple[Action, Action]:
-        """The forward and the backward over `table`, whose sides are the first tokens."""
+        """The forward and the backward over `table`, of the first queries and the first keys."""
         n, m, scale = table.queries, table.keys, self.dim**-0.5
         q, k, v, dout = (x[:size] for x, size in zip(self.qkv_and_dout, (n, m, m, n), strict=True))
         partial = Partial(self.out[:n], self.lse[:n], untouched=False)

@@ -1,7 +1,7 @@
 """The JSON file that keeps what `calibrate` measured, for every machine and shape that was used.
 
-Key property: the file is a cache. A file that is damaged or of another kind is reported, and replaced by a new
-measurement; a folder that cannot be written costs a message. Rejected: refusing to start for a file that a run makes.
+Key property: the file is a cache. One that is damaged or of another kind is reported and replaced by a new measurement.
+A folder that cannot be written costs a message. Rejected: refusing to start for a file that a run makes.
 """
 
 from __future__ import annotations
