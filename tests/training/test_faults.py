@@ -85,7 +85,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_els
     assert not any(".tmp-" in path.name for path in tmp_path.iterdir())
 
 
-def torchrun(*arguments: str, restarts: int = 0, timeout: float = 90.0) -> subprocess.CompletedProcess[str]:
+def torchrun(*arguments: str, restarts: int = 0, timeout: float = 200.0) -> subprocess.CompletedProcess[str]:
     """`faulty_rank` on two ranks of a real torchrun."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launcher, "--max-restarts", str(restarts), "-m", "tests.training.faulty_rank", *arguments]
