@@ -102,6 +102,9 @@ class Backend(Protocol):
     ) -> torch.Tensor:
         """Core attention `q[t, heads/tp, d]`, `k, v[t, groups/tp, d]` -> `[t, heads/tp, d]`."""
 
+    def prepare(self, plan: AttentionPlan) -> None:
+        """Make on the host what `attention` will ask of a plan; called from the loader's threads."""
+
     def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, first: int) -> torch.Tensor:
         """Loss per token `[t]` of vocabulary-parallel logits whose first column is global index `first`."""
 

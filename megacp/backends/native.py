@@ -189,6 +189,10 @@ class NativeBackend:
         """See `Backend.attention`."""
         return core_attention(q, k, v, transport=self.transport, plan=plan, scale=scale)
 
+    def prepare(self, plan: AttentionPlan) -> None:
+        """See `Backend.prepare`."""
+        self.transport.tables(plan)
+
     def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, first: int) -> torch.Tensor:
         """See `Backend.cross_entropy`."""
         return cross_entropy(logits, labels, first, self.tp)

@@ -104,6 +104,10 @@ def _as_it_stands(metadata: Metadata, cp: int) -> tuple[Sequences, np.ndarray]:
 
 def thd_sequences(plan: AttentionPlan) -> Sequences | str:
     """The row as Transformer Engine's sequences, or why it cannot be handed over; alike on all ranks of the group."""
+    return plan.part("thd sequences", lambda: _sequences(plan))
+
+
+def _sequences(plan: AttentionPlan) -> Sequences | str:
     metadata, cp = plan.metadata, plan.cp
     reason = mask_reason(metadata)
     if reason:

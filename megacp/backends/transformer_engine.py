@@ -351,13 +351,18 @@ class TransformerEngineBackend(NativeBackend):
         """See `Backend.attention`. The choice is a function of the whole row, so ranks agree on it."""
         if self.packed is None:
             return super().attention(q, k, v, plan, scale)
-        sequences = plan.part("thd sequences", lambda: thd_sequences(plan))
+        sequences = thd_sequences(plan)
         self._tell_once(sequences)
         if isinstance(sequences, str):
             return super().attention(q, k, v, plan, scale)
         assert scale == self.packed.scale, f"scale {scale}, the attention was made for {self.packed.scale}"
         with contextlib.nullcontext() if self.fp8 == "off" else eight_bits_off():
             return self.packed(q, k, v, plan, sequences)
+
+    def prepare(self, plan: AttentionPlan) -> None:
+        """See `Backend.prepare`."""
+        if self.packed is None or isinstance(thd_sequences(plan), str):
+            super().prepare(plan)
 
     def _tell_once(self, choice: Sequences | str) -> None:
         kind = choice if isinstance(choice, str) else "fused"

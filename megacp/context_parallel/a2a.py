@@ -18,6 +18,7 @@ from megacp.context_parallel.transport import Tensors, Transport
 from megacp.distributed.collectives import start_exchange
 from megacp.distributed.grid import Axis
 from megacp.ops.kernel import QKV, accumulation_dtype
+from megacp.ops.mask import TileTable
 
 
 class HeadsForSequence:
@@ -27,6 +28,10 @@ class HeadsForSequence:
         self.name = name
         self.axis = axis
         self.inner = inner
+
+    def tables(self, plan: AttentionPlan) -> list[TileTable]:
+        """See `Transport.tables`."""
+        return self.inner.tables(plan.grouped(self.axis.size))
 
     def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
         """See `Transport.forward`; the tensors kept hold this rank's heads of all tokens of the group."""

@@ -44,13 +44,17 @@ class AllGatherAttention(KeysToQueries):
         self.axis = axis
         self.kernel = kernel
 
+    def tables(self, plan: AttentionPlan) -> list[TileTable]:
+        """See `Transport.tables`."""
+        return [plan.table(plan.cp_rank), plan.part("others", lambda: table_of_others(plan))]
+
     def visits(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> Visits:
         """See `KeysToQueries.visits`."""
         gathered = start_all_gather(torch.stack([k, v], 1), self.axis)  # [T, 2, groups, d], in rank order
-        mine = yield k, v, plan.table(plan.cp_rank)
+        own, others = self.tables(plan)
+        mine = yield k, v, own
         places = plan.on_device("places of others", k.device, lambda: _places_of_others(plan))
-        table = plan.part("others", lambda: table_of_others(plan))
-        theirs = yield *gathered.take()[places].unbind(1), table
+        theirs = yield *gathered.take()[places].unbind(1), others
         if mine is None or theirs is None:
             return None
         row = theirs.new_empty(len(plan.metadata), *theirs.shape[1:])  # gradients of all keys, in rank order

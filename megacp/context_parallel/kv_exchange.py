@@ -86,9 +86,13 @@ class KVExchange(KeysToQueries):
         self.kernel = kernel
         self.stages = min(stages, max(1, axis.size - 1))
 
+    def tables(self, plan: AttentionPlan) -> list[TileTable]:
+        """See `Transport.tables`."""
+        return [plan.table(plan.cp_rank), *(stage.table for stage in self._stages(plan))]
+
     def visits(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> Visits:
         """See `KeysToQueries.visits`."""
-        stages = plan.part(f"exchange in {self.stages}", lambda: exchange_stages(plan, self.stages))
+        stages = self._stages(plan)
         send, order = (self._indices(plan, stages, name, k.device) for name in ("send", "order"))
         kv = torch.stack([k, v], 1)  # [t, groups, d] twice -> [t, 2, groups, d]
         messages = (  # each is posted when it is asked for
@@ -113,6 +117,9 @@ class KVExchange(KeysToQueries):
             for index, values in zip(*(x.split(stage.out_splits) for x in (rows, arrived.take())), strict=True):
                 dkv[index] += values  # rank by rank: a row goes to a rank at most once, and to several ranks
         return dkv
+
+    def _stages(self, plan: AttentionPlan) -> list[Stage]:
+        return plan.part(f"exchange in {self.stages}", lambda: exchange_stages(plan, self.stages))
 
     def _indices(self, plan: AttentionPlan, stages: list[Stage], name: str, device: torch.device) -> list[torch.Tensor]:
         """`send` or `order` of every stage on the device."""

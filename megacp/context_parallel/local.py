@@ -12,7 +12,7 @@ from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.transport import KeysToQueries, Tensors, Visits
 from megacp.distributed.grid import Axis
 from megacp.ops.kernel import QKV, Kernel
-from megacp.ops.mask import allowed
+from megacp.ops.mask import TileTable, allowed
 from megacp.ops.tile_kernels import dense_attention
 from megacp.ops.to_device import to_device
 
@@ -25,6 +25,10 @@ class LocalAttention(KeysToQueries):
     def __init__(self, axis: Axis, kernel: Kernel) -> None:
         assert axis.size == 1
         self.kernel = kernel
+
+    def tables(self, plan: AttentionPlan) -> list[TileTable]:
+        """See `Transport.tables`."""
+        return [plan.table_of_row]
 
     def visits(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> Visits:
         """See `KeysToQueries.visits`."""
@@ -39,6 +43,10 @@ class DenseAttention:
     def __init__(self, axis: Axis) -> None:
         if axis.size != 1:
             raise ValueError(f"--attention-kernel dense is the one-process reference, cp has {axis.size} ranks")
+
+    def tables(self, plan: AttentionPlan) -> list[TileTable]:
+        """See `Transport.tables`."""
+        return []  # its mask is dense
 
     def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
         """See `Transport.forward`."""

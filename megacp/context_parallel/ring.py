@@ -14,6 +14,7 @@ from megacp.context_parallel.transport import KeysToQueries, Visits
 from megacp.distributed.grid import Axis
 from megacp.distributed.p2p import Shift, start_shift
 from megacp.ops.kernel import Kernel
+from megacp.ops.mask import TileTable
 
 
 class RingAttention(KeysToQueries):
@@ -25,14 +26,18 @@ class RingAttention(KeysToQueries):
         self.axis = axis
         self.kernel = kernel
 
+    def tables(self, plan: AttentionPlan) -> list[TileTable]:
+        """See `Transport.tables`."""
+        return [plan.table((self.axis.rank - step) % self.axis.size) for step in range(self.axis.size)]
+
     def visits(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> Visits:
         """See `KeysToQueries.visits`."""
-        size, rank = self.axis.size, self.axis.rank
+        size, tables = self.axis.size, self.tables(plan)
         kv = torch.stack([k, v], 1)  # [t, groups, d] twice -> [t, 2, groups, d]
         gradient: Shift | None = None  # of the visiting K/V, as summed by the ranks it visited before
         for step in range(size):
             shift = start_shift(kv, self.axis) if step < size - 1 else None
-            dkv = yield kv[:, 0], kv[:, 1], plan.table((rank - step) % size)
+            dkv = yield kv[:, 0], kv[:, 1], tables[step]
             if dkv is not None:
                 if gradient:
                     dkv += gradient.wait()

@@ -37,6 +37,10 @@ class Transport(Protocol):
         """`dq, dk, dv` of this rank's tokens for contiguous `dout[t, heads, d]`, in any dtype at least as wide."""
         ...
 
+    def tables(self, plan: AttentionPlan) -> list[TileTable]:
+        """What this rank's queries see of the keys of each visit: made once for a plan, before its first layer."""
+        ...
+
 
 class KeysToQueries:
     """Queries stay on their rank, keys and values visit it: the loop over the visits, which `visits` brings.
@@ -49,6 +53,10 @@ class KeysToQueries:
 
     def visits(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> Visits:
         """All keys that this rank's queries see, for its own `k, v[t, groups, d]`; called once in each pass."""
+        raise NotImplementedError
+
+    def tables(self, plan: AttentionPlan) -> list[TileTable]:
+        """See `Transport.tables`."""
         raise NotImplementedError
 
     def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:

@@ -21,6 +21,7 @@ from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.transport import Tensors, Transport
 from megacp.distributed.grid import Axis
 from megacp.ops.kernel import QKV
+from megacp.ops.mask import TileTable
 from megacp.sdpa.agreement import Agreement
 from megacp.sdpa.call import (
     dropout_problems,
@@ -272,6 +273,10 @@ class _OutsideMode:
     def __init__(self, inner: Transport) -> None:
         self.name = inner.name
         self.inner = inner
+
+    def tables(self, plan: AttentionPlan) -> list[TileTable]:
+        """See `Transport.tables`."""
+        return self.inner.tables(plan)
 
     def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
         """See `Transport.forward`."""

@@ -116,6 +116,7 @@ class ParallelModel:
             tp=self.sharded_tokens * self.backend.token_multiple,
             exchange=self.config.parallel.vision_feature_exchange,
         )
+        self.backend.prepare(share.plan)
         return PlannedRow(batch, share)
 
     def shard(self, row: Row, step: int) -> LocalBatch:

@@ -18,6 +18,7 @@ from megacp.distributed.clock import clock_of
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import Axis
 from megacp.ops.kernel import QKV
+from megacp.ops.mask import TileTable
 
 _Result = TypeVar("_Result")
 
@@ -30,6 +31,10 @@ class Stopwatch:
         self.running = False
         self._transport, self._device, self._clock = transport, device, clock_of(device)
         self._passes: tuple[list[Any], list[Any]] = ([], [])  # (begin, end) of every forward, of every backward
+
+    def tables(self, plan: AttentionPlan) -> list[TileTable]:
+        """See `Transport.tables`."""
+        return self._transport.tables(plan)
 
     def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
         """See `Transport.forward`."""
