@@ -1,9 +1,8 @@
-"""PackedBatch: the one value that travels from the loader to the loss, one row of T tokens with everything per token.
+"""PackedBatch: one row of T tokens with everything per token, from the loader to the loss.
 
-Key property: mask, positions, labels and weights are data beside the tokens, so that any
-permutation or cut of the row by one index array keeps its meaning; the class checks itself, is never changed in
-place, and has a hash by which ranks compare what they read. Rejected: a dict of tensors whose keys and shapes every
-consumer has to guess.
+Key property: mask, positions, labels and weights are arrays beside the tokens. One index array permutes or cuts them
+all, and the row keeps its meaning. A batch checks itself, never changes, and has a hash by which ranks compare what
+they read. Rejected: a dict of tensors, whose keys and shapes every reader has to guess.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """From stored packs to one PackedBatch: padding inside segments, shifted labels, weights, positions, mask metadata.
 
-Key property: labels are shifted here, per document, before anything is cut over ranks, so a token at a
-rank's edge never needs its neighbour's. Rejected: shifting logits against labels in the loss, which is wrong at every
-chunk edge of a context-parallel layout.
+Key property: labels are shifted here, per document, before anything is cut over ranks. A token at the edge of a rank
+never needs its neighbour's. Rejected: shifting logits against labels in the loss, which is wrong at every chunk edge.
 
-The last token of a document predicts nothing. Neither does the last of a branch, nor the last token of a prefix whose
-branches begin differently (each would be another answer); where all begin alike it predicts that token, with the weight
-that it has in the first branch. A loss weight belongs to the token that is predicted, so it moves with the label to the
-place before it.
+The last token of a document predicts nothing, and so does the last token of a branch. A prefix whose branches begin
+differently predicts nothing at its end: each branch would be another answer. Where all branches begin alike, the end of
+the prefix predicts that token, with its weight in the first branch. A loss weight belongs to the predicted token, so it
+moves with the label to the place before.
+
+A reader goes one way: loader, collate, images, row_images.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A packed dataset in words: one pack (`inspect`), or all of it (`stats`).
 
-Key property: everything shown is read from the dataset itself, through the readers training uses. Rejected: a second
-parser of the files for display.
+Key property: everything shown is read from the dataset through the readers that training uses.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The pixels of a row: each rank decodes the images that it will encode and no others, in the loader's threads.
+"""The images of a row: spans and bounds for all ranks, pixels for the rank that encodes them.
 
-Key property: which images those are follows from the boundary table, so no rank sends pixels to another; a rank that
+Key property: the boundary table says which rank encodes which image, so no rank sends pixels to another. A rank that
 encodes nothing (another pipeline stage, more ranks than units) decodes nothing. Rejected: decoding on one rank of the
 group and scattering pixels, which costs more bytes than the features and makes one rank the slowest.
 
-A bad image: `fail` ends the run with the record's place. `skip` drops the whole document, which all ranks must do
-alike though one has seen the fault: the rank reports it (`VisionInputs.bad_documents`), the ranks exchange their
-reports before a step, and each then clears the same documents (`training/images.py`).
+A bad image: `fail` ends the run with the record's place. `skip` drops the whole document, on all ranks alike, though
+one rank alone has seen the fault. That rank reports it (`VisionInputs.bad_documents`), the ranks exchange their reports
+before a step, and each clears the same documents (`training/images.py`).
 """
 
 from __future__ import annotations

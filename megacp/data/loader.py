@@ -1,12 +1,12 @@
-"""The loader: which packs each data-parallel rank reads in each step, read ahead in a thread.
+"""The loader: which packs each data-parallel rank reads in each step, read and prepared ahead in threads.
 
-Key property: step = f(dataset, seed, samples consumed, dp rank, dp size), nothing else; so a run resumes from one
-integer, on any number of ranks, and sees every sample exactly once. The samples of a step are the same set for every
-dp size: rank r's j-th microbatch holds the step's samples (j * dp_size + r) * m onward. Rejected: sampler and worker
-state in the checkpoint, which ties a run to its number of ranks.
+Key property: a step is a function of dataset, seed, samples consumed, dp rank and dp size. So a run resumes from one
+integer, on any number of ranks, and sees every sample exactly once. The samples of a step are the same set for every dp
+size: microbatch j of rank r holds the step's samples from (j * dp_size + r) * m on. Rejected: sampler and worker state
+in the checkpoint, which ties a run to its number of ranks.
 
-The rank and size of data parallelism come as integers; ranks that differ only in tensor, context or pipeline place
-read the same packs, and compare `PackedBatch.fingerprint()`.
+Rank and size of data parallelism come as integers. Ranks that differ only in tp, cp or pp read the same packs and
+compare `PackedBatch.fingerprint()`.
 """
 
 from __future__ import annotations

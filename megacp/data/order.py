@@ -1,10 +1,9 @@
-"""In which order samples are seen: a pure function of (seed, number of samples before it), endless over epochs.
+"""The order of samples: a function of the seed and the number of samples before, endless over epochs.
 
-Key property: O(1) time and memory for any place of any epoch, so a resumed run jumps to its place, and every epoch
-holds every sample exactly once. A Feistel network over the numbers 0 .. 4^h - 1 is a permutation whatever its round
-function; results outside the dataset are sent through again ("cycle walking") until they are inside. Rejected:
-numpy's permutation, which costs 8 bytes a pack in every process and whose stream may change between numpy versions,
-which would break the order of a resumed run.
+Key property: any place of any epoch costs O(1) time and memory, so a resumed run jumps to its place. Every epoch holds
+every sample once. A Feistel network permutes the numbers 0 .. 4^h - 1 whatever its round function; results outside the
+dataset are sent through again ("cycle walking"). Rejected: numpy's permutation. It costs 8 bytes a pack in every
+process, and its stream may change between versions, which would change the order of a resumed run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a model is asked: a record without its last answer, or texts after images, as tokens with pixels; rows of these.
+"""What a model is asked: a record without its last answer, or texts after images, as tokens with pixels.
 
-Key property: parser, image layout, tokenizer calls and decoder are those of a build, piece by piece, so a question has
-the tokens that it had in training, and its answers are branches there as here: the images of a record are encoded once
-for all its questions. Rejected: a chat template of its own, which would be a second truth beside `sample`.
+Key property: parser, image layout, tokenizer calls, collation and decoder are those of training, so a question has the
+tokens it had there. Its answers are branches, as in training: the images of a record are encoded once for all its
+questions. Rejected: a chat template here, which would be a second truth beside `sample`.
 """
 
 from __future__ import annotations

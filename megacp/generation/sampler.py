@@ -1,9 +1,9 @@
 """Answers from a checkpoint on one process: load whole tensors by global name, continue prompts token by token.
 
-Key property: the same chunk class that trains, on a grid of one rank, so what is sampled is what was trained; prompts
-are documents of one row and questions about the same images its branches, as in training, so several cost one pass and
-images are encoded once. The row's text is computed again for every token: for looking at a model, not for serving it.
-Rejected: a second, cached decoder.
+Key property: the chunk class is that of training, on a grid of one rank. Prompts are documents of one row, and
+questions about the same images are branches: several questions cost one pass, and images are encoded once. The text of
+the row is computed again for every token, which is enough to look at a model and too slow to serve it. Rejected: a
+second, cached decoder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from megacp.batch import PackedBatch
 from megacp.checkpoint.commit import again_when_removed, load_checkpoint
-from megacp.config.run import RunConfig, with_values
+from megacp.config.run import RunConfig, Value, with_values
 from megacp.context_parallel.layout import select_layout
 from megacp.context_parallel.shard import shard_batch
 from megacp.data.media.geometry import ImageRules
@@ -33,7 +33,7 @@ from megacp.training.sources import image_misfits
 from megacp.training.state import first_token, stored_progress
 from megacp.training.stored import stored_config
 
-_ONE_PROCESS = {
+_ONE_PROCESS: dict[str, Value] = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "context_parallel_size": 1,

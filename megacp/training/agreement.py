@@ -1,10 +1,11 @@
-"""What every rank states before anything depends on it, and how a difference is told.
+"""What every rank states before the run depends on it, and how a difference is told.
 
-Key property: compared in the run's store before any process group of the grid exists, so another grid, size or timeout
-on one rank is a message and not a hang. Rejected: a hash alone, which says that ranks differ and not in what.
+Key property: statements are compared in the run's store before any process group of the grid exists. Another grid, size
+or timeout on one rank is then a message and not a hang. Rejected: a hash alone, which says that ranks differ but not in
+what.
 
-Only the flags in MAY_DIFFER may: where a machine keeps its copy of the packs (their fingerprint is compared instead)
-and how many threads read them. All others act on the result, on files or on when ranks meet.
+Only the flags in MAY_DIFFER may differ: where a machine keeps its copy of the packs, whose fingerprint is compared
+instead, and how many threads read them. All other flags act on the result, on files or on when ranks meet.
 """
 
 from __future__ import annotations

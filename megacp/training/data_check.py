@@ -1,8 +1,8 @@
 """`--verify-data`: every byte of the datasets against their manifests before the first step, on every machine.
 
-Key property: the ranks of a machine share its files, all ranks meet after each few GiB, and what one finds all refuse
-with. Rejected: one share for each rank of the run, which leaves copies on other machines unread, and one meeting at the
-end, at which the first rank would wait for the slowest disk longer than a collective may take.
+Key property: the ranks of a machine share its files. All ranks meet after each few GiB, and all refuse with what one of
+them found. Rejected: one share for each rank of the run, which leaves copies on other machines unread. Rejected: one
+meeting at the end, where the first rank would wait for the slowest disk longer than a collective may take.
 """
 
 from __future__ import annotations

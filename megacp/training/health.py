@@ -1,16 +1,18 @@
-"""Whether a step's numbers are those of a run that is well: one decision a step, before its update.
+"""Whether the numbers of a step are sound: one decision a step, before its update.
 
-Key property: the decision follows from numbers that all ranks hold and from a state that every checkpoint has, so all
-ranks decide alike and a resumed run decides as an uninterrupted one. Rejected: a watcher beside the loop, which sees a
+Key property: the decision follows from numbers that all ranks hold and from a state in every checkpoint. So all ranks
+decide alike, and a resumed run decides like an uninterrupted one. Rejected: a watcher beside the loop, which sees a
 jump after the weights have taken it.
 
 Packs are named only after a finding, by all ranks together: a good step pays nothing. A loss belongs to its microbatch,
-so its packs are named. A gradient that is not finite behind finite losses was summed over ranks before anything looked
-at it: then all packs of the step are named. Weights are looked at before they are saved and after they are read.
+so the packs of that microbatch are named. A bad gradient behind finite losses is a sum over ranks: all packs of the
+step are named. Weights are checked before they are saved and after they are read.
 
-The rules, in this order: images of too many documents could not be decoded: the run ends; a step that learns from no
-token, or whose loss or gradient is not finite, is skipped; a loss or gradient norm far above its running median is
-told, skipped, or ends the run; too many skipped steps in a row end the run.
+The rules, in this order:
+* Images of too many documents could not be decoded: the run ends.
+* A step that learns from no token, or whose loss or gradient is not finite, is skipped.
+* A loss or gradient norm far above its running median is told, skipped, or ends the run.
+* Too many skipped steps in a row end the run.
 """
 
 from __future__ import annotations

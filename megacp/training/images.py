@@ -1,9 +1,9 @@
 """What the images of a run need besides the model: which rank decodes what, and agreement about bad ones.
 
-Key property: with `--on-bad-image skip` a document is left out by every rank that holds its row or by none: each rank
-reports before a step what it could not decode, and all clear the union of the reports, so packs, weights and masks stay
-equal. One small all-reduce a step tells whether there is a report at all. Rejected: checking every image on every rank
-while loading, which decodes each image as often as there are ranks.
+Key property: with `--on-bad-image skip` all ranks that hold a row leave the same documents out. Each rank reports
+before a step what it could not decode, and all clear the union of the reports: packs, weights and masks stay equal. One
+small all-reduce a step tells whether there is a report at all. Rejected: checking every image on every rank while
+loading, which decodes each image as often as there are ranks.
 """
 
 from __future__ import annotations

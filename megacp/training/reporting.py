@@ -1,7 +1,6 @@
-"""What a run needs to report itself: its log, its first line, the FLOPs of its MFU, the slowest rank of a step.
+"""What a run reports of itself: its log, its first line, the FLOPs of its MFU, the slowest rank of a step.
 
-Key property: nothing here changes a step. Rejected: figures worked out where they are printed, which a
-second place to print them would repeat.
+Key property: nothing here changes a step.
 """
 
 from __future__ import annotations

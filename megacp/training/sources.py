@@ -1,7 +1,7 @@
 """The packs of a run: opens the datasets, takes from them what the config leaves open, refuses what does not fit.
 
-Key property: done before any process group exists, from manifests alone. Rejected: finding out in the first step that
-ids exceed the vocabulary.
+Key property: all of it happens before any process group exists, from manifests alone. Rejected: finding out in the
+first step that ids exceed the vocabulary.
 """
 
 from __future__ import annotations
@@ -71,13 +71,12 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
         config = config if config.model.vocab_size else with_values(config, {"vocab_size": 256})
         images = mock_images(config)
         mock = MockDataset(config.model.vocab_size, config.data.seq_length, images=images)
-        decoder = MockDecoder(images) if images is not None else None
-        known = _mock_fingerprint(config)
-        return config, Sources(mock, None, known, known, decoder=decoder)
+        known, mocked = _mock_fingerprint(config), MockDecoder(images) if images is not None else None
+        return config, Sources(mock, None, known, known, decoder=mocked)
     train, valid = _open_datasets(config.data)
     if config.model.vocab_size == 0:
         config = with_values(config, {"vocab_size": train.manifest.tokenizer.vocab_size})
-    reasons = _misfits("--data-path", config.data.data_path, train, config)
+    reasons = _misfits("--data-path", str(config.data.data_path), train, config)
     if valid is not None:
         reasons += _misfits("--valid-data-path", str(config.data.valid_data_path), valid, config)
         if valid.manifest.tokenizer.sha256 != train.manifest.tokenizer.sha256:

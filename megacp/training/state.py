@@ -1,8 +1,8 @@
 """Saving and resuming a run: parameters, optimizer state, and the few integers that say how far it is.
 
-Key property: dropout and data order are functions of (seed, step, samples consumed), so there is no generator state to
-keep, and a resumed run repeats an uninterrupted one bit for bit on the same grid. Rejected: pickled loader and
-generator objects, which tie a checkpoint to a number of ranks.
+Key property: dropout and data order are functions of seed, step and samples consumed, so no generator state is kept. On
+the same grid a resumed run repeats an uninterrupted one bit for bit. Rejected: pickled loader and generator objects,
+which tie a checkpoint to a number of ranks.
 """
 
 from __future__ import annotations

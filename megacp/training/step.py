@@ -1,7 +1,7 @@
-"""One optimizer step, or one validation batch, on any grid: shard, run the pipeline, reduce, update.
+"""One optimizer step, or one validation batch, on any grid: plan, shard, run the pipeline, reduce, update.
 
-Key property: the same lines run on one process and on 4D grids; the grid only decides what the objects they call
-contain. Rejected: a fast path for one rank, which would leave the tested program and the trained one different.
+Key property: the same lines run on one process and on 4D grids; the grid decides what the objects hold. Rejected: a
+fast path for one rank, which would make the tested program another than the trained one.
 """
 
 from __future__ import annotations

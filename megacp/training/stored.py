@@ -1,8 +1,8 @@
-"""The config that a checkpoint holds: read as something that anybody may have written, and taken over by a new run.
+"""The config of a checkpoint: read as untrusted input, and taken over by a new run.
 
-Key property: a run that loads weights needs no flag of the model, since the checkpoint says what they are; a flag that
-is given and says otherwise is refused by its name. Rejected: taking over every flag, which would carry the length of
-the old run, its directories and its grid into the new one.
+Key property: a run that loads weights needs no flag of the model, since the checkpoint holds them. A flag that is given
+and says otherwise is refused by its name. Rejected: taking over every flag, which would carry the length of the old
+run, its directories and its grid into the new one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The training loop: packs in, steps, lines out, validation, checkpoints, and an orderly end when asked to stop.
 
 Key property: every decision that all ranks must take alike (stop, save, validate) follows from numbers that all ranks
-hold. Rejected: callbacks and hooks, whose order nobody can read.
+hold. Rejected: callbacks and hooks, whose order a reader cannot see.
 """
 
 from __future__ import annotations

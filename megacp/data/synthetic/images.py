@@ -1,8 +1,8 @@
 """Images for mock packs: random patches and pooling windows that follow from numbers alone.
 
-Key property: units, tables and token ids stand in a mock pack as they would in a stored one, and "encoded bytes" are
-the numbers from which the mock decoder draws the pixels; so rows with images go through the same collation, sharding
-and loading as real ones. Rejected: encoding real PNGs, which a parity check would spend its time on.
+Key property: units, tables and token ids stand in a mock pack as in a stored one. Its "encoded bytes" are the numbers
+from which the mock decoder draws the pixels. So rows with images go through the collation, sharding and loading of real
+ones. Rejected: encoding real PNGs, which would take most of a parity check's time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Rows of images, videos and text in the proportions of a vision-language model's training data, for benchmarks.
 
-Key property: a row is a function of (tokens, seed) alone. Videos and texts take at most a quarter of the row, since
-longer ones are packed into longer rows. Sizes are those of Molmo2-like models (Deitke et al., 2024):
-144 tokens a crop, 81 a video frame with its time as text in front, several questions with answers over one image.
-Rejected: `MockRules`, whose few documents of any size suit a test of exactness but no measurement of balance.
+Key property: a row is a function of (tokens, seed). Videos and texts take at most a quarter of the row, since longer
+ones are packed into longer rows. Sizes are those of Molmo2-like models (Deitke et al., 2024): 144 tokens a crop, 81 a
+video frame with its time as text in front, several questions with answers over one image. Rejected: `MockRules`, whose
+few documents of any size suit a test of exactness but no measurement of balance.
 
     of all documents   made of
     50 %  image        opening text, one image of 1 to 8 crops, 1 to 8 branches

@@ -1,11 +1,11 @@
 """Random packs without a dataset: for `megacp.train` without `--data-path`, for parity checks and for benchmarks.
 
-Key property: pack `i` is a function of (seed, i) alone, and goes through the same `collate` as a stored pack; so every
-rank makes the same rows without reading anything, and what is proven on mock rows holds for real ones. Rejected:
-tensors drawn in the training step, which skip labels, weights and mask metadata, where mistakes live.
+Key property: pack `i` is a function of (seed, i), and goes through the same `collate` as a stored pack. Every rank
+makes the same rows without reading, and what is proven on mock rows holds for real ones. Rejected: tensors drawn in the
+training step, which skip labels, weights and mask metadata, where mistakes live.
 
-Tokens are a random walk over the vocabulary (three steps in four go to the next id), so that a model can learn
-something: a loss that does not fall on mock packs is a fault.
+Tokens are a random walk over the vocabulary (three steps in four go to the next id), so a model can learn something. A
+loss that does not fall on mock packs is a fault.
 """
 
 from __future__ import annotations
