@@ -1,0 +1,72 @@
+"""README and docs/: short where they have to be, and nothing in them points to what is not there."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+MOST_WORDS = 1_000
+OTHERS = {
+    *("--nproc-per-node", "--nnodes", "--max-restarts", "--standalone"),  # torchrun
+    *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf"),
+}
+"""Flags of other programs."""
+MADE = {"demo_out/model.yaml", "distributed/context_parallel.py"}
+"""Files that a command writes, or that another project has."""
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+@cache
+def sources() -> str:
+    """All of the code, in which a flag stands as it is typed or as the field that it is made of."""
+    files = [path for top in ("megacp", "tools", "examples", "tests") for path in sorted((ROOT / top).rglob("*.py"))]
+    return "\n".join(path.read_text(encoding="utf-8") for path in files)
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that headings of a page have in links."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_can_be_read_in_five_minutes() -> None:
+    words = (ROOT / "README.md").read_text(encoding="utf-8").split()
+    assert len(words) <= MOST_WORDS
+
+
+@pages
+def test_links_lead_somewhere(page: Path) -> None:
+    """Would catch a page that was moved, and a heading that was renamed."""
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        name, _, anchor = target.partition("#")
+        file = page if not name else (page.parent / name).resolve()
+        if not target.startswith("http") and (not file.exists() or (anchor and anchor not in anchors(file))):
+            broken.append(target)
+    assert broken == []
+
+
+@pages
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    """A path begins at the root, or below megacp/ where it stands for a module."""
+    named = re.findall(r"(?<![\w/])(?:[\w]+/)+\w+\.(?:py|sh|yaml|sbatch)\b", page.read_text(encoding="utf-8"))
+    found = {name for name in named if (ROOT / name).exists() or (ROOT / "megacp" / name).exists()}
+    assert sorted(set(named) - found - MADE) == []
+
+
+@pages
+def test_flags_that_a_page_names_exist(page: Path) -> None:
+    """Would catch a flag that was renamed in the code alone."""
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page.read_text(encoding="utf-8"))) - OTHERS
+    known = sources()
+
+    def exists(flag: str) -> bool:
+        field = flag[2:].removeprefix("no-").replace("-", "_")
+        return flag in known or re.search(rf"\b{field}\b", known) is not None
+
+    assert sorted(flag for flag in flags if not exists(flag)) == []
