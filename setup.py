@@ -22,6 +22,7 @@ EXTRAS = {
         "mypy",
         "pytest>=8",
         "pytest-timeout",
+        "pytest-xdist",
         "ruff",
         "safetensors",
         "tensorboard",
