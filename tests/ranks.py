@@ -19,7 +19,7 @@ from typing import Any
 from megacp.distributed.spawn import RankFailure as RankError
 from megacp.distributed.spawn import RankPool, preloaded
 
-__all__ = ["RankError", "grid", "run_ranks"]
+__all__ = ["RankError", "grid", "preload", "run_ranks"]
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def _threads(pool: RankPool) -> int:
 
 
 @functools.cache
-def _preload() -> None:
+def preload() -> None:
     """Start the process that ranks are forked from, with all modules of the tests that this process has imported.
 
     hypothesis alone costs each rank half a second, transformers another one. None of them starts a thread.
@@ -76,7 +76,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     root = str(Path(__file__).resolve().parent.parent)
     if root not in sys.path:  # what the ranks inherit, to find the tests' modules
         sys.path.insert(0, root)
-    _preload()
+    preload()
     pool = _pools.pop(world_size, None)
     if pool is not None and _threads(pool) > THREADS:
         pool.close()

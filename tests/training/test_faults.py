@@ -4,11 +4,15 @@ undisturbed one.
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -18,7 +22,7 @@ from megacp.checkpoint.directory import committed
 from megacp.checkpoint.manifest import hash_file
 from megacp.checkpoint.pending import PendingCheckpoint
 from megacp.distributed.grid import single_axis
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError, preload, run_ranks
 from tests.training.faulty_rank import FAULTS
 from tests.training.runs import TINY, losses, run, train_on_rank
 
@@ -108,49 +112,62 @@ def test_a_run_that_torchrun_restarts_goes_on_from_its_newest_checkpoint(
     assert payload(tmp_path / "step_0000006") == payload(undisturbed / "step_0000006")
 
 
-def without_torchrun(*arguments: str) -> list[subprocess.Popen[str]]:
-    """`faulty_rank` on two ranks with a store of their own process, as torchrun's agent has one.
+def _rank(environment: dict[str, str], arguments: Sequence[str], words: Path) -> None:
+    """`faulty_rank` as the program of this process, its stderr in a file."""
+    os.environ.update(environment)
+    os.dup2(os.open(words, os.O_CREAT | os.O_WRONLY), 2)
+    sys.argv = ["faulty_rank", *arguments]
+    runpy.run_module("tests.training.faulty_rank", run_name="__main__")
 
-    torchrun itself waits 30 s for a stopped rank before it kills it.
+
+@contextlib.contextmanager
+def without_torchrun(folder: Path, *arguments: str) -> Iterator[list[Any]]:
+    """Processes of two ranks, forked with their modules imported; `folder/words RANK` is what a rank says.
+
+    Their store is in this process, as torchrun's is in its agent. torchrun itself waits 30 s for a stopped rank before
+    it kills it.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     shared |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1"}
-    processes = []
+    preload()
+    context, processes = multiprocessing.get_context("forkserver"), []
     for rank in ("0", "1"):
-        environment = {**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank}
-        command = [sys.executable, "-m", "tests.training.faulty_rank", *arguments]
-        processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True))
-        processes[-1].__dict__["store"] = store  # lives as long as they do
-    return processes
+        given = ({**shared, "RANK": rank, "LOCAL_RANK": rank}, arguments, folder / f"words {rank}")
+        processes.append(context.Process(target=_rank, args=given))
+        processes[-1].start()
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_stopped_rank_ends_the_others_after_the_timeout_and_is_named(tmp_path: Path, where: int) -> None:
     """Would catch a run that waits for ever, and a message that blames the rank that only waited."""
-    flags = [*SIX, "--save", str(tmp_path), "--distributed-timeout-minutes", "0.1"]
-    processes = without_torchrun("stop in step", str(where), "3", *flags)
-    try:
-        _, message = processes[1 - where].communicate(timeout=60)
-        assert processes[where].poll() is None
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    assert processes[1 - where].returncode == 1
+    flags = [*SIX, "--save", str(tmp_path / "out"), "--distributed-timeout-minutes", "0.1"]
+    with without_torchrun(tmp_path, "stop in step", str(where), "3", *flags) as processes:
+        processes[1 - where].join(60)
+        assert processes[where].is_alive() and processes[1 - where].exitcode == 1
+    message = (tmp_path / f"words {1 - where}").read_text()
     assert f"rank {1 - where} failed in step 3: RuntimeError" in message
     assert f"no word from rank {where} in step 3: stopped, dead, or still computing" in message
-    assert load_checkpoint(tmp_path, WORLD).step == 2
+    assert load_checkpoint(tmp_path / "out", WORLD).step == 2
 
 
 @pytest.mark.slow
 def test_a_rank_that_raises_ends_all_with_its_reason(tmp_path: Path) -> None:
     """Would catch peers that wait for the timeout, and a reason that only the failed rank's machine has seen."""
-    done = torchrun("raise in step", "1", "3", *SIX, "--save", str(tmp_path))
-    assert done.returncode != 0
-    assert "rank 1 failed in step 3: ValueError: something of this rank alone is wrong" in done.stderr
-    assert load_checkpoint(tmp_path, WORLD).step == 2
+    with without_torchrun(tmp_path, "raise in step", "1", "3", *SIX, "--save", str(tmp_path / "out")) as processes:
+        for rank, process in enumerate(processes):
+            process.join(60)
+            assert process.exitcode == 1
+            said = (tmp_path / f"words {rank}").read_text()
+            assert "rank 1 failed in step 3: ValueError: something of this rank alone is wrong" in said
+    assert load_checkpoint(tmp_path / "out", WORLD).step == 2
 
 
 @pytest.mark.slow
