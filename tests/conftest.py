@@ -1,12 +1,24 @@
 """Settings of all tests: properties try the same examples every time, and no slow moment of the machine fails one."""
 
+import json
+import os
 import random
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 settings.register_profile("megacp", deadline=None, derandomize=True)
 settings.load_profile("megacp")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_wait_for_disks() -> Iterator[None]:
+    """No test cuts the power, and thousands of files would wait some milliseconds each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -21,3 +33,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         first, count = (metafunc.config.getoption(f"--fault-{name}") for name in ("seed", "repeat"))
         seeds = range(first, first + count)
         metafunc.parametrize("moments", [random.Random(s) for s in seeds], ids=[f"seed{s}" for s in seeds])
+
+
+@pytest.fixture(scope="session")
+def packed_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Byte packs of 64 tokens of real text, vocabulary 257, made by the tool."""
+    from megacp.commands import preprocess
+
+    folder = tmp_path_factory.mktemp("packed")
+    records = [{"text": f"{i} times {i} is {i * i}. " * (1 + i % 7)} for i in range(60)]
+    (folder / "text.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    build = ["build", "--input", str(folder / "text.jsonl"), "--output", str(folder / "data"), "--tokenizer", "byte"]
+    assert preprocess.main([*build, "--seq-length", "64", "--oversize", "split", "--workers", "1"]) == 0
+    return folder / "data"

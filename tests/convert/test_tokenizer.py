@@ -61,7 +61,10 @@ def theirs(folder: Path) -> Any:
     return transformers.AutoTokenizer.from_pretrained(folder, model_max_length=1 << 30)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in list(OPTIONS)[1:]]
+
+
+@pytest.mark.parametrize("name", ["of train_tokenizer", *SLOWER])
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_a_fast_tokenizer_gives_the_ids_of_sentencepiece(kind: str, name: str, tmp_path: Path) -> None:
     """Would catch a flag of the normalizer that is lost, and a Unigram model that is read as BPE."""

@@ -47,7 +47,7 @@ def test_groups_partition_the_ranks_and_equal_megatrons_order(shape: GridShape, 
     assert groups == reference.groups(sizes, axes)
 
 
-@given(shapes(limit=512), subsets(), st.data())
+@given(shapes(limit=128), subsets(), st.data())
 def test_members_are_the_group_of_the_rank_in_ascending_order(
     shape: GridShape, axes: tuple[str, ...], data: st.DataObject
 ) -> None:

@@ -25,7 +25,8 @@ from megacp.distributed.grid import single_axis
 from tests.data.datasets import IMAGE_RULES, weighted_images, write_dataset
 from tests.ranks import RankError, run_ranks
 from tests.tools import test_preprocess_images
-from tests.tools.test_preprocess_data import command, environment, files, tool
+from tests.tools.in_process import preprocessed as tool
+from tests.tools.test_preprocess_data import command, environment, files
 from tests.tools.test_preprocess_images import arguments
 from tests.training.runs import TINY, losses, run, train_on_rank
 from tests.training.test_faults import payload

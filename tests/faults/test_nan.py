@@ -25,6 +25,7 @@ from tests.faults.sick_run import train_sick
 from tests.ranks import grid, run_ranks
 from tests.training.runs import TINY, losses
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = single_axis("world")
 LONG = [*TINY, "--train-iters", "40", "--lr-decay-iters", "40"]

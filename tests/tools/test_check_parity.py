@@ -27,46 +27,28 @@ ROOT = Path(__file__).resolve().parents[2]
 TP, CP, PP = "--tensor-model-parallel-size", "--context-parallel-size", "--pipeline-model-parallel-size"
 SMALL = ["--num-layers", "2", "--steps", "2", "--seq-length", "32", "--timeout", "120"]
 
-HIERARCHY = "--hierarchical-context-parallel-sizes"
 DYNAMIC = ["--dynamic-context-parallel", "--cp-comm-type", "kv_exchange", "--cp-layout", "balanced"]
+
+
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        [TP, "2", "--mask", "mixed", "--model", "tiny_biased"],
-        pytest.param([CP, "2", "--mask", "image", "--cp-comm-type", "all_gather"], marks=pytest.mark.slow, id="cp2"),
-        pytest.param(["--nproc", "2", "--mask", "causal", "--micro-batch-size", "2"], marks=pytest.mark.slow, id="dp2"),
-        pytest.param(
-            [PP, "2", "--num-virtual-stages-per-pipeline-rank", "2", "--num-layers", "4"],
-            marks=pytest.mark.slow,
-            id="pp2_virtual",
-        ),
-        pytest.param(
-            [CP, "2", TP, "2", "--mask", "branches", "--cp-layout", "contiguous"], marks=pytest.mark.slow, id="tp2_cp2"
-        ),
-        pytest.param(
-            [CP, "4", "--mask", "mixed", "--cp-comm-type", "a2a+p2p", HIERARCHY, "2", "2", "--cp-layout", "balanced"],
-            marks=pytest.mark.slow,
-            id="cp2x2",
-        ),
-        pytest.param(
-            ["--nproc", "4", CP, "2", "--mask", "mixed", "--model", "tiny_biased", *DYNAMIC], id="dynamic dp2_cp2"
-        ),
-        pytest.param(["--nproc", "4", PP, "2", "--mask", "image", *DYNAMIC], marks=pytest.mark.slow, id="dynamic dp2"),
-        pytest.param(
-            [CP, "2", TP, "2", "--mask", "mixed", "--model", "tiny_vlm", "--seq-length", "64"],
-            marks=pytest.mark.slow,
-            id="vision tp2_cp2",
-        ),
-        pytest.param([CP, "4", "--mask", "mixed", "--recompute-granularity", "full"], marks=pytest.mark.slow, id="cp4"),
-        pytest.param(
-            [TP, "2", CP, "2", PP, "2", "--mask", "mixed", "--model", "tiny_llama"], marks=pytest.mark.slow, id="8"
-        ),
+        pytest.param([TP, "2", "--mask", "mixed", "--model", "tiny_biased"], id="tp2"),
+        pytest.param(["--nproc", "2", "--mask", "causal", "--micro-batch-size", "2"], marks=SLOW, id="dp2"),
+        pytest.param(["--nproc", "4", CP, "2", "--mask", "mixed", *DYNAMIC], marks=SLOW, id="dynamic dp2_cp2"),
+        pytest.param(["--nproc", "4", PP, "2", "--mask", "image", *DYNAMIC], marks=SLOW, id="dynamic dp2"),
+        pytest.param([TP, "2", CP, "2", PP, "2", "--mask", "branches", "--model", "tiny_llama"], marks=SLOW, id="8"),
     ],
 )
 def test_grids_are_the_same_as_one_process(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Would catch any layout that trains another model, and a tool that cries wolf."""
+    """Would catch any layout that trains another model, and a tool that cries wolf.
+
+    Every mask and what the golden gradients and the vision parity of tests/training leave out: rows of several packs
+    and degrees that change from row to row.
+    """
     path = tmp_path / "result.json"
     assert tool.main([*SMALL, *flags, "--json", str(path)]) == 0
     assert "THE SAME: within 1e-10 (float64" in capsys.readouterr().out

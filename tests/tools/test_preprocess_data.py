@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.data.datasets import damage, random_packs, write_dataset, write_older
+from tests.tools.in_process import preprocessed as tool
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "preprocess_data.py"
@@ -26,10 +27,6 @@ def command(*args: object) -> list[str]:
 
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT)}
-
-
-def tool(*args: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*args), capture_output=True, text=True, timeout=60, env=environment(), check=False)
 
 
 def build_args(path: Path, output: Path, *more: object) -> list[object]:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from tests.data.media.pictures import encoded, noise
-from tests.tools.test_preprocess_data import assert_one_line_error, command, environment, files, tool
+from tests.tools.in_process import preprocessed as tool
+from tests.tools.test_preprocess_data import assert_one_line_error, command, environment, files
 
 TINY = ["--image-size", 16, "--patch-size", 4, "--overlap-margins", "1,1", "--max-crops", 6]
 

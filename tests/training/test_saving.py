@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from megacp.train import main
 from megacp.training import step as step_module
 from megacp.training.saving import DONE, FAILED, WRITING
 from megacp.training.step import ParallelModel, StepResult
-from megacp.training.stopping import STOPPED
+from megacp.training.stopping import STOPPED, StopSignal
 from tests.ranks import run_ranks
 from tests.training.runs import TINY, grid_flags, losses, run, train_on_rank
 
@@ -104,10 +105,20 @@ def test_what_ranks_tell_of_their_files_is_ordered() -> None:
     assert DONE < WRITING < FAILED
 
 
+def _clock_of_one_rank(rank: int, world_size: int, flags: Sequence[str]) -> int:
+    """Train where the time of rank 1 alone is over, from its third look at the clock on."""
+    real, looks = StopSignal.reason, itertools.count(1)
+    StopSignal.reason = property(lambda self: 2 if next(looks) > 2 and rank == 1 else 0)  # type: ignore[method-assign]
+    try:
+        return train_on_rank(rank, world_size, flags)
+    finally:
+        StopSignal.reason = real  # type: ignore[method-assign]
+
+
 def test_exit_duration_stops_all_ranks_at_one_step_and_saves(tmp_path: Path) -> None:
     """Would catch clocks of ranks that differ: the reason of one is that of all."""
-    flags = [*TINY, "--train-iters", "100000", "--exit-duration", "0.02", "--save", str(tmp_path)]
-    assert run_ranks(train_on_rank, 2, flags) == [STOPPED] * 2
+    flags = [*TINY, "--train-iters", "100000", "--exit-duration", "60", "--save", str(tmp_path)]
+    assert run_ranks(_clock_of_one_rank, 2, flags) == [STOPPED] * 2
     last = max(losses(tmp_path))
     assert steps(tmp_path) == [f"step_{last:07d}"]
 

@@ -183,6 +183,7 @@ def test_validation_counts_only_tokens_with_a_weight(tmp_path: Path, packed_data
 def test_ctrl_c_stops_in_order_and_a_later_second_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch a Ctrl-C that torchrun passes on once more and that then ends the run before it has saved."""
     before = signal.getsignal(signal.SIGINT)
+    of_starter = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         stop = StopSignal()
         assert not stop.received
@@ -199,6 +200,7 @@ def test_ctrl_c_stops_in_order_and_a_later_second_one_at_once(monkeypatch: pytes
             signal.raise_signal(signal.SIGINT)
     finally:
         stop.release()
+        signal.signal(signal.SIGHUP, of_starter)
     assert signal.getsignal(signal.SIGINT) is before
 
 

@@ -15,18 +15,18 @@ import pytest
 
 from megacp.data.build.faults import StorageFault, told
 from tests.data.build.builds import files, run, write_records
+from tests.tools.in_process import preprocessed as tool
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOL = ROOT / "tools" / "preprocess_data.py"
 
 
-def tool(*args: Any, largest_file: int | None = None) -> subprocess.CompletedProcess[str]:
+def on_full_disk(largest_file: int, *args: Any) -> subprocess.CompletedProcess[str]:
     """The tool in a process that may write files of `largest_file` bytes at most, as on a disk that is full then."""
 
     def limit() -> None:
-        if largest_file is not None:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
 
     command = [sys.executable, str(TOOL), *map(os.fspath, map(str, args))]
     return subprocess.run(
@@ -52,7 +52,7 @@ def test_a_disk_that_is_full_at_any_write_is_one_message_with_path_and_bytes(
     """Journal, tables, tokens: would catch the worker's traceback that some sizes gave."""
     corpus = tmp_path / "a.jsonl"
     write_records(corpus, 300)
-    full = tool(*build_args(corpus, tmp_path / "d", "--unit-bytes", 12000, "--workers", workers), largest_file=largest)
+    full = on_full_disk(largest, *build_args(corpus, tmp_path / "d", "--unit-bytes", 12000, "--workers", workers))
     assert full.returncode == 2 and full.stderr.count("\n") == 1, full.stderr
     assert full.stderr.startswith(f"error: --output {tmp_path}/d: File too large"), full.stderr
     assert "bytes are free there" in full.stderr and "run the same command again" in full.stderr

@@ -17,7 +17,10 @@ import pytest
 from megacp.data.records.read import Extent, read_extent
 from megacp.data.records.record import Record
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads peak memory in /proc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads peak memory in /proc"),
+]
 ROOT = Path(__file__).resolve().parents[3]
 WHOLE, LARGE = 1_200_000_000, 3_000_000
 LIMIT_MIB = 600

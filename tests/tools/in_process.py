@@ -1,0 +1,20 @@
+"""A command in the process of its test: what a subprocess would answer, without the seconds that one needs to start."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import subprocess
+
+from megacp.commands import preprocess
+
+
+def preprocessed(*args: object) -> subprocess.CompletedProcess[str]:
+    """Status and words of `megacp-preprocess`."""
+    words, out, err = list(map(str, args)), io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = preprocess.main(words)
+        except SystemExit as end:  # argparse
+            status = int(end.code or 0)
+    return subprocess.CompletedProcess(words, status, out.getvalue(), err.getvalue())
