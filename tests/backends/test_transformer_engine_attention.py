@@ -99,6 +99,7 @@ def test_packed_attention_of_one_rank_is_the_dense_one(lengths: tuple[int, ...],
     assert max(found[0]) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("comm_type, inner", [("p2p", 1), ("all_gather", 1), ("a2a", 1)])
 @pytest.mark.parametrize("lengths, padding", PACKS)
 def test_packed_attention_of_two_ranks_is_the_dense_one(

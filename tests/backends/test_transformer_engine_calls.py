@@ -115,6 +115,7 @@ def recorded() -> tuple[list[Call], dict[str, inspect.Signature]]:
     return calls, signatures
 
 
+@pytest.mark.slow
 def test_every_entry_is_called_and_binds_by_keyword(recorded: tuple[list[Call], dict[str, inspect.Signature]]) -> None:
     """Would catch an argument that a later release moves, and an entry that this test lost."""
     calls, signatures = recorded

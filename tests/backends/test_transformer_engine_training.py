@@ -137,6 +137,7 @@ FUSED = Counter({"LayerNormLinear": 1, "LayerNormMLP": 1, "Linear": 1, "RMSNorm"
 APART = Counter({"RMSNorm": 4, "Linear": 4})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape, settings, mask", CASES)
 def test_training_on_transformer_engine_is_training_on_native(
     shape: dict[str, int], settings: dict[str, Any], mask: str

@@ -120,6 +120,7 @@ def test_text_that_is_no_index_costs_nothing(kind: str) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_broken_and_mixed_up_bytes_are_an_index_or_a_value_error(index: Any, data: st.DataObject) -> None:

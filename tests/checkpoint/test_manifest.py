@@ -146,6 +146,7 @@ _VALUES: st.SearchStrategy[Any] = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.data())
 def test_any_value_in_any_field_is_a_manifest_or_a_value_error(

@@ -19,6 +19,7 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(path.name.split("_")[1]) for path in folder.glob("step_*"))
 
 
+@pytest.mark.slow
 def test_a_run_that_passed_over_a_damaged_checkpoint_does_not_count_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,6 +70,7 @@ def test_a_linked_checkpoint_is_unlinked_and_what_it_points_to_stays(tmp_path: P
     assert value(load_checkpoint(tmp_path / "archive", WORLD)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["rmtree", "replace"])
 def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], call: str

@@ -81,6 +81,7 @@ def test_a_checkpoint_of_one_grid_loads_on_every_other_bit_for_bit(tmp_path: Pat
         assert min(compared) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [{"pp": 2, "dp": 2}, {"tp": 4}, {}], ids=str)
 def test_every_grid_writes_files_that_one_process_reads(tmp_path: Path, shape: dict[str, int]) -> None:
     """Would catch a copy written twice (tied over stages, replicated over tp) or a parameter that nobody writes."""

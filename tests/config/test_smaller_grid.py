@@ -44,6 +44,7 @@ def test_the_largest_grid_that_fits_is_taken(
     assert grid(world, *given, batch=batch) == taken
 
 
+@pytest.mark.slow
 def test_every_world_has_a_grid_that_its_checks_accept() -> None:
     for world in range(1, 25):
         ranks, tp, cp, pp = grid(world, 2, 2, 2)

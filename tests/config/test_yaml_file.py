@@ -40,6 +40,7 @@ CONFIGS = st.fixed_dictionaries({}, optional={name: values_of(info.hint) for nam
 )
 
 
+@pytest.mark.slow
 @given(CONFIGS)
 def test_a_config_survives_the_round_trip_exactly(config: RunConfig) -> None:
     """Would catch lost digits, and strings that come back as numbers, dates, booleans or null."""

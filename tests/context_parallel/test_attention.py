@@ -223,6 +223,7 @@ def positions(world_size: int) -> list[Case]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_positions_travel_with_the_tokens_under_any_layout(world_size: int) -> None:
     """Whole-pack zigzag with rotary positions that assume per-document zigzag, or restart per rank, fails here."""
@@ -230,6 +231,7 @@ def test_positions_travel_with_the_tokens_under_any_layout(world_size: int) -> N
     compare(run_ranks(on_ranks, world_size, cases), cases, 1e-12)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(st.integers(1, 70), st.sampled_from(sorted(MASKS)), st.integers(0, 2**31), st.sampled_from([(4, 4), (4, 2)]))
 def test_random_packs_of_any_length_are_exact(tokens: int, mask: str, seed: int, heads: tuple[int, int]) -> None:
@@ -243,6 +245,7 @@ def test_random_packs_of_any_length_are_exact(tokens: int, mask: str, seed: int,
     compare(run_ranks(on_ranks, 4, cases), cases, 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     # fp32: 2^-24 times a few roundings of sums of 48 terms; bf16: three roundings to 2^-9, the accumulation is fp32
@@ -256,6 +259,7 @@ def test_lower_precisions_accumulate_over_ranks_in_fp32(dtype: torch.dtype, tole
     compare(run_ranks(on_ranks, 4, cases), cases, tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["auto", "math", "dense"])
 def test_one_process_equals_the_naive_reference(name: str) -> None:
     cases = [
@@ -419,6 +423,7 @@ def largest(rank: int, world_size: int, names: list[str], tokens: int) -> int:
     return mode.elements
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_nothing_of_s_times_s_elements_is_ever_allocated(world_size: int) -> None:
     """At 4,096 tokens a mask has 1.7e7 elements; the tensors of the model have 6.6e4."""

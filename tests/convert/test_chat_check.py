@@ -197,6 +197,7 @@ def trained(folder: Path, text: bool = False) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_an_exported_vision_model_has_the_template_of_its_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,6 +214,7 @@ def test_an_exported_vision_model_has_the_template_of_its_training(
     assert not (tmp_path / "b" / chat.TEMPLATE_FILE).exists()
 
 
+@pytest.mark.slow
 def test_a_text_model_gets_the_template_on_demand_and_keeps_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

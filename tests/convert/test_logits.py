@@ -116,6 +116,7 @@ def prompt_of(ours: Ours, content: list[dict[str, Any]]) -> Prompt:
     return dataclasses.replace(ours.maker.of_record(record), branches=())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONTENTS)
 def test_logits_and_answers_of_videos_are_those_of_transformers(ours: Ours, name: str) -> None:
     """Would catch logits in the order in which the plan sorts the tokens of a video, read in the order of the row."""

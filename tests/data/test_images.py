@@ -110,6 +110,7 @@ def counted_order(batch: PackedBatch) -> list[int]:
     return [feature for unit in order for feature in range(stops[unit - 1] if unit else 0, stops[unit])]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 500), st.integers(1, 2), st.sampled_from([1, 2, 3, 4, 8, 16]))
 def test_all_ranks_together_hold_each_image_once_under_every_strategy(first: int, count: int, ranks: int) -> None:

@@ -70,6 +70,7 @@ def test_the_order_never_changes_between_versions() -> None:
     assert permuted(np.arange(12), 12, seed=1234, epoch=0).tolist() == [9, 10, 8, 7, 11, 2, 0, 3, 5, 1, 6, 4]
 
 
+@pytest.mark.slow
 def test_epochs_seeds_and_places_are_independent() -> None:
     # chi-square of the first place over 2,000 seeds in 50 cells: mean 49, standard deviation 10
     length, draws = 50, 2000
@@ -96,6 +97,7 @@ def test_a_step_that_spans_two_epochs_keeps_each_epoch_whole() -> None:
 # ---- ranks and resume
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_resumed_at_any_step_on_any_dp_size_the_global_order_is_unchanged(data: st.DataObject) -> None:

@@ -79,6 +79,7 @@ def test_the_fast_engine_is_used_where_it_is_installed(folder: Path, kind: str) 
     assert load(kind, folder).engine == "gigatoken"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sentencepiece", "huggingface", "gpt2"])
 @settings(max_examples=80, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
@@ -136,6 +137,7 @@ def test_a_character_newer_than_some_engine_has_the_ids_of_the_reference(tmp_pat
         assert load_tokenizer(names).disagreement(["1\U00011de0"]) is None
 
 
+@pytest.mark.slow
 def test_a_very_long_word_takes_no_quadratic_time(folder: Path) -> None:
     """A line of one character repeated, and text beyond U+FFFF, both once took minutes."""
     text = "x" * 100_000 + " " + "\U0001f642\u6f22" * 50_000

@@ -154,6 +154,7 @@ def grown_by_collectives(rank: int, world_size: int) -> float:
     return sizes[1] - sizes[0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
 def test_a_rank_does_not_grow_with_the_number_of_collectives() -> None:
     assert max(run_ranks(grown_by_collectives, 2)) < 20  # 60 to 180 with glibc's own threshold

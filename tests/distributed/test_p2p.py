@@ -45,6 +45,7 @@ def shift_views_and_overlap(rank: int, world_size: int) -> None:
     assert (first.wait() == before).all() and first.wait().shape == (50_000, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_shifts_may_overlap_and_take_strided_tensors(world_size: int) -> None:
     run_ranks(shift_views_and_overlap, world_size)

@@ -51,6 +51,7 @@ def test_a_raise_in_one_rank_is_reported_with_its_traceback_and_the_pool_restart
     assert run_ranks(total, 2, 2.0) == [2.0, 2.0]
 
 
+@pytest.mark.slow
 def test_a_hang_in_one_rank_is_reported_with_its_stack_within_the_timeout() -> None:
     run_ranks(total, 2, 1.0)
     begin = time.monotonic()

@@ -54,6 +54,7 @@ print(threading.active_count())
 """
 
 
+@pytest.mark.slow
 def test_what_ranks_find_imported_asks_for_no_device_and_starts_no_thread() -> None:
     """Would catch ranks that cannot use a GPU, or stand still, because their parent did before the fork."""
     done = subprocess.run([sys.executable, "-c", PRELOADS], capture_output=True, text=True)

@@ -26,6 +26,7 @@ def refused(ended: Ended) -> str:
     return messages[0].strip()
 
 
+@pytest.mark.slow
 def test_a_rank_with_another_learning_rate_is_refused_on_every_rank_with_both_values() -> None:
     """Would catch ranks that train to the end with two configurations and end with status 0."""
     messages = {refused(ended) for ended in run_all([QUICK, [*QUICK, "--lr", "0.02"]])}

@@ -89,6 +89,7 @@ def prompts_of(generator: Generator) -> list[Prompt]:
     return [maker.of_record(record) for record in RECORDS]
 
 
+@pytest.mark.slow
 def test_answers_are_the_likeliest_tokens_of_the_stored_pack_with_these_answers_in_it(
     trained: Path, generator: Generator
 ) -> None:
@@ -163,6 +164,7 @@ def test_a_prompt_with_images_that_leaves_no_room_is_refused(generator: Generato
         list(generator.answer([maker.of_record(record)], Sampling(1)))
 
 
+@pytest.mark.slow
 def test_an_image_token_is_never_an_answer(trained: Path) -> None:
     """Would catch a patch without an image, which ends all answers of a file, where the tokenizer has these tokens."""
     generator = Generator(trained / "run")

@@ -46,6 +46,7 @@ def least_by_trying(pack: Metadata, ranks: int, slack: float) -> int | None:
     return best(frozenset(range(len(pack))))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     st.sampled_from([(2, 4), (2, 5), (3, 3), (4, 2)]),

@@ -23,6 +23,7 @@ def test_the_bound_is_reached_where_the_best_layout_is_known() -> None:
         assert found.remote_share == 1.0 and found.ranks_per_document == cp
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("cp", [2, 4, 8, 16])
 def test_balanced_reaches_its_goals_on_mixed_packs(seed: int, cp: int) -> None:

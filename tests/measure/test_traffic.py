@@ -42,6 +42,7 @@ def assert_equal(measures: list[StepMeasure]) -> None:
         assert measure.sent == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "values",
     [
@@ -125,6 +126,7 @@ SEES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "values",
     [

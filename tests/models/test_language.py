@@ -181,6 +181,7 @@ def evaluated(rank: int, world_size: int, shape: dict[str, int], dropout: float 
     return [model.evaluate(batches, weight), model.evaluate(batches, weight), model.gradients(batches, 1, weight)]
 
 
+@pytest.mark.slow
 def test_validation_has_no_dropout_and_leaves_training_as_it_was() -> None:
     first, second, trained = evaluated(0, 1, {})
     assert first == second == evaluated(0, 1, {}, dropout=0.0)[0] != trained

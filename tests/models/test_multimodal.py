@@ -91,6 +91,7 @@ def test_features_and_all_gradients_equal_those_of_transformers(name: str, kind:
     assert_equal((features, assemble([pieces])), theirs(model, kind))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_tp_gives_the_features_and_gradients_of_transformers(ranks: int, sequence_parallel: bool) -> None:

@@ -51,6 +51,7 @@ def whole(shape: dict[str, int], values: Values) -> tuple[list[float], dict[str,
     return results[0][0], *(assemble(result[i] for result in results) for i in (1, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "extra"),
     [
@@ -103,6 +104,7 @@ def trained_frozen(
     return [loss, report.grad_norm], trained, parameter_pieces(model), (state, elements)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "towers", [("vision",), ("connector",), ("text",), ("vision", "text"), ("vision", "connector")]
 )
@@ -165,6 +167,7 @@ def loaded(rank: int, world_size: int, shape: dict[str, int], root: str, values:
     return parameter_pieces(model)
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_frozen_weights_and_load_on_other_grids(tmp_path: Path) -> None:
     """Would catch a frozen tower that is saved by nobody, twice, or not read."""
     expected = assemble(run_ranks(saved, 2, {"tp": 2}, str(tmp_path)))
@@ -200,6 +203,7 @@ def test_a_model_that_sees_does_not_start_from_one_that_reads(tmp_path: Path) ->
         loaded(0, 1, {}, str(tmp_path), {"finetune": True, "freeze_vision": False})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "values"),
     [

@@ -31,6 +31,7 @@ def rows(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [row for row in found if row["kind"] == kind]
 
 
+@pytest.mark.slow
 def test_a_trace_names_every_phase_of_its_steps_on_its_ranks(tmp_path: Path) -> None:
     """Would catch a trace of other steps, of all ranks, and a pipeline whose waits nobody sees."""
     flags = [*TINY, *grid_flags(pp=2), "--train-iters", "5", "--save", str(tmp_path)]
@@ -44,6 +45,7 @@ def test_a_trace_names_every_phase_of_its_steps_on_its_ranks(tmp_path: Path) -> 
         assert found["step"] == found["optimizer"] == 2 and found["forward"] == found["backward"] == 2 * 2
 
 
+@pytest.mark.slow
 def test_a_trace_ends_with_the_run_and_one_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
@@ -91,6 +93,7 @@ def _slow(rank: int, world: int, flags: Sequence[str], slow: int) -> int:
         ParallelModel.shard = real  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", [0, 1])
 def test_the_slowest_rank_is_named_with_its_phase(tmp_path: Path, slow: int) -> None:
     """Would catch the blame falling on a rank that only waited."""
@@ -143,6 +146,7 @@ def test_step_lines_have_epoch_seconds_and_time_left_after_a_resume_too(
     assert rows(tmp_path, "train")[-1]["seconds_left"] == 0
 
 
+@pytest.mark.slow
 def test_a_step_looks_at_no_clock_but_its_own_where_nobody_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

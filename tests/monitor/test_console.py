@@ -11,6 +11,7 @@ import pytest
 _LONG = "print('x' * (1 << 20))"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body",
     [

@@ -50,6 +50,7 @@ def sides(draw: st.DrawFn) -> tuple[Metadata, Metadata]:
     return draw(st.sampled_from([(meta, meta), (q, k), (q, meta), (meta, k)]))
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(sides(), st.sampled_from([1, 2, 3, 4, 8, 16, 100]))
 def test_every_non_empty_block_is_there_once_with_its_number_of_pairs(
@@ -66,6 +67,7 @@ def test_every_non_empty_block_is_there_once_with_its_number_of_pairs(
     assert (cover.q_blocks, cover.k_blocks) == (-(-len(q) // size), -(-len(k) // size))
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(sides(), st.sampled_from([1, 2, 3, 8]))
 def test_full_blocks_hold_every_pair_and_the_others_have_the_rules_mask(

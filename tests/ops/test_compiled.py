@@ -61,6 +61,7 @@ CASES: dict[str, Callable[[int], list[torch.Tensor]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_chain_as_one_graph_is_the_chain(name: str, graphs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch a line that a graph cannot hold, and one that means something else in a graph."""
@@ -72,6 +73,7 @@ def test_a_chain_as_one_graph_is_the_chain(name: str, graphs: list[int], monkeyp
             torch.testing.assert_close(a, b, **BITS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_new_lengths_and_keys_need_no_new_graph(name: str, graphs: list[int]) -> None:
     """Would catch packs that are compiled anew, each for seconds (no length equals another dim, which is a form)."""
@@ -87,6 +89,7 @@ def test_a_chain_on_the_cpu_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> 
     assert fused(lambda x: x + 1)(torch.zeros(2)).tolist() == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_more_forms_than_the_limit_are_an_error_and_calls_leave_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

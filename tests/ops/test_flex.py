@@ -87,6 +87,7 @@ def split(meta: Metadata, *cuts: int, seed: int = 0) -> list[tuple[np.ndarray, T
     return [(index, tile_table(meta, meta.take(index))) for index in parts]
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([4, 8, 16]), st.booleans())
 def test_a_block_mask_read_from_either_side_is_exactly_the_mask(seed: int, size: int, permuted: bool) -> None:
@@ -133,6 +134,7 @@ def test_backward_from_the_merged_result_is_exact_for_keys_in_several_parts(seed
             torch.testing.assert_close(got, exact, **EXACT)
 
 
+@pytest.mark.slow
 @uncompiled
 @pytest.mark.parametrize(("heads", "groups", "width"), [(4, 2, 16), (6, 1, 16), (2, 2, 8)])
 def test_the_real_function_computes_the_parts(heads: int, groups: int, width: int) -> None:
@@ -155,6 +157,7 @@ def backward_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
 
 
+@pytest.mark.slow
 @uncompiled
 @pytest.mark.parametrize(("heads", "groups"), HEADS)
 def test_the_real_function_takes_the_gradients_of_both_results(backward_on_cpu: None, heads: int, groups: int) -> None:
@@ -166,6 +169,7 @@ def test_the_real_function_takes_the_gradients_of_both_results(backward_on_cpu: 
         torch.testing.assert_close(got, exact, **EXACT)
 
 
+@pytest.mark.slow
 @uncompiled
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
@@ -268,6 +272,7 @@ class Compilations:
         return graph.forward
 
 
+@pytest.mark.slow
 def test_packs_of_any_length_share_a_few_compiled_forms() -> None:
     """Would catch a value of the pack that is compiled in: training then compiles at every step, and stops at the
     limit.

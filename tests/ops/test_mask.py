@@ -78,6 +78,7 @@ def test_rows_are_ordered_disjoint_and_tiles_lie_inside_the_table(meta: Metadata
             key = tile.k_stop
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(packs())
 def test_the_mask_equals_the_published_molmo2_rule(meta: Metadata) -> None:

@@ -21,6 +21,7 @@ def cases(draw: st.DrawFn) -> tuple[list[float], float, float, int]:
     return layers, draw(costs), draw(costs), draw(st.integers(1, len(layers)))
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(cases())
 def test_no_cut_is_cheaper_or_as_cheap_and_more_even(case: tuple[list[float], float, float, int]) -> None:

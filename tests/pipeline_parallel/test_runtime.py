@@ -82,6 +82,7 @@ def train_many(rank: int, world_size: int, cases: list[tuple[Any, ...]]) -> list
     return [train_one_step(rank, world_size, *case) for case in cases]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 @pytest.mark.parametrize("num_chunks", [1, 2, 3])
 def test_losses_and_gradients_are_those_of_one_process(num_stages: int, num_chunks: int) -> None:
@@ -248,6 +249,7 @@ def raise_in_a_chunk(rank: int, world_size: int, failing: int) -> None:
     run(actions, parts, make_batches(LENGTHS[:4], WIDTH), links_of(grid(pp=world_size)), hidden_states())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_exception_in_a_chunk_is_reported_and_does_not_hang(failing: int) -> None:
     with pytest.raises(RankError, match=f"ArithmeticError: a broken layer on stage {failing}"):

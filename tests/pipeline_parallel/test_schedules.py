@@ -36,6 +36,7 @@ def evaluation(num_stages: int, num_microbatches: int, num_chunks: int) -> list[
     return [schedule("forward_only", s, num_stages, num_microbatches, num_chunks) for s in range(num_stages)]
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True, max_examples=150)
 @given(sizes(), st.randoms(use_true_random=False), st.sampled_from([None, 1, 2]))
 def test_any_sizes_end_within_the_stated_memory(size: tuple[int, int, int], random: Random, window: int | None) -> None:
@@ -89,6 +90,7 @@ def test_the_bubble_of_1f1b_is_the_formula(stages: int, microbatches: int, forwa
     assert result.bubble == pytest.approx((stages - 1) / microbatches, abs=1e-9)
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True)
 @given(st.integers(2, 8), st.integers(1, 4), st.integers(2, 5), times, times)
 def test_the_bubble_of_interleaved_is_the_formula(
@@ -99,6 +101,7 @@ def test_the_bubble_of_interleaved_is_the_formula(
     assert result.bubble == pytest.approx((stages - 1) / (chunks * groups * stages), abs=1e-9)
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True)
 @given(sizes(), times, times)
 def test_a_short_group_costs_at_most_its_missing_microbatches(
@@ -119,6 +122,7 @@ def test_the_bubble_of_evaluation_is_the_formula(stages: int, groups: int, chunk
     assert result.bubble == pytest.approx((stages - 1) / (chunks * groups * stages), abs=1e-9)
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True)
 @given(st.integers(1, 8), st.integers(2, 4), st.integers(1, 4))
 def test_the_memory_bound_is_reached_and_not_padded(stages: int, groups: int, chunks: int) -> None:

@@ -156,6 +156,7 @@ def all_cases() -> list[Case]:
     return cases
 
 
+@pytest.mark.slow
 def test_attention_in_a_block_is_dense_attention_for_every_layout_transport_and_mask() -> None:
     """Would catch batch rows that see each other, buffers cut in another order than the plan's, wrong padding.
 

@@ -222,11 +222,13 @@ def check(cases: list[Case]) -> None:
         assert max(first[1], second[1]) <= 1e-10, (case, first, second)
 
 
+@pytest.mark.slow
 def test_stock_models_that_would_be_wrong_are_refused_and_right_ones_are_exact() -> None:
     """Would catch layers, angles, positions, windows and losses of one rank's tokens, and refusals without a cause."""
     check(FAST)
 
 
+@pytest.mark.slow
 def test_more_stock_models_that_would_be_wrong_are_refused() -> None:
     """Would catch a kind of layer, of rope or of attention that only some families have."""
     check(MORE)

@@ -240,6 +240,7 @@ def seen_on_one_rank(rank: int, world_size: int) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_what_one_rank_alone_can_see_is_refused_by_all_ranks_alike() -> None:
     """Would catch a rank that raises while the others wait for its keys until they time out."""
     patterns = [

@@ -43,6 +43,7 @@ def gradients(rank: int, world: int, shape: dict[str, int], settings: dict[str, 
     return [model.buckets.grad_shard(i).numpy().copy() for i in range(len(model.buckets.buckets))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("shape", [{}, {"tp": 2}, {"dp": 2}, {"pp": 2}])
 def test_fused_gradients_are_those_of_autograd(shape: dict[str, int], recompute: str) -> None:

@@ -21,6 +21,7 @@ def load_tool() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_layouts_are_counted_drawn_and_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     tool = load_tool()
     path = tmp_path / "figures.json"

@@ -58,6 +58,7 @@ def test_every_part_runs_on_a_cpu_and_the_report_holds_versions(tool: ModuleType
     assert text.count("| ok |") == 8 and text.count("| skipped |") == 9
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_is_a_line_and_the_others_run(tool: ModuleType) -> None:
     def broken() -> list[Finding]:
         raise RuntimeError("out of memory")
@@ -69,6 +70,7 @@ def test_a_part_that_fails_is_a_line_and_the_others_run(tool: ModuleType) -> Non
     assert "| one | RuntimeError: out of memory | | not finished |" in text
 
 
+@pytest.mark.slow
 def test_what_was_found_is_on_disk_when_the_machine_ends_the_command(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -262,6 +262,7 @@ def test_every_example_is_taken_and_what_only_a_gpu_runs_is_replaced(capsys: pyt
         assert setup.config.checkpoint == RunConfig().checkpoint
 
 
+@pytest.mark.slow
 def test_auto_is_resolved_as_a_run_does_and_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Would catch a config of a run with auto that cannot be checked."""
     auto = ["--cp-comm-type", "auto", "--cp-layout", "auto", "--cp-calibration", str(tmp_path / "machine.json")]

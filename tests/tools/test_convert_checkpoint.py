@@ -117,6 +117,7 @@ def test_float16_weights_become_a_checkpoint_only_in_another_type(
     assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b", "--dtype", "float32", "--verify") == 0
 
 
+@pytest.mark.slow
 def test_both_layouts_of_a_molmo2_become_each_other(tmp_path: Path) -> None:
     model = save("molmo2 released", tmp_path / "a")
     assert convert("hf", "hf", tmp_path / "a", tmp_path / "b", "--layout", "native", "--verify") == 0

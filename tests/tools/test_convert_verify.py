@@ -93,6 +93,7 @@ FAULTS: dict[str, tuple[str, Fault, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FAULTS)
 def test_verify_sees_each_fault_and_keeps_no_folder(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -130,6 +131,7 @@ def test_verify_counts_the_tensors_that_it_compared_bit_by_bit(
     assert text.count("verify: the transformers library holds the same 29 tensors") == 2
 
 
+@pytest.mark.slow
 def test_an_export_keeps_the_length_that_the_model_is_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Would catch a 256-position model capped at the 32 tokens of the rows that it was tuned on."""
     from megacp.train import main as train

@@ -51,6 +51,7 @@ def flags(folder: Path, checkpoint: str, *more: object) -> list[str]:
     return [str(word) for word in given]
 
 
+@pytest.mark.slow
 def test_prompts_with_images_and_without_are_continued(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate.main(flags(folder, "reading", "--prompt", "one", "--prompt", "two")) == 0
     said = capsys.readouterr().out
@@ -127,6 +128,7 @@ def test_flags_that_contradict_each_other_are_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_cannot_be_answered_ends_with_one_message(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

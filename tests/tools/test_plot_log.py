@@ -19,6 +19,7 @@ def write(path: Path) -> None:
         file.write('{"kind": "train", "step": 1, "loss": 3.0}\n{"kind": "train", "step": 2, "loss": "nan"}\n')
 
 
+@pytest.mark.slow
 def test_a_log_with_notes_has_its_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Would catch a run with one skipped step whose curve cannot be drawn."""
     write(tmp_path / "log.jsonl")

@@ -68,6 +68,7 @@ def test_symbols_are_one_token_each_and_records_with_images_give_their_text(tmp_
     assert [spelt.count(symbol) for symbol in symbols] == [1, 1], spelt
 
 
+@pytest.mark.slow
 def test_errors_are_one_line_and_nothing_is_overwritten(corpus: list[Path], tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
     kept.write_text("mine")

@@ -23,6 +23,7 @@ def stated(*flags: str) -> dict[str, str]:
     return statement(config, sources, "cpu")
 
 
+@pytest.mark.slow
 def test_every_flag_is_stated_but_those_that_may_differ() -> None:
     """Would catch a new flag that ranks may set differently without anybody having thought of it."""
     assert {name for name in fields() if flag(name) not in stated()} == set(MAY_DIFFER)

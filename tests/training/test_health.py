@@ -143,6 +143,7 @@ def test_bad_images_are_a_share_of_documents_with_images_however_few_a_step_has(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_spike_is_told_skipped_before_the_update_or_ends_the_run(tmp_path: Path, world_size: int) -> None:
     """Would catch a rank that updates while another does not: step 10 of rank 0 alone has the large loss."""
@@ -163,6 +164,7 @@ def test_a_spike_is_told_skipped_before_the_update_or_ends_the_run(tmp_path: Pat
     assert notes(tmp_path / "stop")[-1][1].count("(--spike-action stop)") == 1
 
 
+@pytest.mark.slow
 def test_a_run_resumed_before_a_spike_skips_it_like_the_undisturbed_one(tmp_path: Path) -> None:
     """Would catch a running median that begins anew with every resume."""
     flags = [*TWELVE, "--spike-action", "skip", "--save-interval", "9"]
@@ -199,6 +201,7 @@ def _refused(rank: int, world: int, setup: ParitySetup) -> bool:
     return same and all(torch.equal(a.values, b.values) for one, two in pairs for a, b in zip(one, two, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_refused_update_changes_nothing(world: int) -> None:
     from megacp.config.run import RunConfig, with_values
@@ -233,6 +236,7 @@ def _train(data: Path, folder: Path, **values: Any) -> int:
     return main(flags_of(config_for(data, **limits), folder))
 
 
+@pytest.mark.slow
 def test_a_run_all_of_whose_images_are_broken_ends(tmp_path: Path) -> None:
     """Would catch documents left out by the hundred, a loss of 0.0 and "finished"."""
     for name, text in (("mixed", True), ("images", False)):
@@ -258,6 +262,7 @@ def _on_ranks(rank: int, world: int, flags: Sequence[str]) -> int:
     return train_sick(rank, world, flags, "spike", -1, [])
 
 
+@pytest.mark.slow
 def test_bad_images_end_all_ranks_alike(tmp_path: Path) -> None:
     data = broken_images(tmp_path, text=True)
     config = config_for(data, on_bad_image="skip", train_iters=4, context_parallel_size=2)

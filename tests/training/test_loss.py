@@ -142,6 +142,7 @@ def ends_of_a_tied_model(rank: int, world_size: int, shape: dict[str, int], valu
     return [table.detach().float().numpy().tobytes() for table in tables]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "values"),
     [

@@ -79,6 +79,7 @@ def _with_writer(rank: int, world_size: int, flags: Sequence[str], broken: int, 
         PayloadWriter.write = real  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_training_goes_on_during_a_slow_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Would catch a save that blocks the loop: several steps end between the two lines of one checkpoint."""
     flags = [*TINY, "--train-iters", "12", "--save", str(tmp_path), "--save-interval", "4", "--async-save"]
@@ -91,6 +92,7 @@ def test_training_goes_on_during_a_slow_write(tmp_path: Path, capsys: pytest.Cap
     assert steps(tmp_path) == ["step_0000004", "step_0000008", "step_0000012"]
 
 
+@pytest.mark.slow
 def test_a_failed_write_ends_the_run_on_all_ranks_at_the_next_step(tmp_path: Path) -> None:
     """Would catch a run that trains on without checkpoints. Step 6 may have begun when the writer of step 5 fails."""
     flags = [*TINY, "--train-iters", "40", "--save", str(tmp_path), "--save-interval", "5", "--async-save"]
@@ -123,6 +125,7 @@ def test_exit_duration_stops_all_ranks_at_one_step_and_saves(tmp_path: Path) -> 
     assert steps(tmp_path) == [f"step_{last:07d}"]
 
 
+@pytest.mark.slow
 def test_auto_resume_starts_loudly_from_scratch_only_where_nothing_ever_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,6 +149,7 @@ def test_auto_resume_starts_loudly_from_scratch_only_where_nothing_ever_was(
     assert "no committed checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_auto_resume_of_a_finetuning_goes_on_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Would catch a restarted fine-tuning that takes the base's weights once more."""
     run(1, [*TINY, "--save", str(tmp_path / "base"), "--train-iters", "2"])
@@ -158,6 +162,7 @@ def test_auto_resume_of_a_finetuning_goes_on_with_it(tmp_path: Path, capsys: pyt
     assert losses(tmp_path / "tuned") == losses(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_finetuning_takes_weights_alone_and_any_seed_and_dataset(
     tmp_path: Path, packed_dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,6 +186,7 @@ def test_finetuning_takes_weights_alone_and_any_seed_and_dataset(
     assert "--rotary-base" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_finetuning_in_bfloat16_makes_its_masters_of_the_weights(tmp_path: Path) -> None:
     """Would catch masters of zeros, which the first update would write over the weights."""
     base = [text if text != "float64" else "bfloat16" for text in TINY]

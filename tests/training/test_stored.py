@@ -64,6 +64,7 @@ def change(folder: Path, content: dict[str, Any] | None = None, config: str | No
     (step / MANIFEST_FILE).write_text(json.dumps(manifest | {"checksum": _checksum(manifest)}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["--load", "--auto-resume"])
 def test_a_run_is_resumed_without_a_flag_of_its_model(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
@@ -80,6 +81,7 @@ def test_a_run_is_resumed_without_a_flag_of_its_model(
     assert "changed since the checkpoint" not in told
 
 
+@pytest.mark.slow
 def test_a_finetuning_takes_the_model_and_leaves_dropout_rates_and_frozen_parts(base: Path, tmp_path: Path) -> None:
     """Would catch a run that needs `--config` of a folder inside the checkpoint, and one that takes too much."""
     explicit = [*TINY, "--hidden-dropout", "0", "--lr-decay-iters", "4"]
@@ -139,6 +141,7 @@ EXTRAS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", EXTRAS)
 def test_a_crafted_value_of_the_run_is_refused_with_file_and_field(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
@@ -162,6 +165,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_crafted_config_is_refused_by_all_who_read_it(
@@ -186,6 +190,7 @@ _VALUES: st.SearchStrategy[Any] = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.sampled_from(["step", "consumed_samples", "seed", "image_rules", "updates"]), _VALUES))
 def test_any_values_of_a_run_are_a_progress_or_a_value_error(base: Path, values: dict[str, Any]) -> None:
@@ -205,6 +210,7 @@ def test_the_whole_config_comes_back(base: Path) -> None:
     assert isinstance(stored_config(loaded), RunConfig) and stored_config(loaded).model.num_layers == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", ["generate", "convert", "train"])
 def test_a_reader_whose_checkpoint_goes_takes_the_next_one_or_says_so(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], reader: str

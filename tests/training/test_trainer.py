@@ -37,6 +37,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
     assert losses(tmp_path / "halved") == losses(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_any_grid_resumes_the_checkpoint_of_another_with_the_same_losses(tmp_path: Path) -> None:
     run(1, [*TINY, "--save", str(tmp_path / "whole")])
     first = [*TINY, "--save", str(tmp_path / "moved"), "--lr-decay-iters", "4", "--train-iters", "2"]
@@ -46,6 +47,7 @@ def test_any_grid_resumes_the_checkpoint_of_another_with_the_same_losses(tmp_pat
     assert moved == pytest.approx(whole, rel=1e-10)  # float64; only the order of sums differs
 
 
+@pytest.mark.slow
 def test_validation_leaves_training_as_it_was_and_does_not_depend_on_the_grid(
     tmp_path: Path, packed_dataset: Path
 ) -> None:
@@ -94,6 +96,7 @@ def test_a_dataset_of_another_vocabulary_or_row_length_is_refused_with_both_numb
         assert "rows of 64 tokens" in message and "--seq-length is 128" in message
 
 
+@pytest.mark.slow
 def test_another_seed_or_dataset_than_the_checkpoints_is_refused(
     tmp_path: Path, packed_dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,6 +109,7 @@ def test_another_seed_or_dataset_than_the_checkpoints_is_refused(
     assert "another dataset" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_truncated_checkpoint_names_its_file_and_the_one_before_it_is_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -120,6 +124,7 @@ def test_a_truncated_checkpoint_names_its_file_and_the_one_before_it_is_taken(
     assert payload.name in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_another_model_of_the_same_shapes_is_refused_and_other_changes_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,6 +138,7 @@ def test_another_model_of_the_same_shapes_is_refused_and_other_changes_are_told(
     assert "changed since the checkpoint: --weight-decay 0.2 (was 0.1)" in said and "--train-iters" not in said
 
 
+@pytest.mark.slow
 def test_another_length_is_told_where_the_learning_rate_decays_over_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,12 +160,14 @@ def test_another_dtype_is_one_reason(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert "step_0000002 has --dtype float64, this run float32" in error and error.count("float64") == 1
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_resumed_writes_no_second_copy(tmp_path: Path) -> None:
     run(1, [*TINY, "--save", str(tmp_path)])
     run(1, [*TINY, "--save", str(tmp_path), "--load", str(tmp_path)])
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_0000004"]
 
 
+@pytest.mark.slow
 def test_validation_counts_only_tokens_with_a_weight(tmp_path: Path, packed_dataset: Path) -> None:
     """Would catch a batch without counted tokens that weighs as one token of loss 0."""
     records = [{"text": "seven times eight is fifty-six, of course it is", "weight": weight} for weight in (1.0, 0.0)]

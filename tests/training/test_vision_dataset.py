@@ -104,6 +104,7 @@ def test_a_stored_dataset_is_decoded_by_ranks_as_by_one_process(tmp_path: Path) 
 LARGER = pytest.param({"cp": 2, "pp": 2}, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [{"cp": 2}, LARGER], ids=str)
 def test_a_step_on_a_stored_dataset_is_that_of_one_process(tmp_path: Path, shape: dict[str, int]) -> None:
     data = write_dataset(tmp_path)
@@ -117,6 +118,7 @@ def test_a_step_on_a_stored_dataset_is_that_of_one_process(tmp_path: Path, shape
         assert abs(loss / expected[0] - 1) < 1e-12 and abs(norm / expected[1] - 1) < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cp", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_one_giant_video_spreads_over_more_ranks_than_were_planned(tmp_path: Path, cp: int) -> None:
     """Would catch a video that one rank decodes alone, and a degree that the dataset has no table for."""
@@ -134,6 +136,7 @@ def test_one_giant_video_spreads_over_more_ranks_than_were_planned(tmp_path: Pat
         assert abs(loss / expected[0] - 1) < 1e-12 and abs(norm / expected[1] - 1) < 1e-10
 
 
+@pytest.mark.slow
 def test_a_damaged_image_ends_the_run_or_leaves_its_document_out_everywhere(tmp_path: Path) -> None:
     data = write_dataset(tmp_path)
     for path in data.glob("shard_*/images.bin"):
@@ -168,6 +171,7 @@ def _many(value: object) -> bool:
     return isinstance(value, tuple)
 
 
+@pytest.mark.slow
 def test_a_run_tells_how_images_are_dealt_what_it_left_out_and_has_the_losses_of_one_process(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,6 +212,7 @@ def test_a_model_that_does_not_fit_the_images_is_refused_with_the_flags(tmp_path
         open_sources(config_for(data, additional_vocab_size=4))
 
 
+@pytest.mark.slow
 def test_a_parity_check_takes_the_stored_images_and_keeps_their_patch_sizes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

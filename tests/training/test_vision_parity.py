@@ -75,6 +75,7 @@ def one_process(setup: ParitySetup) -> list[StepTrace]:
     return traces
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "values", "strategy"), CASES)
 def test_a_grid_trains_the_vision_language_model_like_one_process(world: int, values: dict, strategy: str) -> None:
     """Would catch a feature on a wrong token, a starved rank without its zero, a gradient lost on the way back."""

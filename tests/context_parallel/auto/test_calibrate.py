@@ -32,6 +32,7 @@ def measured(rank: int, world_size: int, shape: tuple[int, int, int]) -> tuple[M
     return found, time.process_time() - begin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_all_ranks_hold_the_same_constants_after_little_work(world_size: int) -> None:
     """Would catch a rank's own medians in its decision; four ranks on two cores have 6 s of them in 3 s."""

@@ -87,6 +87,7 @@ def test_one_long_document_on_a_fast_network_keeps_the_default() -> None:
     assert choose(predicted(config_of(4), constants, documents([1024]))) == Candidate("p2p", "zigzag")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("lengths", [[1024], [512, 512], [200] * 5 + [24], [64] * 16])
 def test_uniform_links_prefer_a2a_where_volume_says_so(cp: int, lengths: list[int]) -> None:
@@ -162,6 +163,7 @@ def choose_on_rank(rank: int, world_size: int, sizes: dict[str, int], folder: Pa
     return resolved, [repr(choice.chosen), repr(choice.predicted)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -232,6 +234,7 @@ def test_tools_that_must_know_what_they_run_refuse_auto(capsys: pytest.CaptureFi
     assert "auto chooses --cp-comm-type or --cp-layout at the start of a run" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_tells_what_it_chose_and_how_good_the_prediction_was(tmp_path: Path) -> None:
     """Would catch a checkpoint that says auto, a second calibration, and a comparison that is never made."""
     calibration, out = tmp_path / "calibration.json", tmp_path / "out"

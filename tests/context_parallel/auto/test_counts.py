@@ -90,6 +90,7 @@ def counted(rank: int, world_size: int, ways: list[Candidate]) -> list[tuple[dic
     return found
 
 
+@pytest.mark.slow
 def test_counted_work_is_what_every_transport_makes_its_kernel_do() -> None:
     """Would catch a table that a transport no longer uses, keys of other ranks in another order, and heads whose keys
     are narrower than was thought, so that more tiles are copied into one call.

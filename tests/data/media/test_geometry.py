@@ -46,6 +46,7 @@ SIZES = {
 ONE_LEVEL = 2 / 255 * 1.001  # of 255 levels, over a deviation of 0.5, and a rounding of the last float32 digit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_pixels_and_pooling_are_those_of_the_transformers_library(name: str) -> None:
     rules = RULES[name]

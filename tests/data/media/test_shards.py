@@ -36,6 +36,7 @@ def shards(images: list[int], ranks: int, cost: list[int] | None = None) -> list
     return [[images[u] for u in part] for part in parts]
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(UNITS, st.integers(1, 6), st.randoms(use_true_random=False))
 def test_the_largest_cost_is_the_optimum_and_no_rank_starves_needlessly(images: list, ranks: int, random) -> None:
@@ -128,6 +129,7 @@ def test_twenty_thousand_random_packs_have_the_optimal_cost(part: int) -> None:
     assert violations == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(UNITS, st.integers(1, 6))
 def test_a_stored_table_and_the_function_agree_and_uniform_covers_all(images: list[int], ranks: int) -> None:

@@ -124,6 +124,7 @@ SOUND = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOUND)
 def test_a_sound_video_is_read_frame_by_frame_as_in_order(name: str) -> None:
     """Would catch a sound video that is called damaged, or whose frames stand at other times."""

@@ -62,6 +62,7 @@ def test_each_flipped_bit_of_a_bin_is_told_when_it_is_read(dataset_path: Path, n
     read_all(PackedDataset(dataset_path))
 
 
+@pytest.mark.slow
 def test_each_flipped_bit_of_a_table_or_the_manifest_is_told_at_open(dataset_path: Path) -> None:
     rng = np.random.default_rng(2)
     for path in [*sorted((dataset_path / "shard_00000").glob("*.[in]*")), dataset_path / "manifest.json"]:

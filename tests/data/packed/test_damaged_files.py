@@ -253,6 +253,7 @@ def test_any_header_of_a_table_is_a_value_error_that_names_it(tmp_path: Path) ->
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["packs", "segments", "units", "tokens.idx", "images.idx", "shards_cp2"])
 def test_any_numbers_in_a_table_are_a_value_error_that_names_the_shard(dataset_path: Path, name: str) -> None:
     """With right hashes, as a faulty builder would write them."""
@@ -282,6 +283,7 @@ def test_any_numbers_in_a_table_are_a_value_error_that_names_the_shard(dataset_p
 # ---- descriptors
 
 
+@pytest.mark.slow
 def test_hundreds_of_shards_need_few_descriptors(tmp_path: Path) -> None:
     """Would catch maps that stay open: 4 of a text shard and 12 of an image shard, of 1,024 that a process has."""
     shards = [weighted_images(np.random.default_rng(0), 2)] * (OPEN_SHARDS + 20)
@@ -304,6 +306,7 @@ print(len(dataset))
     assert done.stdout == f"{2 * len(shards)}\n" and not done.stderr
 
 
+@pytest.mark.slow
 def test_a_pack_outlives_the_shard_it_came_from(tmp_path: Path) -> None:
     """Would catch a descriptor that is closed, or given to another file, while a thread still reads images by it."""
     rng = np.random.default_rng(0)

@@ -69,6 +69,7 @@ def test_a_value_that_does_not_fit_the_dtype_is_refused(tmp_path: Path) -> None:
     writer.abandon()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["uint16", "int32", "float32", "uint8"])
 def test_megatron_core_reads_our_files_exactly(tmp_path: Path, dtype: str) -> None:
     theirs = megatron()

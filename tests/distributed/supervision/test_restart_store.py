@@ -32,6 +32,7 @@ def _life(store: dist.Store, size: int, delays: Sequence[float], present: Sequen
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delays", [(0.0, 0.0, 0.0), (0.3, 0.0, 0.1), (0.0, 0.3, 0.0)], ids=str)
 def test_each_life_of_a_run_has_a_part_of_the_store_of_its_own(delays: tuple[float, ...]) -> None:
     """Would catch a rank that meets a dead one: late ranks, a life that never came together, then whole ones."""
