@@ -162,9 +162,9 @@ def _begins_learned(part: list[Stretch]) -> bool:
 def _predictable(parts: list[list[Stretch]]) -> list[list[Stretch]]:
     """A record's prefix and branches, such that some token before it predicts the first one of every branch.
 
-    The end of a prefix cannot stand for several: where a branch begins with learned text, every branch begins with the
-    prefix's last token instead, at the place that it had. Each still is the sequence that prefix and branch make, and
-    the token is learned once, as before.
+    The end of a prefix cannot predict several tokens. Where a branch begins with learned text, the prefix's last token
+    moves to the beginning of every branch. Each still is the sequence that prefix and branch make, and the token is
+    learned once, as before.
     """
     prefix, *branches = parts
     *before, end = prefix

@@ -21,15 +21,15 @@ class StorageFault(ValueError):
 
 
 @contextmanager
-def told(output: Path, part: Path | None = None) -> Iterator[None]:
-    """Turn an OSError into a StorageFault of `output`; `part`: a folder that is being written."""
+def told(output: Path, shard: Path | None = None) -> Iterator[None]:
+    """Turn an OSError into a StorageFault of `output`; `shard`: its folder that is being written."""
     try:
         yield
     except OSError as error:
-        raise StorageFault(_message(error, output, part)) from error
+        raise StorageFault(_message(error, output, shard)) from error
 
 
-def _message(error: OSError, output: Path, part: Path | None) -> str:
+def _message(error: OSError, output: Path, shard: Path | None) -> str:
     reason = error.strerror or str(error)  # numpy raises "N requested and M written" without a number
     if error.errno is not None and error.errno not in _FULL:
         if error.filename is None:
@@ -37,7 +37,7 @@ def _message(error: OSError, output: Path, part: Path | None) -> str:
         name = os.fsdecode(error.filename)
         inside = Path(os.path.abspath(name)).is_relative_to(os.path.abspath(output))
         return f"--output {output}: {name}: {reason}" if inside else f"{name}: {reason}"
-    written = f", {_size(part):,} bytes of {part.name} were written" if part is not None else ""
+    written = f", {_size(shard):,} bytes of {shard.name} were written" if shard is not None else ""
     return (
         f"--output {output}: {reason}{written}, {_free(output):,} bytes are free there; "
         "what is finished stays: make room and run the same command again"

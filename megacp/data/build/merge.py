@@ -23,7 +23,7 @@ from megacp.data.build.unit import shard_name
 from megacp.data.packed import tables
 from megacp.data.packed.checksums import with_checksums
 from megacp.data.packed.indexed import HashedFile
-from megacp.data.packed.manifest import FileEntry, Manifest, ShardEntry
+from megacp.data.packed.manifest import FORMAT_VERSION, FileEntry, Manifest, ShardEntry
 from megacp.data.packed.reader import PackedDataset
 from megacp.wording import listed
 
@@ -82,8 +82,8 @@ def _merged(inputs: Sequence[str], manifests: Sequence[Manifest], directory: Pat
             f"--output {directory} holds a dataset; nothing was overwritten, give --overwrite to replace it"
         )
     with locked(directory):
-        parts = [manifest.fingerprint for manifest in manifests]
-        Journal(directory, {"merged from": parts})  # a later `build` into this directory is refused
+        merged = [manifest.fingerprint for manifest in manifests]
+        Journal(directory, {"merged from": merged})  # a later `build` into this directory is refused
         shards: list[ShardEntry] = []
         shift = 0
         for path, manifest in zip(inputs, manifests, strict=True):
@@ -93,16 +93,13 @@ def _merged(inputs: Sequence[str], manifests: Sequence[Manifest], directory: Pat
         rejects = [Path(path) / REJECTS_NAME for path in inputs]
         files.write_atomically(directory / REJECTS_NAME, b"".join(p.read_bytes() for p in rejects if p.exists()))
         copy_tokenizer(sorted((Path(inputs[0]) / TOKENIZER_DIRECTORY).glob("*")), directory)
-        result = Manifest(
-            config_fingerprint=hashlib.sha256("\n".join(parts).encode()).hexdigest(),
-            tokenizer=first.tokenizer,
-            seq_length=first.seq_length,
-            pad_multiple=first.pad_multiple,
+        result = dataclasses.replace(
+            first,
+            config_fingerprint=hashlib.sha256("\n".join(merged).encode()).hexdigest(),
             sources=tuple(source for manifest in manifests for source in manifest.sources),
             shards=tuple(shards),
             num_rejected=sum(manifest.num_rejected for manifest in manifests),
-            image_rules=first.image_rules,
-            cp_degrees=first.cp_degrees,
+            format_version=FORMAT_VERSION,
         )
         result.write(directory)
     return result

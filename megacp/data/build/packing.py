@@ -81,8 +81,8 @@ def _check_fit(name: str, amounts: np.ndarray, capacity: int, least: int) -> Non
 class _FreeSpaceTree:
     """The set of free-space values 0..capacity that some pack has, as a segment tree with 64 children a node.
 
-    Each level is a list of 64-bit words, a bit for each non-empty child; `next_at_least` touches at most two words a
-    level (3 levels reach a capacity of 262,143).
+    Each level is a list of 64-bit words, a bit for each non-empty child. `next_at_least` touches at most two words a
+    level; 3 levels reach a capacity of 262,143.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -169,8 +169,8 @@ def two_budgets(
 ) -> Packing:
     """First fit under two budgets, tokens and image crops, for each window of consecutive items on its own.
 
-    Three orders are tried per window: arrival, decreasing by the larger share of its budget, decreasing by tokens;
-    the one with the fewest packs is kept, the earlier on a tie. A window is closed at its end, so memory is bounded
+    Three orders are tried per window: arrival, decreasing by the larger share of its budget, decreasing by tokens. The
+    one with the fewest packs is kept, the earlier on a tie. A window is closed at its end, so memory is bounded
     and the packs of one window do not depend on another; larger windows waste less.
 
     tokens: integers [n], 1 <= tokens <= token_capacity; crops: integers [n], 0 <= crops <= crop_capacity.

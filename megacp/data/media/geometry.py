@@ -129,8 +129,9 @@ class ImageRules:
         ]
 
     def with_token_ids(self, tokenizer: Any) -> ImageRules:
-        """These rules with an id for every special token: the given one, else the one the tokenizer (an object with
-        `vocab_size` and maybe `token_id(text)`) has for its text, else the next free one above the vocabulary.
+        """These rules with an id for every special token: as given, else the tokenizer's for its text, else a free one.
+
+        Free ids begin above the vocabulary. `tokenizer` has `vocab_size` and maybe `token_id(text)`.
         """
         find = getattr(tokenizer, "token_id", lambda text: None)
         ids: dict[str, int] = {}

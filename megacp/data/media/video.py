@@ -211,8 +211,9 @@ _ENDS: dict[str, Callable[[Any, bytes], str | None]] = {
     "matroska": _timed_end,
     "flv": _timed_end,
 }
-"""Of containers of which FFmpeg opens half a file: what is missing at the end, by what the header says of the length;
-the container is at its beginning.
+"""Of containers of which FFmpeg opens half a file: what is missing at the end, by the length that the header states.
+
+The container is at its beginning.
 """
 
 

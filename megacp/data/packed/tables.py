@@ -4,10 +4,11 @@ Key property: a table is read in one piece, without a parser. Little-endian stru
 that nothing is misaligned. Rejected: JSON for each pack, which is parsed on the training path.
 
 A text shard has packs.npy, segments.npy and checksums.npy, by which a flipped bit of a bin is told when its pack is
-read. branches.npy exists when a document has branches. A shard with images has images.bin / images.idx (dtype uint8,
-one sequence per image or video, the encoded bytes as they came; one Megatron document per pack), units.npy,
-image_checksums.npy, and for each planned CP degree P a shards_cp{P}.npy of shape [packs, P]. `consistency` says how
-their columns depend on each other.
+read. branches.npy exists when a document has branches.
+
+A shard with images has images.bin / images.idx (uint8, the encoded bytes as they came): one sequence an image or video,
+one Megatron document a pack. It also has units.npy, image_checksums.npy, and a shards_cp{P}.npy of shape [packs, P] for
+each planned CP degree P. `consistency` says how the columns of all tables depend on each other.
 """
 
 from __future__ import annotations

@@ -129,9 +129,10 @@ class ShardWriter:
         self.abort()
 
     def add_pack(self, segments: Sequence[Segment]) -> None:
-        """Append one pack. ValueError, before anything is written: it is empty or its padded lengths exceed seq_length;
-        a segment has no token, an id outside 0..vocab_size-1, weights that are not float [n], finite and >= 0, or
-        branches that do not rise from 1 to n-1.
+        """Append one pack. ValueError, before anything is written, when it is empty, too long or a segment is wrong.
+
+        A segment of n >= 1 tokens has ids 0..vocab_size-1, weights float [n], finite and >= 0, and branches that start
+        at rising places 1..n-1.
         """
         padded = tables.padded_lengths(np.array([len(s.tokens) for s in segments]), self._pad_multiple).tolist()
         where = f"{self.directory.name} pack {self.num_packs}"
@@ -260,8 +261,8 @@ class ShardWriter:
     def commit(self, replace: bool = False) -> ShardEntry:
         """Make all files durable, rename the directory to its name, and return what the manifest says of it.
 
-        ValueError: no pack was added; or the directory exists and `replace` is false (pass true for one that a killed
-        build renamed but did not enter in its journal).
+        ValueError: no pack was added, or the directory exists and `replace` is false. A killed build may have renamed
+        one that it did not enter in its journal: replace it.
         """
         assert self._open, "commit after commit or abort"
         if not self.num_packs:

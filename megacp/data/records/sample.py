@@ -9,11 +9,15 @@ A record has exactly one of
   end-of-document token after an assistant's message and a newline after any other. Only what an assistant says is
   learned, with its end-of-document token, times the message's `weight`. A newline stands between messages;
 * `content`: [{"type": "text", "text": ...}, ...], the texts joined as they are;
-and optionally `id` (string or integer, unique in the dataset), `weight` (a finite number >= 0 that multiplies the loss
-of the record) and `branches`: a list of alternative continuations. A branch is a string or a record of one of these
-forms, maybe with a `weight`. It sees the record's text as its prefix, and no other branch. Messages after messages go
-on as in one conversation. Right after an image, a branch that is learned from its first word begins with a newline that
-is not learned: no token of its own would predict the word. `record_keys` says which other keys and roles there are.
+and optionally
+* `id`: a string or an integer, unique in the dataset;
+* `weight`: a finite number >= 0 that multiplies the loss of the record;
+* `branches`: a list of alternative continuations.
+`record_keys` says which other keys and roles there are.
+
+A branch is a string or a record of one of these forms, maybe with a `weight`. It sees the record's text as its prefix,
+and no other branch. Messages after messages go on as in one conversation. Right after an image, a branch that is
+learned from its first word begins with a newline that is not learned: no text token would predict the word.
 
 In a build with images, `content` (also that of a message) may hold parts of type `image` and `video`. Each has exactly
 one of `path` (relative to --image-root; `image` or `video` means the same), `base64`, `member` (of the record's tar:
@@ -255,10 +259,9 @@ def _ended(pieces: list[Piece]) -> tuple[Piece, ...]:
 
 
 def parse_record(record: Any, text_key: str = "text", media: bool = False, accepted: Accepted = NOTHING_MORE) -> Sample:
-    """A decoded record as a Sample; `text_key` is the name under which plain text is found; `media`: whether it may
-    hold images and videos; `accepted`: what else may stand in it.
+    """A decoded record as a Sample. RecordError says what is wrong with it.
 
-    RecordError says what is wrong with it.
+    `text_key` names its plain text. `media`: whether it may hold images and videos. `accepted`: further keys and roles.
     """
     if not isinstance(record, dict):
         raise RecordError(f"a record must be a JSON object, found {_name(record)}")
