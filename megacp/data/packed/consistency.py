@@ -73,9 +73,10 @@ def _count_reasons(shard: ShardContent, entry: ShardEntry, manifest: Manifest) -
             yield f"{name} has {len(table)} rows for {rows} {what}"
     if tokens.dtype != dtype:
         yield f"tokens.idx has dtype {tokens.dtype}, a vocabulary of this size has {dtype}"
-    weights = shard.weights
-    if weights and not (weights.dtype == np.dtype("<f4") and np.array_equal(weights.lengths, tokens.lengths)):
-        yield f"weights.idx ({weights.dtype}) does not have the lengths of tokens.idx, float32"
+    if shard.weights is not None:
+        same = np.array_equal(shard.weights.lengths, tokens.lengths)
+        if not same or shard.weights.dtype != np.dtype("<f4"):
+            yield f"weights.idx ({shard.weights.dtype}) does not have the lengths of tokens.idx, float32"
 
 
 def _text_reasons(shard: ShardContent, entry: ShardEntry, manifest: Manifest) -> Iterator[str]:

@@ -168,6 +168,22 @@ def test_tables_that_contradict_each_other_are_named_at_open(
     assert message in rewrite(dataset_path, name, column, 1, value)
 
 
+@pytest.mark.parametrize(("dtype", "lengths"), [("<f4", []), ("<f4", [1]), ("<f8", None)])
+def test_weights_of_other_lengths_or_type_are_named_at_open(
+    tmp_path: Path, dtype: str, lengths: list[int] | None
+) -> None:
+    """Would catch an empty weights file that counts as none."""
+    write_dataset(tmp_path, [[[Segment(np.arange(9), weights=np.arange(9.0))]]])
+    writer = IndexedWriter(tmp_path / "shard_00000/weights", np.dtype(dtype))
+    for length in [9] if lengths is None else lengths:
+        writer.add_sequence(np.ones(length))
+    writer.end_document()
+    writer.close()
+    sign(tmp_path)
+    with pytest.raises(ValueError, match=r"weights.idx \(float..\) does not have the lengths of tokens.idx, float32"):
+        PackedDataset(tmp_path)
+
+
 def test_a_table_of_other_columns_or_a_pickle_is_refused(dataset_path: Path) -> None:
     path = dataset_path / "shard_00000" / "packs.npy"
     size = path.stat().st_size
