@@ -52,11 +52,6 @@ class StepResult:
     suspects: Suspects | None = None
     """Of a step with findings: which packs may be to blame."""
 
-    @property
-    def skipped(self) -> bool:
-        """Whether no rank changed anything."""
-        return not self.verdict.update
-
 
 def lr_schedule(config: RunConfig) -> LrSchedule:
     """The learning-rate schedule of a config."""

@@ -191,7 +191,7 @@ def _refused(rank: int, world: int, setup: ParitySetup) -> bool:
         denominator = agree(batches, mine, replica=model.rows.data_rank.index).denominator
         if step == 2:
             refused = model.train(batches, step, denominator, lambda loss, norm: Verdict(False, findings=("no",)))
-            same &= refused.skipped and refused.grad_norm > 0 and model.optimizer.updates == 1
+            same &= not refused.verdict.update and refused.grad_norm > 0 and model.optimizer.updates == 1
             continue
         for each in (model, twin):
             each.train(batches, step, denominator)
