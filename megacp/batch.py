@@ -211,7 +211,7 @@ class PackedBatch:
         return int.from_bytes(digest.digest(), "little", signed=True)
 
     def without_documents(self, documents: Sequence[int]) -> PackedBatch:
-        """This batch with some documents as padding: seen by nobody, weight 0; ids and images stay where they are."""
+        """This batch with some documents as padding: weight 0, and no token sees them. Ids and images stay."""
         gone = np.isin(self.document, documents) & (self.document >= 0)
         cleared: dict[str, Any] = {}
         for name in ("document", "labels", "loss_weights", "branch", "span"):

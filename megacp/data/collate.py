@@ -28,7 +28,7 @@ ATTENTION_MASKS = ("packed", "causal")
 
 @dataclass(frozen=True)
 class _Runs:
-    """Runs of true tokens that are shifted and numbered on their own: whole documents, or a prefix and its branches.
+    """Runs of true tokens, each shifted and numbered by itself: whole documents, or a prefix and its branches.
 
     All int64 [r]: length; place of the first token in the padded row; position id of the first token; document number;
     branch number.

@@ -190,7 +190,7 @@ def _refuse_other_sizes(pixels: Pixels, sizes: np.ndarray, patch_shape: tuple[in
 
 
 def _blank(sizes: tuple[int, int], patch_shape: tuple[int, int]) -> Pixels:
-    """Stand-in for a bad image: its features are finite and nobody sees them."""
+    """Stand-in for a bad image: its features are finite, and no token sees them."""
     return np.zeros((sizes[0], *patch_shape), np.float32), np.zeros((sizes[1], 1), np.int64)
 
 

@@ -28,7 +28,7 @@ from megacp.training.sources import Sources
 from megacp.wording import listed
 
 MAY_DIFFER = ("data_path", "valid_data_path", "num_workers")
-"""Flags that are the machine's own affair."""
+"""Flags that may differ from machine to machine."""
 _LATE_SECONDS = 40.0
 """How long another machine may see a file late on NFS: its caches of names hold for 30 s."""
 

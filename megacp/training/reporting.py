@@ -33,7 +33,7 @@ def row_flops(row: PlannedRow, config: RunConfig) -> float:
 
 
 def open_log(config: RunConfig, grid: ProcessGrid, step: int) -> RunLog:
-    """The log of this rank of a run that has done `step` steps; ValueError on all when rank 0 cannot open its own."""
+    """The log of this rank of a run that has done `step` steps; ValueError on all ranks when rank 0 cannot open it."""
     targets, log = LogTargets(), config.log
     if grid.rank == 0:
         path = None if str(config.log_path) == os.devnull else config.log_path  # --log-file /dev/null: no file

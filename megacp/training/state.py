@@ -50,7 +50,7 @@ class Start:
     path: str | None = None
     """A checkpoint or a directory of them; None for step 0."""
     weights_only: bool = False
-    """Take no more than the weights, and start at step 0."""
+    """Take the weights alone, and start at step 0."""
     note: str = ""
     """What there is to say about the choice."""
 
@@ -187,7 +187,7 @@ def _manifest_of(loaded: LoadedCheckpoint) -> Path:
 
 
 def _length_is_free(config: RunConfig) -> bool:
-    """Whether --train-iters says no more than when to stop: it is also the length of a decay that has none."""
+    """Whether --train-iters only says when to stop: without --lr-decay-iters it is also the length of the decay."""
     return config.training.lr_decay_iters is not None or config.training.lr_decay_style == "constant"
 
 

@@ -43,7 +43,7 @@ class StopSignal:
         return int(self.received)
 
     def release(self) -> None:
-        """Give the signals back to whoever had them."""
+        """Restore the handlers of before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -222,7 +222,7 @@ class Trainer:
         return self.model.train(rows, seen.step, denominator, judge)
 
     def _sound(self, batches: list[PackedBatch], step: int) -> tuple[list[PackedBatch], int]:
-        """What was read, less the documents whose images some rank could not decode, and how many those are.
+        """What was read without the documents of which some rank could not decode an image, and their number.
 
         Also tells how images are dealt.
         """
