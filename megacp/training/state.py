@@ -108,11 +108,6 @@ def begin_save(model: ParallelModel, progress: Progress, config: RunConfig, back
     )
 
 
-def save(model: ParallelModel, progress: Progress, config: RunConfig) -> Path:
-    """Commit a checkpoint of the run below `--save`; returns its directory. Collective over all ranks."""
-    return begin_save(model, progress, config, background=False).commit(config.checkpoint.keep_last)
-
-
 def load(model: ParallelModel, progress: Progress, config: RunConfig, start: Start | None = None) -> Resumed:
     """Fill the model from `start` (default: `--load`), saved by any grid. Collective over all ranks.
 

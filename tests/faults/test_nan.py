@@ -18,12 +18,12 @@ from megacp.config.cli import parse
 from megacp.distributed.grid import single_axis
 from megacp.train import main, prepare
 from megacp.training.sources import open_sources
-from megacp.training.state import Progress, save
+from megacp.training.state import Progress
 from megacp.training.step import ParallelModel
 from megacp.training.stopping import FAILED
 from tests.faults.sick_run import train_sick
 from tests.ranks import grid, run_ranks
-from tests.training.runs import TINY, losses
+from tests.training.runs import TINY, losses, save
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]

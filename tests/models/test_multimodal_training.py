@@ -11,13 +11,14 @@ from megacp.batch import PackedBatch
 from megacp.config.run import RunConfig, with_values
 from megacp.measure.parity import TOLERANCES, compare, train_rank
 from megacp.measure.parity_config import Request, prepare
-from megacp.training.state import Progress, load, save
+from megacp.training.state import Progress, load
 from megacp.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
 from tests.reference.packs import random_batch
 from tests.reference.sharding import Pieces, assemble
 from tests.reference.training import AXIS_FLAGS, Values, config_of, gradient_pieces, parameter_pieces
 from tests.reference.vision import TINY, VOCAB, document_with_images
+from tests.training.runs import save
 
 WORLD = 4
 

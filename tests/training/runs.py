@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megacp.config.cli import parse
+from megacp.config.run import RunConfig
 from megacp.models.build import grid_shape
 from megacp.train import main, prepare
+from megacp.training.state import Progress, begin_save
+from megacp.training.step import ParallelModel
 from megacp.training.trainer import Trainer
 from tests.ranks import grid, run_ranks
 
@@ -45,3 +48,8 @@ def run(world_size: int, flags: Sequence[str]) -> None:
     """Train on `world_size` ranks; every rank must finish."""
     results = run_ranks(train_on_rank, world_size, flags) if world_size > 1 else [main(flags)]
     assert results == [0] * world_size
+
+
+def save(model: ParallelModel, progress: Progress, config: RunConfig) -> Path:
+    """Commit a checkpoint of the run below `--save`; returns its directory. Collective over all ranks."""
+    return begin_save(model, progress, config, background=False).commit(config.checkpoint.keep_last)

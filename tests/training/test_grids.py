@@ -15,10 +15,10 @@ from megacp.config.run import with_values
 from megacp.distributed.grid import single_axis
 from megacp.models.build import grid_shape
 from megacp.train import prepare
-from megacp.training.state import Progress, load, save
+from megacp.training.state import Progress, load
 from megacp.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
-from tests.training.runs import TINY, grid_flags, losses, run
+from tests.training.runs import TINY, grid_flags, losses, run, save
 
 WORLD = single_axis("world")
 KINDS = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
