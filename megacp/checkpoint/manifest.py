@@ -53,7 +53,7 @@ def hash_file(path: Path) -> FileRecord:
     return FileRecord(*sha256_of(path))
 
 
-def _checksum(content: Mapping[str, Any]) -> str:
+def checksum_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -70,7 +70,7 @@ def to_json(manifest: Manifest) -> str:
     }
     content = json.loads(json.dumps(content, allow_nan=False))  # keys become text, as they will be when it is read
     _manifest(Fields(content))
-    return json.dumps({**content, "checksum": _checksum(content)}, indent=1)  # no newline: each byte lost is seen
+    return json.dumps({**content, "checksum": checksum_of(content)}, indent=1)  # no newline: each byte lost is seen
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -85,7 +85,7 @@ def read_manifest(folder: Path) -> Manifest:
         if not isinstance(content, dict):
             raise ValueError("it is no object")
         checksum = content.pop("checksum", None)
-        if checksum != _checksum(content):
+        if checksum != checksum_of(content):
             raise ValueError("its checksum does not match")
         if content.get("format") not in range(1, FORMAT):
             return _manifest(Fields(content))

@@ -33,7 +33,7 @@ _VIDEO = {
     "num_frames": "max_frames",
     "max_fps": "video_fps",
 }
-_TEXT = {
+TEXT = {
     "image_use_col_tokens": "use_column_tokens",
     "use_single_crop_col_tokens": "low_res_column_tokens",
     "video_use_col_tokens": "video_column_tokens",
@@ -43,7 +43,7 @@ _VIDEO_DEFAULTS = {"pooling_size": [3, 3], "num_frames": 64, "max_fps": 2}
 _BOTH_DEFAULTS = {"patch_size": 14, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
 _TEXT_DEFAULTS = {"image_use_col_tokens": True, "use_single_crop_col_tokens": None, "video_use_col_tokens": False}
 _FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 2}
-_FIXED_TEXT = {"use_single_crop_start_token": True, "use_frame_special_tokens": True}
+FIXED_TEXT = {"use_single_crop_start_token": True, "use_frame_special_tokens": True}
 
 
 def write_processor(rules: Rules, folder: Path) -> None:
@@ -62,8 +62,8 @@ def write_processor(rules: Rules, folder: Path) -> None:
     for part, name in ((image, IMAGES), (video, VIDEOS)):
         part["processor_class"] = "Molmo2Processor"
         write_json(folder / name, part)
-    text = {name: rules[ours] for name, ours in _TEXT.items()}
-    whole = {"processor_class": "Molmo2Processor", **text, **_FIXED_TEXT}
+    text = {name: rules[ours] for name, ours in TEXT.items()}
+    whole = {"processor_class": "Molmo2Processor", **text, **FIXED_TEXT}
     write_json(folder / PROCESSOR, {**whole, "image_processor": image, "video_processor": video})
 
 
@@ -85,7 +85,7 @@ def read_rules(folder: Path, token_ids: Mapping[str, int]) -> Rules | None:
     size = image.get("size", {"height": 378, "width": 378})
     reasons = [
         f"{IMAGES}: {key} is {part[key]!r}, megacp can only express {value!r}"
-        for part, table in ((image, _FIXED), (video or {}, _FIXED), (whole, _FIXED_TEXT))
+        for part, table in ((image, _FIXED), (video or {}, _FIXED), (whole, FIXED_TEXT))
         for key, value in table.items()
         if part.get(key, value) not in (value, None)
     ]
@@ -102,7 +102,7 @@ def read_rules(folder: Path, token_ids: Mapping[str, int]) -> Rules | None:
     rules |= {
         ours: _set(video or {}, name, _VIDEO_DEFAULTS) for name, ours in _VIDEO.items() if name in _VIDEO_DEFAULTS
     }
-    rules |= {ours: whole.get(name, _TEXT_DEFAULTS[name]) for name, ours in _TEXT.items()}
+    rules |= {ours: whole.get(name, _TEXT_DEFAULTS[name]) for name, ours in TEXT.items()}
     return {**rules, "video_fps": float(rules["video_fps"]), "time_mode": "per-frame", "token_ids": dict(token_ids)}
 
 

@@ -137,7 +137,7 @@ def _load(model: ParallelModel, progress: Progress, config: RunConfig, start: St
     if start.weights_only:
         loaded.read(boxes_to_load(model.buckets.whole_parameters(), {}))
         model.optimizer.reset_masters()
-        return Resumed(progress, loaded.path, _other_meaning(loaded, progress), loaded.rejected)
+        return Resumed(progress, loaded.path, other_meaning(loaded, progress), loaded.rejected)
     loaded.read(boxes_to_load(model.buckets.whole_parameters(), model.optimizer.state_slices()))
     model.optimizer.set_updates(_extra(loaded).integer("updates", high=LARGEST_COUNT))
     changed = tuple(f"{flag(name)} {now[name]} (was {before[name]})" for name in differing)
@@ -202,7 +202,7 @@ def _other_data(loaded: LoadedCheckpoint, progress: Progress, config: RunConfig)
     return reasons
 
 
-def _other_meaning(loaded: LoadedCheckpoint, progress: Progress) -> tuple[str, ...]:
+def other_meaning(loaded: LoadedCheckpoint, progress: Progress) -> tuple[str, ...]:
     """What tokens and images meant to the run that made the weights and do not mean to this one."""
     notes = []
     stored = stored_progress(loaded)

@@ -16,7 +16,7 @@ from megacp.checkpoint.manifest import (
     MANIFEST_FILE,
     FileRecord,
     Manifest,
-    _checksum,
+    checksum_of,
     damage,
     hash_file,
     read_manifest,
@@ -112,7 +112,7 @@ def test_a_manifest_with_a_right_checksum_is_not_trusted_for_that(kind: str, tmp
     older, newest = save(tmp_path, 1), save(tmp_path, 2)
     content = {**json.loads((newest / MANIFEST_FILE).read_text()), **WRONG[kind]}
     content.pop("checksum")
-    (newest / MANIFEST_FILE).write_text(json.dumps({**content, "checksum": _checksum(content)}))
+    (newest / MANIFEST_FILE).write_text(json.dumps({**content, "checksum": checksum_of(content)}))
     with pytest.raises(ValueError, match=f"{MANIFEST_FILE} is damaged: {FIELDS.get(kind, '')}"):
         read_manifest(newest)
     assert load_checkpoint(tmp_path, WORLD).path == older
@@ -123,7 +123,7 @@ def test_a_checkpoint_of_an_earlier_format_says_what_to_do(tmp_path: Path) -> No
     folder = save(tmp_path, 1)
     content = {**json.loads((folder / MANIFEST_FILE).read_text()), "format": 1}
     content.pop("checksum")
-    (folder / MANIFEST_FILE).write_text(json.dumps({**content, "checksum": _checksum(content)}))
+    (folder / MANIFEST_FILE).write_text(json.dumps({**content, "checksum": checksum_of(content)}))
     with pytest.raises(ValueError, match=r"has format 1, .*; this version reads format 2: finish the run with the ver"):
         load_checkpoint(tmp_path, WORLD)
 
@@ -161,7 +161,7 @@ def test_any_value_in_any_field_is_a_manifest_or_a_value_error(
         place = data.draw(st.sampled_from([content, content["files"], content.get("extra")]))
         if isinstance(place, dict):
             place[data.draw(st.sampled_from(list(content) + ["data", "x", "a/b"]))] = data.draw(_VALUES)
-    (folder / MANIFEST_FILE).write_text(json.dumps({**content, "checksum": _checksum(content)}))
+    (folder / MANIFEST_FILE).write_text(json.dumps({**content, "checksum": checksum_of(content)}))
     try:
         found = read_manifest(folder)
     except ValueError as error:

@@ -17,7 +17,7 @@ import torch
 
 from megacp.checkpoint import pending as module
 from megacp.checkpoint.commit import load_checkpoint, save_checkpoint
-from megacp.checkpoint.manifest import MANIFEST_FILE, _checksum, hash_file
+from megacp.checkpoint.manifest import MANIFEST_FILE, checksum_of, hash_file
 from megacp.checkpoint.names import TensorBox
 from megacp.checkpoint.pending import Contents, PendingCheckpoint, SaveError
 from megacp.checkpoint.storage import INDEX_FILE, PayloadWriter
@@ -204,7 +204,7 @@ def test_a_pickle_with_a_matching_hash_runs_nothing(tmp_path: Path, name: str) -
     manifest = json.loads((folder / MANIFEST_FILE).read_text())
     manifest["files"][name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     manifest.pop("checksum")
-    (folder / MANIFEST_FILE).write_text(json.dumps(manifest | {"checksum": _checksum(manifest)}))
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest | {"checksum": checksum_of(manifest)}))
     loaded = load_checkpoint(tmp_path, WORLD)  # all hashes are right
     told = f"{name} (is damaged: it is no index|does not hold the tensors that)"
     with pytest.raises(ValueError, match=f"rank 0: .*{told}"):

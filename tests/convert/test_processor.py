@@ -58,7 +58,7 @@ def library_processor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     parts = images.Molmo2ImageProcessor.from_pretrained(folder), videos.Molmo2VideoProcessor.from_pretrained(folder)
     settings = json.loads((folder / processor.PROCESSOR).read_text())
-    options = {key: settings[key] for key in (*processor._TEXT, *processor._FIXED_TEXT)}
+    options = {key: settings[key] for key in (*processor.TEXT, *processor.FIXED_TEXT)}
     return texts.Molmo2Processor(*parts, tokenizer, **options)
 
 

@@ -15,7 +15,7 @@ from megacp.distributed.grid import ProcessGrid
 from megacp.distributed.p2p import irecv, isend
 from megacp.distributed.supervision.failure_report import report_failure
 from megacp.distributed.supervision.hang_report import report
-from megacp.distributed.supervision.watch import Watch, _calls, group_name
+from megacp.distributed.supervision.watch import Watch, calls_of, group_name
 from tests.ranks import grid, run_ranks
 
 
@@ -97,7 +97,7 @@ def _asked(rank: int, world_size: int) -> str:
         except RuntimeError as error:
             text = report_failure(error, "step 1", place.world, 2.5)
         call.done = True
-        assert group_name(place.dp) and _calls(place.dp)["axis"] == "dp"
+        assert group_name(place.dp) and calls_of(place.dp)["axis"] == "dp"
         return text
 
 

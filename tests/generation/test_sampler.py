@@ -26,7 +26,7 @@ from megacp.generation.prompt import Prompt, PromptMaker, prompt_pixels, prompt_
 from megacp.generation.sampler import Generator, Sampling
 from megacp.measure.parity_sizes import MODELS
 from megacp.train import main
-from megacp.training.state import Progress, _other_meaning, first_token
+from megacp.training.state import Progress, first_token, other_meaning
 from tests.data.build.builds import run as build
 from tests.data.media.pictures import TINY
 from tests.training.test_vision_dataset import image_part
@@ -192,8 +192,8 @@ def test_finetuning_tells_what_images_meant_before(trained: Path, tmp_path: Path
     """Would catch weights that meet other normalisation, pooling or token ids without a word."""
     progress = Progress(image_rules=dataclasses.replace(TINY, image_pooling=(1, 1)).to_dict())
     loaded = load_checkpoint(trained / "run", single_axis("world"))
-    assert _other_meaning(loaded, progress) == ("images are made with image_pooling [1, 1] (was [2, 2])",)
-    assert _other_meaning(loaded, Progress(image_rules=TINY.to_dict())) == _other_meaning(loaded, Progress()) == ()
+    assert other_meaning(loaded, progress) == ("images are made with image_pooling [1, 1] (was [2, 2])",)
+    assert other_meaning(loaded, Progress(image_rules=TINY.to_dict())) == other_meaning(loaded, Progress()) == ()
 
 
 def test_image_rules_come_from_the_checkpoint_or_from_the_dataset_of_the_flag(trained: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megacp.checkpoint.commit import LoadedCheckpoint, load_checkpoint
-from megacp.checkpoint.manifest import MANIFEST_FILE, _checksum
+from megacp.checkpoint.manifest import MANIFEST_FILE, checksum_of
 from megacp.checkpoint.storage import Payload
 from megacp.commands.convert import main as convert
 from megacp.config.cli import given_names, parse
@@ -61,7 +61,7 @@ def change(folder: Path, content: dict[str, Any] | None = None, config: str | No
         manifest["extra"][key] = value
         if value is Ellipsis:
             del manifest["extra"][key]
-    (step / MANIFEST_FILE).write_text(json.dumps(manifest | {"checksum": _checksum(manifest)}))
+    (step / MANIFEST_FILE).write_text(json.dumps(manifest | {"checksum": checksum_of(manifest)}))
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def _check_fit(name: str, amounts: np.ndarray, capacity: int, least: int) -> Non
         )
 
 
-class _FreeSpaceTree:
+class FreeSpaceTree:
     """The set of free-space values 0..capacity that some pack has, as a segment tree with 64 children a node.
 
     Each level is a list of 64-bit words, a bit for each non-empty child. `next_at_least` touches at most two words a
@@ -128,7 +128,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
     pack_of = np.empty(len(lengths), np.int64)  # [n]: the answer
     order = np.argsort(-lengths, kind="stable")  # [n]: items, longest first, equal ones as they arrived
     values, counts = np.unique(lengths, return_counts=True)  # [distinct], rising
-    tree = _FreeSpaceTree(capacity)
+    tree = FreeSpaceTree(capacity)
     packs_with_free: dict[int, list[int]] = {}  # the packs of each free space, last filled at the end
 
     def put(packs: list[int], free: int) -> None:

@@ -43,7 +43,7 @@ from megacp.data.tokenize.tokenizer import Tokenizer
 RECORD_RULES = 2
 """What records mean: raised when a record becomes other tokens or weights, so that no dataset is half of each."""
 _SAMPLED_BYTES = 1 << 16
-_RECORDS_OF_A_SHARD = 1024
+RECORDS_OF_A_SHARD = 1024
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _unit_bytes_of_images(settings: BuildSettings) -> int:
         return settings.bytes_per_unit
     with open(plain[0], "rb") as stream:
         data = stream.read(_SAMPLED_BYTES)
-    return _RECORDS_OF_A_SHARD * max(1, len(data) // max(1, data.count(b"\n")))
+    return RECORDS_OF_A_SHARD * max(1, len(data) // max(1, data.count(b"\n")))
 
 
 def _sample_hash(path: str) -> str:

@@ -33,7 +33,7 @@ from megacp.data.tokenize.tokenizer import Tokenizer
 
 IDENTITY_DTYPE = np.dtype([("digest", "S16"), ("source", "<i4"), ("offset", "<i8"), ("line", "<i8")])
 _CHUNK_CHARACTERS = 1 << 20
-_CHUNK_RECORDS = 4096
+CHUNK_RECORDS = 4096
 _AUDIT_CHARACTERS = 1 << 14
 _UNLEARNED = (
     "nothing of this record is learned: it has neither plain text nor words of an assistant, all weights are 0, or "
@@ -208,7 +208,7 @@ class _UnitRun:
                     continue
                 chunk.append(entry)
                 characters += item.size
-                if characters >= _CHUNK_CHARACTERS or len(chunk) >= _CHUNK_RECORDS:
+                if characters >= _CHUNK_CHARACTERS or len(chunk) >= CHUNK_RECORDS:
                     yield chunk
                     chunk, characters = [], 0
         if chunk:

@@ -102,7 +102,7 @@ class Watch:
     def _answer(self) -> dict[str, Any]:
         frame = sys._current_frames().get(self._main)
         stack = frames(traceback.extract_stack(frame)) if frame else []
-        return {"stack": stack, "calls": {group_name(axis): _calls(axis) for axis in self._grid.with_groups()}}
+        return {"stack": stack, "calls": {group_name(axis): calls_of(axis) for axis in self._grid.with_groups()}}
 
 
 def frames(stack: traceback.StackSummary) -> list[list[Any]]:
@@ -126,7 +126,7 @@ def group_name(axis: Axis) -> str:
     return str(axis.group.group_name)
 
 
-def _calls(axis: Axis) -> dict[str, Any]:
+def calls_of(axis: Axis) -> dict[str, Any]:
     """What this rank does on an axis, as JSON."""
     now = time.monotonic()
     return {

@@ -184,7 +184,7 @@ def test_other_image_settings_are_refused_by_name(corpus: Path, tmp_path: Path) 
 def test_a_shard_holds_so_many_records_that_several_workers_have_work(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build_module, "_RECORDS_OF_A_SHARD", 10)
+    monkeypatch.setattr(build_module, "RECORDS_OF_A_SHARD", 10)
     assert 3 <= run(corpus, tmp_path / "d", unit_bytes=0).units <= 5
     text = tmp_path / "t.jsonl"
     builds.write_records(text, 40)

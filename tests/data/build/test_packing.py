@@ -47,7 +47,7 @@ def test_best_fit_in_bulk_fills_packs_exactly_as_one_item_at_a_time(case: tuple[
 @given(st.sets(st.integers(0, 20_000), max_size=30), st.lists(st.integers(0, 20_000), max_size=30))
 def test_free_space_tree_finds_the_next_member(members: set[int], asked: list[int]) -> None:
     # catches an off-by-one at a 64-boundary of a level
-    tree = packing._FreeSpaceTree(20_000)
+    tree = packing.FreeSpaceTree(20_000)
     for value in members:
         tree.add(value)
     for value in list(members)[::2]:

@@ -267,7 +267,7 @@ def test_a_seed_shuffles_documents_and_none_keeps_their_order(tmp_path: Path) ->
 
 
 def test_windows_inside_a_unit_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megacp.data.build.unit._CHUNK_RECORDS", 7)
+    monkeypatch.setattr("megacp.data.build.unit.CHUNK_RECORDS", 7)
     a = tmp_path / "a.jsonl"
     records = write_records(a, 100)
     run([a], tmp_path / "d", window_tokens=300, unit_bytes=1 << 20, seed=1)
