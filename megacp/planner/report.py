@@ -1,7 +1,6 @@
 """The text of a dry run: grid, rank order, stages, memory of a rank, work of a step.
 
-Key property: as long for 4,096 ranks as for 8, because rows that only continue a pattern are left out. Rejected: one
-line per rank, which nobody reads at the sizes where a dry run matters.
+The text is as long for 4,096 ranks as for 8: rows that only continue a pattern are left out.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from megacp.config.run import RunConfig
 from megacp.planner import costs, memory, vision
 
 _SHOWN = 6
-"""Rows at each end of a table that is too long to be shown."""
+"""Rows at each end of a table that is too long."""
 
 
 def describe(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]]) -> str:
-    """What a checked configuration means on `world_size` ranks; `stages[pp rank][chunk]` are its layers."""
+    """The dry run of a checked configuration on `world_size` ranks; `stages[pp rank][chunk]` are its layers."""
     parts = [
         _heading(config, world_size),
         _grid(config, world_size),
@@ -58,22 +57,24 @@ def _axes(config: RunConfig, world_size: int) -> list[tuple[str, int]]:
     ]
 
 
-def _table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Aligned columns, the first `left` of them to the left; a long table keeps its head and its tail."""
-    head, body = rows[0], list(rows[1:])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    if len(body) > 2 * _SHOWN + 2:
-        gap = [f"... {len(body) - 2 * _SHOWN} more"] + [""] * (len(head) - 1)
-        body = body[:_SHOWN] + [gap] + body[-_SHOWN:]
-        widths[0] = max(widths[0], len(gap[0]))
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Aligned columns, the first `left` of them to the left, the others to the right; the first row is the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for row in [head, *body]:
-        cells = [
-            text.ljust(width) if i < left else text.rjust(width)
-            for i, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append(("  " + "  ".join(cells)).rstrip())
+    for row in rows:
+        padded = [text.rjust(width) for text, width in zip(row, widths, strict=True)]
+        padded[:left] = [text.ljust(width) for text, width in zip(row[:left], widths[:left], strict=True)]
+        lines.append(("  " + "  ".join(padded)).rstrip())
     return "\n".join(lines)
+
+
+def _section(title: str, rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """A title and its table; of a long one the first and the last rows, and between them how many are left out."""
+    head, *body = rows
+    if len(body) > 2 * _SHOWN + 2:
+        gap = [f"... {len(body) - 2 * _SHOWN} more", *[""] * (len(head) - 1)]
+        body = [*body[:_SHOWN], gap, *body[-_SHOWN:]]
+    return f"{title}\n{table([head, *body], left)}"
 
 
 def _heading(config: RunConfig, world_size: int) -> str:
@@ -106,30 +107,24 @@ def _grid(config: RunConfig, world_size: int) -> str:
     for name, size in _axes(config, world_size):
         members = [str(stride * index) for index in range(size)]
         shown = members if size <= 8 else [*members[:4], "...", members[-1]]
-        rows.append([name, str(size), str(stride), " ".join(shown).ljust(0)])
+        rows.append([name, str(size), str(stride), " ".join(shown)])
         stride *= size
     width = max(len(row[3]) for row in rows)
-    return "Grid (tp varies fastest, pp slowest)\n" + _table([[*row[:3], row[3].ljust(width)] for row in rows])
+    return _section("Grid (tp varies fastest, pp slowest)", [[*row[:3], row[3].ljust(width)] for row in rows])
 
 
 def _rank_order(config: RunConfig, world_size: int) -> str:
-    """One row per tp group: its ranks and their place on the other axes."""
+    """One row per tp group: its ranks and their index on the other axes."""
     axes = _axes(config, world_size)
     tp = axes[0][1]
     rows = [["ranks", "pp", "dp", "cp", "tp"]]
     for first in range(0, world_size, tp):
-        if _SHOWN * 2 + 2 < world_size // tp and _SHOWN * tp <= first < world_size - _SHOWN * tp:
-            continue
         place, rest = {}, first // tp
         for name, size in axes[1:]:
             rest, place[name] = divmod(rest, size)
-        span = f"{first}" if tp == 1 else f"{first}-{first + tp - 1}"
-        inside = "0" if tp == 1 else f"0-{tp - 1}"
+        span, inside = (f"{low}" if tp == 1 else f"{low}-{low + tp - 1}" for low in (first, 0))
         rows.append([span, str(place["pp"]), str(place["dp"]), str(place["cp"]), inside])
-    hidden = world_size // tp - (len(rows) - 1)
-    if hidden:
-        rows.insert(1 + _SHOWN, [f"... {hidden} more", "", "", "", ""])
-    return "Rank order\n" + _table(rows)
+    return _section("Rank order", rows)
 
 
 def _stages(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]]) -> str:
@@ -146,7 +141,7 @@ def _stages(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]
         rows.append([str(stage), layers, " + ".join(also), f"{count:,}", str(held)])
     virtual = config.parallel.num_virtual_stages_per_pipeline_rank
     kind = "1F1B" if virtual == 1 else f"interleaved 1F1B, {virtual} chunks a stage"
-    return f"Pipeline stages ({kind}; in flight: activations of a chunk held at once)\n" + _table(rows, left=3)
+    return _section(f"Pipeline stages ({kind}; in flight: activations of a chunk held at once)", rows, left=3)
 
 
 def _memory(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]]) -> str:
@@ -155,7 +150,7 @@ def _memory(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]
     for stage, chunks in enumerate(stages):
         terms = memory.stage_memory(config, stage, chunks, world_size)
         rows.append([str(stage), *(human_bytes(getattr(terms, name)) for name in names), human_bytes(terms.total)])
-    return f"Memory of one rank (estimate; recompute {config.training.recompute_granularity})\n" + _table(rows)
+    return _section(f"Memory of one rank (estimate; recompute {config.training.recompute_granularity})", rows)
 
 
 def _step(config: RunConfig, world_size: int) -> str:
