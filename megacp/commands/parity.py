@@ -28,8 +28,7 @@ from megacp.context_parallel.auto.choose import is_auto
 from megacp.data.synthetic.mock import MASKS
 from megacp.distributed.spawn import RankFailure, run_ranks
 from megacp.measure.parity import TOLERANCES, StepComparison, chosen_way, compare, train_rank
-from megacp.measure.parity_config import ParitySetup, Request, prepare
-from megacp.measure.parity_sizes import MODELS
+from megacp.measure.parity_config import MODELS, ParitySetup, Request, prepare
 from megacp.planner.report import human_count
 from megacp.planner.vision import run_parameters
 

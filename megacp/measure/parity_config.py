@@ -1,12 +1,13 @@
-"""What a parity check trains: any run's config made small enough for one process, and the config of that one process.
+"""The config that a parity check trains: any run's config made small enough for one process, and its one-process twin.
 
-Key property: the layout under test (grid, virtual stages, transport, layout of tokens, recomputation, micro batch) is
-never touched; only rows, batch and precision shrink, and every change is told. Rejected: a config of its own for the
-check, which would test a layout that nobody runs.
+The layout under test (grid, virtual stages, transport, layout of tokens, recomputation, micro batch) is never touched.
+Rows, batch and precision shrink, and a large model loses width, depth and vocabulary. It keeps its heads, groups,
+options, ties, towers and at least one layer a stage. Every change is told.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,6 @@ from megacp.config.checks.check import require
 from megacp.config.run import RunConfig, Value, fields, flag, flatten, with_values
 from megacp.data.packed.manifest import MANIFEST_NAME
 from megacp.data.synthetic.mock import MockRules
-from megacp.measure.parity_sizes import IMAGE_SIZES, MODELS, named_sizes, small_sizes
 from megacp.ops.kernels import kernel_problem
 from megacp.planner.report import human_count
 from megacp.planner.vision import run_parameters
@@ -38,16 +38,65 @@ _SET_ASIDE: dict[str, Value] = {
     "dry_run": False,
     "world_size": None,
 }
-"""What is no part of a step, besides the rooms `checkpoint` and `log`."""
+"""Flags that are no part of a step, besides those of `checkpoint` and `log`."""
 _ON_CPU: dict[str, Value] = {
     "attention_kernel": "auto",
     "transformer_impl": "native",
     "fp8": "off",
     "cross_entropy_fusion_impl": "native",
 }
-"""What stands in for choices that only a GPU can run."""
+"""Replacements of choices that only a GPU can run."""
 MOST_ROW_TOKENS = 4096
 """Tokens of a stored row: one process holds heads x T x T scores of it in float64, 1 GiB at 8 heads."""
+_SIZES: dict[str, int] = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "ffn_hidden_size": 96,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "kv_channels": 8,
+    "vocab_size": _DEFAULT_VOCABULARY,
+}
+_TOWER_LAYERS = 3
+_TOWER: dict[str, Value] = {
+    "init_method_std": 0.15,  # with 0.02 the tower's gradients are lost in the rounding of the text's
+    "vision_num_layers": _TOWER_LAYERS,
+    "vision_hidden_size": 32,
+    "vision_ffn_hidden_size": 48,
+    "vision_num_attention_heads": 8,
+    "vision_head_dim": 4,
+    "vision_patch_size": 4,
+    "vision_image_size": 16,
+    "vision_feature_layers": (-1, -2),
+    "connector_num_attention_heads": 8,
+    "connector_head_dim": 4,
+    "connector_ffn_hidden_size": 48,
+}
+MODELS: dict[str, dict[str, Value]] = {
+    "tiny_llm": _SIZES,
+    "tiny_llama": {
+        **_SIZES,
+        "untie_embeddings_and_output_weights": True,
+        "rope_scaling": "llama3",
+        "rope_scaling_factor": 8.0,
+        "rope_original_max_positions": 64,
+    },
+    "tiny_qwen3": {**_SIZES, "qk_layernorm": True, "kv_channels": 16},
+    "tiny_biased": {
+        **_SIZES,
+        "qk_layernorm": True,
+        "add_qkv_bias": True,
+        "add_attention_output_bias": True,
+        "add_mlp_bias": True,
+        "hidden_dropout": 0.1,
+    },
+    "tiny_vlm": {**_SIZES, "untie_embeddings_and_output_weights": True, "additional_vocab_size": 8, **_TOWER},
+}
+"""Models by name: the plain decoder (tied, grouped queries), Llama's and Qwen3's options, every bias with dropout, and
+a decoder with a vision tower.
+"""
+_FIXED_BY_PACKS = {"vocab_size", "vision_patch_size", "vision_image_size"}
+"""Flags that stored packs fix: each of their ids has a row, their images have this size."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +127,7 @@ class ParitySetup:
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line of a check says besides the flags of a run."""
+    """The flags of a check besides those of a run."""
 
     given: frozenset[str]
     """Fields of a run that stood as flags: they are kept."""
@@ -93,7 +142,7 @@ class Request:
 
 
 def prepare(config: RunConfig, request: Request) -> ParitySetup:
-    """The setup of a check. Raises ValueError with all reasons why there can be none."""
+    """The setup of a check. ValueError lists all reasons against it."""
     model = request.model if request.model or request.has_config else "tiny_llm"
     if model is not None and model not in MODELS:
         raise ValueError(f"--model {model} is unknown; choose {', '.join(MODELS)}, or give sizes with --config")
@@ -101,12 +150,10 @@ def prepare(config: RunConfig, request: Request) -> ParitySetup:
     config = with_values(config, _aside())
     config = _on_cpu(config, notes)
     config = _with_packs(config, request, notes)
-    kept = request.given | (set(IMAGE_SIZES) if config.data.data_path is not None else set())
+    kept = request.given | (_FIXED_BY_PACKS if config.data.data_path is not None else set())
     if model is not None:
-        sizes = {name: value for name, value in named_sizes(model, config).items() if name not in kept}
-        if config.data.data_path is not None:  # its ids must have rows
-            sizes.pop("vocab_size", None)
-        config = with_values(config, sizes)
+        sizes = named_sizes(model, config)
+        config = with_values(config, {name: value for name, value in sizes.items() if name not in kept})
     if config.data.data_path is not None:
         config, _ = open_sources(config)  # refuses what does not fit, before a process starts
     elif config.model.vocab_size == 0:
@@ -143,7 +190,7 @@ def _aside() -> dict[str, Value]:
 
 
 def _on_cpu(config: RunConfig, notes: list[str]) -> RunConfig:
-    """The config with what a CPU runs in place of what only a GPU does; each change is told."""
+    """The config with its GPU-only choices replaced; each change is told."""
     before = flatten(config)
     wanted = dict(_ON_CPU)
     if kernel_problem(config.training.attention_kernel, "cpu", "float64") is None:
@@ -155,7 +202,7 @@ def _on_cpu(config: RunConfig, notes: list[str]) -> RunConfig:
 
 
 def _with_packs(config: RunConfig, request: Request, notes: list[str]) -> RunConfig:
-    """The config with `--data-path` where its packs can be taken, else without it, which is told."""
+    """The config, without `--data-path` where its packs cannot be used; that is told."""
     path, length = config.data.data_path, config.data.seq_length
     if path is None:
         return config
@@ -181,8 +228,6 @@ def _small_enough(config: RunConfig, kept: Collection[str], notes: list[str]) ->
         return config
     before = flatten(config)
     sizes = {name: value for name, value in small_sizes(config).items() if name not in kept and before[name] != value}
-    if config.data.data_path is not None:
-        sizes.pop("vocab_size", None)
     config = with_values(config, sizes)
     left = run_parameters(config)
     if left > MAX_PARAMETERS:
@@ -203,7 +248,7 @@ def _words(value: Value) -> str:
 
 
 def _smaller(config: RunConfig, world_size: int, request: Request) -> dict[str, Value]:
-    """What a check uses unless it is given: float64, a short row, few microbatches, an epsilon above rounding."""
+    """Defaults of a check: float64, a short row, few microbatches, an epsilon above rounding."""
     p, t = config.parallel, config.training
     step = 2 * p.context_parallel_size * p.tensor_model_parallel_size
     length = min(_ROW_OF_CONFIG, config.data.seq_length) if request.has_config else _ROW
@@ -242,3 +287,63 @@ def one_process(config: RunConfig, world_size: int) -> RunConfig:
             "micro_batch_size": config.training.micro_batch_size * joined,
         },
     )
+
+
+def named_sizes(name: str, config: RunConfig) -> dict[str, Value]:
+    """The sizes of a model of `MODELS`, with heads and layers enough for any tp and any number of stages.
+
+    A tower of the config that the named model lacks is made small and kept.
+    """
+    sizes, tp = MODELS[name], max(config.parallel.tensor_model_parallel_size, 1)
+    groups = math.lcm(_SIZES["num_query_groups"], tp)
+    towers = {} if "vision_num_layers" in sizes or not config.vision.vision_num_layers else small_tower(config)
+    grown = {
+        name: math.lcm(value, tp)
+        for name, value in sizes.items()
+        if name.startswith(("vision_num_attention", "connector_num_attention", "vision_ffn", "connector_ffn"))
+        and isinstance(value, int)
+    }
+    return {
+        **sizes,
+        **towers,
+        **grown,
+        "num_query_groups": groups,
+        "num_attention_heads": groups * (_SIZES["num_attention_heads"] // _SIZES["num_query_groups"]),
+        "ffn_hidden_size": math.lcm(_SIZES["ffn_hidden_size"], tp),
+        "num_layers": max(_SIZES["num_layers"], _stages(config)),
+    }
+
+
+def small_sizes(config: RunConfig) -> dict[str, Value]:
+    """The config's own model with small widths, few layers and a small vocabulary; heads and options stay."""
+    m = config.model
+    least = {
+        "num_layers": max(_SIZES["num_layers"], _stages(config)),
+        "hidden_size": _SIZES["hidden_size"],
+        "ffn_hidden_size": math.lcm(_SIZES["ffn_hidden_size"], config.parallel.tensor_model_parallel_size),
+        "vocab_size": _DEFAULT_VOCABULARY,
+    }
+    sizes: dict[str, Value] = {name: min(getattr(m, name), value) for name, value in least.items()}
+    sizes["kv_channels"] = min(m.head_dim, 8)
+    return {**sizes, **small_tower(config)} if config.vision.vision_num_layers else sizes
+
+
+def small_tower(config: RunConfig) -> dict[str, Value]:
+    """The tower of the config in the sizes of tiny_vlm; its heads stay, and which feature comes first."""
+    v, tp = config.vision, config.parallel.tensor_model_parallel_size
+    layers = min(v.vision_num_layers, _TOWER_LAYERS)
+    features = (-1, -min(2, layers))
+    is_last_first = max(v.feature_layers) == v.feature_layers[0]
+    kept = {"vision_num_attention_heads", "connector_num_attention_heads"}
+    return {
+        **{name: value for name, value in _TOWER.items() if name not in kept},
+        "vision_num_layers": layers,
+        "vision_feature_layers": features if is_last_first else features[::-1],
+        "vision_ffn_hidden_size": math.lcm(48, tp),
+        "connector_ffn_hidden_size": math.lcm(48, tp),
+    }
+
+
+def _stages(config: RunConfig) -> int:
+    p = config.parallel
+    return p.pipeline_model_parallel_size * p.num_virtual_stages_per_pipeline_rank

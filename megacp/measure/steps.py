@@ -24,8 +24,7 @@ from megacp.data.synthetic.mock import MockRules
 from megacp.distributed.collectives import barrier
 from megacp.distributed.grid import ProcessGrid, build_grid
 from megacp.measure.parity import microbatches
-from megacp.measure.traffic import ContextPlace, StageTraffic, stage_traffic
-from megacp.measure.vision_traffic import RowImages
+from megacp.measure.traffic import ContextPlace, RowImages, StageTraffic, stage_traffic
 from megacp.models.build import grid_shape, stage_layers
 from megacp.monitor.memory import peak_bytes
 from megacp.training.images import image_loading

@@ -1,12 +1,11 @@
 """Bytes that one rank sends in one training step over each axis: what `make bench` puts beside the measured bytes.
 
-Key property: pure arithmetic on the config, equal to the byte to what the collectives count (tested on real ranks), as
-long as parameters need no padding in their buckets: sizes that are multiples of 64 x dp x cp. Rejected: asymptotic
-terms, which cannot tell a doubled message from a formula that forgot one.
+The formulas are arithmetic on the config and equal the collectives' counters to the byte (tested on real ranks). They
+hold while parameters need no padding in their buckets: sizes that are multiples of 64 x dp x cp.
 
 Symbols: t tokens of a row on this rank (the padded row / cp), h hidden size, s bytes of an element of `--dtype`, w of a
 gradient (fp32 or wider). A collective over n ranks on a tensor of B bytes, gathered or before its reduction, sends
-(n - 1) / n x B from each rank. Payload only: no headers, nothing of what gloo itself sends around.
+(n - 1) / n x B from each rank. Only payload is counted, neither headers nor what gloo adds.
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ from dataclasses import dataclass
 
 from megacp.config.run import RunConfig
 from megacp.context_parallel.sizes import Exchanged, layer_bytes
-from megacp.measure.vision_traffic import RowImages, all_reduce_bytes, vision_context_bytes, vision_tensor_bytes
 from megacp.planner.costs import embedding_parameters
 from megacp.planner.memory import trained_parameters
 
 _AGREEMENT = 10
 """Float64 numbers that each rank tells all others before a step."""
+SMALL_ALL_REDUCE = 16_384
+"""Elements up to which a gloo all-reduce is an all-gather and a local sum (as in distributed/collectives)."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,47 @@ class StageTraffic:
         return self.tp + self.cp + self.pp + self.dp_cp + self.embedding + self.world
 
 
+@dataclass(frozen=True)
+class RowImages:
+    """What the images of one row make one rank do."""
+
+    crops: int
+    pooled: int
+    """Pooled tokens that are encoded here."""
+    window: int
+    """Patches of a pooled token."""
+    arriving: int
+    """Features of tokens that are held here."""
+    sent: int
+    """Features that go to other ranks."""
+    received: int
+    """Features that come from other ranks."""
+    largest: int
+    """Most features that one rank encodes."""
+
+
+@dataclass(frozen=True)
+class ContextPlace:
+    """What decides the bytes of one rank over cp besides the config."""
+
+    rank: int = 0
+    """On the cp axis: heads may be dealt unevenly."""
+    exchanged: tuple[Exchanged, ...] | None = None
+    """Of kv_exchange, for each row of the step: the K/V rows that its plan makes this rank send and receive."""
+    images: tuple[RowImages, ...] = ()
+    """For each row of the step that may hold images, what they make this rank do."""
+
+
+FIRST = ContextPlace()
+
+
 def stage_traffic(
     config: RunConfig,
     world_size: int,
     stage: int,
     chunks: Sequence[range],
     rows: Sequence[int],
-    context: ContextPlace | None = None,
+    context: ContextPlace = FIRST,
 ) -> StageTraffic:
     """Bytes of a rank of `stage` that holds the layers `chunks`, for microbatches of `rows` padded tokens each.
 
@@ -58,12 +92,12 @@ def stage_traffic(
     repeats no message); ValueError for `full`.
     """
     if config.training.recompute_granularity == "full":
-        raise ValueError("--recompute-granularity full repeats messages of the forward pass: no formula knows it")
+        raise ValueError("--recompute-granularity full repeats messages of the forward pass, which no formula counts")
     dynamic = config.parallel.dynamic_context_parallel
     if dynamic:  # a row is dealt over dp x cp: as many tokens on a rank as of its share over cp
         rows = [row // config.data_parallel_size(world_size) for row in rows]
     over_context = context_bytes(config, chunks, rows, context)
-    images = context.images if context is not None and stage == 0 else ()
+    images = context.images if stage == 0 else ()
     ranks = config.parallel.context_parallel_size * (config.data_parallel_size(world_size) if dynamic else 1)
     over_context += vision_context_bytes(config, images, ranks)
     return StageTraffic(
@@ -110,27 +144,11 @@ def tensor_bytes(config: RunConfig, world_size: int, chunks: Sequence[range], ro
     return total + all_reduce_bytes(shard, tp, wide)
 
 
-@dataclass(frozen=True)
-class ContextPlace:
-    """What decides the bytes of one rank over cp besides the config."""
-
-    rank: int = 0
-    """On the cp axis: heads may be dealt unevenly."""
-    exchanged: tuple[Exchanged, ...] | None = None
-    """Of kv_exchange, for each row of the step: the K/V rows that its plan makes this rank send and receive."""
-    images: tuple[RowImages, ...] = ()
-    """For each row of the step that may hold images, what they make this rank do."""
-
-
-def context_bytes(
-    config: RunConfig, chunks: Sequence[range], rows: Sequence[int], place: ContextPlace | None = None
-) -> int:
-    """Over cp: for each layer and row what its transport sends (see `context.SENT`)."""
-    here = place or ContextPlace()
-    exchanged = here.exchanged or [None] * len(rows)
-    layers = sum(len(chunk) for chunk in chunks)
-    sent = (layer_bytes(config, row, here.rank, counts) for row, counts in zip(rows, exchanged, strict=True))
-    return layers * sum(layer.total for layer in sent)
+def context_bytes(config: RunConfig, chunks: Sequence[range], rows: Sequence[int], place: ContextPlace = FIRST) -> int:
+    """Over cp: for each layer and row the bytes that its transport sends (`layer_bytes`)."""
+    exchanged = place.exchanged or [None] * len(rows)
+    sent = (layer_bytes(config, row, place.rank, counts) for row, counts in zip(rows, exchanged, strict=True))
+    return sum(len(chunk) for chunk in chunks) * sum(layer.total for layer in sent)
 
 
 def pipeline_bytes(config: RunConfig, chunks: Sequence[range], rows: Sequence[int]) -> int:
@@ -170,3 +188,45 @@ def embedding_bytes(config: RunConfig, world_size: int, stage: int) -> int:
 def world_bytes(world_size: int) -> int:
     """To each of the other ranks, in float64: what is agreed on before the step, the gradient norm, the loss."""
     return (world_size - 1) * (_AGREEMENT + 2) * 8
+
+
+def all_reduce_bytes(elements: int, size: int, element_bytes: int) -> int:
+    """An all-reduce: small ones send the whole tensor to every peer, (n - 1) B; large ones 2 (n - 1) / n B."""
+    if elements <= SMALL_ALL_REDUCE:
+        return (size - 1) * elements * element_bytes
+    return 2 * elements * (size - 1) // size * element_bytes
+
+
+def vision_tensor_bytes(config: RunConfig, rows: Sequence[RowImages]) -> int:
+    """Over tp, every message an all-reduce. Symbols of a row: c crops of N patches and m pooled tokens of w patches are
+    encoded here, k features arrive; h is the tower's hidden size, H the language model's.
+
+    A block of the tower reduces c N h elements twice forward (row linears) and twice backward (column linears). The
+    connector reduces m h and m H forward and m h backward, and 2 m h (1 + w) below which a trained tower stands.
+    Sequence parallelism adds k H where features meet tokens. Frozen parts with nothing trained below have no backward.
+    """
+    v, p = config.vision, config.parallel
+    tp, size = p.tensor_model_parallel_size, config.training.element_bytes
+    if tp == 1:
+        return 0
+    tower, connector = not v.freeze_vision, not (v.freeze_vision and v.freeze_connector)
+    narrow, wide = v.vision_hidden_size, config.model.hidden_size
+    total = 0
+    for row in rows:
+        patches = row.crops * v.patches_per_crop * narrow
+        messages = [patches] * (2 * v.vision_num_layers * (1 + tower))
+        messages += [row.pooled * narrow, row.pooled * wide] + [row.pooled * narrow] * connector
+        messages += [2 * row.pooled * narrow, 2 * row.pooled * row.window * narrow] * tower
+        encoded = messages if row.crops and row.pooled else []
+        added = [row.arriving * wide] * (connector and p.sequence_parallel)
+        total += sum(all_reduce_bytes(elements, tp, size) for elements in (*encoded, *added))
+    return total
+
+
+def vision_context_bytes(config: RunConfig, rows: Sequence[RowImages], ranks: int) -> int:
+    """Over the ranks that hold a row's tokens: features out, their gradients back unless all below is frozen."""
+    v, size = config.vision, config.training.element_bytes * config.model.hidden_size
+    trained = not (v.freeze_vision and v.freeze_connector)
+    if config.parallel.vision_feature_exchange == "all_gather":
+        return sum((1 + trained) * (ranks - 1) * row.largest * size for row in rows)
+    return sum((row.sent + trained * row.received) * size for row in rows)

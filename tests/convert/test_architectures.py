@@ -14,7 +14,7 @@ from megacp.convert.tables.architectures import ARCHITECTURES, LAYOUTS, of_confi
 from megacp.convert.tables.mapping import Cast, Info, Mapped, problems, whole
 from megacp.distributed.grid import GridShape, build_grid
 from megacp.distributed.parameter import spec_of
-from megacp.measure.parity_sizes import MODELS
+from megacp.measure.parity_config import MODELS
 from megacp.models.build import build_chunks
 from tests.convert.models import BANDS, rope
 from tests.convert.models import MODELS as THEIRS

@@ -24,7 +24,7 @@ from megacp.data.tokenize.tokenizer import load_tokenizer
 from megacp.distributed.grid import single_axis
 from megacp.generation.prompt import Prompt, PromptMaker, prompt_pixels, prompt_row
 from megacp.generation.sampler import Generator, Sampling
-from megacp.measure.parity_sizes import MODELS
+from megacp.measure.parity_config import MODELS
 from megacp.train import main
 from megacp.training.state import Progress, first_token, other_meaning
 from tests.data.build.builds import run as build

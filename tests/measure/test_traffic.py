@@ -10,8 +10,7 @@ from megacp.config.run import RunConfig, with_values
 from megacp.data.synthetic.images import MockImages
 from megacp.data.synthetic.mock import MockRules
 from megacp.measure.steps import StepMeasure, measure_rank
-from megacp.measure.traffic import context_bytes, stage_traffic, world_bytes
-from megacp.measure.vision_traffic import all_reduce_bytes
+from megacp.measure.traffic import all_reduce_bytes, context_bytes, stage_traffic, world_bytes
 from tests.ranks import run_ranks
 
 SIZES = {

@@ -21,7 +21,7 @@ from megacp.config.yaml_file import to_yaml
 from megacp.convert.hf_files import write_tensors
 from megacp.convert.tables.architectures import ARCHITECTURES
 from megacp.convert.tables.mapping import Info, num_bytes
-from megacp.measure.parity_sizes import MODELS as OURS
+from megacp.measure.parity_config import MODELS as OURS
 from megacp.training.state import Progress
 from megacp.training.step import ParallelModel
 from tests.convert.models import MODELS, save

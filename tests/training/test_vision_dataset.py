@@ -18,7 +18,7 @@ from megacp.data.images import ImageLoading
 from megacp.data.loader import PackedLoader
 from megacp.data.media.decoding import RulesDecoder
 from megacp.data.packed.reader import PackedDataset
-from megacp.measure.parity_sizes import MODELS
+from megacp.measure.parity_config import MODELS
 from megacp.train import main
 from megacp.training.images import image_loading, shard_strategies, without_bad_images
 from megacp.training.loss import agree
