@@ -37,11 +37,11 @@ from megacp.convert.logits import (
     library_model,
     our_logits,
 )
-from megacp.convert.rows import rows_for
 from megacp.convert.source import Loaded, listed, read_checkpoint, read_hf, refuse_other_input
 from megacp.convert.tables.architectures import ARCHITECTURES, LAYOUTS
 from megacp.convert.tables.mapping import Cast
 from megacp.convert.tokenizer import refuse_difference
+from megacp.data.synthetic.noise import rows_for
 from megacp.data.tokenize.tokenizer import PROBE, load_tokenizer
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}

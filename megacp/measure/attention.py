@@ -1,18 +1,14 @@
-"""Time and memory of attention under context parallelism beside what it replaces, on real ranks.
+"""Time and memory of attention under context parallelism beside the plain programs that it replaces, on real ranks.
 
-Key property: the very transports of training on the very rows, against two plain programs: one process with a dense
-mask in `scaled_dot_product_attention`, and a ring that computes every block its order lets it see, as Picotron's does.
-Tables and masks are made before the clock starts on both sides, as they are made once for all layers. Rejected:
-counting FLOPs, which are equal where time is not.
+The transports are those of training. One opponent is one process with a dense mask in `scaled_dot_product_attention`,
+the other a ring that computes every block its order lets it see, as Picotron's does. Tables and masks are made before
+the clock starts on both sides, since a model makes them once for all layers.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -29,21 +25,12 @@ from megacp.distributed.collectives import barrier
 from megacp.distributed.grid import Axis, GridShape, build_grid
 from megacp.distributed.p2p import start_shift
 from megacp.measure.layouts import GROUPS, HEADS, WIDTH
+from megacp.measure.report import Seconds, timed
 from megacp.models.build import grid_shape
 from megacp.ops.mask import allowed
 from megacp.training.step import ParallelModel
 
 SCALE = WIDTH**-0.5
-
-
-@dataclass(frozen=True)
-class Work:
-    """One attention forward and backward on one rank."""
-
-    seconds: float
-    """Wall time."""
-    cpu_seconds: float
-    """Processor time of this process; the sum over ranks is the total work, whatever else the machine does."""
 
 
 @functools.cache
@@ -55,12 +42,6 @@ def _tensors(tokens: int) -> list[Tensor]:
     """q, k, v and the gradient of the output, fp32, the same values on every run."""
     g = torch.Generator().manual_seed(0)
     return [torch.randn(tokens, heads, WIDTH, generator=g) for heads in (HEADS, GROUPS, GROUPS, HEADS)]
-
-
-def _timed(action: Callable[[], object]) -> Work:
-    begin, cpu = time.perf_counter(), time.process_time()
-    action()
-    return Work(time.perf_counter() - begin, time.process_time() - cpu)
 
 
 class _Attention:
@@ -79,13 +60,13 @@ class _Attention:
         self.forward().backward(self.dout)
 
 
-def attention_work(rank: int, world_size: int, batch: PackedBatch, transport: str, layout: str) -> Work:
+def attention_work(rank: int, world_size: int, batch: PackedBatch, transport: str, layout: str) -> Seconds:
     """One attention forward and backward of one rank on its share of the row."""
     axis = _cp_axis(rank, world_size)
     attention = _Attention(axis, batch, transport, layout)
     attention.step()  # makes tables and index tensors, as the first layer of a model does
     barrier(axis)
-    return _timed(attention.step)
+    return timed(attention.step)[1]
 
 
 def kept_bytes(rank: int, world_size: int, batch: PackedBatch, transport: str, layout: str) -> int:
@@ -119,23 +100,23 @@ def activation_peak(rank: int, world_size: int, config: RunConfig, batch: Packed
     return int(np.cumsum(changes).max())
 
 
-def dense_work(rank: int, world_size: int, batch: PackedBatch) -> Work:
+def dense_work(rank: int, world_size: int, batch: PackedBatch) -> Seconds:
     """One process, `scaled_dot_product_attention` with the whole mask: fp32, which the CPU kernel takes as it is."""
     meta = mask_metadata(batch)
     hidden = torch.from_numpy(~allowed(meta, meta))
     mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
     q, k, v, dout = (x.transpose(0, 1).unsqueeze(0) for x in _tensors(len(batch)))  # [T, heads, d] -> [1, heads, T, d]
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    return _timed(lambda: scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=True).backward(dout))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    return timed(lambda: scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).backward(dout))[1]
 
 
-def ring_of_dense_blocks(rank: int, world_size: int, batch: PackedBatch) -> Work:
+def ring_of_dense_blocks(rank: int, world_size: int, batch: PackedBatch) -> Seconds:
     """One attention forward and backward of one rank by `DenseRing`."""
     axis = _cp_axis(rank, world_size)
     plan = shard_batch(batch, axis, select_layout("contiguous")).plan
     ring, inputs = DenseRing(axis, plan), _tensors(len(plan.local))
     barrier(axis)
-    return _timed(lambda: ring.step(*inputs))
+    return timed(lambda: ring.step(*inputs))[1]
 
 
 class DenseRing:

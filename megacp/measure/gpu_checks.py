@@ -1,8 +1,7 @@
-"""What a GPU must compute like a CPU in float64: training steps, FlexAttention, Transformer Engine, ranks on one GPU.
+"""Comparisons of a GPU with a CPU in float64: training steps, FlexAttention, Transformer Engine, ranks on one GPU.
 
-Key property: each check is a function of a device and of sizes, so a CPU runs the same lines with small ones; what it
-finds is a largest difference beside the one that is allowed, with the reason for that. Rejected: checks that live in
-tests alone, which a report of a machine cannot quote.
+Each check is a function of a device and of sizes, so a CPU runs the same lines with small ones. It returns the largest
+difference beside the allowed one, with the reason for that limit.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ def fused_tiles(device: str, sizes: CheckSizes, seed: int = 3) -> list[Finding]:
     width, heads = sizes.hidden // sizes.heads, (sizes.heads, sizes.groups, sizes.groups, sizes.heads)
     q, k, v, dout = (torch.randn(len(metadata), n, width, generator=generator, dtype=torch.float64) for n in heads)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    dense = dense_attention(*leaves, torch.from_numpy(allowed(metadata, metadata)), width**-0.5)
+    dense = dense_attention(q, k, v, torch.from_numpy(allowed(metadata, metadata)), width**-0.5)
     expected = [dense, *torch.autograd.grad(dense, leaves, dout)]
     kind = torch.device(device)
     transport = select_transport("p2p", kernel_name("auto", kind.type), single_axis("cp"), kind)

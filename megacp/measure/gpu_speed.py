@@ -1,18 +1,15 @@
 """Speed on one GPU: training steps with utilisation, attention with mixed masks, a replay of a context-parallel plan.
 
 Utilisation is model FLOPs / (seconds x the vendor's dense peak). Model FLOPs of a step: 6 x weights x tokens for the
-products, and for attention 12 x layers x width of the heads x allowed pairs; a causal pair that the mask forbids is not
-counted, recomputation neither.
-
-Key property: the device is waited for before every reading of the clock, the first calls (which compile) are left out,
-and each figure holds what it was measured on. Rejected: profiler totals, which need a person to read them.
+products, and for attention 12 x layers x width of the heads x allowed pairs. Forbidden pairs and recomputation are not
+counted. The device is waited for before every reading of the clock; the first calls, which compile, are left out.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from megacp.backends.select import backend_problems
-from megacp.config.run import RunConfig, with_values
+from megacp.config.run import RunConfig, Value, with_values
 from megacp.context_parallel.attention import core_attention, select_transport
 from megacp.context_parallel.layout import LAYOUTS
 from megacp.context_parallel.plan import AttentionPlan
@@ -28,11 +25,12 @@ from megacp.context_parallel.shard import mask_metadata
 from megacp.data.synthetic.mixed import mixed_row
 from megacp.data.synthetic.mock import MockRules, mock_batch
 from megacp.distributed.grid import GridShape, build_grid, single_axis
+from megacp.measure.report import timed
 from megacp.monitor.flops import gpu_peak, utilisation
 from megacp.monitor.memory import peak_bytes
-from megacp.ops.kernel import empty_partial
+from megacp.ops.kernel import Kernel, empty_partial
 from megacp.ops.kernels import kernel_name, select_kernel
-from megacp.ops.mask import allowed
+from megacp.ops.mask import TileTable, allowed
 from megacp.planner.costs import model_flops, model_parameters
 from megacp.training.step import ParallelModel
 
@@ -53,7 +51,7 @@ class Figure:
     """One measurement, or why there is none."""
 
     name: str
-    values: dict[str, float | None]
+    values: Mapping[str, float | None]
     skipped: str = ""
 
 
@@ -62,22 +60,22 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def seconds_of(call: Callable[[], object], device: str, warm: int = 2, timed: int = 3) -> float:
+def seconds_of(call: Callable[[], object], device: str, warm: int = 2, calls: int = 3) -> float:
     """Mean seconds of a call once it is warm."""
-    for _ in range(warm):
-        call()
-    _wait(device)
-    begin = time.perf_counter()
-    for _ in range(timed):
-        call()
-    _wait(device)
-    return (time.perf_counter() - begin) / timed
+
+    def several(count: int) -> None:
+        for _ in range(count):
+            call()
+        _wait(device)
+
+    several(warm)
+    return timed(lambda: several(calls))[1].wall / calls
 
 
-def training_speed(device: str, tokens: int, recompute: str, layers: str, settings: dict[str, object]) -> Figure:
+def training_speed(device: str, tokens: int, recompute: str, layers: str, settings: Mapping[str, Value]) -> Figure:
     """Steps of one pack of causal documents of `tokens` on one device; `layers` is a value of `--transformer-impl`."""
     name = f"training, {tokens} tokens, recompute {recompute}, {layers}"
-    chosen = {"seq_length": tokens, "recompute_granularity": recompute, "transformer_impl": layers}
+    chosen: dict[str, Value] = {"seq_length": tokens, "recompute_granularity": recompute, "transformer_impl": layers}
     config = with_values(RunConfig(), {**settings, **chosen})
     problems = backend_problems(config, torch.device(device).type)
     if problems:
@@ -160,12 +158,12 @@ def replay(device: str, tokens: int, cp: int, heads: tuple[int, int], width: int
     for rank in range(cp):
         plan = AttentionPlan(indices, metadata, rank)
         q = torch.randn(len(plan.local), heads[0], width, device=device, dtype=dtype)
-        table = plan.table_of_row
-
-        def attend(q: torch.Tensor = q, table: object = table) -> object:
-            return kernel.attend(empty_partial(q), (q, k, v), table, width**-0.5)  # type: ignore[arg-type]
-
+        attend = functools.partial(_attend, kernel, q, k, v, plan.table_of_row)
         found.append(seconds_of(attend, device))
-    values = {"slowest ms": 1000 * max(found), "mean ms": 1000 * float(np.mean(found))}
-    values["slowest over mean"] = max(found) / float(np.mean(found))
+    slowest, mean = max(found), float(np.mean(found))
+    values = {"slowest ms": 1000 * slowest, "mean ms": 1000 * mean, "slowest over mean": slowest / mean}
     return Figure(f"replay of a balanced plan, {tokens} tokens, cp {cp}", values)
+
+
+def _attend(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTable) -> None:
+    kernel.attend(empty_partial(q), (q, k, v), table, q.shape[-1] ** -0.5)

@@ -1,12 +1,11 @@
-"""What a layout costs, counted from plans alone: balance of attention area, keys that must travel, tiles computed.
+"""The cost of a layout, counted from plans: balance of attention area, keys that must travel, tiles computed.
 
-Key property: arithmetic on one process for any number of ranks, on the very plans that training uses; nothing but the
-planning itself is timed. Rejected: measuring imbalance by the clock, which on a small machine measures the machine.
+The plans are those of training, made by arithmetic on one process for any number of ranks. Only planning is timed: on a
+small machine a clock would measure the machine and not the imbalance.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,13 +16,14 @@ from megacp.context_parallel.kv_exchange import exchange_stages, needed_rows
 from megacp.context_parallel.layout import Layout
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.measure.exchange_bound import Rows, least_remote_rows
+from megacp.measure.report import Seconds, timed
 from megacp.ops.kernel import Saved, TileKernel, empty_partial
 from megacp.ops.mask import Metadata, TileTable, tile_table
 
 HEADS, GROUPS, WIDTH = 8, 4, 64
 """Query heads, K/V heads and elements of a head wherever attention is counted or measured."""
 AREA_SLACK = 0.03
-"""How uneven the layouts may be that the lower bound speaks of."""
+"""The lower bound holds for layouts whose areas are at most so uneven."""
 COUNTED = ("p2p", "all_gather", "kv_exchange", "a2a")
 """Transports whose tiles are counted."""
 
@@ -43,7 +43,7 @@ class LayoutFigures:
 
 @dataclass(frozen=True)
 class TileFigures:
-    """What the kernel is called for, summed over ranks."""
+    """Calls of the kernel, summed over ranks."""
 
     pairs_over_allowed: float
     """Pairs of query and key computed, over those that the mask allows: 1 when none is computed in vain or left out."""
@@ -52,14 +52,6 @@ class TileFigures:
     """Calls without a query or without a key."""
     tiles: int
     """Non-empty tiles; small ones of a row share a call."""
-
-
-@dataclass(frozen=True)
-class PlanningSeconds:
-    """What one rank plans before a microbatch."""
-
-    wall: float
-    cpu: float
 
 
 def plans_of(metadata: Metadata, layout: Layout, cp: int) -> list[AttentionPlan]:
@@ -76,7 +68,7 @@ def area_per_rank(plans: list[AttentionPlan]) -> np.ndarray:
 
 
 def layout_figures(plans: list[AttentionPlan]) -> LayoutFigures:
-    """The figures of one layout, from what kv_exchange makes of the plans."""
+    """The figures of one layout, by the rows that kv_exchange needs under its plans."""
     metadata, cp = plans[0].metadata, len(plans)
     area = area_per_rank(plans)
     remote = 0
@@ -93,7 +85,7 @@ def layout_figures(plans: list[AttentionPlan]) -> LayoutFigures:
 
 
 def remote_rows_bound(metadata: Metadata, cp: int) -> int:
-    """`planner.exchange_bound` for a row: no layout within `AREA_SLACK` needs fewer remote rows, summed over ranks."""
+    """No layout of this row within `AREA_SLACK` needs fewer remote rows, summed over ranks (see `exchange_bound`)."""
     prefixes = metadata.take(np.flatnonzero((metadata.branch == 0) & (metadata.document >= 0)))
     prefix_keys = tile_table(metadata, prefixes).keys_per_query
     rows = Rows(metadata.document, metadata.own_table.keys_per_query, prefix_keys)
@@ -137,7 +129,7 @@ def tables_of(plan: AttentionPlan, transport: str) -> list[TileTable]:
 
 
 def tile_figures(plans: list[AttentionPlan], transport: str) -> TileFigures:
-    """What all ranks compute together. Under a2a each rank walks the whole row, for its share of the heads."""
+    """The tiles of all ranks. Under a2a each rank walks the whole row, for its share of the heads."""
     kernel, tiles = CountingKernel(), 0
     for plan in plans:
         for table in tables_of(plan, transport):
@@ -148,11 +140,12 @@ def tile_figures(plans: list[AttentionPlan], transport: str) -> TileFigures:
     return TileFigures(kernel.pairs / area, kernel.calls, kernel.empty_calls, tiles)
 
 
-def planning_seconds(metadata: Metadata, layout: Layout, cp: int) -> PlanningSeconds:
-    """What the middle rank plans: the deal, its own tables ready to walk, and what is exchanged."""
+def planning_seconds(metadata: Metadata, layout: Layout, cp: int) -> Seconds:
+    """The planning of the middle rank: the deal, its own tables ready to walk, and its exchange."""
     fresh = metadata.take(np.arange(len(metadata)))  # remembers no table
-    begin, cpu = time.perf_counter(), time.process_time()
-    plan = AttentionPlan(layout.deal(fresh, cp), fresh, cp // 2)
-    for table in tables_of(plan, "kv_exchange"):
-        assert table.rows is not None
-    return PlanningSeconds(time.perf_counter() - begin, time.process_time() - cpu)
+
+    def plan() -> None:
+        found = AttentionPlan(layout.deal(fresh, cp), fresh, cp // 2)
+        assert all(table.rows is not None for table in tables_of(found, "kv_exchange"))
+
+    return timed(plan)[1]

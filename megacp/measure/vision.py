@@ -1,21 +1,20 @@
-"""What dealing images to ranks costs: load of the busiest rank, bytes of features, packs under two budgets.
+"""The cost of dealing images to ranks: load of the busiest rank, bytes of features, packs under two budgets.
 
-Key property: counted from the tables and routes that training uses, beside a least possible load that is found another
-way (a table of all partitions) and beside the split by number of images that a short loop would make; only
-`feature_traffic` needs ranks, to show that the counts are what is sent. Rejected: timing encoders, which on a small
-machine measures the machine.
+Loads are counted from the tables and routes of training. Beside them stand the least possible load, by a table of all
+partitions, and the split by number of images that a short loop would make. Only `feature_traffic` needs ranks: it shows
+that the counted bytes are those that are sent.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from megacp.batch import PackedBatch, VisionInputs
+from megacp.batch import PackedBatch
 from megacp.config.run import RunConfig, Value, with_values
 from megacp.context_parallel.layout import LAYOUTS, Layout
 from megacp.context_parallel.shard import mask_metadata, shard_batch
@@ -28,8 +27,12 @@ from megacp.data.media.shards import (
     uniform_boundaries,
     unit_costs,
 )
-from megacp.data.synthetic.mixed import CROP_TOKENS, FRAME_TOKENS
+from megacp.data.synthetic.mixed import mixed_row
+from megacp.data.synthetic.units import KINDS, Units, mixed_documents, synthetic_units, with_vision
 from megacp.distributed.grid import GridShape, build_grid
+from megacp.distributed.spawn import RankPool
+from megacp.measure.report import Goal, Part
+from megacp.planner.report import table
 from megacp.training.images import vision_cost
 
 MOLMO2: dict[str, Value] = {
@@ -39,18 +42,13 @@ MOLMO2: dict[str, Value] = {
     "vocab_size": 151_936,
 }
 """The model whose FLOPs weigh units: Molmo2-4B."""
-KINDS = ("images", "mixed", "image, video")
-PACK_CROPS, MOST_CROPS, FRAMES = 128, 9, (8, 129)
 BUDGETS = ((16_384, 128), (16_384, 160), (36_864, 256), (36_864, 384))
 """Tokens and crops of a pack."""
-
-Units = tuple[np.ndarray, np.ndarray]
-"""Crops and pooled tokens of each unit, int64 [u]."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """How a way of dealing loads the ranks, over some packs."""
+    """The load of the ranks under one way of dealing, over some packs."""
 
     over_mean: float
     """Largest cost of a rank over the mean, mean of packs."""
@@ -64,29 +62,12 @@ class Load:
 
 @dataclass(frozen=True)
 class FeatureBytes:
-    """What the features of a row cost to send once, per ranks together and for the busiest of them."""
+    """Bytes that the features of a row cost to send once, over all ranks and for the busiest."""
 
     routed: int
     gathered: int
     busiest_routed: int
     busiest_gathered: int
-
-
-def synthetic_units(rng: np.random.Generator, kind: str) -> Units:
-    """Units of a pack of about 128 crops, of a kind in `KINDS`: images of 1 to 9 crops, videos whose frames are units.
-
-    Half the documents of `mixed` are videos of 8 to 128 frames, cut where the pack is full; `image, video` is an image
-    of 9 crops before 128 frames.
-    """
-    crops: list[int] = [MOST_CROPS] + [1] * 128 if kind == "image, video" else []
-    frames: list[bool] = [False] + [True] * 128 if kind == "image, video" else []
-    while sum(crops) < PACK_CROPS:
-        left = PACK_CROPS - sum(crops)
-        video = kind == "mixed" and rng.random() < 0.5
-        new = [1] * min(left, int(rng.integers(*FRAMES))) if video else [int(rng.integers(1, MOST_CROPS + 1))]
-        crops, frames = crops + new, frames + [video] * len(new)
-    units = np.array(crops, np.int64)
-    return units, np.where(frames, FRAME_TOKENS, units * CROP_TOKENS)
 
 
 def greedy_by_images(crops: np.ndarray, cp: int) -> list[int]:
@@ -154,27 +135,6 @@ def vision_loads(kind: str, cp: int, packs: int, seed: int = 0) -> dict[str, Loa
     return loads
 
 
-def with_vision(row: PackedBatch) -> PackedBatch:
-    """A row of `data/synthetic/mixed.py` whose image tokens are pooled features: each stretch of them is a unit.
-
-    Every token of a stretch holds a feature; an image has a crop for each 144 of them, a frame one.
-    """
-    inside = row.span > 0
-    begins = inside & ~np.r_[False, inside[:-1] & (row.document[1:] == row.document[:-1])]
-    starts = np.flatnonzero(begins)
-    tokens = np.bincount(np.cumsum(begins)[inside] - 1, minlength=len(starts))
-    vision = VisionInputs(
-        cum_crop_bounds=np.cumsum(-(-tokens // CROP_TOKENS)),
-        cum_token_pooling_bounds=np.cumsum(tokens),
-        feature_rows=np.flatnonzero(inside),
-        boundaries=None,
-        first_crop=0,
-        patches=np.zeros((0, 1, 1), np.float32),
-        pooling=np.zeros((0, 1), np.int64),
-    )
-    return dataclasses.replace(row, vision=vision)
-
-
 def routes_of(row: PackedBatch, layout: Layout, cp: int) -> FeatureRoutes:
     """Routes of the features of `with_vision(...)` as rank 0 sees them."""
     assert row.vision is not None
@@ -210,30 +170,109 @@ def feature_traffic(rank: int, world_size: int, row: PackedBatch, width: int) ->
 
 
 def expected_traffic(routes: FeatureRoutes, width: int) -> dict[str, int]:
-    """What `feature_traffic` of all ranks together must be, by exchange: features out, their gradients back."""
+    """The sum of `feature_traffic` over all ranks, by exchange: features out, their gradients back."""
     counted = feature_bytes(routes, width * torch.float32.itemsize)
     return {"routed": 2 * counted.routed, "all_gather": 2 * counted.gathered}
 
 
-def mixed_documents(rng: np.random.Generator, count: int) -> Units:
-    """Crops and tokens: half images of 2 to 9 crops with questions, 40 % videos of 8 to 128 frames, the rest text."""
-    kind, crops, frames = rng.random(count), rng.integers(2, MOST_CROPS + 1, count), rng.integers(*FRAMES, count)
-    pictures = 100 + crops * CROP_TOKENS + rng.integers(1, 9, count) * 60
-    text = np.clip(rng.lognormal(6, 1, count), 10, 8192).astype(np.int64)
-    video, plain = kind >= 0.5, kind >= 0.9
-    tokens = np.where(plain, text, np.where(video, frames * (FRAME_TOKENS + 7) + 100, pictures))
-    return np.where(plain, 0, np.where(video, frames, crops)), tokens
-
-
 def packs_over_bound(documents: Units, budgets: tuple[int, int]) -> float:
-    """Packs under two budgets (tokens, crops) over what no packing can go below; documents that do not fit left out.
+    """Packs under two budgets (tokens, crops) over a lower bound for any packing; documents that do not fit left out.
 
     The bound: all tokens or all crops over their budget, or the documents of which no two fit together.
     """
     crops, tokens = documents
     fits = (tokens <= budgets[0]) & (crops <= budgets[1])
-    amounts: Mapping[int, np.ndarray] = {budgets[0]: tokens[fits], budgets[1]: crops[fits]}
+    amounts = ((tokens[fits], budgets[0]), (crops[fits], budgets[1]))
     bound = max(
-        max(-(-int(amount.sum()) // most), int(np.count_nonzero(2 * amount > most))) for most, amount in amounts.items()
+        max(-(-int(amount.sum()) // most), int(np.count_nonzero(2 * amount > most))) for amount, most in amounts
     )
     return len(two_budgets(tokens[fits], crops[fits], *budgets)) / bound
+
+
+DEGREES, REAL_DEGREES = (2, 4, 8, 16), (2, 4)
+WIDTH = 32
+"""Elements of a feature wherever bytes are counted; ratios do not depend on it."""
+
+
+def load_part(quick: bool) -> Part:
+    """How evenly images load the ranks, by way of dealing."""
+    packs = 10 if quick else 200
+    entries: list[dict[str, Any]] = []
+    goals = []
+    rows = [[f"FLOPs max/mean (over optimum), {packs} packs", *WAYS]]
+    for cp in DEGREES:
+        found = {kind: vision_loads(kind, cp, packs) for kind in KINDS}
+        for kind, loads in found.items():
+            rows.append(
+                [f"{kind}, cp {cp}", *(f"{load.over_mean:.3f} ({load.over_optimum:.3f})" for load in loads.values())]
+            )
+            entries += [{"kind": kind, "cp": cp, "way": w, **dataclasses.asdict(load)} for w, load in loads.items()]
+        by_flops, stored = ([loads[way] for loads in found.values()] for way in ("by FLOPs", "stored"))
+        where = f"cp {cp}, worst pack: largest cost over the least possible"
+        goals += [
+            Goal(f"{where}, ranges by FLOPs", max(load.worst for load in by_flops), 1.0),
+            Goal(f"{where}, stored ranges", max(load.worst for load in stored), 1.05),
+            Goal(f"cp {cp}: ranks that stored ranges starve", sum(load.starved for load in stored), 0.0),
+        ]
+    starved = sum(entry["starved"] for entry in entries if entry["way"] == "greedy")
+    note = f"  the plain loop leaves {starved} ranks without work while there is some"
+    return Part({"loads": entries}, goals, f"{table(rows)}\n{note}")
+
+
+def byte_part(quick: bool) -> Part:
+    """Bytes of the routed exchange beside all-gather, counted for every layout, and on real ranks."""
+    length, packs = (4_096, 3) if quick else (36_864, 4)
+    batches = [with_vision(mixed_row(length, seed)) for seed in range(packs)]
+    entries, goals = [], []
+    rows = [[f"routed / all-gather, {packs} x {length:,} tokens", *LAYOUTS]]
+    for cp in DEGREES:
+        cells = []
+        for name, layout in LAYOUTS.items():
+            counted = [feature_bytes(routes_of(batch, layout, cp), WIDTH * 4) for batch in batches]
+            share = sum(one.routed for one in counted) / sum(one.gathered for one in counted)
+            busiest = max(one.busiest_routed / one.busiest_gathered for one in counted)
+            entries.append({"cp": cp, "layout": name, "share": share, "busiest_share": busiest})
+            cells.append(f"{share:.3f} ({busiest:.3f})")
+            goals.append(Goal(f"cp {cp}, {name}: bytes routed over all-gather, times cp", share * cp, 1.05))
+        rows.append([f"cp {cp}, all (busiest rank, worst)", *cells])
+    real, more = _real_bytes(batches[0] if quick else with_vision(mixed_row(8_192, seed=1)))
+    return Part({"bytes": entries, "bytes_on_ranks": real}, goals + more, table(rows))
+
+
+def _real_bytes(row: PackedBatch) -> tuple[list[dict[str, Any]], list[Goal]]:
+    """Traffic of real ranks beside the count from routes."""
+    entries: list[dict[str, Any]] = []
+    goals = []
+    for cp in REAL_DEGREES:
+        with RankPool(cp) as pool:
+            ranks = pool.run(feature_traffic, row, WIDTH, timeout=300.0)
+        found = [
+            {
+                "cp": cp,
+                "layout": name,
+                "exchange": exchange,
+                "sent": sum(r[name, exchange] for r in ranks),
+                "counted": n,
+            }
+            for name, layout in LAYOUTS.items()
+            for exchange, n in expected_traffic(routes_of(row, layout, cp), WIDTH).items()
+        ]
+        wrong = sum(entry["sent"] != entry["counted"] for entry in found)
+        goals.append(Goal(f"{cp} real ranks: layouts and exchanges whose traffic is not the counted", wrong, 0.0))
+        entries += found
+    return entries, goals
+
+
+def pack_part(quick: bool) -> Part:
+    """Packs under two budgets beside a lower bound for any packing."""
+    entries, goals = [], []
+    for budgets in BUDGETS:
+        for count in (1_000,) if quick else (1_000, 4_000):
+            ratios = [
+                packs_over_bound(mixed_documents(np.random.default_rng(seed), count), budgets)
+                for seed in range(1 if quick else 3)
+            ]
+            entries.append({"tokens": budgets[0], "crops": budgets[1], "documents": count, "ratios": ratios})
+            where = f"{count:,} documents into {budgets[0]:,} tokens and {budgets[1]} crops"
+            goals.append(Goal(f"{where}: packs over the lower bound", max(ratios), 1.05))
+    return Part({"packs": entries}, goals)

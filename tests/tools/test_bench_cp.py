@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
+import runpy
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from megacp.context_parallel.layout import LAYOUTS
+from megacp.measure.context_parallel import BOUND_GOAL
 
-def load_tool() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "tools" / "bench_cp.py"
-    spec = importlib.util.spec_from_file_location("bench_cp", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_cp"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+main = runpy.run_path(str(Path(__file__).resolve().parents[2] / "tools" / "bench_cp.py"))["main"]
 
 
 @pytest.mark.slow
 def test_layouts_are_counted_drawn_and_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    tool = load_tool()
     path = tmp_path / "figures.json"
-    assert tool.main(["--quick", "--only", "layouts", "--json", str(path), "--plot", str(tmp_path / "plots")]) == 0
+    assert main(["--quick", "--only", "layouts", "--json", str(path), "--plot", str(tmp_path / "plots")]) == 0
     result = json.loads(path.read_text())
-    assert {entry["layout"] for entry in result["layouts"]} == set(tool.LAYOUTS)
+    assert {entry["layout"] for entry in result["layouts"]} == set(LAYOUTS)
     assert {entry["cp"] for entry in result["layouts"]} == {2, 4, 8, 16}
     for kind, count in (("area max / mean", 8), ("pairs computed / allowed", 8), ("calls on empty tiles", 2)):
         checked = [goal for goal in result["goals"] if kind in goal["name"]]
@@ -35,7 +27,7 @@ def test_layouts_are_counted_drawn_and_written(tmp_path: Path, capsys: pytest.Ca
     ratios = {(entry["pack"], entry["cp"]): entry["over_bound"] for entry in result["layouts"] if entry["over_bound"]}
     assert len(ratios) >= 7 and min(ratios.values()) >= 1.0, "no layout is below the bound"
     for (pack, cp), ratio in ratios.items():
-        assert ratio <= tool.BOUND_GOAL or (pack.startswith("mixed") and cp <= 4), (pack, cp, ratio)
+        assert ratio <= BOUND_GOAL or (pack.startswith("mixed") and cp <= 4), (pack, cp, ratio)
     assert "goals met" in capsys.readouterr().out
     pictures = sorted((tmp_path / "plots").glob("*.png"))
     assert [picture.name for picture in pictures] == ["causal_4096_cp8.png", "mixed_4096_cp8.png"]
@@ -43,9 +35,8 @@ def test_layouts_are_counted_drawn_and_written(tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.slow
 def test_memory_and_time_are_measured_on_ranks(tmp_path: Path) -> None:
-    tool = load_tool()
     path = tmp_path / "figures.json"
-    assert tool.main(["--quick", "--only", "memory", "time", "--json", str(path)]) == 0
+    assert main(["--quick", "--only", "memory", "time", "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     memory = [goal["value"] for goal in result["goals"] if "peak of activations" in goal["name"]]
     assert len(memory) == 4 and all(0.5 < value < 1.5 for value in memory)

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
+import runpy
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from megacp.context_parallel.layout import LAYOUTS
+from megacp.measure.vision import WAYS
 
-def load_tool() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "tools" / "bench_vision.py"
-    spec = importlib.util.spec_from_file_location("bench_vision", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_vision"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+main = runpy.run_path(str(Path(__file__).resolve().parents[2] / "tools" / "bench_vision.py"))["main"]
 
 
 def test_loads_and_packs_meet_their_goals_and_are_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    tool = load_tool()
     path = tmp_path / "figures.json"
-    assert tool.main(["--quick", "--only", "loads", "packs", "--json", str(path)]) == 0
+    assert main(["--quick", "--only", "loads", "packs", "--json", str(path)]) == 0
     result = json.loads(path.read_text())
-    assert {entry["way"] for entry in result["loads"]} == set(tool.figures.WAYS)
+    assert {entry["way"] for entry in result["loads"]} == set(WAYS)
     assert {entry["cp"] for entry in result["loads"]} == {2, 4, 8, 16}
     assert len(result["goals"]) == 3 * 4 + 4 and all(goal["met"] for goal in result["goals"])
     assert "16 of 16 goals met" in capsys.readouterr().out
@@ -38,13 +30,12 @@ def test_loads_and_packs_meet_their_goals_and_are_written(tmp_path: Path, capsys
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_bytes_are_counted_for_every_layout_and_equal_what_ranks_send(tmp_path: Path) -> None:
-    tool = load_tool()
     path = tmp_path / "figures.json"
-    assert tool.main(["--quick", "--only", "bytes", "preprocessing", "--json", str(path)]) == 0
+    assert main(["--quick", "--only", "bytes", "preprocessing", "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     assert {(entry["cp"], entry["layout"]) for entry in result["bytes"]} == {
-        (cp, name) for cp in (2, 4, 8, 16) for name in tool.LAYOUTS
+        (cp, name) for cp in (2, 4, 8, 16) for name in LAYOUTS
     }
     assert all(entry["sent"] == entry["counted"] > 0 for entry in result["bytes_on_ranks"])
-    assert len(result["bytes_on_ranks"]) == 2 * 2 * len(tool.LAYOUTS) and all(goal["met"] for goal in result["goals"])
+    assert len(result["bytes_on_ranks"]) == 2 * 2 * len(LAYOUTS) and all(goal["met"] for goal in result["goals"])
     assert all(value > 0 for values in result["preprocessing"]["seconds"].values() for value in values)

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
+import runpy
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
-from megacp.measure import gpu_checks
+from megacp.measure import gpu_checks, gpu_report
 from megacp.measure.gpu_checks import Finding
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "check_gpu.py"
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_gpu", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    import sys
-
-    sys.modules["check_gpu"] = module  # its dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+main = runpy.run_path(str(Path(__file__).resolve().parents[2] / "tools" / "check_gpu.py"))["main"]
 
 
 def test_a_dry_run_names_every_part_and_measures_nothing(
-    tool: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tool, "run", None)
-    assert tool.main(["--dry-run"]) == 0
+    monkeypatch.setattr(gpu_report, "run", None)
+    assert main(["--dry-run"]) == 0
     text = capsys.readouterr().out
     assert "nothing is measured" in text
     for word in ("float64", "8192", "32768", "36864", "131072", "cp 8", "Transformer Engine", "2, 4 ranks"):
@@ -41,15 +28,15 @@ def test_a_dry_run_names_every_part_and_measures_nothing(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_a_full_run_is_refused(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool.main([]) == 2
+def test_without_a_gpu_a_full_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
     assert "--dry-run" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_every_part_runs_on_a_cpu_and_the_report_holds_versions(tool: ModuleType, tmp_path: Path) -> None:
+def test_every_part_runs_on_a_cpu_and_the_report_holds_versions(tmp_path: Path) -> None:
     """Would catch a part that only a GPU machine would find broken."""
-    assert tool.main(["--device", "cpu", "--output", str(tmp_path)]) == 0
+    assert main(["--device", "cpu", "--output", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["versions"]["torch"] == torch.__version__.split("+")[0] or "+" in report["versions"]["torch"]
     assert len(report["parts"]) == 9 and all(part["results"] and not part["error"] for part in report["parts"])
@@ -59,20 +46,20 @@ def test_every_part_runs_on_a_cpu_and_the_report_holds_versions(tool: ModuleType
 
 
 @pytest.mark.slow
-def test_a_part_that_fails_is_a_line_and_the_others_run(tool: ModuleType) -> None:
+def test_a_part_that_fails_is_a_line_and_the_others_run() -> None:
     def broken() -> list[Finding]:
         raise RuntimeError("out of memory")
 
     good = Finding("good", 0.0, 1.0, "exact")
-    entries = tool.run([tool.Part("one", broken), tool.Part("two", lambda: [good])], minutes=1.0)
+    entries = gpu_report.run({"one": broken, "two": lambda: [good]}, minutes=1.0)
     assert "out of memory" in entries[0]["error"] and entries[1]["results"] == [good]
-    text = tool.markdown("cpu", {}, entries)
+    text = gpu_report.markdown("cpu", {}, entries)
     assert "| one | RuntimeError: out of memory | | not finished |" in text
 
 
 @pytest.mark.slow
 def test_what_was_found_is_on_disk_when_the_machine_ends_the_command(
-    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Would catch ten minutes of a GPU without a report."""
 
@@ -80,9 +67,9 @@ def test_what_was_found_is_on_disk_when_the_machine_ends_the_command(
         raise SystemExit("out of time")
 
     good = Finding("good", 0.0, 1.0, "exact")
-    monkeypatch.setattr(tool, "parts", lambda *_: [tool.Part("one", lambda: [good]), tool.Part("two", ended)])
+    monkeypatch.setattr(gpu_report, "parts", lambda *_: {"one": lambda: [good], "two": ended})
     with pytest.raises(SystemExit):
-        tool.main(["--device", "cpu", "--output", str(tmp_path / "report")])
+        main(["--device", "cpu", "--output", str(tmp_path / "report")])
     (part,) = json.loads((tmp_path / "report" / "report.json").read_text())["parts"]
     assert part["part"] == "one" and "| good |" in (tmp_path / "report" / "report.md").read_text()
 
@@ -93,8 +80,8 @@ def test_a_loss_that_is_not_a_number_is_the_largest_difference() -> None:
     assert gpu_checks._worst([1.0, 1.5], [1.0, 1.0]) == 0.5
 
 
-def test_parts_that_would_begin_too_late_are_left_out(tool: ModuleType) -> None:
-    (entry,) = tool.run([tool.Part("late", list)], minutes=-1.0)
+def test_parts_that_would_begin_too_late_are_left_out() -> None:
+    (entry,) = gpu_report.run({"late": list}, minutes=-1.0)
     assert entry["error"].startswith("left out")
 
 

@@ -89,3 +89,10 @@ def mixed_row(tokens: int, seed: int = 0) -> PackedBatch:
     branches["start"], branches["length"] = start[answers], length[answers]
     batch = collate([Pack(seed, np.zeros(tokens, np.int64), None, segments, branches if len(branches) else None)])
     return dataclasses.replace(batch, span=np.repeat(span, length).astype(np.int32))
+
+
+def causal_row(tokens: int) -> PackedBatch:
+    """One document of text that fills the row."""
+    segments = np.zeros(1, SEGMENT_DTYPE)
+    segments["true_length"] = segments["padded_length"] = segments["prefix_length"] = tokens
+    return collate([Pack(0, np.zeros(tokens, np.int64), None, segments, None)])

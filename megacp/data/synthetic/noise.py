@@ -1,8 +1,8 @@
 """Random rows on which two models are compared: text, an image, several images, a video, an image and a video.
 
-Key property: every row is one document, because the library has no mask of a pack, and pixels, tokens and pooling are
-those that the image rules give, so the rows with frames are sorted by type as those of a real video are. Rejected: one
-image alone, which no plan sorts: whoever reads logits in a wrong order agrees on it.
+Every row is one document, because the transformers library has no mask of a pack. Pixels, tokens and pooling are those
+of the image rules. Rows with several images and frames matter: on one image alone no plan sorts, and a model whose
+logits are read in a wrong order would agree.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _MOST_TOKENS = 64
 _TEXT = 5
 """Tokens of each text in a row with images."""
 _FRAME = (0, 0)
-"""In the place of a picture's width and height in crops: a frame of a video."""
+"""Stands for a frame of a video where an image has its width and height in crops."""
 Media = Sequence[tuple[int, int]]
-"""What stands in a row, in order: pictures by their width and height in crops, frames."""
+"""The units of a row in order: images by their width and height in crops, frames."""
 
 MEDIA: dict[str, Media] = {
     "random image": ((2, 1),),
@@ -33,25 +33,24 @@ MEDIA: dict[str, Media] = {
 """The rows with images, by name."""
 
 
-def rows_for(config: RunConfig, rules: ImageRules | None, seed: int = 0) -> dict[str, PackedBatch]:
+def rows_for(config: RunConfig, rules: ImageRules | None) -> dict[str, PackedBatch]:
     """Random rows that use all of a model: text, and those of MEDIA for one with a tower (which needs `rules`)."""
-    rows = {"random text": random_text(config, rules, seed)}
+    rows = {"random text": random_text(config, rules)}
     if config.vision.vision_num_layers:
         assert rules is not None, "a model with a tower is compared by image rules"
-        rows |= {name: random_media(config, rules, media, seed) for name, media in MEDIA.items()}
+        rows |= {name: random_media(config, rules, media) for name, media in MEDIA.items()}
     return rows
 
 
-def random_text(config: RunConfig, rules: ImageRules | None = None, seed: int = 0) -> PackedBatch:
+def random_text(config: RunConfig, rules: ImageRules | None) -> PackedBatch:
     """One document of random tokens."""
     count = min(_MOST_TOKENS, config.model.max_position_embeddings or config.data.seq_length)
-    tokens = _words(config, rules, count, np.random.default_rng(seed))
-    return _row(tokens, np.zeros(count, np.int32), None)
+    return _row(_words(config, rules, count, np.random.default_rng(0)), np.zeros(count, np.int32), None)
 
 
-def random_media(config: RunConfig, rules: ImageRules, media: Media, seed: int = 0) -> PackedBatch:
-    """One document of noise: pictures and frames, random tokens before, between and behind them."""
-    rng = np.random.default_rng(seed)
+def random_media(config: RunConfig, rules: ImageRules, media: Media) -> PackedBatch:
+    """One document of noise: images and frames, random tokens before, between and behind them."""
+    rng = np.random.default_rng(0)
     tokens, span, layouts, pixels = [_words(config, rules, _TEXT, rng)], [np.zeros(_TEXT)], [], []
     for size in media:
         layout, found = _unit(rules, size, rng)
@@ -59,7 +58,7 @@ def random_media(config: RunConfig, rules: ImageRules, media: Media, seed: int =
         pixels.append(found)
         tokens += [layout.tokens, _words(config, rules, _TEXT, rng)]
         span += [np.ones(len(layout.tokens)), np.zeros(_TEXT)]
-    row = np.concatenate(tokens)
+    row = np.concatenate(tokens)  # int64 [T]
     vision = VisionInputs(
         np.cumsum([layout.num_crops for layout in layouts]),
         np.cumsum([layout.num_pooled for layout in layouts]),
@@ -72,7 +71,7 @@ def random_media(config: RunConfig, rules: ImageRules, media: Media, seed: int =
 
 
 def _unit(rules: ImageRules, size: tuple[int, int], rng: np.random.Generator) -> tuple[ImageLayout, Pixels]:
-    """A picture or a frame of noise."""
+    """An image or a frame of noise."""
     width, height = (rules.image_size * max(1, crops) for crops in size)
     noise = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
     if size == _FRAME:
@@ -83,7 +82,7 @@ def _unit(rules: ImageRules, size: tuple[int, int], rng: np.random.Generator) ->
 
 
 def _words(config: RunConfig, rules: ImageRules | None, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Random tokens that stand for no image, int64 [count]."""
+    """Random tokens that belong to no image, int64 [count]."""
     images = list(rules.token_ids.values()) if rules is not None else []
     words = np.setdiff1d(np.arange(config.model.vocab_size), images)
     return rng.choice(words, count)
