@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,27 +21,13 @@ from typing import NoReturn
 
 import torch
 
-from megacp.checkpoint.commit import RemovedError, again_when_removed
+from megacp.checkpoint.commit import again_when_removed
 from megacp.checkpoint.pending import SaveError
-from megacp.convert.chat_check import CHOICES
-from megacp.convert.equality import field_differences, in_float32, state_by_our_names, tensor_differences
-from megacp.convert.export import Options, given_files, with_positions, write_checkpoint, write_hf
-from megacp.convert.hf_files import MIB, new_folder
-from megacp.convert.logits import (
-    Probed,
-    compare,
-    compare_quiet,
-    library_encoder,
-    library_logits,
-    library_model,
-    our_logits,
-)
-from megacp.convert.source import Loaded, listed, read_checkpoint, read_hf, refuse_other_input
+from megacp.convert.chat import CHOICES
+from megacp.convert.conversion import OtherModelError, convert
+from megacp.convert.export import Request
+from megacp.convert.hf_files import MIB
 from megacp.convert.tables.architectures import ARCHITECTURES, LAYOUTS
-from megacp.convert.tables.mapping import Cast
-from megacp.convert.tokenizer import refuse_difference
-from megacp.data.synthetic.noise import rows_for
-from megacp.data.tokenize.tokenizer import PROBE, load_tokenizer
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 DIFFERENT, REFUSED = 1, 2
@@ -128,113 +113,36 @@ def flag_reasons(arguments: argparse.Namespace) -> list[str]:
     return reasons
 
 
-READERS = {"hf": read_hf, "megacp": read_checkpoint}
-WRITERS = {"hf": write_hf, "megacp": write_checkpoint}
-
-
-class _Differs(Exception):
-    """--verify has found another model; the folder is not kept."""
-
-
-def probed(loaded: Loaded, kind: str, dtype: torch.dtype | None = None) -> tuple[Probed, list[str]]:
-    """The model of a folder: one of ours as we compute it, another as the transformers library does; weights are
-    rounded to `dtype` before. Also what the library holds otherwise than its file.
-    """
-    if kind == "megacp":
-        return our_logits(loaded.config, Cast(loaded.source, dtype) if dtype is not None else loaded.source), []
-    model = library_model(loaded.folder, loaded.architecture.cls, dtype)
-    held = state_by_our_names(loaded, model)
-    wrong = tensor_differences(in_float32(loaded.source, dtype), held)
-    print(f"verify: the transformers library holds {_same(len(held.infos), wrong)}")
-    links = loaded.architecture.links(loaded.values, LAYOUTS[0])
-    return library_logits(model, links), wrong
-
-
-def _same(count: int, wrong: Sequence[str]) -> str:
-    return f"{len(wrong)} of {count} tensors otherwise: {listed(wrong)}" if wrong else f"the same {count} tensors"
-
-
-def verify(before: Loaded, folder: Path, arguments: argparse.Namespace, dtype: torch.dtype | None) -> None:
-    """Print how far the result is from what was read; _Differs when that is too far."""
-    after = READERS[arguments.target](folder)
-    given = Cast(before.source, dtype) if dtype is not None else before.source
-    wrong = tensor_differences(given, after.source)
-    count = len(given.infos)
-    if wrong:
-        print(f"verify: {len(wrong)} of {count} tensors are not those of what was read: {listed(wrong)}")
-    else:
-        print(f"verify: all {count} tensors are those of what was read, bit for bit")
-    fields = field_differences(before, after)
-    print(f"verify: {listed(fields)}" if fields else "verify: all fields of the model are those of what was read")
-    if wrong or fields:
-        raise _Differs
-    (first, held), (second, others) = probed(before, arguments.source, dtype), probed(after, arguments.target)
-    rules = before.probe_rules if before.config.vision.vision_num_layers else None
-    rows = rows_for(before.config, rules)
-    found = [*compare(first, second, rows), *compare_quiet(before.config, first, second, rows)]
-    for difference in found:
-        print(f"verify: {difference}")
-    if before.checkpoint is not None and arguments.tokenizer not in (None, "none"):
-        own = given_files(before, load_tokenizer(arguments.tokenizer, engine="reference"), arguments.accept_ties)
-        refuse_difference(own, library_encoder(folder), PROBE)
-        print(f"verify: {len(PROBE)} texts get the ids of --tokenizer from the library's AutoTokenizer")
-    if held or others or not all(difference.is_small for difference in found):
-        raise _Differs
-
-
-def read_input(arguments: argparse.Namespace) -> Loaded:
-    """What --input holds. ValueError names the flag, the path and what is wrong."""
-    path = arguments.input
-    try:
-        refuse_other_input(path, arguments.source)
-        return READERS[arguments.source](path, arguments.architecture)
-    except RemovedError:  # told or tried again by `main`
-        raise
-    except (ValueError, OSError) as error:
-        said = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise ValueError(f"--input {path}: {said.removeprefix(f'--load {path}: ')}") from error
-
-
-def convert(arguments: argparse.Namespace) -> None:
-    """Do what the flags say. ValueError for what cannot be done."""
-    loaded = read_input(arguments)
-    dtype = DTYPES[arguments.dtype] if arguments.dtype else None
-    layout = arguments.layout or LAYOUTS[0]
-    options = Options(
-        dtype=dtype,
-        layout=layout,
-        max_shard_bytes=arguments.max_shard_size * MIB,
-        tokenizer=arguments.tokenizer,
-        eod_token=arguments.eod_token,
-        accept_ties=arguments.accept_ties,
-        chat_template=arguments.chat_template,
-        tell=print,
-    )
-    if arguments.target == "hf" and loaded.checkpoint is not None:
-        loaded, line = with_positions(loaded, arguments.max_position_embeddings)
-        print(line)
-    with new_folder(arguments.output) as folder:
-        written = WRITERS[arguments.target](loaded, folder, options)
-        if arguments.verify:
-            verify(loaded, folder, arguments, dtype)
-    size = sum(math.prod(info.shape) for info in written.values())
-    print(f"{arguments.output}: {loaded.architecture.name}, {len(written)} tensors, {size:,} parameters")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, convert, verify."""
+    """Parse and convert; returns the exit status."""
     parser = arguments_parser()
     arguments = parser.parse_args(argv)
     if reasons := flag_reasons(arguments):
         parser.error("; ".join(reasons))
+    request = Request(
+        arguments.source,
+        arguments.target,
+        arguments.input,
+        arguments.output,
+        verify=arguments.verify,
+        architecture=arguments.architecture,
+        dtype=DTYPES[arguments.dtype] if arguments.dtype else None,
+        layout=arguments.layout or LAYOUTS[0],
+        max_shard_bytes=arguments.max_shard_size * MIB,
+        max_positions=arguments.max_position_embeddings,
+        tokenizer=arguments.tokenizer,
+        eod_token=arguments.eod_token,
+        chat_template=arguments.chat_template,
+        accept_ties=arguments.accept_ties,
+    )
     try:
-        again_when_removed(arguments.input, lambda: convert(arguments))
+        again_when_removed(arguments.input, lambda: convert(request))
     except (ValueError, OSError, SaveError) as error:
         # a full disk names no file; what is read has been named before
         begin = f"--output {arguments.output} cannot be written: " if isinstance(error, OSError | SaveError) else ""
         print(f"error: {' '.join(f'{begin}{error}'.split())}", file=sys.stderr)
         return REFUSED
-    except _Differs:
+    except OtherModelError:
         print(f"error: {arguments.output} was not written: it would be another model", file=sys.stderr)
         return DIFFERENT
     return 0

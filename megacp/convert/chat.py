@@ -1,9 +1,9 @@
-"""How records with `messages` become text, as the chat template of an exported tokenizer, with the ids of training.
+"""The chat template of an exported model: records with `messages` as text, with the ids of training.
 
-Key property: a build tokenizes each header and each content on its own, a template is tokenized as one string. Where a
-tokenizer would merge across that border, the template writes SEAM there: the exported tokenizer cuts at it and drops
-it. What is written was compared with the data room's own ids on a probe of conversations. Rejected: a template alone,
-which joins `?` and the newline behind it into one token that training never saw.
+A build tokenizes each header and each content alone, a template is tokenized as one string. Where a tokenizer would
+merge across that border, the template writes SEAM there; the exported tokenizer cuts at it and drops it. Without it
+`?` and the newline behind it would become one token that training never saw. A template is written only when it gives
+the ids of a build, made piece by piece by the data room, on a probe of conversations.
 """
 
 from __future__ import annotations
@@ -15,14 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megacp.convert.hf_files import read_json
+from megacp.convert.hf_files import read_json, write_json
+from megacp.convert.source import Loaded
+from megacp.data.media.geometry import TOKEN_TEXTS
+from megacp.data.records.sample import parse_record
+from megacp.data.tokenize.tokenizer import Tokenizer
+from megacp.generation.prompt import PromptMaker
+from megacp.training.state import first_token, stored_progress
 
+CHOICES = ("auto", "messages", "none")
 TEMPLATE_FILE = "chat_template.jinja"
 SEAM = "\ue000\ue001"
 """Two private characters, which no text has side by side."""
 LEARNED_ROLE = "assistant"
 PLACEHOLDERS = {"image": "<|image|>", "video": "<|video|>"}
-"""What the library's processor replaces."""
+"""Texts that the library's processor replaces."""
 _SPACE = "\u2581"
 
 _TEMPLATE = """\
@@ -67,7 +74,7 @@ _TEMPLATE = """\
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as a record has them, and the ids that a build makes of them."""
+    """Messages of a record, and the ids that a build makes of them."""
 
     messages: Sequence[Mapping[str, Any]]
     ids: Sequence[int]
@@ -106,7 +113,7 @@ def _compiled(text: str) -> Any:
 
 
 def render(text: str, conversation: Conversation, eos_token: str | None) -> str:
-    """What the library renders."""
+    """The library's rendering."""
     given = {"messages": conversation.messages, "add_generation_prompt": conversation.prompt, "eos_token": eos_token}
     return _compiled(text).render(**given)
 
@@ -152,22 +159,118 @@ def _difference(tokenizer: Any, text: str, eos_token: str | None, probe: Sequenc
 def _with_seam(content: dict[str, Any]) -> dict[str, Any]:
     """A tokenizer.json that cuts at SEAM and drops it, before anything else; what begins a text begins each part."""
     cut = {"type": "Split", "pattern": {"String": SEAM}, "behavior": "Removed", "invert": False}
-    before = content.get("pre_tokenizer")
-    steps = [] if before is None else before["pretokenizers"] if before["type"] == "Sequence" else [before]
-    made = {**content, "pre_tokenizer": {"type": "Sequence", "pretokenizers": [cut, *steps]}}
-    normalizer = content.get("normalizer")
-    inside = (
-        [] if normalizer is None else normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
-    )
+    steps = [cut, *_steps(content.get("pre_tokenizer"), "pretokenizers")]
+    made = {**content, "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
+    inside = _steps(content.get("normalizer"), "normalizers")
     place = next((i for i, step in enumerate(inside) if step["type"] == "Prepend"), None)
     if place is None:
         return made
     trims = any(step.get("pattern", {}).get("Regex", "").startswith(r"\A +") for step in inside[:place])
     trim = [_replace(f"[ {_SPACE}]*{SEAM} *", SEAM)] if trims else []
     begin = _replace(f"{SEAM}(?=[^{SEAM[0]}])", SEAM + inside[place]["prepend"])
-    steps = [*inside[:place], *trim, inside[place], begin, *inside[place + 1 :]]
-    return {**made, "normalizer": {"type": "Sequence", "normalizers": steps}}
+    normalizers = [*inside[:place], *trim, inside[place], begin, *inside[place + 1 :]]
+    return {**made, "normalizer": {"type": "Sequence", "normalizers": normalizers}}
+
+
+def _steps(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    """The steps of a pre-tokenizer or a normalizer, which may be none, one or a sequence."""
+    if part is None:
+        return []
+    return part[name] if part["type"] == "Sequence" else [part]
 
 
 def _replace(pattern: str, by: str) -> dict[str, Any]:
     return {"type": "Replace", "pattern": {"Regex": pattern}, "content": by}
+
+
+_CONTENTS = (
+    *("Which animal?", "A cat.", "", " one space first", "  two spaces first", "\nnewline first", "newline last\n"),
+    *("two newlines last\n\n", "spaces last  ", "x = {'a': [1]};", "\U0001f642 e\u0301 \u4e2d\u6587", "a\n\n  b", "1"),
+)
+_IMAGE = {"type": "image", "path": "probe"}
+
+
+def _probe_messages() -> list[list[dict[str, Any]]]:
+    """Conversations of one to many turns; each content ends one message and begins another."""
+    found: list[list[dict[str, Any]]] = []
+    for i, content in enumerate(_CONTENTS):
+        other = _CONTENTS[(i + 1) % len(_CONTENTS)]
+        turns = [{"role": "user", "content": content}, {"role": "assistant", "content": other}]
+        found += [
+            turns[:1],
+            turns,
+            [{"role": "system", "content": other}, *turns, *turns, {**turns[0], "role": "tool"}],
+        ]
+        parts = [{"type": "text", "text": content}, {"type": "text", "text": other}]
+        found.append([{"role": "user", "content": parts}, *turns[1:]] if content or other else turns)
+    return found
+
+
+def _image_messages() -> list[list[dict[str, Any]]]:
+    answer: dict[str, Any] = {"role": "assistant", "content": "A cat."}
+    found = list[list[dict[str, Any]]]()
+    for text in _CONTENTS:
+        says = {"type": "text", "text": text}
+        for content in ([_IMAGE], [_IMAGE, says], [says, _IMAGE], [_IMAGE, _IMAGE, says, says], [says, _IMAGE, says]):
+            found.append([{"role": "user", "content": content}, answer, {"role": "user", "content": content}])
+    return found
+
+
+def _ids(messages: list[dict[str, Any]], tokenizer: Tokenizer, media: list[int]) -> list[int]:
+    """The ids of a record in a build, `media` in place of each image."""
+    ids = [] if tokenizer.begins_with is None else [tokenizer.begins_with]
+    for piece in parse_record({"messages": messages}, media=True).prefix:
+        if piece.text is not None:
+            ids += tokenizer.encode_reference(piece.text).tolist()
+        elif piece.media is not None:
+            ids += media
+        elif tokenizer.eos_id is not None:
+            ids.append(tokenizer.eos_id)
+    return ids
+
+
+def probe(tokenizer: Tokenizer, image_ids: dict[str, int]) -> list[Conversation]:
+    """Conversations with the ids of a build, with images where there are ids for them."""
+    media = [image_ids["image_start"], image_ids["image_end"]] if image_ids else []
+    every = _probe_messages() + (_image_messages() if media else [])
+    found = [Conversation(messages, _ids(messages, tokenizer, media)) for messages in every]
+    maker = PromptMaker(tokenizer)
+    for messages in _probe_messages():
+        answered = {"messages": [*messages, {"role": "assistant", "content": "x"}]}
+        ids = maker.of_record(answered).prefix.tokens.tolist()
+        found.append(Conversation(messages, ids, prompt=True))
+    return found
+
+
+def write_chat_template(loaded: Loaded, folder: Path, tokenizer: Tokenizer, choice: str) -> str:
+    """Write the template where there is one to write; a phrase that says which it is.
+
+    ValueError when `choice` asks for a template that this tokenizer cannot follow.
+    """
+    own = (folder / TEMPLATE_FILE).is_file() or "chat_template" in read_json(folder / "tokenizer_config.json")
+    assert loaded.checkpoint is not None
+    trained = "updates" in loaded.checkpoint.extra
+    if choice == "none":
+        return "the tokenizer's own" if own else "none"
+    if choice == "auto" and own:
+        also = "; --chat-template messages writes that of records with `messages`" if trained else ""
+        return f"the tokenizer's own{also}"
+    if choice == "auto" and not (loaded.rules is not None and trained):
+        return "none; for a model that was trained on records with `messages`: --chat-template messages"
+    tokenizer.begins_with = first_token(stored_progress(loaded.checkpoint), tokenizer.begins_with)
+    images = loaded.rules.token_ids if loaded.rules is not None else {}
+    media = TOKEN_TEXTS["image_start"] + TOKEN_TEXTS["image_end"]
+    try:
+        special = Special(tokenizer.eos_id, tokenizer.begins_with)
+        has_seam = write_template(folder, special, probe(tokenizer, images), media)
+    except ValueError as error:
+        if choice == "auto":
+            return f"none: no template gives this tokenizer the ids of training ({error})"
+        raise ValueError(
+            f"--chat-template {choice}: no template gives this tokenizer the ids of training: {error}"
+        ) from error
+    settings = read_json(folder / "tokenizer_config.json")
+    if settings.pop("chat_template", None) is not None:  # which of the two a library prefers is its own choice
+        write_json(folder / "tokenizer_config.json", settings)
+    how = " (texts meet at a mark that tokenizer.json cuts at and drops)" if has_seam else ""
+    return f"that of records with `messages`, with the ids of a build{how}"

@@ -1,7 +1,7 @@
-"""Writing what was read: a Hugging Face folder with all that belongs to it, or a checkpoint of ours that begins a run.
+"""The output of a conversion: a complete Hugging Face folder, or a checkpoint of ours that begins a run.
 
-Key property: whatever is written is opened again and held against the tables before the folder gets its name. Rejected:
-the library's `save_pretrained`, which needs the whole model in memory and cuts a Molmo2's embedding in the middle.
+Whatever is written is opened again and held against the tables before the folder gets its name. The library's
+`save_pretrained` would need the whole model in memory, and cuts a Molmo2's embedding in the middle.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +22,7 @@ from megacp.checkpoint.names import MODEL, TensorBox
 from megacp.config.run import flatten, with_values
 from megacp.config.yaml_file import to_yaml
 from megacp.convert import hf_files, processor
-from megacp.convert.chat_check import write_chat_template
+from megacp.convert.chat import write_chat_template
 from megacp.convert.source import Loaded, refuse_unread, require_all
 from megacp.convert.tables.architectures import LAYOUTS, token_fields, token_ids
 from megacp.convert.tables.mapping import Cast, Info, Mapped, Source, num_bytes, one_dtype
@@ -44,31 +44,39 @@ PROCESSOR_NEEDS = (
     "--index-url https://download.pytorch.org/whl/cpu`; the one of PyPI is for CUDA), and for video files torchcodec; "
     "it puts one token before a text that training did not have: drop the first id"
 )
-"""What a user of a Molmo2's folder has to know."""
+"""Told to users of a Molmo2's folder on its card."""
 
 
 @dataclass(frozen=True)
-class Options:
-    """How a folder is written."""
+class Request:
+    """What is to be converted, and how the result is written."""
 
+    source: str
+    """The kind of `input`: `hf` or `megacp`."""
+    target: str
+    """The kind of `output`."""
+    input: Path
+    output: Path
+    verify: bool = False
+    architecture: str = "auto"
     dtype: torch.dtype | None = None
     """None: as the weights are."""
     layout: str = LAYOUTS[0]
     max_shard_bytes: int = 5000 * hf_files.MIB
+    max_positions: int | None = None
+    """Positions that the model is for; None: as its config says, else the run's --seq-length."""
     tokenizer: str | None = None
     """As given to `preprocess_data.py`; `none` for a folder without one."""
     eod_token: str | None = None
     """As given there: the token that ends a document, by its text, where the tokenizer's files do not say."""
     chat_template: str = "auto"
-    """One of `chat_check.CHOICES`."""
-    tell: Callable[[str], None] = lambda line: None
-    """Takes a line about what was decided."""
+    """One of `chat.CHOICES`."""
     accept_ties: bool = False
     """Of a Unigram tokenizer (`convert.tokenizer.refuse_difference`)."""
 
 
 class Lazy:
-    """A tensor that is read when somebody needs its values, and not kept."""
+    """A tensor that is read when its values are needed, and not kept."""
 
     def __init__(self, source: Source, name: str) -> None:
         self._source, self._name = source, name
@@ -116,27 +124,27 @@ def with_positions(loaded: Loaded, given: int | None) -> tuple[Loaded, str]:
     return resolved, f"max_position_embeddings is {length}, {why}"
 
 
-def write_hf(loaded: Loaded, folder: Path, options: Options) -> dict[str, Info]:
-    """Fill an empty folder; shape and dtype of what was written. ValueError names what the library cannot express."""
-    architecture, layout = loaded.architecture, options.layout
+def write_hf(loaded: Loaded, folder: Path, request: Request) -> dict[str, Info]:
+    """Fill an empty folder; shape and dtype of its tensors. ValueError names what the library cannot express."""
+    architecture, layout = loaded.architecture, request.layout
     if layout != LAYOUTS[0] and not architecture.sections:
         raise ValueError(f"--layout {layout}: {architecture.name} has one layout")
     content = architecture.config(loaded.values, layout)
-    tokenizer = given_tokenizer(loaded, options.tokenizer, options.eod_token) if loaded.checkpoint is not None else None
+    tokenizer = given_tokenizer(loaded, request.tokenizer, request.eod_token) if loaded.checkpoint is not None else None
     links = architecture.links(loaded.values, layout)
     source: Source = Mapped(loaded.source, links, to_ours=False)
-    source = Cast(source, options.dtype) if options.dtype is not None else source
+    source = Cast(source, request.dtype) if request.dtype is not None else source
     dtype = one_dtype(source)
-    special = _special_files(loaded, folder, tokenizer, options)
-    chat = "none" if tokenizer is None else write_chat_template(loaded, folder, tokenizer, options.chat_template)
+    special = _special_files(loaded, folder, tokenizer, request)
+    chat = "none" if tokenizer is None else write_chat_template(loaded, folder, tokenizer, request.chat_template)
     said = {"chat template": chat}
     begins = "" if tokenizer is None else _other_beginning(loaded, tokenizer)
     if loaded.checkpoint is not None:
-        options.tell(f"chat template: {chat}")
+        print(f"chat template: {chat}")
     if begins:
         said["first token"] = begins
-        options.tell(f"first token: {begins}")
-    hf_files.write_tensors(source, folder, options.max_shard_bytes)
+        print(f"first token: {begins}")
+    hf_files.write_tensors(source, folder, request.max_shard_bytes)
     content["dtype"] = content["torch_dtype"] = str(dtype).removeprefix("torch.")  # its name before version 5
     if architecture.sections:
         ids = loaded.rules.token_ids if loaded.rules is not None else None
@@ -158,20 +166,20 @@ def _token_keys(loaded: Loaded) -> list[str]:
     return [key for key in token_fields(token_ids(loaded.values, None)) if key in loaded.content]
 
 
-def _special_files(loaded: Loaded, folder: Path, tokenizer: Tokenizer | None, options: Options) -> dict[str, Any]:
+def _special_files(loaded: Loaded, folder: Path, tokenizer: Tokenizer | None, request: Request) -> dict[str, Any]:
     """Write or copy tokenizer, processor and what generation is to do; the special ids that stand in config.json."""
     if loaded.checkpoint is None:
         _copy_beside(loaded.folder, folder)
         return {key: loaded.content[key] for key in (*_SPECIAL, "use_cache", "pretraining_tp") if key in loaded.content}
     ids: dict[str, int | None] = dict.fromkeys(_SPECIAL)  # else the library takes its own, 1 and 2 for a Llama
     if tokenizer is not None:
-        given = given_files(loaded, tokenizer, options.accept_ties)
+        given = given_files(loaded, tokenizer, request.accept_ties)
         positions = loaded.config.model.max_position_embeddings or loaded.config.data.seq_length
         names = write_tokenizer(given, folder, positions, PROBE)
         ids = {f"{name}_token_id": names[name] for name in ("eos", "bos", "pad")}
     said = _generation_of(loaded, tokenizer)
     missing = {key: i for key, i in ids.items() if said.get(key) is None and (i is not None or not said)}
-    chosen = {"eos_token_id": ids["eos_token_id"]} if options.eod_token is not None else {}
+    chosen = {"eos_token_id": ids["eos_token_id"]} if request.eod_token is not None else {}
     generation = {**said, **missing, **chosen}
     hf_files.write_json(folder / _GENERATION, generation)
     return {key: generation.get(key) if i is None else i for key, i in ids.items()}
@@ -189,17 +197,7 @@ def _generation_of(loaded: Loaded, tokenizer: Tokenizer | None) -> dict[str, Any
 def given_files(loaded: Loaded, tokenizer: Tokenizer, ties: bool) -> Given:
     """A tokenizer with the image tokens of a model, as `convert.tokenizer` takes it."""
     images = loaded.rules.token_ids if loaded.rules is not None else {}
-    return Given(
-        tokenizer.kind,
-        tokenizer.files,
-        tokenizer.vocab_size,
-        lambda text: tokenizer.encode_reference(text).tolist(),
-        tokenizer.eos_id,
-        tokenizer.bos_id,
-        tokenizer.pad_id,
-        {TOKEN_TEXTS[name]: i for name, i in images.items()},
-        ties,
-    )
+    return Given(tokenizer, {TOKEN_TEXTS[name]: i for name, i in images.items()}, ties)
 
 
 def _copy_beside(source: Path, folder: Path) -> None:
@@ -242,11 +240,11 @@ def _card(loaded: Loaded, written: Mapping[str, Info], dtype: str, said: Mapping
     return hf_files.card(title, facts, loaded.checkpoint.config_yaml, ("megacp", loaded.architecture.name))
 
 
-def write_checkpoint(loaded: Loaded, folder: Path, options: Options) -> dict[str, Info]:
+def write_checkpoint(loaded: Loaded, folder: Path, request: Request) -> dict[str, Info]:
     """Fill an empty folder with one checkpoint of step 0 without the state of a run, and the tokenizer's files beside
     it; shape and dtype of its tensors.
     """
-    source = Cast(loaded.source, options.dtype) if options.dtype is not None else loaded.source
+    source = Cast(loaded.source, request.dtype) if request.dtype is not None else loaded.source
     dtype = str(one_dtype(source)).removeprefix("torch.")
     if dtype not in _DTYPES:
         raise ValueError(f"the weights are {dtype}, runs of megacp have {', '.join(_DTYPES)}: choose with --dtype")

@@ -1,8 +1,7 @@
 """A Hugging Face folder: safetensors read row by row and written tensor by tensor, with index, hashes and card.
 
-Key property: one tensor is in memory at a time, whatever the size of model and shards: files are mapped when read, and
-shards are planned from shapes and written in order. Rejected: pickled `.bin` files, which run code when they are
-opened.
+One tensor is in memory at a time, whatever the size of model and shards: files are mapped when read, and shards are
+planned from shapes and written in order. Pickled `.bin` files are refused, since opening one runs its code.
 """
 
 from __future__ import annotations
@@ -103,7 +102,6 @@ class SafetensorsFolder:
 
     @property
     def infos(self) -> Mapping[str, Info]:
-        """As Source."""
         return self._infos
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -161,7 +159,7 @@ def write_sums(folder: Path) -> None:
 def check_sums(folder: Path) -> None:
     """Compare with SHA256SUMS where there is one. ValueError names the files that differ, or a line that is none.
 
-    Only regular files inside the folder are hashed: the list may be somebody else's, and name anything.
+    Only regular files inside the folder are hashed: a foreign list may name anything.
     """
     listed = folder / SUMS
     if not os.path.lexists(listed):

@@ -1,8 +1,8 @@
-"""Are two folders the same model? Logits of ours and of the transformers library on the same rows (`rows`).
+"""Are two folders the same model? Logits of ours and of the transformers library on the same rows.
 
-Key property: both are computed in float32 on one process, from what was written to disk, with hidden states of the
-usual size and again with ones as small as the epsilons. Rejected: comparing tensors alone, which says nothing of a lost
-theta, of an epsilon that the library does not read or of halves that were meant to be pairs.
+Both are computed in float32 on one process, from the files on disk, with hidden states of the usual size and again with
+ones as small as the epsilons. Comparing tensors alone would not see a lost theta, an epsilon that the library does not
+read, or halves that were meant to be pairs.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ INPUTS = (
     *("embedding.weight", "vision.patch_embedding.weight", "vision.patch_embedding.bias"),
     "vision.position_embedding.weight",
 )
-"""Tensors that make hidden states of tokens and pixels, by our names."""
+"""Tensors that make the first hidden states, by our names."""
 
 
 @dataclass(frozen=True)

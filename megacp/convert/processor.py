@@ -1,8 +1,8 @@
-"""How images become crops and tokens, as the processor files of a Molmo2 and as the rules of a dataset.
+"""How images become crops and tokens: the processor files of a Molmo2 and the image rules of a dataset.
 
-Key property: one table from the field of a rule to where the library's files have it, walked in both directions; a
-setting that the library has no word for is refused by name. Rejected: writing the library's defaults where they happen
-to agree, since it reads a missing key as its own default.
+One table holds each setting of the library, our rule for it and its default; it is walked in both directions. All
+settings are written, since the library reads a missing one as its default. A setting that cannot be expressed is
+refused by name.
 """
 
 from __future__ import annotations
@@ -17,31 +17,30 @@ IMAGES, VIDEOS, PROCESSOR = "preprocessor_config.json", "video_preprocessor_conf
 Rules = dict[str, Any]
 """Image rules as a dataset's manifest holds them."""
 
-_IMAGE = {
-    "patch_size": "patch_size",
-    "max_crops": "max_crops",
-    "overlap_margins": "overlap_margins",
-    "pooling_size": "image_pooling",
-    "image_mean": "image_mean",
-    "image_std": "image_std",
+Table = dict[str, tuple[str, Any]]
+"""The library's setting -> our rule and the library's default."""
+
+_HALF = [0.5, 0.5, 0.5]
+_BOTH: Table = {
+    "patch_size": ("patch_size", 14),
+    "image_mean": ("image_mean", _HALF),
+    "image_std": ("image_std", _HALF),
 }
-_VIDEO = {
-    "patch_size": "patch_size",
-    "pooling_size": "video_pooling",
-    "image_mean": "image_mean",
-    "image_std": "image_std",
-    "num_frames": "max_frames",
-    "max_fps": "video_fps",
+_IMAGE: Table = {
+    "max_crops": ("max_crops", 8),
+    "overlap_margins": ("overlap_margins", [4, 4]),
+    "pooling_size": ("image_pooling", [2, 2]),
 }
-TEXT = {
-    "image_use_col_tokens": "use_column_tokens",
-    "use_single_crop_col_tokens": "low_res_column_tokens",
-    "video_use_col_tokens": "video_column_tokens",
+_VIDEO: Table = {
+    "pooling_size": ("video_pooling", [3, 3]),
+    "num_frames": ("max_frames", 64),
+    "max_fps": ("video_fps", 2),
 }
-_IMAGE_DEFAULTS = {"max_crops": 8, "overlap_margins": [4, 4], "pooling_size": [2, 2]}
-_VIDEO_DEFAULTS = {"pooling_size": [3, 3], "num_frames": 64, "max_fps": 2}
-_BOTH_DEFAULTS = {"patch_size": 14, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
-_TEXT_DEFAULTS = {"image_use_col_tokens": True, "use_single_crop_col_tokens": None, "video_use_col_tokens": False}
+TEXT: Table = {
+    "image_use_col_tokens": ("use_column_tokens", True),
+    "use_single_crop_col_tokens": ("low_res_column_tokens", None),
+    "video_use_col_tokens": ("video_column_tokens", False),
+}
 _FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 2}
 FIXED_TEXT = {"use_single_crop_start_token": True, "use_frame_special_tokens": True}
 
@@ -54,17 +53,24 @@ def write_processor(rules: Rules, folder: Path) -> None:
     if rules["time_mode"] != "per-frame":
         raise ValueError(f"image rules: time_mode is {rules['time_mode']!r}, the library always writes times of frames")
     size = {"height": rules["image_size"], "width": rules["image_size"]}
+    image, video = ({**_said(rules, _BOTH | table), "size": size, **_FIXED} for table in (_IMAGE, _VIDEO))
     fps = rules["video_fps"]
-    image = {name: rules[ours] for name, ours in _IMAGE.items()} | {"size": size, **_FIXED}
-    video = {name: rules[ours] for name, ours in _VIDEO.items()} | {"size": size, **_FIXED, "do_sample_frames": True}
-    video["max_fps"] = int(fps) if fps == int(fps) else fps
+    video |= {"do_sample_frames": True, "max_fps": int(fps) if fps == int(fps) else fps}
     image["image_processor_type"], video["video_processor_type"] = "Molmo2ImageProcessor", "Molmo2VideoProcessor"
     for part, name in ((image, IMAGES), (video, VIDEOS)):
         part["processor_class"] = "Molmo2Processor"
         write_json(folder / name, part)
-    text = {name: rules[ours] for name, ours in TEXT.items()}
-    whole = {"processor_class": "Molmo2Processor", **text, **FIXED_TEXT}
+    whole = {"processor_class": "Molmo2Processor", **_said(rules, TEXT), **FIXED_TEXT}
     write_json(folder / PROCESSOR, {**whole, "image_processor": image, "video_processor": video})
+
+
+def _said(rules: Rules, table: Table) -> dict[str, Any]:
+    return {theirs: rules[ours] for theirs, (ours, _) in table.items()}
+
+
+def _read(part: Mapping[str, Any], table: Table) -> Rules:
+    found = {ours: (part.get(theirs), default) for theirs, (ours, default) in table.items()}
+    return {ours: default if value is None else value for ours, (value, default) in found.items()}
 
 
 def _part(folder: Path, name: str, whole: Mapping[str, Any], key: str) -> dict[str, Any] | None:
@@ -75,8 +81,8 @@ def _part(folder: Path, name: str, whole: Mapping[str, Any], key: str) -> dict[s
 
 
 def read_rules(folder: Path, token_ids: Mapping[str, int]) -> Rules | None:
-    """The rules that a folder's processor files say, None where there are none. ValueError names what differs from
-    what we do.
+    """The rules of a folder's processor files, None where there are none. ValueError names a setting that megacp
+    cannot express.
     """
     whole = read_json(folder / PROCESSOR) if (folder / PROCESSOR).is_file() else {}
     image, video = _part(folder, IMAGES, whole, "image_processor"), _part(folder, VIDEOS, whole, "video_processor")
@@ -97,15 +103,6 @@ def read_rules(folder: Path, token_ids: Mapping[str, int]) -> Rules | None:
                 reasons.append(f"{VIDEOS}: {key} is {video[key]!r}, that of images is {image[key]!r}")
     if reasons:
         raise ValueError("; ".join(reasons))
-    rules: Rules = {"image_size": size["height"]}
-    rules |= {ours: _set(image, name, _IMAGE_DEFAULTS | _BOTH_DEFAULTS) for name, ours in _IMAGE.items()}
-    rules |= {
-        ours: _set(video or {}, name, _VIDEO_DEFAULTS) for name, ours in _VIDEO.items() if name in _VIDEO_DEFAULTS
-    }
-    rules |= {ours: whole.get(name, _TEXT_DEFAULTS[name]) for name, ours in TEXT.items()}
+    rules: Rules = {"image_size": size["height"], **_read(image, _BOTH | _IMAGE), **_read(video or {}, _VIDEO)}
+    rules |= {ours: whole.get(theirs, default) for theirs, (ours, default) in TEXT.items()}
     return {**rules, "video_fps": float(rules["video_fps"]), "time_mode": "per-frame", "token_ids": dict(token_ids)}
-
-
-def _set(part: Mapping[str, Any], name: str, defaults: Mapping[str, Any]) -> Any:
-    value = part.get(name)
-    return defaults[name] if value is None else value

@@ -1,10 +1,8 @@
 """A SentencePiece model file, and the fast tokenizer (`tokenizer.json`) that gives the same ids.
 
-Key property: each setting of the model becomes one part of the fast tokenizer, or is refused by its name; what cannot
-be known from settings (ties, how a character map treats clusters) is left to a comparison of both on texts
-(`tokenizer.py`). A Unigram model stays one: read as a BPE ("Llama") tokenizer it would load and give wrong ids.
-Rejected: protobuf's generated classes, a dependency whose versions conflict, for three messages of which a dozen fields
-are needed.
+Each setting of the model becomes one part of the fast tokenizer, or is refused by its name. What settings do not tell
+(ties, how a character map treats clusters) is left to a comparison of both on texts (`tokenizer.py`). The file is read
+by hand: protobuf's generated classes are a dependency whose versions conflict, for a dozen fields of three messages.
 
 One difference is known that not every text shows: where a character map (nfkc and its kin) meets a letter with two
 combining marks and joins it with the first, the tokenizers package drops the second.
@@ -70,7 +68,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Model:
-    """What of a .model file says how text becomes ids."""
+    """The parts of a .model file that decide how text becomes ids."""
 
     pieces: tuple[Piece, ...]
     kind: int
@@ -134,7 +132,7 @@ def parse(data: bytes) -> Model:
 
 
 def merges(model: Model) -> list[tuple[str, str]]:
-    """Every pair of pieces that joins to a piece, the best score first: what SentencePiece looks up as it goes.
+    """Every pair of pieces that joins to a piece, the best score first, as SentencePiece looks them up.
 
     Pairs of one piece are ordered by the ids of their parts.
     """

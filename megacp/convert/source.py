@@ -1,7 +1,7 @@
-"""What is to be converted, by our names and in our words: a checkpoint of ours, or a Hugging Face folder.
+"""The input of a conversion, by our names: a checkpoint of ours or a Hugging Face folder.
 
-Key property: nothing but headers and configs is read here; what comes out is a source of tensors that are read one by
-one, already checked against the config they came with. Rejected: a class per direction; both writers take the same.
+Only headers and configs are read here. Both readers give a source of tensors that are read one by one, already checked
+against their config, so each writer takes either.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import torch
 
 from megacp import wording
 from megacp.checkpoint.commit import LoadedCheckpoint, load_checkpoint
-from megacp.checkpoint.directory import is_step_name
-from megacp.checkpoint.manifest import MANIFEST_FILE
 from megacp.checkpoint.names import MODEL, TensorBox
 from megacp.config.checks.check import check
 from megacp.config.run import RunConfig, flatten, with_values
@@ -32,7 +30,7 @@ from megacp.training.stored import stored_config
 
 _TOLD = 20
 HEAD = "lm_head.weight"
-_CONFIG = "config.json"
+CONFIG = "config.json"
 
 
 def require_all(infos: Mapping[str, Info], links: Sequence[Link], to_ours: bool, where: Path) -> None:
@@ -71,7 +69,7 @@ class CheckpointSource:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What is converted, by our names and in our words, wherever it comes from."""
+    """A model to be converted, by our names and flags, wherever it comes from."""
 
     folder: Path
     architecture: Architecture
@@ -85,7 +83,7 @@ class Loaded:
 
     @property
     def probe_rules(self) -> ImageRules:
-        """Its image rules, or some that its tower and its embedding fit, for looking at the model with an image."""
+        """Its image rules, or else some that fit its tower and embedding, to compare models on images."""
         if self.rules is not None:
             return self.rules
         said = {name: self.content[key] for key, name in TOKEN_FIELDS.items() if key in self.content}
@@ -98,7 +96,7 @@ class Loaded:
 
 
 def read_checkpoint(path: Path, wanted: str = "auto") -> Loaded:
-    """The newest whole checkpoint below `path`, or that step. ValueError names what the library has no word for."""
+    """The newest whole checkpoint below `path`, or that step. ValueError names what the library cannot express."""
     loaded = load_checkpoint(path, build_grid(GridShape(), 0).world)
     config = stored_config(loaded)
     values = flatten(config)
@@ -113,13 +111,13 @@ def read_checkpoint(path: Path, wanted: str = "auto") -> Loaded:
 
 def read_hf(path: Path, wanted: str = "auto") -> Loaded:
     """A Hugging Face folder. ValueError names the field, file or tensor that cannot be taken."""
-    content = hf_files.read_json(path / _CONFIG)
+    content = hf_files.read_json(path / CONFIG)
     hf_files.check_sums(path)
     architecture = of_config(content, wanted)
     values = architecture.values(content)
     config = with_values(RunConfig(), values)
     if reasons := check(config, 1):
-        raise ValueError(f"{path / _CONFIG} describes a model that no run can have: {'; '.join(reasons)}")
+        raise ValueError(f"{path / CONFIG} describes a model that no run can have: {'; '.join(reasons)}")
     weights = hf_files.SafetensorsFolder(path)
     infos = dict(weights.infos)
     if not values["untie_embeddings_and_output_weights"]:
@@ -130,24 +128,6 @@ def read_hf(path: Path, wanted: str = "auto") -> Loaded:
     source = Mapped(weights, links, to_ours=True)
     rules = rules_of(path, content, values) if config.vision.vision_num_layers else None
     return Loaded(path, architecture, flatten(config), source, config, rules, None, content)
-
-
-def refuse_other_input(path: Path, kind: str) -> None:
-    """ValueError when `path` is no folder of this kind (`hf`, `megacp`), with what it is instead."""
-    if not path.is_dir():
-        what = "it is a file, expected a folder" if path.exists() else "there is no such folder"
-        beside = path.parent if path.exists() else None
-        also = f": its folder is {beside}" if beside is not None and (beside / _CONFIG).is_file() else ""
-        raise ValueError(f"{what}{also}")
-    names = {entry.name for entry in path.iterdir()}
-    if not names:
-        raise ValueError("the folder is empty")
-    is_checkpoint = MANIFEST_FILE in names or any(map(is_step_name, names))
-    if kind == "hf" and _CONFIG not in names:
-        also = ", it is a checkpoint of megacp: --from megacp" if is_checkpoint else ""
-        raise ValueError(f"the folder has no {_CONFIG}{also}")
-    if kind == "megacp" and not is_checkpoint and _CONFIG in names:
-        raise ValueError(f"there is no committed checkpoint, it is a Hugging Face folder with a {_CONFIG}: --from hf")
 
 
 def refuse_unread(folder: Path) -> None:

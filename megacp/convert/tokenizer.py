@@ -1,11 +1,10 @@
 """Tokenizer files of a Hugging Face folder, from each kind of tokenizer that a run can have been trained with.
 
-Key property: the files are refused unless they give the ids of the original on every text of a probe, and they name the
-class `PreTrainedTokenizerFast`, which runs `tokenizer.json` as it is: the library rebuilds other classes from parts, a
-Unigram model named a Llama tokenizer without a word. Rejected: shipping a `.model` file and leaving the rebuilding to
-the library.
+The files are refused unless they give the ids of the original on every text of a probe. They name the class
+`PreTrainedTokenizerFast`, which runs `tokenizer.json` as it is: the library rebuilds other classes from parts, and a
+Unigram model named a Llama tokenizer silently gets other ids.
 
-Original files are copied byte for byte where nothing has to be added: a tokenizer keeps its identity on a round trip.
+Original files are copied byte for byte where nothing has to be added: a tokenizer keeps its hash on a round trip.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from megacp.convert.hf_files import read_json, write_json
-from megacp.convert.sentencepiece import CONTROL, USER_DEFINED, are_tied, fast_tokenizer, parse
+from megacp.convert.sentencepiece import CONTROL, USER_DEFINED, Model, are_tied, fast_tokenizer, parse
+from megacp.data.tokenize.tokenizer import Tokenizer
 from megacp.files import read_regular
 
 CLASS = "PreTrainedTokenizerFast"
@@ -29,35 +29,44 @@ LARGEST = 512 << 20
 """Bytes of a tokenizer's file."""
 _KEPT = {"chat_template", "extra_special_tokens", "additional_special_tokens", "padding_side", "truncation_side"}
 _KEPT |= {"model_input_names", "add_bos_token", "add_eos_token"}
-"""What of a tokenizer_config.json goes on saying the same beside CLASS."""
+"""Settings of a tokenizer_config.json that mean the same beside CLASS."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """The tokenizer of a run, as it was given to `preprocess_data.py`."""
+    """The tokenizer of a run, and the tokens that an export adds to it."""
 
-    kind: str
-    """byte, sentencepiece, huggingface, gpt2"""
-    files: tuple[Path, ...]
-    vocab_size: int
-    encode: Callable[[str], Sequence[int]]
-    eos: int | None = None
-    bos: int | None = None
-    pad: int | None = None
+    tokenizer: Tokenizer
     special: Mapping[str, int] = field(default_factory=dict)
     """Further tokens that are found in a text, by text: those of images."""
     accept_ties: bool = False
     """Whether a text may get other tokens that are as likely to the model (see `refuse_difference`)."""
 
+    @property
+    def file(self) -> Path:
+        """The file it was read from, or the first of two."""
+        return self.tokenizer.files[0]
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of the run."""
+        return self.tokenizer.encode_reference(text).tolist()
+
+    def sentencepiece(self) -> Model | None:
+        """The SentencePiece model; None for other kinds."""
+        return parse(read_regular(self.file, LARGEST)) if self.tokenizer.kind == "sentencepiece" else None
+
 
 def _byte_level() -> Any:
-    """Bytes as ids 0..255, by the characters that byte-level tokenizers write for bytes."""
+    """Bytes as ids 0..255, by the characters that byte-level tokenizers write for bytes.
+
+    A byte below 256 that shows is its own character; the hidden ones are the characters from 256 on, in order.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    characters = {byte: chr(byte) for byte in shown} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
-    tokenizer = Tokenizer(models.BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[]))
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    shown = [ord(character) for character in characters if ord(character) < 256]
+    order = [*shown, *sorted(set(range(256)).difference(shown))]
+    tokenizer = Tokenizer(models.BPE(vocab=dict(zip(characters, order, strict=True)), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -78,16 +87,19 @@ def _gpt2(vocabulary: Path, merges: Path) -> Any:
 
 def _content(given: Given) -> tuple[dict[str, Any], dict[str, int]]:
     """The tokenizer.json before anything is added to it, and special tokens to add."""
-    if given.kind == "byte":
+    kind = given.tokenizer.kind
+    if kind == "byte":
         return json.loads(_byte_level().to_str()), {BYTE_EOS: 256}
-    if given.kind == "gpt2":
-        return json.loads(_gpt2(*given.files).to_str()), {}
-    if given.kind == "sentencepiece":
-        try:
-            return json.loads(fast_tokenizer(parse(read_regular(given.files[0], LARGEST))).to_str()), {}
-        except ValueError as error:
-            raise ValueError(f"{given.files[0]}: {error}") from error
-    return read_json(given.files[0], LARGEST), {}
+    if kind == "gpt2":
+        return json.loads(_gpt2(*given.tokenizer.files).to_str()), {}
+    if kind == "huggingface":
+        return read_json(given.file, LARGEST), {}
+    try:
+        model = given.sentencepiece()
+        assert model is not None, kind
+        return json.loads(fast_tokenizer(model).to_str()), {}
+    except ValueError as error:
+        raise ValueError(f"{given.file}: {error}") from error
 
 
 def _add(content: dict[str, Any], special: Mapping[str, int]) -> bool:
@@ -138,28 +150,29 @@ def _text_of(tokenizer: Any, i: int | None, what: str) -> str | None:
 
 
 def write_tokenizer(given: Given, folder: Path, max_length: int, probe: Sequence[str]) -> dict[str, int | None]:
-    """Write tokenizer.json, tokenizer_config.json and what lies beside the original; ids of eos, bos and pad by name.
+    """Write tokenizer.json, tokenizer_config.json and the COMPANIONS of the original; ids of eos, bos and pad by name.
 
     ValueError when the original cannot be expressed, or a text of `probe` gets other ids.
     """
     from tokenizers import Tokenizer
 
     content, own = _content(given)
-    names, special = {"eos": given.eos, "bos": given.bos, "pad": given.pad}, {**own, **given.special}
+    run, special = given.tokenizer, {**own, **given.special}
+    names = {"eos": run.eos_id, "bos": run.bos_id, "pad": run.pad_id}
     path = folder / "tokenizer.json"
-    copied = given.kind == "huggingface"
+    copied = run.kind == "huggingface"
     if _add(content, special) or not copied:
         path.write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
     else:
-        shutil.copyfile(given.files[0], path)
+        shutil.copyfile(given.file, path)
     tokenizer = Tokenizer.from_file(str(path))
     wrong = {text: i for text, i in special.items() if tokenizer.token_to_id(text) != i}
     assert not wrong, f"tokens did not get their ids: {wrong}"
     config: dict[str, Any] = {"tokenizer_class": CLASS, "clean_up_tokenization_spaces": False}
     config |= {"model_max_length": max_length, "model_input_names": ["input_ids", "attention_mask"]}
     config |= {f"{name}_token": _text_of(tokenizer, i, name) for name, i in names.items()}
-    beside = given.files[0].parent if copied else None
-    if beside is not None:
+    if copied:
+        beside = given.file.parent
         before = beside / "tokenizer_config.json"
         config |= {k: v for k, v in (read_json(before) if before.is_file() else {}).items() if k in _KEPT}
         for name in COMPANIONS:
@@ -177,9 +190,9 @@ def refuse_difference(given: Given, encode: Callable[[str], Sequence[int]], prob
     float32 prefers, the fast tokenizer, which adds in float64, the first. That is a difference too, unless
     `accept_ties`.
     """
-    model = parse(read_regular(given.files[0], LARGEST)) if given.kind == "sentencepiece" else None
-    for text in [*probe, *symbol_texts(given)]:
-        expected, found = list(map(int, given.encode(text))), list(map(int, encode(text)))
+    model = given.sentencepiece()
+    for text in [*probe, *symbol_texts(given, model)]:
+        expected, found = given.encode(text), list(map(int, encode(text)))
         if expected == found:
             continue
         tied = model is not None and max(expected + found) < len(model.pieces) and are_tied(model, expected, found)
@@ -195,14 +208,13 @@ def refuse_difference(given: Given, encode: Callable[[str], Sequence[int]], prob
             )
 
 
-def symbol_texts(given: Given) -> list[str]:
-    """Texts around each symbol that a text may spell, and what looks like one."""
-    if given.kind == "huggingface":
-        added = [token["content"] for token in read_json(given.files[0], LARGEST).get("added_tokens", [])]
+def symbol_texts(given: Given, model: Model | None) -> list[str]:
+    """Texts around each symbol that a text may spell, and names that look like one."""
+    if given.tokenizer.kind == "huggingface":
+        added = [token["content"] for token in read_json(given.file, LARGEST).get("added_tokens", [])]
         return [f"a{text}b {text} {text}{text}" for text in added]
-    if given.kind != "sentencepiece":
+    if model is None:
         return []
-    model = parse(read_regular(given.files[0], LARGEST))
     found = [
         text
         for symbol in model.of_kind(USER_DEFINED)[:200]

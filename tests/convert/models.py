@@ -106,14 +106,5 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options:
 
 def given(specification: str, images: bool = False) -> Given:
     """A tokenizer as the tool hands it on."""
-    tokenizer = load_tokenizer(specification, engine="reference")
-    return Given(
-        tokenizer.kind,
-        tokenizer.files,
-        tokenizer.vocab_size,
-        lambda text: tokenizer.encode_reference(text).tolist(),
-        tokenizer.eos_id,
-        tokenizer.bos_id,
-        tokenizer.pad_id,
-        {TOKEN_TEXTS[name]: i for name, i in TINY.token_ids.items()} if images else {},
-    )
+    images_by_text = {TOKEN_TEXTS[name]: i for name, i in TINY.token_ids.items()}
+    return Given(load_tokenizer(specification, engine="reference"), images_by_text if images else {})

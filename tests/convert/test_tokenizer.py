@@ -71,15 +71,15 @@ def test_a_fast_tokenizer_gives_the_ids_of_sentencepiece(kind: str, name: str, t
     original = dataclasses.replace(given(train(tmp_path, kind, **OPTIONS[name])), accept_ties=kind == "unigram")
     (tmp_path / "out").mkdir()
     write_tokenizer(original, tmp_path / "out", 512, [*PROBE, *CORPUS])
-    library, model = theirs(tmp_path / "out"), spm.parse(original.files[0].read_bytes())
+    library, model = theirs(tmp_path / "out"), spm.parse(original.file.read_bytes())
     for text in [*PROBE, *LINES, "a<|user|>b <|user|>  c", "  <|user|><|user|>"]:
         expected, found = list(original.encode(text)), library.encode(text)
         assert found == expected or spm.are_tied(model, found, expected), text
     config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert (library.eos_token_id, library.bos_token_id) == (original.eos, original.bos)
-    assert library.pad_token_id == original.pad
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(original.files[0]))
+    assert (library.eos_token_id, library.bos_token_id) == (original.tokenizer.eos_id, original.tokenizer.bos_id)
+    assert library.pad_token_id == original.tokenizer.pad_id
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(original.file))
     for text in LINES:
         ids = processor.encode(text)
         if processor.unk_id() not in ids:
@@ -132,11 +132,14 @@ def test_a_tie_of_a_unigram_model_is_refused_unless_it_is_accepted(tmp_path: Pat
     write_tokenizer(dataclasses.replace(original, accept_ties=True), tmp_path, 512, PROBE)
 
 
-def test_a_tokenizer_that_gives_other_ids_is_refused_with_the_text(tmp_path: Path) -> None:
+def test_a_tokenizer_that_gives_other_ids_is_refused_with_the_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The mistake of others: the ids of a Unigram model, and files that are BPE."""
     unigram = given(train(tmp_path, "unigram", **PLAIN))
     bpe = given(train(tmp_path, "bpe", **PLAIN))
-    mixed = dataclasses.replace(bpe, encode=unigram.encode, accept_ties=True)
+    monkeypatch.setattr(bpe.tokenizer, "encode_reference", unigram.tokenizer.encode_reference)
+    mixed = dataclasses.replace(bpe, accept_ties=True)
     with pytest.raises(ValueError, match=r"does not encode as the original: '.*' gives \[\d.*\] instead of \[\d"):
         write_tokenizer(mixed, tmp_path, 512, PROBE)
 
@@ -165,7 +168,7 @@ def test_other_kinds_give_their_ids_too_and_image_tokens_theirs(kind: str, image
     names = dict(zip(("huggingface", "gpt2"), byte_level(tmp_path), strict=True)) | {"byte": "byte"}
     original = given(names[kind])
     if images:  # a gap of 5 ids, as between a tokenizer and the rows of its model
-        special = {f"<im_{i}>": original.vocab_size + 5 + i for i in range(3)}
+        special = {f"<im_{i}>": original.tokenizer.vocab_size + 5 + i for i in range(3)}
         original = dataclasses.replace(original, special=special)
     (tmp_path / "out").mkdir()
     ids = write_tokenizer(original, tmp_path / "out", 512, [*PROBE, *CORPUS])
@@ -173,7 +176,10 @@ def test_other_kinds_give_their_ids_too_and_image_tokens_theirs(kind: str, image
     for text in (*PROBE, *CORPUS, "a<|user|>b<|assistant|>c"):
         assert library.encode(text) == list(original.encode(text)), "symbols behind the vocabulary keep their ids"
         assert library.decode(library.encode(text)) == text
-    assert ids == {"eos": original.eos, "bos": None, "pad": None} and library.eos_token_id == original.eos
+    assert (
+        ids == {"eos": original.tokenizer.eos_id, "bos": None, "pad": None}
+        and library.eos_token_id == original.tokenizer.eos_id
+    )
     for text, i in original.special.items():
         assert library.encode(f"a{text}b") == [*original.encode("a"), i, *original.encode("b")]
     if kind == "huggingface" and not images:
@@ -184,11 +190,12 @@ def test_other_kinds_give_their_ids_too_and_image_tokens_theirs(kind: str, image
 def test_image_tokens_behind_a_sentencepiece_vocabulary_leave_its_ids_alone(kind: str, tmp_path: Path) -> None:
     original = given(train(tmp_path, kind, **PLAIN))
     probe = [text for text in PROBE if not text.startswith("AAA")]
-    original = dataclasses.replace(original, special={"<im_patch>": original.vocab_size + 9}, accept_ties=True)
+    special = {"<im_patch>": original.tokenizer.vocab_size + 9}
+    original = dataclasses.replace(original, special=special, accept_ties=True)
     (tmp_path / "out").mkdir()
     write_tokenizer(original, tmp_path / "out", 512, probe)
     library = theirs(tmp_path / "out")
-    expected = [*original.encode("x y"), original.vocab_size + 9, *original.encode("z")]
+    expected = [*original.encode("x y"), original.tokenizer.vocab_size + 9, *original.encode("z")]
     assert library.encode("x y<im_patch>z") == expected, "each stretch of text is encoded as one of its own"
 
 

@@ -1,7 +1,6 @@
-"""The architectures by name: which tables each has, how a config.json or flags choose one, and the two directions.
+"""The architectures by name: the tables of each, how a config.json or flags choose one, and the two directions.
 
-Key property: adding an architecture is a row here and its tables. Rejected: reading `architectures` of a config, which
-names a Python class; `model_type` is the library's own key.
+Adding an architecture is a row here and its tables. A config chooses by `model_type`, the library's own key.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ GENERAL = frozenset(
 )
 """Fields of any config that say nothing about the function of its weights."""
 IGNORED_TENSORS = ("rotary_emb.inv_freq",)
-"""Ends of names that old files hold and nobody reads: they follow from the config."""
-
-
+"""Ends of names in old files that are not read: they follow from the config."""
 _ID_ENDS = ("_token_id", "_patch_id", "_col_id")
 
 
@@ -61,7 +58,7 @@ class Architecture:
         return values
 
     def _wrong_kinds(self, content: Mapping[str, Any]) -> list[str]:
-        """What is no object, no list of names or no token id although its place needs one."""
+        """Values that are no object, no list of names or no token id where one is needed."""
         sections = (*self.sections, "vit_config") if self.sections else ()
         wrong = [f"{name} is no object" for name in sections if not isinstance(content.get(name) or {}, Mapping)]
         if not _all(content.get("architectures") or [], str):

@@ -1,9 +1,8 @@
-"""Fields of a `config.json` and the flags they are: rows that are read and written, and the ones that must not vary.
+"""Fields of a `config.json` and the flags they are: rows that are read and written, and fields with one allowed value.
 
-Key property: a row knows both directions, and what a field means when it is absent (the default of the transformers
-library, compared with it in a test). A field that no row knows is refused by its name, so nothing that changes the
-function is lost in silence. Rejected: reading the few fields that are needed, after which a sliding window or a scaled
-rotary embedding is simply gone.
+A row knows both directions and the meaning of an absent field: the transformers library's default, compared with it in
+a test. A field that no row knows is refused by its name. Without that a sliding window or a scaled rotary embedding
+would be lost in silence.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class Theirs:
         return default if value is _ABSENT else value
 
     def unknown(self, harmless: frozenset[str], sections: Sequence[str]) -> list[str]:
-        """Paths that nobody has asked for; `harmless` are last parts of paths, `sections` are walked into.
+        """Paths that no row has asked for; `harmless` are last parts of paths, `sections` are walked into.
 
         An id of a token (`..._id`) changes no tensor's meaning.
         """
@@ -93,7 +92,7 @@ class Field(Protocol):
     """One row of a table."""
 
     def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
-        """Add to `values` what `theirs` says, or to `reasons` why it cannot be said."""
+        """Add the values of `theirs` to `values`, or to `reasons` why they cannot be expressed."""
 
     def write(self, values: Values, content: Values, reasons: list[str]) -> None:
         """The other way round; `content` is by dotted path."""
@@ -106,15 +105,14 @@ class Same:
     theirs: str
     ours: str
     default: Any
-    """What its absence means; a function of the values read so far where it depends on other fields."""
+    """The meaning of its absence; a function of the values read so far where it depends on other fields."""
     number: Number = SIZE
     null: Callable[[Values], Any] | None = None
-    """What null means to the library; None: it takes no null here."""
+    """The meaning of null to the library; None: it takes no null here."""
     absent: Callable[[Values], Any] | None = None
-    """What None means on our side, when a config is written."""
+    """The meaning of None on our side, when a config is written."""
 
     def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
-        """As Field."""
         found = theirs.get(self.theirs, _ABSENT)
         if found is _ABSENT:
             found = self.default(values) if callable(self.default) else self.default
@@ -127,7 +125,6 @@ class Same:
             values[self.ours] = self.default if number is None else number  # others are read beside a refused one
 
     def write(self, values: Values, content: Values, reasons: list[str]) -> None:
-        """As Field."""
         content[self.theirs] = self.resolved(values)
 
     def resolved(self, values: Values) -> Any:
@@ -146,7 +143,6 @@ class Word:
     words: Mapping[str, str]
 
     def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
-        """As Field."""
         found = theirs.get(self.theirs, self.default)
         known = isinstance(found, str) and found in self.words
         if not known:
@@ -154,7 +150,6 @@ class Word:
         values[self.ours] = self.words[found if known else self.default]
 
     def write(self, values: Values, content: Values, reasons: list[str]) -> None:
-        """As Field."""
         content[self.theirs] = {v: k for k, v in self.words.items()}[values[self.ours]]
 
 
@@ -165,17 +160,15 @@ class Fixed:
     theirs: str
     value: Any
     default: Any = _ABSENT
-    """What its absence means, if not `value`."""
+    """The meaning of its absence, if not `value`."""
     written: bool = True
 
     def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
-        """As Field."""
         found = theirs.get(self.theirs, self.value if self.default is _ABSENT else self.default)
         if found != self.value or isinstance(found, bool) != isinstance(self.value, bool):
             reasons.append(f"{self.theirs} is {_shown(found)}, megacp can only express {self.value!r}")
 
     def write(self, values: Values, content: Values, reasons: list[str]) -> None:
-        """As Field."""
         if self.written:
             content[self.theirs] = self.value
 
@@ -188,56 +181,36 @@ class Unsaid:
     value: Any
 
     def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
-        """As Field."""
         values[self.ours] = self.value
 
     def write(self, values: Values, content: Values, reasons: list[str]) -> None:
-        """As Field."""
         if values[self.ours] != self.value:
             flag = "--" + self.ours.replace("_", "-")
             reasons.append(f"{flag} is {values[self.ours]!r}, this architecture can only express {self.value!r}")
 
 
 @dataclass(frozen=True)
-class Biases:
-    """One word of theirs for the biases of several of our linears."""
+class Switch:
+    """One true or false of theirs for some of our flags; `inverted`: theirs says tied, ours says untied."""
 
     theirs: str
     ours: tuple[str, ...]
+    inverted: bool = False
 
     def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
-        """As Field."""
         found = theirs.get(self.theirs, False)
         if not isinstance(found, bool):
             reasons.append(f"{self.theirs} is {_shown(found)}, expected true or false")
-        values.update(dict.fromkeys(self.ours, found))
+        values.update(dict.fromkeys(self.ours, not found if self.inverted else found))
 
     def write(self, values: Values, content: Values, reasons: list[str]) -> None:
-        """As Field."""
         if len({values[name] for name in self.ours}) > 1:
             words = " and ".join(f"--{name.replace('_', '-')} {values[name]}" for name in self.ours)
             reasons.append(f"{words} differ, but {self.theirs} is one word for all of them")
-        content[self.theirs] = values[self.ours[0]]
+        content[self.theirs] = values[self.ours[0]] != self.inverted
 
 
-@dataclass(frozen=True)
-class Tied:
-    """Whether the head has its own weight: theirs says tied, ours says untied."""
-
-    theirs: str
-    default: bool
-    ours: str = "untie_embeddings_and_output_weights"
-
-    def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
-        """As Field."""
-        found = theirs.get(self.theirs, self.default)
-        if not isinstance(found, bool):
-            reasons.append(f"{self.theirs} is {_shown(found)}, expected true or false")
-        values[self.ours] = not found
-
-    def write(self, values: Values, content: Values, reasons: list[str]) -> None:
-        """As Field."""
-        content[self.theirs] = not values[self.ours]
+TIED = Switch("tie_word_embeddings", ("untie_embeddings_and_output_weights",), inverted=True)
 
 
 _ROPE_KEYS = {
@@ -254,7 +227,7 @@ _ROPE_NUMBERS = {
     "original_max_position_embeddings": SIZE,
 }
 LIBRARY_THETA = 10_000.0
-"""What the transformers library takes where a config says no theta."""
+"""Theta of the transformers library where a config has none."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +241,6 @@ class Rope:
     """`text_config.` or nothing."""
 
     def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
-        """As Field."""
         given = {name: theirs.get(self.section + name) for name in ("rope_scaling", "rope_parameters")}
         name = next((n for n, params in given.items() if params), "rope_parameters")
         path, params = self.section + name, ({} if given[name] is None else given[name])
@@ -304,7 +276,6 @@ class Rope:
             values[ours] = found
 
     def write(self, values: Values, content: Values, reasons: list[str]) -> None:
-        """As Field."""
         kind = "default" if values["rope_scaling"] == "none" else values["rope_scaling"]
         params = {"rope_type": kind, **{key: values[_ROPE_KEYS[key]] for key in _ROPE_TYPES[kind]}}
         content[self.section + "rope_theta"] = values["rotary_base"]
@@ -319,7 +290,7 @@ def _shown(value: Any) -> str:
 
 
 def read_fields(fields: Sequence[Field], theirs: Theirs) -> tuple[Values, list[str]]:
-    """Our values, and every reason why some cannot be said."""
+    """Our values, and every reason why some cannot be expressed."""
     values: Values = {}
     reasons: list[str] = []
     for field in fields:
@@ -328,7 +299,7 @@ def read_fields(fields: Sequence[Field], theirs: Theirs) -> tuple[Values, list[s
 
 
 def write_fields(fields: Sequence[Field], values: Values) -> tuple[Values, list[str]]:
-    """Their nested config, and every reason why some value cannot be said."""
+    """Their nested config, and every reason why some value cannot be expressed."""
     flat: Values = {}
     reasons: list[str] = []
     for field in fields:

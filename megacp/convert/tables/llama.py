@@ -1,8 +1,7 @@
 """Llama (2 and 3.x): names and shapes of its tensors, fields of its config; the decoder that Qwen3 and Molmo2 share.
 
-Key property: rows of q and k are in the library's order (rotary by halves), which is ours; nothing is permuted. Weights
-as Meta published them (rotary by pairs) have other names and are refused as missing and unexpected tensors. Rejected:
-a permutation that guesses which of the two a file holds.
+Rows of q and k are in the library's order (rotary by halves), which is ours; nothing is permuted. Weights as Meta
+published them (rotary by pairs) have other names and are refused as missing and unexpected tensors.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from megacp.convert.tables.fields import (
     LAYERS,
     SIZE,
     SPREAD,
-    Biases,
+    TIED,
     Field,
     Fixed,
     Number,
     Rope,
     Same,
+    Switch,
     Theirs,
-    Tied,
     Unsaid,
     Values,
 )
@@ -96,14 +95,13 @@ def links(values: Values) -> list[Link]:
 
 
 class _Rows:
-    """The rows of a run that starts from a model: as long as the model is for, until the run says otherwise."""
+    """The length of rows in a run that starts from this model, unless the run gives another."""
 
     def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
-        """As Field."""
         values["seq_length"] = values["max_position_embeddings"]
 
     def write(self, values: Values, content: Values, reasons: list[str]) -> None:
-        """As Field: rows are the run's, and say nothing of the model."""
+        """Nothing: rows are the run's, and say nothing of the model."""
 
 
 def sizes(defaults: Values, section: str = "") -> list[Field]:
@@ -157,9 +155,9 @@ DEFAULTS: Values = {
 
 FIELDS: list[Field] = [
     *sizes(DEFAULTS),
-    Tied("tie_word_embeddings", False),
-    Biases("attention_bias", ("add_qkv_bias", "add_attention_output_bias")),
-    Biases("mlp_bias", ("add_mlp_bias",)),
+    TIED,
+    Switch("attention_bias", ("add_qkv_bias", "add_attention_output_bias")),
+    Switch("mlp_bias", ("add_mlp_bias",)),
     Unsaid("qk_layernorm", False),
     Unsaid("additional_vocab_size", 0),
     Unsaid("vision_num_layers", 0),
@@ -167,7 +165,7 @@ FIELDS: list[Field] = [
 
 
 def reasons(values: Values) -> list[str]:
-    """What the library's class refuses though each field could be said."""
+    """Values that the library's class refuses though each field could be written."""
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     if hidden % heads == 0:
         return []

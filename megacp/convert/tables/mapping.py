@@ -1,9 +1,7 @@
 """Tensors of one naming seen under another: tables of links, and a view that reads through them tensor by tensor.
 
-Key property: a link says that some of their tensors and some of ours, each joined along dim 0, are the same rows. One
-kind of row covers plain renaming, fused projections and a split embedding, in both directions, and nothing is read
-before somebody asks for it. Rejected: a function per direction and model, of which one is sooner or later wrong, and
-state dicts, which need the whole model in memory.
+A link says that some of their tensors and some of ours, each joined along dim 0, are the same rows. That covers
+renaming, fused projections and a split embedding, in both directions. Nothing is read before its values are needed.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Info:
-    """What is known of a tensor before it is read."""
+    """Shape and dtype of a tensor that is not read yet."""
 
     shape: Shape
     dtype: torch.dtype
@@ -69,7 +67,7 @@ def whole(source: Source, name: str) -> torch.Tensor:
 
 
 def problems(infos: Mapping[str, Info], wanted: Iterable[Named], ignored: Sequence[str] = ()) -> list[str]:
-    """What is missing, unexpected or of another shape, one line per tensor; `ignored` are ends of names that may be
+    """Tensors that are missing, unexpected or of another shape, one line each; `ignored` are ends of names that may be
     there without a meaning.
     """
     shapes = {named.name: named.shape for named in wanted}
@@ -106,11 +104,9 @@ class Mapped:
 
     @property
     def infos(self) -> Mapping[str, Info]:
-        """As Source."""
         return self._infos
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """As Source."""
         sources, first = self._parts[name]
         start, stop = first + start, first + stop  # now rows of what all sources are joined
         found, begin = [], 0
@@ -130,11 +126,9 @@ class Cast:
 
     @property
     def infos(self) -> Mapping[str, Info]:
-        """As Source."""
         return {name: Info(info.shape, self._dtype) for name, info in self._source.infos.items()}
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """As Source."""
         return self._source.rows(name, start, stop).to(self._dtype)
 
 

@@ -1,8 +1,7 @@
-"""Molmo2: the tensors and config fields of both of its layouts, the library's own and the one that was released.
+"""Molmo2: the tensors and config fields of both of its layouts, the library's own and the released one.
 
-Key property: the layouts differ in names, in what is fused (q, k, v in `att_proj`; up, then gate, in `ff_proj`) and in
-where the embedding is split; the config fields are one table under two spellings. Rejected: the library's own
-`save_pretrained`, which cuts the embedding into two equal halves that the released code would read as its tables.
+The layouts differ in names, in fused tensors (q, k, v in `att_proj`; up, then gate, in `ff_proj`) and in where the
+embedding is split. The config fields are one table under two spellings.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from megacp.convert.tables.fields import (
     EPSILON,
     LAYERS,
     SIZE,
-    Biases,
     Field,
     Fixed,
     Same,
+    Switch,
     Theirs,
     Unsaid,
     Values,
@@ -148,7 +147,6 @@ class _ImageSize:
     """`image_size` and the number of positions that follows from it."""
 
     def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
-        """As Field."""
         size = theirs.get("vision_config.image_size") or [378, 378]
         if not isinstance(size, list) or len(size) != 2 or size[0] != size[1] or SIZE.read(size[0]) is None:
             reasons.append(f"vision_config.image_size is {size!r}, megacp can only express squares")
@@ -160,19 +158,17 @@ class _ImageSize:
             reasons.append(f"vision_config.num_position_embeddings is {count}, the patches of a crop are {patches}")
 
     def write(self, values: Values, content: Values, reasons: list[str]) -> None:
-        """As Field."""
         size = values["vision_image_size"]
         content["vision_config.image_size"] = [size, size]
         content["vision_config.num_position_embeddings"] = (size // values["vision_patch_size"]) ** 2
 
 
 class _FeatureLayers:
-    """The two layers that are read; one of them must be the last, since nothing reads what comes after."""
+    """The two layers whose outputs are used; one must be the last, since later layers would go unread."""
 
     path = "adapter_config.vision_feature_layer"
 
     def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
-        """As Field."""
         chosen, count = theirs.get(self.path) or [24, 18], values.get("vision_num_layers", 0)
         sound = isinstance(chosen, list) and len(chosen) == 2 and all(map(is_whole, chosen))
         if not sound or not all(-count <= layer < count for layer in chosen):
@@ -186,19 +182,18 @@ class _FeatureLayers:
             values["vision_feature_layers"] = tuple(chosen)
 
     def write(self, values: Values, content: Values, reasons: list[str]) -> None:
-        """As Field."""
         content[self.path] = list(values["vision_feature_layers"])
 
 
 class _Widths:
     """Widths that the library says twice: of the tower in the adapter, of the text in the adapter."""
 
-    twins = (("adapter_config.hidden_size", 1152, "vision_hidden_size"),) + (
+    twins = (
+        ("adapter_config.hidden_size", 1152, "vision_hidden_size"),
         ("adapter_config.text_hidden_size", 3584, "hidden_size"),
     )
 
     def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
-        """As Field."""
         for path, default, ours in self.twins:
             found = theirs.get(path, default)
             if found != values.get(ours):
@@ -207,7 +202,6 @@ class _Widths:
                 )
 
     def write(self, values: Values, content: Values, reasons: list[str]) -> None:
-        """As Field."""
         for path, _, ours in self.twins:
             content[path] = values[ours]
 
@@ -218,7 +212,6 @@ class _ScaledLayers:
     path = "text_config.rope_scaling_layers"
 
     def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
-        """As Field."""
         chosen, count = theirs.get(self.path), values.get("num_layers", 0)
         if chosen is None or values.get("rope_scaling") == "none":
             return
@@ -227,7 +220,6 @@ class _ScaledLayers:
             reasons.append(f"{self.path} is {chosen}, megacp can only scale the positions of all {count} layers")
 
     def write(self, values: Values, content: Values, reasons: list[str]) -> None:
-        """As Field."""
         content[self.path] = list(range(values["num_layers"]))
 
 
@@ -237,14 +229,12 @@ class _ExtraRows:
     path = "text_config.additional_vocab_size"
 
     def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
-        """As Field."""
         found = theirs.get(self.path, 128)
         if SIZE.read(found) is None:
             reasons.append(f"{self.path} is {found!r}, megacp needs at least one row for image tokens")
         values["additional_vocab_size"] = found
 
     def write(self, values: Values, content: Values, reasons: list[str]) -> None:
-        """As Field."""
         content[self.path] = values["additional_vocab_size"]
         if values["additional_vocab_size"] < 1:
             reasons.append("--additional-vocab-size is 0: a Molmo2 has rows for image tokens")
@@ -256,10 +246,9 @@ class _InitialRange:
     """One standard deviation of ours for the four of theirs; only the text's is read."""
 
     def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
-        """As Field: the text's row has read it."""
+        """Nothing: the text's row has read it."""
 
     def write(self, values: Values, content: Values, reasons: list[str]) -> None:
-        """As Field."""
         for section in ("", "vision_config.", "adapter_config."):
             content[section + "initializer_range"] = values["init_method_std"]
 
@@ -296,7 +285,7 @@ FIELDS: list[Field] = [
     *sizes(TEXT_DEFAULTS, "text_config."),
     _ScaledLayers(),
     _ExtraRows(),
-    Biases("text_config.attention_bias", ("add_qkv_bias",)),
+    Switch("text_config.attention_bias", ("add_qkv_bias",)),
     *_fixed("text", {"qk_norm_type": "qwen3", "norm_after": False, "tie_word_embeddings": False}),
     *_fixed("text", {"use_qk_norm": True, "embedding_dropout": 0.0, "residual_dropout": 0.0}, written=False),
     Same("vision_config.num_hidden_layers", "vision_num_layers", 25, LAYERS),

@@ -1,12 +1,11 @@
 """Qwen3: Llama's tensors with a norm on each head of q and k, and its own fields.
 
-Key property: the tensors are Llama's table with two more rows per block. Rejected: sliding windows, which our attention
-has no mask for; a config that uses them is refused.
+A config that uses sliding windows is refused: our attention has no mask for them.
 """
 
 from __future__ import annotations
 
-from megacp.convert.tables.fields import Biases, Field, Fixed, Theirs, Tied, Unsaid, Values
+from megacp.convert.tables.fields import TIED, Field, Fixed, Switch, Theirs, Unsaid, Values
 from megacp.convert.tables.llama import DEFAULTS as LLAMA
 from megacp.convert.tables.llama import sizes
 
@@ -25,7 +24,6 @@ class _LayerTypes:
     """`layer_types` may say only what is so without it."""
 
     def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
-        """As Field."""
         found, count = theirs.get("layer_types"), values.get("num_layers")
         if found is None:
             return
@@ -37,14 +35,13 @@ class _LayerTypes:
             reasons.append(f"layer_types has {len(found)} words, num_hidden_layers is {count}")
 
     def write(self, values: Values, content: Values, reasons: list[str]) -> None:
-        """As Field."""
         content["layer_types"] = ["full_attention"] * values["num_layers"]
 
 
 FIELDS: list[Field] = [
     *sizes(DEFAULTS),
-    Tied("tie_word_embeddings", False),
-    Biases("attention_bias", ("add_qkv_bias", "add_attention_output_bias")),
+    TIED,
+    Switch("attention_bias", ("add_qkv_bias", "add_attention_output_bias")),
     Fixed("use_sliding_window", False),
     _LayerTypes(),
     Unsaid("qk_layernorm", True),

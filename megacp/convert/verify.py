@@ -1,9 +1,9 @@
-"""Is what was written what was read? Every tensor bit by bit, every field of the model, and what the library holds.
+"""--verify: the model that was written is the one that was read, by every tensor, every field, logits and token ids.
 
-Key property: nothing is sampled. A row that no probe's token names, or a number that comes back only because reader and
-writer are wrong alike, is seen by one of three comparisons: tensors of both folders through the links, fields of both
-configs, and the state of the library's own model. Two tensors are in memory at a time. Rejected: logits alone, which
-see 64 rows of an embedding and no epsilon beside ordinary hidden states.
+Nothing is sampled: tensors of both folders are compared bit by bit through the links, then the fields of both configs,
+then the state of the library's own model. So a row that no probe's token names is seen, and a number that reader and
+writer get wrong alike. Logits alone see 64 rows of an embedding, and no epsilon beside ordinary hidden states. Two
+tensors are in memory at a time.
 """
 
 from __future__ import annotations
@@ -14,10 +14,23 @@ from typing import Any
 import torch
 
 from megacp.config.run import flag
-from megacp.convert.source import HEAD, Loaded
+from megacp.convert.export import Request, given_files
+from megacp.convert.logits import (
+    Probed,
+    compare,
+    compare_quiet,
+    library_encoder,
+    library_logits,
+    library_model,
+    our_logits,
+)
+from megacp.convert.source import HEAD, Loaded, listed
 from megacp.convert.tables.architectures import LAYOUTS
 from megacp.convert.tables.fields import Same
 from megacp.convert.tables.mapping import Cast, Info, Mapped, Source, whole
+from megacp.convert.tokenizer import refuse_difference
+from megacp.data.synthetic.noise import rows_for
+from megacp.data.tokenize.tokenizer import PROBE, load_tokenizer
 
 _MOST_NAMED = 10
 
@@ -33,12 +46,11 @@ class State:
         }
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """As Source."""
         return self._tensors[name][start:stop]
 
 
 def state_by_our_names(loaded: Loaded, model: Any) -> Source:
-    """What the library's model holds, seen under our names. ValueError when it holds other tensors."""
+    """The tensors of the library's model under our names. ValueError when it holds other ones."""
     links = loaded.architecture.links(loaded.values, LAYOUTS[0])
     state = State(model, tied=not loaded.values["untie_embeddings_and_output_weights"])
     wanted = {named.name for link in links for named in link.theirs}
@@ -51,7 +63,7 @@ def state_by_our_names(loaded: Loaded, model: Any) -> Source:
 
 
 def tensor_differences(before: Source, after: Source) -> list[str]:
-    """What differs between the tensors of two sources, one line each; bits are compared, so NaN equals itself."""
+    """Differences of the tensors of two sources, one line each; bits are compared, so NaN equals itself."""
     found = [f"{name} is in one of the two alone" for name in sorted(before.infos.keys() ^ after.infos.keys())]
     for name, info in before.infos.items():
         if name not in after.infos:
@@ -103,3 +115,43 @@ def _said(loaded: Loaded) -> dict[str, Any]:
     if "vision_feature_layers" in found:  # counted from either end
         found["vision_feature_layers"] = tuple(i % values["vision_num_layers"] for i in values["vision_feature_layers"])
     return found
+
+
+def probed(loaded: Loaded, dtype: torch.dtype | None = None) -> tuple[Probed, list[str]]:
+    """A model to ask for logits, its weights rounded to `dtype`: a checkpoint in our code, a folder in the library's.
+
+    Also the tensors that the library holds otherwise than the folder's files.
+    """
+    if loaded.checkpoint is not None:
+        return our_logits(loaded.config, Cast(loaded.source, dtype) if dtype is not None else loaded.source), []
+    model = library_model(loaded.folder, loaded.architecture.cls, dtype)
+    held = state_by_our_names(loaded, model)
+    wrong = tensor_differences(in_float32(loaded.source, dtype), held)
+    same = f"{len(wrong)} of {len(held.infos)} tensors otherwise: {listed(wrong)}"
+    print(f"verify: the transformers library holds {same if wrong else f'the same {len(held.infos)} tensors'}")
+    links = loaded.architecture.links(loaded.values, LAYOUTS[0])
+    return library_logits(model, links), wrong
+
+
+def verify(before: Loaded, after: Loaded, request: Request) -> bool:
+    """Print how far the result is from what was read; whether it is the same model."""
+    given = Cast(before.source, request.dtype) if request.dtype is not None else before.source
+    wrong, count = tensor_differences(given, after.source), len(given.infos)
+    if wrong:
+        print(f"verify: {len(wrong)} of {count} tensors are not those of what was read: {listed(wrong)}")
+    else:
+        print(f"verify: all {count} tensors are those of what was read, bit for bit")
+    fields = field_differences(before, after)
+    print(f"verify: {listed(fields)}" if fields else "verify: all fields of the model are those of what was read")
+    if wrong or fields:
+        return False
+    (first, held), (second, others) = probed(before, request.dtype), probed(after)
+    rows = rows_for(before.config, before.probe_rules if before.config.vision.vision_num_layers else None)
+    found = [*compare(first, second, rows), *compare_quiet(before.config, first, second, rows)]
+    for difference in found:
+        print(f"verify: {difference}")
+    if before.checkpoint is not None and request.tokenizer not in (None, "none"):
+        own = given_files(before, load_tokenizer(request.tokenizer, engine="reference"), request.accept_ties)
+        refuse_difference(own, library_encoder(after.folder), PROBE)
+        print(f"verify: {len(PROBE)} texts get the ids of --tokenizer from the library's AutoTokenizer")
+    return not held and not others and all(difference.is_small for difference in found)

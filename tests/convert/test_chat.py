@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.convert import chat, chat_check
+from megacp.convert import chat
 from megacp.convert.processor import write_processor
-from megacp.convert.tokenizer import write_tokenizer
+from megacp.convert.tokenizer import Given, write_tokenizer
 from megacp.data.build.document import DocumentMaker
+from megacp.data.media.geometry import TOKEN_TEXTS
 from megacp.data.media.reader import MediaReader
 from megacp.data.records.sample import parse_record
 from megacp.data.tokenize.tokenizer import Tokenizer, load_tokenizer
@@ -85,19 +86,11 @@ TURNS: list[dict[str, Any]] = [
 
 def exported(tokenizer: Tokenizer, folder: Path, images: bool) -> bool:
     """Write the files of a tokenizer and its template; whether messages meet at a seam."""
-    ids = {text: TINY.token_ids[name] for name, text in chat_check.TOKEN_TEXTS.items()} if images else {}
-    encode: Callable[[str], list[int]] = lambda text: tokenizer.encode_reference(text).tolist()  # noqa: E731
-    write_tokenizer(given_of(tokenizer, ids, encode), folder, 512, ())
-    probe = chat_check.probe(tokenizer, TINY.token_ids if images else {})
+    ids = {text: TINY.token_ids[name] for name, text in TOKEN_TEXTS.items()} if images else {}
+    write_tokenizer(Given(tokenizer, ids), folder, 512, ())
+    probe = chat.probe(tokenizer, TINY.token_ids if images else {})
     special = chat.Special(tokenizer.eos_id, tokenizer.begins_with)
     return chat.write_template(folder, special, probe, "<im_start><im_end>" if images else "")
-
-
-def given_of(tokenizer: Tokenizer, special: dict[str, int], encode: Callable[[str], list[int]]) -> Any:
-    from megacp.convert.tokenizer import Given
-
-    ids = (tokenizer.eos_id, tokenizer.bos_id, tokenizer.pad_id)
-    return Given(tokenizer.kind, tokenizer.files, tokenizer.vocab_size, encode, *ids, special)
 
 
 def build_ids(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[int]:

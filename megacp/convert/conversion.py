@@ -1,0 +1,69 @@
+"""One conversion: read the input, write a new folder, verify it, and give it its name.
+
+Everything is written to a folder beside the output, which is renamed when all is well.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from megacp.checkpoint.commit import RemovedError
+from megacp.checkpoint.directory import is_step_name
+from megacp.checkpoint.manifest import MANIFEST_FILE
+from megacp.convert.export import Request, with_positions, write_checkpoint, write_hf
+from megacp.convert.hf_files import new_folder
+from megacp.convert.source import CONFIG, Loaded, read_checkpoint, read_hf
+from megacp.convert.verify import verify
+
+READERS = {"hf": read_hf, "megacp": read_checkpoint}
+WRITERS = {"hf": write_hf, "megacp": write_checkpoint}
+
+
+class OtherModelError(Exception):
+    """--verify has found another model; the folder is not kept."""
+
+
+def convert(request: Request) -> None:
+    """Do what the request says, and print it. ValueError for what cannot be done."""
+    loaded = read_input(request)
+    if request.target == "hf" and loaded.checkpoint is not None:
+        loaded, line = with_positions(loaded, request.max_positions)
+        print(line)
+    with new_folder(request.output) as folder:
+        written = WRITERS[request.target](loaded, folder, request)
+        if request.verify and not verify(loaded, READERS[request.target](folder), request):
+            raise OtherModelError
+    size = sum(math.prod(info.shape) for info in written.values())
+    print(f"{request.output}: {loaded.architecture.name}, {len(written)} tensors, {size:,} parameters")
+
+
+def read_input(request: Request) -> Loaded:
+    """The model in --input. ValueError names the flag, the path and what is wrong."""
+    path = request.input
+    try:
+        refuse_other_input(path, request.source)
+        return READERS[request.source](path, request.architecture)
+    except RemovedError:  # the caller tries again
+        raise
+    except (ValueError, OSError) as error:
+        said = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ValueError(f"--input {path}: {said.removeprefix(f'--load {path}: ')}") from error
+
+
+def refuse_other_input(path: Path, kind: str) -> None:
+    """ValueError when `path` is no folder of this kind (`hf`, `megacp`), with what it is instead."""
+    if not path.is_dir():
+        what = "it is a file, expected a folder" if path.exists() else "there is no such folder"
+        beside = path.parent if path.exists() else None
+        also = f": its folder is {beside}" if beside is not None and (beside / CONFIG).is_file() else ""
+        raise ValueError(f"{what}{also}")
+    names = {entry.name for entry in path.iterdir()}
+    if not names:
+        raise ValueError("the folder is empty")
+    is_checkpoint = MANIFEST_FILE in names or any(map(is_step_name, names))
+    if kind == "hf" and CONFIG not in names:
+        also = ", it is a checkpoint of megacp: --from megacp" if is_checkpoint else ""
+        raise ValueError(f"the folder has no {CONFIG}{also}")
+    if kind == "megacp" and not is_checkpoint and CONFIG in names:
+        raise ValueError(f"there is no committed checkpoint, it is a Hugging Face folder with a {CONFIG}: --from hf")
