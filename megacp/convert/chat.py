@@ -27,7 +27,6 @@ CHOICES = ("auto", "messages", "none")
 TEMPLATE_FILE = "chat_template.jinja"
 SEAM = "\ue000\ue001"
 """Two private characters, which no text has side by side."""
-LEARNED_ROLE = "assistant"
 PLACEHOLDERS = {"image": "<|image|>", "video": "<|video|>"}
 """Texts that the library's processor replaces."""
 _SPACE = "\u2581"

@@ -60,16 +60,16 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def seconds_of(call: Callable[[], object], device: str, warm: int = 2, calls: int = 3) -> float:
-    """Mean seconds of a call once it is warm."""
+def seconds_of(call: Callable[[], object], device: str) -> float:
+    """Mean seconds of three calls after two that warm it up."""
 
     def several(count: int) -> None:
         for _ in range(count):
             call()
         _wait(device)
 
-    several(warm)
-    return timed(lambda: several(calls))[1].wall / calls
+    several(2)
+    return timed(lambda: several(3))[1].wall / 3
 
 
 def training_speed(device: str, tokens: int, recompute: str, layers: str, settings: Mapping[str, Value]) -> Figure:

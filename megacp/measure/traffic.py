@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from megacp.config.run import RunConfig
 from megacp.context_parallel.sizes import Exchanged, layer_bytes
 from megacp.planner.costs import embedding_parameters
-from megacp.planner.memory import trained_parameters
+from megacp.planner.memory import stage_parameters
 
 _AGREEMENT = 10
 """Float64 numbers that each rank tells all others before a step."""
@@ -170,7 +170,7 @@ def gradient_bytes(config: RunConfig, world_size: int, stage: int, chunks: Seque
     has.
     """
     ranks = config.data_parallel_size(world_size) * config.parallel.context_parallel_size
-    share = trained_parameters(config, stage, chunks) // ranks
+    share = stage_parameters(config, stage, chunks, trained=True) // ranks
     return (ranks - 1) * share * (config.training.element_bytes + config.training.accumulation_bytes)
 
 

@@ -116,12 +116,12 @@ def dealt(units: Units, costs: np.ndarray, cp: int) -> dict[str, list[np.ndarray
 WAYS = ("stored", "by FLOPs", "longest first", "uniform", "greedy")
 
 
-def vision_loads(kind: str, cp: int, packs: int, seed: int = 0) -> dict[str, Load]:
+def vision_loads(kind: str, cp: int, packs: int) -> dict[str, Load]:
     """`Load` by way of dealing (`WAYS`) over `packs` synthetic packs."""
     cost = vision_cost(with_values(RunConfig(), MOLMO2))
     rows: dict[str, list[tuple[float, float, int]]] = {way: [] for way in WAYS}
     for number in range(packs):
-        units = synthetic_units(np.random.default_rng([seed, number]), kind)
+        units = synthetic_units(np.random.default_rng([0, number]), kind)
         costs = unit_costs(np.cumsum(units[0]), np.cumsum(units[1]), cost)
         least, mean = least_largest_cost(costs, cp), float(costs.sum()) / cp
         for way, parts in dealt(units, costs, cp).items():

@@ -1,8 +1,8 @@
 """Parameters and FLOPs of the decoder, by layer, embedding and head.
 
-Key property: the same few products give the parameter table of the dry run, the cut of the pipeline and the FLOPs
-behind the logged utilisation, so they cannot disagree. A multiply-add counts as two FLOPs. Rejected: `6 x parameters x
-tokens`, which forgets attention (most of the work of long rows) and counts the embedding, which multiplies nothing.
+The same few products give the parameter table of the dry run, the cut of the pipeline and the FLOPs behind the logged
+utilisation, so they cannot disagree. A multiply-add counts as two FLOPs. `6 x parameters x tokens` would forget
+attention, most of the work of long rows, and count the embedding, which multiplies nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Flops:
 
     @property
     def passing(self) -> float:
-        """Forward and the gradient of the input alone, as through frozen weights that trained ones stand before."""
+        """Forward and the gradient of the input alone: frozen weights with trained ones before them."""
         return MATMUL_BACKWARD * self.matmul + (1 + ATTENTION_BACKWARD) * self.attention
 
     def __add__(self, other: Flops) -> Flops:

@@ -1,12 +1,10 @@
 """Bytes on one rank, term by term: weights, gradients, optimizer state, activations, attention work, head.
 
-Key property: every term knows the axis that shrinks it. Weights and gradients fall with tp and pp; optimizer state also
-with dp x cp (ZeRO-1); activations with cp, and with tp (whole with sequence parallelism, without it only inside
-attention and MLP). Rejected: the common estimate without cp and sequence parallelism, which refuses the layouts long
-rows are trained on.
+Every term knows the axis that shrinks it. Weights and gradients fall with tp and pp; optimizer state also with dp x cp
+(ZeRO-1); activations with cp and tp (without sequence parallelism only those inside attention and MLP fall with tp).
 
 Activations follow Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models"), table 2,
-with what our blocks save instead of theirs. Per layer and token, in elements of the model's dtype (h hidden, f FFN, a
+with the tensors that our blocks save. Per layer and token, in elements of the model's dtype (h hidden, f FFN, a
 heads, g query groups, d head width; tp' is tp with sequence parallelism, else 1):
 
     inputs of both norms and their outputs       4 h / tp', and one wide number per norm and token
@@ -22,7 +20,7 @@ and one block's activations while its backward runs. A pipeline stage holds the 
 flight: stages - stage under 1F1B (Narayanan et al. 2021), 2 (stages - stage - 1) + (chunks - 1) stages + 1 chunks when
 interleaved.
 
-What the estimate leaves out: the framework itself, kernels' scratch space, fragmentation, and messages on their way.
+The estimate leaves out the framework itself, kernels' scratch space, fragmentation and messages in flight.
 """
 
 from __future__ import annotations
@@ -33,10 +31,10 @@ from dataclasses import dataclass
 
 from megacp.config.run import RunConfig
 from megacp.planner import vision
-from megacp.planner.costs import vocabulary_rows
+from megacp.planner.costs import embedding_parameters, head_parameters, layer_parameters, vocabulary_rows
 
 MATH_BLOCK = 1024
-"""Query rows that the `math` kernel takes at once."""
+"""Query rows of one block of the `math` kernel."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +56,23 @@ class RankMemory:
         return sum(dataclasses.astuple(self))
 
 
-def stage_parameters(config: RunConfig, stage: int, chunks: Sequence[range]) -> int:
-    """Parameters on one tp rank of a pipeline stage that holds the layers `chunks`, with vision on the first."""
-    return vision.stage_parameters(config, stage, sum(len(layers) for layers in chunks))
+def stage_parameters(config: RunConfig, stage: int, chunks: Sequence[range], *, trained: bool = False) -> int:
+    """Parameters on one tp rank of a pipeline stage that holds the layers `chunks`; `trained`: without frozen ones.
 
-
-def trained_parameters(config: RunConfig, stage: int, chunks: Sequence[range]) -> int:
-    """Those of them that are not frozen: they have gradients and optimizer state."""
-    return vision.stage_parameters(config, stage, sum(len(layers) for layers in chunks), trained=True)
+    A tied embedding stands on the first and on the last stage (once where they are one stage); vision on the first.
+    """
+    model, v, tp = config.model, config.vision, config.parallel.tensor_model_parallel_size
+    text = sum(len(layers) for layers in chunks) * layer_parameters(model, tp)
+    if stage == 0:
+        text += embedding_parameters(model, tp)
+    if stage == config.parallel.pipeline_model_parallel_size - 1:
+        shared = stage == 0 and not model.untie_embeddings_and_output_weights
+        text += model.hidden_size if shared else head_parameters(model, tp)
+    parts = [(text, v.freeze_text)]
+    if stage == 0:
+        parts.append((vision.tower_parameters(config, tp), v.freeze_vision))
+        parts.append((vision.connector_parameters(config, tp), v.freeze_connector))
+    return sum(count for count, frozen in parts if not (trained and frozen))
 
 
 def tokens_per_rank(config: RunConfig) -> int:
@@ -176,7 +183,7 @@ def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_s
     """Bytes on one rank of a pipeline stage that holds the layers `chunks` (one range for each model chunk)."""
     p, granularity = config.parallel, config.training.recompute_granularity
     size, wide = config.training.element_bytes, config.training.accumulation_bytes
-    parameters, trained = stage_parameters(config, stage, chunks), trained_parameters(config, stage, chunks)
+    parameters, trained = (stage_parameters(config, stage, chunks, trained=only) for only in (False, True))
     shards = config.data_parallel_size(world_size) * p.context_parallel_size
     state = 2 * wide + (wide if config.training.dtype == "bfloat16" else 0)
     largest = max(len(layers) for layers in chunks)

@@ -1,14 +1,13 @@
 """Parameters, FLOPs and activations of the vision tower and the connector, and the cost of a run's stages with them.
 
-Key property: both stand on the first pipeline stage and are counted there, so a stage with a large tower gets fewer
-decoder layers. Work is counted per crop and per pooled token, the two numbers by which images are dealt to cp ranks.
-Rejected: a tower as so many more decoder layers, which hides that its rows are patches and not tokens.
+Both stand on the first pipeline stage and are counted there, so a stage with a large tower gets fewer decoder layers.
+Work is counted per crop and per pooled token, the two numbers by which images are dealt to cp ranks.
 
-What a block of the tower keeps per patch, in elements of the model's dtype (h width, f FFN, a heads, g groups, d head
-width): inputs of both norms and their outputs 4 h with two wide numbers each; q, k and v as one product (a + 2 g) d /
-tp; attention output a d / tp and its wide log-sum-exp a / tp; the MLP before and after GELU 2 f / tp. `selective` makes
-the outputs of norms and GELU again; `full` keeps a block's input. The connector keeps per pooled token of w patches:
-the patches 2 w h and their mean 2 h; k and v 2 w g d / tp; q and the output 2 a d / tp; the projector's input h and
+Per patch a block of the tower keeps, in elements of the model's dtype (h hidden size, f FFN, a heads, g groups, d head
+width): inputs and outputs of both norms 4 h, with two wide numbers a norm; q, k and v as one product (a + 2 g) d / tp;
+attention output a d / tp and its wide log-sum-exp a / tp; the MLP before and after GELU 2 f / tp. `selective` computes
+the outputs of norms and GELU again; `full` keeps a block's input. Per pooled token of w patches the connector keeps the
+patches 2 w h and their mean 2 h; k and v 2 w g d / tp; q and the output 2 a d / tp; the projector's input h and its MLP
 3 f / tp.
 """
 
@@ -18,16 +17,13 @@ from megacp.config.run import RunConfig
 from megacp.planner.costs import (
     Flops,
     causal_area,
-    embedding_parameters,
     head_flops,
-    head_parameters,
     layer_flops,
-    layer_parameters,
     model_parameters,
 )
 
 WINDOW = 4
-"""Patches of a pooled token that is planned for: 2 x 2, as images have."""
+"""Patches of a planned pooled token: 2 x 2, as images have."""
 
 
 def _connector_ffn(config: RunConfig) -> int:
@@ -73,27 +69,6 @@ def run_parameters(config: RunConfig) -> int:
     return model_parameters(config.model) + tower_parameters(config) + connector_parameters(config)
 
 
-def stage_parameters(config: RunConfig, stage: int, layers: int, *, trained: bool = False) -> int:
-    """Parameters on one tp rank of a pipeline stage that holds so many decoder layers; `trained`: without frozen ones.
-
-    A tied embedding stands on the first and on the last stage (once where they are one stage); vision on the first.
-    """
-    model, v, tp = config.model, config.vision, config.parallel.tensor_model_parallel_size
-    text = layers * layer_parameters(model, tp)
-    if stage == 0:
-        text += embedding_parameters(model, tp)
-    if stage == config.parallel.pipeline_model_parallel_size - 1:
-        shared = stage == 0 and not model.untie_embeddings_and_output_weights
-        text += model.hidden_size if shared else head_parameters(model, tp)
-    towers = [(text, v.freeze_text)]
-    if stage == 0:
-        towers += [
-            (tower_parameters(config, tp), v.freeze_vision),
-            (connector_parameters(config, tp), v.freeze_connector),
-        ]
-    return sum(count for count, frozen in towers if not (trained and frozen))
-
-
 def crop_flops(config: RunConfig) -> Flops:
     """The tower's forward over one crop."""
     v = config.vision
@@ -115,7 +90,7 @@ def pooled_flops(config: RunConfig, window: int = WINDOW) -> Flops:
 
 
 def vision_flops(config: RunConfig, crops: int, pooled: int, window: int = WINDOW) -> float:
-    """FLOPs of training on so many crops and pooled tokens of one row, less what frozen towers leave out."""
+    """FLOPs of training on so many crops and pooled tokens of one row, without those that frozen parts leave out."""
     v = config.vision
     tower, connector = crop_flops(config).times(crops), pooled_flops(config, window).times(pooled)
     passing = connector.forward if v.freeze_vision else connector.passing
@@ -124,7 +99,7 @@ def vision_flops(config: RunConfig, crops: int, pooled: int, window: int = WINDO
 
 
 def planned_images(config: RunConfig) -> tuple[int, int]:
-    """Crops and pooled tokens of one pack that are planned for: `--vision-planned-crops`, or a full row of them."""
+    """Planned crops and pooled tokens of one pack: `--vision-planned-crops`, or a full row of them."""
     v, length = config.vision, config.data.seq_length
     if not v.vision_num_layers:
         return 0, 0
@@ -134,7 +109,7 @@ def planned_images(config: RunConfig) -> tuple[int, int]:
 
 
 def run_stage_costs(config: RunConfig) -> tuple[list[float], float, float]:
-    """What the pipeline of a run is cut by, for one causal pack: FLOPs of training of each decoder layer, of embedding
+    """Costs that cut a pipeline into stages, for one causal pack: FLOPs of training of each decoder layer, of embedding
     and vision, and of final norm, head and loss.
 
     The embedding multiplies nothing; it is counted as one operation per element written, forward and backward.
@@ -157,12 +132,12 @@ def block_activations(config: RunConfig, granularity: str) -> tuple[int, int]:
     return (4 if cheap else 2) * v.vision_hidden_size + sharded // tp, 4 + heads // tp
 
 
-def connector_activations(config: RunConfig, window: int = WINDOW) -> int:
-    """Elements that the connector keeps per pooled token of `window` patches on one rank."""
+def connector_activations(config: RunConfig) -> int:
+    """Elements that the connector keeps per pooled token of `WINDOW` patches on one rank."""
     v, tp = config.vision, config.parallel.tensor_model_parallel_size
-    heads = 2 * v.connector_num_attention_heads + 2 * window * v.connector_groups
+    heads = 2 * v.connector_num_attention_heads + 2 * WINDOW * v.connector_groups
     sharded = heads * v.connector_head_dim + 3 * _connector_ffn(config)
-    return (2 * window + 3) * v.vision_hidden_size + sharded // tp
+    return (2 * WINDOW + 3) * v.vision_hidden_size + sharded // tp
 
 
 def vision_activations(config: RunConfig, size: int, wide: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from megacp.config.run import RunConfig, with_values
 from megacp.models.build import build_chunks, stage_layers
 from megacp.planner import vision
-from megacp.planner.memory import stage_memory, stage_parameters, trained_parameters
+from megacp.planner.memory import stage_memory, stage_parameters
 from megacp.planner.report import describe
 from tests.planner.test_memory import kept_storages
 from tests.ranks import grid
@@ -127,7 +127,8 @@ def test_memory_counts_vision_on_the_first_stage_and_frozen_parts_once() -> None
     tower = vision.tower_parameters(plain)
     assert first[0].weights - first[2].weights == 4 * (tower + vision.connector_parameters(plain))
     assert (first[0].gradients - first[1].gradients, first[0].optimizer - first[1].optimizer) == (4 * tower, 8 * tower)
-    assert trained_parameters(plain, 0, chunks) - trained_parameters(frozen, 0, chunks) == tower
+    counts = [stage_parameters(config, 0, chunks, trained=True) for config in (plain, frozen)]
+    assert counts[0] - counts[1] == tower
     held = 2 * vision.vision_activations(plain, 4, 4)
     assert first[0].activations - first[2].activations == held > first[1].activations - first[2].activations > 0
     half = config(**sizes, context_parallel_size=2)
