@@ -17,12 +17,12 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
 from megacp.checkpoint.commit import again_when_removed
 from megacp.checkpoint.pending import SaveError
+from megacp.config.arguments import OneLineParser
 from megacp.convert.chat import CHOICES
 from megacp.convert.conversion import OtherModelError, convert
 from megacp.convert.export import Request
@@ -33,17 +33,11 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float1
 DIFFERENT, REFUSED = 1, 2
 
 
-class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print `error: ...` and exit 2."""
-        self.exit(REFUSED, f"error: {message} (see {self.prog} --help)\n")
-
-
 def arguments_parser() -> argparse.ArgumentParser:
     """The flags."""
-    parser = _Parser(description="Convert checkpoints between megacp and Hugging Face folders.", allow_abbrev=False)
+    parser = OneLineParser(
+        description="Convert checkpoints between megacp and Hugging Face folders.", allow_abbrev=False
+    )
     parser.add_argument("--from", required=True, choices=("hf", "megacp"), dest="source", help="what --input is")
     parser.add_argument("--to", required=True, choices=("hf", "megacp"), dest="target", help="what --output becomes")
     parser.add_argument(

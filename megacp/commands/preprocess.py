@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from megacp.config.arguments import OneLineParser
+
 if TYPE_CHECKING:
     from megacp.data.build.run import BuildSummary
     from megacp.data.media.geometry import ImageRules
@@ -68,21 +70,13 @@ IMAGE_FLAGS: dict[str, tuple[str, Any, str, str]] = {
 """Flags of single image rules: key of the rules, type (None: yes or no), what --help shows."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print `error: ...` and exit 2."""
-        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = OneLineParser(
         description="Make packed datasets from text, images and videos, and look into them.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=OneLineParser)
     _add_build(commands)
     inspect = commands.add_parser("inspect", help="show packs: documents, lengths, loss weights, beginnings")
     inspect.add_argument("dataset")
@@ -103,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_build(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _add_build(commands: argparse._SubParsersAction[OneLineParser]) -> None:
     build = commands.add_parser(
         "build",
         help="tokenize and pack files of records; run it again to continue after an interruption",

@@ -73,7 +73,7 @@ _TOWER: dict[str, Value] = {
     "connector_ffn_hidden_size": 48,
 }
 MODELS: dict[str, dict[str, Value]] = {
-    "tiny_llm": _SIZES,
+    "tiny_llm": {**_SIZES},
     "tiny_llama": {
         **_SIZES,
         "untie_embeddings_and_output_weights": True,

@@ -35,9 +35,13 @@ def text_part(quick: bool) -> Part:
         size, texts = write_text(folder / "text.jsonl", 2.0 if quick else 120.0)
         bpe = Tokenizer(models.BPE())
         bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        special, alphabet = ["<|endoftext|>"], pre_tokenizers.ByteLevel.alphabet()
-        sizes = {"vocab_size": 4096, "special_tokens": special, "initial_alphabet": alphabet}
-        bpe.train_from_iterator(texts[:100], trainers.BpeTrainer(**sizes, show_progress=False))
+        trainer = trainers.BpeTrainer(
+            vocab_size=4096,
+            special_tokens=["<|endoftext|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        bpe.train_from_iterator(texts[:100], trainer)
         bpe.save(str(folder / "tokenizer.json"))
         ways = {
             f"{kind}, {workers} workers": _build(

@@ -72,7 +72,8 @@ class FeatureBytes:
 
 def greedy_by_images(crops: np.ndarray, cp: int) -> list[int]:
     """Where each rank's units end if ranks are filled one by one to an equal share of images: the plain loop."""
-    share, held, stops = int(crops.sum()) / cp, 0, []
+    share, held = int(crops.sum()) / cp, 0
+    stops: list[int] = []
     for unit, number in enumerate(crops.tolist()):
         held += number
         if held >= share and len(stops) < cp - 1:
