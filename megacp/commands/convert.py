@@ -5,9 +5,9 @@
     python tools/convert_checkpoint.py --from hf --to megacp --input Qwen3-0.6B --output start --verify
     python tools/convert_checkpoint.py --from hf --to hf --input Molmo2-8B --output native --layout native
 
-Llama, Qwen3 and Molmo2. Everything is written to a folder beside --output, which is renamed when all is well: a tensor
-that is missing, unexpected or of another shape, a field that the other side cannot express, or a tokenizer that gives
-other ids ends it. Exit status: 0 done, 1 --verify found a difference, 2 refused with one message.
+Llama, Qwen3 and Molmo2. Everything is written to a folder beside --output, which is renamed when all is well. The
+conversion ends at a tensor that is missing, unexpected or of another shape, a field that the other side cannot express,
+or a tokenizer that gives other ids. Exit status: 0 done, 1 --verify found a difference, 2 refused with one message.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def arguments_parser() -> argparse.ArgumentParser:
 
 
 def flag_reasons(arguments: argparse.Namespace) -> list[str]:
-    """All that is wrong with the flags alone."""
+    """All faults of the flags alone."""
     reasons = []
     if (arguments.source, arguments.target) == ("megacp", "megacp"):
         reasons.append("--from megacp --to megacp: a checkpoint is read by any grid as it is")

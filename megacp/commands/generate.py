@@ -6,9 +6,9 @@
     python tools/generate.py --checkpoint out/checkpoints --tokenizer byte --input held_out.jsonl --image-root images \\
         --output answers.jsonl
 
-A prompt stands as it is written, after all images and videos in the order of their flags; of a video the frames are
-taken that a build with these image rules takes. Records are those of preprocess_data.py; the last thing that an
-assistant says in a record or branch is what the model has to say, and stands as `expected` beside its `answer`.
+A prompt stands as it is written, after all images and videos in the order of their flags. The frames of a video are
+those of a build with these image rules. Records are those of preprocess_data.py: the model answers in place of the last
+message of an assistant in a record or branch, which stands as `expected` beside its `answer`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _A = {"image": "an image", "video": "a video"}
 
 
 def given_media(kind: str, path: str) -> Media:
-    """What `--image` or `--video` names, not yet read."""
+    """The file of `--image` or `--video`, not yet read."""
     return Media(kind, "path", path, f"--{kind}")
 
 
@@ -78,7 +78,7 @@ def arguments_parser() -> argparse.ArgumentParser:
 
 
 def refuse(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """End with one message that holds all that is wrong with the flags."""
+    """End with one message that holds all faults of the flags."""
     reasons = []
     if bool(arguments.prompt) == (arguments.input is not None):
         reasons.append("give either --prompt or --input")
@@ -109,7 +109,7 @@ def load(arguments: argparse.Namespace) -> tuple[Generator, Tokenizer]:
     tokenizer = load_tokenizer(arguments.tokenizer)
     try:
         generator = Generator(arguments.checkpoint)
-    except ValueError as error:  # who loads a checkpoint for a run says --load
+    except ValueError as error:  # the loader of runs says --load
         raise ValueError(str(error).replace("--load ", "--checkpoint ")) from error
     if generator.tokenizer_sha256 and tokenizer.sha256 != generator.tokenizer_sha256:
         raise ValueError(f"--tokenizer {arguments.tokenizer} is not the one that {generator.path} was trained with")
@@ -124,7 +124,7 @@ def load(arguments: argparse.Namespace) -> tuple[Generator, Tokenizer]:
 
 @contextmanager
 def _named(flag: str, path: str | Path) -> Iterator[None]:
-    """Whatever is wrong with a file that the block opens becomes a ValueError with the flag and the path."""
+    """A fault of a file that the block opens becomes a ValueError with the flag and the path."""
     try:
         yield
     except OSError as error:
@@ -145,7 +145,7 @@ class Question:
 
 
 def read_records(path: Path, maker: PromptMaker) -> list[Question]:
-    """The records of a file. ValueError names the line and what is wrong with it."""
+    """The records of a file. ValueError names the line and its fault."""
     found = []
     with _named("--input", path), open_regular(path) as stream:
         lines = stream.read().removeprefix(codecs.BOM_UTF8).splitlines()

@@ -4,8 +4,8 @@
         --context-parallel-size 2 --mask mixed
     python tools/check_parity.py --config my_run.yaml --nproc 8
 
-Takes every flag and `--config` of megacp.train: what is too large for one process is made small, what needs a GPU is
-replaced, and each such change is told. With `--data-path` the stored packs are used, where they are short enough. Exit
+Takes every flag and `--config` of megacp.train. A model too large for one process is made small, choices that need a
+GPU are replaced, and each change is told. With `--data-path` the stored packs are used, if they are short enough. Exit
 status: 0 the same within rounding, 1 different, 2 refused with one message, 3 a rank failed.
 """
 

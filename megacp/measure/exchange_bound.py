@@ -1,7 +1,7 @@
 """The least K/V rows that must travel between ranks under any layout with equal tokens and nearly equal area.
 
-Key property: a bound for every layout there is, found without looking for one, so that it says how far a layout is from
-the best at most. Rejected: the best layout itself, which is bin packing with items that may be broken at a price.
+The bound holds for every layout and is found without searching for one, so it limits how far a layout is from the
+best. The best layout itself would be bin packing with items that may be broken at a price.
 
 Take any layout of T rows on R ranks with t = T / R rows each and at most `cap` area (allowed pairs) on a rank. Only the
 keys of prefixes (branch 0) are counted. Let row i cost `area[i]` and see `prefix_keys[i]` keys of its prefix, of which
@@ -35,7 +35,7 @@ MOST_TOGETHER = 64
 
 @dataclass(frozen=True)
 class Rows:
-    """What the bound must know of a pack: int arrays `[T]`."""
+    """The columns of a pack that the bound needs: int arrays `[T]`."""
 
     document: np.ndarray
     """-1 is padding."""
@@ -47,7 +47,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class _Limits:
-    """What a rank can hold: `tokens` rows, `cap` area; `lightest[n]` is the area of the n lightest rows of the pack."""
+    """Room of a rank: `tokens` rows, `cap` area; `lightest[n]` is the area of the n lightest rows of the pack."""
 
     tokens: int
     cap: float
@@ -94,7 +94,7 @@ def _document(rows: Rows, number: int, ranks: int, limits: _Limits) -> _Document
 
 
 def _together(documents: list[_Document], share: float, ranks: int, limits: _Limits) -> int:
-    """What sets of documents, those with most area, add to the bound of each alone."""
+    """The most that a set of documents, those with most area, adds to the bounds of each alone."""
     found: list[tuple[int, int, list[int]]] = []  # area and number of rows that count, what each further rank adds
     for document in documents:
         v = int(np.ceil(share * document.keys[0]))

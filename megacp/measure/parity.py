@@ -1,11 +1,11 @@
 """Does a grid train like one process? Runs both on the same random packs and compares every gradient and parameter.
 
-Key property: the grid runs the `ParallelModel` of a training run; one process runs it with a dense explicit mask. Each
-rank's shares are held against the full tensors by global name, copies included; an element that no rank holds counts
-as wrong. Rejected: comparing losses, which look right under half of all gradient mistakes.
+The grid runs the `ParallelModel` of a training run, one process runs it with a dense explicit mask. Each rank's shares
+are held against the full tensors by global name, copies included; an element that no rank holds counts as wrong. Losses
+alone would look right under half of all gradient mistakes.
 
-Differences are relative: largest error of a tensor over its largest value (of a tensor below a thousandth of the
-model's largest: over that thousandth, since its noise comes from the large ones).
+Differences are relative: largest error of a tensor over its largest value. Tensors below a thousandth of the model's
+largest take that thousandth instead, since their noise comes from the large ones.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class Box:
     values: np.ndarray
 
     @property
-    def place(self) -> tuple[slice, ...]:
-        """Where the box lies in the global tensor."""
+    def slices(self) -> tuple[slice, ...]:
+        """The box as slices of the global tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.values.shape, strict=True))
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """What one rank saw of one step."""
+    """One step on one rank."""
 
     loss: float
     grad_norm: float
@@ -94,7 +94,7 @@ class StepComparison:
     parameter: Difference
 
     def beyond(self, tolerance: float) -> list[str]:
-        """What differs by more than the tolerance, as words."""
+        """Differences above the tolerance, as words."""
         figures = {
             "the loss": self.loss_difference,
             "the gradient norm": self.grad_norm_difference,
@@ -146,7 +146,7 @@ def train_rank(
 
 
 def mock_decoder(rules: MockRules) -> MockDecoder | None:
-    """What draws the images of random packs; None where they have none."""
+    """The decoder that draws the images of random packs; None where they have none."""
     return MockDecoder(rules.images) if rules.images is not None else None
 
 
@@ -179,7 +179,7 @@ def assemble(boxes: Iterable[Box]) -> dict[str, np.ndarray]:
     full: dict[str, np.ndarray] = {}
     for box in boxes:
         tensor = full.setdefault(box.name, np.full(box.global_shape, np.nan, box.values.dtype))
-        tensor[box.place] = box.values
+        tensor[box.slices] = box.values
     return full
 
 
@@ -189,9 +189,9 @@ def largest_difference(reference: Mapping[str, np.ndarray], ranks: Sequence[Sequ
     covered = {name: np.zeros(tensor.shape, bool) for name, tensor in reference.items()}
     for box in (box for boxes in ranks for box in boxes):
         if box.name not in reference or box.global_shape != reference[box.name].shape:
-            return Difference(math.inf, f"{box.name} (not in the one process with this name and shape)")
-        covered[box.name][box.place] = True
-        error = float(np.abs(box.values - reference[box.name][box.place]).max(initial=0.0))
+            return Difference(math.inf, f"{box.name} (the one process has no tensor of this name and shape)")
+        covered[box.name][box.slices] = True
+        error = float(np.abs(box.values - reference[box.name][box.slices]).max(initial=0.0))
         errors[box.name] = max(errors[box.name], error if math.isfinite(error) else math.inf)
     for name, held in covered.items():
         if not held.all():
