@@ -2,10 +2,10 @@
 
     python examples/answer_with_transformers.py --model out/hf --answers out/answers.jsonl --images out/digits/images
 
-`--model` is what tools/convert_checkpoint.py wrote, `--answers` what tools/generate.py did. No code of megacp runs:
+`--model` is the output of tools/convert_checkpoint.py, `--answers` that of tools/generate.py. No code of megacp runs:
 the library's tokenizer, model and generation with its cache read the folder. Only the pixels are cut here, since the
-library's image processor needs torchvision; the scans are one crop each, so that is a reshape. The exit status is 1
-when an answer differs.
+library's image processor needs torchvision; each scan is one crop, so a reshape is enough. The exit status is 1 when an
+answer differs.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# The whole way on a laptop: text -> packed dataset -> 8 CPU ranks (dp 1 x tp 2 x pp 2 x cp 2) -> SIGTERM in the middle ->
-# resume on another grid (dp 2 x tp 1 x pp 2 x cp 2) -> loss curve, validation loss, sampled text.
-# OUT (default demo_out) is where everything goes; it must not exist yet. STEPS sets the length of the run.
+# A whole text run on a laptop: text -> packed dataset -> 8 CPU ranks (dp 1 x tp 2 x pp 2 x cp 2) -> SIGTERM in the middle
+# -> resume on another grid (dp 2 x tp 1 x pp 2 x cp 2) -> loss curve, validation loss, sampled text.
+# OUT (default demo_out) is the folder of all results; it must not exist yet. STEPS sets the length of the run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-demo_out}
 STEPS=${STEPS:-300}
 export OMP_NUM_THREADS=1
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120 # torchrun kills ranks that still save 30 s after SIGTERM otherwise
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120 # else torchrun kills ranks that still save 30 s after SIGTERM
 if [ -e "$OUT" ]; then
     echo "error: $OUT exists; remove it or choose another place: OUT=somewhere make demo-text" >&2
     exit 2
 fi
 mkdir -p "$OUT"
-# Shows a command, then runs it.
+# Show a command, then run it.
 show() { printf '\n$'; printf ' %s' "$@"; printf '\n'; "$@"; }
 
 show python examples/stdlib_to_jsonl.py --output "$OUT/text" --megabytes 8
@@ -53,7 +53,7 @@ printf '\n$'; printf ' %s' "${first[@]}"; printf ' &\n'
 "${first[@]}" > >(tee "$OUT/first.txt") 2> "$OUT/first.err" &
 run=$!
 half=$((STEPS / 2))
-# Wait until the log has half of the steps, then ask the run to stop, as a cluster's scheduler would.
+# Wait until the log has half of the steps, then stop the run as a cluster's scheduler would.
 while kill -0 "$run" 2> /dev/null; do
     steps=$(grep -c '"kind": "train"' "$OUT/checkpoints/log.jsonl" 2> /dev/null || true)
     if [ "${steps:-0}" -ge "$half" ]; then

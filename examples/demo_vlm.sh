@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The whole way with images on a laptop: digit scans -> PNG and JSONL with questions -> tokenizer -> packed dataset ->
+# A whole vision-language run on a laptop: digit scans -> PNG and JSONL with questions -> tokenizer -> packed dataset ->
 # 8 CPU ranks (tp 2 x pp 2 x cp 2) -> answers about held-out scans, counted question by question -> Hugging Face format ->
 # the same answers from the transformers library.
-# OUT (default demo_out) is where everything goes; it must not exist yet. STEPS and RECORDS set the length of the run,
-# GOAL the share of single held-out scans that must be read rightly.
+# OUT (default demo_out) is the folder of all results; it must not exist yet. STEPS and RECORDS set the length of the
+# run, GOAL the share of single held-out scans that must be read correctly.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-demo_out}
@@ -16,7 +16,7 @@ if [ -e "$OUT" ]; then
     exit 2
 fi
 mkdir -p "$OUT"
-# Shows a command, then runs it.
+# Show a command, then run it.
 show() { printf '\n$'; printf ' %s' "$@"; printf '\n'; "$@"; }
 
 show python examples/digits_to_jsonl.py --output "$OUT/digits" --records "$RECORDS" --single 0.6
@@ -29,7 +29,7 @@ for split in train held_out; do
 done
 
 cat > "$OUT/model.yaml" <<YAML
-# Molmo2's architecture in small: a ViT of 3 layers on crops of 16 pixels, and a decoder of 3.
+# A small Molmo2: a ViT of 3 layers on crops of 16 pixels, and a decoder of 3 layers.
 num_layers: 3
 hidden_size: 64
 ffn_hidden_size: 192
@@ -49,12 +49,12 @@ vision_feature_layers: [-1, -2]
 connector_num_attention_heads: 4
 connector_head_dim: 16
 connector_ffn_hidden_size: 128
-# What packs really hold; the default plans a row full of images and would leave the first stage no decoder layer.
+# Crops that packs really hold; the default plans a row full of images, which leaves the first stage no decoder layer.
 vision_planned_crops: 36
 seq_length: 1024
 global_batch_size: 4
-# 1 / sqrt(hidden_size): linears then keep the size of what they are given. With the default of 0.02 so narrow a model
-# does not learn to look at its images within the steps of this run.
+# 1 / sqrt(hidden_size), so that linears keep the scale of their inputs. With the default of 0.02 so narrow a model does
+# not learn to use its images within the steps of this run.
 init_method_std: 0.125
 train_iters: $STEPS
 lr: 1.0e-3

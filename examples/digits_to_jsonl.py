@@ -2,10 +2,10 @@
 
     python examples/digits_to_jsonl.py --output out/digits
 
-Writes OUTPUT/images/*.png, OUTPUT/train.jsonl and OUTPUT/held_out.jsonl. A record shows one to six scans; its questions
-are branches, so each sees the images and not the other questions; only the answers are learned. The last 297 scans are
+Writes OUTPUT/images/*.png, OUTPUT/train.jsonl and OUTPUT/held_out.jsonl. A record shows one to six scans. Its questions
+are branches: each sees the images and not the other questions, and only the answers are learned. The last 297 scans are
 held out and stand in no training record. Training scans are shifted at random by up to `--shift` pixels, held-out ones
-are as they were scanned. The same flags give the same bytes on every machine.
+are not. The same flags give the same bytes on every machine.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How many answers about digit scans are right: exact matches per question, and a page of samples with their images.
+"""Accuracy of answers about digit scans: exact matches per question, and a page of samples with their images.
 
     python examples/evaluate_digits.py --answers out/answers.jsonl --images out/digits/images --page out/samples.html
 
-Reads what tools/generate.py --input wrote. An answer counts when it equals the expected text to the last character.
-With `--goal` the exit status is 1 when fewer of the single scans are read rightly.
+The answers are those of tools/generate.py --input. One counts when it equals the expected text to the last character.
+With `--goal` the exit status is 1 when a smaller share of the single scans is read correctly.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def table(counts: dict[str, tuple[int, int]]) -> str:
 
 
 def page(answers: Sequence[dict[str, Any]], counts: dict[str, tuple[int, int]], images: Path, each: int) -> str:
-    """HTML that needs no other file: the figures, all wrong readings of single scans, `each` records of each size.
+    """A self-contained HTML page: the figures, all wrong readings of single scans, `each` records of each size.
 
     ValueError for an image outside of the folder `images`, by its name or by a link.
     """
@@ -106,7 +106,7 @@ def page(answers: Sequence[dict[str, Any]], counts: dict[str, tuple[int, int]], 
     return (
         f'<!doctype html><html><head><meta charset="utf-8"><title>Held-out digits</title><style>{_STYLE}</style></head>'
         f"<body><h1>Held-out digits</h1><pre>{html.escape(table(counts))}</pre><h2>Samples</h2>{rows(samples)}"
-        f"<h2>Single scans that were read wrongly</h2>{rows(single)}</body></html>\n"
+        f"<h2>Single scans that were read incorrectly</h2>{rows(single)}</body></html>\n"
     )
 
 
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--images", type=Path, required=True, metavar="DIR", help="where the records' images lie")
     parser.add_argument("--page", type=Path, metavar="FILE.html", help="write samples with their images")
     parser.add_argument("--each", type=int, default=6, metavar="N", help="sample records of each number of images")
-    parser.add_argument("--goal", type=float, metavar="SHARE", help="of single scans that have to be read rightly")
+    parser.add_argument("--goal", type=float, metavar="SHARE", help="of single scans that must be read correctly")
     arguments = parser.parse_args(argv)
     try:
         answers = read_answers(arguments.answers)
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     right, total = counts.get(f"{READING} (1 image)", (0, 0))
     if arguments.goal is None or (total and right / total >= arguments.goal):
         return 0
-    print(f"error: {right} of {total} single scans read rightly, --goal is {arguments.goal:.0%}", file=sys.stderr)
+    print(f"error: {right} of {total} single scans read correctly, --goal is {arguments.goal:.0%}", file=sys.stderr)
     return 1
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,7 @@ def batch(seq_length: int, device: torch.device) -> tuple[torch.Tensor, ...]:
 def summed_loss(
     model: LlamaForCausalLM, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
-    """Sum over the tokens that are here; whoever calls it divides once, by the tokens of all ranks."""
+    """The sum over the tokens of this rank; the caller divides once, by the tokens of all ranks."""
     logits = model(ids, position_ids=positions, use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
@@ -79,10 +80,9 @@ def one_process_step(model: LlamaForCausalLM, data: tuple[torch.Tensor, ...]) ->
 def train(axis: Axis, device: torch.device, options: argparse.Namespace) -> list[tuple[float, float]]:
     """Losses of each step, over the ranks and on one process; all ranks draw the same weights and data."""
     torch.manual_seed(0)
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
-    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
-    name = register_with_transformers()
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, attn_implementation=name)).to(device)
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "attn_implementation": register_with_transformers()}
+    model = LlamaForCausalLM(LlamaConfig(**sizes)).to(device)  # type: ignore[arg-type]  # its wrapper hides Module.to
     alone = copy.deepcopy(model)
     steps = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, alone)]
     losses = []

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Train the same model on packs of 131,072 tokens (long videos, books) on one machine of 8 GPUs with 141 GB each:
 #     bash examples/long_context.sh --data-path DIR --save DIR
-# For GPUs of 80 GB take two machines: examples/slurm/long_context.sbatch. A dataset of text alone, or with
-# --image-attention causal, has causal packs: COMM=p2p LAYOUT=zigzag_document then runs Transformer Engine's fused
-# attention with its own ring (or COMM=a2a, all_gather).
+# GPUs of 80 GB need two machines: examples/slurm/long_context.sbatch. Packs of text alone, or with --image-attention
+# causal, are causal: COMM=p2p LAYOUT=zigzag_document then runs Transformer Engine's fused attention with its ring
+# (COMM=a2a and all_gather work too).
 #
 # Memory of one rank, estimated by: TP=4 CP=2 RECOMPUTE=full bash examples/long_context.sh --dry-run --world-size 8
 # (not measured on a GPU)
@@ -15,10 +15,10 @@ TP=${TP:-4}
 CP=${CP:-2}
 RECOMPUTE=${RECOMPUTE:-full}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
-# A store of its own for each life of the run: a machine that replaces a lost one then meets the others again.
+# A new rendezvous store after each restart, so that a machine that replaces a lost one can join.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-# Packs of many lengths: without this the allocator loses memory between blocks of all sizes.
+# Packs differ in length: without this the allocator loses memory to fragmentation.
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 run=(--config examples/molmo2_8b.yaml
@@ -27,6 +27,6 @@ run=(--config examples/molmo2_8b.yaml
     --cp-comm-type "${COMM:-kv_exchange}" --cp-layout "${LAYOUT:-balanced}"
     "$@")
 [[ " $* " == *" --dry-run "* ]] && exec python -m megacp.train "${run[@]}"
-# One process checks everything first: under a refusal of its ranks torchrun prints a long report of its own.
+# Check everything in one process first: torchrun would bury a refusal under a long report.
 python -m megacp.train "${run[@]}" --dry-run --world-size "$NPROC" > /dev/null
 exec torchrun --standalone --nproc-per-node "$NPROC" -m megacp.train "${run[@]}"

@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
 # Train an 8B Molmo2-like model on packs of 36,864 tokens with images, on one machine of 8 GPUs:
 #     bash examples/pretrain_vlm.sh --data-path DIR --save DIR
-# Masks of images and branches take FlexAttention and the exchange of just the keys that a rank needs; with Transformer
-# Engine installed its linears, norms and optimizer run around it (--transformer-impl auto). Many machines:
+# Masks of images and branches run FlexAttention and exchange only the keys that a rank needs (kv_exchange). If Transformer
+# Engine is installed, its linears, norms and optimizer are used (--transformer-impl auto). For several machines see
 # examples/slurm/pretrain_vlm.sbatch.
 #
-# Memory of one rank as `python -m megacp.train --dry-run` estimates it; this script with --dry-run prints the whole
-# report, for example: TP=4 CP=2 RECOMPUTE=full bash examples/pretrain_vlm.sh --dry-run --world-size 8
-# (not measured on a GPU; keep some GiB for CUDA, NCCL and what the allocator loses)
+# Memory of one rank, estimated by: TP=4 CP=2 RECOMPUTE=full bash examples/pretrain_vlm.sh --dry-run --world-size 8
+# (not measured on a GPU; keep some GiB for CUDA, NCCL and fragmentation)
 #   8 GPUs  TP=4 CP=2 RECOMPUTE=full        40.1 GiB
 #   8 GPUs  TP=2 CP=4 RECOMPUTE=full        49.9 GiB
 #   8 GPUs  TP=4 CP=2 RECOMPUTE=selective   63.9 GiB
@@ -18,11 +17,11 @@ TP=${TP:-4}
 CP=${CP:-2}
 RECOMPUTE=${RECOMPUTE:-full}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
-# A store of its own for each life of the run: a machine that replaces a lost one then meets the others again.
+# A new rendezvous store after each restart, so that a machine that replaces a lost one can join.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
-# One queue: a collective of tensor parallelism starts before the product that hides it.
+# One hardware queue: a tensor-parallel collective starts before the product that hides it.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-# Packs of many lengths: without this the allocator loses memory between blocks of all sizes.
+# Packs differ in length: without this the allocator loses memory to fragmentation.
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 run=(--config examples/molmo2_8b.yaml
@@ -31,6 +30,6 @@ run=(--config examples/molmo2_8b.yaml
     --cp-comm-type kv_exchange --cp-layout balanced
     "$@")
 [[ " $* " == *" --dry-run "* ]] && exec python -m megacp.train "${run[@]}"
-# One process checks everything first: under a refusal of its ranks torchrun prints a long report of its own.
+# Check everything in one process first: torchrun would bury a refusal under a long report.
 python -m megacp.train "${run[@]}" --dry-run --world-size "$NPROC" > /dev/null
 exec torchrun --standalone --nproc-per-node "$NPROC" -m megacp.train "${run[@]}"

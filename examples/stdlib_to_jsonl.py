@@ -1,10 +1,8 @@
-"""Real text that every machine has: the Python standard library's own sources as JSONL, split into training and
-validation.
+"""Real text that every machine has: the Python standard library's sources as JSONL for training and validation.
 
     python examples/stdlib_to_jsonl.py --output out/text --megabytes 8
 
-Every tenth file (by a hash of its name) goes to validation, so the split is the same on every machine with the same
-Python.
+About every tenth file, by a hash of its name, goes to validation. So the split is the same wherever the Python is.
 """
 
 from __future__ import annotations
