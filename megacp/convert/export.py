@@ -17,9 +17,9 @@ from typing import Any, cast
 import torch
 
 import megacp
-from megacp.checkpoint.commit import save_checkpoint
+from megacp.checkpoint.commit import LoadedCheckpoint, save_checkpoint
 from megacp.checkpoint.names import MODEL, TensorBox
-from megacp.config.run import flatten, with_values
+from megacp.config.run import with_values
 from megacp.config.yaml_file import to_yaml
 from megacp.convert import hf_files, processor
 from megacp.convert.chat import write_chat_template
@@ -91,27 +91,6 @@ class Lazy:
         return getattr(self._source.rows(self._name, 0, self.shape[0]), name)
 
 
-def given_tokenizer(loaded: Loaded, specification: str | None, eod_token: str | None = None) -> Tokenizer | None:
-    """The tokenizer that goes with a checkpoint. ValueError when it is another, or none is given."""
-    assert loaded.checkpoint is not None
-    path, expected = loaded.checkpoint.path, loaded.checkpoint.extra.get("tokenizer_sha256", "")
-    if specification is None and expected:
-        raise ValueError(
-            f"{path} was trained with a tokenizer: give it with --tokenizer, or `--tokenizer none` for a folder "
-            "without one"
-        )
-    if specification in (None, "none"):
-        return None
-    assert specification is not None
-    tokenizer = load_tokenizer(specification, engine="reference", eod_token=eod_token)
-    if expected and tokenizer.sha256 != expected:
-        raise ValueError(f"--tokenizer {specification} is not the one that {path} was trained with")
-    rows = loaded.config.model.embedding_rows
-    if tokenizer.vocab_size > rows:
-        raise ValueError(f"--tokenizer {specification} has {tokenizer.vocab_size} ids, the model has {rows} rows")
-    return tokenizer
-
-
 def with_positions(loaded: Loaded, given: int | None) -> tuple[Loaded, str]:
     """A checkpoint with the length that its model is for resolved, and a line that says where it comes from."""
     said = loaded.config.model.max_position_embeddings
@@ -120,8 +99,7 @@ def with_positions(loaded: Loaded, given: int | None) -> tuple[Loaded, str]:
     if not given and not said:
         why = "the run's --seq-length: its config names no length (--max-position-embeddings N sets another)"
     config = with_values(loaded.config, {"max_position_embeddings": length})
-    resolved = dataclasses.replace(loaded, config=config, values=flatten(config))
-    return resolved, f"max_position_embeddings is {length}, {why}"
+    return dataclasses.replace(loaded, config=config), f"max_position_embeddings is {length}, {why}"
 
 
 def write_hf(loaded: Loaded, folder: Path, request: Request) -> dict[str, Info]:
@@ -130,65 +108,81 @@ def write_hf(loaded: Loaded, folder: Path, request: Request) -> dict[str, Info]:
     if layout != LAYOUTS[0] and not architecture.sections:
         raise ValueError(f"--layout {layout}: {architecture.name} has one layout")
     content = architecture.config(loaded.values, layout)
-    tokenizer = given_tokenizer(loaded, request.tokenizer, request.eod_token) if loaded.checkpoint is not None else None
     links = architecture.links(loaded.values, layout)
     source: Source = Mapped(loaded.source, links, to_ours=False)
     source = Cast(source, request.dtype) if request.dtype is not None else source
-    dtype = one_dtype(source)
-    special = _special_files(loaded, folder, tokenizer, request)
-    chat = "none" if tokenizer is None else write_chat_template(loaded, folder, tokenizer, request.chat_template)
-    said = {"chat template": chat}
-    begins = "" if tokenizer is None else _other_beginning(loaded, tokenizer)
-    if loaded.checkpoint is not None:
-        print(f"chat template: {chat}")
-    if begins:
-        said["first token"] = begins
-        print(f"first token: {begins}")
-    hf_files.write_tensors(source, folder, request.max_shard_bytes)
-    content["dtype"] = content["torch_dtype"] = str(dtype).removeprefix("torch.")  # its name before version 5
+    content["dtype"] = content["torch_dtype"] = _name(one_dtype(source))  # torch_dtype: its name before version 5
     if architecture.sections:
-        ids = loaded.rules.token_ids if loaded.rules is not None else None
-        content |= token_fields(token_ids(loaded.values, ids)) | {k: loaded.content[k] for k in _token_keys(loaded)}
+        fields = token_fields(token_ids(loaded.values, loaded.rules.token_ids if loaded.rules is not None else None))
+        content |= fields | {key: loaded.content[key] for key in fields if key in loaded.content}
+    special, notes = _files_beside(loaded, folder, request)
+    hf_files.write_tensors(source, folder, request.max_shard_bytes)
     hf_files.write_json(folder / "config.json", {**content, **special})
     if not (folder / _GENERATION).is_file():
         hf_files.write_json(folder / _GENERATION, {key: special[key] for key in _SPECIAL if key in special})
-    if loaded.rules is not None and loaded.checkpoint is not None:
-        processor.write_processor(loaded.rules.to_dict(), folder)
     written = dict(hf_files.SafetensorsFolder(folder).infos)
     require_all(written, links, True, folder)
     if loaded.checkpoint is not None:
-        (folder / hf_files.CARD).write_text(_card(loaded, written, content["dtype"], said), encoding="utf-8")
+        card = _card(loaded, loaded.checkpoint, written, content["dtype"], notes)
+        (folder / hf_files.CARD).write_text(card, encoding="utf-8")
     hf_files.write_sums(folder)
     return written
 
 
-def _token_keys(loaded: Loaded) -> list[str]:
-    return [key for key in token_fields(token_ids(loaded.values, None)) if key in loaded.content]
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def _special_files(loaded: Loaded, folder: Path, tokenizer: Tokenizer | None, request: Request) -> dict[str, Any]:
-    """Write or copy tokenizer, processor and what generation is to do; the special ids that stand in config.json."""
+def _files_beside(loaded: Loaded, folder: Path, request: Request) -> tuple[dict[str, Any], dict[str, str]]:
+    """Write or copy tokenizer, processor and generation settings; special ids for config.json, notes for the card."""
     if loaded.checkpoint is None:
-        _copy_beside(loaded.folder, folder)
-        return {key: loaded.content[key] for key in (*_SPECIAL, "use_cache", "pretraining_tp") if key in loaded.content}
+        for path in sorted(loaded.folder.iterdir()):
+            if path.is_file() and path.name not in _NOT_COPIED and not path.name.endswith(_NOT_COPIED_SUFFIXES):
+                shutil.copyfile(path, folder / path.name)
+        kept = (*_SPECIAL, "use_cache", "pretraining_tp")
+        return {key: loaded.content[key] for key in kept if key in loaded.content}, {}
+    if loaded.rules is not None:
+        processor.write_processor(loaded.rules.to_dict(), folder)
+    tokenizer = given_tokenizer(loaded, loaded.checkpoint, request)
     ids: dict[str, int | None] = dict.fromkeys(_SPECIAL)  # else the library takes its own, 1 and 2 for a Llama
+    notes = {"chat template": "none"}
     if tokenizer is not None:
-        given = given_files(loaded, tokenizer, request.accept_ties)
         positions = loaded.config.model.max_position_embeddings or loaded.config.data.seq_length
-        names = write_tokenizer(given, folder, positions, PROBE)
-        ids = {f"{name}_token_id": names[name] for name in ("eos", "bos", "pad")}
+        names = write_tokenizer(given_files(loaded, tokenizer, request.accept_ties), folder, positions, PROBE)
+        ids = {f"{name}_token_id": i for name, i in names.items()}
+        notes = {"chat template": write_chat_template(loaded, folder, tokenizer, request.chat_template)}
+        notes |= _other_beginning(loaded.checkpoint, tokenizer)
+    for name, words in notes.items():
+        print(f"{name}: {words}")
     said = _generation_of(loaded, tokenizer)
     missing = {key: i for key, i in ids.items() if said.get(key) is None and (i is not None or not said)}
     chosen = {"eos_token_id": ids["eos_token_id"]} if request.eod_token is not None else {}
     generation = {**said, **missing, **chosen}
     hf_files.write_json(folder / _GENERATION, generation)
-    return {key: generation.get(key) if i is None else i for key, i in ids.items()}
+    return {key: generation.get(key) if i is None else i for key, i in ids.items()}, notes
+
+
+def given_tokenizer(loaded: Loaded, checkpoint: LoadedCheckpoint, request: Request) -> Tokenizer | None:
+    """The tokenizer that goes with a checkpoint. ValueError when it is another, or none is given."""
+    given, expected = request.tokenizer, checkpoint.extra.get("tokenizer_sha256", "")
+    if given is None and expected:
+        raise ValueError(
+            f"{checkpoint.path} was trained with a tokenizer: give it with --tokenizer, or `--tokenizer none` for a "
+            "folder without one"
+        )
+    if given is None or given == "none":
+        return None
+    tokenizer = load_tokenizer(given, engine="reference", eod_token=request.eod_token)
+    if expected and tokenizer.sha256 != expected:
+        raise ValueError(f"--tokenizer {given} is not the one that {checkpoint.path} was trained with")
+    rows = loaded.config.model.embedding_rows
+    if tokenizer.vocab_size > rows:
+        raise ValueError(f"--tokenizer {given} has {tokenizer.vocab_size} ids, the model has {rows} rows")
+    return tokenizer
 
 
 def _generation_of(loaded: Loaded, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """What generation_config.json says beside the tokenizer, or else in the folder of the checkpoint, where an import
-    puts it; nothing where there is none.
-    """
+    """The generation_config.json beside the tokenizer, else beside the checkpoint, where an import puts it; else {}."""
     beside = [file.parent for file in tokenizer.files[:1]] if tokenizer is not None else []
     places = [place / _GENERATION for place in (*beside, loaded.folder.parent)]
     return next((hf_files.read_json(place) for place in places if place.is_file()), {})
@@ -200,27 +194,21 @@ def given_files(loaded: Loaded, tokenizer: Tokenizer, ties: bool) -> Given:
     return Given(tokenizer, {TOKEN_TEXTS[name]: i for name, i in images.items()}, ties)
 
 
-def _copy_beside(source: Path, folder: Path) -> None:
-    """Everything of a Hugging Face folder but weights, config and code."""
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.name not in _NOT_COPIED and not path.name.endswith(_NOT_COPIED_SUFFIXES):
-            shutil.copyfile(path, folder / path.name)
-
-
-def _other_beginning(loaded: Loaded, tokenizer: Tokenizer) -> str:
-    """That the exported tokenizer begins texts otherwise than the documents of training began; empty when alike."""
-    assert loaded.checkpoint is not None
+def _other_beginning(checkpoint: LoadedCheckpoint, tokenizer: Tokenizer) -> dict[str, str]:
+    """A note when the exported tokenizer begins texts otherwise than the documents of training began."""
     by_files = tokenizer.surroundings.first(tokenizer.bos_id)
-    trained = first_token(stored_progress(loaded.checkpoint), by_files)
+    trained = first_token(stored_progress(checkpoint), by_files)
     if trained == by_files:
-        return ""
+        return {}
     words = [f"with token {token}" if token is not None else "with none" for token in (trained, by_files)]
-    return f"documents of training began {words[0]}, the library's tokenizer begins texts {words[1]}"
+    said = f"documents of training began {words[0]}, the library's tokenizer begins texts {words[1]}"
+    return {"first token": said}
 
 
-def _card(loaded: Loaded, written: Mapping[str, Info], dtype: str, said: Mapping[str, str]) -> str:
-    assert loaded.checkpoint is not None
-    manifest, extra = loaded.checkpoint.manifest, loaded.checkpoint.extra
+def _card(
+    loaded: Loaded, checkpoint: LoadedCheckpoint, written: Mapping[str, Info], dtype: str, notes: Mapping[str, str]
+) -> str:
+    manifest, extra = checkpoint.manifest, checkpoint.extra
     grid = " ".join(f"{axis} {size}" for axis, size in manifest.grid.items()) or "one process"
     facts = {
         "architecture": f"{loaded.architecture.name} (`{loaded.architecture.cls}`)",
@@ -231,13 +219,13 @@ def _card(loaded: Loaded, written: Mapping[str, Info], dtype: str, said: Mapping
         "data fingerprint": f"`{extra.get('data_fingerprint', 'unknown') or 'none: random packs'}`",
         "tokenizer sha256": f"`{extra.get('tokenizer_sha256') or 'none'}`",
         "positions": loaded.values["max_position_embeddings"],
-        **said,
+        **notes,
         "written by": f"megacp {megacp.__version__}, tools/convert_checkpoint.py",
     }
     if loaded.architecture.sections:
         facts["processor"] = PROCESSOR_NEEDS
     title = f"{loaded.architecture.name} after {manifest.step} steps"
-    return hf_files.card(title, facts, loaded.checkpoint.config_yaml, ("megacp", loaded.architecture.name))
+    return hf_files.card(title, facts, checkpoint.config_yaml, ("megacp", loaded.architecture.name))
 
 
 def write_checkpoint(loaded: Loaded, folder: Path, request: Request) -> dict[str, Info]:
@@ -245,7 +233,7 @@ def write_checkpoint(loaded: Loaded, folder: Path, request: Request) -> dict[str
     it; shape and dtype of its tensors.
     """
     source = Cast(loaded.source, request.dtype) if request.dtype is not None else loaded.source
-    dtype = str(one_dtype(source)).removeprefix("torch.")
+    dtype = _name(one_dtype(source))
     if dtype not in _DTYPES:
         raise ValueError(f"the weights are {dtype}, runs of megacp have {', '.join(_DTYPES)}: choose with --dtype")
     config = with_values(loaded.config, {"dtype": dtype})
@@ -263,7 +251,7 @@ def write_checkpoint(loaded: Loaded, folder: Path, request: Request) -> dict[str
 
 
 def _keep_generation(loaded: Loaded, folder: Path) -> None:
-    """Copy what a folder says of generation; where it says nothing, write the special ids of its config."""
+    """Copy a folder's generation settings; where it has none, write the special ids of its config."""
     given = loaded.folder / _GENERATION
     if given.is_file():
         hf_files.read_json(given)  # refused now rather than when it is exported

@@ -6,6 +6,7 @@ against their config, so each writer takes either.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,13 +74,17 @@ class Loaded:
 
     folder: Path
     architecture: Architecture
-    values: dict[str, Any]
     source: Source
     config: RunConfig
     rules: ImageRules | None
     checkpoint: LoadedCheckpoint | None = None
     content: Mapping[str, Any] = field(default_factory=dict)
     """The config.json it was read from."""
+
+    @functools.cached_property
+    def values(self) -> dict[str, Any]:
+        """All flags of `config` by name."""
+        return flatten(self.config)
 
     @property
     def probe_rules(self) -> ImageRules:
@@ -106,7 +111,7 @@ def read_checkpoint(path: Path, wanted: str = "auto") -> Loaded:
     require_all(source.infos, architecture.links(values, LAYOUTS[0]), False, loaded.path)
     stored = stored_progress(loaded).image_rules
     rules = ImageRules.from_dict(stored) if stored is not None else None
-    return Loaded(loaded.path, architecture, values, source, config, rules, loaded)
+    return Loaded(loaded.path, architecture, source, config, rules, loaded)
 
 
 def read_hf(path: Path, wanted: str = "auto") -> Loaded:
@@ -127,7 +132,7 @@ def read_hf(path: Path, wanted: str = "auto") -> Loaded:
     require_all(infos, links, True, path)
     source = Mapped(weights, links, to_ours=True)
     rules = rules_of(path, content, values) if config.vision.vision_num_layers else None
-    return Loaded(path, architecture, flatten(config), source, config, rules, None, content)
+    return Loaded(path, architecture, source, config, rules, None, content)
 
 
 def refuse_unread(folder: Path) -> None:

@@ -38,11 +38,6 @@ class StageTraffic:
     world: int
     """What all ranks agree on."""
 
-    @property
-    def total(self) -> int:
-        """Sum over the axes."""
-        return self.tp + self.cp + self.pp + self.dp_cp + self.embedding + self.world
-
 
 @dataclass(frozen=True)
 class RowImages:
