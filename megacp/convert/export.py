@@ -25,7 +25,7 @@ from megacp.convert import hf_files, processor
 from megacp.convert.chat import write_chat_template
 from megacp.convert.source import Loaded, refuse_unread, require_all
 from megacp.convert.tables.architectures import LAYOUTS, token_fields, token_ids
-from megacp.convert.tables.mapping import Cast, Info, Mapped, Source, num_bytes, one_dtype
+from megacp.convert.tables.mapping import Info, Mapped, Source, in_dtype, num_bytes, one_dtype
 from megacp.convert.tokenizer import COMPANIONS, Given, write_tokenizer
 from megacp.data.media.geometry import TOKEN_TEXTS
 from megacp.data.tokenize.tokenizer import PROBE, Tokenizer, load_tokenizer
@@ -109,8 +109,7 @@ def write_hf(loaded: Loaded, folder: Path, request: Request) -> dict[str, Info]:
         raise ValueError(f"--layout {layout}: {architecture.name} has one layout")
     content = architecture.config(loaded.values, layout)
     links = architecture.links(loaded.values, layout)
-    source: Source = Mapped(loaded.source, links, to_ours=False)
-    source = Cast(source, request.dtype) if request.dtype is not None else source
+    source = in_dtype(Mapped(loaded.source, links, to_ours=False), request.dtype)
     content["dtype"] = content["torch_dtype"] = _name(one_dtype(source))  # torch_dtype: its name before version 5
     if architecture.sections:
         fields = token_fields(token_ids(loaded.values, loaded.rules.token_ids if loaded.rules is not None else None))
@@ -232,7 +231,7 @@ def write_checkpoint(loaded: Loaded, folder: Path, request: Request) -> dict[str
     """Fill an empty folder with one checkpoint of step 0 without the state of a run, and the tokenizer's files beside
     it; shape and dtype of its tensors.
     """
-    source = Cast(loaded.source, request.dtype) if request.dtype is not None else loaded.source
+    source = in_dtype(loaded.source, request.dtype)
     dtype = _name(one_dtype(source))
     if dtype not in _DTYPES:
         raise ValueError(f"the weights are {dtype}, runs of megacp have {', '.join(_DTYPES)}: choose with --dtype")

@@ -27,7 +27,7 @@ from megacp.convert.logits import (
 from megacp.convert.source import HEAD, Loaded, listed
 from megacp.convert.tables.architectures import LAYOUTS
 from megacp.convert.tables.fields import Same
-from megacp.convert.tables.mapping import Cast, Info, Mapped, Source, whole
+from megacp.convert.tables.mapping import Info, Mapped, Source, in_dtype, whole
 from megacp.convert.tokenizer import refuse_difference
 from megacp.data.synthetic.noise import rows_for
 from megacp.data.tokenize.tokenizer import PROBE, load_tokenizer
@@ -76,11 +76,6 @@ def tensor_differences(before: Source, after: Source) -> list[str]:
     return found
 
 
-def in_float32(source: Source, rounded_to: torch.dtype | None) -> Source:
-    """A source as the library computes with it: float32, its values `rounded_to` another dtype before."""
-    return Cast(Cast(source, rounded_to) if rounded_to is not None else source, torch.float32)
-
-
 def _rows_that_differ(first: torch.Tensor, second: torch.Tensor) -> tuple[int, int] | None:
     """Number of dim-0 rows whose bits differ, and the first of them; None when there is none."""
     bits = [tensor.contiguous().view(torch.uint8).reshape(len(tensor), -1) for tensor in (first, second)]
@@ -123,10 +118,10 @@ def probed(loaded: Loaded, dtype: torch.dtype | None = None) -> tuple[Probed, li
     Also the tensors that the library holds otherwise than the folder's files.
     """
     if loaded.checkpoint is not None:
-        return our_logits(loaded.config, Cast(loaded.source, dtype) if dtype is not None else loaded.source), []
+        return our_logits(loaded.config, in_dtype(loaded.source, dtype)), []
     model = library_model(loaded.folder, loaded.architecture.cls, dtype)
     held = state_by_our_names(loaded, model)
-    wrong = tensor_differences(in_float32(loaded.source, dtype), held)
+    wrong = tensor_differences(in_dtype(in_dtype(loaded.source, dtype), torch.float32), held)
     same = f"{len(wrong)} of {len(held.infos)} tensors otherwise: {listed(wrong)}"
     print(f"verify: the transformers library holds {same if wrong else f'the same {len(held.infos)} tensors'}")
     links = loaded.architecture.links(loaded.values, LAYOUTS[0])
@@ -135,7 +130,7 @@ def probed(loaded: Loaded, dtype: torch.dtype | None = None) -> tuple[Probed, li
 
 def verify(before: Loaded, after: Loaded, request: Request) -> bool:
     """Print how far the result is from what was read; whether it is the same model."""
-    given = Cast(before.source, request.dtype) if request.dtype is not None else before.source
+    given = in_dtype(before.source, request.dtype)
     wrong, count = tensor_differences(given, after.source), len(given.infos)
     if wrong:
         print(f"verify: {len(wrong)} of {count} tensors are not those of what was read: {listed(wrong)}")

@@ -132,6 +132,11 @@ class Cast:
         return self._source.rows(name, start, stop).to(self._dtype)
 
 
+def in_dtype(source: Source, dtype: torch.dtype | None) -> Source:
+    """A source with its tensors in a dtype; None leaves them as they are."""
+    return source if dtype is None else Cast(source, dtype)
+
+
 def one_dtype(source: Source) -> torch.dtype:
     """The dtype of all tensors. ValueError names two that differ: a checkpoint of ours has one."""
     first: dict[torch.dtype, str] = {}
