@@ -26,7 +26,7 @@ help:
 	@echo 'make test-gpu   the tests that need an NVIDIA GPU, with PYTHON as it is'
 	@echo 'make check      lint, layer contract, fences, types'
 	@echo 'make format     format and repair what a tool can'
-	@echo 'make bench      measure speed, memory and traffic; prints a table and JSON'
+	@echo 'make bench      measure speed, memory and traffic; prints tables (each tool writes its figures with --json FILE)'
 	@echo 'make clean      remove $(VENV) and caches'
 	@echo
 	@echo 'PYTHON=python3.12 chooses the interpreter, PIP_ARGS adds to every pip install (another index, for example).'
