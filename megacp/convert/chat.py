@@ -21,7 +21,6 @@ from megacp.data.media.geometry import TOKEN_TEXTS
 from megacp.data.records.sample import parse_record
 from megacp.data.tokenize.tokenizer import Tokenizer
 from megacp.generation.prompt import PromptMaker
-from megacp.training.state import first_token, stored_progress
 
 CHOICES = ("auto", "messages", "none")
 TEMPLATE_FILE = "chat_template.jinja"
@@ -256,7 +255,6 @@ def write_chat_template(loaded: Loaded, folder: Path, tokenizer: Tokenizer, choi
         return f"the tokenizer's own{also}"
     if choice == "auto" and not (loaded.rules is not None and trained):
         return "none; for a model that was trained on records with `messages`: --chat-template messages"
-    tokenizer.begins_with = first_token(stored_progress(loaded.checkpoint), tokenizer.begins_with)
     images = loaded.rules.token_ids if loaded.rules is not None else {}
     media = TOKEN_TEXTS["image_start"] + TOKEN_TEXTS["image_end"]
     try:

@@ -150,7 +150,7 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> tuple[dict[
         names = write_tokenizer(given_files(loaded, tokenizer, request.accept_ties), folder, positions, PROBE)
         ids = {f"{name}_token_id": i for name, i in names.items()}
         notes = {"chat template": write_chat_template(loaded, folder, tokenizer, request.chat_template)}
-        notes |= _other_beginning(loaded.checkpoint, tokenizer)
+        notes |= _other_beginning(tokenizer)
     for name, words in notes.items():
         print(f"{name}: {words}")
     said = _generation_of(loaded, tokenizer)
@@ -162,7 +162,7 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> tuple[dict[
 
 
 def given_tokenizer(loaded: Loaded, checkpoint: LoadedCheckpoint, request: Request) -> Tokenizer | None:
-    """The tokenizer that goes with a checkpoint. ValueError when it is another, or none is given."""
+    """The tokenizer of a checkpoint, beginning texts as training did. ValueError for another one or none."""
     given, expected = request.tokenizer, checkpoint.extra.get("tokenizer_sha256", "")
     if given is None and expected:
         raise ValueError(
@@ -177,7 +177,18 @@ def given_tokenizer(loaded: Loaded, checkpoint: LoadedCheckpoint, request: Reque
     rows = loaded.config.model.embedding_rows
     if tokenizer.vocab_size > rows:
         raise ValueError(f"--tokenizer {given} has {tokenizer.vocab_size} ids, the model has {rows} rows")
+    tokenizer.begins_with = first_token(stored_progress(checkpoint), tokenizer.begins_with)
     return tokenizer
+
+
+def _other_beginning(tokenizer: Tokenizer) -> dict[str, str]:
+    """A note when a tokenizer.json, copied with its post-processor, begins texts otherwise than training did."""
+    by_files = tokenizer.surroundings.first(tokenizer.bos_id)
+    if tokenizer.kind != "huggingface" or tokenizer.begins_with == by_files:
+        return {}
+    begins = [f"with token {i}" if i is not None else "with none" for i in (tokenizer.begins_with, by_files)]
+    said = f"documents of training began {begins[0]}, the library's tokenizer begins texts {begins[1]}"
+    return {"first token": said}
 
 
 def _generation_of(loaded: Loaded, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -191,17 +202,6 @@ def given_files(loaded: Loaded, tokenizer: Tokenizer, ties: bool) -> Given:
     """A tokenizer with the image tokens of a model, as `convert.tokenizer` takes it."""
     images = loaded.rules.token_ids if loaded.rules is not None else {}
     return Given(tokenizer, {TOKEN_TEXTS[name]: i for name, i in images.items()}, ties)
-
-
-def _other_beginning(checkpoint: LoadedCheckpoint, tokenizer: Tokenizer) -> dict[str, str]:
-    """A note when the exported tokenizer begins texts otherwise than the documents of training began."""
-    by_files = tokenizer.surroundings.first(tokenizer.bos_id)
-    trained = first_token(stored_progress(checkpoint), by_files)
-    if trained == by_files:
-        return {}
-    words = [f"with token {token}" if token is not None else "with none" for token in (trained, by_files)]
-    said = f"documents of training began {words[0]}, the library's tokenizer begins texts {words[1]}"
-    return {"first token": said}
 
 
 def _card(

@@ -149,8 +149,19 @@ def _text_of(tokenizer: Any, i: int | None, what: str) -> str | None:
     return text
 
 
+def _beginning(text: str | None, i: int) -> dict[str, Any]:
+    """A post-processor that puts the token `i` before every text."""
+    token = {"SpecialToken": {"id": text, "type_id": 0}}
+    one, two = ([token, {"Sequence": {"id": name, "type_id": 0}}] for name in "AB")
+    special = {text: {"id": text, "ids": [i], "tokens": [text]}}
+    return {"type": "TemplateProcessing", "single": one, "pair": [*one, *two], "special_tokens": special}
+
+
 def write_tokenizer(given: Given, folder: Path, max_length: int, probe: Sequence[str]) -> dict[str, int | None]:
     """Write tokenizer.json, tokenizer_config.json and the COMPANIONS of the original; ids of eos, bos and pad by name.
+
+    A tokenizer.json of the run keeps its post-processor, and so its hash; one that is made here begins texts as
+    documents of training began.
 
     ValueError when the original cannot be expressed, or a text of `probe` gets other ids.
     """
@@ -166,6 +177,9 @@ def write_tokenizer(given: Given, folder: Path, max_length: int, probe: Sequence
     else:
         shutil.copyfile(given.file, path)
     tokenizer = Tokenizer.from_file(str(path))
+    if run.begins_with is not None and not copied:
+        content["post_processor"] = _beginning(_text_of(tokenizer, run.begins_with, "first"), run.begins_with)
+        path.write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
     wrong = {text: i for text, i in special.items() if tokenizer.token_to_id(text) != i}
     assert not wrong, f"tokens did not get their ids: {wrong}"
     config: dict[str, Any] = {"tokenizer_class": CLASS, "clean_up_tokenization_spaces": False}

@@ -144,6 +144,21 @@ def test_a_tokenizer_that_gives_other_ids_is_refused_with_the_text(
         write_tokenizer(mixed, tmp_path, 512, PROBE)
 
 
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "byte"])
+def test_a_tokenizer_that_is_written_begins_texts_as_training_did(kind: str, tmp_path: Path) -> None:
+    """Would catch a model trained on documents with a first token that the library serves without it."""
+    original = given("byte" if kind == "byte" else train(tmp_path, kind, **PLAIN))
+    first = original.tokenizer.bos_id if kind != "byte" else 256
+    for begins_with, before in ((None, []), (first, [first])):
+        original.tokenizer.begins_with = begins_with
+        folder = tmp_path / str(begins_with)
+        folder.mkdir()
+        write_tokenizer(original, folder, 512, ["a b", "x"])
+        library = theirs(folder)
+        assert library.encode("a b") == [*before, *original.encode("a b")]
+        assert library.encode("a b", "x") == [*before, *original.encode("a b"), *before, *original.encode("x")]
+
+
 def byte_level(folder: Path) -> tuple[str, str]:
     """A trained tokenizer.json, and its vocab.json with merges.txt."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
