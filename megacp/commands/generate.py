@@ -67,7 +67,7 @@ def arguments_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="where the answers to --input go")
     parser.add_argument("--image-root", metavar="DIR", help="directory that paths in --input are relative to")
     parser.add_argument(
-        "--data-path", metavar="DIR", help="dataset whose image rules to take (default: those of the run)"
+        "--data-path", metavar="DIR", help="dataset that gives the image rules (default: those of the run)"
     )
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""A command line whose errors are one line."""
+"""A command line with errors of one line."""
 
 from __future__ import annotations
 

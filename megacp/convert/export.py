@@ -49,7 +49,7 @@ PROCESSOR_NEEDS = (
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be converted, and how the result is written."""
+    """A conversion: the input, the output, and how it is written."""
 
     source: str
     """The kind of `input`: `hf` or `megacp`."""

@@ -74,7 +74,7 @@ INPUTS = (
 
 @dataclass(frozen=True)
 class Probed:
-    """A model whose logits are asked for."""
+    """A model that gives logits."""
 
     logits: Logits
     inputs: Mapping[str, torch.Tensor]

@@ -2,7 +2,7 @@
 
 Each setting of the model becomes one part of the fast tokenizer, or is refused by its name. What settings do not tell
 (ties, how a character map treats clusters) is left to a comparison of both on texts (`tokenizer.py`). The file is read
-by hand: protobuf's generated classes are a dependency whose versions conflict, for a dozen fields of three messages.
+by hand, since versions of protobuf's generated classes conflict and a dozen fields of three messages are needed.
 
 One difference is known that not every text shows: where a character map (nfkc and its kin) meets a letter with two
 combining marks and joins it with the first, the tokenizers package drops the second.

@@ -132,7 +132,7 @@ def _add(content: dict[str, Any], special: Mapping[str, int]) -> bool:
 
 
 def _place(vocabulary: Any, text: str, i: int) -> None:
-    """Give `text` the id i in a model's vocabulary: an object, or a Unigram model's list, whose places are ids."""
+    """Give `text` the id i in a model's vocabulary: an object, or the list of a Unigram model, indexed by id."""
     if isinstance(vocabulary, dict):
         vocabulary[text] = i
         return

@@ -77,7 +77,7 @@ def tensor_differences(before: Source, after: Source) -> list[str]:
 
 
 def _rows_that_differ(first: torch.Tensor, second: torch.Tensor) -> tuple[int, int] | None:
-    """Number of dim-0 rows whose bits differ, and the first of them; None when there is none."""
+    """Number of dim-0 rows with other bits, and the first of them; None when there is none."""
     bits = [tensor.contiguous().view(torch.uint8).reshape(len(tensor), -1) for tensor in (first, second)]
     if torch.equal(*bits):
         return None

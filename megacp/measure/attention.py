@@ -91,7 +91,7 @@ def activation_peak(rank: int, world_size: int, config: RunConfig, batch: Packed
     model = ParallelModel(config, build_grid(grid_shape(config, world_size), rank))
     model.gradients([batch], 1, 1.0)  # the first step makes tables and index tensors, and warms up
     model.buckets.zero()
-    gc.collect()  # what earlier calls left in cycles would be freed inside, and taken off the peak
+    gc.collect()  # cycles of earlier calls would be freed inside and lower the peak
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True, acc_events=False) as profile:
         model.gradients([batch], 1, 1.0)

@@ -43,7 +43,7 @@ class Plan:
         (32768, "selective", "native"),
         (32768, "selective", "transformer_engine"),
     )
-    """Tokens of a pack, granularity of recomputation, whose layers."""
+    """Tokens of a pack, granularity of recomputation, implementation of the layers."""
     rows: tuple[int, ...] = (36864, 131072)
     dense_up_to: int = 36864
     heads: tuple[int, int] = (32, 8)
@@ -117,7 +117,7 @@ def run(
             entry["error"] = f"left out: {minutes:g} minutes are over"
         else:
             try:
-                torch._dynamo.reset()  # what one part compiled would decide what the next one gets
+                torch._dynamo.reset()  # else the next part gets graphs that this one compiled
                 results = check()
                 entry["results"] = results if isinstance(results, list) else [results]
                 _clean()

@@ -23,9 +23,9 @@ from megacp.ops.mask import Metadata, TileTable, tile_table
 HEADS, GROUPS, WIDTH = 8, 4, 64
 """Query heads, K/V heads and elements of a head wherever attention is counted or measured."""
 AREA_SLACK = 0.03
-"""The lower bound holds for layouts whose areas are at most so uneven."""
+"""Largest unevenness of area among the layouts of the lower bound."""
 COUNTED = ("p2p", "all_gather", "kv_exchange", "a2a")
-"""Transports whose tiles are counted."""
+"""Transports with counted tiles."""
 
 
 @dataclass(frozen=True)

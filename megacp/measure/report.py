@@ -1,4 +1,4 @@
-"""What every benchmark shares: figures, goals, timing, a table, and the JSON that holds them all.
+"""The frame of every benchmark: figures, goals, timing, and the JSON that holds them all.
 
 A benchmark is a few named parts. Each returns its figures with its goals and a table to print; `run_parts` runs those
 that are asked for, prints each as it ends and writes the JSON.

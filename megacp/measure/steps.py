@@ -147,7 +147,7 @@ BASE, BASE_TWO_THREADS = "one process, 1 thread", "one process, 2 threads"
 
 @dataclass(frozen=True)
 class Case:
-    """One layout of a group whose layouts are compared with each other."""
+    """One layout of a group; the layouts of a group are compared with each other."""
 
     ranks: int
     values: dict[str, Value]

@@ -36,12 +36,12 @@ class StageTraffic:
     embedding: int
     """Between the two copies of a tied embedding."""
     world: int
-    """What all ranks agree on."""
+    """Agreements of all ranks: token counts, gradient norm, loss."""
 
 
 @dataclass(frozen=True)
 class RowImages:
-    """What the images of one row make one rank do."""
+    """The images of one row, counted for one rank."""
 
     crops: int
     pooled: int
@@ -60,14 +60,14 @@ class RowImages:
 
 @dataclass(frozen=True)
 class ContextPlace:
-    """What decides the bytes of one rank over cp besides the config."""
+    """The inputs of one rank's bytes over cp besides the config."""
 
     rank: int = 0
     """On the cp axis: heads may be dealt unevenly."""
     exchanged: tuple[Exchanged, ...] | None = None
     """Of kv_exchange, for each row of the step: the K/V rows that its plan makes this rank send and receive."""
     images: tuple[RowImages, ...] = ()
-    """For each row of the step that may hold images, what they make this rank do."""
+    """For each row of the step that may hold images."""
 
 
 FIRST = ContextPlace()

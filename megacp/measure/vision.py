@@ -41,7 +41,7 @@ MOLMO2: dict[str, Value] = {
     "ffn_hidden_size": 9728,
     "vocab_size": 151_936,
 }
-"""The model whose FLOPs weigh units: Molmo2-4B."""
+"""Units are weighed by FLOPs of this model: Molmo2-4B."""
 BUDGETS = ((16_384, 128), (16_384, 160), (36_864, 256), (36_864, 384))
 """Tokens and crops of a pack."""
 
@@ -259,7 +259,7 @@ def _real_bytes(row: PackedBatch) -> tuple[list[dict[str, Any]], list[Goal]]:
             for exchange, n in expected_traffic(routes_of(row, layout, cp), WIDTH).items()
         ]
         wrong = sum(entry["sent"] != entry["counted"] for entry in found)
-        goals.append(Goal(f"{cp} real ranks: layouts and exchanges whose traffic is not the counted", wrong, 0.0))
+        goals.append(Goal(f"{cp} real ranks: layouts and exchanges with other traffic than counted", wrong, 0.0))
         entries += found
     return entries, goals
 

@@ -19,7 +19,7 @@ ATTENTION_BACKWARD = 2.5
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of a forward pass: linear layers and core attention, whose backward passes cost differently."""
+    """FLOPs of a forward pass: linear layers and core attention, kept apart because their backward costs differ."""
 
     matmul: float
     attention: float

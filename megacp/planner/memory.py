@@ -82,7 +82,7 @@ def tokens_per_rank(config: RunConfig) -> int:
 
 
 def in_flight(config: RunConfig, stage: int, world_size: int) -> int:
-    """Most chunk activations a stage holds at once: forwards whose backward has not begun."""
+    """Most chunk activations that a stage holds at once: forwards before their backward has begun."""
     p, microbatches = config.parallel, config.num_microbatches(world_size)
     chunks, stages = p.num_virtual_stages_per_pipeline_rank, p.pipeline_model_parallel_size
     before = stages - stage - 1
@@ -91,7 +91,7 @@ def in_flight(config: RunConfig, stage: int, world_size: int) -> int:
 
 
 def in_flight_rows(config: RunConfig, world_size: int) -> int:
-    """Most microbatches whose first chunk has run on the first stage, but not its backward."""
+    """Most microbatches between forward and backward of their first chunk on the first stage."""
     chunks = config.parallel.num_virtual_stages_per_pipeline_rank
     held, microbatches = in_flight(config, 0, world_size), config.num_microbatches(world_size)
     # interleaved, the chunks of a stage take turns in groups of as many microbatches as there are stages
@@ -107,7 +107,7 @@ def layer_activations(config: RunConfig, granularity: str) -> int:
         return residual * size
     heads, groups, head_dim = model.num_attention_heads, model.query_groups, model.head_dim
     cheap = granularity != "selective"  # the outputs that selective recomputation makes again
-    fused = heads + 2 * groups if model.qk_layernorm else groups  # what the q/k norms saw, else v alone
+    fused = heads + 2 * groups if model.qk_layernorm else groups  # inputs of the q/k norms, else v alone
     sharded = (fused + 2 * heads + groups) * head_dim  # and rotated q and k, and the output
     sharded += int((key_value_share(config) - 1) * 2 * groups * head_dim)
     sharded += heads * head_dim if heads_group(config) > 1 else 0  # the output on both sides of the swap

@@ -1,1 +1,1 @@
-"""What each Hugging Face architecture calls its tensors and config fields: tables, read in either direction."""
+"""Names of tensors and config fields of each Hugging Face architecture: tables, read in either direction."""

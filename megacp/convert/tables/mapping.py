@@ -119,7 +119,7 @@ class Mapped:
 
 
 class Cast:
-    """A source whose tensors are given in another dtype."""
+    """A source with its tensors cast to another dtype."""
 
     def __init__(self, source: Source, dtype: torch.dtype) -> None:
         self._source, self._dtype = source, dtype

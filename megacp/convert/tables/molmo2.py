@@ -164,7 +164,7 @@ class _ImageSize:
 
 
 class _FeatureLayers:
-    """The two layers whose outputs are used; one must be the last, since later layers would go unread."""
+    """The two layers that feed the connector; one must be the last, since later layers would go unread."""
 
     path = "adapter_config.vision_feature_layer"
 
@@ -334,8 +334,7 @@ _SPELLINGS = {
 def native_spelling(content: Mapping[str, Any]) -> dict[str, Any]:
     """A config in either spelling as the library's own.
 
-    A released tower declares layers that nobody reads and whose weights were not released: they are left out, as the
-    library does.
+    A released tower declares unread layers without weights: they are left out, as the library does.
     """
     found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in content.items()}
     legacy = found.pop("vit_config", None)
@@ -349,7 +348,7 @@ def native_spelling(content: Mapping[str, Any]) -> dict[str, Any]:
     if trimmed:
         vision, adapter = found["vision_config"], found.setdefault("adapter_config", {})
         count, chosen = vision.get("num_hidden_layers", 25), adapter.get("vision_feature_layer") or [24, 18]
-        # what is no number here is refused by its own row
+        # other values are refused by their rows
         if LAYERS.read(count) is not None and isinstance(chosen, list) and all(map(is_whole, chosen)):
             chosen = [layer % count for layer in chosen]
             adapter["vision_feature_layer"], vision["num_hidden_layers"] = chosen, max(chosen) + 1

@@ -1,8 +1,8 @@
 """Random rows on which two models are compared: text, an image, several images, a video, an image and a video.
 
 Every row is one document, because the transformers library has no mask of a pack. Pixels, tokens and pooling are those
-of the image rules. Rows with several images and frames matter: on one image alone no plan sorts, and a model whose
-logits are read in a wrong order would agree.
+of the image rules. Rows with several images and frames matter: on one image alone no plan sorts, so logits that
+are read in a wrong order would agree.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ Units = tuple[np.ndarray, np.ndarray]
 
 
 def synthetic_units(rng: np.random.Generator, kind: str) -> Units:
-    """Units of a pack of about 128 crops, of a kind in `KINDS`: images of 1 to 9 crops, videos whose frames are units.
+    """Units of a pack of about 128 crops, of a kind in `KINDS`: images of 1 to 9 crops, frames of videos.
 
     Half the documents of `mixed` are videos of 8 to 128 frames, cut where the pack is full; `image, video` is an image
     of 9 crops before 128 frames.
@@ -45,7 +45,7 @@ def mixed_documents(rng: np.random.Generator, count: int) -> Units:
 
 
 def with_vision(row: PackedBatch) -> PackedBatch:
-    """A row of `data/synthetic/mixed.py` whose image tokens are pooled features: each stretch of them is a unit.
+    """A row of `data/synthetic/mixed.py` with a pooled feature on each image token; each stretch of them is a unit.
 
     Every token of a stretch holds a feature; an image has a crop for each 144 of them, a frame one.
     """
