@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import megacp
@@ -19,8 +20,6 @@ from megacp.data.synthetic.records import write_photos, write_text
 from megacp.measure.report import Part, Seconds, take_turns, timed
 from megacp.planner.report import table
 
-COMMAND = "megacp.commands.preprocess"
-"""Of tools/preprocess_data.py; it runs in its own process."""
 WORKERS = (1, 2)
 UNITS = 4
 """Parts of the photos' records that workers take."""
@@ -43,24 +42,19 @@ def text_part(quick: bool) -> Part:
         )
         bpe.train_from_iterator(texts[:100], trainer)
         bpe.save(str(folder / "tokenizer.json"))
-        ways = {
-            f"{kind}, {workers} workers": _build(
-                folder / "text.jsonl",
-                workers,
-                *("--tokenizer", kind if kind == "byte" else folder / kind),
-                *("--seq-length", 1024, "--oversize", "split"),
-            )
-            for kind in ("byte", "tokenizer.json")
-            for workers in WORKERS
-        }
+        ways = {}
+        for kind, tokenizer in (("byte", "byte"), ("tokenizer.json", folder / "tokenizer.json")):
+            flags = ("--tokenizer", tokenizer, "--seq-length", 1024, "--oversize", "split")
+            ways |= {f"{kind}, {n} workers": _build(folder / "text.jsonl", n, *flags) for n in WORKERS}
         seconds = take_turns(ways, rounds=1 if quick else 2)
-    found = []
-    for way, times in seconds.items():
-        kind, workers = way.split(", ")
+    rows, found = [["text, start-up included", "MB/s"]], []
+    for (kind, workers), (way, times) in zip(
+        product(("byte", "tokenizer.json"), WORKERS), seconds.items(), strict=True
+    ):
         speed = size / 1e6 / statistics.median(one.wall for one in times)
-        found.append({"tokenizer": kind, "workers": int(workers.split()[0]), "megabytes_per_second": speed})
-    rows = [[f"{one['tokenizer']}, {one['workers']} workers", f"{one['megabytes_per_second']:.1f}"] for one in found]
-    return Part({"preprocess": found}, table=table([["text, start-up included", "MB/s"], *rows]))
+        found.append({"tokenizer": kind, "workers": workers, "megabytes_per_second": speed})
+        rows.append([way, f"{speed:.1f}"])
+    return Part({"preprocess": found}, table=table(rows))
 
 
 def photo_part(quick: bool) -> Part:
@@ -91,11 +85,8 @@ def _build(records: Path, workers: int, *flags: object) -> Callable[[], Seconds]
 
     def build() -> Seconds:
         output = tempfile.mkdtemp(dir=records.parent) + "/built"
-        command = [
-            sys.executable,
-            "-c",
-            "import sys; from megacp.commands import preprocess; sys.exit(preprocess.main())",
-        ]
+        program = "import sys; from megacp.commands import preprocess; sys.exit(preprocess.main())"
+        command = [sys.executable, "-c", program]
         command += ["build", "--input", str(records), "--output", output, "--workers", str(workers), *map(str, flags)]
         root = Path(megacp.__file__).parents[1]  # where a checkout is found that is not installed
         run = functools.partial(subprocess.run, command, cwd=root, capture_output=True, text=True)
