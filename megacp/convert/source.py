@@ -161,7 +161,7 @@ def rules_of(folder: Path, content: dict[str, Any], values: dict[str, Any]) -> I
     if (folder / "tokenizer.json").is_file():
         refuse_unread(folder)
         tokenizer = load_tokenizer(str(folder / "tokenizer.json"), engine="reference")
-        found = {name: tokenizer.token_id(text) for name, text in TOKEN_TEXTS.items()}  # type: ignore[attr-defined]
+        found = {name: tokenizer.token_id(text) for name, text in TOKEN_TEXTS.items()}
         ids = {name: i for name, i in found.items() if i is not None}
     said = {name: content[field] for field, name in TOKEN_FIELDS.items() if field in content}
     if wrong := [name for name in said if ids.get(name, said[name]) != said[name]]:

@@ -42,7 +42,7 @@ def text_part(quick: bool) -> Part:
         )
         bpe.train_from_iterator(texts[:100], trainer)
         bpe.save(str(folder / "tokenizer.json"))
-        ways = {}
+        ways: dict[str, Callable[[], Seconds]] = {}
         for kind, tokenizer in (("byte", "byte"), ("tokenizer.json", folder / "tokenizer.json")):
             flags = ("--tokenizer", tokenizer, "--seq-length", 1024, "--oversize", "split")
             ways |= {f"{kind}, {n} workers": _build(folder / "text.jsonl", n, *flags) for n in WORKERS}
