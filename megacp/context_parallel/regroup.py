@@ -34,29 +34,29 @@ RELATED = 0.8
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
-    """Rows of one document on one rank, ascending, and the area of the first 0, 1, ..., n of them (`[n + 1]`)."""
+class Held:
+    """Tokens of one document on one rank, ascending, and the area of the first 0, 1, ..., n of them (`[n + 1]`)."""
 
-    rows: np.ndarray
+    indices: np.ndarray
     area: np.ndarray
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.indices)
 
-    def part(self, start: int, stop: int) -> Piece:
-        """Some neighbouring rows."""
-        return Piece(self.rows[start:stop], self.area[start : stop + 1] - self.area[start])
+    def part(self, start: int, stop: int) -> Held:
+        """Some neighbouring tokens."""
+        return Held(self.indices[start:stop], self.area[start : stop + 1] - self.area[start])
 
 
-Rank = dict[int, Piece]
-"""The pieces of a rank, by document."""
+Rank = dict[int, Held]
+"""The parts of a rank, by document."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """The share of the first of two ranks: documents whole, and rows from the ends of one or two.
+    """The share of the first of two ranks: documents whole, and tokens from the ends of one or two.
 
-    These are the first `light` rows of document `first`, and the last `tokens - light` of `last`, perhaps the same one.
+    These are the first `light` tokens of document `first` and the last `tokens - light` of `last`, perhaps the same.
     """
 
     whole: frozenset[int]
@@ -69,9 +69,9 @@ class Share:
 class Regrouping:
     """Documents `document[T]` dealt to ranks as `indices[cp, T / cp]`, changed in place.
 
-    `cost[T]` is the area of each row, `limit` the most area of a rank, `prices[document]` the keys that travel because
-    of each rank of a document after the first. The result is equal on every machine: prices are integers, and the
-    random numbers are Python's.
+    `cost[T]` is the area of each token, `limit` the most area of a rank, `prices[document]` the keys that travel for
+    each rank of a document after the first. The result is equal on every machine: prices are integers, and the random
+    numbers are Python's.
     """
 
     def __init__(
@@ -80,17 +80,17 @@ class Regrouping:
         self.cost = cost
         self.prices = prices
         self.limit = limit
-        self.ranks = [self._rank(document[rows], rows) for rows in indices]
+        self.ranks = [self._rank(document[tokens], tokens) for tokens in indices]
         self._random = random.Random(0)
 
-    def _rank(self, document: np.ndarray, rows: np.ndarray) -> Rank:
-        order = np.argsort(document, kind="stable")  # [t], documents side by side, rows still ascending
+    def _rank(self, document: np.ndarray, indices: np.ndarray) -> Rank:
+        order = np.argsort(document, kind="stable")  # [t], documents side by side, tokens still ascending
         cuts = np.flatnonzero(np.diff(document[order])) + 1
-        return {int(document[part[0]]): self.piece(rows[part]) for part in np.split(order, cuts)}
+        return {int(document[part[0]]): self.held(indices[part]) for part in np.split(order, cuts)}
 
-    def piece(self, rows: np.ndarray) -> Piece:
-        """The piece of some rows of a document."""
-        return Piece(rows, np.concatenate([[0], np.cumsum(self.cost[rows])]))
+    def held(self, indices: np.ndarray) -> Held:
+        """Some tokens of a document, as a rank holds them."""
+        return Held(indices, np.concatenate([[0], np.cumsum(self.cost[indices])]))
 
     def run(self) -> np.ndarray:
         """The cheapest deal found, indices `[cp, T / cp]`, ascending on each rank; the given one if none is."""
@@ -109,7 +109,7 @@ class Regrouping:
             price = self._price(self._holders())
             if price < cheapest:
                 cheapest, kept = price, list(self.ranks)
-        return np.stack([np.sort(np.concatenate([piece.rows for piece in rank.values()])) for rank in kept])
+        return np.stack([np.sort(np.concatenate([part.indices for part in rank.values()])) for rank in kept])
 
     def _holders(self) -> dict[int, list[int]]:
         """The ranks of each document."""
@@ -131,8 +131,8 @@ class Regrouping:
         shared = sorted(a.keys() & b.keys(), key=lambda document: (-self.prices[document], document))
         pool = {**a, **b}
         for document in shared:
-            both = np.concatenate([a[document].rows, b[document].rows])
-            pool[document] = self.piece(np.sort(both, kind="stable"))  # timsort merges the two ascending parts
+            both = np.concatenate([a[document].indices, b[document].indices])
+            pool[document] = self.held(np.sort(both, kind="stable"))  # timsort merges the two ascending parts
         others = [document for document in pool if document not in shared]
         while len(shared) + len(others) > FREE and others:
             others.pop(int(self._random.random() * len(others)))
@@ -155,8 +155,8 @@ class Regrouping:
     def _share(
         self, pool: Rank, fixed: frozenset[int], free: Sequence[int], tokens: int, options: Sequence[tuple[int, int]]
     ) -> Share | None:
-        """A share of `tokens` rows with `fixed` in it that leaves both ranks within the limit, by the first option."""
-        total = sum(int(piece.area[-1]) for piece in pool.values())
+        """A share of so many tokens with `fixed` in it that leaves both ranks within the limit, by the first option."""
+        total = sum(int(part.area[-1]) for part in pool.values())
         least, most = total - self.limit, self.limit
         # [2^free]: tokens and area of each subset of the free documents, which would go to the first rank whole
         whole, area = subset_sums([pool[document] for document in free])
@@ -169,7 +169,7 @@ class Regrouping:
             room = len(first) + (len(last) if i != j else 0)
             fits = np.flatnonzero((subset & (1 << i | 1 << j) == 0) & (missing <= room))  # neither i nor j goes whole
             need, base = missing[fits], area[fits]
-            # the most rows from the end of `last` and the fewest: extremes of the area that a cut can give
+            # the most tokens from the end of `last` and the fewest: extremes of the area that a cut can give
             heavy = ends_area(first, last, np.maximum(0, need - len(last)), need) + base
             light = ends_area(first, last, np.minimum(len(first), need), need) + base
             fits = fits[(np.minimum(heavy, light) <= most) & (np.maximum(heavy, light) >= least)]
@@ -189,35 +189,36 @@ class Regrouping:
         return None
 
 
-def ends_area(first: Piece, last: Piece, light: np.ndarray, tokens: np.ndarray | int) -> np.ndarray:
-    """Area of the first `light` rows of one piece and the last `tokens - light` of another, or of the same."""
+def ends_area(first: Held, last: Held, light: np.ndarray, tokens: np.ndarray | int) -> np.ndarray:
+    """Area of the first `light` tokens of one part and the last `tokens - light` of another, or of the same."""
     return first.area[light] + last.area[-1] - last.area[len(last) - (tokens - light)]
 
 
-def subset_sums(pieces: Sequence[Piece]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and area of every subset of a few pieces, int64 `[2^n]`; bit i of the index stands for piece i."""
+def subset_sums(parts: Sequence[Held]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and area of every subset of a few parts, int64 `[2^n]`; bit i of the index stands for part i."""
     tokens, area = np.zeros(1, np.int64), np.zeros(1, np.int64)
-    for piece in pieces:
-        tokens = np.concatenate([tokens, tokens + len(piece)])
-        area = np.concatenate([area, area + piece.area[-1]])
+    for part in parts:
+        tokens = np.concatenate([tokens, tokens + len(part)])
+        area = np.concatenate([area, area + part.area[-1]])
     return tokens, area
 
 
 def divided(pool: Rank, share: Share) -> tuple[Rank, Rank]:
-    """The pieces in `pool` dealt to two ranks: the first gets its share, the second the rest."""
+    """The parts in `pool` dealt to two ranks: the first gets its share, the second the rest."""
     first, last = pool[share.first], pool[share.last]
     stop = len(last) - (share.tokens - share.light)
     if share.first == share.last:
         head, tail = first.part(0, share.light), first.part(stop, len(first))
-        both = Piece(np.concatenate([head.rows, tail.rows]), np.concatenate([head.area, tail.area[1:] + head.area[-1]]))
+        area = np.concatenate([head.area, tail.area[1:] + head.area[-1]])
+        both = Held(np.concatenate([head.indices, tail.indices]), area)
         cut = {share.first: (both, first.part(share.light, stop))}
     else:
         cut = {
             share.first: (first.part(0, share.light), first.part(share.light, len(first))),
             share.last: (last.part(stop, len(last)), last.part(0, stop)),
         }
-    one = {document: piece for document, piece in pool.items() if document in share.whole}
-    two = {document: piece for document, piece in pool.items() if document not in share.whole and document not in cut}
+    one = {document: part for document, part in pool.items() if document in share.whole}
+    two = {document: part for document, part in pool.items() if document not in share.whole and document not in cut}
     for document, (mine, theirs) in cut.items():
         if len(mine):
             one[document] = mine

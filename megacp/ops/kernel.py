@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from megacp.ops.mask import CAUSAL, FULL, Row, TileTable
+from megacp.ops.mask import CAUSAL, FULL, TileRow, TileTable
 from megacp.ops.merge import merge_into
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -71,7 +71,7 @@ KeySource = tuple[tuple[slice, ...], bool]
 """Slices of keys that one kernel call sees together, and whether they are a causal triangle."""
 
 
-def key_sources(row: Row, width: int) -> list[KeySource]:
+def key_sources(row: TileRow, width: int) -> list[KeySource]:
     """How the tiles of a row become kernel calls; `width` is the number of elements of a key.
 
     Small full tiles are copied together, as a call costs more than the copy; large ones are used where they are.

@@ -76,7 +76,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Row:
+class TileRow:
     """Queries `[q_start, q_stop)` and every tile they see, in key order; at most one is CAUSAL."""
 
     q_start: int
@@ -149,13 +149,13 @@ class TileTable:
         return np.cumsum(steps[:-1]) > 0
 
     @functools.cached_property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[TileRow, ...]:
         """The table as objects, for kernels that walk it."""
         columns = (self.k_start.tolist(), self.k_stop.tolist(), self.kind.tolist())
         tiles = [Tile(*numbers) for numbers in zip(*columns, strict=True)]
         bounds = self.first.tolist()
         ends = zip(self.row_start.tolist(), self.row_stop.tolist(), bounds[:-1], bounds[1:], strict=True)
-        return tuple(Row(start, stop, tuple(tiles[low:high])) for start, stop, low, high in ends)
+        return tuple(TileRow(start, stop, tuple(tiles[low:high])) for start, stop, low, high in ends)
 
 
 def _with_causal_tile(table: TileTable) -> np.ndarray:

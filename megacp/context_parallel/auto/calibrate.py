@@ -82,8 +82,7 @@ class Setup:
         return torch.ones(elements, device=self.device)
 
 
-Action = Callable[[], object]
-Probe = tuple[Action, int]
+Probe = tuple[Callable[[], object], int]
 """What is timed, and its calls in one sample. All ranks time the same probes in the same order."""
 
 
@@ -169,7 +168,7 @@ class _Tile:
         sizes = {"tiny": (_SMALL_TILE, _SMALL_TILE), "thin": (large, _SMALL_TILE), "large": (large, large)}
         self.tables = {name: _one_tile(*size) for name, size in sizes.items()}
 
-    def passes(self, table: TileTable) -> tuple[Action, Action]:
+    def passes(self, table: TileTable) -> tuple[Callable[[], object], Callable[[], object]]:
         """The forward and the backward over `table`, of the first queries and the first keys."""
         n, m, scale = table.queries, table.keys, self.dim**-0.5
         q, k, v, dout = (x[:size] for x, size in zip(self.qkv_and_dout, (n, m, m, n), strict=True))
@@ -204,7 +203,7 @@ class _Tile:
 
 
 @dataclass(frozen=True)
-class Link:
+class Collective:
     """A collective whose argument has `blocks` equal blocks, and which sends a block to each of `peers` ranks."""
 
     peers: int
@@ -212,12 +211,12 @@ class Link:
     send: Callable[[torch.Tensor], object]
 
 
-def _links(setup: Setup) -> dict[str, Link]:
+def _links(setup: Setup) -> dict[str, Collective]:
     """Every collective that a transport may use, by the name of its link."""
     cp = setup.cp
     links = {
-        ALL_GATHER: Link(cp.size - 1, 1, lambda x: all_gather(x, cp)),
-        REDUCE_SCATTER: Link(cp.size - 1, cp.size, lambda x: reduce_scatter(x, cp)),
+        ALL_GATHER: Collective(cp.size - 1, 1, lambda x: all_gather(x, cp)),
+        REDUCE_SCATTER: Collective(cp.size - 1, cp.size, lambda x: reduce_scatter(x, cp)),
         link_name(SHIFT, 1): _shift(cp),
         link_name(ALL_TO_ALL, cp.size): _swap(cp),
     }
@@ -228,15 +227,15 @@ def _links(setup: Setup) -> dict[str, Link]:
     return links
 
 
-def _shift(axis: Axis) -> Link:
-    return Link(1, 1, lambda x: start_shift(x, axis).wait())
+def _shift(axis: Axis) -> Collective:
+    return Collective(1, 1, lambda x: start_shift(x, axis).wait())
 
 
-def _swap(axis: Axis) -> Link:
-    return Link(axis.size - 1, axis.size, lambda x: all_to_all(x, axis))
+def _swap(axis: Axis) -> Collective:
+    return Collective(axis.size - 1, axis.size, lambda x: all_to_all(x, axis))
 
 
-def _message_probes(setup: Setup, links: Mapping[str, Link]) -> dict[str, Probe]:
+def _message_probes(setup: Setup, links: Mapping[str, Collective]) -> dict[str, Probe]:
     """Each link with a small and a large message; a rank sends the same bytes in all, to however many peers."""
     sizes = {"small": _SMALL_MESSAGE, "large": setup.scale.message}
     return {

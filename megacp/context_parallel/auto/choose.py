@@ -19,7 +19,15 @@ from megacp.config.run import RunConfig, with_values
 from megacp.context_parallel.auto import calibration_file
 from megacp.context_parallel.auto.calibrate import Setup, measure
 from megacp.context_parallel.auto.counts import rank_work
-from megacp.context_parallel.auto.predict import Candidate, Machine, Predictor, Seconds, candidates, choose, link_names
+from megacp.context_parallel.auto.predict import (
+    Candidate,
+    Machine,
+    PassSeconds,
+    Predictor,
+    candidates,
+    choose,
+    link_names,
+)
 from megacp.context_parallel.layout import select_layout
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.shard import padded_row
@@ -37,7 +45,7 @@ class Choice:
     """What was chosen, and why."""
 
     chosen: Candidate
-    predicted: dict[Candidate, Seconds]
+    predicted: dict[Candidate, PassSeconds]
     """For one layer and row, the mean over the rows that were looked at; the default comes first."""
     notes: tuple[str, ...]
     """Where the constants come from."""
@@ -56,7 +64,7 @@ class Choice:
             *(f"context parallelism: {note}" for note in self.notes),
         ]
 
-    def compared(self, measured: Seconds) -> str:
+    def compared(self, measured: PassSeconds) -> str:
         """How good the prediction was."""
         predicted = self.predicted[self.chosen]
         return (
@@ -65,7 +73,7 @@ class Choice:
             f"({1e3 * measured.forward:.3g} forward) on the slowest rank"
         )
 
-    def figures(self, measured: Seconds) -> dict[str, float]:
+    def figures(self, measured: PassSeconds) -> dict[str, float]:
         """The same for a log file: seconds by name."""
         both = {"predicted": self.predicted[self.chosen], "measured": measured}
         return {f"{kind}_{name}": value for kind, seconds in both.items() for name, value in vars(seconds).items()}
@@ -124,11 +132,11 @@ def resolve_auto(
 
 def predict(
     config: RunConfig, grid: ProcessGrid, rows: Sequence[PackedBatch], machine: Machine, ways: Sequence[Candidate]
-) -> dict[Candidate, Seconds]:
+) -> dict[Candidate, PassSeconds]:
     """Seconds of one layer for every candidate, in their order: the mean over `rows`. Collective over cp."""
     cp, sizes, kernel = grid.cp, attention_sizes(config, 0), _setup(config, grid).kernel
     tp = grid.tp.size if config.parallel.sequence_parallel else 1
-    found: dict[Candidate, list[Seconds]] = {way: [] for way in ways}
+    found: dict[Candidate, list[PassSeconds]] = {way: [] for way in ways}
     for name in dict.fromkeys(way.layout for way in ways):
         layout, of_layout = select_layout(name), [way for way in ways if way.layout == name]
         for row in rows:
@@ -138,7 +146,7 @@ def predict(
             for way in of_layout:
                 found[way].append(predictor.seconds(way))
     return {
-        way: Seconds(sum(s.forward for s in seconds) / len(rows), sum(s.backward for s in seconds) / len(rows))
+        way: PassSeconds(sum(s.forward for s in seconds) / len(rows), sum(s.backward for s in seconds) / len(rows))
         for way, seconds in found.items()
     }
 

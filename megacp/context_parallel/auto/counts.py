@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megacp.context_parallel.all_gather import table_of_others
-from megacp.context_parallel.auto.predict import Candidate, RankWork, StageWork, Work
+from megacp.context_parallel.auto.predict import Candidate, KernelWork, RankWork, StageWork
 from megacp.context_parallel.kv_exchange import exchange_stages, needed_rows
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.sizes import AttentionSizes
@@ -28,13 +28,15 @@ def exchanged_rows(plan: AttentionPlan) -> tuple[int, int]:
     return sent, int(mine.sum() - mine[plan.local].sum())
 
 
-def table_work(table: TileTable, width: int, kernel: Kernel) -> Work:
+def table_work(table: TileTable, width: int, kernel: Kernel) -> KernelWork:
     """The kernel calls and pairs of one pass over `table`; `width` is the number of elements of a key.
 
     A kernel that walks no tiles is taken to compute the blocks of `ops.blocks` in one call.
     """
     if not isinstance(kernel, TileKernel):
-        return Work(len(block_cover(table).area) * BLOCK**2, table.queries, 1) if table.num_tiles else Work()
+        return (
+            KernelWork(len(block_cover(table).area) * BLOCK**2, table.queries, 1) if table.num_tiles else KernelWork()
+        )
     height = table.row_stop - table.row_start  # [rows]
     queries, keys = height[table.row_of_tile], table.k_stop - table.k_start  # [tiles]
     causal = table.kind == CAUSAL
@@ -44,13 +46,13 @@ def table_work(table: TileTable, width: int, kernel: Kernel) -> Work:
     together = ~causal & (keys * width <= GATHERED_ELEMENTS)  # one call for all such tiles of a row
     rows = np.unique(table.row_of_tile[together])
     calls = int((~together).sum()) + len(rows)
-    return Work(pairs, int(queries[~together].sum() + height[rows].sum()), calls)
+    return KernelWork(pairs, int(queries[~together].sum() + height[rows].sum()), calls)
 
 
 def rank_work(plan: AttentionPlan, sizes: AttentionSizes, kernel: Kernel, candidates: Sequence[Candidate]) -> RankWork:
     """Counts of the plan's rank for every candidate."""
 
-    def work(table: TileTable, groups: int = sizes.groups) -> Work:
+    def work(table: TileTable, groups: int = sizes.groups) -> KernelWork:
         return table_work(table, groups * sizes.dim, kernel)
 
     rings = {}

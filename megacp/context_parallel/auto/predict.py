@@ -76,7 +76,7 @@ def link_names(cp: int, heads: int) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Work:
+class KernelWork:
     """What one kernel pass over one tile table does, for every head alike."""
 
     pairs: int = 0
@@ -96,7 +96,7 @@ class StageWork:
 
     sent: int
     received: int
-    work: Work
+    work: KernelWork
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,11 @@ class RankWork:
     """Core attention of one row on one rank under one layout, for the candidates in question."""
 
     tokens: int
-    own: Work
+    own: KernelWork
     """On the rank's own keys."""
-    others: Work | None
+    others: KernelWork | None
     """On the keys of all other ranks at once."""
-    rings: Mapping[int, tuple[Work, ...]]
+    rings: Mapping[int, tuple[KernelWork, ...]]
     """By ranks that hold their tokens together (1: a plain ring; all: no ring): the work of each step."""
     stages: Mapping[int, tuple[StageWork, ...]]
     """Of kv_exchange, by `--cp-exchange-stages`."""
@@ -164,7 +164,7 @@ def choose(predicted: Mapping[Candidate, float]) -> Candidate:
 
 
 @dataclass(frozen=True)
-class Seconds:
+class PassSeconds:
     """Of core attention of one layer and row on the slowest rank."""
 
     forward: float
@@ -191,7 +191,7 @@ class Predictor:
         self.machine, self.ranks = machine, ranks
         self.sizes = replace(sizes, tokens=ranks[0].tokens)
 
-    def seconds(self, candidate: Candidate) -> Seconds:
+    def seconds(self, candidate: Candidate) -> PassSeconds:
         """Of a candidate with the layout that made `ranks`."""
         one_pass: Callable[[KernelCost, bool], float]
         if candidate.comm_type == "all_gather":
@@ -203,20 +203,20 @@ class Predictor:
             assert joined is not None, candidate
             ring = functools.partial(self._ring, range(len(self.ranks)), 1)
             one_pass = ring if joined == 1 else functools.partial(self._heads, joined)
-        return Seconds(one_pass(self.machine.forward, False), one_pass(self.machine.backward, True))
+        return PassSeconds(one_pass(self.machine.forward, False), one_pass(self.machine.backward, True))
 
     def _beside(self, work: np.ndarray, message: float) -> np.ndarray:
         """What it costs extra that a message is under way during a computation."""
         return (1 - self.machine.overlap) * np.minimum(work, message)
 
-    def _computed(self, works: Iterable[Work], cost: KernelCost) -> np.ndarray:
+    def _computed(self, works: Iterable[KernelWork], cost: KernelCost) -> np.ndarray:
         return np.array([work.seconds(cost, self.sizes) for work in works])
 
     def _all_gather(self, cost: KernelCost, backward: bool) -> float:
         machine, n, message = self.machine, len(self.ranks), key_messages(self.sizes)
         gather = machine.links[ALL_GATHER].seconds((n - 1) * message.keys)
         own = self._computed((rank.own for rank in self.ranks), cost)
-        others = self._computed((rank.others or Work() for rank in self.ranks), cost)
+        others = self._computed((rank.others or KernelWork() for rank in self.ranks), cost)
         end = np.maximum(own, gather) + self._beside(own, gather) + others
         copied, scatter = n * message.keys, 0.0
         if backward:

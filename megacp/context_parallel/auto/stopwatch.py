@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from megacp.context_parallel.auto.predict import Seconds
+from megacp.context_parallel.auto.predict import PassSeconds
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.transport import Tensors, Transport
 from megacp.distributed.clock import clock_of
@@ -52,8 +52,8 @@ class Stopwatch:
         self._passes[which].append((begin, self._clock.mark()))
         return result
 
-    def slowest(self, world: Axis) -> Seconds:
+    def slowest(self, world: Axis) -> PassSeconds:
         """Of one layer and row: the mean of each pass on the rank where it is longest. Collective."""
         means = [sum(self._clock.seconds(*span) for span in spans) / max(1, len(spans)) for spans in self._passes]
         worst = all_reduce(torch.tensor(means, dtype=torch.float64, device=self._device), world, "max")
-        return Seconds(*worst.tolist())
+        return PassSeconds(*worst.tolist())

@@ -18,7 +18,7 @@ from megacp.config.yaml_file import from_yaml
 from megacp.context_parallel.auto import calibration_file
 from megacp.context_parallel.auto import choose as auto
 from megacp.context_parallel.auto.counts import exchanged_rows, rank_work
-from megacp.context_parallel.auto.predict import Candidate, Machine, Predictor, Seconds, candidates, choose
+from megacp.context_parallel.auto.predict import Candidate, Machine, PassSeconds, Predictor, candidates, choose
 from megacp.context_parallel.layout import LAYOUTS
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.shard import mask_metadata
@@ -213,14 +213,14 @@ def key_on_rank(rank: int, world_size: int, config: RunConfig) -> str:
 
 def test_a_report_shows_the_best_the_chosen_and_the_default() -> None:
     ways = candidates(config_of(4).parallel, 8)
-    found = {way: Seconds(0.010 + number / 1e4, 0.020) for number, way in enumerate(reversed(ways))}
+    found = {way: PassSeconds(0.010 + number / 1e4, 0.020) for number, way in enumerate(reversed(ways))}
     found = {way: found[way] for way in ways}
     choice = auto.Choice(ways[-1], found, ("measured in 1 s",))
     first, *notes = choice.lines()
     assert first.startswith(f"context parallelism: {ways[-1]}, chosen among {len(ways)};")
     assert "p2p, zigzag (default)" in first and f"{ways[-1]} 30 ms" in first and first.count(" ms") == 5
     assert notes == ["context parallelism: measured in 1 s"]
-    measured = Seconds(0.011, 0.022)
+    measured = PassSeconds(0.011, 0.022)
     assert "predicted 30 ms (10 forward), measured 33 ms (11 forward)" in choice.compared(measured)
     assert choice.figures(measured)["measured_backward"] == 0.022
 

@@ -13,7 +13,7 @@ from megacp.batch import PackedBatch
 from megacp.config.parallel import ParallelConfig
 from megacp.context_parallel.attention import TRANSPORTS, TransportOptions, core_attention
 from megacp.context_parallel.auto.counts import rank_work, table_work
-from megacp.context_parallel.auto.predict import Candidate, RankWork, Work, candidates
+from megacp.context_parallel.auto.predict import Candidate, KernelWork, RankWork, candidates
 from megacp.context_parallel.layout import LAYOUTS
 from megacp.context_parallel.shard import LocalBatch, shard_batch
 from megacp.context_parallel.sizes import AttentionSizes
@@ -38,8 +38,8 @@ class CountingKernel(MathKernel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.done: dict[str, list[Work]] = {"attend": [], "attend_backward": []}
-        self._now = Work()
+        self.done: dict[str, list[KernelWork]] = {"attend": [], "attend_backward": []}
+        self._now = KernelWork()
 
     def attend(self, *arguments: Any) -> None:
         self._tables("attend", *arguments)
@@ -48,13 +48,13 @@ class CountingKernel(MathKernel):
         self._tables("attend_backward", *arguments)
 
     def _tables(self, name: str, *arguments: Any) -> None:
-        self._now = Work()
+        self._now = KernelWork()
         getattr(super(), name)(*arguments)
         self.done[name].append(self._now)
 
     def _count(self, queries: Tensor, keys: Tensor) -> None:
         n, m, now = len(queries), len(keys), self._now
-        self._now = Work(now.pairs + n * m, now.rows + n, now.calls + 1)
+        self._now = KernelWork(now.pairs + n * m, now.rows + n, now.calls + 1)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         self._count(q, k)
@@ -65,7 +65,7 @@ class CountingKernel(MathKernel):
         return super().backward(saved, k, v, causal, scale)
 
 
-def predicted(work: RankWork, way: Candidate, cp: int) -> list[Work | None]:
+def predicted(work: RankWork, way: Candidate, cp: int) -> list[KernelWork | None]:
     """By table, in the order in which the transport comes to them."""
     if way.comm_type == "all_gather":
         return [work.own, work.others]
@@ -74,7 +74,7 @@ def predicted(work: RankWork, way: Candidate, cp: int) -> list[Work | None]:
     return list(work.rings[way.joined(cp) or 0])
 
 
-def counted(rank: int, world_size: int, ways: list[Candidate]) -> list[tuple[dict, list[Work | None]]]:
+def counted(rank: int, world_size: int, ways: list[Candidate]) -> list[tuple[dict, list[KernelWork | None]]]:
     cp, found = grid(cp=world_size).cp, []
     sizes = AttentionSizes(0, HEADS, GROUPS, DIM, 8, 8)
     for way in ways:
@@ -112,7 +112,8 @@ def test_small_full_tiles_of_a_row_are_one_call(width: int) -> None:
         table = tile_table(*halves)
         calls = [(r.q_stop - r.q_start, s) for r in table.rows for s in key_sources(r, width)]
         keys = [sum(part.stop - part.start for part in slices) for _, (slices, _) in calls]
-        expected = Work(sum(q * k for (q, _), k in zip(calls, keys, strict=True)), sum(q for q, _ in calls), len(calls))
+        pairs = sum(q * k for (q, _), k in zip(calls, keys, strict=True))
+        expected = KernelWork(pairs, sum(q for q, _ in calls), len(calls))
         assert table_work(table, width, SQUARES) == expected
 
 
@@ -124,7 +125,7 @@ def one_document(tokens: int) -> Metadata:
 @pytest.mark.parametrize(("tokens", "blocks"), [(100, 100**2), (512, 512**2), (1024, 3 * 512**2), (2048, 10 * 512**2)])
 def test_the_cpu_kernel_computes_causal_squares_in_blocks_of_512_keys(tokens: int, blocks: int) -> None:
     """Measured on torch 2.13: 512 causal queries take as long as 512 full ones, 1,024 take 0.75 of their square."""
-    assert table_work(one_document(tokens).own_table, 64, FlashKernel()) == Work(blocks, tokens, 1)
+    assert table_work(one_document(tokens).own_table, 64, FlashKernel()) == KernelWork(blocks, tokens, 1)
 
 
 class BlockKernel:
@@ -133,6 +134,6 @@ class BlockKernel:
 
 def test_a_kernel_of_fixed_blocks_pays_for_whole_blocks_in_one_call() -> None:
     kernel: Any = BlockKernel()
-    assert table_work(one_document(300).own_table, 64, kernel) == Work(6 * 128**2, 300, 1)
+    assert table_work(one_document(300).own_table, 64, kernel) == KernelWork(6 * 128**2, 300, 1)
     nothing = tile_table(one_document(4), one_document(4).take(np.arange(0)))
-    assert table_work(nothing, 64, kernel) == table_work(nothing, 64, SQUARES) == Work()
+    assert table_work(nothing, 64, kernel) == table_work(nothing, 64, SQUARES) == KernelWork()

@@ -9,12 +9,12 @@ import pytest
 from megacp.config.parallel import ParallelConfig
 from megacp.context_parallel.auto.predict import (
     Candidate,
+    KernelWork,
     Machine,
+    PassSeconds,
     Predictor,
     RankWork,
-    Seconds,
     StageWork,
-    Work,
     candidates,
     choose,
     link_name,
@@ -29,8 +29,8 @@ RING, GATHER, SWAP = Candidate("p2p", "zigzag"), Candidate("all_gather", "zigzag
 EXCHANGE = Candidate("kv_exchange", "zigzag")
 
 
-def pairs(*counts: int) -> tuple[Work, ...]:
-    return tuple(Work(pairs=count) for count in counts)
+def pairs(*counts: int) -> tuple[KernelWork, ...]:
+    return tuple(KernelWork(pairs=count) for count in counts)
 
 
 def predict(
@@ -42,7 +42,7 @@ def predict(
 
 def ring_ranks(*steps: tuple[int, ...]) -> list[RankWork]:
     """One token on each rank: K/V 8 bytes, gradients 16."""
-    return [RankWork(1, Work(pairs=row[0]), None, {1: pairs(*row)}, {}) for row in steps]
+    return [RankWork(1, KernelWork(pairs=row[0]), None, {1: pairs(*row)}, {}) for row in steps]
 
 
 def test_a_ring_whose_links_are_slow_takes_all_its_messages() -> None:
@@ -74,15 +74,15 @@ def test_what_does_not_overlap_adds_up() -> None:
 
 def test_gathering_hides_behind_own_keys_and_reducing_behind_nothing() -> None:
     links = machine(2, 1, pair=1.0, per_byte=1.0)
-    ranks = [RankWork(1, Work(pairs=own), Work(pairs=5), {}, {}) for own in (3, 20)]
+    ranks = [RankWork(1, KernelWork(pairs=own), KernelWork(pairs=5), {}, {}) for own in (3, 20)]
     assert predict(links, ranks, GATHER) == (20 + 5, 2.5 * 25 + 16)
-    ranks = [RankWork(1, Work(pairs=own), Work(pairs=5), {}, {}) for own in (1, 2)]
+    ranks = [RankWork(1, KernelWork(pairs=own), KernelWork(pairs=5), {}, {}) for own in (1, 2)]
     assert predict(links, ranks, GATHER)[0] == 8 + 5
 
 
 def stages_of(own: int, *stages: tuple[int, int, int]) -> RankWork:
-    found = tuple(StageWork(sent, received, Work(pairs=count)) for sent, received, count in stages)
-    return RankWork(4, Work(pairs=own), None, {}, {1: found, 2: found})
+    found = tuple(StageWork(sent, received, KernelWork(pairs=count)) for sent, received, count in stages)
+    return RankWork(4, KernelWork(pairs=own), None, {}, {1: found, 2: found})
 
 
 def test_an_exchange_costs_the_rows_of_the_busiest_rank() -> None:
@@ -109,7 +109,7 @@ def test_swapped_heads_attend_to_whole_rows_between_two_exchanges() -> None:
     """Two heads over two ranks, 4 tokens each, 4 bytes: q, k, v of one head there, its output back."""
     sizes = dataclasses.replace(SIZES, heads=2, groups=2, wide=4)
     links = machine(2, 2, pair=1.0, per_byte=1.0)
-    ranks = [RankWork(4, Work(), None, {2: pairs(100)}, {}) for _ in range(2)]
+    ranks = [RankWork(4, KernelWork(), None, {2: pairs(100)}, {}) for _ in range(2)]
     row = 4 * 4
     assert predict(links, ranks, SWAP, sizes) == (3 * row + 100 + row, row + 250 + 3 * row)
 
@@ -117,7 +117,7 @@ def test_swapped_heads_attend_to_whole_rows_between_two_exchanges() -> None:
 def test_a_ring_of_groups_carries_the_keys_of_a_whole_group() -> None:
     sizes = dataclasses.replace(SIZES, heads=2, groups=2, wide=4)
     links = machine(4, 2, pair=1.0, per_byte=1.0)
-    ranks = [RankWork(4, Work(), None, {2: pairs(0, 0)}, {}) for _ in range(4)]
+    ranks = [RankWork(4, KernelWork(), None, {2: pairs(0, 0)}, {}) for _ in range(4)]
     way = Candidate("a2a+p2p", "zigzag", (2, 2))
     row, ring = 4 * 4, 2 * 8 * 4  # one head of 4 tokens; K and V of one head of 8 tokens
     assert predict(links, ranks, way, sizes) == (3 * row + row + ring, row + 3 * row + ring + 2 * ring)
@@ -126,13 +126,13 @@ def test_a_ring_of_groups_carries_the_keys_of_a_whole_group() -> None:
 def test_uneven_heads_wait_for_the_rank_with_the_most() -> None:
     sizes = dataclasses.replace(SIZES, heads=3, groups=1)
     links = machine(2, 3, pair=1.0)
-    ranks = [RankWork(4, Work(), None, {2: pairs(100)}, {}) for _ in range(2)]
+    ranks = [RankWork(4, KernelWork(), None, {2: pairs(100)}, {}) for _ in range(2)]
     assert predict(links, ranks, SWAP, sizes)[0] == 2 * 100
 
 
 def test_calls_and_rows_cost_what_they_are_said_to() -> None:
     cost = dataclasses.replace(machine(2, 1).forward, pair=2.0, row=3.0, call=5.0)
-    work = Work(pairs=7, rows=11, calls=13)
+    work = KernelWork(pairs=7, rows=11, calls=13)
     sizes = dataclasses.replace(SIZES, heads=2, dim=4)
     assert work.seconds(cost, sizes) == 8 * (2 * 7 + 3 * 11) + 5 * 13
 
@@ -177,6 +177,7 @@ def test_every_candidate_finds_the_links_it_uses(cp: int, heads: int) -> None:
     for way in candidates(parallel(cp), heads):
         joined = way.joined(cp)
         rings = {joined: pairs(*[1] * (cp // joined))} if joined else {}
-        ranks = [RankWork(2, Work(pairs=1), Work(pairs=1), rings, {way.stages: (StageWork(1, 1, Work(pairs=1)),)})] * cp
+        one = KernelWork(pairs=1)
+        ranks = [RankWork(2, one, one, rings, {way.stages: (StageWork(1, 1, one),)})] * cp
         found = Predictor(machine(cp, heads, pair=1.0, latency=1.0), sizes, ranks).seconds(way)
-        assert isinstance(found, Seconds) and found.forward > 1 and found.backward > found.forward
+        assert isinstance(found, PassSeconds) and found.forward > 1 and found.backward > found.forward

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megacp.context_parallel.attention import core_attention, select_transport
-from megacp.context_parallel.auto.predict import Seconds
+from megacp.context_parallel.auto.predict import PassSeconds
 from megacp.context_parallel.auto.stopwatch import Stopwatch
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.distributed.grid import single_axis
@@ -55,10 +55,10 @@ def test_a_stopped_watch_counts_nothing_and_a_running_one_the_mean_of_each_pass(
     assert watch.name == "slow"
     expected = attend(SlowTransport())
     assert all(map(torch.equal, attend(watch), expected))
-    assert watch.slowest(world) == Seconds(0.0, 0.0)
+    assert watch.slowest(world) == PassSeconds(0.0, 0.0)
     watch.running = True
     for _ in range(3):
         assert all(map(torch.equal, attend(watch), expected))
     watch.running = False
     attend(watch)
-    assert watch.slowest(world) == Seconds(1.0, 3.0)
+    assert watch.slowest(world) == PassSeconds(1.0, 3.0)
