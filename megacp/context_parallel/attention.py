@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,7 +26,15 @@ from megacp.ops.kernels import select_kernel
 
 class _CoreAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, transport, plan, scale):  # type: ignore[no-untyped-def]
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        transport: Transport,
+        plan: AttentionPlan,
+        scale: float,
+    ) -> torch.Tensor:
         # kernels and messages take the last dim as dense; a transposed view would be read past its end
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         out, kept = transport.forward((q, k, v), plan, scale)
@@ -35,8 +44,8 @@ class _CoreAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, dout):  # type: ignore[no-untyped-def]
-        grads = ctx.transport.backward(ctx.saved_tensors, dout.contiguous(), ctx.plan, ctx.scale)
+    def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grads = ctx.transport.backward(ctx.saved_tensors, douts[0].contiguous(), ctx.plan, ctx.scale)
         return *(grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)), None, None, None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,13 +30,13 @@ def _swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_up):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, gate_up: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate_up)
         return _swiglu(gate_up)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return _swiglu_backward(grad, *ctx.saved_tensors)
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return _swiglu_backward(*grads, *ctx.saved_tensors)
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:

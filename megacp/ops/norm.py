@@ -6,6 +6,8 @@ torch form of RMSNorm, whose autograd keeps three copies of the activations (tor
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -37,14 +39,14 @@ def _norm_backward(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, epsilon):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         out, scale = _norm(x, weight, epsilon)
         ctx.save_for_backward(x, weight, scale)
         return out
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return *_norm_backward(grad, *ctx.saved_tensors), None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return *_norm_backward(*grads, *ctx.saved_tensors), None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

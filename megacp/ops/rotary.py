@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -54,14 +55,14 @@ def cos_sin(
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, cos, sin):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
         return _rotate(x, cos, sin, 1)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, sin, -1), None, None  # a rotation's transpose turns the other way
+        return _rotate(grads[0], cos, sin, -1), None, None  # a rotation's transpose turns the other way
 
 
 @fused

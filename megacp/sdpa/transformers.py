@@ -64,8 +64,8 @@ def register_with_transformers(name: str = "megacp") -> str:
                 )
             return stock(self, requested_attention, *args, **kwargs)
 
-        checked.megacp_names = names  # type: ignore[attr-defined]
         models.get_correct_attn_implementation = checked
+        models.get_correct_attn_implementation.megacp_names = names
     models.get_correct_attn_implementation.megacp_names.add(name)
     return name
 
