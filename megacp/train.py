@@ -1,10 +1,10 @@
 """Train: `torchrun --nproc-per-node 8 -m megacp.train --data-path DIR ...`, or without torchrun on one process.
 
-Key property: parse, check everything, agree with all other ranks, then call one thing. With `--dry-run` it prints grid,
-stages and memory of any world size on one process and stops. Exit status: 0 finished, 1 a failure with its traceback, 2
-refused with one message, 3 stopped early (by a signal or --exit-duration) after saving; torchrun --max-restarts would
-start the run again for a 3, so there it is 0. Rejected: checks spread over the run, which end it after minutes of
-start-up.
+Parse, check everything, agree with all other ranks, train. `--dry-run` prints grid, stages and memory of any world size
+on one process and stops.
+
+Exit status: 0 finished, 1 a failure with its traceback, 2 refused with one message, 3 stopped early after saving (by a
+signal or --exit-duration). torchrun --max-restarts would start the run again for a 3, so it is 0 there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from megacp.distributed.supervision.watch import Watch
 from megacp.files import raise_descriptor_limit
 from megacp.models.build import grid_shape, stage_layers
 from megacp.monitor.console import ends_with_its_reader
-from megacp.ops.kernels import kernel_problem
 from megacp.planner.report import describe
 from megacp.training.agreement import AlikeError, require_agreement, require_shared_folder, statement
 from megacp.training.sources import Sources, open_sources
@@ -66,26 +65,22 @@ def prepare(config: RunConfig, world_size: int, device_type: str | None = None) 
 
     `device_type` is what the ranks compute on, `cpu` or `cuda`; None leaves it open, as another machine's is.
     """
-    training = config.training
-    problem = device_type and kernel_problem(training.attention_kernel, device_type, training.dtype)
-    problems = [*([problem] if problem else []), *backend_problems(config, device_type)]
-    require(config, world_size, problems)
+    require(config, world_size, backend_problems(config, device_type))
     raise_descriptor_limit()
-    config, sources = open_sources(config)
-    require(config, world_size)
-    return config, sources
+    return open_sources(config)
 
 
 def dry_run(config: RunConfig) -> str:
     """The report of a layout for any world size, of a config that fits its datasets where it names any."""
     config, world_size = largest_grid(config, config.world_size or config.model_ranks)
-    require(config, world_size, backend_problems(config, None))
     if config.model.vocab_size == 0 or config.data.data_path is not None:
         config, _ = prepare(config, world_size)
+    else:
+        require(config, world_size, backend_problems(config, None))
     return f"{describe(config, world_size, stage_layers(config))}\n\n{describe_apex()}"
 
 
-def plan(arguments: Sequence[str], world: launch.World) -> Plan | None:
+def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
     """What these flags ask of this rank; None when they ask for a report, which is printed. Raises ValueError."""
     config, note = with_stored_model(_parsed(arguments, world), given_names(arguments))
     if note and world.rank == 0:
@@ -117,29 +112,32 @@ def _parsed(arguments: Sequence[str], world: launch.World) -> RunConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    world, own = launch.World(), None
+    world = launch.World()
     try:
         world = launch.world_from_environment()
-        try:
-            own = plan(sys.argv[1:] if argv is None else argv, world)
-            if own is None:
-                return 0
-        except ValueError as error:
-            _refuse_together(world, str(error))
-        except OSError as error:  # a disk or a directory that this machine alone cannot read
-            _refuse_together(world, reason_of(error))
-        minutes = own.config.parallel.distributed_timeout_minutes
-        meeting = launch.meet(world, 60.0 * minutes)
-        device = launch.device_type(world)
-        _agree(meeting, own, device)
+        plan = _plan_or_refuse(sys.argv[1:] if argv is None else argv, world)
+        if plan is None:
+            return 0
+        meeting = _agree(plan, world)
     except ValueError as error:
         return _refused(str(error), world, alike=isinstance(error, AlikeError))
-    if meeting.rank >= own.shape.world_size:
+    if meeting.rank >= plan.shape.world_size:
         status = wait_as_spare(meeting)
     else:
-        status = _train(own, meeting, world)
+        status = _train(plan, meeting, world)
         launch.stop()
     return 0 if status == STOPPED and launch.would_restart() else status
+
+
+def _plan_or_refuse(arguments: Sequence[str], world: launch.World) -> Plan | None:
+    """`plan_of`; what is wrong here is told to all ranks, and ends them all."""
+    try:
+        return plan_of(arguments, world)
+    except ValueError as error:
+        problem = str(error)
+    except OSError as error:  # a disk or a directory that this machine alone cannot read
+        problem = reason_of(error)
+    _refuse_together(world, problem)
 
 
 def _refuse_together(world: launch.World, problem: str) -> NoReturn:
@@ -157,32 +155,34 @@ def _refuse_together(world: launch.World, problem: str) -> NoReturn:
     raise AssertionError("a rank with a problem was let in")
 
 
-def _agree(meeting: Meeting, own: Plan, device: str) -> None:
-    """Return when all ranks would run the same and see the same directory; raises ValueError on all alike."""
+def _agree(plan: Plan, world: launch.World) -> Meeting:
+    """Meet the other ranks; ValueError on all alike unless all would run the same and see the same directory."""
+    meeting = launch.meet(world, 60.0 * plan.config.parallel.distributed_timeout_minutes)
     try:
-        require_agreement(meeting, statement(own.config, own.sources, device))
+        require_agreement(meeting, statement(plan.config, plan.sources, launch.device_type(world)))
     except ValueError:
         meeting.heard_by_all("start")
         raise
     try:
-        require_shared_folder(meeting, own.config.checkpoint.save)
+        require_shared_folder(meeting, plan.config.checkpoint.save)
     except ValueError:
         meeting.heard_by_all("folder")
         raise
+    return meeting
 
 
-def _train(own: Plan, meeting: Meeting, world: launch.World) -> int:
+def _train(plan: Plan, meeting: Meeting, world: launch.World) -> int:
     """Join the grid and train; the exit status."""
     status = 1
     try:
-        minutes = own.config.parallel.distributed_timeout_minutes
-        grid = launch.join(meeting, own.shape, minutes)
-        if meeting.rank == 0 and own.config.parallel.allow_smaller_grid:
-            print(f"--allow-smaller-grid: {own.shape.world_size} of {meeting.size} ranks are used", flush=True)
+        minutes = plan.config.parallel.distributed_timeout_minutes
+        grid = launch.join(meeting, plan.shape, minutes)
+        if meeting.rank == 0 and plan.config.parallel.allow_smaller_grid:
+            print(f"--allow-smaller-grid: {plan.shape.world_size} of {meeting.size} ranks are used", flush=True)
         nccl = grid.world.backend == "nccl"
         with Watch(grid, 60.0 * _SHARE_BEFORE_NCCL_ENDS * minutes if nccl else None):
             try:
-                trainer = Trainer(own.config, grid, own.sources)
+                trainer = Trainer(plan.config, grid, plan.sources)
             except ValueError as error:
                 report_failure(error, "the start", grid.world)  # left for ranks that see no reason of their own
                 status = _refused(str(error), world, alike=False)
@@ -193,7 +193,7 @@ def _train(own: Plan, meeting: Meeting, world: launch.World) -> int:
             status = trainer.run()
             return status
     finally:
-        tell_spares(meeting, own.shape.world_size, status)
+        tell_spares(meeting, plan.shape.world_size, status)
 
 
 def _refused(problem: str, world: launch.World, alike: bool) -> int:

@@ -1,7 +1,6 @@
-"""Which backend a run uses: one table, read once.
+"""Which backend a run uses: chosen once, before any layer exists.
 
-Key property: the choice is made before any layer exists, and a backend that was asked for and cannot run is refused
-with all its reasons before any process group does. Rejected: layers that test for optional packages.
+A backend or kernel that was asked for and cannot run is refused with all its reasons, before any process group exists.
 """
 
 from __future__ import annotations
@@ -9,10 +8,11 @@ from __future__ import annotations
 from megacp.backends.apex import weight_gradient_kernel
 from megacp.backends.base import Backend
 from megacp.backends.native import NativeBackend
-from megacp.backends.support import contradictions, layer_reasons, needed_by
+from megacp.backends.support import layer_reasons, needed_by
 from megacp.backends.transformer_engine import TransformerEngineBackend, fp8_problem, package_problem
 from megacp.config.run import RunConfig
 from megacp.distributed.grid import ProcessGrid
+from megacp.ops.kernels import kernel_problem
 from megacp.tensor_parallel.linear import AddGradient, add_weight_gradient
 
 
@@ -26,12 +26,18 @@ def engine_reasons(config: RunConfig, device_type: str | None) -> list[str]:
 
 
 def backend_problems(config: RunConfig, device_type: str | None) -> list[str]:
-    """Why the run cannot have the backend that it asks for; empty where nothing in it needs Transformer Engine."""
-    wanted = needed_by(config)
-    if not wanted:
-        return []
-    found = contradictions(config)
-    return found or [f"{' and '.join(wanted)}: {reason}" for reason in engine_reasons(config, device_type)]
+    """Why the run cannot have the kernel and the layers that it asks for; None asks only about the config."""
+    training, wanted = config.training, needed_by(config)
+    kernel = kernel_problem(training.attention_kernel, device_type, training.dtype) if device_type else None
+    problems = [kernel] if kernel else []
+    if training.transformer_impl == "native":
+        asked = "needs --transformer-impl transformer_engine or auto, this run has native"
+        return problems + [f"{name} {asked}" for name in wanted]
+    return problems + (_refused(wanted, engine_reasons(config, device_type)) if wanted else [])
+
+
+def _refused(wanted: list[str], reasons: list[str]) -> list[str]:
+    return [f"{' and '.join(wanted)}: {reason}" for reason in reasons]
 
 
 def select_backend(config: RunConfig, grid: ProcessGrid) -> Backend:
@@ -39,14 +45,15 @@ def select_backend(config: RunConfig, grid: ProcessGrid) -> Backend:
 
     Raises ValueError with all reasons where the config needs Transformer Engine and that cannot run.
     """
-    problems = backend_problems(config, grid.device.type)
-    if problems:
-        raise ValueError("\n".join(["this configuration cannot run:", *(f"  - {problem}" for problem in problems)]))
-    if config.training.transformer_impl == "native" or grid.device.type != "cuda":
+    wanted = needed_by(config)
+    if config.training.transformer_impl == "native" or not (wanted or grid.device.type == "cuda"):
         return _native(config, grid)
     reasons = engine_reasons(config, grid.device.type)
     if not reasons:
         return TransformerEngineBackend(grid, config)
+    if wanted:
+        told = [f"  - {problem}" for problem in _refused(wanted, reasons)]
+        raise ValueError("\n".join(["this configuration cannot run:", *told]))
     backend = _native(config, grid)
     backend.tell(f"layers: native, because {'; '.join(reasons)}")
     return backend

@@ -1,7 +1,7 @@
-"""What Transformer Engine 2.20 can do, asked before anything of it is built: a run's layers, and their attention.
+"""The limits of Transformer Engine 2.20, as reasons against a run's layers and against their attention.
 
 Each function yields every reason that holds, in the words of our flags, so a user or a log line sees all of them at
-once. Nothing here imports the package, whose own asserts come one by one and name its internals.
+once. Nothing here imports the package: its asserts come one by one and name its internals.
 """
 
 from __future__ import annotations
@@ -101,12 +101,3 @@ def needed_by(config: RunConfig) -> list[str]:
     if training.cross_entropy_fusion_impl == "te":
         names.append("--cross-entropy-fusion-impl te")
     return names
-
-
-def contradictions(config: RunConfig) -> list[str]:
-    """Settings of Transformer Engine in a run that asks for the native layers."""
-    if config.training.transformer_impl != "native":
-        return []
-    return [
-        f"{name} needs --transformer-impl transformer_engine or auto, this run has native" for name in needed_by(config)
-    ]

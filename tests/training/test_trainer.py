@@ -250,12 +250,12 @@ def test_what_this_machine_alone_cannot_read_is_one_message(tmp_path: Path, caps
 
 def test_a_spare_ends_as_the_ranks_that_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch a spare whose status makes torchrun restart a run that stopped in order."""
-    real = train.plan
+    real = train.plan_of
 
     def as_spare(*arguments: object) -> object:
         return SimpleNamespace(**{**vars(real(*arguments)), "shape": SimpleNamespace(world_size=0)})
 
-    monkeypatch.setattr(train, "plan", as_spare)
+    monkeypatch.setattr(train, "plan_of", as_spare)
     monkeypatch.setattr(train, "wait_as_spare", lambda meeting: STOPPED)
     for restarts, status in ((False, STOPPED), (True, 0)):
         monkeypatch.setattr(train.launch, "would_restart", lambda restarts=restarts: restarts)
