@@ -1,8 +1,6 @@
-"""Is NVIDIA's apex here? It has no wheel, and the package called `apex` on the public index is an unrelated web
-toolkit.
+"""Is NVIDIA's apex here? It has no wheel, and the package `apex` on the public index is an unrelated web toolkit.
 
-Key property: nothing is imported to find out; an impostor's code never runs. Rejected: `import apex` in a try block,
-which succeeds for the impostor and fails later with an attribute error.
+The search imports nothing: `import apex` would succeed for the impostor, run its code and fail later.
 """
 
 from __future__ import annotations

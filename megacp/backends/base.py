@@ -1,14 +1,14 @@
-"""What a model may ask of a backend: layers, core attention and the vocabulary loss, all bound to one grid.
+"""The protocol of a backend: layers, core attention and the vocabulary loss, all bound to one grid.
 
-Key property: a model is written once against this protocol; parameter names and specs are the same for every backend,
-so a checkpoint moves between backends unchanged. A norm and what follows it are asked for together, so that a backend
-may fuse them. Rejected: layers that look up process groups or options themselves.
+A model is written once against it. Parameter names and specs are the same for every backend, so a checkpoint moves
+between backends unchanged. A norm and the linear behind it are asked for together, so a backend may fuse them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -17,7 +17,8 @@ from torch import nn
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.transport import Transport
 from megacp.distributed.grid import Axis
-from megacp.tensor_parallel.embedding import VocabularyTable
+from megacp.tensor_parallel.embedding import TableSpec, VocabularyTable
+from megacp.tensor_parallel.linear import LinearSpec
 
 Tower = Literal["vision", "connector"]
 AdamW = Callable[[list[dict[str, Any]], tuple[float, float], float], torch.optim.Optimizer]
@@ -26,6 +27,15 @@ Remember = Callable[..., torch.Tensor]
 """`remember(function, *inputs)` calls a cheap function and decides how autograd stores its output: as it is, or as a
 recipe that makes it again in backward. A fused layer stores what it needs itself and does not ask.
 """
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """A norm over the last dim, of this width; its tensors are `{name}.weight` and, of a LayerNorm, `{name}.bias`."""
+
+    name: str
+    size: int
+    epsilon: float
 
 
 class Backend(Protocol):
@@ -42,47 +52,25 @@ class Backend(Protocol):
     adamw: AdamW | None
     """The fused AdamW of this backend; None leaves the choice to the optimizer."""
 
-    def column_linear(
-        self, prefix: str, outputs: Sequence[tuple[str, int]], in_features: int, *, bias: bool, std: float
-    ) -> nn.Module:
-        """Module of `x[t/tp, h] -> y[t, sum of rows / tp]` holding the global tensors `outputs` (name, rows)."""
+    def column_linear(self, linear: LinearSpec) -> nn.Module:
+        """Module of `x[t/tp, h] -> y[t, f/tp]`, each tensor cut by rows."""
 
-    def row_linear(self, name: str, in_features: int, out_features: int, *, bias: bool, std: float) -> nn.Module:
-        """Module of `x[t, f/tp] -> y[t/tp, h]`."""
+    def row_linear(self, linear: LinearSpec) -> nn.Module:
+        """Module of `x[t, f/tp] -> y[t/tp, h]`, the one tensor cut by columns."""
 
-    def norm_column_linear(
-        self,
-        norm_name: str,
-        prefix: str,
-        outputs: Sequence[tuple[str, int]],
-        in_features: int,
-        *,
-        epsilon: float,
-        bias: bool,
-        std: float,
-    ) -> nn.Module:
-        """`norm` and `column_linear` as one module of `(x[t/tp, h], remember) -> y[t, sum of rows / tp]`."""
+    def norm_column_linear(self, norm: NormSpec, linear: LinearSpec) -> nn.Module:
+        """`norm` and `column_linear` as one module of `(x[t/tp, h], remember) -> y[t, f/tp]`."""
 
-    def norm_mlp(
-        self,
-        norm_name: str,
-        prefix: str,
-        hidden_size: int,
-        ffn_size: int,
-        *,
-        epsilon: float,
-        bias: bool,
-        std: float,
-        output_std: float,
-    ) -> nn.Module:
-        """`norm`, the column linear `gate` and `up`, SwiGLU and the row linear `down` (std `output_std`) as one module
-        of `(x[t/tp, h], remember) -> [t/tp, h]`; `bias` is that of both linears.
+    def norm_mlp(self, norm: NormSpec, gate_up: LinearSpec, down: LinearSpec) -> nn.Module:
+        """`norm`, column linear, SwiGLU and row linear as one module of `(x[t/tp, h], remember) -> [t/tp, h]`.
+
+        Both linears have biases, or neither.
         """
 
-    def norm(self, name: str, size: int, epsilon: float, *, over_heads: bool = False) -> nn.Module:
+    def norm(self, norm: NormSpec, *, over_heads: bool = False) -> nn.Module:
         """RMSNorm over the last dim; `over_heads` when tp ranks apply it to different heads of the same tokens."""
 
-    def layer_norm(self, name: str, size: int, epsilon: float) -> nn.Module:
+    def layer_norm(self, norm: NormSpec) -> nn.Module:
         """LayerNorm with a bias over the last dim."""
 
     def replicated(self, name: str, shape: tuple[int, ...], init: str, std: float = 0.0) -> nn.Parameter:
@@ -92,9 +80,7 @@ class Backend(Protocol):
         """The same factories for another tower: no sequence parallelism, so activations are replicated over tp at
         its seams, and the learning rate or the freezing that the config gives this tower."""
 
-    def vocabulary(
-        self, name: str, vocab_size: int, hidden_size: int, *, std: float, partial_over: tuple[str, ...], counted: bool
-    ) -> VocabularyTable:
+    def vocabulary(self, table: TableSpec) -> VocabularyTable:
         """The embedding or head table."""
 
     def attention(

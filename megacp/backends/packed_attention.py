@@ -1,8 +1,7 @@
 """Transformer Engine's `DotProductAttention` over the packed rows of a cp axis: its groups and its arguments.
 
-Key property: the object is given, so this file knows how a call looks and not the package that answers it. Rows of
-padding are zeroed on both sides, because what cuDNN leaves there may be NaN. Rejected: one object for each layer, which
-would hold nothing of its own.
+The module is given, so this file imports nothing of the package. Rows of padding are zeroed on both sides, because
+cuDNN may leave NaN there. One object serves all layers, since it holds nothing of a layer.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from megacp.backends.thd import Sequences
 from megacp.context_parallel.plan import AttentionPlan
@@ -26,9 +24,9 @@ class PackedAttention:
     """
 
     def __init__(
-        self, attention: nn.Module, scale: float, cp: Axis, comm_type: str, inner: int, device: torch.device
+        self, attention: Any, scale: float, cp: Axis, comm_type: str, inner: int, device: torch.device
     ) -> None:
-        self.attention: Any = attention
+        self.attention = attention
         self.scale = scale
         if cp.size == 1:
             return
@@ -58,7 +56,7 @@ class PackedAttention:
         places = plan.on_device("thd cu_padded", device, lambda: sequences.cu_padded)
         lengths = places
         if sequences.has_padding:
-            lengths = plan.on_device("thd lengths", device, lambda: sequences.lengths)
+            lengths = plan.on_device("thd lengths", device, lambda: sequences.cu_lengths)
         padding = plan.part("thd padding", lambda: np.flatnonzero(plan.metadata.document[plan.local] < 0))
         empty = plan.on_device("thd padding", device, lambda: padding) if len(padding) else None
         if empty is not None:  # what cuDNN leaves there may be NaN, and 0 x NaN would reach every weight gradient

@@ -1,11 +1,10 @@
 """A row of packed documents in the terms of Transformer Engine: cumulative lengths, true and padded, and its order.
 
-Transformer Engine's packed format (thd) pads each sequence to a multiple of 2 cp and cuts every sequence on its own:
+Transformer Engine's packed format (thd) pads each sequence to a multiple of 2 cp and cuts every sequence by itself:
 rank r holds the chunks r and 2 cp - 1 - r of each, sequence after sequence.
 
-Key property: the answer comes from the plan every rank of the group holds, and is given only when the tokens of all
-ranks stand exactly where Transformer Engine will look for them; else the reason is. Rejected: trusting the name of a
-layout, which says nothing about the row at hand (a zigzag over the whole row is right for one document only).
+The answer is computed from the plan that every rank of the group holds, not from the name of a layout. A zigzag over
+the whole row is right for one document and wrong for two. Where the order is another one, the answer is the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Sequences:
     padded: np.ndarray
 
     @functools.cached_property
-    def lengths(self) -> np.ndarray:
+    def cu_lengths(self) -> np.ndarray:
         """int32 `[n + 1]`: `cu_seqlens`, of true tokens."""
         return np.concatenate([[0], np.cumsum(self.true)]).astype(np.int32)
 
@@ -77,10 +76,10 @@ def mask_reason(metadata: Metadata) -> str | None:
 
 
 def _per_document(metadata: Metadata, cp: int) -> tuple[Sequences, np.ndarray]:
-    """Every document padded by itself; what is left of the row is one sequence without tokens."""
+    """Each document is padded by itself; the rest of the row is one sequence without tokens."""
     start, stop = document_bounds(metadata)
     true = stop - start
-    padded = -(-true // (2 * cp)) * 2 * cp
+    padded = -(-true // (2 * cp)) * 2 * cp  # [documents], up to the next multiple of 2 cp
     rest = len(metadata) - int(padded.sum())
     if rest > 0:  # below 0 the row was padded for another layout
         start, true, padded = np.append(start, 0), np.append(true, 0), np.append(padded, rest)

@@ -1,25 +1,22 @@
 """The Transformer Engine backend: NVIDIA's linears and norms, fused, its attention with context parallelism, FP8.
 
-Key property: only layers that Transformer Engine does better are replaced, and their parameters carry the same specs
-(names, pieces, reductions) as the native ones, so initialisation, buckets, optimizer and checkpoints cannot tell the
-backends apart. A row whose mask or order is none of its attention's takes our transports instead, with one line that
-says why. Vocabulary tables, LayerNorm and replicated parameters stay native, towers of vision stay out of 8 bits.
+Parameters carry the same specs (names, pieces, reductions) as the native ones, so initialisation, buckets, optimizer
+and checkpoints cannot tell the backends apart. Vocabulary tables, LayerNorm and replicated parameters stay native;
+vision towers stay out of 8 bits. A row with another mask or order than its attention takes uses our transports, and one
+line says why. Weights stay in 16 bits: no other backend could read 8-bit ones from a checkpoint.
 
-A block's norm and qkv product are one `LayerNormLinear`, its norm and MLP one `LayerNormMLP`. With
+A block's norm and qkv product are one `LayerNormLinear`, its norm and MLP one `LayerNormMLP`. Under
 `--recompute-granularity selective` they are `RMSNorm` and `Linear` apart: the fused ones store the outputs of norm and
-SwiGLU themselves, where selective recomputation has to put a recipe between two steps.
+SwiGLU, where selective recomputation puts a recipe between two steps. `LayerNormMLP(checkpoint=True)` would repeat the
+first product and its gather.
 
-Rejected: `LayerNormMLP(checkpoint=True)` for selective recomputation, which repeats the first product and its gather.
-Weights stored in 8 bits, which no other backend could read from a checkpoint.
-
-The only file that imports transformer_engine, inside functions; arguments go by keyword, because releases insert
-parameters in the middle (tests bind every call to the real signatures).
+The only file that imports transformer_engine, inside functions. Arguments go by keyword, because releases insert
+parameters in the middle; tests bind every call to the real signatures.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from typing import Any
@@ -27,8 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megacp.backends.base import Remember, Tower
-from megacp.backends.composed import gate_and_up
+from megacp.backends.base import NormSpec, Remember, Tower
 from megacp.backends.native import NativeBackend
 from megacp.backends.packed_attention import PackedAttention
 from megacp.backends.support import FP8_MULTIPLES, attention_reasons
@@ -40,7 +36,14 @@ from megacp.context_parallel.shard import row_axis
 from megacp.distributed.grid import Axis, ProcessGrid
 from megacp.distributed.launch import set_defaults
 from megacp.distributed.parameter import ParameterSpec
-from megacp.tensor_parallel.linear import LinearOptions, add_weight_gradient, column_specs, replicated_spec, row_spec
+from megacp.tensor_parallel.linear import (
+    LinearOptions,
+    LinearSpec,
+    add_weight_gradient,
+    column_specs,
+    replicated_spec,
+    row_specs,
+)
 
 FUSED_ATTENTION_ONLY = {"NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}
 """With these, attention that cuDNN cannot do raises instead of becoming another kernel; read when it is imported."""
@@ -88,43 +91,33 @@ def _linear_settings(bias: bool, options: LinearOptions) -> dict[str, Any]:
 
 
 class Fused(nn.Module):
-    """`te.LayerNormLinear` or `te.LayerNormMLP`, which store themselves what their backward needs."""
+    """`te.LayerNormLinear` or `te.LayerNormMLP`: `remember` is not asked, they store what their backward needs."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
 
     def forward(self, x: torch.Tensor, remember: Remember) -> torch.Tensor:
-        """See `Backend.norm_column_linear` and `Backend.norm_mlp`."""
         return self.layer(x)
 
 
 class EngineLinear(nn.Module):
-    """`te.Linear` with our specs: column `x[t/tp, h] -> y[t, f/tp]`, row `x[t, f/tp] -> y[t/tp, h]`; without sequence
-    parallelism t/tp is t. `parallel_mode` is `column` or `row`.
+    """`te.Linear` in a `parallel_mode`: `column` is `x[t/tp, h] -> y[t, f/tp]`, `row` is `x[t, f/tp] -> y[t/tp, h]`.
+
+    Without sequence parallelism t/tp is t.
     """
 
-    def __init__(self, parallel_mode: str, sizes: tuple[int, int], bias: bool, options: LinearOptions) -> None:
+    def __init__(self, parallel_mode: str, linear: LinearSpec, options: LinearOptions) -> None:
         from transformer_engine.pytorch import Linear
 
         super().__init__()
         self.linear = Linear(
-            in_features=sizes[0],
-            out_features=sizes[1],
+            in_features=linear.in_features,
+            out_features=linear.out_features,
             parallel_mode=parallel_mode,
-            **_linear_settings(bias, options),
+            **_linear_settings(linear.bias, options),
         )
         self.linear.requires_grad_(options.trained)
-
-    @property
-    def weight(self) -> nn.Parameter:
-        """This rank's part of the weight."""
-        return self.linear.weight
-
-    @property
-    def bias(self) -> nn.Parameter:
-        """This rank's part of the bias; empty without one."""
-        return self.linear.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The product, its communication and the bias; more than two dims only without sequence parallelism."""
@@ -234,112 +227,73 @@ class TransformerEngineBackend(NativeBackend):
         if self.apart:
             self.tell("layers: Transformer Engine's RMSNorm and Linear apart, --recompute-granularity is selective")
 
-    def column_linear(
-        self, prefix: str, outputs: Sequence[tuple[str, int]], in_features: int, *, bias: bool, std: float
-    ) -> nn.Module:
-        """See `Backend.column_linear`."""
-        weight_spec, bias_spec = column_specs(prefix, outputs, in_features, std, self.options)
-        layer = EngineLinear("column", (in_features, sum(rows for _, rows in outputs)), bias, self.options)
-        self.options.attach(layer.weight, weight_spec)
-        if bias:
-            self.options.attach(layer.bias, bias_spec)
-        return self._in_place(layer)
+    def column_linear(self, linear: LinearSpec) -> nn.Module:
+        return self._linear("column", linear, column_specs(linear, self.options))
 
-    def row_linear(self, name: str, in_features: int, out_features: int, *, bias: bool, std: float) -> nn.Module:
-        """See `Backend.row_linear`."""
-        layer = EngineLinear("row", (in_features, out_features), bias, self.options)
-        self.options.attach(layer.weight, row_spec(name, in_features, out_features, std, self.options))
-        if bias:
-            self.options.attach(layer.bias, replicated_spec(f"{name}.bias", (out_features,), "zeros", self.options))
-        return self._in_place(layer)
+    def row_linear(self, linear: LinearSpec) -> nn.Module:
+        return self._linear("row", linear, row_specs(linear, self.options))
 
-    def norm_column_linear(
-        self,
-        norm_name: str,
-        prefix: str,
-        outputs: Sequence[tuple[str, int]],
-        in_features: int,
-        *,
-        epsilon: float,
-        bias: bool,
-        std: float,
-    ) -> nn.Module:
-        """See `Backend.norm_column_linear`."""
+    def _linear(self, parallel_mode: str, linear: LinearSpec, specs: tuple[ParameterSpec, ParameterSpec]) -> nn.Module:
+        layer = EngineLinear(parallel_mode, linear, self.options)
+        self.options.attach(layer.linear.weight, specs[0])
+        if linear.bias:
+            self.options.attach(layer.linear.bias, specs[1])
+        return HighPrecision(layer) if self.in_tower and self.fp8 != "off" else layer
+
+    def norm_column_linear(self, norm: NormSpec, linear: LinearSpec) -> nn.Module:
         if self.apart:
-            return super().norm_column_linear(
-                norm_name, prefix, outputs, in_features, epsilon=epsilon, bias=bias, std=std
-            )
+            return super().norm_column_linear(norm, linear)
         from transformer_engine.pytorch import LayerNormLinear
 
         layer = LayerNormLinear(
-            in_features=in_features,
-            out_features=sum(rows for _, rows in outputs),
-            eps=epsilon,
+            in_features=linear.in_features,
+            out_features=linear.out_features,
+            eps=norm.epsilon,
             normalization="RMSNorm",
             parallel_mode="column",
-            **_linear_settings(bias, self.options),
+            **_linear_settings(linear.bias, self.options),
         )
-        weight_spec, bias_spec = column_specs(prefix, outputs, in_features, std, self.options)
-        specs = {"layer_norm_weight": self._norm_spec(norm_name, in_features), "weight": weight_spec}
-        return self._fused(layer, specs | ({"bias": bias_spec} if bias else {}))
+        weight, bias = column_specs(linear, self.options)
+        specs = {"layer_norm_weight": self._norm_spec(norm), "weight": weight}
+        return self._fused(layer, specs | ({"bias": bias} if linear.bias else {}))
 
-    def norm_mlp(
-        self,
-        norm_name: str,
-        prefix: str,
-        hidden_size: int,
-        ffn_size: int,
-        *,
-        epsilon: float,
-        bias: bool,
-        std: float,
-        output_std: float,
-    ) -> nn.Module:
-        """See `Backend.norm_mlp`. A rank's `fc1_weight` holds its rows of `gate` above those of `up`, as ours."""
+    def norm_mlp(self, norm: NormSpec, gate_up: LinearSpec, down: LinearSpec) -> nn.Module:
+        """A rank's `fc1_weight` holds its rows of `gate` above those of `up`, as ours."""
         if self.apart:
-            return super().norm_mlp(
-                norm_name, prefix, hidden_size, ffn_size, epsilon=epsilon, bias=bias, std=std, output_std=output_std
-            )
+            return super().norm_mlp(norm, gate_up, down)
         from transformer_engine.pytorch import LayerNormMLP
 
         layer = LayerNormMLP(
-            hidden_size=hidden_size,
-            ffn_hidden_size=ffn_size,
-            eps=epsilon,
+            hidden_size=gate_up.in_features,
+            ffn_hidden_size=down.in_features,
+            eps=norm.epsilon,
             normalization="RMSNorm",
             activation="swiglu",
             output_layer_init_method=_leave,
             set_parallel_mode=True,
-            **_linear_settings(bias, self.options),
+            **_linear_settings(gate_up.bias, self.options),
         )
-        fc1, fc1_bias = column_specs(prefix, gate_and_up(ffn_size), hidden_size, std, self.options)
-        fc2 = row_spec(f"{prefix}.down", ffn_size, hidden_size, output_std, self.options)
-        fc2_bias = replicated_spec(f"{prefix}.down.bias", (hidden_size,), "zeros", self.options)
-        specs = {"layer_norm_weight": self._norm_spec(norm_name, hidden_size), "fc1_weight": fc1, "fc2_weight": fc2}
-        return self._fused(layer, specs | ({"fc1_bias": fc1_bias, "fc2_bias": fc2_bias} if bias else {}))
+        (fc1, fc1_bias), (fc2, fc2_bias) = column_specs(gate_up, self.options), row_specs(down, self.options)
+        specs = {"layer_norm_weight": self._norm_spec(norm), "fc1_weight": fc1, "fc2_weight": fc2}
+        return self._fused(layer, specs | ({"fc1_bias": fc1_bias, "fc2_bias": fc2_bias} if gate_up.bias else {}))
 
-    def _norm_spec(self, name: str, size: int, partial: bool | None = None) -> ParameterSpec:
-        return replicated_spec(f"{name}.weight", (size,), "ones", self.options, partial_over_tp=partial)
+    def _norm_spec(self, norm: NormSpec, partial: bool | None = None) -> ParameterSpec:
+        return replicated_spec(f"{norm.name}.weight", (norm.size,), "ones", self.options, partial_over_tp=partial)
 
     def _fused(self, layer: nn.Module, specs: dict[str, ParameterSpec]) -> Fused:
         for name, spec in specs.items():
             self.options.attach(getattr(layer, name), spec)
         return Fused(layer.requires_grad_(self.options.trained))
 
-    def _in_place(self, layer: nn.Module) -> nn.Module:
-        return HighPrecision(layer) if self.in_tower and self.fp8 != "off" else layer
-
-    def norm(self, name: str, size: int, epsilon: float, *, over_heads: bool = False) -> nn.Module:
-        """See `Backend.norm`."""
+    def norm(self, norm: NormSpec, *, over_heads: bool = False) -> nn.Module:
         from transformer_engine.pytorch import RMSNorm
 
-        layer = RMSNorm(normalized_shape=size, eps=epsilon, device=self.options.device, dtype=self.options.dtype)
-        spec = self._norm_spec(name, size, True if over_heads else None)
-        self.options.attach(layer.weight, spec).requires_grad_(self.options.trained)
-        return layer
+        options = self.options
+        layer = RMSNorm(normalized_shape=norm.size, eps=norm.epsilon, device=options.device, dtype=options.dtype)
+        options.attach(layer.weight, self._norm_spec(norm, True if over_heads else None))
+        return layer.requires_grad_(options.trained)
 
     def tower(self, name: Tower) -> NativeBackend:
-        """See `Backend.tower`."""
         other = super().tower(name)
         assert isinstance(other, TransformerEngineBackend)
         other.in_tower = other.apart = True
@@ -348,7 +302,7 @@ class TransformerEngineBackend(NativeBackend):
     def attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
     ) -> torch.Tensor:
-        """See `Backend.attention`. The choice is a function of the whole row, so ranks agree on it."""
+        """The choice is a function of the whole row, so ranks agree on it."""
         if self.packed is None:
             return super().attention(q, k, v, plan, scale)
         sequences = thd_sequences(plan)
@@ -373,7 +327,7 @@ class TransformerEngineBackend(NativeBackend):
         self.tell("attention: Transformer Engine's fused one for causal packs" if kind == "fused" else ours)
 
     def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, first: int) -> torch.Tensor:
-        """See `Backend.cross_entropy`; Transformer Engine's kernel takes equal shares of the vocabulary.
+        """Transformer Engine's kernel takes equal shares of the vocabulary.
 
         Labels of weight 0 may be ids that the head does not have (image tokens): its loss there would be infinite.
         """
@@ -392,7 +346,6 @@ class TransformerEngineBackend(NativeBackend):
         return loss.view(-1)  # [1, t] -> [t]
 
     def precision(self) -> AbstractContextManager[Any]:
-        """See `Backend.precision`."""
         if self.recipe is None:
             return contextlib.nullcontext()
         from transformer_engine.pytorch import autocast

@@ -1,7 +1,7 @@
 """Self-attention of the decoder: norm, fused q/k/v projection, optional per-head norms, rotary, core attention, output.
 
-Key property: heads are cut over tp and tokens over cp; nothing here communicates except through the backend. Rejected:
-separate projections, which would gather the sequence-parallel input three times.
+Heads are cut over tp and tokens over cp; only the backend communicates. Separate projections would gather the
+sequence-parallel input three times.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megacp.backends.base import Backend, Remember
+from megacp.backends.base import Backend, NormSpec, Remember
 from megacp.config.model import ModelConfig
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.models.init import output_std
 from megacp.ops.rotary import rotate
+from megacp.tensor_parallel.linear import LinearSpec
 
 
 class SelfAttention(nn.Module):
@@ -25,22 +26,19 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
         heads, groups = config.num_attention_heads * self.head_dim, config.query_groups * self.head_dim
+        hidden, epsilon = config.hidden_size, config.norm_epsilon
+        tensors = (("q", heads), ("k", groups), ("v", groups))
         self.qkv = backend.norm_column_linear(
-            f"{prefix}_norm",
-            prefix,
-            [("q", heads), ("k", groups), ("v", groups)],
-            config.hidden_size,
-            epsilon=config.norm_epsilon,
-            bias=config.add_qkv_bias,
-            std=config.init_method_std,
+            NormSpec(f"{prefix}_norm", hidden, epsilon),
+            LinearSpec(prefix, tensors, hidden, config.add_qkv_bias, config.init_method_std),
         )
         self.widths = [heads // backend.tp.size, groups // backend.tp.size, groups // backend.tp.size]
         self.output = backend.row_linear(
-            f"{prefix}.output", heads, config.hidden_size, bias=config.add_attention_output_bias, std=output_std(config)
+            LinearSpec(prefix, (("output", hidden),), heads, config.add_attention_output_bias, output_std(config))
         )
         norms = ("q_norm", "k_norm") if config.qk_layernorm else ()
         self.norms = nn.ModuleList(
-            backend.norm(f"{prefix}.{name}", self.head_dim, config.norm_epsilon, over_heads=True) for name in norms
+            backend.norm(NormSpec(f"{prefix}.{name}", self.head_dim, epsilon), over_heads=True) for name in norms
         )
 
     def forward(

@@ -1,7 +1,6 @@
 """One decoder block: pre-norm attention and MLP with residuals, dropout and recomputation.
 
-Key property: one body, which only says what it would remember; how much is recomputed is chosen once, outside of it.
-Rejected: flags read inside attention and MLP.
+The body says which values it would remember. The recompute granularity is chosen once, outside of it.
 """
 
 from __future__ import annotations
@@ -12,13 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megacp.backends.base import Backend, Remember
+from megacp.backends.base import Backend, NormSpec, Remember
 from megacp.config.model import ModelConfig
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.models.attention import SelfAttention
 from megacp.models.init import output_std
 from megacp.models.recompute import rerun
 from megacp.ops.dropout import dropout
+from megacp.tensor_parallel.linear import LinearSpec
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,11 @@ class Block(nn.Module):
         self.layer = layer
         self.dropout = config.hidden_dropout
         self.attention = SelfAttention(f"{prefix}.attention", config, backend)
+        hidden, ffn, bias = config.hidden_size, config.ffn_hidden_size, config.add_mlp_bias
         self.mlp = backend.norm_mlp(
-            f"{prefix}.mlp_norm",
-            f"{prefix}.mlp",
-            config.hidden_size,
-            config.ffn_hidden_size,
-            epsilon=config.norm_epsilon,
-            bias=config.add_mlp_bias,
-            std=config.init_method_std,
-            output_std=output_std(config),
+            NormSpec(f"{prefix}.mlp_norm", hidden, config.norm_epsilon),
+            LinearSpec(f"{prefix}.mlp", (("gate", ffn), ("up", ffn)), hidden, bias, config.init_method_std),
+            LinearSpec(f"{prefix}.mlp", (("down", hidden),), ffn, bias, output_std(config)),
         )
         self.precision = backend.precision if recompute == "full" else contextlib.nullcontext
         self.run = rerun(self._body, recompute)
@@ -65,6 +61,6 @@ class Block(nn.Module):
             return x + self._drop(self.mlp(x, remember), inputs, 2 * self.layer + 1)
 
     def _drop(self, x: torch.Tensor, inputs: BlockInputs, site: int) -> torch.Tensor:
-        return dropout(
-            x, inputs.key + site * 0x9E3779B97F4A7C15, inputs.token_names, self.dropout if self.training else 0.0
-        )
+        # the odd constant spreads keys of neighbouring sites over all 64 bits (SplitMix64)
+        key = inputs.key + site * 0x9E3779B97F4A7C15
+        return dropout(x, key, inputs.token_names, self.dropout if self.training else 0.0)

@@ -1,7 +1,7 @@
 """From a config and a grid to this rank's model chunks, cut by cost and filled with the run's initial weights.
 
-Key property: which layers a stage holds is a pure function of the config, so the dry run prints what a run builds.
-Rejected: an equal number of layers per stage, which ignores that the head may cost more than a layer.
+The layers of a stage are a pure function of the config, so the dry run prints the stages that a run builds. Stages hold
+unequal numbers of layers where the head costs more than a layer.
 """
 
 from __future__ import annotations

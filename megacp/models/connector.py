@@ -3,9 +3,8 @@
 A window's query is the mean of its patches; attention over the patches pools them, and a SwiGLU MLP projects the result
 (Molmo2's adapter). A slot of a window that lies outside of the image is -1: it counts in no mean and gets no weight.
 
-Key property: every window is on its own, so windows may be dealt to ranks in any way; heads and FFN are cut over tp,
-inputs and output are replicated over it. Rejected: a batched kernel for one query over four to nine keys, whose fixed
-costs exceed the arithmetic.
+Windows do not see each other, so they may be dealt to ranks in any way. Heads and FFN are cut over tp; inputs and
+output are replicated over it.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from megacp.config.model import ModelConfig
 from megacp.config.vision import VisionConfig
 from megacp.ops.activation import swiglu
 from megacp.ops.kernel import accumulation_dtype
+from megacp.tensor_parallel.linear import LinearSpec
 
 
 def pooling_attention(
@@ -29,9 +29,9 @@ def pooling_attention(
     """
     share = q.shape[1] // k.shape[2]
     if share > 1:
-        k, v = k.repeat_interleave(share, 2), v.repeat_interleave(share, 2)
+        k, v = k.repeat_interleave(share, 2), v.repeat_interleave(share, 2)  # [m, w, groups, d] -> [m, w, heads, d]
     scores = torch.einsum("mhd,mwhd->mhw", q, k).to(accumulation_dtype(q.dtype)) * scale
-    weights = torch.softmax(scores.masked_fill(~valid[:, None], -torch.inf), -1)
+    weights = torch.softmax(scores.masked_fill(~valid[:, None], -torch.inf), -1)  # [m, heads, w], 0 outside the image
     return torch.einsum("mhw,mwhd->mhd", weights.to(v.dtype), v)
 
 
@@ -44,19 +44,19 @@ class Connector(nn.Module):
         ffn = config.connector_ffn_hidden_size or model.ffn_hidden_size
         self.head_dim, self.scale = config.connector_head_dim, config.connector_head_dim**-0.5
         heads, groups = config.connector_num_attention_heads * self.head_dim, config.connector_groups * self.head_dim
-        prefix = "connector.attention"
-        self.query = backend.column_linear(prefix, [("q", heads)], wide, bias=True, std=std)
-        self.key_value = backend.column_linear(prefix, [("k", groups), ("v", groups)], wide, bias=True, std=std)
-        self.output = backend.row_linear(f"{prefix}.output", heads, hidden, bias=True, std=std)
-        self.gate_up = backend.column_linear("connector.mlp", [("gate", ffn), ("up", ffn)], hidden, bias=False, std=std)
-        self.down = backend.row_linear("connector.mlp.down", ffn, model.hidden_size, bias=False, std=std)
+        attention, mlp = "connector.attention", "connector.mlp"
+        self.query = backend.column_linear(LinearSpec(attention, (("q", heads),), wide, True, std))
+        self.key_value = backend.column_linear(LinearSpec(attention, (("k", groups), ("v", groups)), wide, True, std))
+        self.output = backend.row_linear(LinearSpec(attention, (("output", hidden),), heads, True, std))
+        self.gate_up = backend.column_linear(LinearSpec(mlp, (("gate", ffn), ("up", ffn)), hidden, False, std))
+        self.down = backend.row_linear(LinearSpec(mlp, (("down", model.hidden_size),), ffn, False, std))
 
     def forward(self, features: torch.Tensor, pooling: torch.Tensor) -> torch.Tensor:
         """Pool and project; `pooling` int64 holds rows of `features`, -1 where a window leaves the image."""
-        valid = pooling >= 0
-        windows = features.index_select(0, pooling.clamp(min=0).flatten())
+        valid = pooling >= 0  # [m, w]
+        windows = features.index_select(0, pooling.clamp(min=0).flatten())  # a slot outside takes patch 0, zeroed next
         windows = windows.unflatten(0, pooling.shape) * valid[..., None]  # [m * w, 2h] -> [m, w, 2h]
-        query = windows.sum(1) / valid.sum(1, keepdim=True).to(windows.dtype)
+        query = windows.sum(1) / valid.sum(1, keepdim=True).to(windows.dtype)  # mean of the valid patches: [m, 2h]
         q = self.query(query).unflatten(-1, (-1, self.head_dim))  # [m, heads/tp * d] -> [m, heads/tp, d]
         k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.key_value(windows).chunk(2, -1))
         pooled = pooling_attention(q, k, v, valid, self.scale)

@@ -1,8 +1,7 @@
 """Initial weights that do not depend on the grid: every slab of a global tensor is drawn from its own seed.
 
-Key property: value (i, j) of a global tensor is a function of (seed, name, i, j) alone; a rank draws only the slabs of
-rows it holds. Rejected: one generator per rank (another model on every grid) and one for the whole model (every rank
-draws everything).
+Value (i, j) of a global tensor is a function of (seed, name, i, j) alone; a rank draws only the slabs of rows it holds.
+One generator per rank would make another model on every grid.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ def _normal(piece: Piece, seed: int, std: float) -> torch.Tensor:
     """This rank's box of the global tensor, float32."""
     begin, stop = piece.offsets[0], piece.offsets[0] + piece.shape[0]
     box = torch.empty(piece.shape)
-    inner = tuple(slice(o, o + n) for o, n in zip(piece.offsets[1:], piece.shape[1:], strict=True))
-    for index in range(begin // SLAB, -(-stop // SLAB)):
+    inner = tuple(slice(o, o + n) for o, n in zip(piece.offsets[1:], piece.shape[1:], strict=True))  # columns here
+    for index in range(begin // SLAB, -(-stop // SLAB)):  # slabs that overlap rows [begin, stop)
         first = index * SLAB
-        rows = min(SLAB, piece.global_shape[0] - first)
-        slab = _slab(seed, piece.name, index, piece.global_shape[1:], rows)
-        low, high = max(begin, first), min(stop, first + rows)
+        rows = min(SLAB, piece.global_shape[0] - first)  # the last slab is short
+        slab = _slab(seed, piece.name, index, piece.global_shape[1:], rows)  # [rows, all columns]
+        low, high = max(begin, first), min(stop, first + rows)  # global rows of the overlap
         box[low - begin : high - begin] = slab[(slice(low - first, high - first), *inner)]
     return box * std
 

@@ -1,7 +1,7 @@
 """The decoder as a chunk of a pipeline stage: optional embedding and vision, some blocks, optional head with loss.
 
-Key property: one class is the whole model, a stage, or a virtual stage, by which layers it is given; what crosses a
-stage boundary is the hidden state alone. Rejected: separate first, middle and last stage classes.
+One class is the whole model, a stage or a virtual stage, by the layers it is given. Only the hidden state crosses a
+stage boundary.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from megacp.backends.base import Backend
+from megacp.backends.base import Backend, NormSpec
 from megacp.config.model import ModelConfig
 from megacp.config.vision import VisionConfig
 from megacp.context_parallel.shard import LocalBatch
@@ -19,6 +19,7 @@ from megacp.distributed.differentiable import slice_of
 from megacp.models.block import Block, BlockInputs
 from megacp.models.multimodal import VisionEncoder
 from megacp.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
+from megacp.tensor_parallel.embedding import TableSpec
 
 
 class LanguageModelChunk(nn.Module):
@@ -45,21 +46,20 @@ class LanguageModelChunk(nn.Module):
         shared = ("embedding",) if tied and tied_across else ()
         hidden, std = config.hidden_size, config.init_method_std
         if self.is_first:
-            rows = config.embedding_rows
             self.embedding = backend.vocabulary(
-                "embedding.weight", rows, hidden, std=std, partial_over=shared, counted=True
+                TableSpec("embedding.weight", config.embedding_rows, hidden, std, shared)
             )
             if vision is not None and vision.vision_num_layers > 0:
                 self.vision = VisionEncoder(vision, config, backend, recompute)
         self.blocks = nn.ModuleList(Block(layer, config, backend, recompute) for layer in layers)
         if self.is_last:
-            self.final_norm = backend.norm("final_norm", config.hidden_size, config.norm_epsilon)
+            self.final_norm = backend.norm(NormSpec("final_norm", hidden, config.norm_epsilon))
             if tied and self.is_first:
                 self.head = self.embedding
             else:
                 name = "embedding.weight" if tied else "head.weight"
-                rows = config.vocab_size
-                self.head = backend.vocabulary(name, rows, hidden, std=std, partial_over=shared, counted=not tied)
+                table = TableSpec(name, config.vocab_size, hidden, std, shared, counted=not tied)
+                self.head = backend.vocabulary(table)
         scaling = RotaryScaling(
             config.rope_scaling,
             config.rope_scaling_factor,
@@ -110,7 +110,7 @@ class LanguageModelChunk(nn.Module):
         return self.head.logits(self.final_norm(self.hidden(x, batch)))
 
     def row_logits(self, batch: LocalBatch, features: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits `[T, true vocabulary rows of this rank]` in the order of the row, for whoever reads them by place.
+        """Logits `[T, true vocabulary rows of this rank]` in the order of the row.
 
         `features` as in `embedded`. Only on a chunk that is the whole model. ValueError where cp ranks share the row.
         """

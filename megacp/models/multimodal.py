@@ -1,8 +1,8 @@
 """The vision encoder: from crops and pooling windows to features of the language model's width.
 
-Key property: a rank without crops returns no features that still depend on every trained parameter of vision, with
-gradient zero; so each microbatch gives each of them a gradient, whatever images it holds and wherever they went.
-Rejected: skipping vision there, which leaves a loss without a graph when the language model is frozen.
+A rank without crops returns zero features that depend on every trained parameter of vision, with gradient zero. Each
+microbatch thus gives each of them a gradient, whatever images it holds; with a frozen language model, the loss would
+have no graph otherwise.
 """
 
 from __future__ import annotations

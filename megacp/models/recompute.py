@@ -1,9 +1,8 @@
 """Recomputation of a block, whole or selective: cheap, large activations remembered as recipes instead of tensors.
 
-Key property: the granularities are ways to call the same block, chosen once. In the selective one, while its context is
-open, autograd stores a recipe wherever it would store the registered output (the input of a linear), and runs it when
-backward asks; no matrix product and no message is ever repeated. Rejected: `torch.utils.checkpoint` around norm and
-activation, which cannot drop an output that the next linear saves.
+The granularities are ways to call the same block, chosen once. In the selective one, autograd stores a recipe wherever
+it would store a registered output (the input of a linear), and backward runs it. No matrix product and no message is
+repeated. `torch.utils.checkpoint` around norm and activation cannot drop an output that the next linear saves.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The vision tower: a ViT (Dosovitskiy et al., 2021) with learned positions that encodes each crop on its own.
+"""The vision tower: a ViT (Dosovitskiy et al., 2021) with learned positions that encodes each crop by itself.
 
-Key property: a crop is a batch entry, its patches see each other and nothing else, so a rank encodes any set of crops
-and tp is the only axis that communicates (heads and FFN are cut over it, activations between the linears are replicated
-over it). What leaves the tower are the outputs of two blocks side by side, without a final norm: Molmo2's. Rejected:
-sequence parallelism over patches, which would tie the number of crops of a rank to tp.
+A crop is a batch entry: its patches see each other and nothing else, so a rank encodes any set of crops. Only tp
+communicates: heads and FFN are cut over it, activations between the linears are replicated. Sequence parallelism over
+patches would tie the number of crops of a rank to tp. The outputs of two blocks side by side leave the tower, without a
+final norm, as in Molmo2.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megacp.backends.base import Backend
+from megacp.backends.base import Backend, NormSpec
 from megacp.config.vision import VisionConfig
 from megacp.models.recompute import rerun
 from megacp.ops.activation import GELU
+from megacp.tensor_parallel.linear import LinearSpec
 
 
 def crop_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -39,13 +40,14 @@ class VisionBlock(nn.Module):
         heads, groups = config.vision_num_attention_heads * self.head_dim, config.vision_groups * self.head_dim
         self.widths = [heads // backend.tp.size, groups // backend.tp.size, groups // backend.tp.size]
         residual_std = std / math.sqrt(2 * config.vision_num_layers)
-        self.attention_norm = backend.layer_norm(f"{prefix}.attention_norm", hidden, config.vision_norm_epsilon)
-        outputs = [("q", heads), ("k", groups), ("v", groups)]
-        self.qkv = backend.column_linear(f"{prefix}.attention", outputs, hidden, bias=True, std=std)
-        self.output = backend.row_linear(f"{prefix}.attention.output", heads, hidden, bias=True, std=residual_std)
-        self.mlp_norm = backend.layer_norm(f"{prefix}.mlp_norm", hidden, config.vision_norm_epsilon)
-        self.up = backend.column_linear(f"{prefix}.mlp", [("up", ffn)], hidden, bias=True, std=std)
-        self.down = backend.row_linear(f"{prefix}.mlp.down", ffn, hidden, bias=True, std=residual_std)
+        attention, mlp, epsilon = f"{prefix}.attention", f"{prefix}.mlp", config.vision_norm_epsilon
+        tensors = (("q", heads), ("k", groups), ("v", groups))
+        self.attention_norm = backend.layer_norm(NormSpec(f"{attention}_norm", hidden, epsilon))
+        self.qkv = backend.column_linear(LinearSpec(attention, tensors, hidden, True, std))
+        self.output = backend.row_linear(LinearSpec(attention, (("output", hidden),), heads, True, residual_std))
+        self.mlp_norm = backend.layer_norm(NormSpec(f"{mlp}_norm", hidden, epsilon))
+        self.up = backend.column_linear(LinearSpec(mlp, (("up", ffn),), hidden, True, std))
+        self.down = backend.row_linear(LinearSpec(mlp, (("down", hidden),), ffn, True, residual_std))
         self.activation = GELU[config.vision_activation]
         self.run = rerun(self._body, recompute)
 
@@ -84,10 +86,10 @@ class VisionTower(nn.Module):
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         """Encode every crop; `patches` of any float dtype are turned into the model's."""
-        x = F.linear(patches.to(self.dtype), self.weight, self.bias) + self.positions
+        x = F.linear(patches.to(self.dtype), self.weight, self.bias) + self.positions  # [c, N, 3 p p] -> [c, N, h]
         x = x.flatten(0, 1)  # [c, N, h] -> [c * N, h]
         outputs = []
         for block in self.blocks:
             x = block(x)
             outputs.append(x)
-        return torch.cat([outputs[layer] for layer in self.feature_layers], -1)
+        return torch.cat([outputs[layer] for layer in self.feature_layers], -1)  # 2 x [c * N, h] -> [c * N, 2 h]

@@ -1,8 +1,8 @@
 """AdamW (Loshchilov and Hutter, arXiv 1711.05101) on flat slices: a fused kernel with its moments laid open.
 
-Key property: groups by decay and learning rate over 1-D slices; the moments exist from the start, so a checkpoint can
-be read into them before the first update; whose kernel it is, the backend says. Rejected: an own kernel; torch's fused
-one runs on CPU and CUDA, and its result does not depend on where an element lies in a slice.
+Slices are grouped by decay and learning rate. The moments exist from the start, so a checkpoint can be read into them
+before the first update. Torch's fused kernel runs on CPU and CUDA, and its result does not depend on where an element
+lies in a slice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ group.
 
 
 def fused_adamw(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
-    """Torch's AdamW with its fused kernel, on CPU and CUDA: the engine of a run whose backend has none."""
+    """Torch's AdamW with its fused kernel, on CPU and CUDA: the engine where the backend has none."""
     return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
 
 
@@ -48,8 +48,9 @@ class SliceRule(NamedTuple):
 
 
 class FlatAdamW:
-    """AdamW over 1-D tensors; `rules[i]` says how `slices[i]` is updated. No slices, as on a stage whose towers are
-    frozen, make an optimizer that does nothing.
+    """AdamW over 1-D tensors; `rules[i]` says how `slices[i]` is updated.
+
+    A stage with frozen towers alone has no slices, and an optimizer that does nothing.
     """
 
     def __init__(
@@ -63,13 +64,13 @@ class FlatAdamW:
         groups: dict[SliceRule, list[torch.Tensor]] = {}
         for s, rule in zip(slices, rules, strict=True):
             groups.setdefault(rule, []).append(s)
-        own: list[dict[str, Any]] = [
+        decays: list[dict[str, Any]] = [
             {"params": members, "weight_decay": settings.weight_decay if rule.decayed else 0.0}
             for rule, members in groups.items()
         ]
         empty: list[dict[str, Any]] = [{"params": torch.zeros(0)}]  # torch's AdamW wants at least one tensor
         betas = (settings.adam_beta1, settings.adam_beta2)
-        self._adamw = (engine or fused_adamw)(own or empty, betas, settings.adam_eps)
+        self._adamw = (engine or fused_adamw)(decays or empty, betas, settings.adam_eps)
         self._multipliers = [rule.lr_multiplier for rule in groups] or [1.0]
         self.exp_avg = [torch.zeros_like(s) for s in slices]
         """First moments, one 1-D tensor per slice, in its dtype."""

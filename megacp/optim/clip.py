@@ -1,8 +1,7 @@
 """The global gradient norm over the shards of all ranks, each parameter counted once.
 
-Key property: sums of squares are taken in float64 and a copy (a parameter replicated over tp, the second tied
-embedding) adds 0 times its own sum, which is nothing while it is finite and NaN when it is not: a bad value on any rank
-shows in the one number that all ranks get. Rejected: `clip_grad_norm_`, which knows nothing of copies and shards.
+Sums of squares are taken in float64. Replicas (a parameter replicated over tp, the second tied embedding) contribute
+`0 * sum`: zero normally, but NaN or inf still reaches the norm on every rank.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The learning rate as a pure function of the update's number: linear warm-up, then a decay to `min_lr`.
 
-Key property: no state, so a resumed run needs nothing but its step. The formulas and flag names are Megatron's
-(`OptimizerParamScheduler`); the only difference is that the first update is number 1, so it does not train with rate 0.
-Rejected: `torch.optim.lr_scheduler`, whose objects count calls and have to be saved.
+There is no state, so a resumed run needs its step alone. Formulas and flag names are Megatron's
+(`OptimizerParamScheduler`) with one difference: the first update is number 1, so it does not train with rate 0.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """ZeRO stage 1 (Rajbhandari et al., arXiv 1910.02054): each rank of dp x cp updates its slice of every bucket.
 
-Key property: moments exist once in dp x cp; a float32 or float64 model is updated in place in its own flat buffer,
-and only a 16-bit model has float32 master slices. A step with a non-finite gradient anywhere is skipped by all ranks
-together, because all see the same global norm. Rejected: `ZeroRedundancyOptimizer`, which deals out whole parameters.
+Moments exist once in dp x cp. A float32 or float64 model is updated in place in its flat buffer; only a 16-bit model
+has float32 master slices. All ranks see the same global norm, so all skip a step whose gradient is not finite anywhere.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class ShardedAdamW:
         return [(bucket, s) for bucket, s in pairs if s.dtype != bucket.parameters.dtype]
 
     def reset_masters(self) -> None:
-        """Take the master slices from the parameters again, after somebody else has written those."""
+        """Take the master slices from the parameters again, after another room wrote those."""
         for bucket, master in self._masters():
             master.copy_(bucket.parameter_shard)
 

@@ -1,11 +1,12 @@
 """The vocabulary-parallel embedding, and the table that a tied or untied head multiplies with.
 
-Key property: the global vocabulary keeps its true size; each rank pads its rows for fast kernels and those rows are in
-no checkpoint, never looked up and masked out of the softmax, so a checkpoint does not depend on tp. Rejected: a padded
-global vocabulary (Megatron), whose size changes with tp.
+The global vocabulary keeps its true size, so a checkpoint does not depend on tp. Each rank pads its rows for fast
+kernels: those rows are in no checkpoint, never looked up, and masked out of the softmax.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,39 +17,45 @@ from megacp.distributed.parameter import ParameterSpec, Piece
 from megacp.tensor_parallel.linear import LinearOptions, column_product
 
 
-class VocabularyTable(nn.Module):
-    """This rank's rows of a global `[vocab, h]` table: an embedding, an output head, or both when tied."""
+@dataclass(frozen=True)
+class TableSpec:
+    """A global table `[vocab_size, hidden_size]`."""
 
-    def __init__(
-        self,
-        name: str,
-        vocab_size: int,
-        hidden_size: int,
-        *,
-        rows_multiple: int,
-        std: float,
-        partial_over: tuple[str, ...] = (),
-        counted: bool = True,
-        options: LinearOptions,
-    ) -> None:
+    name: str
+    vocab_size: int
+    hidden_size: int
+    std: float
+    partial_over: tuple[str, ...] = ()
+    """Axes over which its gradient is partial: `embedding` where two stages hold a tied table."""
+    counted: bool = True
+    """Whether the gradient norm counts it: one of two tied copies is counted."""
+
+
+class VocabularyTable(nn.Module):
+    """This rank's rows of a table: an embedding, an output head, or both when tied.
+
+    Each rank's rows are padded to a multiple of `rows_multiple`.
+    """
+
+    def __init__(self, table: TableSpec, rows_multiple: int, options: LinearOptions) -> None:
         super().__init__()
         self.options = options
-        rows = -(-vocab_size // options.tp.size)
-        rows = -(-rows // rows_multiple) * rows_multiple
-        self.first = min(options.tp.rank * rows, vocab_size)
-        self.true_rows = min(rows, vocab_size - self.first)
-        piece = Piece(name, (vocab_size, hidden_size), (self.first, 0), (self.true_rows, hidden_size))
-        spec = ParameterSpec((piece,), "normal", std, partial_over=partial_over, counted=counted)
-        self.weight = options.attach(options.empty(rows, hidden_size), spec)
+        vocab, hidden = table.vocab_size, table.hidden_size
+        rows = -(-vocab // (options.tp.size * rows_multiple)) * rows_multiple
+        self.first = min(options.tp.rank * rows, vocab)
+        self.true_rows = min(rows, vocab - self.first)
+        piece = Piece(table.name, (vocab, hidden), (self.first, 0), (self.true_rows, hidden))
+        spec = ParameterSpec((piece,), "normal", table.std, partial_over=table.partial_over, counted=table.counted)
+        self.weight = options.parameter(spec, rows)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """int64 `tokens[t]` -> `x[t/tp, h]` under sequence parallelism, else `x[t, h]`."""
         local = tokens - self.first
-        elsewhere = (local < 0) | (local >= self.true_rows)
-        x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        elsewhere = (local < 0) | (local >= self.true_rows)  # [t]: the row is on another tp rank
+        x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)  # row 0 stands in, [t] -> [t, h]
         if self.options.tp.size == 1:
             return x
-        x = x.masked_fill(elsewhere[:, None], 0.0)  # [t, h], partial over tp: one rank holds each row
+        x = x.masked_fill(elsewhere[:, None], 0.0)  # partial over tp: one rank has the row, the others 0
         return (
             reduce_scatter_to(x, self.options.tp) if self.options.sequence_parallel else reduce_from(x, self.options.tp)
         )

@@ -1,21 +1,19 @@
 """Column- and row-parallel linears (Shoeybi et al., 2019) with sequence parallelism (Korthikanti et al., 2022).
 
-Key property: a column-parallel linear saves its sharded input and gathers it again in backward, while the input
-gradient's reduce-scatter runs under the weight gradient's matrix product. Several global tensors (q, k, v or gate, up)
-share one local weight and one product, each cut by heads or rows of its own, so checkpoints never see the fusion.
-Rejected: one linear per tensor, three gathers where one does.
+Column: `y[t, f/tp] = x W^T`, with `dx[t, h] = dy W` partial over tp. Row: `y[t, h] = x[t, f/tp] W^T` partial over tp.
+
+A column-parallel linear saves its sharded input and gathers it again in backward. The reduce-scatter of the input
+gradient runs under the weight gradient's matrix product. Several global tensors (q, k, v or gate, up) share one local
+weight and one product, each cut by its own heads or rows, so checkpoints never see the fusion.
 
 With `--gradient-accumulation-fusion` backward adds the weight gradient straight to the parameter's `main_grad`, its
-part of a gradient bucket, so it never exists beside it; a vocabulary table, which may be used twice, stays with
-autograd.
-
-Column: `y[t, f/tp] = x W^T`, with `dx[t, h] = dy W` partial over tp. Row: `y[t, h] = x[t, f/tp] W^T` partial over tp.
+part of a gradient bucket, so it never exists beside it. A vocabulary table may be used twice and stays with autograd.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +38,25 @@ def add_weight_gradient(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor
 
 
 @dataclass(frozen=True)
+class LinearSpec:
+    """One product `y = x W^T` that holds some global tensors; sizes are global."""
+
+    prefix: str
+    outputs: tuple[tuple[str, int], ...]
+    """Tensors `{prefix}.{name}.weight` of shape `[rows, in_features]`, as (name, rows). A row-parallel linear has one.
+    """
+    in_features: int
+    bias: bool
+    std: float
+    """Standard deviation of the initial weights; biases begin at 0."""
+
+    @property
+    def out_features(self) -> int:
+        """Rows of all tensors."""
+        return sum(rows for _, rows in self.outputs)
+
+
+@dataclass(frozen=True)
 class LinearOptions:
     """What all layers of a tower share: the tp axis, sequence parallelism, parameter dtype and device, and training."""
 
@@ -53,10 +70,11 @@ class LinearOptions:
     add_gradient: AddGradient | None = None
     """How linears add their weight gradients to the buckets; None leaves that to autograd."""
 
-    def empty(self, *shape: int) -> nn.Parameter:
-        """An uninitialised parameter of the model's dtype and device."""
-        values = torch.empty(*shape, dtype=self.dtype, device=self.device)
-        return nn.Parameter(values, requires_grad=self.trained)
+    def parameter(self, spec: ParameterSpec, rows: int | None = None) -> nn.Parameter:
+        """An uninitialised parameter that holds the pieces of a spec; `rows` counts padding behind them too."""
+        shape = (rows or sum(piece.shape[0] for piece in spec.pieces), *spec.pieces[0].shape[1:])
+        values = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return self.attach(nn.Parameter(values, requires_grad=self.trained), spec)
 
     def attach(self, parameter: nn.Parameter, spec: ParameterSpec) -> nn.Parameter:
         """Give a parameter its spec, with the learning rate of the tower, and return it."""
@@ -70,7 +88,7 @@ def _take_gradient(
     total = getattr(weight, "main_grad", None)
     grad, x = grad.flatten(0, -2), x.flatten(0, -2)  # [..., f] -> [t, f], [..., h] -> [t, h]
     if add is None or total is None:
-        return grad.t() @ x
+        return grad.t() @ x  # [f, t] x [t, h] -> [f, h]
     add(total, grad, x)
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     weight.gradient_added(weight)  # type: ignore[attr-defined]
@@ -95,21 +113,21 @@ class _Product(torch.autograd.Function):
 
 
 class _GatherLinear(torch.autograd.Function):
-    """`x[t/tp, h] sharded, W[f, h] -> y[t, f]`; communication overlaps the products of backward."""
+    """`x[t/tp, h]` sharded, `W[f, h]` -> `y[t, f]`; communication overlaps the products of backward."""
 
     @staticmethod
     def forward(ctx, x, weight, axis, add):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x, weight)
         ctx.axis, ctx.add, ctx.weight = axis, add, weight
-        return collectives.all_gather(x, axis) @ weight.t()
+        return collectives.all_gather(x, axis) @ weight.t()  # [t, h] x [h, f] -> [t, f]
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         x, weight = ctx.saved_tensors
         trained = ctx.needs_input_grad[1]
-        gathering = collectives.start_all_gather(x, ctx.axis) if trained else None
+        gathering = collectives.start_all_gather(x, ctx.axis) if trained else None  # under the next product
         dx = grad @ weight  # [t, f] x [f, h] -> [t, h] partial over tp
-        scattering = collectives.start_reduce_scatter(dx, ctx.axis)
+        scattering = collectives.start_reduce_scatter(dx, ctx.axis)  # under the product of the weight gradient
         d_weight = None
         if gathering is not None:
             d_weight = _take_gradient(ctx.weight, grad, gathering.wait(), ctx.add)
@@ -134,55 +152,44 @@ def column_product(x: torch.Tensor, weight: torch.Tensor, options: LinearOptions
     return product(copy_to(x, options.tp), weight, options.add_gradient)
 
 
-def column_specs(
-    prefix: str, outputs: Sequence[tuple[str, int]], in_features: int, std: float, options: LinearOptions
-) -> tuple[ParameterSpec, ParameterSpec]:
-    """Specs of the weight and the bias of one local product that holds the global tensors `outputs` (name, rows)."""
+def column_specs(linear: LinearSpec, options: LinearOptions) -> tuple[ParameterSpec, ParameterSpec]:
+    """Specs of the weight and the bias of a column-parallel linear: each tensor is cut by rows over tp."""
     tp = options.tp
     weights, biases, start = [], [], 0
-    for name, rows in outputs:
+    for name, rows in linear.outputs:
         assert rows % tp.size == 0, f"{name}: {rows} rows over tp {tp.size}"
-        local = rows // tp.size
-        begin = tp.rank * local
-        weights.append(Piece(f"{prefix}.{name}.weight", (rows, in_features), (begin, 0), (local, in_features), start))
-        biases.append(Piece(f"{prefix}.{name}.bias", (rows,), (begin,), (local,), start))
-        start += local
+        whole, local = (rows, linear.in_features), (rows // tp.size, linear.in_features)
+        begin, name = tp.rank * local[0], f"{linear.prefix}.{name}"
+        weights.append(Piece(f"{name}.weight", whole, (begin, 0), local, start))
+        biases.append(Piece(f"{name}.bias", whole[:1], (begin,), local[:1], start))
+        start += local[0]
     fused = options.add_gradient is not None
     return (
-        ParameterSpec(tuple(weights), "normal", std, fused_gradient=fused),
+        ParameterSpec(tuple(weights), "normal", linear.std, fused_gradient=fused),
         ParameterSpec(tuple(biases), "zeros", weight_decay=False),
     )
 
 
-def row_spec(name: str, in_features: int, out_features: int, std: float, options: LinearOptions) -> ParameterSpec:
-    """Spec of this rank's columns of a row-parallel weight."""
-    tp = options.tp
-    assert in_features % tp.size == 0, f"{name}: {in_features} columns over tp {tp.size}"
-    local = in_features // tp.size
-    piece = Piece(f"{name}.weight", (out_features, in_features), (0, tp.rank * local), (out_features, local))
-    return ParameterSpec((piece,), "normal", std, fused_gradient=options.add_gradient is not None)
+def row_specs(linear: LinearSpec, options: LinearOptions) -> tuple[ParameterSpec, ParameterSpec]:
+    """Specs of the weight and the bias of a row-parallel linear: its one tensor is cut by columns over tp."""
+    tp, ((last, rows),) = options.tp, linear.outputs
+    name, columns = f"{linear.prefix}.{last}", linear.in_features
+    assert columns % tp.size == 0, f"{name}: {columns} columns over tp {tp.size}"
+    local = columns // tp.size
+    piece = Piece(f"{name}.weight", (rows, columns), (0, tp.rank * local), (rows, local))
+    weight = ParameterSpec((piece,), "normal", linear.std, fused_gradient=options.add_gradient is not None)
+    return weight, replicated_spec(f"{name}.bias", (rows,), "zeros", options)
 
 
 class ColumnParallelLinear(nn.Module):
-    """`outputs` global tensors of shape `[rows, in_features]`, each cut by rows over tp, in one local product."""
+    """`x[t/tp, h] -> y[t, f/tp]`: the rows of every tensor of `linear` are cut over tp."""
 
-    def __init__(
-        self,
-        prefix: str,
-        outputs: Sequence[tuple[str, int]],
-        in_features: int,
-        *,
-        bias: bool,
-        std: float,
-        options: LinearOptions,
-    ) -> None:
+    def __init__(self, linear: LinearSpec, options: LinearOptions) -> None:
         super().__init__()
         self.options = options
-        weight, bias_spec = column_specs(prefix, outputs, in_features, std, options)
-        self.sizes = [piece.shape[0] for piece in weight.pieces]
-        rows = sum(self.sizes)
-        self.weight = options.attach(options.empty(rows, in_features), weight)
-        self.bias = options.attach(options.empty(rows), bias_spec) if bias else None
+        weight, bias = column_specs(linear, options)
+        self.weight = options.parameter(weight)
+        self.bias = options.parameter(bias) if linear.bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x[t/tp, h]` under sequence parallelism, else `x[t, h]`, to `y[t, sum of local rows]`."""
@@ -191,24 +198,18 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """One global tensor `[out_features, in_features]`, cut by columns over tp; the bias is added once, after the
-    sum.
-    """
+    """`x[t, f/tp] -> y[t/tp, h]`: the columns of one tensor are cut over tp; the bias is added once, after the sum."""
 
-    def __init__(
-        self, name: str, in_features: int, out_features: int, *, bias: bool, std: float, options: LinearOptions
-    ) -> None:
+    def __init__(self, linear: LinearSpec, options: LinearOptions) -> None:
         super().__init__()
         self.options = options
-        spec = row_spec(name, in_features, out_features, std, options)
-        self.weight = options.attach(options.empty(*spec.pieces[0].shape), spec)
-        self.bias: nn.Parameter | None = None
-        if bias:
-            self.bias = replicated_parameter(f"{name}.bias", (out_features,), "zeros", options)
+        weight, bias = row_specs(linear, options)
+        self.weight = options.parameter(weight)
+        self.bias = options.parameter(bias) if linear.bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x[t, f/tp]` to `y[t/tp, h]` under sequence parallelism, else `y[t, h]`."""
-        y = product(x, self.weight, self.options.add_gradient)
+        y = product(x, self.weight, self.options.add_gradient)  # [t, h], partial over tp
         y = reduce_scatter_to(y, self.options.tp) if self.options.sequence_parallel else reduce_from(y, self.options.tp)
         return y if self.bias is None else y + self.bias
 
@@ -225,7 +226,7 @@ def replicated_spec(
     """Spec of a parameter that every tp rank holds whole; `std` is that of `normal` ones, which decay.
 
     Its gradient is partial over tp when each tp rank sees other tokens (sequence parallelism, the default rule) or
-    other heads (`partial_over_tp=True`); it is counted in the norm by tp rank 0 alone.
+    other heads (`partial_over_tp=True`). Only tp rank 0 counts it in the norm.
     """
     partial = options.sequence_parallel if partial_over_tp is None else partial_over_tp
     return ParameterSpec(
@@ -236,17 +237,3 @@ def replicated_spec(
         partial_over=("tp",) if partial and options.tp.size > 1 else (),
         counted=options.tp.rank == 0,
     )
-
-
-def replicated_parameter(
-    name: str,
-    shape: tuple[int, ...],
-    init: str,
-    options: LinearOptions,
-    *,
-    partial_over_tp: bool | None = None,
-    std: float = 0.0,
-) -> nn.Parameter:
-    """A parameter that every tp rank holds whole; see `replicated_spec`."""
-    spec = replicated_spec(name, shape, init, options, partial_over_tp=partial_over_tp, std=std)
-    return options.attach(options.empty(*shape), spec)

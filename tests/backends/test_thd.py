@@ -82,9 +82,9 @@ def test_lengths_are_true_and_padded_and_the_rest_is_a_sequence_without_tokens()
     plan = plan_of(padded_row([0] * 5 + [1] * 8 + [-1] * 11, 2, "zigzag_document"), 2, "zigzag_document")
     sequences = thd_sequences(plan)
     assert isinstance(sequences, Sequences)
-    assert sequences.lengths.tolist() == [0, 5, 13, 13]
+    assert sequences.cu_lengths.tolist() == [0, 5, 13, 13]
     assert sequences.cu_padded.tolist() == [0, 8, 16, 24]
-    assert sequences.lengths.dtype == sequences.cu_padded.dtype == np.int32
+    assert sequences.cu_lengths.dtype == sequences.cu_padded.dtype == np.int32
     assert sequences.longest == 8 and sequences.has_padding
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from megacp.backends import transformer_engine as backend_file
+from megacp.backends.base import NormSpec
 from megacp.backends.native import NativeBackend
 from megacp.backends.transformer_engine import TransformerEngineBackend
 from megacp.config.run import RunConfig, with_values
@@ -24,6 +25,7 @@ from megacp.data.synthetic.mock import MockRules, mock_batch
 from megacp.distributed.parameter import spec_of
 from megacp.models import build
 from megacp.optim.adamw import AdamWSettings, FlatAdamW, SliceRule
+from megacp.tensor_parallel.linear import LinearSpec
 from megacp.training.step import ParallelModel
 from tests.backends.engine_layers import emulated_layers
 from tests.backends.engine_stub import needs_engine
@@ -155,17 +157,23 @@ def test_training_on_transformer_engine_is_training_on_native(
         assert len([line for line in found.warnings if "apart" in line]) == selective
 
 
+def mlp_specs(hidden: int, ffn: int, bias: bool) -> tuple[NormSpec, LinearSpec, LinearSpec]:
+    """Norm, gate and up, down."""
+    gate_up = LinearSpec("mlp", (("gate", ffn), ("up", ffn)), hidden, bias, 0.02)
+    return NormSpec("norm", hidden, 1e-5), gate_up, LinearSpec("mlp", (("down", hidden),), ffn, bias, 0.02)
+
+
 def from_the_export(rank: int, world: int) -> float:
     """Largest difference of our MLP from what the package's own export says that `LayerNormMLP` computes."""
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(5, 32, generator=generator, dtype=torch.float64)
     config = config_of({}, {"add_mlp_bias": True})
-    arguments: dict[str, Any] = {"epsilon": 1e-5, "bias": True, "std": 0.02, "output_std": 0.02}
+    arguments = mlp_specs(32, 48, True)
     here = grid()
     native = NativeBackend(here, config.parallel, config.model, dtype="float64", attention_kernel="auto")
-    ours = native.norm_mlp("norm", "mlp", 32, 48, **arguments)
+    ours = native.norm_mlp(*arguments)
     with emulated_layers(), torch.no_grad():
-        theirs = TransformerEngineBackend(here, config).norm_mlp("norm", "mlp", 32, 48, **arguments)
+        theirs = TransformerEngineBackend(here, config).norm_mlp(*arguments)
         for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             mine.copy_(torch.randn(mine.shape, generator=generator, dtype=torch.float64))
             other.copy_(mine)
@@ -203,13 +211,12 @@ def eight_bits(rank: int, world: int) -> dict[str, Any]:
         patch.setattr(State, "reduce_and_update_fp8_tensors", lambda **options: None)
         backend = TransformerEngineBackend(here, config)
         seen: list[bool] = []
-        tower = backend.tower("vision").column_linear("vision.x", [("up", 16)], 16, bias=False, std=0.02)
-        rest: dict[str, Any] = {"epsilon": 1e-5, "bias": False, "std": 0.02, "output_std": 0.02}
+        tower = backend.tower("vision").column_linear(LinearSpec("vision.x", (("up", 16),), 16, False, 0.02))
         found["fused"] = [
-            isinstance(each.norm_mlp("norm", "mlp", 16, 16, **rest), backend_file.Fused)
+            isinstance(each.norm_mlp(*mlp_specs(16, 16, False)), backend_file.Fused)
             for each in (backend.tower("vision"), backend)
         ]
-        decoder = backend.column_linear("layers.0.x", [("up", 16)], 16, bias=False, std=0.02)
+        decoder = backend.column_linear(LinearSpec("layers.0.x", (("up", 16),), 16, False, 0.02))
         patch.setattr(
             torch.nn.Linear, "forward", lambda self, x: seen.append(State.is_fp8_enabled()) or x, raising=True
         )

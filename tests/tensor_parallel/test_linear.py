@@ -11,7 +11,7 @@ from megacp.distributed.collectives import all_gather, all_reduce
 from megacp.distributed.differentiable import copy_to, gather_from, slice_of
 from megacp.distributed.grid import Axis
 from megacp.distributed.parameter import spec_of
-from megacp.tensor_parallel.linear import ColumnParallelLinear, LinearOptions, RowParallelLinear
+from megacp.tensor_parallel.linear import ColumnParallelLinear, LinearOptions, LinearSpec, RowParallelLinear
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import Pieces, assemble, fill, pieces_of
 
@@ -32,10 +32,10 @@ def global_tensors(bias: bool) -> dict[str, Tensor]:
     """Weights and biases of both layers; the row layer takes the column layer's outputs."""
     wide = sum(rows for _, rows in OUTPUTS)
     tensors = {f"a.{name}.weight": randn(rows, WIDTH, seed=i) for i, (name, rows) in enumerate(OUTPUTS)}
-    tensors["b.weight"] = randn(OUT, wide, seed=10)
+    tensors["b.out.weight"] = randn(OUT, wide, seed=10)
     if bias:
         tensors |= {f"a.{name}.bias": randn(rows, seed=20 + i) for i, (name, rows) in enumerate(OUTPUTS)}
-        tensors["b.bias"] = randn(OUT, seed=30)
+        tensors["b.out.bias"] = randn(OUT, seed=30)
     return {name: tensor.requires_grad_() for name, tensor in tensors.items()}
 
 
@@ -46,7 +46,7 @@ def one_process(bias: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     hidden = x @ weight.t()
     if bias:
         hidden = hidden + torch.cat([tensors[f"a.{name}.bias"] for name, _ in OUTPUTS])
-    y = torch.tanh(hidden) @ tensors["b.weight"].t() + (tensors["b.bias"] if bias else 0.0)
+    y = torch.tanh(hidden) @ tensors["b.out.weight"].t() + (tensors["b.out.bias"] if bias else 0.0)
     grads = torch.autograd.grad(y, [x, *tensors.values()], randn(TOKENS, OUT, seed=41))
     return y.detach(), grads[0], dict(zip(tensors, grads[1:], strict=True))
 
@@ -65,10 +65,10 @@ def permuted_columns(tensor: Tensor, size: int) -> Tensor:
 def on_ranks(rank: int, world_size: int, bias: bool, sequence_parallel: bool) -> tuple[Tensor, Tensor, Pieces]:
     tp = grid(tp=world_size).tp
     options = options_of(tp, sequence_parallel)
-    column = ColumnParallelLinear("a", OUTPUTS, WIDTH, bias=bias, std=0.02, options=options)
-    row = RowParallelLinear("b", sum(n for _, n in OUTPUTS), OUT, bias=bias, std=0.02, options=options)
+    column = ColumnParallelLinear(LinearSpec("a", OUTPUTS, WIDTH, bias, 0.02), options)
+    row = RowParallelLinear(LinearSpec("b", (("out", OUT),), sum(n for _, n in OUTPUTS), bias, 0.02), options)
     tensors = {name: tensor.detach() for name, tensor in global_tensors(bias).items()}
-    tensors["b.weight"] = permuted_columns(tensors["b.weight"], world_size)
+    tensors["b.out.weight"] = permuted_columns(tensors["b.out.weight"], world_size)
     module = torch.nn.ModuleList([column, row])
     fill(module, tensors)
     x, v = randn(TOKENS, WIDTH, seed=40), randn(TOKENS, OUT, seed=41)
@@ -99,7 +99,7 @@ def test_column_then_row_equals_one_process(world_size: int, sequence_parallel: 
         torch.testing.assert_close(out, y, **CLOSE)
         torch.testing.assert_close(d_input, dx, **CLOSE)
     found = assemble(pieces for _, _, pieces in results)
-    grads["b.weight"] = permuted_columns(grads["b.weight"], world_size)
+    grads["b.out.weight"] = permuted_columns(grads["b.out.weight"], world_size)
     assert found.keys() == grads.keys()
     for name, gradient in found.items():
         torch.testing.assert_close(torch.from_numpy(gradient), grads[name], **CLOSE, msg=name)
@@ -107,7 +107,7 @@ def test_column_then_row_equals_one_process(world_size: int, sequence_parallel: 
 
 def saved_bytes(rank: int, world_size: int, sequence_parallel: bool) -> int:
     tp = grid(tp=world_size).tp
-    column = ColumnParallelLinear("a", [("w", 8)], 64, bias=False, std=0.1, options=options_of(tp, sequence_parallel))
+    column = ColumnParallelLinear(LinearSpec("a", (("w", 8),), 64, False, 0.1), options_of(tp, sequence_parallel))
     x = torch.ones(128 // (world_size if sequence_parallel else 1), 64, dtype=torch.float64, requires_grad=True)
     saved: dict[int, int] = {}
 
@@ -130,7 +130,7 @@ def test_sequence_parallelism_saves_the_shard_not_the_gathered_input() -> None:
 def test_a_replicated_parameter_is_counted_once() -> None:
     def specs(rank: int) -> list[bool]:
         tp = Axis("tp", 2, rank, (0, 1), group=object())  # type: ignore[arg-type]
-        row = RowParallelLinear("b", 4, 4, bias=True, std=0.1, options=options_of(tp, True))
+        row = RowParallelLinear(LinearSpec("b", (("out", 4),), 4, True, 0.1), options_of(tp, True))
         assert row.bias is not None and spec_of(row.bias).partial_over == ("tp",)
         assert spec_of(row.weight).partial_over == () and not spec_of(row.bias).weight_decay
         return [spec_of(parameter).counted for parameter in (row.weight, row.bias)]
@@ -141,9 +141,9 @@ def test_a_replicated_parameter_is_counted_once() -> None:
 def test_rows_that_do_not_divide_are_an_error_with_the_numbers() -> None:
     tp = Axis("tp", 4, 0, (0, 1, 2, 3), group=object())  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="v: 6 rows over tp 4"):
-        ColumnParallelLinear("a", [("v", 6)], 4, bias=False, std=0.1, options=options_of(tp, True))
-    with pytest.raises(AssertionError, match="b: 6 columns over tp 4"):
-        RowParallelLinear("b", 6, 4, bias=False, std=0.1, options=options_of(tp, True))
+        ColumnParallelLinear(LinearSpec("a", (("v", 6),), 4, False, 0.1), options_of(tp, True))
+    with pytest.raises(AssertionError, match="b.out: 6 columns over tp 4"):
+        RowParallelLinear(LinearSpec("b", (("out", 4),), 6, False, 0.1), options_of(tp, True))
 
 
 def gathered_products(rank: int, world_size: int) -> None:

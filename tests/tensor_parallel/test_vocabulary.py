@@ -14,7 +14,7 @@ from megacp.distributed.grid import single_axis
 from megacp.distributed.parameter import spec_of
 from megacp.models.init import initialise
 from megacp.tensor_parallel.cross_entropy import cross_entropy
-from megacp.tensor_parallel.embedding import VocabularyTable
+from megacp.tensor_parallel.embedding import TableSpec, VocabularyTable
 from megacp.tensor_parallel.linear import LinearOptions
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import Pieces, assemble, fill, pieces_of
@@ -39,7 +39,7 @@ def problem(vocab: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def make_table(vocab: int, multiple: int, options: LinearOptions) -> VocabularyTable:
-    return VocabularyTable("embedding.weight", vocab, WIDTH, rows_multiple=multiple, std=0.02, options=options)
+    return VocabularyTable(TableSpec("embedding.weight", vocab, WIDTH, 0.02), multiple, options)
 
 
 def on_ranks(
