@@ -13,9 +13,7 @@ from torch import nn
 
 from megacp.backends.base import AdamW, NormSpec, Tower
 from megacp.backends.composed import NormLinear, NormMLP
-from megacp.config.model import ModelConfig
-from megacp.config.parallel import ParallelConfig
-from megacp.config.vision import VisionConfig
+from megacp.config.run import RunConfig
 from megacp.context_parallel.attention import TransportOptions, core_attention, select_transport
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.shard import row_axis
@@ -71,30 +69,22 @@ class NativeBackend:
     token_multiple = 1
     adamw: AdamW | None = None
 
-    def __init__(
-        self,
-        grid: ProcessGrid,
-        parallel: ParallelConfig,
-        model: ModelConfig,
-        *,
-        dtype: str,
-        attention_kernel: str,
-        vision: VisionConfig | None = None,
-        add_gradient: AddGradient | None = None,
-    ) -> None:
+    def __init__(self, grid: ProcessGrid, config: RunConfig, add_gradient: AddGradient | None = None) -> None:
+        parallel, training = config.parallel, config.training
         self.tp = grid.tp
         self.sequence_parallel = parallel.sequence_parallel and grid.tp.size > 1
-        self.dtype = DTYPES[dtype]
-        self.vision = vision or VisionConfig()
+        self.dtype = DTYPES[training.dtype]
+        self.vision = config.vision
         trained = not self.vision.freeze_text
         self.options = LinearOptions(
             grid.tp, self.sequence_parallel, self.dtype, grid.device, trained, add_gradient=add_gradient
         )
-        self.rows_multiple = model.make_vocab_size_divisible_by
-        axis = row_axis(grid, parallel)
+        self.rows_multiple = config.model.make_vocab_size_divisible_by
         options = TransportOptions(parallel.hierarchical_context_parallel_sizes or (), parallel.cp_exchange_stages)
-        kernel = kernel_name(attention_kernel, grid.device.type, dtype)
+        kernel = kernel_name(training.attention_kernel, grid.device.type, training.dtype)
+        axis = row_axis(grid, parallel)
         self.transport = select_transport(parallel.cp_comm_type, kernel, axis, grid.device, options)
+        self._told: set[str] = set()
         self._untold: list[str] = []
 
     def column_linear(self, linear: LinearSpec) -> nn.Module:
@@ -149,8 +139,10 @@ class NativeBackend:
         return contextlib.nullcontext()
 
     def tell(self, line: str) -> None:
-        """Add a line to `warnings`."""
-        self._untold.append(line)
+        """Add a line to `warnings`, where it was not told before."""
+        if line not in self._told:
+            self._told.add(line)
+            self._untold.append(line)
 
     def warnings(self) -> list[str]:
         lines = list(self._untold)

@@ -47,28 +47,16 @@ def select_backend(config: RunConfig, grid: ProcessGrid) -> Backend:
     """
     wanted = needed_by(config)
     if config.training.transformer_impl == "native" or not (wanted or grid.device.type == "cuda"):
-        return _native(config, grid)
+        return NativeBackend(grid, config, _gradient_adder(config, grid))
     reasons = engine_reasons(config, grid.device.type)
     if not reasons:
         return TransformerEngineBackend(grid, config)
     if wanted:
         told = [f"  - {problem}" for problem in _refused(wanted, reasons)]
         raise ValueError("\n".join(["this configuration cannot run:", *told]))
-    backend = _native(config, grid)
+    backend = NativeBackend(grid, config, _gradient_adder(config, grid))
     backend.tell(f"layers: native, because {'; '.join(reasons)}")
     return backend
-
-
-def _native(config: RunConfig, grid: ProcessGrid) -> NativeBackend:
-    return NativeBackend(
-        grid,
-        config.parallel,
-        config.model,
-        dtype=config.training.dtype,
-        attention_kernel=config.training.attention_kernel,
-        vision=config.vision,
-        add_gradient=_gradient_adder(config, grid),
-    )
 
 
 def _gradient_adder(config: RunConfig, grid: ProcessGrid) -> AddGradient | None:

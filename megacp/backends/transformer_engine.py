@@ -28,7 +28,7 @@ from megacp.backends.base import NormSpec, Remember, Tower
 from megacp.backends.native import NativeBackend
 from megacp.backends.packed_attention import PackedAttention
 from megacp.backends.support import FP8_MULTIPLES, attention_reasons
-from megacp.backends.thd import Sequences, thd_sequences
+from megacp.backends.thd import thd_sequences
 from megacp.config.model import ModelConfig
 from megacp.config.run import RunConfig
 from megacp.context_parallel.plan import AttentionPlan
@@ -195,15 +195,7 @@ class TransformerEngineBackend(NativeBackend):
 
     def __init__(self, grid: ProcessGrid, config: RunConfig) -> None:
         training, parallel = config.training, config.parallel
-        super().__init__(
-            grid,
-            parallel,
-            config.model,
-            dtype=training.dtype,
-            attention_kernel=training.attention_kernel,
-            vision=config.vision,
-            add_gradient=add_weight_gradient,  # its linears have their own; this says that they use it
-        )
+        super().__init__(grid, config, add_weight_gradient)  # its linears have a kernel for it; this switches it on
         self.adamw = fused_adam
         self.fp8, self.loss_kernel = training.fp8, training.cross_entropy_fusion_impl
         self.token_multiple, self.vocab_size = FP8_MULTIPLES[self.fp8], config.model.vocab_size
@@ -221,7 +213,6 @@ class TransformerEngineBackend(NativeBackend):
             inner = (parallel.hierarchical_context_parallel_sizes or (1, 1))[0]
             axis = row_axis(grid, parallel)
             self.packed = packed_attention(config.model, grid.tp, axis, parallel.cp_comm_type, inner, grid.device)
-        self._told: set[str] = set()
         if self.fp8 == "delayed":
             self.tell("fp8: delayed scales begin at 1 here, also in a resumed run: they are in no checkpoint")
         if self.apart:
@@ -306,25 +297,17 @@ class TransformerEngineBackend(NativeBackend):
         if self.packed is None:
             return super().attention(q, k, v, plan, scale)
         sequences = thd_sequences(plan)
-        self._tell_once(sequences)
         if isinstance(sequences, str):
+            self.tell(f"attention: ours for some rows, {sequences}")
             return super().attention(q, k, v, plan, scale)
+        self.tell("attention: Transformer Engine's fused one for causal packs")
         assert scale == self.packed.scale, f"scale {scale}, the attention was made for {self.packed.scale}"
         with contextlib.nullcontext() if self.fp8 == "off" else eight_bits_off():
             return self.packed(q, k, v, plan, sequences)
 
     def prepare(self, plan: AttentionPlan) -> None:
-        """See `Backend.prepare`."""
         if self.packed is None or isinstance(thd_sequences(plan), str):
             super().prepare(plan)
-
-    def _tell_once(self, choice: Sequences | str) -> None:
-        kind = choice if isinstance(choice, str) else "fused"
-        if kind in self._told:
-            return
-        self._told.add(kind)
-        ours = f"attention: ours for some rows, {kind}"
-        self.tell("attention: Transformer Engine's fused one for causal packs" if kind == "fused" else ours)
 
     def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, first: int) -> torch.Tensor:
         """Transformer Engine's kernel takes equal shares of the vocabulary.

@@ -8,10 +8,11 @@ lies in a slice.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+
+from megacp.config.training import TrainingConfig
 
 Engine = Callable[[list[dict[str, Any]], tuple[float, float], float], torch.optim.Optimizer]
 """`(groups, betas, epsilon)`: AdamW over groups with `params` and `weight_decay`, of torch or of Transformer Engine.
@@ -24,18 +25,6 @@ group.
 def fused_adamw(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
     """Torch's AdamW with its fused kernel, on CPU and CUDA: the engine where the backend has none."""
     return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
-
-
-@dataclass(frozen=True)
-class AdamWSettings:
-    """Hyperparameters of AdamW and of clipping; the names are those of the flags."""
-
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
-    adam_eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip_grad: float = 1.0
-    """Largest global gradient norm that is left as it is; 0 switches clipping off."""
 
 
 class SliceRule(NamedTuple):
@@ -57,7 +46,7 @@ class FlatAdamW:
         self,
         slices: Sequence[torch.Tensor],
         rules: Sequence[SliceRule],
-        settings: AdamWSettings,
+        settings: TrainingConfig,
         engine: Engine | None = None,
     ) -> None:
         self.slices = list(slices)

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
+from megacp.config.training import TrainingConfig
 from megacp.data_parallel.buckets import Bucket, FlatBuckets
 from megacp.data_parallel.layout import ParameterSlice, slices_of
 from megacp.distributed.grid import Axis
 from megacp.monitor.timers import Phase, unmeasured
-from megacp.optim.adamw import AdamWSettings, Engine, FlatAdamW, SliceRule
+from megacp.optim.adamw import Engine, FlatAdamW, SliceRule
 from megacp.optim.clip import clip_scale, global_norm
 
 
@@ -36,7 +37,7 @@ class ShardedAdamW:
     """
 
     def __init__(
-        self, buckets: FlatBuckets, settings: AdamWSettings, world: Axis, engine: Engine | None = None
+        self, buckets: FlatBuckets, settings: TrainingConfig, world: Axis, engine: Engine | None = None
     ) -> None:
         self.buckets = buckets
         self._settings = settings

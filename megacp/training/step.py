@@ -24,7 +24,6 @@ from megacp.distributed.grid import ProcessGrid
 from megacp.models.build import build_chunks
 from megacp.models.language import LanguageModelChunk
 from megacp.monitor.timers import Phase, unmeasured
-from megacp.optim.adamw import AdamWSettings
 from megacp.optim.lr_schedule import LrSchedule, learning_rate
 from megacp.optim.sharded import ShardedAdamW
 from megacp.pipeline_parallel.runtime import HiddenStates, ModelChunk, links_of, open_channels, run
@@ -81,14 +80,7 @@ class ParallelModel:
         self.buckets = FlatBuckets(
             self.chunks, reduced_over, {"tp": grid.tp, "embedding": grid.embedding}, parallel.ddp_bucket_size
         )
-        settings = AdamWSettings(
-            adam_beta1=training.adam_beta1,
-            adam_beta2=training.adam_beta2,
-            adam_eps=training.adam_eps,
-            weight_decay=training.weight_decay,
-            clip_grad=training.clip_grad,
-        )
-        self.optimizer = ShardedAdamW(self.buckets, settings, grid.world, self.backend.adamw)
+        self.optimizer = ShardedAdamW(self.buckets, training, grid.world, self.backend.adamw)
         self.schedule = lr_schedule(config)
         self.rows = rows_of(config, grid)
         self.layout = select_layout(parallel.cp_layout)

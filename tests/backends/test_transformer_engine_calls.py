@@ -20,12 +20,13 @@ from megacp.backends import packed_attention
 from megacp.backends import transformer_engine as backend_file
 from megacp.backends.transformer_engine import TransformerEngineBackend, package_problem
 from megacp.config.run import RunConfig, with_values
+from megacp.config.training import TrainingConfig
 from megacp.context_parallel.layout import LAYOUTS
 from megacp.context_parallel.shard import shard_batch
 from megacp.data.synthetic.mock import MockRules, mock_batch
 from megacp.distributed.grid import GridShape, build_grid
 from megacp.models.language import LanguageModelChunk
-from megacp.optim.adamw import AdamWSettings, FlatAdamW, SliceRule
+from megacp.optim.adamw import FlatAdamW, SliceRule
 from tests.backends.engine_layers import emulated_layers
 from tests.backends.engine_stub import engine, needs_engine
 
@@ -97,7 +98,7 @@ def exercise(recipe: str, calls: list[Call], signatures: dict[str, inspect.Signa
             labels = batch.labels.clone()
             labels[:2] = torch.tensor([31, 32])  # the head has the ids 0 to 31
             backend.cross_entropy(chunk.head.logits(hidden), labels, 0)
-        adam = FlatAdamW([torch.zeros(4)], [SliceRule(True)], AdamWSettings(), backend.adamw)
+        adam = FlatAdamW([torch.zeros(4)], [SliceRule(True)], TrainingConfig(), backend.adamw)
         adam.update([torch.ones(4)], 0.1)
         backend.recipe = backend_file.fp8_recipe(recipe, True)
         backend.precision()

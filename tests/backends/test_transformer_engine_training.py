@@ -21,10 +21,11 @@ from megacp.backends.base import NormSpec
 from megacp.backends.native import NativeBackend
 from megacp.backends.transformer_engine import TransformerEngineBackend
 from megacp.config.run import RunConfig, with_values
+from megacp.config.training import TrainingConfig
 from megacp.data.synthetic.mock import MockRules, mock_batch
 from megacp.distributed.parameter import spec_of
 from megacp.models import build
-from megacp.optim.adamw import AdamWSettings, FlatAdamW, SliceRule
+from megacp.optim.adamw import FlatAdamW, SliceRule
 from megacp.tensor_parallel.linear import LinearSpec
 from megacp.training.step import ParallelModel
 from tests.backends.engine_layers import emulated_layers
@@ -170,7 +171,7 @@ def from_the_export(rank: int, world: int) -> float:
     config = config_of({}, {"add_mlp_bias": True})
     arguments = mlp_specs(32, 48, True)
     here = grid()
-    native = NativeBackend(here, config.parallel, config.model, dtype="float64", attention_kernel="auto")
+    native = NativeBackend(here, config)
     ours = native.norm_mlp(*arguments)
     with emulated_layers(), torch.no_grad():
         theirs = TransformerEngineBackend(here, config).norm_mlp(*arguments)
@@ -249,9 +250,9 @@ def adam_difference(rank: int, world: int) -> float:
     rules = [SliceRule(True), SliceRule(False, 0.5)]
 
     def updated(engine: Any) -> list[torch.Tensor]:
-        adam = FlatAdamW([x.clone() for x in start], rules, AdamWSettings(), engine)
+        adam = FlatAdamW([x.clone() for x in start], rules, TrainingConfig(), engine)
         adam.update([g.clone() for g in gradients[0]], 1e-2)
-        resumed = FlatAdamW([x.clone() for x in adam.slices], rules, AdamWSettings(), engine)
+        resumed = FlatAdamW([x.clone() for x in adam.slices], rules, TrainingConfig(), engine)
         for mine, theirs in zip(resumed.exp_avg + resumed.exp_avg_sq, adam.exp_avg + adam.exp_avg_sq, strict=True):
             mine.copy_(theirs)
         resumed.set_updates(1)

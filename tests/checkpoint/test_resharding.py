@@ -10,9 +10,9 @@ import torch
 
 from megacp.checkpoint.commit import load_checkpoint, save_checkpoint
 from megacp.checkpoint.names import boxes_to_load, boxes_to_save
+from megacp.config.training import TrainingConfig
 from megacp.data_parallel.buckets import FlatBuckets
 from megacp.distributed.grid import ProcessGrid, single_axis
-from megacp.optim.adamw import AdamWSettings
 from megacp.optim.sharded import ShardedAdamW
 from tests.ranks import grid, run_ranks
 from tests.reference.sharded_toy import Toy, global_shapes, local_of, values
@@ -22,7 +22,7 @@ def build(place: ProcessGrid, dtype: torch.dtype) -> tuple[Toy, FlatBuckets, Sha
     model = Toy(place.tp.size, place.tp.rank, place.pp.size, place.pp.rank, dtype)
     axes = {"tp": place.tp, "embedding": place.embedding}
     buckets = FlatBuckets([model], place.over("dp", "cp"), axes, 150)
-    return model, buckets, ShardedAdamW(buckets, AdamWSettings(), place.world)
+    return model, buckets, ShardedAdamW(buckets, TrainingConfig(), place.world)
 
 
 def _save(rank: int, world_size: int, shape: dict[str, int], root: str, dtype: torch.dtype) -> None:

@@ -60,11 +60,3 @@ def test_no_warm_up_begins_with_the_decay() -> None:
     assert learning_rate(1, schedule("linear", lr_warmup_iters=0, lr_decay_iters=10)) == pytest.approx(
         1e-4 + 9e-4 * 0.9
     )
-
-
-def test_a_contradictory_schedule_is_refused_with_all_reasons() -> None:
-    """Would catch a check that stops at the first reason."""
-    with pytest.raises(ValueError, match=r"--lr-decay-style.*--min-lr.*--lr-warmup-iters"):
-        LrSchedule(1e-4, 1e-3, "cubic", lr_warmup_iters=20, lr_decay_iters=10)
-    with pytest.raises(ValueError, match="--lr-wsd-decay-iters"):
-        LrSchedule(1e-3, 0.0, "WSD", lr_decay_iters=10)

@@ -7,16 +7,16 @@ import math
 import pytest
 import torch
 
+from megacp.config.training import TrainingConfig
 from megacp.data_parallel.buckets import FlatBuckets
 from megacp.data_parallel.layout import ParameterSlice
 from megacp.distributed.grid import ProcessGrid, single_axis
 from megacp.distributed.parameter import ParameterSpec, Piece, attach
-from megacp.optim.adamw import AdamWSettings
 from megacp.optim.sharded import ShardedAdamW
 from tests.ranks import grid, run_ranks
 from tests.reference.sharded_toy import Toy, WholeToy, local_of, values
 
-SETTINGS = AdamWSettings(adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, weight_decay=0.1, clip_grad=10.0)
+SETTINGS = TrainingConfig(adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, weight_decay=0.1, clip_grad=10.0)
 STEPS, LR = 3, 0.01
 
 

@@ -56,9 +56,7 @@ def test_activations_equal_what_a_real_block_keeps(granularity: str, dtype: str,
     """Would catch an estimate that drifts from the code: a tensor more or less per layer shows at once."""
     tokens = 64
     config = config_of(**values, dtype=dtype, seq_length=tokens)
-    backend = NativeBackend(
-        build_grid(GridShape(), 0), config.parallel, config.model, dtype=dtype, attention_kernel="auto"
-    )
+    backend = NativeBackend(build_grid(GridShape(), 0), config)
     block = Block(0, config.model, backend, granularity)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(0))
