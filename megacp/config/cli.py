@@ -7,10 +7,10 @@ their docstrings, so there is no second table of flags.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from megacp.config.run import RunConfig, fields
-from megacp.config.yaml_file import nearest, read_yaml, values_of_file
+from megacp.config.run import RunConfig, fields, flag, with_values
+from megacp.config.yaml_file import nearest, values_of_file
 
 _HELP = ("-h", "--help")
 _DESCRIPTION = (
@@ -32,7 +32,7 @@ def parse(argv: Sequence[str], prog: str = "python -m megacp.train") -> RunConfi
     config = RunConfig()
     *parts, (last, _) = _segments(arguments)
     for flags, path in parts:
-        config = read_yaml(path, _apply(flags, config, prog))
+        config = with_values(_apply(flags, config, prog), values_of_file(path))
     asks_help = ["--help"] if len(arguments) != len(argv) else []
     return _apply(last + asks_help, config, prog)
 
@@ -76,29 +76,22 @@ def _refuse_other_encodings(arguments: Sequence[str]) -> None:
 
 
 def _refuse_unknown(arguments: Sequence[str]) -> None:
+    """Flags that do not exist, and several values behind a flag that takes one text."""
     known = {"config"} | set(fields()) | {f"no_{info.name}" for info in fields().values() if info.hint is bool}
-    reasons = []
-    for argument in arguments:
-        name = argument.partition("=")[0]
-        plain = name[2:].replace("-", "_")
-        if name.startswith("--") and plain not in known:
-            reasons.append(f"unknown flag {name}{nearest(plain, known, as_flag=True)}")
-    reasons += [
-        f"--{name.replace('_', '-')} takes one value, it is followed by {len(values)}: {' '.join(values)}"
-        for name, values in _paths(arguments)
-        if len(values) > 1
-    ]
-    if reasons:
-        raise ValueError("\n".join(reasons))
-
-
-def _paths(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Flags of text, each with what follows up to the next flag."""
     texts = {info.name for info in fields().values() if info.hint in (str, str | None)}
-    for position, argument in enumerate(arguments):
-        name = argument.removeprefix("--").replace("-", "_")
-        if argument.startswith("--") and name in texts:
-            yield name, list(itertools.takewhile(lambda text: not text.startswith("-"), arguments[position + 1 :]))
+    unknown, several = [], []
+    for position, argument in enumerate(arguments, 1):
+        name, equals, _ = argument.partition("=")
+        plain = name[2:].replace("-", "_")
+        values = list(itertools.takewhile(lambda text: not text.startswith("-"), arguments[position:]))
+        if not name.startswith("--"):
+            continue
+        if plain not in known:
+            unknown.append(f"unknown flag {name}{nearest(plain, known, as_flag=True)}")
+        elif plain in texts and not equals and len(values) > 1:
+            several.append(f"{flag(plain)} takes one value, it is followed by {len(values)}: {' '.join(values)}")
+    if unknown or several:
+        raise ValueError("\n".join(unknown + several))
 
 
 def _apply(flags: Sequence[str], config: RunConfig, prog: str) -> RunConfig:

@@ -31,23 +31,18 @@ def to_yaml(config: RunConfig) -> str:
     values = flatten(config)
     parts = []
     for room in dict.fromkeys(info.room for info in fields().values()):
-        rows = {info.name: _plain(values[info.name]) for info in fields().values() if info.room == room}
+        own = {info.name: values[info.name] for info in fields().values() if info.room == room}
+        rows = {name: list(value) if isinstance(value, tuple) else value for name, value in own.items()}
         parts.append(f"# {room or 'run'}\n" + yaml.dump(rows, Dumper=_Dumper, sort_keys=False, width=4096))
     return "\n".join(parts)
 
 
-def from_yaml(text: str, base: RunConfig | None = None, source: str = "YAML") -> RunConfig:
-    """Apply the keys in `text` to `base` (default: the defaults).
+def from_yaml(text: str, source: str = "YAML") -> RunConfig:
+    """The defaults with the values of `text`, whose keys are flag names with underscores or dashes.
 
-    Keys are flag names with underscores or dashes. Raises ValueError with all wrong keys and values at once, each
-    naming `source`.
+    Raises ValueError with all wrong keys and values at once, each naming `source`.
     """
-    return with_values(base if base is not None else RunConfig(), _values(load_yaml(text, source), source))
-
-
-def read_yaml(path: str, base: RunConfig | None = None) -> RunConfig:
-    """`from_yaml` of a file; ValueError when it cannot be read."""
-    return with_values(base if base is not None else RunConfig(), values_of_file(path))
+    return with_values(RunConfig(), _values(load_yaml(text, source), source))
 
 
 def values_of_file(path: str) -> dict[str, Value]:
@@ -82,11 +77,6 @@ def nearest(name: str, names: Iterable[str], as_flag: bool = False) -> str:
     """`, did you mean ...?` for the closest of `names`, or nothing when none is close."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     return f", did you mean {flag(close[0]) if as_flag else close[0]}?" if close else ""
-
-
-def _plain(value: Value) -> Any:
-    """YAML has lists, no tuples."""
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _shown(value: Any) -> str:

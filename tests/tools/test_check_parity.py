@@ -15,8 +15,8 @@ import pytest
 
 from megacp.commands import parity as tool
 from megacp.commands import preprocess
+from megacp.config.cli import parse
 from megacp.config.run import RunConfig, with_values
-from megacp.config.yaml_file import read_yaml
 from megacp.data.synthetic.mock import MockRules
 from megacp.distributed import spawn
 from megacp.measure.parity import Box, StepTrace, compare, largest_difference, train_rank
@@ -231,7 +231,7 @@ def test_a_huge_model_is_made_small_and_refused_only_where_flags_keep_it_huge() 
 @pytest.mark.parametrize("model", [None, "tiny_llm"])
 def test_the_8b_example_is_checked_with_a_small_tower_of_its_own_shape_and_mixed_masks(model: str | None) -> None:
     """Would catch a size check that counts text alone, and a vision model that is checked without an image."""
-    config = read_yaml(str(ROOT / "examples" / "molmo2_8b.yaml"))
+    config = parse(["--config", str(ROOT / "examples" / "molmo2_8b.yaml")])
     setup = prepare(config, Request(frozenset(), has_config=True, model=model))
     assert run_parameters(setup.config) < MAX_PARAMETERS < run_parameters(config)
     vision = setup.config.vision
@@ -253,7 +253,7 @@ def test_every_example_is_taken_and_what_only_a_gpu_runs_is_replaced(capsys: pyt
         "exit_duration": 5,
     }
     for name in ("small.yaml", "molmo2_8b.yaml"):
-        config = with_values(read_yaml(str(ROOT / "examples" / name)), values)
+        config = with_values(parse(["--config", str(ROOT / "examples" / name)]), values)
         setup = prepare(config, Request(frozenset(), has_config=True))
         notes = "\n".join(setup.notes)
         assert "--fp8 off instead of delayed: the check runs on CPUs" in notes
