@@ -80,10 +80,9 @@ class PendingCheckpoint:
         except SaveError as failure:
             raise self._failed(failure) from failure
         try:
-            copied: list[TensorBox] = list(boxes)
-            if background:
-                on_all_ranks(world, lambda: copied.__setitem__(slice(None), _copied(boxes)), SaveError)
-            self._payload = PayloadWriter(copied, world)
+            values: list[TensorBox] = []  # not a result of on_all_ranks, which would send it to the others
+            on_all_ranks(world, lambda: values.extend(_copied(boxes) if background else boxes), SaveError)
+            self._payload = PayloadWriter(values, world)
         except (SaveError, PayloadError) as failure:
             self._clean()
             raise self._failed(failure) from failure

@@ -43,6 +43,10 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
+_Stored = tuple[Box, GlobalTensor]
+"""A box that this rank writes, and the tensor it is of."""
+
+
 class PayloadWriter:
     """One payload on its way into a folder: made by all ranks together, written by each alone.
 
@@ -54,21 +58,21 @@ class PayloadWriter:
         self._rank = world.rank
         filled = (box for box in boxes if box.tensor.numel())
         self._boxes = sorted(filled, key=lambda box: -box.tensor.dtype.itemsize)  # stable, see `tensor_file.header`
-        stored = [Box(box.name, box.offsets, tuple(box.tensor.shape)) for box in self._boxes]
-        self._tensors = {box.name: GlobalTensor(box.global_shape, box.tensor.dtype) for box in self._boxes}
-        self._own = Index(self._tensors, {rank_file(self._rank): stored})
+        self._stored: list[_Stored] = [
+            (Box(box.name, box.offsets, tuple(box.tensor.shape)), GlobalTensor(box.global_shape, box.tensor.dtype))
+            for box in self._boxes
+        ]
         self._index = b""
-        of_ranks = gather_to_first(self._own, world)
+        of_ranks = gather_to_first(self._stored, world)
         on_rank_0(world, lambda: self._make_index(of_ranks), PayloadError)
 
-    def _make_index(self, of_ranks: list[Index] | None) -> None:
+    def _make_index(self, of_ranks: list[list[_Stored]] | None) -> None:
         assert of_ranks is not None
         tensors: dict[str, GlobalTensor] = {}
-        for part in of_ranks:
-            for name, tensor in part.tensors.items():
-                if tensors.setdefault(name, tensor) != tensor:
-                    raise ValueError(f"ranks disagree on shape or dtype of {name}")
-        index = Index(tensors, {file: boxes for part in of_ranks for file, boxes in part.files.items()})
+        for box, tensor in (stored for of_rank in of_ranks for stored in of_rank):
+            if tensors.setdefault(box.name, tensor) != tensor:
+                raise ValueError(f"two boxes disagree on shape or dtype of {box.name}")
+        index = Index(tensors, {rank_file(rank): [box for box, _ in stored] for rank, stored in enumerate(of_ranks)})
         index.check()
         self._index = index.to_json()
 
@@ -76,7 +80,8 @@ class PayloadWriter:
         """Write this rank's boxes, and on rank 0 the index, into a folder that all ranks share; the files on disk."""
         path = folder / rank_file(self._rank)
         with new_file(path, _SECONDS) as stream:
-            stream.write(self._own.header(path.name))
+            own = Index({box.name: tensor for box, tensor in self._stored}, {path.name: [b for b, _ in self._stored]})
+            stream.write(own.header(path.name))
             for box in self._boxes:
                 write_values(stream, box.tensor)
         if self._rank != 0:

@@ -69,7 +69,7 @@ class Axis:
 
 
 def patient(axis: Axis, seconds: float) -> Axis:
-    """The same axis for work that may take long on one rank, such as files (`checkpoint.together`)."""
+    """The same axis for work that may take long on one rank, such as files (`checkpoint/agree.py`)."""
     return dataclasses.replace(axis, patience=seconds)
 
 

@@ -153,6 +153,13 @@ def test_a_file_with_a_right_hash_that_holds_something_else_is_refused_by_its_na
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
 
 
+def test_boxes_of_one_tensor_with_other_dtypes_are_refused(tmp_path: Path) -> None:
+    """Would catch a file whose header gives all boxes of a tensor the dtype of the last one."""
+    boxes = [TensorBox("w", (4,), (0,), torch.zeros(2)), TensorBox("w", (4,), (2,), torch.zeros(2).int())]
+    with pytest.raises(PayloadError, match="two boxes disagree on shape or dtype of w"):
+        write_payload(tmp_path, boxes)
+
+
 def test_an_index_with_another_hash_is_not_opened(tmp_path: Path) -> None:
     """Would catch an index that is read before it is checked."""
     write_payload(tmp_path, [whole_box("w", torch.zeros(2))])
