@@ -10,7 +10,8 @@ import ast
 import functools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,11 @@ DISTRIBUTED_ROOM = "megacp/distributed/"
 ENVIRONMENT_FILE = "megacp/distributed/launch.py"
 PURE_ROOMS = ("megacp/config/", "megacp/planner/", "megacp/data/", "megacp/batch.py")
 GUESTS = ("transformer_engine", "apex")
+MAX_FILES = 14
+MAX_README_WORDS = 1000
+FILE_SYSTEM_CALLS = {"os.fsync", "os.replace", "os.rename", "fcntl.lockf", "fcntl.flock", "hashlib.file_digest"}
+CALLED_BY_OTHERS = {"readable", "readinto", "seekable", "find_class"}
+"""Methods that Python's own classes call."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -122,6 +128,83 @@ def global_statements(tree: ast.AST) -> list[int]:
     return [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Global)]
 
 
+def module_name(path: str) -> str:
+    """`megacp/ops/mask.py` as `megacp.ops.mask`."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def import_graph(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
+    """For each module, the modules of the same set that it imports anywhere, also inside functions."""
+    graph = {}
+    for name, tree in trees.items():
+        parts = [imported.split(".") for imported, _ in imports(tree)]
+        prefixes = {".".join(p[:end]) for p in parts for end in range(1, len(p) + 1)}
+        graph[name] = {other for other in trees if other in prefixes and other != name}
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Sets of modules each of which reaches all others of its set."""
+    reached = {name: reachable(graph, name) for name in graph}
+    groups = {frozenset({name} | {other for other in reached[name] if name in reached[other]}) for name in graph}
+    return [set(group) for group in groups if len(group) > 1]
+
+
+def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    found, todo = set[str](), [start]
+    while todo:
+        new = graph[todo.pop()] - found
+        found |= new
+        todo += new
+    return found
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    """Names of constants, functions, classes and their methods."""
+    for node in tree.body:
+        if isinstance(node, Function | ast.ClassDef):
+            yield node.name
+        if isinstance(node, ast.ClassDef):
+            yield from (member.name for member in node.body if isinstance(member, Function))
+        if isinstance(node, ast.Assign):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+
+
+def used(tree: ast.AST) -> Iterator[str]:
+    """Every name that is read, imported, passed as a keyword or written as a string."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.keyword) and node.arg:
+            yield node.arg
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def unused_names(owned: Iterable[ast.Module], readers: Iterable[ast.Module]) -> list[str]:
+    """Public names of `owned` that no module of `readers` uses."""
+    read = {name for tree in readers for name in used(tree)} | CALLED_BY_OTHERS
+    return sorted({n for tree in owned for n in defined(tree) if not n.startswith("_") and n not in read})
+
+
+def private_names(tree: ast.AST) -> list[str]:
+    """Private names that are imported from the package."""
+    names = [name for name, _ in imports(tree) if is_within(name, "megacp")]
+    return sorted(name for name in names if any(part.startswith("_") for part in name.split(".")))
+
+
+def file_system_calls(tree: ast.AST) -> list[str]:
+    """Calls that megacp/files.py makes for everybody: durable writes, renames, locks, hashes of files."""
+    names = {name for name, _ in imports(tree)} | set(dotted_uses(tree))
+    return sorted(names & FILE_SYSTEM_CALLS)
+
+
 def broken(rule, *tops: str) -> dict[str, list]:
     """Files that break a rule of the tree, with what breaks it."""
     found = {path: rule(tree_of(path)) for path in sources(*tops)}
@@ -136,7 +219,7 @@ def test_only_the_distributed_room_talks_to_torch_distributed() -> None:
 
 def test_the_environment_is_read_in_one_file() -> None:
     """Would catch behaviour that hangs on a variable no flag shows."""
-    found = broken(environment_uses, "megacp")
+    found = broken(environment_uses, "megacp", "tools")
     found.pop(ENVIRONMENT_FILE, None)
     assert found == {}
 
@@ -215,6 +298,57 @@ def test_package_files_hold_a_docstring_only() -> None:
     assert [path for path in inits if len(tree_of(path).body) != 1] == []
 
 
+def test_no_module_imports_itself_by_a_detour() -> None:
+    """Would catch a circle, also one that an import inside a function hides."""
+    assert circles(import_graph({module_name(path): tree_of(path) for path in sources("megacp")})) == []
+
+
+def test_folders_stay_small() -> None:
+    """Would catch a room in which nobody finds anything."""
+    counts = Counter(str(Path(path).parent) for path in sources("megacp") if not path.endswith("__init__.py"))
+    assert {folder: count for folder, count in counts.items() if count > MAX_FILES} == {}
+
+
+def test_a_class_name_means_one_thing() -> None:
+    """Would catch two classes that a reader of a traceback takes for one another."""
+    homes = defaultdict(list)
+    for path in sources("megacp"):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].append(path)
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
+def test_every_public_name_is_used_outside_the_tests() -> None:
+    """Would catch code that lives for its tests alone."""
+    owned = [tree_of(path) for path in sources("megacp")]
+    assert unused_names(owned, [tree_of(path) for path in sources("megacp", "tools", "examples")]) == []
+
+
+def test_the_training_room_serves_training() -> None:
+    """Would catch a file of training/ that only a tool, a measurement or a conversion needs."""
+    graph = import_graph({module_name(path): tree_of(path) for path in sources("megacp")})
+    own = {name for name in graph if is_within(name, "megacp.training") and name != "megacp.training"}
+    assert own - reachable(graph, "megacp.train") == set()
+
+
+def test_files_are_made_durable_in_one_place() -> None:
+    """Would catch a second way to write a file whole, to lock one, or to hash one."""
+    found = broken(file_system_calls, "megacp", "tools")
+    found.pop("megacp/files.py", None)
+    assert found == {}
+
+
+def test_tests_import_no_private_names() -> None:
+    """Would catch a test that ends with the line of code it looks at."""
+    assert broken(private_names, "tests") == {}
+
+
+def test_the_readme_can_be_read_in_five_minutes() -> None:
+    """Would catch a README that swallows the documentation."""
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= MAX_README_WORDS
+
+
 @pytest.mark.parametrize(
     ("rule", "sample"),
     [
@@ -233,6 +367,15 @@ def test_package_files_hold_a_docstring_only() -> None:
         (global_statements, "def f():\n    global x\n    x = 1"),
         (too_long, "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
         (too_many_parameters, "class A:\n    def f(self, a, b, c, d, e, f, g, *, h, i): ..."),
+        (
+            lambda tree: circles(import_graph({"a": tree, "b": ast.parse("import a.c")})),
+            "def f():\n    from b import d",
+        ),
+        (lambda tree: unused_names([tree], [tree]), "def f(): ..."),
+        (lambda tree: unused_names([tree], [tree]), "class A:\n    def unread(self): ...\nA()"),
+        (private_names, "from megacp.ops.mask import _runs"),
+        (file_system_calls, "import os\nos.fsync(1)"),
+        (file_system_calls, "from os import replace"),
     ],
 )
 def test_each_rule_catches_its_offence(rule, sample: str) -> None:
