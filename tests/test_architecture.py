@@ -26,7 +26,6 @@ ENVIRONMENT_FILE = "megacp/distributed/launch.py"
 PURE_ROOMS = ("megacp/config/", "megacp/planner/", "megacp/data/", "megacp/batch.py")
 GUESTS = ("transformer_engine", "apex")
 MAX_FILES = 14
-MAX_README_WORDS = 1000
 FILE_SYSTEM_CALLS = {"os.fsync", "os.replace", "os.rename", "fcntl.lockf", "fcntl.flock", "hashlib.file_digest"}
 CALLED_BY_OTHERS = {"readable", "readinto", "seekable", "find_class"}
 """Methods that Python's own classes call."""
@@ -342,11 +341,6 @@ def test_files_are_made_durable_in_one_place() -> None:
 def test_tests_import_no_private_names() -> None:
     """Would catch a test that ends with the line of code it looks at."""
     assert broken(private_names, "tests") == {}
-
-
-def test_the_readme_can_be_read_in_five_minutes() -> None:
-    """Would catch a README that swallows the documentation."""
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= MAX_README_WORDS
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megacp.measure.gpu_report import SMALL, Plan, check, describe
+from megacp.measure.gpu_report import SMALL, GpuPlan, check, describe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     if options.dry_run:
-        print(describe(Plan() if options.device == "cuda" else SMALL, options.device))
+        print(describe(GpuPlan() if options.device == "cuda" else SMALL, options.device))
         return 0
     if options.device == "cuda" and not torch.cuda.is_available():
         print("error: torch sees no CUDA device; --dry-run shows what would run", file=sys.stderr)

@@ -19,7 +19,7 @@ import torch
 
 from megacp.checkpoint.agree import on_all_ranks, on_rank_0, reason_of
 from megacp.checkpoint.directory import CONFIG_FILE, is_step_name, latest_of, step_folders
-from megacp.checkpoint.manifest import MANIFEST_FILE, Manifest, damage, read_manifest
+from megacp.checkpoint.manifest import MANIFEST_FILE, CheckpointManifest, damage, read_manifest
 from megacp.checkpoint.names import TensorBox
 from megacp.checkpoint.pending import Contents, PendingCheckpoint
 from megacp.checkpoint.storage import INDEX_FILE, Payload
@@ -80,7 +80,7 @@ class LoadedCheckpoint:
     """A verified checkpoint, ready to be read; the same one on every rank."""
 
     path: Path
-    manifest: Manifest
+    manifest: CheckpointManifest
     passed_over: tuple[str, ...]
     """What was wrong with newer checkpoints that were not taken, one line per file; empty when the newest is whole."""
     config_yaml: str
@@ -169,7 +169,7 @@ class LoadedCheckpoint:
             raise ValueError(f"{self.path} cannot be read: {reason_of(error)}") from error
 
 
-def _config_of(folder: Path, manifest: Manifest) -> str:
+def _config_of(folder: Path, manifest: CheckpointManifest) -> str:
     path = folder / CONFIG_FILE
     try:
         with open_regular(path, manifest.files[CONFIG_FILE].size) as stream:
@@ -245,7 +245,7 @@ def again_when_removed(path: Path | str, action: Callable[[], _T]) -> _T:
     return action()
 
 
-def peek(path: Path | str) -> tuple[Path, Manifest, str] | None:
+def peek(path: Path | str) -> tuple[Path, CheckpointManifest, str] | None:
     """The first step directory that would be loaded, its manifest and its config; None where there is none.
 
     One rank alone reads it, and no tensors: `load_checkpoint` may yet pass over it.
@@ -270,9 +270,9 @@ def _candidates(root: Path) -> list[Path]:
     return [latest, *(folder for folder in others if folder != latest)] if latest in others else others
 
 
-def _verify(folder: Path, world: Axis) -> tuple[Manifest | None, str, list[str]]:
+def _verify(folder: Path, world: Axis) -> tuple[CheckpointManifest | None, str, list[str]]:
     """The manifest, the config and what is wrong; each rank hashes its share of the files."""
-    manifest: Manifest | None = None
+    manifest: CheckpointManifest | None = None
     wrong: list[str] = []
     if world.rank == 0:
         try:
@@ -293,7 +293,7 @@ def _verify(folder: Path, world: Axis) -> tuple[Manifest | None, str, list[str]]
         return manifest, "", [str(error)]
 
 
-def _damage_of_all(folder: Path, manifest: Manifest, world: Axis) -> list[str]:
+def _damage_of_all(folder: Path, manifest: CheckpointManifest, world: Axis) -> list[str]:
     """What is wrong with the files; one that another rank sees gets a second look, since it may be seen late here."""
     names = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))[world.rank :: world.size]
     mine = damage(folder, manifest.files, names)

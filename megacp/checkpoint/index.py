@@ -31,7 +31,7 @@ class GlobalTensor(NamedTuple):
     dtype: torch.dtype
 
 
-class Box(NamedTuple):
+class StoredBox(NamedTuple):
     """A part of a global tensor, as it is stored."""
 
     name: str
@@ -45,7 +45,7 @@ class Position(NamedTuple):
     file: str
     begin: int
     """The first byte, counted from the end of the file's header."""
-    box: Box
+    box: StoredBox
 
 
 @dataclass(frozen=True)
@@ -53,20 +53,20 @@ class Index:
     """The tensors by name, and the boxes of each file in the order of their values."""
 
     tensors: Mapping[str, GlobalTensor]
-    files: Mapping[str, Sequence[Box]]
+    files: Mapping[str, Sequence[StoredBox]]
 
     def header(self, file: str) -> bytes:
         """The bytes that this file must begin with."""
         return header((self._key(box), self.tensors[box.name].dtype, box.extents) for box in self.files[file])
 
-    def _key(self, box: Box) -> str:
+    def _key(self, box: StoredBox) -> str:
         """A box's name in its file: the tensor's, followed by the ranges unless it is whole."""
         if box.extents == self.tensors[box.name].shape:
             return box.name
         ranges = (f"{begin}:{begin + extent}" for begin, extent in zip(box.offsets, box.extents, strict=True))
         return f"{box.name}[{', '.join(ranges)}]"
 
-    def num_bytes(self, box: Box) -> int:
+    def num_bytes(self, box: StoredBox) -> int:
         """Bytes of a box's values."""
         return math.prod(box.extents) * self.tensors[box.name].dtype.itemsize
 
@@ -85,7 +85,7 @@ class Index:
 
     def check(self) -> None:
         """ValueError unless the boxes of every tensor tile it."""
-        boxes: dict[str, list[Box]] = {name: [] for name in self.tensors}
+        boxes: dict[str, list[StoredBox]] = {name: [] for name in self.tensors}
         for of_file in self.files.values():
             for box in of_file:
                 boxes[box.name].append(box)
@@ -103,7 +103,7 @@ def read_index(content: bytes, sizes: Mapping[str, int]) -> Index:
         fields = Fields(parse_json(content))
     except ValueError as error:
         raise ValueError(f"it is no index: {error}") from error
-    stored: dict[str, list[Box]] = {}
+    stored: dict[str, list[StoredBox]] = {}
     tensors = fields.object("tensors")
     index = Index({name: _tensor(name, tensors) for name in tensors.values}, stored)
     for file, boxes in fields.object("files").values.items():
@@ -136,7 +136,7 @@ def _is_shape(value: Any) -> bool:
     return all(type(n) is int and 0 <= n <= _MOST_ELEMENTS for n in value) and math.prod(value) <= _MOST_ELEMENTS
 
 
-def _box(value: Any, tensors: Mapping[str, GlobalTensor], file: str) -> Box:
+def _box(value: Any, tensors: Mapping[str, GlobalTensor], file: str) -> StoredBox:
     if type(value) is not list or [type(part) for part in value] != [str, list, list] or value[0] not in tensors:
         raise ValueError(f"it has a box of no tensor in {file}")
     name, offsets, extents = value
@@ -145,10 +145,10 @@ def _box(value: Any, tensors: Mapping[str, GlobalTensor], file: str) -> Box:
         raise ValueError(f"{name} has a box without offsets or extents in {file}")
     if any(begin + extent > size for begin, extent, size in zip(offsets, extents, shape, strict=True)):
         raise ValueError(f"{name} has a box in {file} that lies outside of it")
-    return Box(name, tuple(offsets), tuple(extents))
+    return StoredBox(name, tuple(offsets), tuple(extents))
 
 
-def _gaps(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> list[str]:
+def _gaps(name: str, shape: tuple[int, ...], boxes: Sequence[StoredBox]) -> list[str]:
     """Reasons why the boxes of a tensor are no exact tiling of it."""
     held = sum(math.prod(box.extents) for box in boxes)
     if held != math.prod(shape):
@@ -156,9 +156,9 @@ def _gaps(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> list[str]:
     return [f"two boxes of {name} overlap"] if _overlap(boxes) else []
 
 
-def _overlap(boxes: Sequence[Box]) -> bool:
+def _overlap(boxes: Sequence[StoredBox]) -> bool:
     """Whether two boxes share an element: a sweep along dim 0, in which few boxes are open at a time."""
-    opened: list[Box] = []
+    opened: list[StoredBox] = []
     comparisons = 0
     for box in sorted(boxes, key=lambda box: box.offsets):
         comparisons += len(opened)

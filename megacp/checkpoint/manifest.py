@@ -33,7 +33,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """Content of `manifest.json`."""
 
     step: int
@@ -57,7 +57,7 @@ def checksum_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def to_json(manifest: Manifest) -> str:
+def to_json(manifest: CheckpointManifest) -> str:
     """The manifest as text, with its own checksum. TypeError or ValueError when it could not be read again."""
     content = {
         "format": FORMAT,
@@ -73,7 +73,7 @@ def to_json(manifest: Manifest) -> str:
     return json.dumps({**content, "checksum": checksum_of(content)}, indent=1)  # no newline: each byte lost is seen
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> CheckpointManifest:
     """Read and check `manifest.json`. Raises ValueError naming the file, and the field, when it is not what it must."""
     path = folder / MANIFEST_FILE
     try:
@@ -99,13 +99,13 @@ def read_manifest(folder: Path) -> Manifest:
     )
 
 
-def _manifest(fields: Fields) -> Manifest:
+def _manifest(fields: Fields) -> CheckpointManifest:
     """The checksum says nothing of who wrote a manifest: every value is checked."""
     form = fields.integer("format")
     if form != FORMAT:
         raise ValueError(f"it has format {form}, this version reads {FORMAT}")
     grid, files = fields.object("grid"), fields.object("files")
-    return Manifest(
+    return CheckpointManifest(
         step=fields.integer("step", high=LARGEST_COUNT),
         serial=fields.integer("serial", high=LARGEST_COUNT),
         world_size=fields.integer("world_size", high=_MOST_RANKS),

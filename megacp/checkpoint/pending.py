@@ -24,8 +24,8 @@ from megacp.checkpoint.agree import on_all_ranks, on_rank_0
 from megacp.checkpoint.directory import CONFIG_FILE, committed, point_and_prune, temporary
 from megacp.checkpoint.manifest import (
     MANIFEST_FILE,
+    CheckpointManifest,
     FileRecord,
-    Manifest,
     hash_file,
     read_manifest,
     to_json,
@@ -125,7 +125,7 @@ class PendingCheckpoint:
 
     def _begin(self, needed: int) -> Path:
         """Refuse before anything is written, then make the folder; rank 0 only."""
-        to_json(Manifest(self.step, 0, self._world.size, self._contents.grid, {}, self._contents.extra))
+        to_json(CheckpointManifest(self.step, 0, self._world.size, self._contents.grid, {}, self._contents.extra))
         place = next(folder for folder in (self._root.absolute(), *self._root.absolute().parents) if folder.exists())
         free = shutil.disk_usage(place).free
         if free < needed + _MARGIN:
@@ -166,7 +166,9 @@ class PendingCheckpoint:
         write_new(self._folder / CONFIG_FILE, self._contents.config_yaml.encode())
         files[CONFIG_FILE] = hash_file(self._folder / CONFIG_FILE)
         serial = max((read_manifest(folder).serial for folder in committed(self._root)), default=0) + 1
-        manifest = Manifest(self.step, serial, self._world.size, self._contents.grid, files, self._contents.extra)
+        manifest = CheckpointManifest(
+            self.step, serial, self._world.size, self._contents.grid, files, self._contents.extra
+        )
         write_new(self._folder / MANIFEST_FILE, to_json(manifest).encode())
         base = f"step_{self.step:07d}"
         attempt = 1

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from megacp.checkpoint.agree import on_rank_0
-from megacp.checkpoint.index import Box, GlobalTensor, Index, Position, read_index
+from megacp.checkpoint.index import GlobalTensor, Index, Position, StoredBox, read_index
 from megacp.checkpoint.manifest import FileRecord
 from megacp.checkpoint.names import TensorBox
 from megacp.checkpoint.tensor_file import as_bytes, write_values
@@ -43,7 +43,7 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-_Stored = tuple[Box, GlobalTensor]
+_Stored = tuple[StoredBox, GlobalTensor]
 """A box that this rank writes, and the tensor it is of."""
 
 
@@ -59,7 +59,10 @@ class PayloadWriter:
         filled = (box for box in boxes if box.tensor.numel())
         self._boxes = sorted(filled, key=lambda box: -box.tensor.dtype.itemsize)  # stable, see `tensor_file.header`
         self._stored: list[_Stored] = [
-            (Box(box.name, box.offsets, tuple(box.tensor.shape)), GlobalTensor(box.global_shape, box.tensor.dtype))
+            (
+                StoredBox(box.name, box.offsets, tuple(box.tensor.shape)),
+                GlobalTensor(box.global_shape, box.tensor.dtype),
+            )
             for box in self._boxes
         ]
         self._index = b""

@@ -28,7 +28,7 @@ from megacp.context_parallel.auto.choose import is_auto
 from megacp.data.synthetic.mock import MASKS
 from megacp.distributed.spawn import RankFailure, run_ranks
 from megacp.measure.parity import TOLERANCES, StepComparison, chosen_way, compare, train_rank
-from megacp.measure.parity_config import MODELS, ParitySetup, Request, prepare
+from megacp.measure.parity_config import MODELS, ParityRequest, ParitySetup, prepare
 from megacp.planner.report import human_count
 from megacp.planner.vision import run_parameters
 
@@ -66,7 +66,7 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def _setup(own: argparse.Namespace, rest: Sequence[str]) -> ParitySetup:
     names = {argument.partition("=")[0] for argument in rest if argument.startswith("--")}
     given = frozenset(name[2:].replace("-", "_").removeprefix("no_") for name in names)
-    request = Request(given, "--config" in names, own.model, own.mask, own.nproc)
+    request = ParityRequest(given, "--config" in names, own.model, own.mask, own.nproc)
     return prepare(parse(rest, prog="megacp-parity"), request)
 
 

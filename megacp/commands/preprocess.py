@@ -293,7 +293,7 @@ def _stats(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from megacp.data.packed.manifest import Manifest
+    from megacp.data.packed.manifest import DatasetManifest
     from megacp.data.packed.verify import verify
 
     damaged = 0
@@ -303,7 +303,7 @@ def _verify(args: argparse.Namespace) -> int:
         for reason in reasons:
             print(f"error: {reason}", file=sys.stderr)
         if not reasons:
-            unchecked = Manifest.read(path).unchecked
+            unchecked = DatasetManifest.read(path).unchecked
             print(f"{path}: sound{f' ({unchecked})' if unchecked else ''}")
     return 1 if damaged else 0
 

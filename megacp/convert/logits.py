@@ -32,7 +32,7 @@ TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
-class Difference:
+class LogitDifference:
     """How far logits `[T, vocab]` of two models are apart."""
 
     name: str
@@ -178,19 +178,19 @@ def library_logits(model: Any, links: Sequence[Link] = ()) -> Probed:
 
 def compare_quiet(
     config: RunConfig, first: Probed, second: Probed, rows: Mapping[str, PackedBatch]
-) -> list[Difference]:
+) -> list[LogitDifference]:
     """`compare` with hidden states so small that epsilons show; both models keep their weights."""
     factors = quiet_factors(config, first)
     with first.quiet(factors), second.quiet(factors):
         return compare(first, second, {name.replace("random", "quiet"): row for name, row in rows.items()})
 
 
-def compare(first: Logits, second: Logits, rows: Mapping[str, PackedBatch]) -> list[Difference]:
+def compare(first: Logits, second: Logits, rows: Mapping[str, PackedBatch]) -> list[LogitDifference]:
     """The difference of two models on each of some rows."""
     found = []
     for name, row in rows.items():
         expected, other = first(row).double(), second(row).double()
         agreement = float((expected.argmax(-1) == other.argmax(-1)).double().mean())
         gap = float((expected - other).abs().nan_to_num(nan=torch.inf).max())
-        found.append(Difference(name, float(expected.abs().max()), gap, agreement, len(row.tokens)))
+        found.append(LogitDifference(name, float(expected.abs().max()), gap, agreement, len(row.tokens)))
     return found

@@ -27,7 +27,7 @@ ATTENTION_MASKS = ("packed", "causal")
 
 
 @dataclass(frozen=True)
-class _Runs:
+class _ShiftedRuns:
     """Runs of true tokens, each shifted and numbered by itself: whole documents, or a prefix and its branches.
 
     All int64 [r]: length; place of the first token in the padded row; position id of the first token; document number;
@@ -74,7 +74,9 @@ def collate(
     else:
         before = np.cumsum(true) - true
         first_of_pack = np.searchsorted(pack_of, np.arange(len(packs)))
-        runs = _Runs(true, begin, before - before[first_of_pack][pack_of], pack_of, np.zeros(len(true), np.int64))
+        runs = _ShiftedRuns(
+            true, begin, before - before[first_of_pack][pack_of], pack_of, np.zeros(len(true), np.int64)
+        )
         last = np.cumsum(np.bincount(pack_of, weights=true).astype(np.int64)) - 1
     batch = _fill(packs, runs, last, _padding_positions(true, padded))
     images = [pack.images for pack in packs if pack.images is not None]
@@ -85,19 +87,19 @@ def collate(
     return with_images(batch, packs, units, image_attention, loading)
 
 
-def _document_runs(packs: Sequence[Pack], segments: np.ndarray, begin: np.ndarray) -> _Runs:
+def _document_runs(packs: Sequence[Pack], segments: np.ndarray, begin: np.ndarray) -> _ShiftedRuns:
     """One run a segment, or, where it has branches, one for the prefix and one for each branch."""
     documents = np.arange(len(segments))
     zeros = np.zeros(len(segments), np.int64)
     tables = [pack.branches for pack in packs if pack.branches is not None]
     if not tables:
-        return _Runs(segments["true_length"].astype(np.int64), begin, zeros, documents, zeros)
+        return _ShiftedRuns(segments["true_length"].astype(np.int64), begin, zeros, documents, zeros)
     branches = np.concatenate(tables)
     count, prefix = segments["num_branches"], segments["prefix_length"].astype(np.int64)
     owner = np.repeat(documents, count)
     number = np.arange(len(owner)) - (np.cumsum(count) - count)[owner] + 1
     order = np.argsort(np.concatenate((documents, owner)), kind="stable")  # a prefix, then its branches in order
-    return _Runs(
+    return _ShiftedRuns(
         length=np.concatenate((prefix, branches["length"]))[order],
         place=np.concatenate((begin, begin[owner] + branches["start"]))[order],
         position=np.concatenate((zeros, prefix[owner]))[order],
@@ -106,7 +108,7 @@ def _document_runs(packs: Sequence[Pack], segments: np.ndarray, begin: np.ndarra
     )
 
 
-def _agreeing(packs: Sequence[Pack], runs: _Runs) -> np.ndarray:
+def _agreeing(packs: Sequence[Pack], runs: _ShiftedRuns) -> np.ndarray:
     """bool [r]: whether a run is a prefix whose branches all begin with the same token."""
     begin = np.cumsum(runs.length) - runs.length
     in_branch = runs.branch > 0
@@ -127,7 +129,7 @@ def _padding_positions(true: np.ndarray, padded: np.ndarray) -> np.ndarray:
     return positions
 
 
-def _fill(packs: Sequence[Pack], runs: _Runs, last: np.ndarray, position_ids: np.ndarray) -> PackedBatch:
+def _fill(packs: Sequence[Pack], runs: _ShiftedRuns, last: np.ndarray, position_ids: np.ndarray) -> PackedBatch:
     """Scatter the true tokens into the padded row. last: numbers of the true tokens that predict nothing."""
     stored = np.concatenate([pack.tokens for pack in packs]).astype(np.int64)
     weights = np.concatenate(

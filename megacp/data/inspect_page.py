@@ -68,7 +68,7 @@ def _page(dataset: PackedDataset, index: int, tokenizer: Tokenizer) -> Iterator[
         count = int(row["num_branches"])
         branches = [] if pack.branches is None else pack.branches["start"][branch : branch + count].tolist()
         branch += count
-        document = _Document(pack, number, start, stop, tuple(branches), tokenizer)
+        document = _PageDocument(pack, number, start, stop, tuple(branches), tokenizer)
         source = f"{manifest.sources[row['source_file']]} @ {row['source_offset']}"
         yield f'<h2>Document {number} <span class="note">{stop - start} tokens, {escape(source)}</span></h2>'
         yield from document.parts()
@@ -78,7 +78,7 @@ def _page(dataset: PackedDataset, index: int, tokenizer: Tokenizer) -> Iterator[
 
 
 @dataclasses.dataclass(frozen=True)
-class _Document:
+class _PageDocument:
     """One document of a pack, tokens start..stop."""
 
     pack: Pack

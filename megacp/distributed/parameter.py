@@ -12,7 +12,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorSlice:
     """A box of one global tensor, stored in dim-0 rows `[start, start + shape[0])` of a local parameter."""
 
     name: str
@@ -34,7 +34,7 @@ class Piece:
 class ParameterSpec:
     """How one local parameter is initialised, reduced, counted and saved."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorSlice, ...]
     init: str = "normal"
     """`normal` (mean 0, `std`), `zeros` or `ones`."""
     std: float = 0.02

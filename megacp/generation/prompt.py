@@ -26,7 +26,7 @@ from megacp.data.packed.reader import Pack
 from megacp.data.packed.tables import BRANCH_DTYPE, SEGMENT_DTYPE, UNIT_DTYPE
 from megacp.data.packed.writer import SegmentUnit
 from megacp.data.records.record_keys import FOR_PROMPTS
-from megacp.data.records.sample import Media, Piece, RecordError, parse_record
+from megacp.data.records.sample import Media, RecordError, SamplePart, parse_record
 from megacp.data.row_images import PackImages
 from megacp.data.tokenize.tokenizer import Tokenizer
 
@@ -97,14 +97,16 @@ class PromptMaker:
 
     def of_texts(self, texts: Sequence[str], media: Sequence[Media] = ()) -> Prompt:
         """Images and videos, then each of `texts` as it is, one question each. RecordError names a bad one's `key`."""
-        prefix = [Piece(None, 0.0, one) for one in media]
-        questions = [[Piece(text, 0.0)] for text in texts]
+        prefix = [SamplePart(None, 0.0, one) for one in media]
+        questions = [[SamplePart(text, 0.0)] for text in texts]
         if len(questions) == 1 or not prefix:
             assert len(questions) == 1, "without images each text is a prompt of its own"
             return self._prompt(prefix + questions[0], [], (None,))
         return self._prompt(prefix, questions, (None,) * len(questions))
 
-    def _prompt(self, prefix: list[Piece], branches: list[list[Piece]], expected: tuple[str | None, ...]) -> Prompt:
+    def _prompt(
+        self, prefix: list[SamplePart], branches: list[list[SamplePart]], expected: tuple[str | None, ...]
+    ) -> Prompt:
         texts = [prefix, *branches]
         media = [piece.media for pieces in texts for piece in pieces if piece.media is not None]
         if media and self._media is None:
@@ -134,7 +136,7 @@ class PromptMaker:
         return Prompt(made[0], tuple(made[1:]), encoded_units, questions, expected, named)
 
 
-def _without_answer(pieces: list[Piece]) -> tuple[list[Piece], str | None]:
+def _without_answer(pieces: list[SamplePart]) -> tuple[list[SamplePart], str | None]:
     """The pieces before the learned texts at the end, and those texts; None when there are none."""
     rest = list(pieces)
     if rest and rest[-1].is_end:
@@ -145,7 +147,7 @@ def _without_answer(pieces: list[Piece]) -> tuple[list[Piece], str | None]:
     return rest, "".join(answer) if answer else None
 
 
-def _shown(pieces: Sequence[Piece]) -> str:
+def _shown(pieces: Sequence[SamplePart]) -> str:
     return "".join(piece.text or "" for piece in pieces)
 
 

@@ -23,7 +23,7 @@ from megacp.config.run import RunConfig, Value, with_values
 from megacp.context_parallel.layout import select_layout
 from megacp.context_parallel.shard import shard_batch
 from megacp.data.media.geometry import ImageRules
-from megacp.data.packed.manifest import Manifest
+from megacp.data.packed.manifest import DatasetManifest
 from megacp.distributed.grid import GridShape, build_grid
 from megacp.distributed.parameter import spec_of
 from megacp.generation.prompt import Prompt, PromptPart, prompt_pixels, prompt_row
@@ -107,7 +107,7 @@ class Generator:
         values, reasons, where = self._stored_rules, [], str(self.path)
         stored = values and values.get("token_ids")
         if data_path is not None:
-            manifest, where = Manifest.read(data_path), f"--data-path {data_path}"
+            manifest, where = DatasetManifest.read(data_path), f"--data-path {data_path}"
             values = manifest.image_rules
             if self.tokenizer_sha256 and manifest.tokenizer.sha256 != self.tokenizer_sha256:
                 reasons.append(f"{where} was built with another tokenizer than {self.path} was trained with")

@@ -34,7 +34,7 @@ MOST_TOGETHER = 64
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackRows:
     """The columns of a pack that the bound needs: int arrays `[T]`."""
 
     document: np.ndarray
@@ -61,14 +61,14 @@ class _Limits:
 
 @dataclass(frozen=True)
 class _Document:
-    """Rows of a document by descending prefix keys; `area[n]` is that of the first n; `least[k]` is w_k."""
+    """PackRows of a document by descending prefix keys; `area[n]` is that of the first n; `least[k]` is w_k."""
 
     keys: np.ndarray
     area: np.ndarray
     least: tuple[int, ...]
 
 
-def least_remote_rows(rows: Rows, ranks: int, slack: float) -> int:
+def least_remote_rows(rows: PackRows, ranks: int, slack: float) -> int:
     """K/V rows, summed over ranks, under any layout with T / ranks rows and at most (1 + slack) of the mean area each.
 
     `ranks` must divide T.
@@ -81,7 +81,7 @@ def least_remote_rows(rows: Rows, ranks: int, slack: float) -> int:
     return alone + max(together, default=0)
 
 
-def _document(rows: Rows, number: int, ranks: int, limits: _Limits) -> _Document:
+def _document(rows: PackRows, number: int, ranks: int, limits: _Limits) -> _Document:
     mine = rows.document == number
     keys, area = rows.prefix_keys[mine], rows.area[mine]
     order = np.lexsort((-area, -keys))

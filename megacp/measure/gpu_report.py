@@ -32,7 +32,7 @@ PACKAGES = ("torch", "triton", "transformer_engine", "transformer_engine_torch",
 
 
 @dataclass(frozen=True)
-class Plan:
+class GpuPlan:
     """Sizes of a whole run; the small ones are for a CPU."""
 
     checks: CheckSizes = CheckSizes()
@@ -51,7 +51,7 @@ class Plan:
     cp: int = 8
 
 
-SMALL = Plan(
+SMALL = GpuPlan(
     checks=CheckSizes(layers=1, hidden=32, heads=4, groups=2, tokens=128, ranks=(2,)),
     model=(
         ("num_layers", 1),
@@ -69,7 +69,7 @@ SMALL = Plan(
 )
 
 
-def parts(plan: Plan, device: str) -> dict[str, Check]:
+def parts(plan: GpuPlan, device: str) -> dict[str, Check]:
     """All parts by name, cheap and telling ones first."""
     c, settings, shape = plan.checks, dict(plan.model), (plan.heads, plan.width)
     found: dict[str, Check] = {
@@ -168,7 +168,7 @@ def markdown(device: str, environment: dict[str, str], entries: Sequence[dict[st
     return "\n".join([*lines, *figures, "", formula, ""])
 
 
-def describe(plan: Plan, device: str) -> str:
+def describe(plan: GpuPlan, device: str) -> str:
     """The parts that would run; ValueError for a size that cannot."""
     lines = [f"{index}. {name}" for index, name in enumerate(parts(plan, device), 1)]
     for tokens, recompute, layers in plan.training:
@@ -185,7 +185,7 @@ def describe(plan: Plan, device: str) -> str:
 
 def check(device: str, output: Path, minutes: float) -> int:
     """Run all parts and write the report after each; 1 when something was not equal or did not finish."""
-    plan = Plan() if device == "cuda" else SMALL
+    plan = GpuPlan() if device == "cuda" else SMALL
     output.mkdir(parents=True, exist_ok=True)
     environment = versions(device)
     # after every part: a machine that ends the command keeps what was found until then

@@ -15,7 +15,7 @@ from megacp.context_parallel.all_gather import table_of_others
 from megacp.context_parallel.kv_exchange import exchange_stages, needed_rows
 from megacp.context_parallel.layout import Layout
 from megacp.context_parallel.plan import AttentionPlan
-from megacp.measure.exchange_bound import Rows, least_remote_rows
+from megacp.measure.exchange_bound import PackRows, least_remote_rows
 from megacp.measure.report import Seconds, timed
 from megacp.ops.kernel import Saved, TileKernel, empty_partial
 from megacp.ops.mask import Metadata, TileTable, tile_table
@@ -88,7 +88,7 @@ def remote_rows_bound(metadata: Metadata, cp: int) -> int:
     """No layout of this row within `AREA_SLACK` needs fewer remote rows, summed over ranks (see `exchange_bound`)."""
     prefixes = metadata.take(np.flatnonzero((metadata.branch == 0) & (metadata.document >= 0)))
     prefix_keys = tile_table(metadata, prefixes).keys_per_query
-    rows = Rows(metadata.document, metadata.own_table.keys_per_query, prefix_keys)
+    rows = PackRows(metadata.document, metadata.own_table.keys_per_query, prefix_keys)
     return least_remote_rows(rows, cp, AREA_SLACK)
 
 

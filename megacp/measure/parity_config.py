@@ -126,7 +126,7 @@ class ParitySetup:
 
 
 @dataclass(frozen=True)
-class Request:
+class ParityRequest:
     """The flags of a check besides those of a run."""
 
     given: frozenset[str]
@@ -141,7 +141,7 @@ class Request:
     """Default: tp x pp x cp."""
 
 
-def prepare(config: RunConfig, request: Request) -> ParitySetup:
+def prepare(config: RunConfig, request: ParityRequest) -> ParitySetup:
     """The setup of a check. ValueError lists all reasons against it."""
     model = request.model if request.model or request.has_config else "tiny_llm"
     if model is not None and model not in MODELS:
@@ -201,7 +201,7 @@ def _on_cpu(config: RunConfig, notes: list[str]) -> RunConfig:
     return with_values(config, wanted)
 
 
-def _with_packs(config: RunConfig, request: Request, notes: list[str]) -> RunConfig:
+def _with_packs(config: RunConfig, request: ParityRequest, notes: list[str]) -> RunConfig:
     """The config, without `--data-path` where its packs cannot be used; that is told."""
     path, length = config.data.data_path, config.data.seq_length
     if path is None:
@@ -247,7 +247,7 @@ def _words(value: Value) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _smaller(config: RunConfig, world_size: int, request: Request) -> dict[str, Value]:
+def _smaller(config: RunConfig, world_size: int, request: ParityRequest) -> dict[str, Value]:
     """Defaults of a check: float64, a short row, few microbatches, an epsilon above rounding."""
     p, t = config.parallel, config.training
     step = 2 * p.context_parallel_size * p.tensor_model_parallel_size

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megacp.config.model import ModelConfig
-from megacp.distributed.parameter import ParameterSpec, Piece, spec_of
+from megacp.distributed.parameter import ParameterSpec, TensorSlice, spec_of
 
 SLAB = 64
 """Rows drawn from one seed."""
@@ -30,7 +30,7 @@ def _slab(seed: int, name: str, index: int, columns: torch.Size | tuple[int, ...
     return torch.randn(rows, *columns, generator=generator)
 
 
-def _normal(piece: Piece, seed: int, std: float) -> torch.Tensor:
+def _normal(piece: TensorSlice, seed: int, std: float) -> torch.Tensor:
     """This rank's box of the global tensor, float32."""
     begin, stop = piece.offsets[0], piece.offsets[0] + piece.shape[0]
     box = torch.empty(piece.shape)

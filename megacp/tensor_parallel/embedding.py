@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megacp.distributed.differentiable import reduce_from, reduce_scatter_to
-from megacp.distributed.parameter import ParameterSpec, Piece
+from megacp.distributed.parameter import ParameterSpec, TensorSlice
 from megacp.tensor_parallel.linear import LinearOptions, column_product
 
 
@@ -44,7 +44,7 @@ class VocabularyTable(nn.Module):
         rows = -(-vocab // (options.tp.size * rows_multiple)) * rows_multiple
         self.first = min(options.tp.rank * rows, vocab)
         self.true_rows = min(rows, vocab - self.first)
-        piece = Piece(table.name, (vocab, hidden), (self.first, 0), (self.true_rows, hidden))
+        piece = TensorSlice(table.name, (vocab, hidden), (self.first, 0), (self.true_rows, hidden))
         spec = ParameterSpec((piece,), "normal", table.std, partial_over=table.partial_over, counted=table.counted)
         self.weight = options.parameter(spec, rows)
 

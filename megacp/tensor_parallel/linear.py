@@ -23,7 +23,7 @@ from torch import nn
 from megacp.distributed import collectives
 from megacp.distributed.differentiable import copy_to, reduce_from, reduce_scatter_to
 from megacp.distributed.grid import Axis
-from megacp.distributed.parameter import ParameterSpec, Piece, attach
+from megacp.distributed.parameter import ParameterSpec, TensorSlice, attach
 
 AddGradient = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """`(total[f, h], dy[t, f], x[t, h])`: add `dy^T x` to the total, which may be wider."""
@@ -160,8 +160,8 @@ def column_specs(linear: LinearSpec, options: LinearOptions) -> tuple[ParameterS
         assert rows % tp.size == 0, f"{name}: {rows} rows over tp {tp.size}"
         whole, local = (rows, linear.in_features), (rows // tp.size, linear.in_features)
         begin, name = tp.rank * local[0], f"{linear.prefix}.{name}"
-        weights.append(Piece(f"{name}.weight", whole, (begin, 0), local, start))
-        biases.append(Piece(f"{name}.bias", whole[:1], (begin,), local[:1], start))
+        weights.append(TensorSlice(f"{name}.weight", whole, (begin, 0), local, start))
+        biases.append(TensorSlice(f"{name}.bias", whole[:1], (begin,), local[:1], start))
         start += local[0]
     fused = options.add_gradient is not None
     return (
@@ -176,7 +176,7 @@ def row_specs(linear: LinearSpec, options: LinearOptions) -> tuple[ParameterSpec
     name, columns = f"{linear.prefix}.{last}", linear.in_features
     assert columns % tp.size == 0, f"{name}: {columns} columns over tp {tp.size}"
     local = columns // tp.size
-    piece = Piece(f"{name}.weight", (rows, columns), (0, tp.rank * local), (rows, local))
+    piece = TensorSlice(f"{name}.weight", (rows, columns), (0, tp.rank * local), (rows, local))
     weight = ParameterSpec((piece,), "normal", linear.std, fused_gradient=options.add_gradient is not None)
     return weight, replicated_spec(f"{name}.bias", (rows,), "zeros", options)
 
@@ -230,7 +230,7 @@ def replicated_spec(
     """
     partial = options.sequence_parallel if partial_over_tp is None else partial_over_tp
     return ParameterSpec(
-        (Piece(name, shape, (0,) * len(shape), shape),),
+        (TensorSlice(name, shape, (0,) * len(shape), shape),),
         init,
         std,
         weight_decay=init == "normal",

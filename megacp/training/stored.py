@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megacp.checkpoint.commit import LoadedCheckpoint, peek
 from megacp.checkpoint.directory import CONFIG_FILE, traces_of_checkpoints
-from megacp.checkpoint.manifest import Manifest
+from megacp.checkpoint.manifest import CheckpointManifest
 from megacp.config.run import RunConfig, fields, flag, flatten, with_values
 from megacp.config.yaml_file import from_yaml
 from megacp.planner.vision import run_parameters
@@ -35,7 +35,7 @@ def stored_config(loaded: LoadedCheckpoint) -> RunConfig:
     return _checked(loaded.path, loaded.manifest, loaded.config_yaml)
 
 
-def _checked(folder: Path, manifest: Manifest, text: str) -> RunConfig:
+def _checked(folder: Path, manifest: CheckpointManifest, text: str) -> RunConfig:
     source = str(folder / CONFIG_FILE)
     config = from_yaml(text, source=source)
     values = flatten(config)

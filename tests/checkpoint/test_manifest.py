@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from megacp.checkpoint.commit import load_checkpoint
 from megacp.checkpoint.manifest import (
     MANIFEST_FILE,
+    CheckpointManifest,
     FileRecord,
-    Manifest,
     checksum_of,
     damage,
     hash_file,
@@ -26,9 +26,9 @@ from tests.checkpoint.test_commit import WORLD, save
 from tests.test_files import odd_file
 
 
-def written(folder: Path) -> Manifest:
+def written(folder: Path) -> CheckpointManifest:
     (folder / "data").write_bytes(b"0123456789")
-    manifest = Manifest(
+    manifest = CheckpointManifest(
         7, 3, 4, {"tp": 2, "dp": 2}, {"data": hash_file(folder / "data")}, {"samples": 12, "by": {"1": 2}}
     )
     (folder / MANIFEST_FILE).write_text(to_json(manifest))
@@ -154,7 +154,7 @@ def test_any_value_in_any_field_is_a_manifest_or_a_value_error(
 ) -> None:
     """Would catch a TypeError, an OverflowError or an AttributeError of a value that nobody thought of."""
     folder = tmp_path_factory.getbasetemp()
-    manifest = Manifest(7, 3, 4, {"tp": 2}, {"data": FileRecord(1, "0" * 64)}, {"step": 7})
+    manifest = CheckpointManifest(7, 3, 4, {"tp": 2}, {"data": FileRecord(1, "0" * 64)}, {"step": 7})
     content = json.loads(to_json(manifest))
     content.pop("checksum")
     for _ in range(data.draw(st.integers(1, 3))):
@@ -173,7 +173,7 @@ def test_any_value_in_any_field_is_a_manifest_or_a_value_error(
 
 def test_a_manifest_that_could_not_be_read_again_is_not_written() -> None:
     """Would catch a checkpoint that is committed and then found damaged: NaN, a number without an end."""
-    manifest = Manifest(7, 3, 4, {}, {})
+    manifest = CheckpointManifest(7, 3, 4, {}, {})
     for change in ({"extra": {"loss": float("nan")}}, {"step": 2**60}, {"grid": {"tp": -1}}):
         with pytest.raises(ValueError):
             to_json(dataclasses.replace(manifest, **change))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megacp.checkpoint.names import boxes_of_slice, boxes_to_load, boxes_to_save, split_range
 from megacp.data_parallel.layout import ParameterSlice
-from megacp.distributed.parameter import ParameterSpec, Piece
+from megacp.distributed.parameter import ParameterSpec, TensorSlice
 
 
 @st.composite
@@ -41,7 +41,7 @@ def test_whole_rows_are_one_box() -> None:
 
 def test_a_slice_of_a_fused_and_padded_parameter_lands_in_its_pieces() -> None:
     """Would catch padding rows that are saved, pieces mixed up, offsets of the local part forgotten."""
-    pieces = (Piece("q", (4, 3), (2, 0), (2, 3), start=0), Piece("k", (2, 6), (1, 3), (1, 3), start=2))
+    pieces = (TensorSlice("q", (4, 3), (2, 0), (2, 3), start=0), TensorSlice("k", (2, 6), (1, 3), (1, 3), start=2))
     local = torch.arange(12.0)  # [4, 3]: two rows of q, one of k, one of padding
     part = ParameterSlice(ParameterSpec(pieces), (4, 3), 4, local[4:])
     boxes = boxes_of_slice("model", part)
@@ -55,7 +55,7 @@ def test_a_slice_of_a_fused_and_padded_parameter_lands_in_its_pieces() -> None:
 
 def test_copies_are_read_but_not_written() -> None:
     """Would catch two ranks that write the same element, and a tied head that stays empty after loading."""
-    spec = ParameterSpec((Piece("w", (2,), (0,), (2,)),), counted=False)
+    spec = ParameterSpec((TensorSlice("w", (2,), (0,), (2,)),), counted=False)
     part = ParameterSlice(spec, (2,), 0, torch.zeros(2))
     assert boxes_to_save([part], {"exp_avg": [part]}) == []
     assert [b.name for b in boxes_to_load([part], {"exp_avg": [part]})] == ["model.w", "optimizer.exp_avg.w"]

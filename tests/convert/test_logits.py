@@ -14,7 +14,7 @@ import torch
 
 from megacp.commands.convert import main
 from megacp.context_parallel.shard import LocalBatch
-from megacp.convert.logits import Difference, compare, library_logits, library_model
+from megacp.convert.logits import LogitDifference, compare, library_logits, library_model
 from megacp.data.records.sample import Media
 from megacp.data.synthetic.noise import rows_for
 from megacp.data.tokenize.tokenizer import load_tokenizer
@@ -168,6 +168,6 @@ def test_tensors_that_the_library_misses_or_does_not_know_are_told(tmp_path: Pat
 
 
 def test_a_difference_is_small_only_below_its_share_of_the_largest_logit() -> None:
-    assert Difference("a", 10.0, 0.99e-3, 1.0, 3).is_small
-    assert not Difference("a", 10.0, 1.01e-3, 1.0, 3).is_small
-    assert not Difference("a", 10.0, float("inf"), 1.0, 3).is_small
+    assert LogitDifference("a", 10.0, 0.99e-3, 1.0, 3).is_small
+    assert not LogitDifference("a", 10.0, 1.01e-3, 1.0, 3).is_small
+    assert not LogitDifference("a", 10.0, float("inf"), 1.0, 3).is_small

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megacp import files
-from megacp.data.packed.manifest import FileEntry, Manifest, TokenizerInfo
+from megacp.data.packed.manifest import DatasetManifest, FileEntry, TokenizerInfo
 from megacp.data.packed.writer import Segment, SegmentUnit, ShardWriter
 
 
@@ -21,7 +21,7 @@ def write_dataset(
     seq_length: int = 32,
     pad_multiple: int = 1,
     image_rules: dict[str, Any] | None = None,
-) -> Manifest:
+) -> DatasetManifest:
     """Write shards -> packs -> segments as a finished dataset."""
     directory.mkdir(parents=True, exist_ok=True)
     entries = []
@@ -30,7 +30,7 @@ def write_dataset(
             for pack in packs:
                 writer.add_pack(pack)
             entries.append(writer.commit())
-    manifest = Manifest(
+    manifest = DatasetManifest(
         config_fingerprint="f" * 64,
         tokenizer=TokenizerInfo("byte", "0" * 64, vocab_size, eos_id=1, bos_id=None, pad_id=None),
         seq_length=seq_length,
@@ -63,7 +63,7 @@ def weighted_images(rng: np.random.Generator, count: int) -> list[list[Segment]]
     return packs
 
 
-def write_older(directory: Path, shards: Sequence[Sequence[Sequence[Segment]]], **sizes: Any) -> Manifest:
+def write_older(directory: Path, shards: Sequence[Sequence[Sequence[Segment]]], **sizes: Any) -> DatasetManifest:
     """As `write_dataset`, in format 1: without checksums."""
     manifest = write_dataset(directory, shards, **sizes)
     entries = []
@@ -76,9 +76,9 @@ def write_older(directory: Path, shards: Sequence[Sequence[Sequence[Segment]]], 
     return older
 
 
-def sign(directory: Path) -> Manifest:
+def sign(directory: Path) -> DatasetManifest:
     """Write the manifest anew with the sizes and hashes that the listed files have now."""
-    manifest = Manifest.read(directory)
+    manifest = DatasetManifest.read(directory)
     entries = []
     for entry in manifest.shards:
         found = [(file.name, *files.sha256_of(directory / entry.name / file.name)) for file in entry.files]

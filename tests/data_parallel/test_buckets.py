@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from megacp.data_parallel import buckets as module
 from megacp.data_parallel.buckets import FlatBuckets
 from megacp.distributed.grid import single_axis
-from megacp.distributed.parameter import ParameterSpec, Piece, attach
+from megacp.distributed.parameter import ParameterSpec, TensorSlice, attach
 from tests.ranks import grid, run_ranks
 
 WIDTH, DEPTH = 8, 4
@@ -29,7 +29,7 @@ class Stack(nn.Module):
         self.weights = nn.ParameterList()
         for layer in range(DEPTH):
             value = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH**0.5
-            piece = Piece(f"layers.{layer}.weight", (WIDTH, WIDTH), (0, 0), (WIDTH, WIDTH))
+            piece = TensorSlice(f"layers.{layer}.weight", (WIDTH, WIDTH), (0, 0), (WIDTH, WIDTH))
             self.weights.append(attach(nn.Parameter(value.to(dtype)), ParameterSpec((piece,))))
 
     def forward(self, x: torch.Tensor, unused: int | None = None) -> torch.Tensor:
@@ -174,7 +174,9 @@ def test_a_gradient_after_the_reduction_is_an_error_and_not_lost() -> None:
 
 def test_bfloat16_gradients_are_accumulated_in_float32() -> None:
     """Would catch accumulation in the model dtype, where 1 + 1/512 is 1."""
-    weight = attach(nn.Parameter(torch.ones(4, dtype=torch.bfloat16)), ParameterSpec((Piece("w", (4,), (0,), (4,)),)))
+    weight = attach(
+        nn.Parameter(torch.ones(4, dtype=torch.bfloat16)), ParameterSpec((TensorSlice("w", (4,), (0,), (4,)),))
+    )
     flat = FlatBuckets([nn.ParameterList([weight])], single_axis("dp_cp"), {}, 100)
     for scale in (1.0, 1 / 512, 1 / 512):
         (weight * scale).sum().backward()
@@ -186,7 +188,7 @@ def test_bfloat16_gradients_are_accumulated_in_float32() -> None:
 
 def _partial(rank: int, world_size: int) -> tuple[list[float], int]:
     place = grid(tp=2, dp=2)
-    pieces = [Piece(name, (3,), (0,), (3,)) for name in ("cut", "norm", "bias")]
+    pieces = [TensorSlice(name, (3,), (0,), (3,)) for name in ("cut", "norm", "bias")]
     specs = [
         ParameterSpec((pieces[0],)),
         *(ParameterSpec((p,), weight_decay=False, partial_over=("tp",)) for p in pieces[1:]),

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megacp.data_parallel.layout import ALIGNMENT, plan_buckets, slices_of
-from megacp.distributed.parameter import ParameterSpec, Piece, attach
+from megacp.distributed.parameter import ParameterSpec, TensorSlice, attach
 
 
 def parameter(elements: int, decay: bool = True, partial: tuple[str, ...] = (), counted: bool = True) -> nn.Parameter:
-    piece = Piece("p", (elements,), (0,), (elements,))
+    piece = TensorSlice("p", (elements,), (0,), (elements,))
     spec = ParameterSpec((piece,), weight_decay=decay, partial_over=partial, counted=counted)
     return attach(nn.Parameter(torch.zeros(elements)), spec)
 

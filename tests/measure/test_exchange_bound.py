@@ -9,16 +9,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megacp.measure.exchange_bound import Rows, least_remote_rows
+from megacp.measure.exchange_bound import PackRows, least_remote_rows
 from megacp.ops.mask import Metadata, allowed
 from tests.reference.packs import metadata, random_batch
 
 SLACK = 0.03
 
 
-def rows_of(pack: Metadata) -> Rows:
+def rows_of(pack: Metadata) -> PackRows:
     sees = allowed(pack, pack)
-    return Rows(pack.document, sees.sum(1), sees[:, pack.branch == 0].sum(1))
+    return PackRows(pack.document, sees.sum(1), sees[:, pack.branch == 0].sum(1))
 
 
 def least_by_trying(pack: Metadata, ranks: int, slack: float) -> int | None:

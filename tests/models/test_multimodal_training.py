@@ -10,7 +10,7 @@ import pytest
 from megacp.batch import PackedBatch
 from megacp.config.run import RunConfig, with_values
 from megacp.measure.parity import TOLERANCES, compare, train_rank
-from megacp.measure.parity_config import Request, prepare
+from megacp.measure.parity_config import ParityRequest, prepare
 from megacp.training.state import Progress, load
 from megacp.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
@@ -220,7 +220,7 @@ def test_frozen_towers_train_alike_under_context_parallelism(shape: dict[str, in
     flags = {**values, **{AXIS_FLAGS[axis]: size for axis, size in shape.items()}}
     world = int(np.prod(list(shape.values())))
     config = with_values(RunConfig(), flags)
-    setup = prepare(config, Request(frozenset(flags), model="tiny_vlm", mask="mixed", world_size=world))
+    setup = prepare(config, ParityRequest(frozenset(flags), model="tiny_vlm", mask="mixed", world_size=world))
     (expected,) = run_ranks(train_rank, 1, setup.reference, setup.rules, 2)
     ranks = run_ranks(train_rank, world, setup.config, setup.rules, 2)
     assert config.vision.freeze_text == setup.reference.vision.freeze_text

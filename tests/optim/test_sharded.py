@@ -11,7 +11,7 @@ from megacp.config.training import TrainingConfig
 from megacp.data_parallel.buckets import FlatBuckets
 from megacp.data_parallel.layout import ParameterSlice
 from megacp.distributed.grid import ProcessGrid, single_axis
-from megacp.distributed.parameter import ParameterSpec, Piece, attach
+from megacp.distributed.parameter import ParameterSpec, TensorSlice, attach
 from megacp.optim.sharded import ShardedAdamW
 from tests.ranks import grid, run_ranks
 from tests.reference.sharded_toy import Toy, WholeToy, local_of, values
@@ -185,7 +185,7 @@ def test_a_float32_model_is_updated_in_place_without_a_second_copy() -> None:
 def test_masters_follow_parameters_that_were_written_from_outside() -> None:
     """Would catch a model initialised after its optimizer, whose first update restores the old weights."""
     weight = attach(
-        torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)), ParameterSpec((Piece("w", (3,), (0,), (3,)),))
+        torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)), ParameterSpec((TensorSlice("w", (3,), (0,), (3,)),))
     )
     model = torch.nn.ParameterList([weight])
     world = single_axis("world")

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from megacp.distributed.parameter import ParameterSpec, Piece, attach, spec_of
+from megacp.distributed.parameter import ParameterSpec, TensorSlice, attach, spec_of
 
 VOCABULARY, HIDDEN, LAYERS, VOCABULARY_MULTIPLE = 13, 6, 2, 4
 LAYER_SHAPES = {
@@ -69,7 +69,7 @@ class Toy(nn.Module):
         rows = math.ceil(VOCABULARY / self.tp / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
         first = min(self.tp_rank * rows, VOCABULARY)
         true = min(rows, VOCABULARY - first)
-        piece = Piece("embedding.weight", (VOCABULARY, HIDDEN), (first, 0), (true, HIDDEN))
+        piece = TensorSlice("embedding.weight", (VOCABULARY, HIDDEN), (first, 0), (true, HIDDEN))
         spec = ParameterSpec((piece,), partial_over=tied, counted=counted)
         return attach(nn.Parameter(torch.zeros(rows, HIDDEN, dtype=self.dtype)), spec)
 
@@ -91,7 +91,7 @@ class Toy(nn.Module):
             if dim is not None:
                 shape[dim] //= self.tp
                 offsets[dim] = shape[dim] * self.tp_rank
-            pieces.append(Piece(name, whole, tuple(offsets), tuple(shape), start))
+            pieces.append(TensorSlice(name, whole, tuple(offsets), tuple(shape), start))
             start += shape[0]
         copied = dim is None
         spec = ParameterSpec(

@@ -20,7 +20,7 @@ from megacp.config.run import RunConfig, with_values
 from megacp.data.synthetic.mock import MockRules
 from megacp.distributed import spawn
 from megacp.measure.parity import Box, StepTrace, compare, largest_difference, train_rank
-from megacp.measure.parity_config import MAX_PARAMETERS, Request, prepare
+from megacp.measure.parity_config import MAX_PARAMETERS, ParityRequest, prepare
 from megacp.planner.vision import run_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -206,7 +206,7 @@ def test_the_one_process_is_dense_and_plain_and_the_grid_is_not_touched() -> Non
     """Would catch a reference that shares the code path under test."""
     values = {"context_parallel_size": 2, "pipeline_model_parallel_size": 2, "recompute_granularity": "full"}
     values["num_virtual_stages_per_pipeline_rank"] = 2
-    setup = prepare(with_values(RunConfig(), values), Request(frozenset(), mask="mixed"))
+    setup = prepare(with_values(RunConfig(), values), ParityRequest(frozenset(), mask="mixed"))
     assert setup.world_size == 4
     assert {name: getattr(setup.config.parallel, name) for name in values if name != "recompute_granularity"} == {
         name: value for name, value in values.items() if name != "recompute_granularity"
@@ -222,9 +222,9 @@ def test_a_huge_model_is_made_small_and_refused_only_where_flags_keep_it_huge() 
     huge = with_values(RunConfig(), {"hidden_size": 8192, "num_layers": 80, "vocab_size": 128_000})
     for sizes in ({"hidden_size", "num_layers"}, {"hidden_size", "num_layers", "vocab_size", "ffn_hidden_size"}):
         with pytest.raises(ValueError, match=f"at most {MAX_PARAMETERS / 1e6:.1f} M"):
-            prepare(huge, Request(frozenset(sizes), has_config=True))
-    assert prepare(huge, Request(frozenset(), has_config=True, model="tiny_llm")).config.model.num_layers == 4
-    small = prepare(huge, Request(frozenset(), has_config=True))
+            prepare(huge, ParityRequest(frozenset(sizes), has_config=True))
+    assert prepare(huge, ParityRequest(frozenset(), has_config=True, model="tiny_llm")).config.model.num_layers == 4
+    small = prepare(huge, ParityRequest(frozenset(), has_config=True))
     assert small.config.model.hidden_size == 64 and "--hidden-size 64 instead of 8192" in small.notes[0]
 
 
@@ -232,7 +232,7 @@ def test_a_huge_model_is_made_small_and_refused_only_where_flags_keep_it_huge() 
 def test_the_8b_example_is_checked_with_a_small_tower_of_its_own_shape_and_mixed_masks(model: str | None) -> None:
     """Would catch a size check that counts text alone, and a vision model that is checked without an image."""
     config = parse(["--config", str(ROOT / "examples" / "molmo2_8b.yaml")])
-    setup = prepare(config, Request(frozenset(), has_config=True, model=model))
+    setup = prepare(config, ParityRequest(frozenset(), has_config=True, model=model))
     assert run_parameters(setup.config) < MAX_PARAMETERS < run_parameters(config)
     vision = setup.config.vision
     assert (vision.vision_num_layers, vision.vision_hidden_size, vision.vision_feature_layers) == (3, 32, (-1, -2))
@@ -254,7 +254,7 @@ def test_every_example_is_taken_and_what_only_a_gpu_runs_is_replaced(capsys: pyt
     }
     for name in ("small.yaml", "molmo2_8b.yaml"):
         config = with_values(parse(["--config", str(ROOT / "examples" / name)]), values)
-        setup = prepare(config, Request(frozenset(), has_config=True))
+        setup = prepare(config, ParityRequest(frozenset(), has_config=True))
         notes = "\n".join(setup.notes)
         assert "--fp8 off instead of delayed: the check runs on CPUs" in notes
         assert "--attention-kernel auto instead of flex" in notes
@@ -319,7 +319,7 @@ def test_a_changed_missing_or_unknown_element_is_a_difference() -> None:
 def test_a_named_model_grows_heads_and_layers_for_a_layout_that_is_larger_than_it() -> None:
     layout = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 3, "context_parallel_size": 2}
     setup = prepare(
-        with_values(RunConfig(), {**layout, "num_virtual_stages_per_pipeline_rank": 2}), Request(frozenset())
+        with_values(RunConfig(), {**layout, "num_virtual_stages_per_pipeline_rank": 2}), ParityRequest(frozenset())
     )
     model = setup.config.model
     assert (model.query_groups, model.num_attention_heads, model.num_layers) == (8, 16, 6)

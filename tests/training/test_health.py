@@ -16,7 +16,7 @@ from megacp.checkpoint.directory import committed
 from megacp.config.health import HealthConfig
 from megacp.distributed.grid import single_axis
 from megacp.measure.parity import microbatches
-from megacp.measure.parity_config import ParitySetup, Request, prepare
+from megacp.measure.parity_config import ParityRequest, ParitySetup, prepare
 from megacp.train import main
 from megacp.training.health import Health, StepNumbers, Verdict
 from megacp.training.loss import agree
@@ -210,7 +210,7 @@ def test_a_refused_update_changes_nothing(world: int) -> None:
     if world == 4:
         values |= {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     config = with_values(RunConfig(), values)
-    setup = prepare(config, Request(frozenset(values), model="tiny_llm", world_size=world))
+    setup = prepare(config, ParityRequest(frozenset(values), model="tiny_llm", world_size=world))
     assert all(run_ranks(_refused, world, setup))
 
 

@@ -12,7 +12,7 @@ from megacp.data.images import Pixels
 from megacp.data.media.pixels import ImageError
 from megacp.data.synthetic.images import MockDecoder, MockImages
 from megacp.measure.parity import microbatches
-from megacp.measure.parity_config import ParitySetup, Request, prepare
+from megacp.measure.parity_config import ParityRequest, ParitySetup, prepare
 from megacp.training.images import image_loading, shard_strategies, without_bad_images
 from megacp.training.loss import agree
 from megacp.training.step import ParallelModel
@@ -43,7 +43,7 @@ def setup_of(shape: dict[str, int], world: int) -> ParitySetup:
     values = {f"{flags[axis]}_model_parallel_size": size for axis, size in shape.items() if axis in flags}
     values["context_parallel_size"] = shape.get("cp", 1)
     config = with_values(RunConfig(), {**values, "on_bad_image": "skip", "global_batch_size": 4})
-    return prepare(config, Request(frozenset(values), model="tiny_vlm", mask="mixed", world_size=world))
+    return prepare(config, ParityRequest(frozenset(values), model="tiny_vlm", mask="mixed", world_size=world))
 
 
 def one_step(rank: int, world: int, setup: ParitySetup, shape: dict[str, int], reference: bool) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from megacp.config.run import RunConfig, with_values
 from megacp.data.loader import DataRank
 from megacp.distributed.grid import single_axis
 from megacp.measure.parity import TOLERANCES, StepTrace, assemble, compare, microbatches, train_rank
-from megacp.measure.parity_config import ParitySetup, Request, prepare
+from megacp.measure.parity_config import ParityRequest, ParitySetup, prepare
 from megacp.training.rows import Rows
 from tests.ranks import run_ranks
 
@@ -66,7 +66,7 @@ CASES: list[Any] = [
 
 def setup_of(world: int, values: dict[str, Any]) -> ParitySetup:
     config = with_values(RunConfig(), {"cp_comm_type": "p2p", **values})
-    return prepare(config, Request(frozenset(values), model="tiny_vlm", mask="mixed", world_size=world))
+    return prepare(config, ParityRequest(frozenset(values), model="tiny_vlm", mask="mixed", world_size=world))
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from megacp.data.build.spool import Spool, Stored
 from megacp.data.media.reader import Part, Placed
 from megacp.data.packed.indexed import token_dtype
 from megacp.data.packed.writer import Segment, SegmentUnit
-from megacp.data.records.sample import Piece
+from megacp.data.records.sample import SamplePart
 from megacp.data.tokenize.tokenizer import Tokenizer
 
 
@@ -95,7 +95,7 @@ class DocumentMaker:
 
     def encode(self, records: Sequence[Sequence[Sequence[Part]]]) -> Iterator[Encoded]:
         """The ids of each record's prefix and branches, in order."""
-        pieces = [part for record in records for parts in record for part in parts if isinstance(part, Piece)]
+        pieces = [part for record in records for parts in record for part in parts if isinstance(part, SamplePart)]
         encoded = iter(self._tokenizer.encode([piece.text for piece in pieces if piece.text is not None]))
         for record in records:
             yield Encoded(self._begun([self._stretches(parts, encoded) for parts in record]))

@@ -23,7 +23,7 @@ from megacp.data.build.unit import shard_name
 from megacp.data.packed import tables
 from megacp.data.packed.checksums import with_checksums
 from megacp.data.packed.indexed import HashedFile
-from megacp.data.packed.manifest import FORMAT_VERSION, FileEntry, Manifest, ShardEntry
+from megacp.data.packed.manifest import FORMAT_VERSION, DatasetManifest, FileEntry, ShardEntry
 from megacp.data.packed.reader import PackedDataset
 from megacp.wording import listed
 
@@ -34,7 +34,7 @@ _FLAGS = {"begins_with": " (a first token of documents: build with --prepend-bos
 _MUST_AGREE = ("tokenizer", "seq_length", "pad_multiple", "image_rules", "cp_degrees")
 
 
-def _differences(name: str, first: Manifest, other: Manifest) -> list[str]:
+def _differences(name: str, first: DatasetManifest, other: DatasetManifest) -> list[str]:
     """In words what differs between a value of two manifests; of two tables, the entries that do."""
     a, b = asdict(first)[name], asdict(other)[name]
     if a == b:
@@ -50,7 +50,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 20 else text[:12] + "..."
 
 
-def merge(inputs: Sequence[str], output: str, overwrite: bool = False) -> Manifest:
+def merge(inputs: Sequence[str], output: str, overwrite: bool = False) -> DatasetManifest:
     """Copy the shards of `inputs`, in that order, into `output`, numbered anew, and write its manifest.
 
     ValueError: fewer than two inputs, all mismatches between them, a damaged input, an output that is not empty.
@@ -73,7 +73,9 @@ def merge(inputs: Sequence[str], output: str, overwrite: bool = False) -> Manife
         return _merged(inputs, manifests, directory, overwrite)
 
 
-def _merged(inputs: Sequence[str], manifests: Sequence[Manifest], directory: Path, overwrite: bool) -> Manifest:
+def _merged(
+    inputs: Sequence[str], manifests: Sequence[DatasetManifest], directory: Path, overwrite: bool
+) -> DatasetManifest:
     """The datasets of `inputs`, which fit each other, as one in `directory`."""
     first = manifests[0]
     prepare_directory(directory, overwrite)

@@ -16,7 +16,7 @@ _EVERY_SECONDS = 10.0
 
 
 @dataclass
-class Progress:
+class BuildProgress:
     """Documents, input bytes, tokens and pack places done; `total_bytes` is all of the input."""
 
     stream: TextIO

@@ -22,7 +22,7 @@ import numpy as np
 from megacp import files
 from megacp.data.build.faults import told
 from megacp.data.build.journal import REJECTS_NAME, TOKENIZER_DIRECTORY, Journal, locked, prepare_directory
-from megacp.data.build.progress import Progress
+from megacp.data.build.progress import BuildProgress
 from megacp.data.build.settings import BuildSettings, problems, tokenizer_problem
 from megacp.data.build.unit import (
     IDENTITY_DTYPE,
@@ -34,7 +34,7 @@ from megacp.data.build.unit import (
     where,
 )
 from megacp.data.build.workers import run_tasks
-from megacp.data.packed.manifest import MANIFEST_NAME, Manifest
+from megacp.data.packed.manifest import MANIFEST_NAME, DatasetManifest
 from megacp.data.packed.tables import read_table
 from megacp.data.records.read import Unit, is_plain, plan_units
 from megacp.data.records.record import Refusal
@@ -50,7 +50,7 @@ RECORDS_OF_A_SHARD = 1024
 class BuildSummary:
     """What a build did."""
 
-    manifest: Manifest
+    manifest: DatasetManifest
     results: tuple[UnitResult, ...]
     """Of all units."""
     read_bytes: int
@@ -171,7 +171,7 @@ class _Build:
         self._sizes = [sum(extent.stop - extent.start for extent in unit.extents) for unit in units]
         self._resumed = sum(self._is_done(unit) for unit in units)
         done = sum(size for unit, size in zip(units, self._sizes, strict=True) if self._is_done(unit))
-        self._progress = Progress(stream, sum(self._sizes), done)
+        self._progress = BuildProgress(stream, sum(self._sizes), done)
 
     def _is_done(self, unit: Unit) -> bool:
         result = self._journal.results.get(unit.index)
@@ -183,7 +183,7 @@ class _Build:
     def run(self) -> BuildSummary:
         started = time.monotonic()
         if (self._directory / MANIFEST_NAME).exists() and self._resumed == len(self._units):
-            manifest = Manifest.read(self._directory)
+            manifest = DatasetManifest.read(self._directory)
             self._check_refusals()
             return self._summary(manifest, time.monotonic() - started, already_complete=True)
         (self._directory / MANIFEST_NAME).unlink(missing_ok=True)  # a shard has gone: it is no finished dataset now
@@ -269,7 +269,7 @@ class _Build:
         extent = next(e for unit in self._units for e in unit.extents if e.source == source)
         return "{}:{}".format(*where(extent, int(row["line"]), offset))
 
-    def _write(self) -> Manifest:
+    def _write(self) -> DatasetManifest:
         """The files that make the directory a dataset, manifest last."""
         results = [self._journal.results[unit.index] for unit in self._units]
         rejected = _in_order(results, self._settings.input)
@@ -279,7 +279,7 @@ class _Build:
         self._journal.settle()
         rules = self._settings.image_rules
         decisive = json.dumps(_decisive(self._settings, self._tokenizer), sort_keys=True)
-        manifest = Manifest(
+        manifest = DatasetManifest(
             config_fingerprint=hashlib.sha256(decisive.encode()).hexdigest(),
             tokenizer=self._tokenizer.info(),
             seq_length=self._settings.seq_length,
@@ -294,7 +294,7 @@ class _Build:
         shutil.rmtree(self._directory / ".ids", ignore_errors=True)
         return manifest
 
-    def _summary(self, manifest: Manifest, seconds: float, already_complete: bool) -> BuildSummary:
+    def _summary(self, manifest: DatasetManifest, seconds: float, already_complete: bool) -> BuildSummary:
         results, read = tuple(self._journal.results.values()), self._progress.read_bytes
         return BuildSummary(manifest, results, read, seconds, self._resumed, already_complete, self._tokenizer.engine)
 
@@ -325,7 +325,7 @@ def kept_tokenizer(directory: str | os.PathLike[str]) -> str:
 
     ValueError when its files are not in DIRECTORY/tokenizer.
     """
-    manifest = Manifest.read(directory)
+    manifest = DatasetManifest.read(directory)
     if manifest.tokenizer.kind == "byte":
         return "byte"
     folder = Path(directory) / TOKENIZER_DIRECTORY

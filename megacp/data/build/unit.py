@@ -28,7 +28,7 @@ from megacp.data.records.jsonl import line_number
 from megacp.data.records.read import Extent, Unit, is_plain, read_extent
 from megacp.data.records.record import Record, Refusal
 from megacp.data.records.record_keys import Accepted
-from megacp.data.records.sample import Piece, RecordError, has_messages, parse_record
+from megacp.data.records.sample import RecordError, SamplePart, has_messages, parse_record
 from megacp.data.tokenize.tokenizer import Tokenizer
 
 IDENTITY_DTYPE = np.dtype([("digest", "S16"), ("source", "<i4"), ("offset", "<i8"), ("line", "<i8")])
@@ -241,7 +241,7 @@ class _UnitRun:
         )
 
     def _expanded(
-        self, texts: tuple[tuple[Piece, ...], ...], members: dict[str, bytes]
+        self, texts: tuple[tuple[SamplePart, ...], ...], members: dict[str, bytes]
     ) -> tuple[tuple[tuple[Part, ...], ...], tuple[Stored, ...]]:
         """Prefix and branches with their images as units, and where the bytes of those are kept."""
         if self._media is None or self._spool is None:
@@ -269,7 +269,7 @@ class _UnitRun:
         left = _AUDIT_CHARACTERS
         for entry in chunk:
             for piece in entry.parts[0]:
-                text = ((piece.text if isinstance(piece, Piece) else None) or "")[:left]
+                text = ((piece.text if isinstance(piece, SamplePart) else None) or "")[:left]
                 if text and self._tokenizer.disagreement([text]) is not None:
                     path, line = where(entry.extent, entry.line, entry.offset)
                     raise ValueError(

@@ -19,7 +19,7 @@ import numpy as np
 from megacp.data.media.geometry import ImageLayout, ImageRules, frame_layout, image_layout, load_pixels
 from megacp.data.media.pixels import ImageError
 from megacp.data.media.video import sample_frames, time_text, video_info, video_pixels
-from megacp.data.records.sample import Media, Piece, RecordError
+from megacp.data.records.sample import Media, RecordError, SamplePart
 from megacp.files import read_regular
 
 _SHOWN_CHARACTERS = 100
@@ -46,7 +46,7 @@ class Placed:
         return self.layout.tokens
 
 
-Part = Piece | Placed
+Part = SamplePart | Placed
 
 
 class MediaReader:
@@ -57,7 +57,9 @@ class MediaReader:
         self._root = None if root is None else os.path.realpath(root)
         self._shown_root = root
 
-    def expand(self, pieces: Iterable[Piece], members: Mapping[str, bytes], items: list[bytes]) -> tuple[Part, ...]:
+    def expand(
+        self, pieces: Iterable[SamplePart], members: Mapping[str, bytes], items: list[bytes]
+    ) -> tuple[Part, ...]:
         """`pieces` with each image and video replaced by its units and the texts between them.
 
         The bytes to store are appended to `items`. RecordError names the place in the record and what is wrong.
@@ -74,8 +76,13 @@ class MediaReader:
             for part in expanded:
                 last = parts[-1] if parts else None
                 # one text to the tokenizer, as it is in a written prompt
-                if isinstance(part, Piece) and isinstance(last, Piece) and last.text and last.weight == part.weight:
-                    parts[-1] = Piece(last.text + (part.text or ""), part.weight)
+                if (
+                    isinstance(part, SamplePart)
+                    and isinstance(last, SamplePart)
+                    and last.text
+                    and last.weight == part.weight
+                ):
+                    parts[-1] = SamplePart(last.text + (part.text or ""), part.weight)
                 else:
                     parts.append(part)
         return tuple(parts)
@@ -115,7 +122,7 @@ class MediaReader:
         parts: list[Part] = []
         for i, (seconds, item, frame) in enumerate(units):
             if text := time_text(i, seconds, self._rules):
-                parts.append(Piece(text, 0.0))
+                parts.append(SamplePart(text, 0.0))
             parts.append(Placed(layout, item, frame))
         return parts
 
@@ -196,7 +203,7 @@ def _member(name: str, members: Mapping[str, bytes]) -> str | None:
     return next((full for full in members if PurePosixPath(full).name.partition(".")[2] == name), None)
 
 
-def unnamed_members(pieces: Iterable[Piece], members: Mapping[str, bytes]) -> list[str]:
+def unnamed_members(pieces: Iterable[SamplePart], members: Mapping[str, bytes]) -> list[str]:
     """The tar members that none of a record's pieces names: they would be lost in silence."""
     media = [piece.media for piece in pieces if piece.media is not None]
     named = {str(one.value) for outer in media for one in (outer, *outer.frames) if one.source == "member"}

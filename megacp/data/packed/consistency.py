@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from megacp.data.packed.indexed import IndexedReader, token_dtype
-from megacp.data.packed.manifest import Manifest, ShardEntry
+from megacp.data.packed.manifest import DatasetManifest, ShardEntry
 from megacp.data.packed.tables import padded_lengths
 
 _MOST = np.iinfo(np.int32).max
@@ -34,7 +34,7 @@ class ShardContent(Protocol):
     image_checksums: np.ndarray | None
 
 
-def contradictions(shard: ShardContent, entry: ShardEntry, manifest: Manifest) -> list[str]:
+def contradictions(shard: ShardContent, entry: ShardEntry, manifest: DatasetManifest) -> list[str]:
     """What is wrong between the tables; a part is looked at when those that it refers to are right."""
     for part in (_count_reasons, _text_reasons, _branch_reasons, _image_reasons, _unit_reasons):
         if reasons := list(part(shard, entry, manifest)):
@@ -54,7 +54,7 @@ def _outside(name: str, table: np.ndarray, **allowed: _Values | tuple[_Values, _
             yield f"{name}.npy: row {row}: {column} is {table[column][row]}, it must be {must}"
 
 
-def _count_reasons(shard: ShardContent, entry: ShardEntry, manifest: Manifest) -> Iterator[str]:
+def _count_reasons(shard: ShardContent, entry: ShardEntry, manifest: DatasetManifest) -> Iterator[str]:
     """Numbers of rows, and types of values."""
     tokens, dtype = shard.tokens, token_dtype(manifest.num_token_ids)
     items = 0 if shard.images is None else len(shard.images)
@@ -79,7 +79,7 @@ def _count_reasons(shard: ShardContent, entry: ShardEntry, manifest: Manifest) -
             yield f"weights.idx ({shard.weights.dtype}) does not have the lengths of tokens.idx, float32"
 
 
-def _text_reasons(shard: ShardContent, entry: ShardEntry, manifest: Manifest) -> Iterator[str]:
+def _text_reasons(shard: ShardContent, entry: ShardEntry, manifest: DatasetManifest) -> Iterator[str]:
     """Packs [p] and segments [s], by the boundaries [p + 1] and lengths [s] of the token index."""
     bounds, lengths = shard.tokens.boundaries, shard.tokens.lengths.astype(np.int64)
     padded = padded_lengths(lengths, manifest.pad_multiple)
@@ -111,7 +111,7 @@ def _text_reasons(shard: ShardContent, entry: ShardEntry, manifest: Manifest) ->
         yield f"{sums[0]} true and {sums[1]} padded tokens, the manifest says {stated}"
 
 
-def _branch_reasons(shard: ShardContent, entry: ShardEntry, manifest: Manifest) -> Iterator[str]:
+def _branch_reasons(shard: ShardContent, entry: ShardEntry, manifest: DatasetManifest) -> Iterator[str]:
     """Branches [b] of a segment follow its prefix and each other without gaps, and end where it ends."""
     if not len(shard.branches):
         return
@@ -124,7 +124,7 @@ def _branch_reasons(shard: ShardContent, entry: ShardEntry, manifest: Manifest) 
     yield from _outside("branches", shard.branches, length=(np.maximum(stop - start, 1), stop - start))
 
 
-def _image_reasons(shard: ShardContent, entry: ShardEntry, manifest: Manifest) -> Iterator[str]:
+def _image_reasons(shard: ShardContent, entry: ShardEntry, manifest: DatasetManifest) -> Iterator[str]:
     """Units need an image token, stored images, and a boundary table for each planned degree."""
     if not len(shard.units):
         return
@@ -137,7 +137,7 @@ def _image_reasons(shard: ShardContent, entry: ShardEntry, manifest: Manifest) -
         yield "units.npy holds images, but there is no images.bin of bytes"
 
 
-def _unit_reasons(shard: ShardContent, entry: ShardEntry, manifest: Manifest) -> Iterator[str]:
+def _unit_reasons(shard: ShardContent, entry: ShardEntry, manifest: DatasetManifest) -> Iterator[str]:
     """Units [u] lie in the segments of their pack [p], and their running counts rise within it."""
     packs, units = shard.packs, shard.units
     owner = np.repeat(np.arange(len(packs)), packs["num_units"])  # [u]: pack of each unit

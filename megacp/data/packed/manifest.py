@@ -84,7 +84,7 @@ class ShardEntry:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class DatasetManifest:
     """The whole of manifest.json. Counts and efficiency are properties: they follow from the shards."""
 
     config_fingerprint: str
@@ -172,7 +172,7 @@ class Manifest:
         files.write_atomically(Path(directory) / MANIFEST_NAME, self.to_text().encode())
 
     @staticmethod
-    def read(directory: str | os.PathLike[str]) -> Manifest:
+    def read(directory: str | os.PathLike[str]) -> DatasetManifest:
         """Read DIRECTORY/manifest.json; ValueError names the file and what is wrong with it."""
         path = Path(directory) / MANIFEST_NAME
         try:
@@ -192,12 +192,12 @@ class Manifest:
 _DERIVED = ("num_packs", "num_segments", "num_tokens", "packing_efficiency")
 
 
-def _parse(fields: Fields) -> Manifest:
+def _parse(fields: Fields) -> DatasetManifest:
     version = fields.integer("format_version", 0)
     if not 1 <= version <= FORMAT_VERSION:
         raise ValueError(f"format_version {version}, this program reads 1 to {FORMAT_VERSION}")
     seq_length = fields.integer("seq_length", 1, LARGEST_INT32)
-    manifest = Manifest(
+    manifest = DatasetManifest(
         config_fingerprint=fields.text("config_fingerprint", SHA256, _HASH),
         tokenizer=_parse_tokenizer(fields.object("tokenizer")),
         seq_length=seq_length,

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from megacp.data.media.geometry import ImageRules
-from megacp.data.packed.manifest import MANIFEST_NAME, Manifest
+from megacp.data.packed.manifest import MANIFEST_NAME, DatasetManifest
 from megacp.data.packed.shard import Shard
 from megacp.data.row_images import PackImages
 from megacp.wording import listed
@@ -68,7 +68,7 @@ class PackedDataset:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         """Open manifest.json and look at every shard. ValueError lists all that is wrong with them."""
         self.directory = Path(directory)
-        self.manifest = Manifest.read(directory)
+        self.manifest = DatasetManifest.read(directory)
         self._stops = list(accumulate(entry.num_packs for entry in self.manifest.shards))
         self._image_patch = image_patch_of(self.directory, self.manifest)
         self._open: OrderedDict[int, Shard] = OrderedDict()
@@ -130,7 +130,7 @@ class PackedDataset:
         return shard
 
 
-def image_patch_of(directory: Path, manifest: Manifest) -> int | None:
+def image_patch_of(directory: Path, manifest: DatasetManifest) -> int | None:
     """Token id that stands where an image feature is added; None for text. ValueError: the image rules are wrong."""
     if manifest.image_rules is None:
         return None

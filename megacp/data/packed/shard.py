@@ -18,7 +18,7 @@ from megacp.data.media.shards import BOUNDARY_DTYPE
 from megacp.data.packed import tables
 from megacp.data.packed.consistency import contradictions
 from megacp.data.packed.indexed import IndexedReader
-from megacp.data.packed.manifest import CHECKSUMS_SINCE, Manifest, ShardEntry
+from megacp.data.packed.manifest import CHECKSUMS_SINCE, DatasetManifest, ShardEntry
 from megacp.data.packed.stored_file import StoredFile, crc32
 from megacp.data.row_images import PackImages
 
@@ -36,7 +36,7 @@ _SAMPLE = 4096
 class Shard:
     """One open shard: its readers and tables, checked against each other and against the manifest."""
 
-    def __init__(self, directory: Path, entry: ShardEntry, manifest: Manifest, *, known: bool = False) -> None:
+    def __init__(self, directory: Path, entry: ShardEntry, manifest: DatasetManifest, *, known: bool = False) -> None:
         """ValueError lists the files of wrong size, or the contradictions between the tables, which are not looked for
         when the shard is `known` from before.
         """
@@ -117,7 +117,7 @@ def _refuse_changed(data: bytes, built: int, path: files.StrPath, name: str) -> 
         )
 
 
-def _opened(directory: Path, entry: ShardEntry, manifest: Manifest) -> dict[str, StoredFile]:
+def _opened(directory: Path, entry: ShardEntry, manifest: DatasetManifest) -> dict[str, StoredFile]:
     """All files of a shard by name. ValueError lists those that the manifest forgot or that are not as it says."""
     names = {file.name for file in entry.files}
     if absent := sorted(_required(names, manifest) - names):
@@ -133,7 +133,7 @@ def _opened(directory: Path, entry: ShardEntry, manifest: Manifest) -> dict[str,
     return opened
 
 
-def _required(names: set[str], manifest: Manifest) -> set[str]:
+def _required(names: set[str], manifest: DatasetManifest) -> set[str]:
     """The files that a shard with these must have."""
     has_checksums = manifest.format_version >= CHECKSUMS_SINCE
     required = {"tokens.bin", "tokens.idx", "packs.npy", "segments.npy"}

@@ -15,7 +15,7 @@ import numpy as np
 
 from megacp import files
 from megacp.data.media.shards import boundary_reasons
-from megacp.data.packed.manifest import FileEntry, Manifest, ShardEntry
+from megacp.data.packed.manifest import DatasetManifest, FileEntry, ShardEntry
 from megacp.data.packed.reader import image_patch_of
 from megacp.data.packed.shard import Shard
 from megacp.data.packed.stored_file import StoredFile
@@ -34,7 +34,7 @@ def verify(directory: str | os.PathLike[str]) -> list[str]:
     """
     directory = Path(directory)
     try:
-        manifest = Manifest.read(directory)
+        manifest = DatasetManifest.read(directory)
         image_patch = image_patch_of(directory, manifest)
     except ValueError as error:
         return [str(error)]
@@ -64,7 +64,7 @@ class _Check:
 
     directory: Path
     entry: ShardEntry
-    manifest: Manifest
+    manifest: DatasetManifest
     image_patch: int | None
     first: int
 

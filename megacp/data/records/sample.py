@@ -63,7 +63,7 @@ class Media:
 
 
 @dataclass(frozen=True)
-class Piece:
+class SamplePart:
     """A stretch of text, an image or a video, or (both None) the tokenizer's end-of-document token; its loss weight."""
 
     text: str | None
@@ -76,7 +76,7 @@ class Piece:
         return self.text is None and self.media is None
 
 
-END = Piece(None, 1.0)
+END = SamplePart(None, 1.0)
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class _Rules:
 class Sample:
     """One document: `prefix`, then each of `branches` as an alternative continuation of it."""
 
-    prefix: tuple[Piece, ...]
-    branches: tuple[tuple[Piece, ...], ...] = ()
+    prefix: tuple[SamplePart, ...]
+    branches: tuple[tuple[SamplePart, ...], ...] = ()
     weight: float = 1.0
     """Multiplies the weight of every piece."""
     identity: str | None = None
@@ -112,17 +112,17 @@ def _text(value: Any, key: str) -> str:
     return value
 
 
-def _from_text(value: Any, key: str, rules: _Rules) -> list[Piece]:
+def _from_text(value: Any, key: str, rules: _Rules) -> list[SamplePart]:
     text = _text(value, key)
     if not text:
         raise RecordError(f"`{key}` is empty")
-    return [Piece(text, 1.0)]
+    return [SamplePart(text, 1.0)]
 
 
-def _from_messages(value: Any, key: str, rules: _Rules) -> list[Piece]:
+def _from_messages(value: Any, key: str, rules: _Rules) -> list[SamplePart]:
     if not isinstance(value, list) or not value:
         raise RecordError(f"`{key}` must be a list of at least one message, found {_name(value)}")
-    pieces: list[Piece] = []
+    pieces: list[SamplePart] = []
     for i, message in enumerate(value):
         where = f"{key}[{i}]"
         if not isinstance(message, dict) or "role" not in message or "content" not in message:
@@ -134,12 +134,12 @@ def _from_messages(value: Any, key: str, rules: _Rules) -> list[Piece]:
             raise RecordError(f"`{where}.role`: {problem}")
         rules.refuse_lost(message, MESSAGE_KEYS, f"`{where}`")
         learned = _message_weight(message, role, where, rules)
-        pieces.append(Piece(("\n" if i else "") + f"<|{role}|>\n", 0.0))
+        pieces.append(SamplePart(("\n" if i else "") + f"<|{role}|>\n", 0.0))
         if isinstance(content, list):
             said = _from_content(content, f"{where}.content", rules)
-            pieces += [Piece(piece.text, learned * piece.weight, piece.media) for piece in said]
+            pieces += [SamplePart(piece.text, learned * piece.weight, piece.media) for piece in said]
         elif _text(content, f"{where}.content"):
-            pieces.append(Piece(content, learned))
+            pieces.append(SamplePart(content, learned))
         if role in LEARNED_ROLES:
             pieces.append(replace(END, weight=learned))
     return pieces
@@ -155,15 +155,15 @@ def _message_weight(message: dict[str, Any], role: str, where: str, rules: _Rule
     return 0.0
 
 
-def _from_content(value: Any, key: str, rules: _Rules) -> list[Piece]:
+def _from_content(value: Any, key: str, rules: _Rules) -> list[SamplePart]:
     if not isinstance(value, list) or not value:
         raise RecordError(f"`{key}` must be a list of at least one part, found {_name(value)}")
-    pieces: list[Piece] = []
+    pieces: list[SamplePart] = []
     texts: list[str] = []
 
     def join() -> None:
         if joined := "".join(texts):
-            pieces.append(Piece(joined, 1.0))
+            pieces.append(SamplePart(joined, 1.0))
         texts.clear()
 
     for i, part in enumerate(value):
@@ -176,7 +176,7 @@ def _from_content(value: Any, key: str, rules: _Rules) -> list[Piece]:
             )
         if kind in MEDIA_TYPES:
             join()
-            pieces.append(Piece(None, 0.0, _media(part, kind, where, rules)))
+            pieces.append(SamplePart(None, 0.0, _media(part, kind, where, rules)))
         elif kind == "text":
             rules.refuse_lost(part, ("type", "text"), f"`{where}`")
             texts.append(_text(part.get("text"), f"{where}.text"))
@@ -228,14 +228,14 @@ def _frames(part: dict[str, Any], value: Any, where: str, rules: _Rules) -> Medi
     return Media("video", "frames", "", where, tuple(images), None if fps is None else float(fps))
 
 
-_FORMS: dict[str, Callable[[Any, str, _Rules], list[Piece]]] = {
+_FORMS: dict[str, Callable[[Any, str, _Rules], list[SamplePart]]] = {
     "text": _from_text,
     "messages": _from_messages,
     "content": _from_content,
 }
 
 
-def _pieces(record: dict[str, Any], rules: _Rules, where: str = "") -> list[Piece]:
+def _pieces(record: dict[str, Any], rules: _Rules, where: str = "") -> list[SamplePart]:
     # --text-key may name another form, which then is plain text; an ignored form is not there
     keys = {form: form for form in _FORMS if form not in ("text", rules.text_key, *rules.accepted.ignore_keys)}
     keys = {"text": rules.text_key, **keys}
@@ -252,10 +252,10 @@ def _pieces(record: dict[str, Any], rules: _Rules, where: str = "") -> list[Piec
     return _FORMS[present[0]](record[key], f"{where}.{key}" if where else key, rules)
 
 
-def _ended(pieces: list[Piece]) -> tuple[Piece, ...]:
+def _ended(pieces: list[SamplePart]) -> tuple[SamplePart, ...]:
     if pieces[-1].is_end:  # an assistant's last word ends the document too
         return tuple(pieces)
-    return (*pieces, Piece(None, pieces[-1].weight))
+    return (*pieces, SamplePart(None, pieces[-1].weight))
 
 
 def parse_record(record: Any, text_key: str = "text", media: bool = False, accepted: Accepted = NOTHING_MORE) -> Sample:
@@ -291,7 +291,7 @@ def has_messages(record: Any) -> bool:
     return any(each.get("messages") is not None for each in (record, *branches))
 
 
-def _branch(value: Any, i: int, rules: _Rules) -> tuple[Piece, ...]:
+def _branch(value: Any, i: int, rules: _Rules) -> tuple[SamplePart, ...]:
     where = f"branches[{i}]"
     if isinstance(value, str):
         return _ended(_from_text(value, where, rules))
@@ -304,12 +304,12 @@ def _branch(value: Any, i: int, rules: _Rules) -> tuple[Piece, ...]:
     return pieces if weight == 1.0 else tuple(replace(piece, weight=piece.weight * weight) for piece in pieces)
 
 
-def _joined(prefix: list[Piece], branch: tuple[Piece, ...], conversation: bool) -> tuple[Piece, ...]:
+def _joined(prefix: list[SamplePart], branch: tuple[SamplePart, ...], conversation: bool) -> tuple[SamplePart, ...]:
     """A branch with what stands between it and its prefix; `conversation`: both are messages."""
     if conversation:
         return (replace(branch[0], text=f"\n{branch[0].text}"), *branch[1:])
     if prefix[-1].media is not None and branch[0].weight > 0:
-        return (Piece("\n", 0.0), *branch)
+        return (SamplePart("\n", 0.0), *branch)
     return branch
 
 

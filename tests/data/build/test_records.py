@@ -17,7 +17,7 @@ from megacp.data.collate import collate
 from megacp.data.describe import statistics, statistics_text
 from megacp.data.packed.reader import PackedDataset
 from megacp.data.packed.verify import verify
-from megacp.data.records.sample import Piece
+from megacp.data.records.sample import SamplePart
 from megacp.data.tokenize.tokenizer import Tokenizer, load_tokenizer
 from megacp.generation.prompt import PromptMaker
 from tests.data.build.builds import documents, run
@@ -199,7 +199,7 @@ def test_weights_of_one_stay_unstored_where_documents_begin_with_a_token(folder:
 def test_a_prompt_begins_as_documents_do(folder: Path) -> None:
     tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
     prompt = PromptMaker(tokenizer).of_texts(["a b"])
-    parts = next(DocumentMaker(tokenizer, True, {}).encode([[[Piece("a b", 1.0)]]])).stretches
+    parts = next(DocumentMaker(tokenizer, True, {}).encode([[[SamplePart("a b", 1.0)]]])).stretches
     assert prompt.prefix.tokens.tolist() == np.concatenate([part.ids for part in parts]).tolist()
     assert prompt.prefix.tokens[0] == tokenizer.token_id("<s>")
 

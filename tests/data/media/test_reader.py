@@ -13,7 +13,7 @@ import pytest
 
 from megacp.data.media.geometry import frame_layout, image_layout
 from megacp.data.media.reader import MediaReader, Part, Placed, unnamed_members
-from megacp.data.records.sample import Piece, RecordError, parse_record
+from megacp.data.records.sample import RecordError, SamplePart, parse_record
 from tests.data.media.pictures import TINY, encoded, noise, video
 from tests.data.streams import coded, damaged
 
@@ -63,7 +63,9 @@ def expand(
 def test_an_image_may_be_given_in_every_way(root: Path, part: dict[str, Any]) -> None:
     content = [{"type": "text", "text": "see "}, {"type": "image", **part}, {"type": "text", "text": "!"}]
     (text, placed, after, end), items = expand(content, root, {"d/1.png": PICTURE})
-    assert (text, after) == (Piece("see ", 1.0), Piece("!", 1.0)) and isinstance(end, Piece) and end.is_end
+    assert (
+        (text, after) == (SamplePart("see ", 1.0), SamplePart("!", 1.0)) and isinstance(end, SamplePart) and end.is_end
+    )
     assert isinstance(placed, Placed) and items == [PICTURE] and (placed.item, placed.frame) == (0, -1)
     assert placed.tokens.tolist() == image_layout(30, 20, TINY).tokens.tolist()
 
@@ -73,13 +75,13 @@ def test_a_video_is_its_frames_with_their_times_between(root: Path) -> None:
     pieces = parse_record({"messages": messages}, media=True).prefix
     items: list[bytes] = []
     parts = MediaReader(TINY, str(root)).expand(pieces, {}, items)
-    texts = [part.text for part in parts if isinstance(part, Piece)]
+    texts = [part.text for part in parts if isinstance(part, SamplePart)]
     # the first time joins the text before it, as in a prompt that is written out
     assert texts[:4] == ["<|user|>\n", "now0.0 ", " 0.2 ", " 0.5 "]
     placed = [part for part in parts if isinstance(part, Placed)]
     assert [part.frame for part in placed] == list(range(12)) and {part.item for part in placed} == {0}
     assert len(items) == 1 and all(part.layout is frame_layout(TINY) for part in placed)
-    assert not any(part.weight for part in parts if isinstance(part, Piece))
+    assert not any(part.weight for part in parts if isinstance(part, SamplePart))
 
 
 def test_frames_given_as_images_are_items_of_one_frame_each(root: Path) -> None:
@@ -87,7 +89,7 @@ def test_frames_given_as_images_are_items_of_one_frame_each(root: Path) -> None:
     parts, items = expand([{"type": "video", "frames": frames, "fps": 0.5}], root)
     placed = [part for part in parts if isinstance(part, Placed)]
     assert [(part.item, part.frame) for part in placed] == [(0, 0), (1, 0)] and items == [PICTURE] * 2
-    assert [part.text for part in parts if isinstance(part, Piece)] == ["0.0 ", " 2.0 ", None]
+    assert [part.text for part in parts if isinstance(part, SamplePart)] == ["0.0 ", " 2.0 ", None]
 
 
 BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megacp.data.build.merge import merge
-from megacp.data.packed.manifest import Manifest
+from megacp.data.packed.manifest import DatasetManifest
 from megacp.data.packed.reader import PackedDataset
 from megacp.data.packed.verify import verify
 from tests.data.datasets import (
@@ -172,8 +172,8 @@ def test_a_dataset_without_checksums_opens_and_says_what_is_not_checked(tmp_path
     packs = random_packs(np.random.default_rng(0), 3)
     older, newer = write_older(tmp_path / "older", [packs]), write_dataset(tmp_path / "newer", [packs])
     text = (tmp_path / "older/manifest.json").read_text()
-    assert "checksum" not in text and Manifest.read(tmp_path / "older").to_text() == text
-    assert older.fingerprint == Manifest.read(tmp_path / "older").fingerprint != newer.fingerprint
+    assert "checksum" not in text and DatasetManifest.read(tmp_path / "older").to_text() == text
+    assert older.fingerprint == DatasetManifest.read(tmp_path / "older").fingerprint != newer.fingerprint
     dataset = PackedDataset(tmp_path / "older")
     assert np.array_equal(dataset.pack(1).tokens, PackedDataset(tmp_path / "newer").pack(1).tokens)
     assert "without checksums of packs" in older.unchecked and not newer.unchecked
@@ -188,5 +188,5 @@ def test_merging_older_datasets_gives_them_checksums(tmp_path: Path) -> None:
         write(tmp_path / name, [packs], image_rules=IMAGE_RULES)
     merge([str(tmp_path / name) for name in "ab"], str(tmp_path / "new"))
     merge([str(tmp_path / name) for name in "cd"], str(tmp_path / "old"))
-    assert Manifest.read(tmp_path / "new").shards == Manifest.read(tmp_path / "old").shards
+    assert DatasetManifest.read(tmp_path / "new").shards == DatasetManifest.read(tmp_path / "old").shards
     assert verify(tmp_path / "old") == []

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from megacp.data.build.journal import Journal
 from megacp.data.packed import tables
-from megacp.data.packed.manifest import Manifest
+from megacp.data.packed.manifest import DatasetManifest
 from megacp.data.packed.reader import OPEN_SHARDS, PackedDataset
 from megacp.data.packed.verify import verify
 from tests.data.build.builds import run, write_records
@@ -152,8 +152,8 @@ def test_any_value_in_any_place_of_a_manifest_is_a_value_error_that_names_it(tmp
         told(path, json.dumps(changed).encode(), lambda: PackedDataset(tmp_path), name)
 
     check()
-    told(path, b"[" * 200_000, lambda: Manifest.read(tmp_path), "manifest.json")
-    told(path, b'{"a":' * 100_000, lambda: Manifest.read(tmp_path), "manifest.json")
+    told(path, b"[" * 200_000, lambda: DatasetManifest.read(tmp_path), "manifest.json")
+    told(path, b'{"a":' * 100_000, lambda: DatasetManifest.read(tmp_path), "manifest.json")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacp.data.packed.manifest import Manifest
+from megacp.data.packed.manifest import DatasetManifest
 from megacp.data.packed.reader import PackedDataset
 from tests.data.datasets import random_packs, write_dataset
 
@@ -22,9 +22,9 @@ def dataset_path(tmp_path: Path) -> Path:
 
 
 def test_manifest_round_trips_and_its_text_is_canonical(dataset_path: Path) -> None:
-    manifest = Manifest.read(dataset_path)
+    manifest = DatasetManifest.read(dataset_path)
     text = (dataset_path / "manifest.json").read_text()
-    assert manifest.to_text() == text and Manifest.read(dataset_path) == manifest
+    assert manifest.to_text() == text and DatasetManifest.read(dataset_path) == manifest
     assert json.loads(text)["num_packs"] == 10
     assert dataclasses.replace(manifest, seq_length=33).fingerprint != manifest.fingerprint
 
@@ -44,7 +44,7 @@ def test_a_manifest_that_is_wrong_says_where(dataset_path: Path, change: dict[st
     path = dataset_path / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ValueError, match=rf"manifest\.json: .*{message}"):
-        Manifest.read(dataset_path)
+        DatasetManifest.read(dataset_path)
 
 
 def test_a_manifest_cut_short_missing_or_pointing_elsewhere_is_refused(dataset_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_manifest_cut_short_missing_or_pointing_elsewhere_is_refused(dataset_p
     with pytest.raises(ValueError, match=r"`shards\[0\]\.name` is '\.\./shard_00000', it must be a plain name"):
         PackedDataset(dataset_path)
     path.write_text(text)
-    manifest = Manifest.read(dataset_path)
+    manifest = DatasetManifest.read(dataset_path)
     first = dataclasses.replace(manifest.shards[0], files=manifest.shards[0].files[1:])
     dataclasses.replace(manifest, shards=(first, *manifest.shards[1:])).write(dataset_path)
     with pytest.raises(ValueError, match=r"does not list \['checksums.npy'\]"):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megacp.data.records.record_keys import FOR_PROMPTS, Accepted
-from megacp.data.records.sample import END, Piece, RecordError, parse_record
+from megacp.data.records.sample import END, RecordError, SamplePart, parse_record
 
 CORPORA: dict[str, dict[str, Any]] = {
     "web": {"dump": "CC", "url": "u", "date": "d", "file_path": "p", "language": "en", "language_score": 0.9},
@@ -25,7 +25,7 @@ CORPORA: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CORPORA)
 def test_ordinary_metadata_may_stand_beside_the_text(name: str) -> None:
     """Would catch a corpus that nobody can read without a list of flags."""
-    assert parse_record({"text": "a", **CORPORA[name]}).prefix == (Piece("a", 1.0), END)
+    assert parse_record({"text": "a", **CORPORA[name]}).prefix == (SamplePart("a", 1.0), END)
 
 
 LOST = {
@@ -68,7 +68,7 @@ def test_all_keys_of_a_record_that_would_be_lost_are_told_at_once() -> None:
 
 def test_a_pattern_covers_what_does_not_look_like_content() -> None:
     pattern = Accepted(("my_*",))
-    assert parse_record({"text": "a", "my_note": "s"}, accepted=pattern).prefix == (Piece("a", 1.0), END)
+    assert parse_record({"text": "a", "my_note": "s"}, accepted=pattern).prefix == (SamplePart("a", 1.0), END)
     for key in ("my_image", "my_answer"):
         with pytest.raises(RecordError, match=f"`{key}` looks like content"):
             parse_record({"text": "a", key: "s"}, accepted=pattern)
@@ -146,7 +146,7 @@ def test_a_record_that_is_asked_may_have_any_metadata_but_nothing_that_would_be_
     sample = parse_record({"messages": [{"role": "human", "content": "a"}, answer], "zzz": 1}, accepted=FOR_PROMPTS)
     assert [piece.weight for piece in sample.prefix] == [0.0, 0.0, 0.0, 1.0, 1.0]
     sample = parse_record({"text": "a", "branches": [{"text": "b", "weight": 0}]}, accepted=FOR_PROMPTS)
-    assert sample.branches == ((Piece("b", 1.0), END),)
+    assert sample.branches == ((SamplePart("b", 1.0), END),)
     with pytest.raises(RecordError, match="`images` looks like content"):
         parse_record({"text": "a", "images": ["b.png"]}, accepted=FOR_PROMPTS)
     with pytest.raises(RecordError, match="'gpt' is none of the roles"):

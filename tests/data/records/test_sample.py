@@ -7,22 +7,22 @@ from typing import Any
 
 import pytest
 
-from megacp.data.records.sample import END, Media, Piece, RecordError, decode_json, parse_record
+from megacp.data.records.sample import END, Media, RecordError, SamplePart, decode_json, parse_record
 
 
 def test_a_text_record_is_its_text_and_the_end_of_document() -> None:
     sample = parse_record({"text": "a b", "id": 7, "weight": 2, "url": "ignored"})
-    assert sample.prefix == (Piece("a b", 1.0), END)
+    assert sample.prefix == (SamplePart("a b", 1.0), END)
     assert (sample.identity, sample.weight, sample.branches) == ("7", 2.0, ())
 
 
 def test_only_what_an_assistant_says_and_its_end_is_learned() -> None:
     messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
     assert parse_record({"messages": messages}).prefix == (
-        Piece("<|user|>\n", 0.0),
-        Piece("2+2?", 0.0),
-        Piece("\n<|assistant|>\n", 0.0),
-        Piece("4", 1.0),
+        SamplePart("<|user|>\n", 0.0),
+        SamplePart("2+2?", 0.0),
+        SamplePart("\n<|assistant|>\n", 0.0),
+        SamplePart("4", 1.0),
         END,
     )
 
@@ -30,20 +30,20 @@ def test_only_what_an_assistant_says_and_its_end_is_learned() -> None:
 def test_a_conversation_that_ends_with_a_user_ends_without_loss() -> None:
     messages = [{"role": "assistant", "content": "Hi"}, {"role": "user", "content": [{"type": "text", "text": "bye"}]}]
     pieces = parse_record({"messages": messages}).prefix
-    assert pieces[-2:] == (Piece("bye", 0.0), Piece(None, 0.0))
+    assert pieces[-2:] == (SamplePart("bye", 0.0), SamplePart(None, 0.0))
     assert sum(piece.weight for piece in pieces) == 2.0
 
 
 def test_the_texts_of_content_are_joined() -> None:
     record = {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
-    assert parse_record(record).prefix == (Piece("ab", 1.0), END)
+    assert parse_record(record).prefix == (SamplePart("ab", 1.0), END)
 
 
 def test_images_stand_where_they_are_named_and_are_not_learned() -> None:
     picture, words = {"type": "image", "path": "a.png"}, {"type": "text", "text": "x"}
     media = Media("image", "path", "a.png", "content[2].path")
     pieces = parse_record({"content": [words, words, picture]}, media=True).prefix
-    assert pieces == (Piece("xx", 1.0), Piece(None, 0.0, media), Piece(None, 0.0))
+    assert pieces == (SamplePart("xx", 1.0), SamplePart(None, 0.0, media), SamplePart(None, 0.0))
     messages = [{"role": "assistant", "content": [picture, words]}]
     pieces = parse_record({"messages": messages}, media=True).prefix
     assert [piece.weight for piece in pieces] == [0.0, 0.0, 1.0, 1.0] and pieces[-1] == END
@@ -52,8 +52,11 @@ def test_images_stand_where_they_are_named_and_are_not_learned() -> None:
 def test_branches_continue_the_record_which_itself_does_not_end() -> None:
     record = {"text": "Q", "branches": ["A1", {"messages": [{"role": "assistant", "content": "A2"}]}]}
     sample = parse_record(record)
-    assert sample.prefix == (Piece("Q", 1.0),)
-    assert sample.branches == ((Piece("A1", 1.0), END), (Piece("<|assistant|>\n", 0.0), Piece("A2", 1.0), END))
+    assert sample.prefix == (SamplePart("Q", 1.0),)
+    assert sample.branches == (
+        (SamplePart("A1", 1.0), END),
+        (SamplePart("<|assistant|>\n", 0.0), SamplePart("A2", 1.0), END),
+    )
 
 
 def test_a_branch_of_messages_goes_on_as_in_one_conversation() -> None:
@@ -67,12 +70,12 @@ def test_a_branch_of_messages_goes_on_as_in_one_conversation() -> None:
 def test_learned_text_after_an_image_begins_with_a_newline_that_is_not_learned() -> None:
     """Would catch captions whose first word nothing predicts."""
     picture, words = {"type": "image", "path": "a.png"}, {"type": "text", "text": "x"}
-    line = Piece("\n", 0.0)
+    line = SamplePart("\n", 0.0)
     asked = {"messages": [{"role": "user", "content": "?"}]}
     sample = parse_record({"content": [words, picture], "branches": ["a cat", {"content": [words]}, asked]}, media=True)
-    assert [branch[0] for branch in sample.branches] == [line, line, Piece("<|user|>\n", 0.0)]
+    assert [branch[0] for branch in sample.branches] == [line, line, SamplePart("<|user|>\n", 0.0)]
     assert parse_record({"content": [picture, words], "branches": ["a"]}, media=True).branches == (
-        (Piece("a", 1.0), END),
+        (SamplePart("a", 1.0), END),
     )
 
 
