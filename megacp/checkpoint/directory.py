@@ -22,6 +22,8 @@ from megacp.files import open_regular, read_regular, rename, sync_folder, write_
 LATEST_FILE = "latest"
 CONFIG_FILE = "config.yaml"
 _MOST_LATEST = 4096
+_LOOKS = 10
+"""At a directory that has a `latest` and no checkpoint."""
 _STEP = re.compile(r"step_\d{7,}(\.\d+)?")
 _TEMPORARY = re.compile(r"(step_\d{7,}(\.\d+)?|latest)\.tmp-[0-9a-f]{8}")
 
@@ -38,6 +40,15 @@ def temporary(root: Path, base: str) -> Path:
 
 def step_folders(directory: Path) -> tuple[list[Path], list[Path]]:
     """Step directories with a whole manifest, newest first, and those whose manifest is missing or damaged."""
+    whole, damaged = _listed(directory)
+    for _ in range(_LOOKS):
+        if whole or damaged or not (directory / LATEST_FILE).exists():
+            break
+        whole, damaged = _listed(directory)  # a running job removed the one that was listed, after it made the next
+    return whole, damaged
+
+
+def _listed(directory: Path) -> tuple[list[Path], list[Path]]:
     serials: dict[Path, int] = {}
     damaged = []
     for folder in sorted(directory.iterdir()) if directory.is_dir() else []:

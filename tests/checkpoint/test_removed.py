@@ -38,6 +38,24 @@ def test_what_is_removed_while_it_is_verified_is_not_taken_for_damaged(
     assert (loaded.step, loaded.passed_over, loaded.rejected) == (2, (), ())
 
 
+def test_what_is_removed_while_the_directory_is_listed_does_not_leave_it_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch `there is no committed checkpoint` in a directory that always has one."""
+    save(tmp_path, 1)
+    real = Path.iterdir
+
+    def iterdir(folder: Path) -> Any:
+        found = list(real(folder))
+        if folder / "step_0000001" in found and folder == tmp_path:
+            monkeypatch.setattr(Path, "iterdir", real)
+            save(tmp_path, 2, keep_last=1)  # the running job
+        return iter(found)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    assert load_checkpoint(tmp_path, WORLD).step == 2
+
+
 def test_a_step_that_was_asked_for_and_is_removed_is_one_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
