@@ -27,6 +27,14 @@ from megacp.config.vision import VisionConfig
 Value = bool | int | float | str | tuple[float, ...] | None
 """What a flag can hold."""
 
+ON_CPU: dict[str, Value] = {
+    "attention_kernel": "auto",
+    "transformer_impl": "native",
+    "fp8": "off",
+    "cross_entropy_fusion_impl": "native",
+}
+"""Replacements of choices that only a GPU can run."""
+
 
 @dataclass(frozen=True)
 class RunConfig:

@@ -19,7 +19,7 @@ import torch
 
 from megacp.batch import PackedBatch
 from megacp.checkpoint.commit import again_when_removed, load_checkpoint
-from megacp.config.run import RunConfig, Value, with_values
+from megacp.config.run import ON_CPU, RunConfig, Value, with_values
 from megacp.context_parallel.layout import select_layout
 from megacp.context_parallel.shard import shard_batch
 from megacp.data.media.geometry import ImageRules
@@ -41,6 +41,7 @@ _ONE_PROCESS: dict[str, Value] = {
     "dynamic_context_parallel": False,
     "cp_layout": "contiguous",
     "load": None,
+    **ON_CPU,
 }
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megacp.config.checks.check import require
-from megacp.config.run import RunConfig, Value, fields, flag, flatten, with_values
+from megacp.config.run import ON_CPU, RunConfig, Value, fields, flag, flatten, with_values
 from megacp.data.packed.manifest import MANIFEST_NAME
 from megacp.data.synthetic.mock import MockRules
 from megacp.ops.kernels import kernel_problem
@@ -39,13 +39,6 @@ _SET_ASIDE: dict[str, Value] = {
     "world_size": None,
 }
 """Flags that are no part of a step, besides those of `checkpoint` and `log`."""
-_ON_CPU: dict[str, Value] = {
-    "attention_kernel": "auto",
-    "transformer_impl": "native",
-    "fp8": "off",
-    "cross_entropy_fusion_impl": "native",
-}
-"""Replacements of choices that only a GPU can run."""
 MOST_ROW_TOKENS = 4096
 """Tokens of a stored row: one process holds heads x T x T scores of it in float64, 1 GiB at 8 heads."""
 _SIZES: dict[str, int] = {
@@ -192,7 +185,7 @@ def _aside() -> dict[str, Value]:
 def _on_cpu(config: RunConfig, notes: list[str]) -> RunConfig:
     """The config with its GPU-only choices replaced; each change is told."""
     before = flatten(config)
-    wanted = dict(_ON_CPU)
+    wanted = dict(ON_CPU)
     if kernel_problem(config.training.attention_kernel, "cpu", "float64") is None:
         wanted.pop("attention_kernel")
     for name, value in wanted.items():

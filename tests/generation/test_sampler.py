@@ -15,7 +15,7 @@ import torch
 from megacp import train
 from megacp.checkpoint.commit import load_checkpoint
 from megacp.commands import convert, generate, preprocess
-from megacp.config.run import RunConfig, flag, flatten, with_values
+from megacp.config.run import RunConfig, Value, flag, flatten, with_values
 from megacp.data.collate import collate
 from megacp.data.images import ImageLoading
 from megacp.data.media.decoding import RulesDecoder
@@ -27,6 +27,7 @@ from megacp.generation.sampler import Generator, Sampling
 from megacp.measure.parity_config import MODELS
 from megacp.train import main
 from megacp.training.state import Progress, first_token, other_meaning
+from megacp.training.stored import stored_config
 from tests.data.build.builds import run as build
 from tests.data.media.pictures import TINY
 from tests.training.test_vision_dataset import image_part
@@ -87,6 +88,16 @@ def generator(trained: Path) -> Generator:
 def prompts_of(generator: Generator) -> list[Prompt]:
     maker = PromptMaker(load_tokenizer("byte"), generator.image_rules(None))
     return [maker.of_record(record) for record in RECORDS]
+
+
+def test_a_checkpoint_of_a_run_on_gpus_answers_on_a_cpu(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch layers and kernels that the run chose and this machine has not."""
+    gpu: dict[str, Value] = {"transformer_impl": "transformer_engine", "fp8": "delayed", "attention_kernel": "flex"}
+    gpu["cross_entropy_fusion_impl"] = "te"
+    monkeypatch.setattr(
+        "megacp.generation.sampler.stored_config", lambda loaded: with_values(stored_config(loaded), gpu)
+    )
+    assert Generator(str(trained / "run")).config.training.transformer_impl == "native"
 
 
 @pytest.mark.slow
