@@ -54,7 +54,7 @@ class VisionInputs:
     pooling: np.ndarray
     """int64 [m, window] of the pooled tokens of those crops: indices into patches.flatten(0, 1), -1 = outside."""
     strategy: str = ""
-    """How `boundaries` was found: stored, computed, uniform or longest_first."""
+    """How `boundaries` was found: stored, computed, uniform, longest_first or replicate."""
     unit_order: np.ndarray | None = None
     """int64 [u]: the units in the order in which `boundaries` counts them; None = as they stand in the row."""
     bad_documents: tuple[tuple[int, str], ...] = ()

@@ -55,9 +55,10 @@ class ParallelConfig:
     """How features of images reach the cp ranks that hold their tokens: routed sends each to the one rank that needs
     it, all_gather sends all to everybody (simpler, about cp times the bytes)."""
 
-    vision_shards: Literal["contiguous", "longest_first"] = "contiguous"
+    vision_shards: Literal["contiguous", "longest_first", "replicate"] = "contiguous"
     """Which images a cp rank encodes: contiguous ranges with the least largest cost, from the dataset's tables where
-    they are stored; longest_first deals image by image, the costliest first (better balanced)."""
+    they are stored; longest_first deals image by image, the costliest first (better balanced); replicate lets each rank
+    encode all images of its row and sends no features (for few images)."""
 
     cp_calibration: str | None = None
     """JSON file with what --cp-comm-type auto has measured of the machine (default: in the user's cache folder)."""

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from megacp.batch import VisionInputs
-from megacp.data.media.shards import image_shards
+from megacp.data.media.shards import REPLICATE, image_shards
 from megacp.distributed.differentiable import copy_to, exchange, gather_from
 from megacp.distributed.grid import Axis
 from megacp.ops.to_device import to_device
@@ -62,6 +62,25 @@ class FeatureRoutes:
         return np.argsort(np.argsort(self.source[self.arriving], kind="stable"), kind="stable")
 
 
+def own_routes(indices: np.ndarray, places: np.ndarray, cp_rank: int) -> FeatureRoutes:
+    """Routes of a rank that encodes every feature itself, for features at `places [n]` of a row dealt as `[cp, t]`."""
+    cp = len(indices)
+    target, row = _holders(indices, places)
+    counts = np.zeros((cp, cp), np.int64)
+    counts[cp_rank, cp_rank] = len(places)
+    return FeatureRoutes(
+        cp_rank, np.full(len(places), cp_rank), np.arange(len(places)), target, row, len(places), counts
+    )
+
+
+def _holders(indices: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [n] twice: the rank that holds each of `places`, and its local index there, for `indices [cp, t]`."""
+    holder = np.empty(indices.size, np.int64)  # of each token of the row: rank x t + local index
+    holder[indices.reshape(-1)] = np.arange(indices.size)
+    rank, local = np.divmod(holder[places], indices.shape[1])
+    return rank, local
+
+
 def feature_routes(
     indices: np.ndarray, places: np.ndarray, boundaries: np.ndarray, cp_rank: int, order: np.ndarray | None = None
 ) -> FeatureRoutes:
@@ -70,13 +89,11 @@ def feature_routes(
     `order` int64 [n]: the features as the table counts them; None = as they stand in the row. ValueError when the table
     does not hold as many features as there are places.
     """
-    cp, local = indices.shape
+    cp = len(indices)
     starts, stops = boundaries["start_pool_idx"].astype(np.int64), boundaries["end_pool_idx"].astype(np.int64)
     if int((stops - starts).sum()) != len(places):
         raise ValueError(f"{int((stops - starts).sum())} image features for {len(places)} image-patch tokens")
-    holder = np.empty(indices.size, np.int64)  # of each token of the row: rank x t + local index
-    holder[indices.reshape(-1)] = np.arange(indices.size)
-    target, row = np.divmod(holder[places], local)
+    target, row = _holders(indices, places)
     number = np.arange(len(places)) if order is None else order
     source, position = np.empty(len(places), np.int64), np.empty(len(places), np.int64)
     source[number] = np.repeat(np.arange(cp), stops - starts)
@@ -106,6 +123,11 @@ def gathered(features: torch.Tensor, routes: FeatureRoutes, axis: Axis) -> torch
     everything = gather_from(padded, axis)  # [largest, h] -> [cp * largest, h]
     mine = routes.arriving
     return everything.index_select(0, _index(routes.source[mine] * routes.largest + routes.position[mine], features))
+
+
+def kept(features: torch.Tensor, routes: FeatureRoutes, axis: Axis) -> torch.Tensor:
+    """The rank takes the features of its tokens. It encoded all of them, so no message is sent."""
+    return features.index_select(0, _index(routes.position[routes.arriving], features))
 
 
 def _index(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
@@ -173,20 +195,18 @@ def local_vision(vision: VisionInputs, indices: np.ndarray, axis: Axis, exchange
     """This rank's share of a row's images, on the host, for tokens dealt as `indices [cp, t]`.
 
     `exchange` names a row of EXCHANGES. Without a boundary table for just these ranks it is computed from the bounds,
-    as the loader would have.
+    as the loader would have. Features that every rank encodes are not exchanged.
     """
+    patches, pooling = torch.from_numpy(vision.patches), torch.from_numpy(vision.pooling)
+    if vision.strategy == REPLICATE:
+        return LocalVision(patches, pooling, own_routes(indices, vision.feature_rows, axis.rank), axis, kept)
     boundaries, units = vision.boundaries, vision.unit_order
     if boundaries is None or len(boundaries) != axis.size:
         bounds = vision.cum_crop_bounds, vision.cum_token_pooling_bounds
         boundaries, units = image_shards(bounds, axis.size).boundaries, None
     order = None if units is None else _features_of(units, vision.cum_token_pooling_bounds)
-    return LocalVision(
-        torch.from_numpy(vision.patches),
-        torch.from_numpy(vision.pooling),
-        feature_routes(indices, vision.feature_rows, boundaries, axis.rank, order),
-        axis,
-        EXCHANGES[exchange],
-    )
+    routes = feature_routes(indices, vision.feature_rows, boundaries, axis.rank, order)
+    return LocalVision(patches, pooling, routes, axis, EXCHANGES[exchange])
 
 
 def _features_of(units: np.ndarray, cum_pooled: np.ndarray) -> np.ndarray:

@@ -20,13 +20,22 @@ import numpy as np
 
 from megacp.batch import PackedBatch, VisionInputs
 from megacp.data.media.pixels import ImageError
-from megacp.data.media.shards import ImageShards, VisionCost, image_shards, longest_first, unit_costs
+from megacp.data.media.shards import (
+    REPLICATE,
+    ImageShards,
+    VisionCost,
+    image_shards,
+    longest_first,
+    replicated,
+    unit_costs,
+)
 from megacp.data.packed.reader import Pack
 from megacp.data.row_images import ImageCountError, PackImages, RowUnits, spans, vision_inputs
 
 BAD_IMAGE_POLICIES = ("fail", "skip")
 """Values of `--on-bad-image`."""
-STRATEGIES = ("stored", "computed", "uniform", "longest_first")
+STRATEGIES = ("stored", "computed", "uniform", "longest_first", REPLICATE)
+"""Ways of dealing images to ranks."""
 
 Pixels = tuple[np.ndarray, np.ndarray]
 """float32 [c, patches of a crop, patch_dim]; int64 [pooled tokens, window] into its patches, -1 = outside."""
@@ -61,7 +70,8 @@ class ImageLoading:
     on_bad_image: str = "fail"
     """fail: the run ends; skip: the document is dropped."""
     strategy: str = "stored"
-    """The first strategy to try: stored tables, the function on the bounds, equal counts of units; or longest_first."""
+    """The first strategy to try: stored tables, the function on the bounds, equal counts of units; or longest_first, or
+    replicate."""
     cost: VisionCost | None = None
     """What longest_first weighs units by; None weighs crops, as the stored tables do."""
 
@@ -134,7 +144,7 @@ def _with_pixels(
         vision,
         boundaries=shards.boundaries,
         strategy=shards.strategy,
-        first_crop=int(shards.boundaries["start_image_idx"][loading.cp_rank]) if len(mine) else 0,
+        first_crop=shards.first_crop(loading.cp_rank) if len(mine) else 0,
         unit_order=shards.order,
         patches=patches,
         pooling=pooling,
@@ -145,6 +155,8 @@ def _with_pixels(
 def _shards(images: Sequence[PackImages], units: RowUnits, loading: ImageLoading) -> ImageShards:
     """Who encodes what, by the strategy of `loading` or the first after it that can."""
     bounds = units.cum_crops, units.cum_pooled
+    if loading.strategy == REPLICATE:
+        return replicated(*bounds)
     if loading.strategy == "longest_first":
         costs = None if loading.cost is None else unit_costs(*bounds, loading.cost)
         return longest_first(*bounds, loading.cp_size, costs)

@@ -222,6 +222,8 @@ def vision_context_bytes(config: RunConfig, rows: Sequence[RowImages], ranks: in
     """Over the ranks that hold a row's tokens: features out, their gradients back unless all below is frozen."""
     v, size = config.vision, config.training.element_bytes * config.model.hidden_size
     trained = not (v.freeze_vision and v.freeze_connector)
+    if config.parallel.vision_shards == "replicate":
+        return 0
     if config.parallel.vision_feature_exchange == "all_gather":
         return sum((1 + trained) * (ranks - 1) * row.largest * size for row in rows)
     return sum((row.sent + trained * row.received) * size for row in rows)

@@ -145,8 +145,9 @@ def vision_activations(config: RunConfig, size: int, wide: int) -> int:
     those of the model's dtype and of statistics. A frozen tower keeps nothing.
     """
     v, granularity = config.vision, config.training.recompute_granularity
-    packs, cp = config.training.micro_batch_size, config.parallel.context_parallel_size
-    crops, pooled = (-(-packs * count // cp) for count in planned_images(config))
+    packs, p = config.training.micro_batch_size, config.parallel
+    sharers = 1 if p.vision_shards == "replicate" else p.context_parallel_size
+    crops, pooled = (-(-packs * count // sharers) for count in planned_images(config))
     total = 0
     if not (v.freeze_vision and v.freeze_connector):
         total += pooled * connector_activations(config) * size

@@ -48,7 +48,7 @@ def image_loading(
         rows.axis.size,
         decodes=grid.pp.rank == 0,
         on_bad_image=config.data.on_bad_image,
-        strategy="longest_first" if config.parallel.vision_shards == "longest_first" else strategy,
+        strategy=strategy if config.parallel.vision_shards == "contiguous" else config.parallel.vision_shards,
         cost=vision_cost(config),
     )
 
@@ -61,7 +61,7 @@ def vision_cost(config: RunConfig) -> VisionCost:
 
 
 def shard_strategies(batches: Sequence[PackedBatch]) -> set[str]:
-    """How the images of these rows were dealt to the ranks: `stored`, `computed`, `uniform`; empty without images."""
+    """How the images of these rows were dealt to the ranks: see `STRATEGIES`; empty without images."""
     return {batch.vision.strategy for batch in batches if batch.vision is not None and batch.vision.num_crops}
 
 

@@ -75,6 +75,11 @@ CONTRADICTIONS = [
     ({"keep_last": 2, "async_save": True}, 1, ["--keep-last 2, --async-save needs --save,"]),
     ({"auto_resume": True}, 1, ["--auto-resume needs --save,"]),
     ({"finetune": True}, 1, ["--finetune needs --load"]),
+    (
+        {"vision_shards": "replicate", "vision_feature_exchange": "all_gather"},
+        1,
+        ["--vision-shards replicate sends no features", "--vision-feature-exchange all_gather"],
+    ),
     ({"exit_duration": 0.0}, 1, ["--exit-duration: got 0.0, it must be above 0"]),
     ({CP: 2, "attention_kernel": "dense"}, 2, ["--attention-kernel dense", "--context-parallel-size 2"]),
     ({"seq_length": 16384, "attention_kernel": "dense"}, 1, ["--attention-kernel dense", "16384", "8192"]),

@@ -15,6 +15,7 @@ from megacp.data.collate import collate
 from megacp.data.images import STRATEGIES, ImageLoading, Pixels
 from megacp.data.loader import DataRank, LoaderOptions, PackedLoader
 from megacp.data.media.pixels import ImageError
+from megacp.data.media.shards import REPLICATE
 from megacp.data.packed.reader import Pack
 from megacp.data.synthetic.images import MockDecoder, MockImages
 from megacp.data.synthetic.mock import MockDataset, MockRules, mock_pack
@@ -118,7 +119,7 @@ def test_all_ranks_together_hold_each_image_once_under_every_strategy(first: int
     packs = [mock_pack(first + i, RULES) for i in range(count)]
     (whole,) = rows_of_ranks(packs, 1)
     assert whole.vision is not None
-    for strategy in STRATEGIES:
+    for strategy in set(STRATEGIES) - {REPLICATE}:
         parts = rows_of_ranks(packs, ranks, strategy)
         found = np.concatenate([features(part) for part in parts])
         np.testing.assert_allclose(found, features(whole)[counted_order(parts[0])], rtol=1e-12)
@@ -134,6 +135,17 @@ def test_all_ranks_together_hold_each_image_once_under_every_strategy(first: int
             stored = strategy == "stored" and count == 1 and packs[0].images and ranks in packs[0].images.boundaries
             assert vision.strategy == ("stored" if stored else "computed" if strategy == "stored" else strategy)
             assert part.fingerprint() == whole.fingerprint()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_every_rank_holds_all_images_where_they_are_replicated(ranks: int) -> None:
+    """Would catch a share of the images under the name of all, and windows or features in another order."""
+    packs = [mock_pack(number, RULES) for number in (0, 3)]
+    (whole,) = rows_of_ranks(packs, 1)
+    for part in rows_of_ranks(packs, ranks, REPLICATE):
+        assert part.vision is not None and part.vision.strategy == REPLICATE and part.vision.first_crop == 0
+        assert len(part.vision.patches) == part.vision.num_crops and part.fingerprint() == whole.fingerprint()
+        np.testing.assert_array_equal(features(part), features(whole))
 
 
 def test_a_rank_decodes_its_images_and_no_others_and_other_stages_none() -> None:

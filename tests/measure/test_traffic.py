@@ -134,6 +134,7 @@ SEES = {
         {TP: 2, "freeze_connector": True},
         {CP: 2},
         {CP: 2, "vision_feature_exchange": "all_gather", "freeze_text": True},
+        {CP: 2, "vision_shards": "replicate"},
         {CP: 2, "freeze_vision": True, "freeze_connector": True},
         {PP: 2},
     ],

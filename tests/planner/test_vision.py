@@ -98,6 +98,16 @@ def test_the_first_stage_gets_fewer_layers_for_its_tower() -> None:
     assert "embedding + vision" in report and "planned for 1 crops a pack" in report and "vision FLOPs" in report
 
 
+def test_replicated_images_are_kept_whole_by_each_rank() -> None:
+    """Would catch a plan that divides by cp what every rank encodes."""
+    cp = "context_parallel_size"
+    whole = vision.vision_activations(config(vision_planned_crops=8), 4, 4)
+    assert (
+        vision.vision_activations(config(**{cp: 4}, vision_planned_crops=8, vision_shards="replicate"), 4, 4) == whole
+    )
+    assert vision.vision_activations(config(**{cp: 4}, vision_planned_crops=8), 4, 4) < whole / 3
+
+
 @pytest.mark.parametrize("granularity", ["none", "selective", "full"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])  # LayerNorm on the CPU keeps bfloat16 statistics
 def test_a_block_keeps_what_is_planned(granularity: str, dtype: str) -> None:

@@ -19,6 +19,11 @@ def vision_reasons(config: RunConfig, world: int) -> Iterator[str]:
     given = [*map(flag, frozen), *other_rates.values()]
     if v.vision_num_layers == 0 and given:
         yield f"{', '.join(given)} {'act' if len(given) > 1 else 'acts'} only with --vision-num-layers above 0"
+    if config.parallel.vision_shards == "replicate" and config.parallel.vision_feature_exchange != "routed":
+        yield (
+            f"--vision-shards replicate sends no features, --vision-feature-exchange "
+            f"{config.parallel.vision_feature_exchange} would send some: give one of them"
+        )
     if v.vision_num_layers > 0:
         yield from _feature_layers(config)
         if config.model.additional_vocab_size == 0:

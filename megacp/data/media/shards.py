@@ -21,6 +21,8 @@ import numpy as np
 BOUNDARY_DTYPE = np.dtype(
     [(name, "<i4") for name in ("start_image_idx", "end_image_idx", "start_pool_idx", "end_pool_idx", "max_num_tokens")]
 )
+REPLICATE = "replicate"
+"""Every rank encodes everything: the table is that of one rank."""
 _LARGEST_SUM = 1 << 62
 """Costs are summed in int64."""
 
@@ -41,16 +43,22 @@ class ImageShards:
     boundaries: np.ndarray
     """BOUNDARY_DTYPE [P]."""
     strategy: str
-    """`stored`, `computed`, `uniform` or `longest_first`."""
+    """`stored`, `computed`, `uniform`, `longest_first` or `replicate`."""
     order: np.ndarray | None = None
     """int64 [u]: the units in the order in which `boundaries` counts them; None = as they stand in the row."""
 
     def units(self, cum_crop_bounds: np.ndarray, rank: int) -> np.ndarray:
         """int64 [k]: the units that a rank encodes, in the order of its features."""
+        if self.strategy == REPLICATE:
+            return np.arange(len(cum_crop_bounds))
         if self.order is None:
             return np.array(units_of(self.boundaries, cum_crop_bounds, rank), np.int64)
         crops = np.diff(cum_crop_bounds, prepend=0)
         return self.order[units_of(self.boundaries, np.cumsum(crops[self.order]), rank)]
+
+    def first_crop(self, rank: int) -> int:
+        """Number of the first crop that a rank encodes, as `boundaries` counts."""
+        return 0 if self.strategy == REPLICATE else int(self.boundaries["start_image_idx"][rank])
 
 
 def unit_costs(cum_crop_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray, cost: VisionCost) -> np.ndarray:
@@ -147,6 +155,11 @@ def longest_first(
     stops = np.cumsum(np.bincount(rank_of, minlength=cp_size)).tolist()
     permuted = [np.cumsum(np.diff(bounds, prepend=0)[order]) for bounds in (crops, tokens)]
     return ImageShards(_table(permuted[0], permuted[1], stops), "longest_first", order)
+
+
+def replicated(cum_crop_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray) -> ImageShards:
+    """All units on every rank, in the order of the row. Arguments as `compute_image_shard_boundaries`."""
+    return ImageShards(compute_image_shard_boundaries(cum_crop_bounds, cum_token_pooling_bounds, 1), REPLICATE)
 
 
 def boundary_reasons(table: np.ndarray, cum_crop_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray) -> list[str]:
