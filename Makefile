@@ -58,7 +58,7 @@ test-fast: $(STAMP)
 
 # FAULTS adds to it: FAULTS='--fault-seed 7 --fault-repeat 20 -k kill'
 test-faults: $(STAMP)
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/faults $(FAULTS)
+	$(PYTEST) tests/faults $(FAULTS)
 
 # With the python3 that has CUDA torch; of the test extra it needs pytest, pytest-timeout and hypothesis.
 test-gpu:
