@@ -162,6 +162,15 @@ def sync_folder(folder: StrPath) -> None:
         os.close(descriptor)
 
 
+def sync_below(folder: StrPath) -> None:
+    """Wait until all regular files and folders below a folder are on disk, for files that others have written."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with open(os.path.join(place, name), "rb") as stream:
+                os.fsync(stream.fileno())
+        sync_folder(place)
+
+
 def place_folder(folder: StrPath, target: StrPath) -> None:
     """Rename a folder of files that are on disk; its entries and its new name are on disk afterwards, too."""
     sync_folder(folder)

@@ -18,14 +18,14 @@ from typing import Any, TypeVar
 import torch
 
 from megacp.checkpoint.agree import on_all_ranks, on_rank_0, reason_of
-from megacp.checkpoint.directory import CONFIG_FILE, is_step_name, latest_of, step_folders
+from megacp.checkpoint.directory import CONFIG_FILE, MOST_CONFIG_BYTES, is_step_name, latest_of, step_folders
 from megacp.checkpoint.manifest import MANIFEST_FILE, CheckpointManifest, damage, read_manifest
 from megacp.checkpoint.names import TensorBox
 from megacp.checkpoint.pending import Contents, PendingCheckpoint
 from megacp.checkpoint.storage import INDEX_FILE, Payload
 from megacp.distributed.collectives import all_reduce, gather_objects
 from megacp.distributed.grid import Axis
-from megacp.files import open_regular
+from megacp.files import open_regular, read_regular
 from megacp.wording import listed
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,6 @@ _SECONDS = 10.0
 """For which a file that another rank sees, or has seen, is waited for."""
 _TOLD = 20
 """Tensors or files that a message names."""
-_MOST_CONFIG_BYTES = 1 << 20
 
 
 class RemovedError(ValueError):
@@ -172,8 +171,8 @@ class LoadedCheckpoint:
 def _config_of(folder: Path, manifest: CheckpointManifest) -> str:
     path = folder / CONFIG_FILE
     try:
-        with open_regular(path, manifest.files[CONFIG_FILE].size) as stream:
-            return stream.read(_MOST_CONFIG_BYTES).decode()
+        with open_regular(path, manifest.files[CONFIG_FILE].size):
+            return read_regular(path, MOST_CONFIG_BYTES).decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text in UTF-8") from error
 

@@ -21,6 +21,7 @@ from megacp.files import open_regular, read_regular, rename, sync_folder, write_
 
 LATEST_FILE = "latest"
 CONFIG_FILE = "config.yaml"
+MOST_CONFIG_BYTES = 1 << 20
 _MOST_LATEST = 4096
 _LOOKS = 10
 """At a directory that has a `latest` and no checkpoint."""

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from megacp.checkpoint.agree import on_all_ranks, on_rank_0
-from megacp.checkpoint.directory import CONFIG_FILE, committed, point_and_prune, temporary
+from megacp.checkpoint.directory import CONFIG_FILE, MOST_CONFIG_BYTES, committed, point_and_prune, temporary
 from megacp.checkpoint.manifest import (
     MANIFEST_FILE,
     CheckpointManifest,
@@ -163,7 +163,10 @@ class PendingCheckpoint:
         assert of_ranks is not None
         self._see_all(of_ranks)
         files = {name: record for of_rank in of_ranks for name, record in of_rank.items()}
-        write_new(self._folder / CONFIG_FILE, self._contents.config_yaml.encode())
+        config = self._contents.config_yaml.encode()
+        if len(config) > MOST_CONFIG_BYTES:
+            raise ValueError(f"the config has {len(config):,} bytes, at most {MOST_CONFIG_BYTES:,} are read again")
+        write_new(self._folder / CONFIG_FILE, config)
         files[CONFIG_FILE] = hash_file(self._folder / CONFIG_FILE)
         serial = max((read_manifest(folder).serial for folder in committed(self._root)), default=0) + 1
         manifest = CheckpointManifest(

@@ -76,8 +76,10 @@ class PayloadWriter:
             if tensors.setdefault(box.name, tensor) != tensor:
                 raise ValueError(f"two boxes disagree on shape or dtype of {box.name}")
         index = Index(tensors, {rank_file(rank): [box for box, _ in stored] for rank, stored in enumerate(of_ranks)})
-        index.check()
         self._index = index.to_json()
+        if len(self._index) > _MOST_INDEX_BYTES:
+            raise ValueError(f"the index has {len(self._index):,} bytes, at most {_MOST_INDEX_BYTES:,} are read again")
+        read_index(self._index, {file: sum(map(index.num_bytes, boxes)) for file, boxes in index.files.items()})
 
     def write(self, folder: Path) -> list[Path]:
         """Write this rank's boxes, and on rank 0 the index, into a folder that all ranks share; the files on disk."""
@@ -85,8 +87,11 @@ class PayloadWriter:
         with new_file(path, _SECONDS) as stream:
             own = Index({box.name: tensor for box, tensor in self._stored}, {path.name: [b for b, _ in self._stored]})
             stream.write(own.header(path.name))
-            for box in self._boxes:
-                write_values(stream, box.tensor)
+            for box, (stored, tensor) in zip(self._boxes, self._stored, strict=True):
+                values = box.tensor.detach()  # of a source that is read only now, its dtype and shape were promises
+                if (values.dtype, tuple(values.shape)) != (tensor.dtype, stored.extents):
+                    raise PayloadError(f"{box.name} became {values.dtype} {tuple(values.shape)}, not as it was stated")
+                write_values(stream, values)
         if self._rank != 0:
             return [path]
         write_new(folder / INDEX_FILE, self._index)

@@ -168,6 +168,8 @@ def check_sums(folder: Path) -> None:
         lines = files.read_regular(listed).decode(errors="replace").split("\n")
     except OSError as error:
         raise ValueError(f"{listed} cannot be read: {error.strerror}") from error
+    if not any(line.strip() for line in lines):
+        raise ValueError(f"{listed} lists no file: it was cut, or is not one of this program")
     wrong = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -213,6 +215,7 @@ def new_folder(output: Path) -> Iterator[Path]:
         raise ValueError(f"--output {output} cannot be written: {error.strerror}") from error
     try:
         yield folder
+        files.sync_below(folder)
         files.place_folder(folder, output)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)

@@ -160,6 +160,25 @@ def test_boxes_of_one_tensor_with_other_dtypes_are_refused(tmp_path: Path) -> No
         write_payload(tmp_path, boxes)
 
 
+def test_what_could_not_be_read_again_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch saves that succeed for days, each of which no run can load."""
+    for name in ("w\u200b", "w" * 2000):
+        with pytest.raises(PayloadError, match="a tensor without a name"):
+            write_payload(tmp_path, [whole_box(name, torch.zeros(2))])
+    monkeypatch.setattr(storage, "_MOST_INDEX_BYTES", 50)
+    with pytest.raises(PayloadError, match="at most 50 are read again"):
+        write_payload(tmp_path, [whole_box("w", torch.zeros(2))])
+
+
+def test_a_tensor_that_is_another_one_when_it_is_read_is_refused(tmp_path: Path) -> None:
+    """Would catch a source that promises bfloat16 and gives float32, found by the run that loads it."""
+    tensor = torch.zeros(2)
+    writer = PayloadWriter([whole_box("w", tensor)], WORLD)
+    tensor.data = torch.zeros(2, dtype=torch.float64)
+    with pytest.raises(PayloadError, match=r"w became torch.float64 \(2,\)"):
+        writer.write(tmp_path)
+
+
 def test_an_index_with_another_hash_is_not_opened(tmp_path: Path) -> None:
     """Would catch an index that is read before it is checked."""
     write_payload(tmp_path, [whole_box("w", torch.zeros(2))])

@@ -94,6 +94,9 @@ def test_hashes_tell_which_file_was_changed(tmp_path: Path) -> None:
     (tmp_path / "b").unlink()
     with pytest.raises(ValueError, match="a is not the file that was hashed; b cannot be read: No such file"):
         hf_files.check_sums(tmp_path)
+    (tmp_path / hf_files.SUMS).write_text("\n")
+    with pytest.raises(ValueError, match="SHA256SUMS lists no file"):
+        hf_files.check_sums(tmp_path)
 
 
 def test_a_list_of_hashes_names_nothing_but_regular_files_of_its_folder(tmp_path: Path) -> None:
@@ -230,6 +233,22 @@ def test_one_file_beside_an_index_is_refused(tmp_path: Path) -> None:
     hf_files.write_tensors(Counting(SHAPES, ALL[:1]), tmp_path, 1 << 30)
     with pytest.raises(ValueError, match=r"has both model\.safetensors and model\.safetensors\.index\.json"):
         hf_files.SafetensorsFolder(tmp_path)
+
+
+def test_a_new_folder_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a model of empty files after the power was lost."""
+    synced: list[str] = []
+
+    def sync(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").resolve().name)
+        assert not (tmp_path / "a").exists() or synced[-1] == tmp_path.name
+
+    monkeypatch.setattr("os.fsync", sync)
+    with hf_files.new_folder(tmp_path / "a") as folder:
+        (folder / "file").write_text("x")
+        (folder / "below").mkdir()
+        (folder / "below" / "other").write_text("y")
+    assert {"file", "other", "below"} <= set(synced)
 
 
 def test_a_new_folder_appears_when_it_is_whole_and_leaves_nothing_when_it_fails(tmp_path: Path) -> None:
