@@ -49,12 +49,13 @@ def needed_rows(plan: AttentionPlan) -> list[np.ndarray]:
     return needed
 
 
-def exchange_stages(plan: AttentionPlan, stages: int) -> list[Stage]:
+def exchange_stages(plan: AttentionPlan, stages: int, needed: list[np.ndarray] | None = None) -> list[Stage]:
     """The exchange in at most `stages` all-to-alls: stage i moves rows between ranks a similar way apart.
 
-    A stage in which no rank sends anything is left out, on all ranks alike.
+    A stage in which no rank sends anything is left out, on all ranks alike. `needed`: the plan's `needed_rows`, if
+    they are known; `[cp, T]` of them is more than a plan should keep.
     """
-    needed = plan.part("needed rows", lambda: needed_rows(plan))
+    needed = needed_rows(plan) if needed is None else needed
     cp, mine = plan.cp, plan.cp_rank
     position = np.argsort(plan.order)
     found = []

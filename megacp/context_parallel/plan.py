@@ -74,11 +74,14 @@ class AttentionPlan:
         """Indices `[t]` into the row of the tokens this rank holds."""
         return self.indices[self.cp_rank]
 
+    @functools.cached_property
+    def _queries(self) -> Metadata:
+        return self.metadata.take(self.local)
+
     def table(self, source: int) -> TileTable:
         """Tiles between this rank's queries and the keys of cp rank `source`, both in local order."""
         if source not in self._tables:
-            keys = self.metadata.take(self.indices[source])
-            self._tables[source] = tile_table(self.metadata.take(self.local), keys)
+            self._tables[source] = tile_table(self._queries, self.metadata.take(self.indices[source]))
         return self._tables[source]
 
     @functools.cached_property
@@ -86,7 +89,7 @@ class AttentionPlan:
         """Tiles between this rank's queries and the whole row in the order `order`."""
         if np.array_equal(self.local, self.order):  # one rank holds the row: the table by which `order` was chosen
             return (self.metadata.by_type if self._by_type else self.metadata).own_table
-        return tile_table(self.metadata.take(self.local), self.metadata.take(self.order))
+        return tile_table(self._queries, self.metadata.take(self.order))
 
     def grouped(self, size: int) -> AttentionPlan:
         """The plan of groups of `size` neighbouring ranks that hold their tokens together."""

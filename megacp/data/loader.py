@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -157,7 +158,7 @@ class PackedLoader(Generic[Prepared]):
         ValueError: an empty dataset, or a global batch that does not divide by micro batch x dp size.
         """
         self._source, self._options, self._data_rank, self._images = source, options, data_rank or DataRank(), images
-        self._prepare = prepare
+        self._prepare, self._closed = prepare, threading.Event()
         _check(source, options, self._data_rank)
         if consumed_samples < 0:
             raise ValueError(f"consumed_samples is {consumed_samples}, it must not be negative")
@@ -192,7 +193,14 @@ class PackedLoader(Generic[Prepared]):
         return step_batches(self._source, self._options, self._data_rank, consumed, self._images)
 
     def _prepare_all(self, batches: list[PackedBatch]) -> list[Prepared]:
-        return [] if self._prepare is None else [self._prepare(batch) for batch in batches]
+        if self._prepare is None:
+            return []
+        made: list[Prepared] = []
+        for batch in batches:
+            if self._closed.is_set():  # a run that ends waits for one plan, not for those of all steps ahead
+                raise RuntimeError("the loader is closed")
+            made.append(self._prepare(batch))
+        return made
 
     def next_step(self) -> list[PackedBatch]:
         """This rank's microbatches of the next step, global_batch_size / (micro_batch_size x dp size) of them.
@@ -219,6 +227,7 @@ class PackedLoader(Generic[Prepared]):
 
     def close(self) -> None:
         """Stop reading ahead and wait for the threads; may be called twice."""
+        self._closed.set()
         if self._pool is not None:
             self._pending.clear()
             self._pool.shutdown(wait=True, cancel_futures=True)

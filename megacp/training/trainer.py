@@ -7,6 +7,7 @@ hold. Rejected: callbacks and hooks, whose order a reader cannot see.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from megacp.batch import PackedBatch
 from megacp.config.checks.health import profiled_ranks, profiled_steps
@@ -161,6 +162,16 @@ class Trainer:
         row = self.model.plan(batch)
         return dataclasses.replace(row, flops=row_flops(row, self.config)) if self.leads_replica else row
 
+    def _planned(
+        self, loader: PackedLoader[PlannedRow], batches: Sequence[PackedBatch]
+    ) -> tuple[list[PlannedRow], Exception | None]:
+        """The plans of a step's batches, and what went wrong: a run that is asked to stop still does so in order."""
+        try:
+            pairs = zip(loader.prepared(), batches, strict=True)  # a batch that lost a document has another mask
+            return [row if row.batch is batch else self._plan(batch) for row, batch in pairs], None
+        except Exception as error:
+            return [], error
+
     def _train_step(self, loader: PackedLoader[PlannedRow]) -> int:
         """One step, and 0; a number of REASONS, with nothing of the step done, when some rank is to stop."""
         step, interval = self.progress.step + 1, self.config.log.timing_log_interval
@@ -172,10 +183,8 @@ class Trainer:
                 read = loader.next_step()
                 documents = image_documents(read) if self.counts_images else 0
                 batches, left_out = self._sound(read, step)
-            with self.timers.phase("plan"):
-                planned = loader.prepared()
-                pairs = zip(planned, batches, strict=True)  # a batch that lost a document has another mask
-                rows = [row if row.batch is batch else self._plan(batch) for row, batch in pairs]
+            with self.timers.measure("plan"):
+                rows, fault = self._planned(loader, batches)
             with self.timers.phase("agreement"):
                 agreed = agree(
                     batches, self.grid, self._rank_report(rows, documents), replica=self.rows.data_rank.index
@@ -183,6 +192,8 @@ class Trainer:
             self.saver.settle(agreed.report.save_state, self.log.say)
             if agreed.report.stop_reason:
                 return agreed.report.stop_reason
+            if fault is not None:
+                raise fault
             if self.watch:
                 self.watch.running = step - self.first_step in WATCHED_STEPS
             seen = StepNumbers(step, 0.0, 0.0, agreed.weight, agreed.report.image_documents, left_out)
@@ -206,7 +217,7 @@ class Trainer:
             self.stop.reason,
             sum(row.flops for row in rows),
             peak_bytes(self.grid.device.type),
-            self.timers.seconds("data"),
+            self.timers.seconds("data") + self.timers.seconds("plan"),
             self.saver.save_state,
             documents,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -213,3 +214,23 @@ def test_a_stored_dataset_is_read_once_per_epoch(tmp_path: Path) -> None:
     with PackedLoader(PackedDataset(tmp_path), options) as loader:
         steps = [loader.next_step() for _ in range(4)]
     assert sorted(i for batches in steps for i in ids(batches)) == list(range(16))
+
+
+def test_a_loader_that_is_closed_waits_for_one_row_and_not_for_all_steps_ahead() -> None:
+    """Would catch a failed rank that plans a whole step before it tells the others."""
+    begun, goes_on = threading.Event(), threading.Event()
+    prepared = []
+
+    def prepare(batch: PackedBatch) -> None:
+        prepared.append(batch)
+        begun.set()
+        assert goes_on.wait(20)
+
+    loader = PackedLoader(Packs(10), LoaderOptions(1, 8, prefetch=2), prepare=prepare)
+    assert begun.wait(20)
+    closing = threading.Thread(target=loader.close)
+    closing.start()
+    time.sleep(0.05)
+    goes_on.set()
+    closing.join(20)
+    assert not closing.is_alive() and len(prepared) == 1

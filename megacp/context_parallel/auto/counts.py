@@ -22,7 +22,7 @@ from megacp.ops.mask import CAUSAL, TileTable
 
 def exchanged_rows(plan: AttentionPlan) -> tuple[int, int]:
     """K/V rows that kv_exchange makes this rank send and receive in one layer's forward, in however many stages."""
-    needed = plan.part("needed rows", lambda: needed_rows(plan))
+    needed = needed_rows(plan)
     sent = sum(int(seen[plan.local].sum()) for rank, seen in enumerate(needed) if rank != plan.cp_rank)
     mine = needed[plan.cp_rank]
     return sent, int(mine.sum() - mine[plan.local].sum())
@@ -55,6 +55,8 @@ def rank_work(plan: AttentionPlan, sizes: AttentionSizes, kernel: Kernel, candid
     def work(table: TileTable, groups: int = sizes.groups) -> KernelWork:
         return table_work(table, groups * sizes.dim, kernel)
 
+    exchanges = {candidate.stages for candidate in candidates if candidate.comm_type == "kv_exchange"}
+    needed = needed_rows(plan) if exchanges else None
     rings = {}
     for joined in {candidate.joined(plan.cp) for candidate in candidates}:
         if joined is None:
@@ -64,9 +66,9 @@ def rank_work(plan: AttentionPlan, sizes: AttentionSizes, kernel: Kernel, candid
     stages = {
         count: tuple(
             StageWork(sum(stage.out_splits), sum(stage.in_splits), work(stage.table))
-            for stage in exchange_stages(plan, count)
+            for stage in exchange_stages(plan, count, needed)
         )
-        for count in {candidate.stages for candidate in candidates if candidate.comm_type == "kv_exchange"}
+        for count in exchanges
     }
     gathers = any(candidate.comm_type == "all_gather" for candidate in candidates)
     others = work(table_of_others(plan)) if gathers else None
