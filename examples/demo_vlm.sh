@@ -24,7 +24,7 @@ show python tools/train_tokenizer.py --input "$OUT/digits/train.jsonl" --output 
     --vocab-size 330 --symbols '<|user|>' '<|assistant|>'
 for split in train held_out; do
     show python tools/preprocess_data.py build --input "$OUT/digits/$split.jsonl" --output "$OUT/$split" \
-        --tokenizer "$OUT/tokenizer.json" --seq-length 2048 --image-root "$OUT/digits/images" \
+        --tokenizer "$OUT/tokenizer.json" --seq-length 1024 --image-root "$OUT/digits/images" \
         --image-size 16 --patch-size 4 --overlap-margins 0,0 --max-crops 1 --cp-degrees 1,2 --seed 0 --workers 2
 done
 
@@ -50,9 +50,9 @@ connector_num_attention_heads: 4
 connector_head_dim: 16
 connector_ffn_hidden_size: 128
 # Crops that packs really hold; the default plans a row full of images, which leaves the first stage no decoder layer.
-vision_planned_crops: 72
-seq_length: 2048
-global_batch_size: 2
+vision_planned_crops: 36
+seq_length: 1024
+global_batch_size: 4
 # 1 / sqrt(hidden_size), so that linears keep the scale of their inputs. With the default of 0.02 so narrow a model does
 # not learn to use its images within the steps of this run.
 init_method_std: 0.125
@@ -61,7 +61,7 @@ lr: 1.0e-3
 min_lr: 1.0e-4
 lr_warmup_iters: 30
 weight_decay: 0.05
-eval_interval: 200
+eval_interval: 100
 eval_iters: 4
 log_interval: 10
 YAML
