@@ -1,9 +1,9 @@
 """Packaging of megacp: requirements and extras. Exact tested versions are in constraints.txt.
 
 Key property: nothing here needs a GPU. Transformer Engine is in the extra `gpu` alone, and apex in none: the real one
-is built from source (README), the package of that name on the public index is an unrelated web toolkit. The tests call
-the Python files of Transformer Engine, whose wheel alone breaks megatron-core where that can import it: it stands in a
-folder of its own (Makefile).
+is built from source (docs/gpus.md), the package of that name on the public index is an unrelated web toolkit. The tests
+call the Python files of Transformer Engine, whose wheel alone breaks megatron-core where that can import it: it stands
+in a folder of its own (Makefile).
 
 The extra `processor` is what the library's AutoProcessor needs beside an exported vision model, and no code here. It
 must be of the build that torch is of, and the one of the public index is for CUDA: `all` leaves it out.

@@ -23,7 +23,9 @@ def largest_grid(config: RunConfig, world_size: int) -> tuple[RunConfig, int]:
     if not config.parallel.allow_smaller_grid or not check(config, world_size):
         return config, world_size
     given = tuple(getattr(config.parallel, name) for name in _SIZES)
-    shapes = itertools.product(*([d for d in range(size, 0, -1) if size % d == 0] for size in given))
+    most = [min(size, world_size) for size in given]  # a mistyped size may be huge
+    divisors = ([d for d in range(high, 0, -1) if size % d == 0] for size, high in zip(given, most, strict=True))
+    shapes = itertools.product(*divisors)
     found = []
     for shape in shapes:
         smaller = with_values(config, dict(zip(_SIZES, shape, strict=True)))

@@ -51,6 +51,13 @@ def test_every_world_has_a_grid_that_its_checks_accept() -> None:
         assert ranks <= world and ranks % (tp * cp * pp) == 0
 
 
+def test_a_mistyped_size_is_left_to_the_checks_at_once() -> None:
+    """Would catch a walk over all numbers up to 2^40 before the message."""
+    config = parse([*MODEL, "--tensor-model-parallel-size", str(2**40 - 1)])
+    assert largest_grid(config, 0) == (config, 0)
+    assert largest_grid(config, 2)[1] <= 2
+
+
 def test_without_the_flag_nothing_changes() -> None:
     flags = [flag for flag in MODEL if flag != "--allow-smaller-grid"]
     config = parse([*flags, "--tensor-model-parallel-size", "2"])

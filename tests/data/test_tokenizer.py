@@ -95,6 +95,14 @@ def _cached(kind: str, folder: Path) -> Tokenizer:
     return _LOADED.setdefault(kind, load(kind, folder))
 
 
+@pytest.mark.parametrize("engine", ["auto", "reference"])
+@pytest.mark.parametrize("kind", ["byte", "gpt2", "huggingface"])
+def test_a_lone_surrogate_is_no_text_of_any_kind(folder: Path, kind: str, engine: str) -> None:
+    """Would catch a TypeError of a library in place of the error that callers catch."""
+    with pytest.raises(ValueError):
+        load(kind, folder, engine).encode(["\ud800"])
+
+
 @pytest.mark.parametrize("kind", ["byte", "gpt2", "sentencepiece"])
 def test_decoding_gives_the_text_back(folder: Path, kind: str) -> None:
     tokenizer = load(kind, folder)

@@ -77,7 +77,10 @@ class Tokenizer(abc.ABC):
 
         ValueError when a text cannot be UTF-8 (a lone surrogate).
         """
-        return [self.encode_reference(text) for text in texts]
+        try:
+            return [self.encode_reference(text) for text in texts]
+        except TypeError as error:  # the word of tokenizers for a lone surrogate
+            raise ValueError(f"a text is not valid Unicode: {error}") from error
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its text; None when there is none, or the kind's files do not name tokens by text."""
