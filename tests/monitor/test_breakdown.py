@@ -150,7 +150,7 @@ def test_step_lines_have_epoch_seconds_and_time_left_after_a_resume_too(
 def test_a_step_looks_at_no_clock_but_its_own_where_nobody_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What phases cost when off: no reading of a clock and no range; would catch a timer in every forward."""
+    """What phases cost when off: one reading for each wait of a step; would catch a timer in every forward."""
     from megacp.train import main
 
     read: list[str] = []
@@ -162,4 +162,4 @@ def test_a_step_looks_at_no_clock_but_its_own_where_nobody_asks(
 
     monkeypatch.setattr(Timers, "measure", measure)
     assert main([*TINY, "--save", str(tmp_path)]) == 0
-    assert Counter(read) == {"step": 4, "data": 4}
+    assert Counter(read) == {"step": 4, "data": 4, "plan": 4}
