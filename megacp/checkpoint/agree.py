@@ -49,7 +49,7 @@ def _await_all(world: Axis, error: type[Exception]) -> None:
 def on_rank_0(world: Axis, action: Callable[[], _T], error: type[Exception]) -> _T:
     """Run `action` on rank 0 only; its result on every rank, or `error` on all ranks."""
     result = on_all_ranks(world, lambda: action() if world.rank == 0 else None, error)[0]
-    return result  # type: ignore[return-value]
+    return result  # type: ignore[return-value]  # the first rank has an action
 
 
 def reason_of(error: BaseException) -> str:

@@ -120,7 +120,7 @@ class AttentionPlan:
         """What a transport derives from this plan, built once for all layers."""
         if name not in self._parts:
             self._parts[name] = build()
-        return self._parts[name]  # type: ignore[return-value]
+        return self._parts[name]  # type: ignore[return-value]  # one type for each name
 
     def on_device(self, name: str, device: torch.device, build: Callable[[], np.ndarray]) -> torch.Tensor:
         """Index arrays travel to the device once, not in every layer."""

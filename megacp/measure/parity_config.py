@@ -277,6 +277,8 @@ def one_process(config: RunConfig, world_size: int) -> RunConfig:
             "hierarchical_context_parallel_sizes": None,
             "cp_exchange_stages": 1,
             "dynamic_context_parallel": False,
+            "vision_shards": "contiguous",
+            "vision_feature_exchange": "routed",
             "micro_batch_size": config.training.micro_batch_size * joined,
         },
     )
