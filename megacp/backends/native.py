@@ -17,6 +17,7 @@ from megacp.config.run import RunConfig
 from megacp.context_parallel.attention import TransportOptions, core_attention, select_transport
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.shard import row_axis
+from megacp.context_parallel.sizes import attention_sizes
 from megacp.distributed.grid import ProcessGrid
 from megacp.ops.kernels import kernel_name
 from megacp.ops.norm import layer_norm, rms_norm
@@ -84,6 +85,7 @@ class NativeBackend:
         kernel = kernel_name(training.attention_kernel, grid.device.type, training.dtype)
         axis = row_axis(grid, parallel)
         self.transport = select_transport(parallel.cp_comm_type, kernel, axis, grid.device, options)
+        self._sizes = attention_sizes(config, 0)
         self._told: set[str] = set()
         self._untold: list[str] = []
 
@@ -130,7 +132,7 @@ class NativeBackend:
 
     def prepare(self, plan: AttentionPlan) -> None:
         """See `Backend.prepare`."""
-        self.transport.tables(plan)
+        self.transport.prepare(plan, self._sizes)
 
     def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, first: int) -> torch.Tensor:
         return cross_entropy(logits, labels, first, self.tp)

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 import torch
 
 from megacp.context_parallel.plan import AttentionPlan
-from megacp.context_parallel.sizes import HeadShare, head_shares
+from megacp.context_parallel.sizes import AttentionSizes, HeadShare, head_shares
 from megacp.context_parallel.transport import Tensors, Transport
 from megacp.distributed.collectives import start_exchange
 from megacp.distributed.grid import Axis
 from megacp.ops.kernel import QKV, accumulation_dtype
-from megacp.ops.mask import TileTable
 
 
 class HeadsForSequence:
@@ -29,9 +28,9 @@ class HeadsForSequence:
         self.axis = axis
         self.inner = inner
 
-    def tables(self, plan: AttentionPlan) -> list[TileTable]:
-        """See `Transport.tables`."""
-        return self.inner.tables(plan.grouped(self.axis.size))
+    def prepare(self, plan: AttentionPlan, sizes: AttentionSizes) -> None:
+        """See `Transport.prepare`."""
+        self.inner.prepare(plan.grouped(self.axis.size), sizes.share(self.axis.size, self.axis.rank))
 
     def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
         """See `Transport.forward`; the tensors kept hold this rank's heads of all tokens of the group."""

@@ -45,7 +45,7 @@ class AllGatherAttention(KeysToQueries):
         self.kernel = kernel
 
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
-        """See `Transport.tables`."""
+        """See `KeysToQueries.tables`."""
         return [plan.table(plan.cp_rank), plan.part("others", lambda: table_of_others(plan))]
 
     def visits(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> Visits:

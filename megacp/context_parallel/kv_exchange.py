@@ -88,7 +88,7 @@ class KVExchange(KeysToQueries):
         self.stages = min(stages, max(1, axis.size - 1))
 
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
-        """See `Transport.tables`."""
+        """See `KeysToQueries.tables`."""
         return [plan.table(plan.cp_rank), *(stage.table for stage in self._stages(plan))]
 
     def visits(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> Visits:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from megacp.context_parallel.plan import AttentionPlan
+from megacp.context_parallel.sizes import AttentionSizes
 from megacp.context_parallel.transport import KeysToQueries, Tensors, Visits
 from megacp.distributed.grid import Axis
 from megacp.ops.kernel import QKV, Kernel
@@ -27,7 +28,7 @@ class LocalAttention(KeysToQueries):
         self.kernel = kernel
 
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
-        """See `Transport.tables`."""
+        """See `KeysToQueries.tables`."""
         return [plan.table_of_row]
 
     def visits(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> Visits:
@@ -44,9 +45,8 @@ class DenseAttention:
         if axis.size != 1:
             raise ValueError(f"--attention-kernel dense is the one-process reference, cp has {axis.size} ranks")
 
-    def tables(self, plan: AttentionPlan) -> list[TileTable]:
-        """See `Transport.tables`."""
-        return []  # its mask is dense
+    def prepare(self, plan: AttentionPlan, sizes: AttentionSizes) -> None:
+        """See `Transport.prepare`: its mask is dense."""
 
     def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
         """See `Transport.forward`."""

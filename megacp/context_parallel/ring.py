@@ -27,7 +27,7 @@ class RingAttention(KeysToQueries):
         self.kernel = kernel
 
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
-        """See `Transport.tables`."""
+        """See `KeysToQueries.tables`."""
         return [plan.table((self.axis.rank - step) % self.axis.size) for step in range(self.axis.size)]
 
     def visits(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> Visits:

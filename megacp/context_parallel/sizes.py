@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megacp.config.run import RunConfig
+from megacp.ops.calls import Widths
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,11 @@ class AttentionSizes:
     def key_values(self) -> int:
         """E: elements of K and V of the rank's tokens."""
         return 2 * self.tokens * self.groups * self.dim
+
+    @property
+    def widths(self) -> Widths:
+        """Elements of a query and of a key."""
+        return Widths(self.heads * self.dim, self.groups * self.dim)
 
     def share(self, ranks: int, rank: int) -> AttentionSizes:
         """Of one rank once heads were dealt over `ranks` ranks: its heads, and the tokens of them all."""

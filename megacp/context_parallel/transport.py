@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from megacp.context_parallel.plan import AttentionPlan
+from megacp.context_parallel.sizes import AttentionSizes
 from megacp.ops.kernel import QKV, Kernel, Saved, accumulation_dtype, empty_partial
 from megacp.ops.mask import TileTable
 
@@ -37,8 +38,8 @@ class Transport(Protocol):
         """`dq, dk, dv` of this rank's tokens for contiguous `dout[t, heads, d]`, in any dtype at least as wide."""
         ...
 
-    def tables(self, plan: AttentionPlan) -> list[TileTable]:
-        """What this rank's queries see of the keys of each visit: made once for a plan, before its first layer."""
+    def prepare(self, plan: AttentionPlan, sizes: AttentionSizes) -> None:
+        """Make on the host what the layers of a plan need; called from the loader's threads."""
         ...
 
 
@@ -56,8 +57,13 @@ class KeysToQueries:
         raise NotImplementedError
 
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
-        """See `Transport.tables`."""
+        """What this rank's queries see of the keys of each visit."""
         raise NotImplementedError
+
+    def prepare(self, plan: AttentionPlan, sizes: AttentionSizes) -> None:
+        """See `Transport.prepare`."""
+        for table in self.tables(plan):
+            self.kernel.prepare(table, sizes.widths)
 
     def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
         """See `Transport.forward`."""

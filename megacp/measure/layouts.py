@@ -17,7 +17,8 @@ from megacp.context_parallel.layout import Layout
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.measure.exchange_bound import PackRows, least_remote_rows
 from megacp.measure.report import Seconds, timed
-from megacp.ops.kernel import Saved, TileKernel, empty_partial
+from megacp.ops.calls import Allowed
+from megacp.ops.kernel import KV, QKV, Saved, TileKernel, empty_partial
 from megacp.ops.mask import Metadata, TileTable, tile_table
 
 HEADS, GROUPS, WIDTH = 8, 4, 64
@@ -98,19 +99,15 @@ class CountingKernel(TileKernel):
     def __init__(self) -> None:
         self.calls = self.empty_calls = self.pairs = 0
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, qkv: QKV, allowed: Allowed, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """See `TileKernel.forward`."""
-        n, m = len(q), len(k)
+        q, k, _ = qkv
         self.calls += 1
-        self.empty_calls += n == 0 or m == 0
-        self.pairs += n * (n + 1) // 2 if causal else n * m
+        self.empty_calls += len(q) == 0 or len(k) == 0
+        self.pairs += allowed.pairs(len(q), len(k))
         return torch.zeros_like(q), torch.zeros(q.shape[:2])
 
-    def backward(
-        self, saved: Saved, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, saved: Saved, kv: KV, allowed: Allowed, scale: float) -> QKV:
         """See `TileKernel.backward`."""
         raise NotImplementedError("a forward says which tiles there are")
 

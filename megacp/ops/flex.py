@@ -28,6 +28,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.nn.functional import pad
 
 from megacp.ops.blocks import BLOCK, BlockCover, block_cover
+from megacp.ops.calls import Widths
 from megacp.ops.compiled import whole_graph
 from megacp.ops.kernel import QKV, Partial, Saved, accumulation_dtype
 from megacp.ops.mask import Metadata, TileTable
@@ -118,7 +119,7 @@ def _lists(cover: BlockCover, full: bool, device: torch.device) -> tuple[torch.T
 
 def block_mask(table: TileTable, device: torch.device, size: int = BLOCK) -> BlockMask:
     """The table's mask in FlexAttention's form; its lists hold one int32 for a pair of blocks, not of tokens."""
-    cover = block_cover(table, size)
+    cover = _cover(table, size)
     return BlockMask.from_kv_blocks(
         *_lists(cover, False, device),
         *_lists(cover, True, device),
@@ -126,6 +127,10 @@ def block_mask(table: TileTable, device: torch.device, size: int = BLOCK) -> Blo
         mask_mod=_rule(table.q, table.k, device),
         seq_lengths=(table.queries, table.keys),
     )
+
+
+def _cover(table: TileTable, size: int) -> BlockCover:
+    return table.part(size, lambda: block_cover(table, size))
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:
@@ -154,6 +159,11 @@ class FlexKernel:
         if device not in masks:
             masks[device] = block_mask(table, device, self._size)
         return masks[device]
+
+    def prepare(self, table: TileTable, widths: Widths) -> None:
+        """See `Kernel.prepare`."""
+        if table.num_tiles:
+            _cover(table, self._size)
 
     @torch.no_grad()  # and detached: the compiled function has one form less
     def attend(self, partial: Partial, qkv: QKV, table: TileTable, scale: float) -> None:

@@ -14,14 +14,14 @@ from typing import Protocol
 
 import torch
 
-from megacp.ops.mask import CAUSAL, FULL, TileRow, TileTable
+from megacp.ops.calls import Allowed, Widths, table_calls
+from megacp.ops.mask import TileTable
 from megacp.ops.merge import merge_into
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries, keys and values, or their gradients."""
-
-GATHERED_ELEMENTS = 16_384
-"""Elements of K up to which a tile is copied beside others into one kernel call (about 30 microseconds either way)."""
+KV = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values."""
 
 
 @dataclass
@@ -58,35 +58,14 @@ def empty_partial(q: torch.Tensor) -> Partial:
 class Kernel(Protocol):
     """Attention of queries over one table of tiles: forward merges into a running result, backward adds gradients."""
 
+    def prepare(self, table: TileTable, widths: Widths) -> None:
+        """Make on the host what the passes over a table need; called from the loader's threads."""
+
     def attend(self, partial: Partial, qkv: QKV, table: TileTable, scale: float) -> None:
         """Merge into `partial` what `q` sees of these keys; rows that see nothing are left alone."""
 
-    def attend_backward(
-        self, saved: Saved, kv: tuple[torch.Tensor, torch.Tensor], table: TileTable, scale: float, grads: QKV
-    ) -> None:
+    def attend_backward(self, saved: Saved, kv: KV, table: TileTable, scale: float, grads: QKV) -> None:
         """Add this table's share to `grads = (dq, dk, dv)`, held in the accumulation dtype."""
-
-
-KeySource = tuple[tuple[slice, ...], bool]
-"""Slices of keys that one kernel call sees together, and whether they are a causal triangle."""
-
-
-def key_sources(row: TileRow, width: int) -> list[KeySource]:
-    """How the tiles of a row become kernel calls; `width` is the number of elements of a key.
-
-    Small full tiles are copied together, as a call costs more than the copy; large ones are used where they are.
-    """
-    sources: list[KeySource] = []
-    small: list[slice] = []
-    for tile in row.tiles:
-        keys = slice(tile.k_start, tile.k_stop)
-        if tile.kind == FULL and (tile.k_stop - tile.k_start) * width <= GATHERED_ELEMENTS:
-            small.append(keys)
-        else:
-            sources.append(((keys,), tile.kind == CAUSAL))
-    if small:
-        sources.append((tuple(small), False))
-    return sources
 
 
 def _gather(x: torch.Tensor, slices: tuple[slice, ...]) -> torch.Tensor:
@@ -100,46 +79,47 @@ def _scatter_add(x: torch.Tensor, slices: tuple[slice, ...], values: torch.Tenso
 
 
 class TileKernel:
-    """A kernel that walks the table and computes one full or causal block of keys at a time."""
+    """A kernel that walks the table and computes one block of queries and keys at a time."""
 
     causal_block: int | None = None
     """Keys that a causal block is computed in at a time, masked ones among them; None: its whole square is."""
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`out[n, heads, d]`, `lse[n, heads]` of one full or causal block."""
+    def forward(self, qkv: QKV, allowed: Allowed, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """`out[n, heads, d]`, `lse[n, heads]` of one block."""
         raise NotImplementedError
 
-    def backward(
-        self, saved: Saved, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, saved: Saved, kv: KV, allowed: Allowed, scale: float) -> QKV:
         """`dq, dk, dv` of one block, shaped like q, k, v."""
         raise NotImplementedError
+
+    def prepare(self, table: TileTable, widths: Widths) -> None:
+        """See `Kernel.prepare`."""
+        table_calls(table, widths)
 
     def attend(self, partial: Partial, qkv: QKV, table: TileTable, scale: float) -> None:
         """See `Kernel.attend`."""
         q, k, v = qkv
-        for row in table.rows:
-            rows = slice(row.q_start, row.q_stop)
-            for number, (slices, causal) in enumerate(key_sources(row, k.shape[1] * k.shape[2])):
-                out, lse = self.forward(q[rows], _gather(k, slices), _gather(v, slices), causal, scale)
-                if partial.untouched and number == 0:
-                    partial.out[rows], partial.lse[rows] = out, lse
-                else:
-                    merge_into(partial.out[rows], partial.lse[rows], out, lse)
-        partial.untouched &= not table.rows
+        for call in table_calls(table, widths_of(q, k)):
+            rows, part = call.rows, (q[call.rows], _gather(k, call.keys), _gather(v, call.keys))
+            out, lse = self.forward(part, call.allowed(q.device), scale)
+            if partial.untouched and call.first:
+                partial.out[rows], partial.lse[rows] = out, lse
+            else:
+                merge_into(partial.out[rows], partial.lse[rows], out, lse)
+        partial.untouched &= table.num_tiles == 0
 
-    def attend_backward(
-        self, saved: Saved, kv: tuple[torch.Tensor, torch.Tensor], table: TileTable, scale: float, grads: QKV
-    ) -> None:
+    def attend_backward(self, saved: Saved, kv: KV, table: TileTable, scale: float, grads: QKV) -> None:
         """See `Kernel.attend_backward`."""
         (k, v), (dq, dk, dv) = kv, grads
-        for row in table.rows:
-            rows = slice(row.q_start, row.q_stop)
+        for call in table_calls(table, widths_of(saved.q, k)):
+            rows, keys = call.rows, (_gather(k, call.keys), _gather(v, call.keys))
             part = Saved(saved.q[rows], saved.out[rows], saved.lse[rows], saved.dout[rows])
-            for slices, causal in key_sources(row, k.shape[1] * k.shape[2]):
-                found = self.backward(part, _gather(k, slices), _gather(v, slices), causal, scale)
-                dq[rows] += found[0]
-                _scatter_add(dk, slices, found[1])
-                _scatter_add(dv, slices, found[2])
+            found = self.backward(part, keys, call.allowed(k.device), scale)
+            dq[rows] += found[0]
+            _scatter_add(dk, call.keys, found[1])
+            _scatter_add(dv, call.keys, found[2])
+
+
+def widths_of(q: torch.Tensor, k: torch.Tensor) -> Widths:
+    """Of `q[n, heads, d]` and `k[m, groups, d]`."""
+    return Widths(q.shape[1] * q.shape[2], k.shape[1] * k.shape[2])

@@ -14,9 +14,13 @@ arrays, without a loop over documents or tiles. Rejected: boolean masks (10 GiB 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
+
+Part = TypeVar("Part")
 
 FULL, CAUSAL = 1, 2
 """Kinds of tiles: every pair allowed, or `k_index - k_start <= q_index - q_start` on a square."""
@@ -100,6 +104,13 @@ class TileTable:
     k_start: np.ndarray
     k_stop: np.ndarray
     kind: np.ndarray
+    _parts: dict[object, object] = field(default_factory=dict, repr=False)
+
+    def part(self, key: object, build: Callable[[], Part]) -> Part:
+        """What a kernel derives from this table, built once for all layers."""
+        if key not in self._parts:
+            self._parts[key] = build()
+        return self._parts[key]  # type: ignore[return-value]  # one type for each key
 
     @property
     def queries(self) -> int:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from megacp.ops.kernel import Saved, TileKernel, accumulation_dtype
+from megacp.ops.calls import Allowed
+from megacp.ops.kernel import KV, QKV, Saved, TileKernel, accumulation_dtype
 
 
 class FlashKernel(TileKernel):
@@ -15,27 +16,30 @@ class FlashKernel(TileKernel):
 
     causal_block = 512  # `kvSplitSize` in torch's FlashAttentionKernel.cpp
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, qkv: QKV, allowed: Allowed, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """See `TileKernel.forward`; the op wants [1, heads, n, d] views and returns lse [1, heads, n]."""
-        batch = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [n, heads, d] -> [1, heads, n, d]
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*batch, 0.0, causal, scale=scale)
+        batch = (x.transpose(0, 1).unsqueeze(0) for x in qkv)  # [n, heads, d] -> [1, heads, n, d]
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *batch, 0.0, allowed.causal, attn_mask=_bias(allowed, qkv[0].dtype), scale=scale
+        )
         return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
-    def backward(
-        self, saved: Saved, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, saved: Saved, kv: KV, allowed: Allowed, scale: float) -> QKV:
         """See `TileKernel.backward`."""
         dout, q, key, value, out = (
-            x.transpose(0, 1).unsqueeze(0) for x in (saved.dout, saved.q, k, v, saved.out)
+            x.transpose(0, 1).unsqueeze(0) for x in (saved.dout, saved.q, *kv, saved.out)
         )  # [n, heads, d] -> [1, heads, n, d]
         lse = saved.lse.t().unsqueeze(0)  # [n, heads] -> [1, heads, n]
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, key, value, out, lse, 0.0, causal, scale=scale
+            dout, q, key, value, out, lse, 0.0, allowed.causal, attn_mask=_bias(allowed, q.dtype), scale=scale
         )
         dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
         return dq, dk, dv
+
+
+def _bias(allowed: Allowed, dtype: torch.dtype) -> torch.Tensor | None:
+    """`[1, 1, n, m]` in the dtype of q, as the op wants it."""
+    return None if allowed.bias is None else allowed.bias.to(dtype)[None, None]
 
 
 class MathKernel(TileKernel):
@@ -43,13 +47,12 @@ class MathKernel(TileKernel):
 
     block = 1024
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, qkv: QKV, allowed: Allowed, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """See `TileKernel.forward`."""
+        q, k, v = qkv
         outs, lses = [], []
         for start in range(0, len(q), self.block):
-            scores = self._scores(q, k, start, causal, scale)  # [groups, heads/groups, b, m]
+            scores = self._scores(q, k, start, allowed, scale)  # [groups, heads/groups, b, m]
             lse = torch.logsumexp(scores, -1)
             weights = torch.exp(scores - lse.unsqueeze(-1))
             out = torch.einsum("grnm,mgd->ngrd", weights, v.to(weights.dtype))
@@ -57,16 +60,15 @@ class MathKernel(TileKernel):
             lses.append(lse.flatten(0, 1).t())  # [groups, r, b] -> [b, heads]
         return torch.cat(outs).to(q.dtype), torch.cat(lses)
 
-    def backward(
-        self, saved: Saved, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, saved: Saved, kv: KV, allowed: Allowed, scale: float) -> QKV:
         """See `TileKernel.backward`; formulas of FlashAttention-2 (Dao, 2023), section 3.1."""
+        k, v = kv
         groups, wide = k.shape[1], accumulation_dtype(saved.q.dtype)
         dq = torch.empty_like(saved.q, dtype=wide)
         dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
         for start in range(0, len(saved.q), self.block):
             rows = slice(start, min(start + self.block, len(saved.q)))
-            scores = self._scores(saved.q, k, start, causal, scale)
+            scores = self._scores(saved.q, k, start, allowed, scale)
             lse = saved.lse[rows].t().unflatten(0, (groups, -1)).to(wide)  # [b, heads] -> [groups, r, b]
             weights = torch.exp(scores - lse.unsqueeze(-1))
             q, out, dout = (
@@ -79,14 +81,16 @@ class MathKernel(TileKernel):
             dk += torch.einsum("grnm,ngrd->mgd", dscores, q)
         return dq, dk, dv
 
-    def _scores(self, q: torch.Tensor, k: torch.Tensor, start: int, causal: bool, scale: float) -> torch.Tensor:
+    def _scores(self, q: torch.Tensor, k: torch.Tensor, start: int, allowed: Allowed, scale: float) -> torch.Tensor:
         """Masked scores `[groups, heads/groups, b, m]` of the query block that begins at `start`."""
         wide = accumulation_dtype(q.dtype)
         rows = q[start : start + self.block].unflatten(1, (k.shape[1], -1)).to(wide)  # [b, heads, d] -> [b, g, r, d]
         scores = torch.einsum("ngrd,mgd->grnm", rows, k.to(wide)) * scale
-        if causal:
+        if allowed.causal:
             place = torch.arange(start, start + rows.shape[0], device=q.device)
             scores.masked_fill_(torch.arange(len(k), device=q.device)[None] > place[:, None], -torch.inf)
+        if allowed.bias is not None:
+            scores += allowed.bias[start : start + self.block]
         return scores
 
 

@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from megacp.context_parallel.attention import core_attention, select_transport
 from megacp.context_parallel.plan import AttentionPlan
+from megacp.context_parallel.sizes import AttentionSizes
 from megacp.context_parallel.transport import Tensors, Transport
 from megacp.distributed.grid import Axis
 from megacp.ops.kernel import QKV
-from megacp.ops.mask import TileTable
 from megacp.sdpa.agreement import Agreement
 from megacp.sdpa.call import (
     dropout_problems,
@@ -274,9 +274,9 @@ class _OutsideMode:
         self.name = inner.name
         self.inner = inner
 
-    def tables(self, plan: AttentionPlan) -> list[TileTable]:
-        """See `Transport.tables`."""
-        return self.inner.tables(plan)
+    def prepare(self, plan: AttentionPlan, sizes: AttentionSizes) -> None:
+        """See `Transport.prepare`."""
+        self.inner.prepare(plan, sizes)
 
     def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
         """See `Transport.forward`."""

@@ -21,8 +21,11 @@ from megacp.context_parallel.kv_exchange import KVExchange, exchange_stages, nee
 from megacp.context_parallel.layout import LAYOUTS
 from megacp.context_parallel.local import LocalAttention
 from megacp.context_parallel.shard import LocalBatch, shard_batch
+from megacp.context_parallel.sizes import AttentionSizes
 from megacp.distributed.grid import Axis, single_axis
-from megacp.ops.mask import allowed
+from megacp.ops.calls import Allowed, Widths
+from megacp.ops.kernel import QKV, Partial, widths_of
+from megacp.ops.mask import TileTable, allowed
 from megacp.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotate
 from megacp.ops.tile_kernels import MathKernel
 from tests.ranks import RankError, grid, run_ranks
@@ -279,11 +282,12 @@ class CountingKernel(MathKernel):
         super().__init__()
         self.calls, self.pairs = 0, 0
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, qkv: QKV, allowed: Allowed, scale: float) -> tuple[Tensor, Tensor]:
+        queries, keys = len(qkv[0]), len(qkv[1])
         self.calls += 1
-        self.pairs += len(q) * (len(q) + 1) // 2 if causal else len(q) * len(k)
-        assert len(q) and len(k), "an empty tile"
-        return super().forward(q, k, v, causal, scale)
+        self.pairs += allowed.pairs(queries, keys)
+        assert queries and keys, "an empty tile"
+        return super().forward(qkv, allowed, scale)
 
 
 def counted(rank: int, world_size: int, case: Case) -> tuple[int, int, int, tuple[int, int]]:
@@ -302,7 +306,7 @@ def counted(rank: int, world_size: int, case: Case) -> tuple[int, int, int, tupl
 @pytest.mark.parametrize("transport", ["p2p", "all_gather", "kv_exchange"])
 @pytest.mark.parametrize("mask", ["causal", "packed", "holes"])
 def test_work_is_the_allowed_area_and_bytes_are_the_formula(transport: str, mask: str) -> None:
-    """Empty tiles cost no kernel; forward moves (cp-1)/cp of K and V once, grouped heads unexpanded."""
+    """Each allowed pair is computed once; forward moves (cp-1)/cp of K and V once, grouped heads unexpanded."""
     results = run_ranks(counted, 4, Case(transport, "zigzag", mask, 64, heads=(4, 2)))
     assert all(pairs == area for pairs, area, *_ in results)
     row = 2 * 2 * DIM * 8  # bytes of K and V of a token: two groups, float64
@@ -311,6 +315,41 @@ def test_work_is_the_allowed_area_and_bytes_are_the_formula(transport: str, mask
         # once; exchange: what others need goes out twice, gradients of what came in go back
         hops = {"p2p": (3 + 3 + 4) * 16, "all_gather": (3 + 3 + 3) * 16, "kv_exchange": 2 * sent + received}
         assert total == hops[transport] * row
+
+
+class PreparedKernel(MathKernel):
+    """A kernel that attends over what was prepared and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prepared: set[tuple[int, Widths]] = set()
+
+    def prepare(self, table: TileTable, widths: Widths) -> None:
+        self.prepared.add((id(table), widths))
+
+    def attend(self, partial: Partial, qkv: QKV, table: TileTable, scale: float) -> None:
+        assert (id(table), widths_of(*qkv[:2])) in self.prepared
+        super().attend(partial, qkv, table, scale)
+
+
+def prepared(rank: int, world_size: int, cases: list[Case]) -> list[int]:
+    """How many tables each transport has prepared, and attends over."""
+    cp, found = grid(cp=world_size).cp, []
+    for case in cases:
+        kernel, batch = PreparedKernel(), shard_batch(batch_of(case), cp, LAYOUTS[case.layout])
+        transport = TRANSPORTS[case.transport](cp, kernel, TransportOptions(case.hierarchy, case.stages))
+        transport.prepare(batch.plan, AttentionSizes(batch.num_tokens, *case.heads, DIM, 8, 8))
+        attend(batch, transport, qkv_and_gradient(case, batch.num_tokens * world_size))
+        found.append(len(kernel.prepared))
+    return found
+
+
+def test_every_table_is_prepared_before_its_first_layer() -> None:
+    """Heads are dealt unevenly, so a2a's ranks have keys of several widths."""
+    names = ["p2p", "all_gather", "kv_exchange", "a2a", "a2a+p2p"]
+    cases = [Case(name, "zigzag", "packed", 64, heads=(6, 3), hierarchy=(2, 2)) for name in names]
+    for found in run_ranks(prepared, 4, cases):
+        assert found == [4, 2, 2, 1, 2]
 
 
 @pytest.mark.parametrize(("heads", "received"), [((8, 4), 3 * 2 + 3 * 2), ((8, 2), 3 * 2 + 3 * 2)], ids=str)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from megacp.ops import calls
 from megacp.ops.kernel import Kernel, Saved, accumulation_dtype, empty_partial
 from megacp.ops.kernels import select_kernel
 from megacp.ops.mask import Metadata, allowed, tile_table
@@ -23,6 +24,13 @@ KERNELS = {"flash": FlashKernel(), "math": MathKernel(), "math in blocks of 5": 
 HEADS = [(4, 4), (4, 2), (6, 1)]
 
 Tensors = tuple[torch.Tensor, ...]
+
+
+@pytest.fixture(params=["calls of their own", "joined"], autouse=True)
+def joining(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows this small are otherwise always joined."""
+    if request.param == "calls of their own":
+        monkeypatch.setattr(calls, "CALL", 0)
 
 
 def draw(n: int, m: int, heads: int, groups: int, seed: int = 0) -> list[torch.Tensor]:

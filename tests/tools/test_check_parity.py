@@ -70,16 +70,16 @@ def lost_norm_gradient(rank: int, world_size: int, *args: Any) -> list[StepTrace
 
 
 def half_mask(rank: int, world_size: int, *args: Any) -> list[StepTrace]:
-    """A rank that leaves out the second tile of every row of the mask."""
+    """A rank that leaves out every second block of the mask."""
 
     from megacp.ops import kernel
 
-    right = kernel.key_sources
-    kernel.key_sources = lambda row, width: right(row, width)[:1]
+    right = kernel.table_calls
+    kernel.table_calls = lambda table, widths: right(table, widths)[::2]
     try:
         return train_rank(rank, world_size, *args)
     finally:
-        kernel.key_sources = right
+        kernel.table_calls = right
 
 
 def raises_on_rank_one(rank: int, world_size: int, *args: Any) -> list[StepTrace]:

@@ -34,6 +34,7 @@ from megacp.context_parallel.auto.predict import (
 from megacp.distributed.collectives import all_gather, all_to_all, barrier, gather_objects, reduce_scatter
 from megacp.distributed.grid import Axis, split_axis
 from megacp.distributed.p2p import start_shift
+from megacp.ops.calls import Widths
 from megacp.ops.kernel import Kernel, Partial, Saved, accumulation_dtype
 from megacp.ops.mask import Metadata, TileTable, tile_table
 
@@ -191,7 +192,8 @@ class _Tile:
     def costs(self, seconds: Mapping[str, float]) -> list[KernelCost]:
         """Solves `pairs * pair + rows * row + calls * call = seconds` for both passes; no cost comes out negative."""
         width = self.heads * self.dim
-        works = [table_work(table, self.groups * self.dim, self.kernel) for table in self.tables.values()]
+        widths = Widths(width, self.groups * self.dim)
+        works = [table_work(table, widths, self.kernel) for table in self.tables.values()]
         counts = np.array([[work.pairs * width, work.rows * width, work.calls] for work in works], float)  # [3, 3]
         found = []
         for direction in ("forward", "backward"):

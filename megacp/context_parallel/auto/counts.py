@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from megacp.context_parallel.all_gather import table_of_others
 from megacp.context_parallel.auto.predict import Candidate, KernelWork, RankWork, StageWork
 from megacp.context_parallel.kv_exchange import exchange_stages, needed_rows
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.sizes import AttentionSizes
 from megacp.ops.blocks import BLOCK, block_cover
-from megacp.ops.kernel import GATHERED_ELEMENTS, Kernel, TileKernel
-from megacp.ops.mask import CAUSAL, TileTable
+from megacp.ops.calls import Call, Widths, table_calls
+from megacp.ops.kernel import Kernel, TileKernel
+from megacp.ops.mask import TileTable
 
 
 def exchanged_rows(plan: AttentionPlan) -> tuple[int, int]:
@@ -28,8 +27,8 @@ def exchanged_rows(plan: AttentionPlan) -> tuple[int, int]:
     return sent, int(mine.sum() - mine[plan.local].sum())
 
 
-def table_work(table: TileTable, width: int, kernel: Kernel) -> KernelWork:
-    """The kernel calls and pairs of one pass over `table`; `width` is the number of elements of a key.
+def table_work(table: TileTable, widths: Widths, kernel: Kernel) -> KernelWork:
+    """The kernel calls and pairs of one pass over `table`.
 
     A kernel that walks no tiles is taken to compute the blocks of `ops.blocks` in one call.
     """
@@ -37,23 +36,22 @@ def table_work(table: TileTable, width: int, kernel: Kernel) -> KernelWork:
         return (
             KernelWork(len(block_cover(table).area) * BLOCK**2, table.queries, 1) if table.num_tiles else KernelWork()
         )
-    height = table.row_stop - table.row_start  # [rows]
-    queries, keys = height[table.row_of_tile], table.k_stop - table.k_start  # [tiles]
-    causal = table.kind == CAUSAL
-    masked = np.minimum(queries, kernel.causal_block or queries)
-    triangles = queries * (queries + masked) // 2  # the squares on the diagonal are computed whole
-    pairs = int(np.where(causal, triangles, queries * keys).sum())
-    together = ~causal & (keys * width <= GATHERED_ELEMENTS)  # one call for all such tiles of a row
-    rows = np.unique(table.row_of_tile[together])
-    calls = int((~together).sum()) + len(rows)
-    return KernelWork(pairs, int(queries[~together].sum() + height[rows].sum()), calls)
+    calls = table_calls(table, widths)
+    return KernelWork(sum(_computed(call, kernel) for call in calls), sum(call.queries for call in calls), len(calls))
+
+
+def _computed(call: Call, kernel: TileKernel) -> int:
+    """Pairs that a call computes, allowed or not: of a causal triangle, the squares on the diagonal as a whole."""
+    if not call.causal:
+        return call.queries * call.num_keys
+    return call.queries * (call.queries + min(call.queries, kernel.causal_block or call.queries)) // 2
 
 
 def rank_work(plan: AttentionPlan, sizes: AttentionSizes, kernel: Kernel, candidates: Sequence[Candidate]) -> RankWork:
     """Counts of the plan's rank for every candidate."""
 
-    def work(table: TileTable, groups: int = sizes.groups) -> KernelWork:
-        return table_work(table, groups * sizes.dim, kernel)
+    def work(table: TileTable, share: AttentionSizes = sizes) -> KernelWork:
+        return table_work(table, share.widths, kernel)
 
     exchanges = {candidate.stages for candidate in candidates if candidate.comm_type == "kv_exchange"}
     needed = needed_rows(plan) if exchanges else None
@@ -61,8 +59,8 @@ def rank_work(plan: AttentionPlan, sizes: AttentionSizes, kernel: Kernel, candid
     for joined in {candidate.joined(plan.cp) for candidate in candidates}:
         if joined is None:
             continue
-        groups = sizes.share(joined, plan.cp_rank % joined).groups
-        rings[joined] = tuple(work(table, groups) for table in _tables_of_ring(plan, joined))
+        share = sizes.share(joined, plan.cp_rank % joined)
+        rings[joined] = tuple(work(table, share) for table in _tables_of_ring(plan, joined))
     stages = {
         count: tuple(
             StageWork(sum(stage.out_splits), sum(stage.in_splits), work(stage.table))

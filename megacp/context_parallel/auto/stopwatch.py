@@ -13,12 +13,12 @@ import torch
 
 from megacp.context_parallel.auto.predict import PassSeconds
 from megacp.context_parallel.plan import AttentionPlan
+from megacp.context_parallel.sizes import AttentionSizes
 from megacp.context_parallel.transport import Tensors, Transport
 from megacp.distributed.clock import clock_of
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import Axis
 from megacp.ops.kernel import QKV
-from megacp.ops.mask import TileTable
 
 _Result = TypeVar("_Result")
 
@@ -32,9 +32,9 @@ class Stopwatch:
         self._transport, self._device, self._clock = transport, device, clock_of(device)
         self._passes: tuple[list[Any], list[Any]] = ([], [])  # (begin, end) of every forward, of every backward
 
-    def tables(self, plan: AttentionPlan) -> list[TileTable]:
-        """See `Transport.tables`."""
-        return self._transport.tables(plan)
+    def prepare(self, plan: AttentionPlan, sizes: AttentionSizes) -> None:
+        """See `Transport.prepare`."""
+        self._transport.prepare(plan, sizes)
 
     def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
         """See `Transport.forward`."""

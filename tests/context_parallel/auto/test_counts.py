@@ -17,14 +17,15 @@ from megacp.context_parallel.auto.predict import Candidate, KernelWork, RankWork
 from megacp.context_parallel.layout import LAYOUTS
 from megacp.context_parallel.shard import LocalBatch, shard_batch
 from megacp.context_parallel.sizes import AttentionSizes
-from megacp.ops.kernel import Saved, key_sources
+from megacp.ops.calls import Allowed, Widths
+from megacp.ops.kernel import KV, QKV, Saved, empty_partial, widths_of
 from megacp.ops.mask import Metadata, tile_table
 from megacp.ops.tile_kernels import FlashKernel, MathKernel
 from tests.ranks import grid, run_ranks
 from tests.reference.packs import metadata, random_batch
 
 HEADS, GROUPS, DIM = 6, 2, 256
-SQUARES = MathKernel()
+SQUARES, NARROW = MathKernel(), Widths(64, 64)
 WAYS = candidates(ParallelConfig(context_parallel_size=4, cp_comm_type="auto", cp_layout="auto"), HEADS)
 
 
@@ -56,13 +57,13 @@ class CountingKernel(MathKernel):
         n, m, now = len(queries), len(keys), self._now
         self._now = KernelWork(now.pairs + n * m, now.rows + n, now.calls + 1)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        self._count(q, k)
-        return super().forward(q, k, v, causal, scale)
+    def forward(self, qkv: QKV, allowed: Allowed, scale: float) -> tuple[Tensor, Tensor]:
+        self._count(qkv[0], qkv[1])
+        return super().forward(qkv, allowed, scale)
 
-    def backward(self, saved: Saved, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        self._count(saved.q, k)
-        return super().backward(saved, k, v, causal, scale)
+    def backward(self, saved: Saved, kv: KV, allowed: Allowed, scale: float) -> QKV:
+        self._count(saved.q, kv[0])
+        return super().backward(saved, kv, allowed, scale)
 
 
 def predicted(work: RankWork, way: Candidate, cp: int) -> list[KernelWork | None]:
@@ -103,18 +104,16 @@ def test_counted_work_is_what_every_transport_makes_its_kernel_do() -> None:
 
 
 @pytest.mark.parametrize("width", [16, 2048])
-def test_small_full_tiles_of_a_row_are_one_call(width: int) -> None:
-    """Against the kernel's own walk; at 2,048 elements a key a tile of more than 8 keys is a call of its own."""
+def test_work_is_that_of_the_calls_of_a_table(width: int) -> None:
+    """Against what a kernel is asked for; the wider keys are, the fewer rows are joined."""
     for seed in range(20):
         batch = random_batch(np.random.default_rng(seed), 200, documents=5, branches=True, images=True, padding=True)
         order = np.random.default_rng(seed).permutation(200)
         halves = [metadata(batch).take(np.sort(part)) for part in (order[:90], order[90:])]
-        table = tile_table(*halves)
-        calls = [(r.q_stop - r.q_start, s) for r in table.rows for s in key_sources(r, width)]
-        keys = [sum(part.stop - part.start for part in slices) for _, (slices, _) in calls]
-        pairs = sum(q * k for (q, _), k in zip(calls, keys, strict=True))
-        expected = KernelWork(pairs, sum(q for q, _ in calls), len(calls))
-        assert table_work(table, width, SQUARES) == expected
+        table, kernel = tile_table(*halves), CountingKernel()
+        q, k = torch.zeros(90, 2, width // 2), torch.zeros(110, 1, width // 2)
+        kernel.attend(empty_partial(q), (q, k, k), table, 1.0)
+        assert kernel.done["attend"] == [table_work(table, widths_of(q, k), SQUARES)]
 
 
 def one_document(tokens: int) -> Metadata:
@@ -125,7 +124,7 @@ def one_document(tokens: int) -> Metadata:
 @pytest.mark.parametrize(("tokens", "blocks"), [(100, 100**2), (512, 512**2), (1024, 3 * 512**2), (2048, 10 * 512**2)])
 def test_the_cpu_kernel_computes_causal_squares_in_blocks_of_512_keys(tokens: int, blocks: int) -> None:
     """Measured on torch 2.13: 512 causal queries take as long as 512 full ones, 1,024 take 0.75 of their square."""
-    assert table_work(one_document(tokens).own_table, 64, FlashKernel()) == KernelWork(blocks, tokens, 1)
+    assert table_work(one_document(tokens).own_table, NARROW, FlashKernel()) == KernelWork(blocks, tokens, 1)
 
 
 class BlockKernel:
@@ -134,6 +133,6 @@ class BlockKernel:
 
 def test_a_kernel_of_fixed_blocks_pays_for_whole_blocks_in_one_call() -> None:
     kernel: Any = BlockKernel()
-    assert table_work(one_document(300).own_table, 64, kernel) == KernelWork(6 * 128**2, 300, 1)
+    assert table_work(one_document(300).own_table, NARROW, kernel) == KernelWork(6 * 128**2, 300, 1)
     nothing = tile_table(one_document(4), one_document(4).take(np.arange(0)))
-    assert table_work(nothing, 64, kernel) == table_work(nothing, 64, SQUARES) == KernelWork()
+    assert table_work(nothing, NARROW, kernel) == table_work(nothing, NARROW, SQUARES) == KernelWork()

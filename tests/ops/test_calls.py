@@ -1,0 +1,80 @@
+"""The calls of a table compute each allowed pair once, and rows are joined where that is cheaper."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megacp.ops import calls
+from megacp.ops.calls import Call, Widths, table_calls
+from megacp.ops.mask import Metadata, TileTable, allowed, tile_table
+from tests.reference.packs import metadata, random_batch
+
+NARROW, WIDE = Widths(64, 32), Widths(4096, 1024)
+
+
+def halves(seed: int, tokens: int = 300) -> TileTable:
+    """The table between two parts of a random pack, in which some queries see nothing."""
+    rng = np.random.default_rng(seed)
+    meta = metadata(random_batch(rng, tokens, documents=12, branches=True, images=True, padding=True))
+    order = rng.permutation(tokens)
+    return tile_table(*(meta.take(np.sort(part)) for part in (order[: tokens // 2], order[tokens // 3 :])))
+
+
+def pairs_of(call: Call) -> np.ndarray:
+    """bool `[n, m]`."""
+    if call.causal:
+        return np.tri(call.queries, call.num_keys, dtype=bool)
+    return np.ones((call.queries, call.num_keys), bool) if call.bias is None else call.bias == 0
+
+
+@pytest.mark.parametrize("cost", [0, calls.CALL, 10**9])
+@pytest.mark.parametrize("widths", [NARROW, WIDE])
+def test_every_allowed_pair_is_in_one_call_and_no_other_pair_in_any(
+    widths: Widths, cost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "CALL", cost)
+    masked = 0
+    for seed in range(12):
+        for table in (halves(seed), halves(seed, 90).q.own_table):
+            counts, begun = np.zeros((table.queries, table.keys), int), np.zeros(table.queries, bool)
+            for call in table_calls(table, widths):
+                keys = np.concatenate([np.arange(part.start, part.stop) for part in call.keys])
+                counts[call.rows, keys] += pairs_of(call)
+                assert call.first == (not begun[call.rows].any()), "the first call of a row writes, others merge"
+                begun[call.rows] = True
+                assert pairs_of(call).any(1).all(), "a query that sees nothing would make NaN"
+                masked += call.bias is not None
+            assert np.array_equal(counts, allowed(table.q, table.k))
+    assert (masked > 0) == (cost > 0)
+
+
+def short_documents(number: int, tokens: int) -> TileTable:
+    document = np.repeat(np.arange(number), tokens)
+    zeros = np.zeros_like(document)
+    return Metadata(document, zeros, zeros, np.arange(len(document))).own_table
+
+
+def test_short_documents_are_a_few_calls_and_long_ones_a_call_each() -> None:
+    assert len(table_calls(short_documents(64, 8), NARROW)) <= 8
+    assert [call.causal for call in table_calls(short_documents(3, 400), NARROW)] == [True] * 3
+
+
+def test_wide_heads_compute_fewer_pairs_in_vain() -> None:
+    computed = {}
+    for widths in (NARROW, WIDE):
+        table = short_documents(64, 8)
+        computed[widths] = sum(call.queries * call.num_keys for call in table_calls(table, widths))
+    assert computed[WIDE] < computed[NARROW] / 2
+
+
+def test_a_mask_is_never_larger_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "CALL", 10**9)
+    monkeypatch.setattr(calls, "MOST_PAIRS", 1000)
+    sizes = [call.bias.size for call in table_calls(short_documents(64, 8), NARROW) if call.bias is not None]
+    assert sizes and max(sizes) <= 1000
+
+
+def test_calls_are_made_once_for_a_table_and_widths() -> None:
+    table = short_documents(4, 8)
+    assert table_calls(table, NARROW) is table_calls(table, NARROW) is not table_calls(table, WIDE)
