@@ -207,13 +207,13 @@ def _refused(problem: str, world: launch.World, alike: bool) -> int:
 
 
 def program() -> NoReturn:
-    """The process: `main`, and an end that waits for nothing after a failure."""
+    """The process: `main`, and an end that waits for nothing."""
+    status = 1
     try:
         status = main()
     except Exception:
         traceback.print_exc()
-        launch.leave(1)
-    sys.exit(status)
+    launch.leave(status)
 
 
 if __name__ == "__main__":

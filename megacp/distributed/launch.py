@@ -6,6 +6,7 @@ process needs no process group and no torchrun.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import errno
@@ -226,7 +227,12 @@ def _await_store(host: str, port: int, world: World, seconds: float) -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process now: destructors of a broken process group may wait for ever for a machine that is frozen."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    """End this process now, without the destructors of libraries and their threads.
+
+    After a failure, those of a process group may wait for ever for a machine that is frozen. After a good run, a thread
+    of gloo that lets go of a tensor while the interpreter ends would abort the process (pytorch issue 190489).
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            stream.flush()
     os._exit(status)

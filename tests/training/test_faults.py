@@ -112,6 +112,32 @@ def test_a_run_that_torchrun_restarts_goes_on_from_its_newest_checkpoint(
     assert payload(tmp_path / "step_0000006") == payload(undisturbed / "step_0000006")
 
 
+BUSY = """
+import threading, torch
+from megacp import train
+
+def busy() -> None:
+    while True:
+        torch.ones(8) + 1
+
+def stop() -> None:
+    for _ in range(4):
+        threading.Thread(target=busy, daemon=True).start()
+
+train.launch.stop = stop
+train.program()
+"""
+
+
+@pytest.mark.slow
+def test_threads_of_libraries_that_still_run_do_not_turn_a_good_end_into_an_abort(tmp_path: Path) -> None:
+    """As those of gloo may: one that comes back from C++ while the interpreter ends calls std::terminate."""
+    command = [sys.executable, "-c", BUSY, *TINY, "--train-iters", "2", "--save", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200.0)
+    assert done.returncode == 0, done.stderr
+    assert "finished after step 2" in done.stdout
+
+
 def _rank(environment: dict[str, str], arguments: Sequence[str], words: Path) -> None:
     """`faulty_rank` as the program of this process, its stderr in a file."""
     os.environ.update(environment)
