@@ -38,8 +38,8 @@ EXTRAS = {
 }
 EXTRAS["all"] = sorted({name for extra, names in EXTRAS.items() if extra not in ("gpu", "processor") for name in names})
 COMMANDS = {
-    "train": "megacp.train",
-    **{name: f"megacp.commands.{name}" for name in ("preprocess", "convert", "generate", "parity", "plot")},
+    "train": "megacp.train:program",
+    **{name: f"megacp.commands.{name}:main" for name in ("preprocess", "convert", "generate", "parity", "plot")},
 }
 README = Path(__file__).with_name("README.md")
 
@@ -59,9 +59,10 @@ setup(
         "sentencepiece",
         "tokenizers",
         "torch>=2.11",
+        "tqdm",
         "tyro>=1.0",
         "zlib-ng",
     ],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": [f"megacp-{name} = {target}:main" for name, target in COMMANDS.items()]},
+    entry_points={"console_scripts": [f"megacp-{name} = {target}" for name, target in COMMANDS.items()]},
 )

@@ -94,6 +94,9 @@ class RunLog:
         self._write("train", record.step, figures)
         if record.step % self._targets.log_interval == 0 or record.step == self._total:
             self.say(step_line(record, self._total))
+        if self._targets.console:
+            left = duration(record.seconds_left)
+            self._console.progress(record.step, self._total, f"loss {record.loss:.4f}  left {left}")
 
     def validation(self, step: int, loss: float) -> None:
         """Report a validation loss after `step` optimizer steps."""
