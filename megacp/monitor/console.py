@@ -32,7 +32,8 @@ class Console:
 
     def progress(self, done: int, total: int, text: str) -> None:
         """On a terminal, a bar below the lines: `done` of `total` steps and what there is to say of the last one."""
-        self._attempt(lambda: self._draw(done, total, text))
+        if self._bar is not None or getattr(sys.stdout, "isatty", bool)():  # what stands in for it may have none
+            self._attempt(lambda: self._draw(done, total, text))
 
     def close(self) -> None:
         """Leave the bar as it stands, and forget what could not be printed: Python would try once more at exit and
@@ -45,8 +46,6 @@ class Console:
 
     def _draw(self, done: int, total: int, text: str) -> None:
         if self._bar is None:
-            if not getattr(sys.stdout, "isatty", bool)():  # what stands in for it may have none
-                return
             tqdm.monitor_interval = 0  # no thread that draws a bar which stands still
             self._bar = tqdm(
                 total=total, initial=done, file=sys.stdout, dynamic_ncols=True, mininterval=0.2, bar_format=_BAR
