@@ -76,6 +76,14 @@ def test_the_report_names_ranks_that_do_not_answer_and_calls_that_differ_in_size
     assert "  no answer from rank 2: stopped, dead, or cut off from the store" in text
 
 
+def test_calls_that_somebody_has_not_made_are_told_before_longer_waits() -> None:
+    """Would catch the one call that matters behind dozens that only wait for it."""
+    both = [["broadcast", 8, 0, None, 90.0], ["all_reduce", 9, 0, None, 3.0]]
+    lines = report({0: answer(9, both), 1: answer(9, both), 2: answer(8, both[:1])}, []).splitlines()
+    assert "all_reduce, call 9" in lines[1] and "not called by rank 2" in lines[1]
+    assert "broadcast, call 8" in lines[2]
+
+
 def test_the_report_says_how_many_messages_a_peer_has_made() -> None:
     receiver = answer(3, [["receive", 7, 64, 1, 2.0]])
     sender = answer(3, [])

@@ -64,6 +64,12 @@ def _exchanged(mine: str, error: BaseException, place: str, world: Axis, seconds
     return "\n".join([mine, *lines])
 
 
+def last_words(store: dist.Store, rank: int) -> str | None:
+    """Why a rank failed, where it has said so."""
+    key = f"{_ROOM}/{rank}"
+    return store.get(key).decode() if store.check([key]) else None
+
+
 def _may_be_a_peers(error: BaseException) -> bool:
     """Whether a collective may have raised it."""
     return type(error) is RuntimeError or isinstance(error, dist.DistError)
@@ -80,9 +86,7 @@ def _heard(store: dist.Store, ranks: list[int], seconds: float) -> dict[int, str
     deadline = time.monotonic() + seconds
     while None in heard.values() and time.monotonic() < deadline:
         for rank in [rank for rank, text in heard.items() if text is None]:
-            key = f"{_ROOM}/{rank}"
-            if store.check([key]):
-                heard[rank] = store.get(key).decode()
+            heard[rank] = last_words(store, rank)
         time.sleep(0.05)
     return heard
 

@@ -12,11 +12,12 @@ import time
 import torch.distributed as dist
 
 from megacp.distributed.grid import Axis
+from megacp.distributed.supervision.failure_report import last_words
 from megacp.distributed.supervision.meeting import within
 from megacp.distributed.supervision.restart_store import named
 from megacp.distributed.supervision.watch import ROOM, group_name, run_store
 
-_SILENT_SECONDS = 30.0
+SILENT_SECONDS = 30.0
 """A rank that answered and gives no sign of life for so long is taken for dead; signs come every five seconds."""
 _MARGIN = 30.0
 _LOOKING, _AFTER_THEM = 2, 5.0
@@ -93,13 +94,13 @@ def _dead(store: dist.Store, axis: Axis, late: list[int], beats: dict[int, tuple
     """What is known of a late rank that failed or shows no sign of life; `beats` is when its count last changed."""
     now = time.monotonic()
     for rank in [axis.global_ranks[place] for place in late]:
-        if store.check([f"megacp_last_words/{rank}"]):
-            return f"{what}: {store.get(f'megacp_last_words/{rank}').decode()}"
+        if words := last_words(store, rank):
+            return f"{what}: {words}"
         if not store.check([f"{ROOM}/beat/{rank}"]):
             continue  # it is not watched
         count = store.add(f"{ROOM}/beat/{rank}", 0)
         if beats.setdefault(rank, (count, now))[0] != count:
             beats[rank] = (count, now)
-        if now - beats[rank][1] > _SILENT_SECONDS:
+        if now - beats[rank][1] > SILENT_SECONDS:
             return f"rank {rank} shows no sign of life while {what}: killed, stopped, or cut off"
     return ""
