@@ -7,8 +7,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-demo_out}
-STEPS=${STEPS:-360}
-RECORDS=${RECORDS:-15000}
+STEPS=${STEPS:-450}
+RECORDS=${RECORDS:-16000}
 GOAL=${GOAL:-0.9}
 export OMP_NUM_THREADS=1
 if [ -e "$OUT" ]; then
@@ -19,7 +19,7 @@ mkdir -p "$OUT"
 # Show a command, then run it.
 show() { printf '\n$'; printf ' %s' "$@"; printf '\n'; "$@"; }
 
-show python examples/digits_to_jsonl.py --output "$OUT/digits" --records "$RECORDS" --single 0.85
+show python examples/digits_to_jsonl.py --output "$OUT/digits" --records "$RECORDS" --single 0.6
 show python tools/train_tokenizer.py --input "$OUT/digits/train.jsonl" --output "$OUT/tokenizer.json" \
     --vocab-size 330 --symbols '<|user|>' '<|assistant|>'
 for split in train held_out; do
@@ -62,7 +62,7 @@ min_lr: 1.0e-4
 # A third of the run: with 30 steps the decoder settles before its images say anything, and reads 10 % fewer scans.
 lr_warmup_iters: $((STEPS / 3))
 weight_decay: 0.05
-eval_interval: 120
+eval_interval: 150
 eval_iters: 8
 log_interval: 10
 YAML

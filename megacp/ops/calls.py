@@ -52,7 +52,7 @@ class Allowed(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class KernelCall:
     """Queries and keys that a kernel computes at once: `n` queries, and `m` keys in ascending disjoint slices."""
 
     rows: slice
@@ -79,7 +79,7 @@ class Call:
         return Allowed(self.causal, None if self.bias is None else to_device(self.bias, device))
 
 
-def table_calls(table: TileTable, widths: Widths) -> tuple[Call, ...]:
+def table_calls(table: TileTable, widths: Widths) -> tuple[KernelCall, ...]:
     """The calls of one pass over `table`, which compute every allowed pair once. Made once, and kept with the table."""
     return table.part(
         widths, lambda: tuple(call for group in _groups(table.rows, widths) for call in _calls(group, widths))
@@ -87,7 +87,7 @@ def table_calls(table: TileTable, widths: Widths) -> tuple[Call, ...]:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _RowGroup:
     """Rows that touch, the union of their keys, and the cost of the cheapest way to compute them."""
 
     rows: tuple[TileRow, ...]
@@ -99,13 +99,13 @@ class _Group:
         return slice(self.rows[0].q_start, self.rows[-1].q_stop)
 
 
-def _groups(rows: Iterable[TileRow], widths: Widths) -> Iterator[_Group]:
+def _groups(rows: Iterable[TileRow], widths: Widths) -> Iterator[_RowGroup]:
     """Rows in order, each joined to the group before it where that costs no more."""
-    group: _Group | None = None
+    group: _RowGroup | None = None
     for row in rows:
         keys = tuple(slice(tile.k_start, tile.k_stop) for tile in row.tiles)
         block = _block((row,), _union(keys), widths)
-        alone = block if block.cost < (apart := _apart(row, widths)) else _Group((row,), block.keys, apart)
+        alone = block if block.cost < (apart := _apart(row, widths)) else _RowGroup((row,), block.keys, apart)
         if group is not None and group.queries.stop == row.q_start:
             joined = _block((*group.rows, row), _union((*group.keys, *keys)), widths)
             if joined.cost <= group.cost + alone.cost:
@@ -118,10 +118,10 @@ def _groups(rows: Iterable[TileRow], widths: Widths) -> Iterator[_Group]:
         yield group
 
 
-def _block(rows: tuple[TileRow, ...], keys: tuple[slice, ...], widths: Widths) -> _Group:
+def _block(rows: tuple[TileRow, ...], keys: tuple[slice, ...], widths: Widths) -> _RowGroup:
     """The rows as one masked call; one of too many pairs is dearer than anything."""
     pairs = (rows[-1].q_stop - rows[0].q_start) * _length(keys)
-    return _Group(rows, keys, CALL + pairs * widths.query if pairs <= MOST_PAIRS else sys.maxsize)
+    return _RowGroup(rows, keys, CALL + pairs * widths.query if pairs <= MOST_PAIRS else sys.maxsize)
 
 
 def _apart(row: TileRow, widths: Widths) -> int:
@@ -131,15 +131,15 @@ def _apart(row: TileRow, widths: Widths) -> int:
     return sum(CALL + height * _length(keys) * widths.query // (2 if causal else 1) for keys, causal in sources)
 
 
-def _calls(group: _Group, widths: Widths) -> Iterator[Call]:
+def _calls(group: _RowGroup, widths: Widths) -> Iterator[KernelCall]:
     if len(group.rows) == 1 and group.cost == _apart(group.rows[0], widths):
         for number, (keys, causal) in enumerate(key_sources(group.rows[0], widths.key)):
-            yield Call(group.queries, keys, causal, None, number == 0)
+            yield KernelCall(group.queries, keys, causal, None, number == 0)
     else:
-        yield Call(group.queries, group.keys, False, _bias(group), True)
+        yield KernelCall(group.queries, group.keys, False, _bias(group), True)
 
 
-def _bias(group: _Group) -> np.ndarray:
+def _bias(group: _RowGroup) -> np.ndarray:
     """fp16 `[n, m]` of a masked call, which kernels turn into their dtype faster than a bool mask into a bias."""
     starts = np.array([part.start for part in group.keys])
     offsets = np.cumsum([0, *(part.stop - part.start for part in group.keys)])[:-1] - starts

@@ -115,6 +115,7 @@ def test_a_rank_that_hangs_answers_with_its_stack() -> None:
     assert "rank 0 failed in step 1: RuntimeError: Timed out waiting 1ms" in text
     assert "on dp (ranks 0, 1): 8 bytes" in text and "not called by rank 1" in text
     assert "in _asked\n      time.sleep(4.0)" in text
+    assert 'in _asked\n      raise RuntimeError("Timed out' in text, "where it failed, not where it reports that"
 
 
 def test_groups_whose_ranks_have_made_different_numbers_of_calls_are_told() -> None:

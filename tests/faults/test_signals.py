@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megacp.checkpoint.directory import committed
-from megacp.training.stopping import STOPPED, StopSignal
+from megacp.training.stopping import REASONS, STOPPED, StopSignal
 from tests.training.runs import TINY, losses
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +31,17 @@ def test_a_hangup_that_was_ignored_stays_ignored() -> None:
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_run_whose_minutes_are_over_says_so_and_a_signal_counts_less() -> None:
+    stop = StopSignal(minutes=5e-4)
+    try:
+        assert stop.reason == 0
+        time.sleep(0.05)
+        signal.raise_signal(signal.SIGUSR1)
+        assert REASONS[stop.reason] == "stopped after --exit-duration"
+    finally:
+        stop.release()
 
 
 def started(command: list[str], folder: Path, ignoring: bool = False) -> subprocess.Popen[str]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megacp.ops import calls
-from megacp.ops.calls import Call, Widths, table_calls
+from megacp.ops.calls import KernelCall, Widths, table_calls
 from megacp.ops.mask import Metadata, TileTable, allowed, tile_table
 from tests.reference.packs import metadata, random_batch
 
@@ -21,7 +21,7 @@ def halves(seed: int, tokens: int = 300) -> TileTable:
     return tile_table(*(meta.take(np.sort(part)) for part in (order[: tokens // 2], order[tokens // 3 :])))
 
 
-def pairs_of(call: Call) -> np.ndarray:
+def pairs_of(call: KernelCall) -> np.ndarray:
     """bool `[n, m]`."""
     if call.causal:
         return np.tri(call.queries, call.num_keys, dtype=bool)

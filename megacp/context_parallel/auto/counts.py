@@ -14,7 +14,7 @@ from megacp.context_parallel.kv_exchange import exchange_stages, needed_rows
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.sizes import AttentionSizes
 from megacp.ops.blocks import BLOCK, block_cover
-from megacp.ops.calls import Call, Widths, table_calls
+from megacp.ops.calls import KernelCall, Widths, table_calls
 from megacp.ops.kernel import Kernel, TileKernel
 from megacp.ops.mask import TileTable
 
@@ -40,7 +40,7 @@ def table_work(table: TileTable, widths: Widths, kernel: Kernel) -> KernelWork:
     return KernelWork(sum(_computed(call, kernel) for call in calls), sum(call.queries for call in calls), len(calls))
 
 
-def _computed(call: Call, kernel: TileKernel) -> int:
+def _computed(call: KernelCall, kernel: TileKernel) -> int:
     """Pairs that a call computes, allowed or not: of a causal triangle, the squares on the diagonal as a whole."""
     if not call.causal:
         return call.queries * call.num_keys
