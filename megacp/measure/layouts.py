@@ -17,7 +17,7 @@ from megacp.context_parallel.layout import Layout
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.measure.exchange_bound import PackRows, least_remote_rows
 from megacp.measure.report import Seconds, timed
-from megacp.ops.calls import Allowed
+from megacp.ops.calls import Allowed, Widths, table_calls
 from megacp.ops.kernel import KV, QKV, Saved, TileKernel, empty_partial
 from megacp.ops.mask import Metadata, TileTable, tile_table
 
@@ -46,13 +46,15 @@ class LayoutFigures:
 class TileFigures:
     """Calls of the kernel, summed over ranks."""
 
-    pairs_over_allowed: float
-    """Pairs of query and key computed, over those that the mask allows: 1 when none is computed in vain or left out."""
+    used_over_allowed: float
+    """Pairs whose result is used, over those that the mask allows: 1 when none is left out, used twice or not allowed."""
+    computed_over_allowed: float
+    """Pairs in the blocks of all calls, over the same: masked ones are computed in vain."""
     calls: int
     empty_calls: int
     """Calls without a query or without a key."""
     tiles: int
-    """Non-empty tiles; small ones of a row share a call."""
+    """Non-empty tiles; small ones share a call."""
 
 
 def plans_of(metadata: Metadata, layout: Layout, cp: int) -> list[AttentionPlan]:
@@ -97,14 +99,15 @@ class CountingKernel(TileKernel):
     """Walks tables as any kernel of tiles does, counts calls and pairs, computes nothing."""
 
     def __init__(self) -> None:
-        self.calls = self.empty_calls = self.pairs = 0
+        self.calls = self.empty_calls = self.used = self.computed = 0
 
     def forward(self, qkv: QKV, allowed: Allowed, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """See `TileKernel.forward`."""
         q, k, _ = qkv
         self.calls += 1
         self.empty_calls += len(q) == 0 or len(k) == 0
-        self.pairs += allowed.pairs(len(q), len(k))
+        self.used += allowed.pairs(len(q), len(k))
+        self.computed += allowed.pairs(len(q), len(k)) if allowed.causal else len(q) * len(k)
         return torch.zeros_like(q), torch.zeros(q.shape[:2])
 
     def backward(self, saved: Saved, kv: KV, allowed: Allowed, scale: float) -> QKV:
@@ -130,19 +133,20 @@ def tile_figures(plans: list[AttentionPlan], transport: str) -> TileFigures:
     kernel, tiles = CountingKernel(), 0
     for plan in plans:
         for table in tables_of(plan, transport):
-            q, k = torch.zeros(table.queries, 1, 1), torch.zeros(1, 1, 1).expand(table.keys, GROUPS, WIDTH)
-            kernel.attend(empty_partial(q), (q, k, k), table, 1.0)  # keys as wide as measured ones share calls alike
+            q, k = (torch.zeros(1, 1, 1).expand(*x) for x in ((table.queries, HEADS, WIDTH), (table.keys, GROUPS, WIDTH)))
+            kernel.attend(empty_partial(q), (q, k, k), table, 1.0)
             tiles += table.num_tiles
     area = int(plans[0].metadata.own_table.area) * (len(plans) if transport == "a2a" else 1)
-    return TileFigures(kernel.pairs / area, kernel.calls, kernel.empty_calls, tiles)
+    return TileFigures(kernel.used / area, kernel.computed / area, kernel.calls, kernel.empty_calls, tiles)
 
 
 def planning_seconds(metadata: Metadata, layout: Layout, cp: int) -> Seconds:
-    """The planning of the middle rank: the deal, its own tables ready to walk, and its exchange."""
+    """The planning of the middle rank: the deal, its exchange, and the calls of all its tables."""
     fresh = metadata.take(np.arange(len(metadata)))  # remembers no table
 
     def plan() -> None:
         found = AttentionPlan(layout.deal(fresh, cp), fresh, cp // 2)
-        assert all(table.rows is not None for table in tables_of(found, "kv_exchange"))
+        for table in tables_of(found, "kv_exchange"):
+            table_calls(table, Widths(HEADS * WIDTH, GROUPS * WIDTH))
 
     return timed(plan)[1]

@@ -33,7 +33,7 @@ def test_balanced_reaches_its_goals_on_mixed_packs(seed: int, cp: int) -> None:
     assert found.area_max_over_mean <= (1.03 if cp <= 8 else 1.07)
     for transport in figures.COUNTED:
         tiles = figures.tile_figures(plans, transport)
-        assert tiles.pairs_over_allowed == 1.0 and tiles.empty_calls == 0
+        assert tiles.used_over_allowed == 1.0 <= tiles.computed_over_allowed and tiles.empty_calls == 0
 
 
 def test_remote_rows_are_counted_as_a_dense_mask_says() -> None:
