@@ -24,7 +24,14 @@ from megacp.context_parallel.shard import mask_metadata
 from megacp.data.synthetic.mixed import causal_row, mixed_row
 from megacp.distributed.spawn import RankPool
 from megacp.measure import layouts
-from megacp.measure.attention import activation_peak, attention_work, dense_work, kept_bytes, ring_of_dense_blocks
+from megacp.measure.attention import (
+    activation_peak,
+    attention_per_tile,
+    attention_work,
+    dense_work,
+    kept_bytes,
+    ring_of_dense_blocks,
+)
 from megacp.measure.report import Goal, Part, Seconds, take_turns
 from megacp.ops.mask import CAUSAL, tile_table
 from megacp.planner.report import table
@@ -41,6 +48,8 @@ where next to nothing must be cut.
 COMPUTED_GOAL = 1.01
 """Pairs that are computed over those that are allowed: what masked blocks of short tiles may add to long packs."""
 TRANSPORTS = ("p2p", "all_gather", "kv_exchange", "a2a")
+SHORT, SHORT_GOAL = 16, 2.0
+"""Tokens of a short document."""
 MEMORY_GOAL, DENSE_GOAL, RING_GOAL, PLANNING_GOAL = 1.05, 5.0, 4.0, 2.0
 SIZES: dict[str, Value] = {
     "hidden_size": 512,
@@ -159,6 +168,7 @@ def time_part(quick: bool) -> Part:
     rounds, length, part = (1, 2_048, 512) if quick else (3, 8_192, 2_048)
     mixed = [mixed_row(length, seed) for seed in range(1 if quick else 3)]
     rings = {"causal": [causal_row(2 * part)], "mixed": [mixed_row(2 * part, seed) for seed in range(len(mixed))]}
+    short = [causal_row(length, length // SHORT)]
     with RankPool(1) as one, RankPool(2) as two:
         ways = {
             "dense mask": functools.partial(work, one, mixed, dense_work),
@@ -168,6 +178,8 @@ def time_part(quick: bool) -> Part:
         for name, way in (("causal", ("p2p", "zigzag")), ("mixed", ("kv_exchange", "balanced"))):
             ways[f"{name}: dense ring"] = functools.partial(work, two, rings[name], ring_of_dense_blocks)
             ways[f"{name}: tiles"] = functools.partial(work, two, rings[name], attention_work, *way)
+        for name, attention in (("a call per tile", attention_per_tile), ("blocks", attention_work)):
+            ways[f"short: {name}"] = functools.partial(work, one, short, attention, "p2p", "contiguous")
         taken = take_turns(ways, rounds)
 
     def ratio(slow: str, fast: str, kind: str = "work") -> float:
@@ -182,6 +194,8 @@ def time_part(quick: bool) -> Part:
         )
         goals.append(Goal(f"{what}: work", ratio(*pair), RING_GOAL, ">="))
         goals.append(Goal(f"{what}: work of the slowest rank", ratio(*pair, "slowest_rank"), RING_GOAL, ">="))
+    what = f"{length:,} tokens in documents of {SHORT}: a call per tile / blocks of several"
+    goals.append(Goal(f"{what}: work", ratio("short: a call per tile", "short: blocks"), SHORT_GOAL, ">="))
     densities = [mask_metadata(row).own_table.area / length**2 for row in mixed]
     return Part({"time": {"seconds": taken, "densities_of_mixed": densities}}, goals)
 

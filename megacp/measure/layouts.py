@@ -47,7 +47,7 @@ class TileFigures:
     """Calls of the kernel, summed over ranks."""
 
     used_over_allowed: float
-    """Pairs whose result is used, over those that the mask allows: 1 when none is left out, used twice or not allowed."""
+    """Pairs whose result is used, over those that the mask allows: 1 when none is left out or used twice."""
     computed_over_allowed: float
     """Pairs in the blocks of all calls, over the same: masked ones are computed in vain."""
     calls: int
@@ -133,7 +133,9 @@ def tile_figures(plans: list[AttentionPlan], transport: str) -> TileFigures:
     kernel, tiles = CountingKernel(), 0
     for plan in plans:
         for table in tables_of(plan, transport):
-            q, k = (torch.zeros(1, 1, 1).expand(*x) for x in ((table.queries, HEADS, WIDTH), (table.keys, GROUPS, WIDTH)))
+            q, k = (
+                torch.zeros(1, 1, 1).expand(*x) for x in ((table.queries, HEADS, WIDTH), (table.keys, GROUPS, WIDTH))
+            )
             kernel.attend(empty_partial(q), (q, k, k), table, 1.0)
             tiles += table.num_tiles
     area = int(plans[0].metadata.own_table.area) * (len(plans) if transport == "a2a" else 1)

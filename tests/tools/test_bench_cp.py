@@ -21,7 +21,12 @@ def test_layouts_are_counted_drawn_and_written(tmp_path: Path, capsys: pytest.Ca
     result = json.loads(path.read_text())
     assert {entry["layout"] for entry in result["layouts"]} == set(LAYOUTS)
     assert {entry["cp"] for entry in result["layouts"]} == {2, 4, 8, 16}
-    for kind, count in (("area max / mean", 8), ("pairs used / allowed", 8), ("pairs computed / allowed", 8), ("calls on empty tiles", 2)):
+    for kind, count in (
+        ("area max / mean", 8),
+        ("pairs used / allowed", 8),
+        ("pairs computed / allowed", 8),
+        ("calls on empty tiles", 2),
+    ):
         checked = [goal for goal in result["goals"] if kind in goal["name"]]
         assert len(checked) == count and all(goal["met"] for goal in checked), kind
     ratios = {(entry["pack"], entry["cp"]): entry["over_bound"] for entry in result["layouts"] if entry["over_bound"]}

@@ -91,8 +91,8 @@ def mixed_row(tokens: int, seed: int = 0) -> PackedBatch:
     return dataclasses.replace(batch, span=np.repeat(span, length).astype(np.int32))
 
 
-def causal_row(tokens: int) -> PackedBatch:
-    """One document of text that fills the row."""
-    segments = np.zeros(1, SEGMENT_DTYPE)
-    segments["true_length"] = segments["padded_length"] = segments["prefix_length"] = tokens
+def causal_row(tokens: int, documents: int = 1) -> PackedBatch:
+    """Documents of text of one length that fill the row; `tokens` divides by their number."""
+    segments = np.zeros(documents, SEGMENT_DTYPE)
+    segments["true_length"] = segments["padded_length"] = segments["prefix_length"] = tokens // documents
     return collate([Pack(0, np.zeros(tokens, np.int64), None, segments, None)])
