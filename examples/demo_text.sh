@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-demo_out}
-STEPS=${STEPS:-300}
+STEPS=${STEPS:-200}
 export OMP_NUM_THREADS=1
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120 # else torchrun kills ranks that still save 30 s after SIGTERM
 if [ -e "$OUT" ]; then
@@ -32,10 +32,10 @@ num_attention_heads: 4
 num_query_groups: 2
 qk_layernorm: true
 seq_length: 512
-global_batch_size: 8
+global_batch_size: 4
 train_iters: $STEPS
-lr: 4.0e-3
-min_lr: 4.0e-4
+lr: 3.0e-3
+min_lr: 3.0e-4
 lr_warmup_iters: 20
 lr_decay_style: cosine
 eval_interval: 100

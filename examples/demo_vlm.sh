@@ -63,7 +63,7 @@ min_lr: 1.0e-4
 lr_warmup_iters: $((STEPS / 3))
 weight_decay: 0.05
 eval_interval: 150
-eval_iters: 8
+eval_iters: 4
 log_interval: 10
 YAML
 run=(--config "$OUT/model.yaml" --data-path "$OUT/train" --valid-data-path "$OUT/held_out" --save "$OUT/checkpoints"
