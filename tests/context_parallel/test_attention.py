@@ -170,8 +170,8 @@ def all_cases(world_size: int, tokens: tuple[int, ...]) -> list[Case]:
     ("world_size", "tokens"),
     [
         (2, (45,)),
-        (3, (48,)),
-        (4, (45,)),
+        pytest.param(3, (48,), marks=pytest.mark.slow),
+        pytest.param(4, (45,), marks=pytest.mark.slow),
         pytest.param(6, (45,), marks=pytest.mark.slow),
         pytest.param(8, (5, 45), marks=pytest.mark.slow),
     ],

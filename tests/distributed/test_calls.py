@@ -109,6 +109,7 @@ def _asked(rank: int, world_size: int) -> str:
         return text
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_answers_with_its_stack() -> None:
     """Would catch a question that only a rank in good order can answer."""
     text, _ = run_ranks(_asked, 2)

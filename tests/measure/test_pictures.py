@@ -64,6 +64,7 @@ def test_the_record_of_the_picture_can_be_parsed() -> None:
     assert len(parse_record(json.loads(flow.RECORD), media=True).branches) == 3
 
 
+@pytest.mark.slow
 def test_pictures_are_small_and_the_same_each_time(tmp_path: Path) -> None:
     first, second = ([path.read_bytes() for path in draw_all(tmp_path / folder)] for folder in ("a", "b"))
     assert first == second and max(map(len, first)) < MOST_BYTES and len(first) == len(PICTURES)

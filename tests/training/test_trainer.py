@@ -23,7 +23,9 @@ from tests.training.runs import TINY, grid_flags, losses, run
 
 
 @pytest.mark.parametrize(
-    ("world_size", "sizes"), [(1, {}), (2, {"cp": 2}), (4, {"tp": 2, "pp": 2})], ids=["one process", "cp2", "tp2 pp2"]
+    ("world_size", "sizes"),
+    [(1, {}), (2, {"cp": 2}), pytest.param(4, {"tp": 2, "pp": 2}, marks=pytest.mark.slow)],
+    ids=["one process", "cp2", "tp2 pp2"],
 )
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
     tmp_path: Path, world_size: int, sizes: dict[str, int]

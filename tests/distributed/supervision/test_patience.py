@@ -64,12 +64,14 @@ def test_a_rank_that_failed_is_told_at_once_with_its_reason(store: dist.Store, m
     assert seconds < 10.0
 
 
+@pytest.mark.slow
 def test_a_rank_without_a_sign_of_life_is_told_before_the_limit(store: dist.Store) -> None:
     words, seconds = told(lambda: store.add(f"{ROOM}/beat/{LATE}", 1), 20.0)
     assert words == ["rank 2 shows no sign of life while writing files: killed, stopped, or cut off"] * 2
     assert seconds < 12.0
 
 
+@pytest.mark.slow
 def test_a_slow_rank_that_lives_is_waited_for(store: dist.Store) -> None:
     def late() -> None:
         for _ in range(8):  # longer than a silent one is given
