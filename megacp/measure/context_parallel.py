@@ -21,7 +21,7 @@ from megacp.config.run import RunConfig, Value, with_values
 from megacp.context_parallel.layout import LAYOUTS
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.shard import mask_metadata
-from megacp.data.synthetic.mixed import causal_row, mixed_row
+from megacp.data.synthetic.mixed import branched_row, causal_row, mixed_row
 from megacp.distributed.spawn import RankPool
 from megacp.measure import layouts
 from megacp.measure.attention import (
@@ -48,8 +48,8 @@ where next to nothing must be cut.
 COMPUTED_GOAL = 1.01
 """Pairs that are computed over those that are allowed: what masked blocks of short tiles may add to long packs."""
 TRANSPORTS = ("p2p", "all_gather", "kv_exchange", "a2a")
-SHORT, SHORT_GOAL = 16, 2.0
-"""Tokens of a short document."""
+SHORT, SHORT_GOAL = (8, 12), 2.0
+"""Tokens of the prefix and of each branch of a short document."""
 MEMORY_GOAL, DENSE_GOAL, RING_GOAL, PLANNING_GOAL = 1.05, 5.0, 4.0, 2.0
 SIZES: dict[str, Value] = {
     "hidden_size": 512,
@@ -168,7 +168,7 @@ def time_part(quick: bool) -> Part:
     rounds, length, part = (1, 2_048, 512) if quick else (3, 8_192, 2_048)
     mixed = [mixed_row(length, seed) for seed in range(1 if quick else 3)]
     rings = {"causal": [causal_row(2 * part)], "mixed": [mixed_row(2 * part, seed) for seed in range(len(mixed))]}
-    short = [causal_row(length, length // SHORT)]
+    short = [branched_row(length // 64, *SHORT)]
     with RankPool(1) as one, RankPool(2) as two:
         ways = {
             "dense mask": functools.partial(work, one, mixed, dense_work),
@@ -194,7 +194,7 @@ def time_part(quick: bool) -> Part:
         )
         goals.append(Goal(f"{what}: work", ratio(*pair), RING_GOAL, ">="))
         goals.append(Goal(f"{what}: work of the slowest rank", ratio(*pair, "slowest_rank"), RING_GOAL, ">="))
-    what = f"{length:,} tokens in documents of {SHORT}: a call per tile / blocks of several"
+    what = f"{length // 64} documents of {SHORT[0]} tokens and 3 branches of {SHORT[1]}: a call per tile / blocks"
     goals.append(Goal(f"{what}: work", ratio("short: a call per tile", "short: blocks"), SHORT_GOAL, ">="))
     densities = [mask_metadata(row).own_table.area / length**2 for row in mixed]
     return Part({"time": {"seconds": taken, "densities_of_mixed": densities}}, goals)

@@ -91,8 +91,19 @@ def mixed_row(tokens: int, seed: int = 0) -> PackedBatch:
     return dataclasses.replace(batch, span=np.repeat(span, length).astype(np.int32))
 
 
-def causal_row(tokens: int, documents: int = 1) -> PackedBatch:
-    """Documents of text of one length that fill the row; `tokens` divides by their number."""
-    segments = np.zeros(documents, SEGMENT_DTYPE)
-    segments["true_length"] = segments["padded_length"] = segments["prefix_length"] = tokens // documents
+def causal_row(tokens: int) -> PackedBatch:
+    """One document of text that fills the row."""
+    segments = np.zeros(1, SEGMENT_DTYPE)
+    segments["true_length"] = segments["padded_length"] = segments["prefix_length"] = tokens
     return collate([Pack(0, np.zeros(tokens, np.int64), None, segments, None)])
+
+
+def branched_row(documents: int, prefix: int, branch: int, branches: int = 3) -> PackedBatch:
+    """Equal documents: a prefix of so many tokens, and branches of `branch` tokens each."""
+    tokens = prefix + branches * branch  # of a document
+    segments = np.zeros(documents, SEGMENT_DTYPE)
+    segments["true_length"] = segments["padded_length"] = tokens
+    segments["prefix_length"], segments["num_branches"] = prefix, branches
+    parts = np.zeros(documents * branches, BRANCH_DTYPE)
+    parts["start"], parts["length"] = np.tile(prefix + branch * np.arange(branches), documents), branch
+    return collate([Pack(0, np.zeros(documents * tokens, np.int64), None, segments, parts)])
