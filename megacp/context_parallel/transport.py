@@ -6,6 +6,7 @@ for backward. Rejected: one fixed set of saved tensors, under which heads-for-se
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator
 from typing import Protocol
 
@@ -43,7 +44,7 @@ class Transport(Protocol):
         ...
 
 
-class KeysToQueries:
+class KeysToQueries(ABC):
     """Queries stay on their rank, keys and values visit it: the loop over the visits, which `visits` brings.
 
     Forward keeps `(q, k, v, out, lse)` of this rank's tokens; keys of other ranks travel again in backward.
@@ -52,13 +53,13 @@ class KeysToQueries:
     name: str
     kernel: Kernel
 
+    @abstractmethod
     def visits(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> Visits:
         """All keys that this rank's queries see, for its own `k, v[t, groups, d]`; called once in each pass."""
-        raise NotImplementedError
 
+    @abstractmethod
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
         """What this rank's queries see of the keys of each visit."""
-        raise NotImplementedError
 
     def prepare(self, plan: AttentionPlan, sizes: AttentionSizes) -> None:
         """See `Transport.prepare`."""

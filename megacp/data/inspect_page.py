@@ -213,5 +213,5 @@ def _mask_figure(pack: Pack) -> str:
 
 def _data_url(image: object) -> str:
     stream = io.BytesIO()
-    image.save(stream, "PNG")  # type: ignore[attr-defined]
+    image.save(stream, "PNG")  # type: ignore[attr-defined]  # typed as object: pillow is an extra
     return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()

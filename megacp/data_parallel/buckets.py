@@ -87,9 +87,9 @@ class FlatBuckets:
                 hook = self._hook(index, target)
                 parameter.register_post_accumulate_grad_hook(hook)
                 if slot.spec.fused_gradient:  # Megatron's names: Transformer Engine's linears know the first two
-                    parameter.main_grad = target  # type: ignore[attr-defined]
-                    parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-                    parameter.gradient_added = hook  # type: ignore[attr-defined]
+                    parameter.main_grad = target  # type: ignore[attr-defined]  # ours, on a tensor of torch
+                    parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]  # likewise
+                    parameter.gradient_added = hook  # type: ignore[attr-defined]  # likewise
         self._reset()
 
     def _reset(self) -> None:
@@ -115,10 +115,10 @@ class FlatBuckets:
             if fused:
                 parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]  # a `grad` is only a sign
             else:
-                target.add_(parameter.grad)  # type: ignore[arg-type]
+                target.add_(parameter.grad)  # type: ignore[arg-type]  # there is one: a hook after it was added
             parameter.grad = None
             if chunk in me._final_chunks:
-                me._arrived[index].add(parameter)  # type: ignore[arg-type]
+                me._arrived[index].add(parameter)  # type: ignore[arg-type]  # torch hands the hook a tensor
                 me._launch_complete()
 
         return accumulate

@@ -9,6 +9,7 @@ Tensors are token-major: `q[n, heads, d]`, `k, v[m, groups, d]` with `heads % gr
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -78,19 +79,19 @@ def _scatter_add(x: torch.Tensor, slices: tuple[slice, ...], values: torch.Tenso
         x[part] += piece
 
 
-class TileKernel:
+class TileKernel(ABC):
     """A kernel that walks the table and computes one block of queries and keys at a time."""
 
     causal_block: int | None = None
     """Keys that a causal block is computed in at a time, masked ones among them; None: its whole square is."""
 
+    @abstractmethod
     def forward(self, qkv: QKV, allowed: Allowed, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """`out[n, heads, d]`, `lse[n, heads]` of one block."""
-        raise NotImplementedError
 
+    @abstractmethod
     def backward(self, saved: Saved, kv: KV, allowed: Allowed, scale: float) -> QKV:
         """`dq, dk, dv` of one block, shaped like q, k, v."""
-        raise NotImplementedError
 
     def prepare(self, table: TileTable, widths: Widths) -> None:
         """See `Kernel.prepare`."""
