@@ -66,6 +66,14 @@ class ParallelConfig:
     ddp_bucket_size: Positive[int] = 25_000_000
     """Gradient elements that are reduced together over dp x cp while backward still runs."""
 
+    data_parallel_sharding_strategy: Literal["optim", "optim_grads", "optim_grads_params"] = "optim"
+    """What the dp x cp ranks share instead of holding it each: optim the optimizer's state (ZeRO-1), optim_grads also
+    the gradients (ZeRO-2), optim_grads_params also the parameters, which are gathered block by block (ZeRO-3)."""
+
+    num_distributed_optimizer_instances: Positive[int] = 1
+    """Groups of data-parallel ranks that each share among themselves, and hold copies of one another: less memory is
+    saved, and parameters travel inside of a group alone. It divides the data-parallel size."""
+
     allow_smaller_grid: bool = False
     """Where the world does not fit the grid (a machine was lost), take the largest grid that fits: fewer data-parallel
     ranks first, then smaller tp, pp and cp. Left-over ranks wait. The global batch stays what it is.

@@ -9,20 +9,26 @@ A gradient that is partial over further axes (norm weights under sequence parall
 tied embedding over `embedding`) is summed over them *after* the reduce-scatter, on the slice: 1 / (dp x cp) of the
 bytes, in one fused all-reduce per axis. All ranks of such an all-reduce get identical bits, so copies stay equal.
 
-Rejected: `DistributedDataParallel` (averages, reduces whole gradients, knows neither partial axes nor flat fp32
-accumulation) and FSDP (gathers weights per layer, which a pipeline stage repeats for every microbatch).
+Whole gradients (ZeRO-1) live in the buckets and are reduced once a step. Sharded ones (ZeRO-2) fill a bucket's buffer
+for one microbatch, are reduced there, and added to this rank's slice: a reduce-scatter a microbatch instead of whole
+gradients in memory.
+
+Rejected: `DistributedDataParallel`, which averages, reduces whole gradients, and knows neither partial axes nor flat
+fp32 accumulation.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from megacp.data_parallel.layout import BucketPlan, ParameterSlice, plan_buckets, slices_of
-from megacp.distributed.collectives import Pending, all_reduce, start_all_gather, start_reduce_scatter
+from megacp.data_parallel.layout import BucketPlan, ParameterSlice, Slot, plan_buckets, slices_of
+from megacp.data_parallel.shards import Shard, ShardedParameters
+from megacp.distributed.collectives import Pending, start_all_gather, start_reduce_scatter
 from megacp.distributed.grid import Axis
 
 
@@ -51,18 +57,47 @@ class Bucket(FlatParameters):
 
     def __init__(self, plan: BucketPlan, axis: Axis) -> None:
         super().__init__(plan, axis)
-        wide = torch.float64 if plan.dtype == torch.float64 else torch.float32
-        self.gradients = torch.zeros(plan.elements, dtype=wide, device=plan.device)
-        """`[elements]` float32 (float64 for a float64 model), partial over dp x cp until reduced."""
+        self.wide = torch.float64 if plan.dtype == torch.float64 else torch.float32
+        self._gradients: torch.Tensor | None = None
+
+    @property
+    def gradients(self) -> torch.Tensor:
+        """`[elements]` float32 (float64 for a float64 model), partial over dp x cp until reduced; zero when first asked
+        for.
+        """
+        if self._gradients is None:
+            self._gradients = torch.zeros(self.plan.elements, dtype=self.wide, device=self.plan.device)
+        return self._gradients
+
+    def gradient_of(self, slot: Slot) -> torch.Tensor:
+        """The view of `gradients` that is shaped like a parameter."""
+        return self.gradients[slot.start : slot.start + slot.parameter.numel()].view(slot.parameter.shape)
+
+    def take_gradients(self) -> torch.Tensor:
+        """`gradients`, which this bucket then no longer holds."""
+        taken, self._gradients = self.gradients, None
+        return taken
+
+    def shard(self) -> Shard:
+        """What this rank updates of it."""
+        plan, start = self.plan, self.shard_start
+        return Shard(
+            values=self.parameter_shard,
+            wide=self.wide,
+            narrow=plan.dtype,
+            weight_decay=plan.weight_decay,
+            counted=plan.counted,
+            lr_multiplier=plan.lr_multiplier,
+            partial_over=plan.partial_over,
+            slices_of=lambda values: slices_of(plan, start, values),
+        )
 
 
-class FlatBuckets:
+class FlatBuckets(ShardedParameters):
     """Gradients of the local model chunks, accumulated and reduced in buckets over `reduce_axis` (dp x cp).
 
     `partial_axes` maps the names that appear in `ParameterSpec.partial_over` to their axes. Build it once the weights
-    are on their device; each step is: backward passes, with `start_last_backward(chunk)` right before the last one of
-    each chunk; `finish`; the optimizer, which reads `grad_shard`, writes `Bucket.parameter_shard` and calls
-    `gather_parameters`; `zero`.
+    are on their device. With `each_microbatch` gradients are reduced after every backward and kept as slices.
     """
 
     def __init__(
@@ -71,35 +106,42 @@ class FlatBuckets:
         reduce_axis: Axis,
         partial_axes: Mapping[str, Axis],
         bucket_elements: int,
+        *,
+        each_microbatch: bool = False,
+        instances: int = 1,
     ) -> None:
-        self.axis = reduce_axis
-        plans = plan_buckets(chunks, reduce_axis.size, bucket_elements)
-        self.buckets = [Bucket(plan, reduce_axis) for plan in plans if plan.trained]
-        self.frozen = [FlatParameters(plan, reduce_axis) for plan in plans if not plan.trained]
+        super().__init__(reduce_axis, partial_axes, instances)
+        plans = plan_buckets(chunks, self.axis.size, bucket_elements)
+        self.buckets = [Bucket(plan, self.axis) for plan in plans if plan.trained]
+        self.frozen = [FlatParameters(plan, self.axis) for plan in plans if not plan.trained]
         """Parameters without gradients: only what reads and writes checkpoints meets them."""
-        self._partial_axes = dict(partial_axes)
+        self.shards = [bucket.shard() for bucket in self.buckets]
         missing = {name for b in self.buckets for name in b.plan.partial_over} - set(partial_axes)
         assert not missing, f"no axis was given for {sorted(missing)}"
+        self._each_microbatch = each_microbatch
         for index, bucket in enumerate(self.buckets):
             for slot in bucket.plan.slots:
                 parameter = slot.parameter
-                target = bucket.gradients[slot.start : slot.start + parameter.numel()].view(parameter.shape)
-                hook = self._hook(index, target)
+                hook = self._hook(index, slot)
                 parameter.register_post_accumulate_grad_hook(hook)
                 if slot.spec.fused_gradient:  # Megatron's names: Transformer Engine's linears know the first two
-                    parameter.main_grad = target  # type: ignore[attr-defined]  # ours, on a tensor of torch
+                    assert not each_microbatch, "fused gradients need buckets that last"
+                    parameter.main_grad = bucket.gradient_of(slot)  # type: ignore[attr-defined]  # ours, on a tensor of torch
                     parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]  # likewise
                     parameter.gradient_added = hook  # type: ignore[attr-defined]  # likewise
         self._reset()
 
     def _reset(self) -> None:
-        self._final_chunks: set[int] = set()
+        self._final: set[int] = set()
+        """Buckets whose gradients of this backward are to be reduced."""
         self._arrived: list[set[nn.Parameter]] = [set() for _ in self.buckets]
-        self._pending: list[Pending] = []
+        self._to_launch: deque[int] = deque(() if self._each_microbatch else range(len(self.buckets)))
+        """Buckets not yet reduced, in the order that all ranks keep."""
+        self._pending: deque[tuple[int, Pending]] = deque()
+        self._sums: list[torch.Tensor | None] = [None for _ in self.buckets]
         self._shards: list[torch.Tensor] | None = None
 
-    def _hook(self, index: int, target: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        chunk = self.buckets[index].plan.chunk
+    def _hook(self, index: int, slot: Slot) -> Callable[[torch.Tensor], None]:
         owner = weakref.ref(self)  # autograd keeps hooks where the collector does not look: a cycle would stay for ever
 
         def accumulate(parameter: torch.Tensor) -> None:
@@ -108,63 +150,91 @@ class FlatBuckets:
             fused = getattr(parameter, "grad_added_to_main_grad", False)
             if parameter.grad is None and not fused:
                 return  # autograd calls hooks also where a layer that has said so already gave it nothing
-            assert len(me._pending) <= index, (
+            assert index in me._to_launch, (
                 f"a gradient of shape {tuple(parameter.shape)} arrived after bucket {index} had been reduced: "
-                "start_last_backward must come right before the chunk's last backward, zero before the next step"
+                "start_backward must come right before each backward of the chunk, zero before the next step"
             )
             if fused:
                 parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]  # a `grad` is only a sign
             else:
-                target.add_(parameter.grad)  # type: ignore[arg-type]  # there is one: a hook after it was added
+                me.buckets[index].gradient_of(slot).add_(parameter.grad)  # type: ignore[arg-type]  # there is one: a hook after it was added
             parameter.grad = None
-            if chunk in me._final_chunks:
+            if index in me._final:
                 me._arrived[index].add(parameter)  # type: ignore[arg-type]  # torch hands the hook a tensor
                 me._launch_complete()
 
         return accumulate
 
     def _launch_complete(self) -> None:
-        while len(self._pending) < len(self.buckets):
-            index = len(self._pending)
+        while self._to_launch:
+            index = self._to_launch[0]
             if len(self._arrived[index]) < len(self.buckets[index].plan.slots):
                 return
             self._launch()
 
     def _launch(self) -> None:
-        bucket = self.buckets[len(self._pending)]
-        self._pending.append(start_reduce_scatter(bucket.gradients, self.axis))
+        index = self._to_launch.popleft()
+        bucket = self.buckets[index]
+        if self._each_microbatch:
+            self._collect(1)  # this bucket's buffer and one more are all that exists
+            self._pending.append((index, start_reduce_scatter(bucket.take_gradients(), self.axis)))
+        else:
+            self._pending.append((index, start_reduce_scatter(bucket.gradients, self.axis)))
 
-    def start_last_backward(self, chunk: int) -> None:
-        """From now on gradients of this chunk are the step's last: complete buckets are reduced at once."""
-        self._final_chunks.add(chunk)
+    def _collect(self, left: int) -> None:
+        """Wait for reductions until only `left` are under way; their sums are added to this rank's slices."""
+        while len(self._pending) > left:
+            index, pending = self._pending.popleft()
+            total, found = self._sums[index], pending.take()
+            self._sums[index] = found if total is None else total.add_(found)
+
+    def unshard(self, chunk: int) -> None:
+        """Nothing: parameters are whole."""
+
+    def reshard(self, chunk: int) -> None:
+        """Nothing: parameters stay whole."""
+
+    def release(self) -> None:
+        """Nothing: parameters stay whole."""
+
+    def start_backward(self, chunk: int, last: bool) -> None:
+        """From now on gradients of this chunk are to be reduced: complete buckets at once."""
+        if not (last or self._each_microbatch):
+            return
+        of_chunk = [index for index, bucket in enumerate(self.buckets) if bucket.plan.chunk == chunk]
+        self._final.update(of_chunk)
+        if self._each_microbatch:
+            for index in of_chunk:
+                self._arrived[index].clear()
+            self._to_launch.extend(of_chunk)
+
+    def end_backward(self, chunk: int) -> None:
+        """Reduce what the chunk's parameters without a gradient have held back, where that is due."""
+        while self._each_microbatch and self._to_launch:
+            self._launch()
 
     def finish(self) -> None:
         """Reduce what is left and wait for everything; afterwards `grad_shard` holds this rank's summed slices."""
         assert self._shards is None, "finish was called twice without zero"
-        while len(self._pending) < len(self.buckets):
+        while self._to_launch:
             self._launch()
-        shards = [pending.wait() for pending in self._pending]
-        for name in sorted(self._partial_axes):
-            members = [i for i, bucket in enumerate(self.buckets) if name in bucket.plan.partial_over]
-            for dtype in sorted({shards[i].dtype for i in members}, key=str):
-                same = [i for i in members if shards[i].dtype == dtype]
-                fused = all_reduce(torch.cat([shards[i] for i in same]), self._partial_axes[name])
-                for i, shard in zip(same, fused.split([shards[i].numel() for i in same]), strict=True):
-                    shards[i] = shard
-        self._shards = shards
+        self._collect(0)
+        empty = (torch.zeros(b.shard_elements, dtype=b.wide, device=b.plan.device) for b in self.buckets)
+        sums = [zero if found is None else found for found, zero in zip(self._sums, empty, strict=True)]
+        self._sums = [None for _ in self.buckets]
+        self._shards = self._sum_copies_and_partial(sums)
 
     def grad_shard(self, index: int) -> torch.Tensor:
-        """Summed gradients of this rank's slice of a bucket, `[elements / (dp x cp)]`; may be changed in place."""
         assert self._shards is not None, "grad_shard is valid between finish and zero"
         return self._shards[index]
 
     def zero(self) -> None:
-        """Forget the gradients and begin a new step."""
         for bucket in self.buckets:
-            bucket.gradients.zero_()
+            if not self._each_microbatch:
+                bucket.gradients.zero_()
         self._reset()
 
-    def gather_parameters(self) -> None:
+    def publish(self) -> None:
         """Send every rank's updated slice to all ranks of dp x cp; one bucket is in flight while another is copied."""
         following: Pending | None = None
         for i, bucket in enumerate(self.buckets):
@@ -175,22 +245,21 @@ class FlatBuckets:
             if gathered.data_ptr() != bucket.parameters.data_ptr():  # an axis of one rank returns its input
                 bucket.parameters.copy_(gathered)
 
-    def shard_slices(self, shards: Sequence[torch.Tensor]) -> list[ParameterSlice]:
-        """What `shards[i]`, 1-D values shaped like this rank's slice of bucket i, hold parameter by parameter."""
-        return [
-            part
-            for bucket, values in zip(self.buckets, shards, strict=True)
-            for part in slices_of(bucket.plan, bucket.shard_start, values)
-        ]
-
     def parameter_slices(self) -> list[ParameterSlice]:
-        """This rank's share of the parameters, frozen ones included; the ranks of dp x cp together hold each element
-        once.
-        """
         everything = (*self.buckets, *self.frozen)
         return [part for b in everything for part in slices_of(b.plan, b.shard_start, b.parameter_shard)]
 
-    def whole_parameters(self) -> list[ParameterSlice]:
+    def parameters_held(self) -> list[ParameterSlice]:
         """All local parameters, whole, frozen ones included."""
         everything = (*self.buckets, *self.frozen)
         return [part for bucket in everything for part in slices_of(bucket.plan, 0, bucket.parameters)]
+
+    def parameters_to_load(self) -> list[ParameterSlice]:
+        return self.parameters_held()
+
+    def loaded(self, masters: bool) -> None:
+        """Nothing is left to do: the parameters themselves were filled."""
+
+    def clear(self) -> None:
+        for bucket in (*self.buckets, *self.frozen):
+            bucket.parameters.zero_()

@@ -96,6 +96,13 @@ def start_all_gather(x: torch.Tensor, axis: Axis) -> Pending:
     return Pending(_all_gather_single(out, x, group=axis.group, async_op=True), lambda: out, call)
 
 
+def gather_into(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Pending:
+    """`start_all_gather` of contiguous `x[n]` into `out[size * n]` of the caller; `x` may be its own block of it."""
+    _count(axis, "all_gather", x.numel() * (axis.size - 1), x)
+    call = axis.calls.begin("all_gather", x)
+    return Pending(_all_gather_single(out, x, group=axis.group, async_op=True), lambda: out, call)
+
+
 def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Blocking `start_all_gather`."""
     return start_all_gather(x, axis).wait()
@@ -114,6 +121,17 @@ def start_reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
     out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
     call = axis.calls.begin("reduce_scatter", x)
     return Pending(_reduce_scatter_single(out, x, group=axis.group, async_op=True), lambda: out, call)
+
+
+def reduce_scatter_into(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> None:
+    """Blocking `start_reduce_scatter` into memory of the caller, `out[n]` from contiguous `x[size * n]`."""
+    if axis.backend == "gloo":
+        out.copy_(reduce_scatter(x, axis))
+        return
+    _count(axis, "reduce_scatter", x.numel() // axis.size * (axis.size - 1), x)
+    call = axis.calls.begin("reduce_scatter", x)
+    _reduce_scatter_single(out, x, group=axis.group)
+    call.done = True
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:

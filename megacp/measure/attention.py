@@ -100,7 +100,7 @@ def activation_peak(rank: int, world_size: int, config: RunConfig, batch: Packed
     """
     model = ParallelModel(config, build_grid(grid_shape(config, world_size), rank))
     model.gradients([batch], 1, 1.0)  # the first step makes tables and index tensors, and warms up
-    model.buckets.zero()
+    model.parameters.zero()
     gc.collect()  # cycles of earlier calls would be freed inside and lower the peak
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True, acc_events=False) as profile:

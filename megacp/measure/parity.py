@@ -138,10 +138,9 @@ def train_rank(
         batches = microbatches(config, packs, step, model.rows, loading)
         agreed = agree(batches, grid, replica=model.rows.data_rank.index)
         loss = model.gradients(batches, step, agreed.denominator)
-        shards = [model.buckets.grad_shard(i) for i in range(len(model.buckets.buckets))]
-        gradients = _boxes(model.buckets.shard_slices(shards))
+        gradients = _boxes(model.parameters.gradient_slices())
         report = model.optimizer.step(learning_rate(step, model.schedule))
-        traces.append(StepTrace(loss, report.grad_norm, gradients, _boxes(model.buckets.whole_parameters())))
+        traces.append(StepTrace(loss, report.grad_norm, gradients, _boxes(model.parameters.parameters_held())))
     return traces
 
 

@@ -6,11 +6,18 @@ unequal numbers of layers where the head costs more than a layer.
 
 from __future__ import annotations
 
+from torch import nn
+
+from megacp.backends.native import DTYPES
 from megacp.backends.select import select_backend
 from megacp.config.run import RunConfig
+from megacp.data_parallel.buckets import FlatBuckets
+from megacp.data_parallel.full_shard import FullShards
+from megacp.data_parallel.shards import ShardedParameters
+from megacp.distributed.fully_shard import own_parameters
 from megacp.distributed.grid import GridShape, ProcessGrid
 from megacp.models.init import initialise
-from megacp.models.language import LanguageModelChunk
+from megacp.models.language import LanguageModelChunk, Role
 from megacp.pipeline_parallel.partition import partition, stages
 from megacp.planner.vision import run_stage_costs
 
@@ -34,9 +41,15 @@ def stage_layers(config: RunConfig) -> list[list[range]]:
     return stages(ranges, num_stages, num_chunks)
 
 
-def build_chunks(config: RunConfig, grid: ProcessGrid) -> list[LanguageModelChunk]:
-    """This rank's chunks in order, initialised from `--seed`."""
-    backend = select_backend(config, grid)
+def build_chunks(config: RunConfig, grid: ProcessGrid, shards: FullShards | None = None) -> list[LanguageModelChunk]:
+    """This rank's chunks in order, initialised from `--seed`; with `shards` no two units are ever whole at once."""
+    backend, seed = select_backend(config, grid), config.training.seed
+
+    def shard(unit: nn.Module, role: Role) -> None:
+        if shards is not None:
+            initialise(own_parameters(unit).values(), seed)
+            shards.add(unit, role)
+
     chunks = [
         LanguageModelChunk(
             config.model,
@@ -45,9 +58,34 @@ def build_chunks(config: RunConfig, grid: ProcessGrid) -> list[LanguageModelChun
             recompute=config.training.recompute_granularity,
             tied_across=grid.pp.size > 1,
             vision=config.vision,
+            made=shard,
         )
         for layers in stage_layers(config)[grid.pp.rank]
     ]
-    for chunk in chunks:
-        initialise(chunk, config.training.seed)
+    for chunk in chunks if shards is None else ():
+        initialise(chunk.parameters(), seed)
     return chunks
+
+
+def build_sharded(config: RunConfig, grid: ProcessGrid) -> tuple[list[LanguageModelChunk], ShardedParameters]:
+    """This rank's chunks and what shards them, by `--data-parallel-sharding-strategy`. Collective over the world."""
+    parallel = config.parallel
+    axis, partial = grid.over("dp", "cp"), {"tp": grid.tp, "embedding": grid.embedding}
+    strategy, instances = parallel.data_parallel_sharding_strategy, parallel.num_distributed_optimizer_instances
+    if strategy == "optim_grads_params" and axis.size > instances:  # one rank has nothing to share
+        full = FullShards(
+            axis, partial, DTYPES[config.training.dtype], by_schedule=grid.pp.size > 1, instances=instances
+        )
+        chunks = build_chunks(config, grid, full)
+        full.close()
+        return chunks, full
+    chunks = build_chunks(config, grid)
+    buckets = FlatBuckets(
+        chunks,
+        axis,
+        partial,
+        parallel.ddp_bucket_size,
+        each_microbatch=strategy != "optim",
+        instances=instances,
+    )
+    return chunks, buckets

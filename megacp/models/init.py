@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -52,7 +53,7 @@ def _fill(parameter: nn.Parameter, spec: ParameterSpec, seed: int) -> None:
 
 
 @torch.no_grad()
-def initialise(module: nn.Module, seed: int) -> None:
+def initialise(parameters: Iterable[nn.Parameter], seed: int) -> None:
     """Fill every parameter from its spec: normal, ones or zeros; the same global weights on any grid."""
-    for parameter in module.parameters():
+    for parameter in parameters:
         _fill(parameter, spec_of(parameter), seed)

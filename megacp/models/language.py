@@ -6,6 +6,9 @@ stage boundary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Literal
+
 import numpy as np
 import torch
 from torch import nn
@@ -21,11 +24,17 @@ from megacp.models.multimodal import VisionEncoder
 from megacp.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
 from megacp.tensor_parallel.embedding import TableSpec
 
+Role = Literal["embedding", "vision", "block", "head", "chunk"]
+Made = Callable[[nn.Module, Role], None]
+"""Called with a unit as soon as it is built: parameters that are used together, in the order of the forward pass, and
+last the chunk, for the parameters that are in no other unit.
+"""
+
 
 class LanguageModelChunk(nn.Module):
     """Layers `layers` of the decoder; embedding and vision when they begin at 0, the head when they end the model.
 
-    `tied_across` says that embedding and head are copies of one table on two stages.
+    `tied_across` says that embedding and head are copies of one table on two stages. `made` hears of every unit.
     """
 
     def __init__(
@@ -37,6 +46,7 @@ class LanguageModelChunk(nn.Module):
         recompute: str = "none",
         tied_across: bool = False,
         vision: VisionConfig | None = None,
+        made: Made = lambda unit, role: None,
     ) -> None:
         super().__init__()
         self.backend = backend
@@ -49,9 +59,15 @@ class LanguageModelChunk(nn.Module):
             self.embedding = backend.vocabulary(
                 TableSpec("embedding.weight", config.embedding_rows, hidden, std, shared)
             )
+            if not (tied and self.is_last):
+                made(self.embedding, "embedding")
             if vision is not None and vision.vision_num_layers > 0:
                 self.vision = VisionEncoder(vision, config, backend, recompute)
-        self.blocks = nn.ModuleList(Block(layer, config, backend, recompute) for layer in layers)
+                made(self.vision, "vision")
+        self.blocks = nn.ModuleList()
+        for layer in layers:
+            self.blocks.append(Block(layer, config, backend, recompute))
+            made(self.blocks[-1], "block")
         if self.is_last:
             self.final_norm = backend.norm(NormSpec("final_norm", hidden, config.norm_epsilon))
             if tied and self.is_first:
@@ -60,6 +76,8 @@ class LanguageModelChunk(nn.Module):
                 name = "embedding.weight" if tied else "head.weight"
                 table = TableSpec(name, config.vocab_size, hidden, std, shared, counted=not tied)
                 self.head = backend.vocabulary(table)
+                made(self.head, "head")
+        made(self, "chunk")
         scaling = RotaryScaling(
             config.rope_scaling,
             config.rope_scaling_factor,
@@ -89,7 +107,7 @@ class LanguageModelChunk(nn.Module):
 
         `features`: what `vision` gave for the images of the batch; None computes them. Only on the first chunk.
         """
-        x = self.embedding.embed(batch.tokens)
+        x = self.embedding(batch.tokens)
         if self.vision is None:
             if batch.vision is not None and len(batch.vision.routes.source):
                 raise ValueError(
@@ -98,7 +116,7 @@ class LanguageModelChunk(nn.Module):
                 )
             return x
         if batch.vision is None:  # nothing to exchange on any rank
-            features, rows = self.vision.nothing(), np.empty(0, np.int64)
+            features, rows = self.vision(None, None), np.empty(0, np.int64)
         else:
             if features is None:
                 features = self.vision(batch.vision.patches, batch.vision.pooling)

@@ -39,12 +39,14 @@ class VisionEncoder(nn.Module):
         self.tower = VisionTower(config, model.init_method_std, backend.tower("vision"), recompute)
         self.connector = Connector(config, model, backend.tower("connector"))
 
-    def forward(self, patches: torch.Tensor, pooling: torch.Tensor) -> torch.Tensor:
+    def forward(self, patches: torch.Tensor | None, pooling: torch.Tensor | None) -> torch.Tensor:
         """Features in the order of `pooling`, whose int64 values are rows of `patches.flatten(0, 1)` or -1.
 
-        Every window holds at least one patch. No crops or no windows give `nothing`. Raises ValueError when the crops
-        are not those of the config.
+        Every window holds at least one patch. None, no crops or no windows give features `[0, h]`. Raises ValueError
+        when the crops are not those of the config.
         """
+        if patches is None or pooling is None:
+            return self._nothing()
         expected = (self.config.patches_per_crop, self.config.patch_dim)
         if patches.dim() != 3 or tuple(patches.shape[1:]) != expected:
             raise ValueError(
@@ -53,10 +55,10 @@ class VisionEncoder(nn.Module):
                 "was --data-path built with other image sizes?"
             )
         if 0 in (patches.shape[0], pooling.shape[0]):
-            return self.nothing()
+            return self._nothing()
         return self.connector(self.tower(patches), pooling)
 
-    def nothing(self) -> torch.Tensor:
+    def _nothing(self) -> torch.Tensor:
         """No features, `[0, h]`; every trained parameter gets the gradient 0 from them."""
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return _Nothing.apply(self.width, *trained) if trained else self.tower.weight.new_empty(0, self.width)

@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -55,6 +55,22 @@ class PipelineLinks:
     """A receive is posted this many computes before the one that needs it."""
     send_window: int = 2
     """Most sends of one channel under way; the schedules end, and lose no time, with 1 (proven in simulation)."""
+
+
+class Parameters(Protocol):
+    """Whoever gathers the parameters of this stage's chunks and sums their gradients."""
+
+    def unshard(self, chunk: int) -> None:
+        """Start to gather the parameters of a chunk."""
+
+    def reshard(self, chunk: int) -> None:
+        """Free them."""
+
+    def start_backward(self, chunk: int, last: bool) -> None:
+        """A backward of the chunk is about to begin; `last`: its last one of the step."""
+
+    def end_backward(self, chunk: int) -> None:
+        """It is through."""
 
 
 def links_of(grid: ProcessGrid) -> PipelineLinks:
@@ -99,32 +115,30 @@ def run(
     batches: Sequence[Any],
     links: PipelineLinks,
     hidden: HiddenStates,
-    last_backward: Callable[[int], None] | None = None,
+    parameters: Parameters | None = None,
     phase: Phase = unmeasured,
 ) -> list[Tensor]:
     """Execute this stage's action list over one step; every stage calls it with its own list of the same schedule.
 
     `chunks[c]` is model chunk c of this stage, that is virtual stage `c * num_stages + stage`; `batches[i]` is
     microbatch i. The chunk of the last virtual stage returns the microbatch's scalar loss, already divided by the
-    step's denominator. Parameter gradients accumulate in the parameters. `last_backward(c)` is called right before
-    chunk c's last backward of the step begins: what that backward makes final may be reduced while it runs. `phase`
-    gives the context of every forward, backward and wait for another stage.
+    step's denominator. Parameter gradients accumulate in the parameters; `parameters` hears of every backward, and what
+    a chunk's last one makes final may be reduced while it runs. `phase` gives the context of every forward, backward
+    and wait for another stage.
 
     Returns the detached losses in microbatch order on the rank of the last virtual stage, [] on the others. With a
     forward-only list call it under `torch.no_grad()`. Other ranks are left waiting when a chunk raises: the launcher
     (or the process group's timeout) ends them.
     """
     trains = any(a.kind is Kind.BACKWARD for a in actions)
-    execution = _Execution(chunks, batches, links, hidden, trains, phase)
+    execution = _Execution(chunks, batches, links, hidden, trains, parameters, phase)
     assert len(batches) == len({action.microbatch for action in actions}), f"{len(batches)} batches for other actions"
     assert torch.is_grad_enabled() or not execution.trains, "a training schedule under no_grad"
     final = {a.chunk: a for a in actions if a.kind is Kind.BACKWARD}
     for action, posts in zip(actions, posting_plan(actions, links.lookahead), strict=True):
         for receive in posts:
             execution.post(receive)
-        if last_backward is not None and final.get(action.chunk) == action:
-            last_backward(action.chunk)
-        execution.execute(action)
+        execution.execute(action, final.get(action.chunk) == action)
     execution.finish()
     return [execution.losses[microbatch] for microbatch in sorted(execution.losses)]
 
@@ -154,6 +168,7 @@ class _Execution:
     links: PipelineLinks
     hidden: HiddenStates
     trains: bool
+    parameters: Parameters | None
     phase: Phase
     receiving: dict[Action, Handle] = field(default_factory=dict)
     sending: defaultdict[Channel, deque[Handle]] = field(default_factory=lambda: defaultdict(deque))
@@ -164,8 +179,11 @@ class _Execution:
     outgoing: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # computed, until the send that follows
     losses: dict[int, Tensor] = field(default_factory=dict)
 
-    def execute(self, action: Action) -> None:
-        """Run one action; a receive waits for its message, a send only for an earlier one of its channel."""
+    def execute(self, action: Action, last: bool) -> None:
+        """Run one action; a receive waits for its message, a send only for an earlier one of its channel.
+
+        `last`: it is its chunk's last backward.
+        """
         key = (action.microbatch, action.chunk)
         match action.kind:
             case Kind.FORWARD:
@@ -173,7 +191,7 @@ class _Execution:
                     self.forward(key)
             case Kind.BACKWARD:
                 with self.phase("backward"):
-                    self.backward(key)
+                    self.backward(key, last)
             case Kind.RECV_FORWARD:
                 with self.phase("pipeline exchange"):
                     self.inputs[key] = self.receiving.pop(action).wait().requires_grad_(self.trains)
@@ -183,6 +201,11 @@ class _Execution:
             case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
                 with self.phase("pipeline exchange"):
                     self.send(action, self.outgoing.pop(key))
+            case Kind.UNSHARD | Kind.RESHARD:
+                assert self.parameters is not None, f"{action}: nobody holds parameters"
+                with self.phase("parameter exchange"):
+                    move = self.parameters.unshard if action.kind is Kind.UNSHARD else self.parameters.reshard
+                    move(action.chunk)
 
     def place(self, chunk: int) -> int:
         """The virtual stage that this stage's model chunk `chunk` is."""
@@ -207,12 +230,16 @@ class _Execution:
             assert output.requires_grad, f"the output of virtual stage {self.place(chunk)} has no gradient"
             self.edges[key] = get_gradient_edge(output)
 
-    def backward(self, key: tuple[int, int]) -> None:
+    def backward(self, key: tuple[int, int], last: bool) -> None:
         _, chunk = key
+        if self.parameters is not None:
+            self.parameters.start_backward(chunk, last)
         if self.is_last(chunk):
             torch.autograd.backward([self.losses_to_go.pop(key)])
         else:
             torch.autograd.backward([self.edges.pop(key)], [self.output_gradients.pop(key)])
+        if self.parameters is not None:
+            self.parameters.end_backward(chunk)
         if self.place(chunk) > 0:
             gradient = self.inputs.pop(key).grad
             assert gradient is not None, f"virtual stage {self.place(chunk)} does not depend on its input"

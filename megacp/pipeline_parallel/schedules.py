@@ -28,6 +28,8 @@ class Kind(Enum):
     RECV_FORWARD = "recv-forward"
     SEND_BACKWARD = "send-backward"
     RECV_BACKWARD = "recv-backward"
+    UNSHARD = "unshard"
+    RESHARD = "reshard"
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD})
@@ -41,6 +43,7 @@ class Action:
 
     SEND_FORWARD sends the output of `chunk`, RECV_FORWARD receives the input of `chunk`,
     SEND_BACKWARD sends the gradient of the input of `chunk`, RECV_BACKWARD receives the gradient of its output.
+    UNSHARD starts to gather the parameters of `chunk`, RESHARD frees them (full sharding alone).
     """
 
     kind: Kind
@@ -147,6 +150,26 @@ def with_messages(computes: list[Action], stage: int, num_stages: int, num_chunk
         if send is not None:
             actions.append(Action(send, compute.microbatch, compute.chunk))
     return actions
+
+
+def with_parameters(actions: list[Action]) -> list[Action]:
+    """The list with the gathering and freeing of sharded parameters, chunk by chunk.
+
+    A chunk's parameters are there for its computes, and on their way while the compute before the first of these runs:
+    those of at most two chunks at once. Chunks that take turns stay, so a stage with one chunk gathers once a step.
+    """
+    computes = [action.chunk for action in actions if action.kind in COMPUTE]
+    following = iter([*computes[1:], None])
+    held: list[int] = []
+    found: list[Action] = []
+    for action in actions:
+        if action.kind in COMPUTE:
+            wanted = [chunk for chunk in dict.fromkeys((action.chunk, next(following))) if chunk is not None]
+            found += [Action(Kind.RESHARD, action.microbatch, chunk) for chunk in held if chunk not in wanted]
+            found += [Action(Kind.UNSHARD, action.microbatch, chunk) for chunk in wanted if chunk not in held]
+            held = wanted
+        found.append(action)
+    return found + [Action(Kind.RESHARD, actions[-1].microbatch, chunk) for chunk in held]
 
 
 def _training_actions(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Action]:

@@ -48,7 +48,7 @@ class VocabularyTable(nn.Module):
         spec = ParameterSpec((piece,), "normal", table.std, partial_over=table.partial_over, counted=table.counted)
         self.weight = options.parameter(spec, rows)
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """int64 `tokens[t]` -> `x[t/tp, h]` under sequence parallelism, else `x[t, h]`."""
         local = tokens - self.first
         elsewhere = (local < 0) | (local >= self.true_rows)  # [t]: the row is on another tp rank

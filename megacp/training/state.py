@@ -90,7 +90,9 @@ def starting_point(config: RunConfig, world: Axis) -> Start:
 
 def saved_boxes(model: ParallelModel) -> list[TensorBox]:
     """What this rank writes of the weights and the optimizer's state."""
-    return boxes_to_save(model.buckets.parameter_slices(), model.optimizer.state_slices())
+    if not model.parameters.saves:
+        return []
+    return boxes_to_save(model.parameters.parameter_slices(), model.optimizer.state_slices())
 
 
 def begin_save(model: ParallelModel, progress: Progress, config: RunConfig, background: bool) -> PendingCheckpoint:
@@ -134,11 +136,12 @@ def _load(model: ParallelModel, progress: Progress, config: RunConfig, start: St
     if reasons:
         raise ValueError("\n".join(reasons))
     model.optimizer.clear()
+    state = {} if start.weights_only else model.optimizer.state_slices()
+    loaded.read(boxes_to_load(model.parameters.parameters_to_load(), state))
+    model.parameters.loaded(masters=not start.weights_only)
     if start.weights_only:
-        loaded.read(boxes_to_load(model.buckets.whole_parameters(), {}))
         model.optimizer.reset_masters()
         return Resumed(progress, loaded.path, other_meaning(loaded, progress), loaded.rejected)
-    loaded.read(boxes_to_load(model.buckets.whole_parameters(), model.optimizer.state_slices()))
     model.optimizer.set_updates(_extra(loaded).integer("updates", high=LARGEST_COUNT))
     changed = tuple(f"{flag(name)} {now[name]} (was {before[name]})" for name in differing)
     return Resumed(stored_progress(loaded), loaded.path, changed, loaded.rejected)

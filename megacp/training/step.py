@@ -18,16 +18,15 @@ from megacp.batch import PackedBatch
 from megacp.config.run import RunConfig
 from megacp.context_parallel.layout import select_layout
 from megacp.context_parallel.shard import LocalBatch, shard_batch
-from megacp.data_parallel.buckets import FlatBuckets
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import ProcessGrid
-from megacp.models.build import build_chunks
+from megacp.models.build import build_sharded
 from megacp.models.language import LanguageModelChunk
 from megacp.monitor.timers import Phase, unmeasured
 from megacp.optim.lr_schedule import LrSchedule, learning_rate
 from megacp.optim.sharded import ShardedAdamW
 from megacp.pipeline_parallel.runtime import HiddenStates, ModelChunk, links_of, open_channels, run
-from megacp.pipeline_parallel.schedules import schedule, training_schedule_name
+from megacp.pipeline_parallel.schedules import schedule, training_schedule_name, with_parameters
 from megacp.training.health import Suspects, Verdict, finite_only, suspects
 from megacp.training.loss import weighted_loss
 from megacp.training.rows import PlannedRow, rows_of
@@ -74,20 +73,15 @@ class ParallelModel:
         self.config = config
         self.grid = grid
         self.phase = phase
-        self.chunks = build_chunks(config, grid)
+        self.chunks, self.parameters = build_sharded(config, grid)
         self.backend = self.chunks[0].backend
-        reduced_over = grid.over("dp", "cp")
-        self.buckets = FlatBuckets(
-            self.chunks, reduced_over, {"tp": grid.tp, "embedding": grid.embedding}, parallel.ddp_bucket_size
-        )
-        self.optimizer = ShardedAdamW(self.buckets, training, grid.world, self.backend.adamw)
+        self.optimizer = ShardedAdamW(self.parameters, training, grid.world, grid.device, self.backend.adamw)
         self.schedule = lr_schedule(config)
         self.rows = rows_of(config, grid)
         self.layout = select_layout(parallel.cp_layout)
         self.sharded_tokens = grid.tp.size if parallel.sequence_parallel else 1
         self.links = links_of(grid)
-        dtype = next(self.chunks[0].parameters()).dtype
-        self.hidden = HiddenStates(self._hidden_shape, dtype, grid.device)
+        self.hidden = HiddenStates(self._hidden_shape, self.backend.dtype, grid.device)
         open_channels(self.links, len(self.chunks), grid.device)
 
     def _hidden_shape(self, batch: LocalBatch) -> tuple[int, int]:
@@ -131,7 +125,7 @@ class ParallelModel:
         """
         losses = self._run(rows, step, denominator, training=True)
         with self.phase("gradient exchange"):
-            self.buckets.finish()
+            self.parameters.finish()
         loss = self._total(losses)
         verdicts: list[Verdict] = []
 
@@ -162,14 +156,16 @@ class ParallelModel:
         for chunk in self.chunks:
             chunk.eval()
         losses = self._run(rows, 0, denominator, training=False)
+        self.parameters.release()
         for chunk in self.chunks:
             chunk.train()
         return self._total(losses)
 
     def gradients(self, rows: Sequence[Row], step: int, denominator: float) -> float:
-        """Loss and summed gradients without an update: `buckets.grad_shard` is valid until `buckets.zero`."""
+        """Loss and summed gradients without an update: `parameters.grad_shard` is valid until
+        `parameters.zero`."""
         losses = self._run(rows, step, denominator, training=True)
-        self.buckets.finish()
+        self.parameters.finish()
         return self._total(losses)
 
     def _run(self, rows: Sequence[Row], step: int, denominator: float, training: bool) -> list[torch.Tensor]:
@@ -178,8 +174,9 @@ class ParallelModel:
         name = training_schedule_name(len(self.chunks)) if training else "forward_only"
         actions = schedule(name, self.grid.pp.rank, self.grid.pp.size, len(local), len(self.chunks))
         chunks: list[ModelChunk] = [partial(_chunk_output, chunk, denominator) for chunk in self.chunks]
-        last_backward = self.buckets.start_last_backward if training else None
-        return run(actions, chunks, local, self.links, self.hidden, last_backward, self.phase)
+        if self.parameters.by_schedule:
+            actions = with_parameters(actions)
+        return run(actions, chunks, local, self.links, self.hidden, self.parameters, self.phase)
 
     def _total(self, losses: Sequence[torch.Tensor]) -> float:
         """Sum of all microbatch losses over dp and cp, on every rank."""

@@ -22,7 +22,7 @@ def build(place: ProcessGrid, dtype: torch.dtype) -> tuple[Toy, FlatBuckets, Sha
     model = Toy(place.tp.size, place.tp.rank, place.pp.size, place.pp.rank, dtype)
     axes = {"tp": place.tp, "embedding": place.embedding}
     buckets = FlatBuckets([model], place.over("dp", "cp"), axes, 150)
-    return model, buckets, ShardedAdamW(buckets, TrainingConfig(), place.world)
+    return model, buckets, ShardedAdamW(buckets, TrainingConfig(), place.world, place.device)
 
 
 def _save(rank: int, world_size: int, shape: dict[str, int], root: str, dtype: torch.dtype) -> None:
@@ -45,11 +45,11 @@ def _check(rank: int, world_size: int, shape: dict[str, int], root: str, dtype: 
         tensor.fill_(7)
     loaded = load_checkpoint(root, place.world)
     optimizer.clear()
-    loaded.read(boxes_to_load(buckets.whole_parameters(), optimizer.state_slices()))
+    loaded.read(boxes_to_load(buckets.parameters_held(), optimizer.state_slices()))
     optimizer.set_updates(loaded.extra["updates"])
     assert optimizer.updates == 2
     specs = {id(p.megacp_spec): p for p in model.parameters()}  # type: ignore[attr-defined]
-    groups = {"model": buckets.whole_parameters()}
+    groups = {"model": buckets.parameters_held()}
     groups |= {f"optimizer.{kind}": parts for kind, parts in optimizer.state_slices().items()}
     compared = 0
     for kind, parts in groups.items():
@@ -104,7 +104,7 @@ def _resume(rank: int, world_size: int, shape: dict[str, int], root: str) -> boo
             if resumed and step == 2:
                 loaded = load_checkpoint(root, place.world)
                 optimizer.clear()
-                loaded.read(boxes_to_load(buckets.whole_parameters(), optimizer.state_slices()))
+                loaded.read(boxes_to_load(buckets.parameters_held(), optimizer.state_slices()))
                 optimizer.set_updates(loaded.extra["updates"])
             model.loss(values((step, buckets.axis.rank), torch.float32)).backward()
             buckets.finish()

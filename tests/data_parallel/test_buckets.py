@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megacp.data_parallel import buckets as module
+from megacp.data_parallel import shards
 from megacp.data_parallel.buckets import FlatBuckets
 from megacp.distributed.grid import single_axis
 from megacp.distributed.parameter import ParameterSpec, TensorSlice, attach
@@ -75,7 +76,7 @@ def _sums(rank: int, world_size: int, shape: dict[str, int], recompute: bool, bu
     for step in range(2):
         for microbatch in range(3):
             if microbatch == 2:
-                flat.start_last_backward(0)
+                flat.start_backward(0, last=True)
             model(inputs(rank, 3 * step + microbatch), unused_layer(rank, 3 * step + microbatch)).backward()
         flat.finish()
         twin = Stack()
@@ -128,7 +129,7 @@ def test_buckets_are_reduced_while_the_backward_pass_still_runs(monkeypatch: pyt
     model(inputs(0, 0)).backward()
     assert [e for e in events if e.startswith("reduce")] == []
     events.clear()
-    flat.start_last_backward(0)
+    flat.start_backward(0, last=True)
     model(inputs(0, 1)).backward()
     assert events == [e for i in range(DEPTH) for e in (f"gradient {DEPTH - 1 - i}", f"reduce {i}")]
     flat.finish()
@@ -140,7 +141,7 @@ def test_a_bucket_without_gradients_holds_back_those_behind_it(monkeypatch: pyte
     model = Stack()
     flat = FlatBuckets([model], single_axis("dp_cp"), {}, WIDTH * WIDTH)
     events = _events(monkeypatch, flat, model)
-    flat.start_last_backward(0)
+    flat.start_backward(0, last=True)
     model(inputs(0, 0), unused=2).backward()
     assert [e for e in events if e.startswith("reduce")] == ["reduce 0"]
     flat.finish()
@@ -154,21 +155,21 @@ def test_chunks_are_reduced_after_their_own_last_backward(monkeypatch: pytest.Mo
     assert [bucket.plan.chunk for bucket in flat.buckets] == [1, 0]
     events = _events(monkeypatch, flat, chunks[0])
     chunks[0](inputs(0, 0)).backward()
-    flat.start_last_backward(1)
+    flat.start_backward(1, last=True)
     chunks[1](inputs(0, 0)).backward()
     assert [e for e in events if e.startswith("reduce")] == ["reduce 0"]
-    flat.start_last_backward(0)
+    flat.start_backward(0, last=True)
     chunks[0](inputs(0, 1)).backward()
     assert events[-1] == "reduce 1"
 
 
 def test_a_gradient_after_the_reduction_is_an_error_and_not_lost() -> None:
-    """Would catch start_last_backward called one microbatch too early: the sums would silently miss a part."""
+    """Would catch `last` told one microbatch too early: the sums would silently miss a part."""
     model = Stack()
     flat = FlatBuckets([model], single_axis("dp_cp"), {}, WIDTH * WIDTH)
-    flat.start_last_backward(0)
+    flat.start_backward(0, last=True)
     model(inputs(0, 0)).backward()
-    with pytest.raises(AssertionError, match="start_last_backward"):
+    with pytest.raises(AssertionError, match="start_backward"):
         model(inputs(0, 1)).backward()
 
 
@@ -196,13 +197,13 @@ def _partial(rank: int, world_size: int) -> tuple[list[float], int]:
     model = nn.ParameterList([attach(nn.Parameter(torch.zeros(3)), spec) for spec in specs])
     flat = FlatBuckets([model], place.over("dp", "cp"), {"tp": place.tp, "embedding": place.embedding}, 1)
     calls = []
-    real = module.all_reduce
-    module.all_reduce = lambda x, axis: calls.append(axis.name) or real(x, axis)  # type: ignore[assignment, func-returns-value]
+    real = shards.all_reduce
+    shards.all_reduce = lambda x, axis: calls.append(axis.name) or real(x, axis)  # type: ignore[assignment, func-returns-value]
     try:
         (sum((i + 1) * p for i, p in enumerate(model)) * 10.0**rank).sum().backward()
         flat.finish()
     finally:
-        module.all_reduce = real
+        shards.all_reduce = real
     return [whole[0].item() for whole in gathered(flat)], len(calls)
 
 
@@ -220,7 +221,7 @@ def _gather(rank: int, world_size: int) -> list[list[float]]:
     flat = FlatBuckets([model], grid(dp=world_size).over("dp", "cp"), {}, 150)
     for bucket in flat.buckets:
         bucket.parameter_shard.fill_(rank)
-    flat.gather_parameters()
+    flat.publish()
     return [bucket.parameters.tolist() for bucket in flat.buckets]
 
 

@@ -39,7 +39,7 @@ def sick(sickness: str, here: bool, steps: Sequence[int]) -> Iterator[None]:
         now["step"] = step
         result = real_train(self, batches, step, *rest)
         if here and sickness == "nan weight" and step == steps[0]:
-            self.buckets.buckets[0].parameter_shard[0] = math.nan
+            self.parameters.buckets[0].parameter_shard[0] = math.nan
             for bucket, master in self.optimizer._masters():
                 master.copy_(bucket.parameter_shard)
         return result

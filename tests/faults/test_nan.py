@@ -105,7 +105,7 @@ def test_a_run_resumed_between_skipped_steps_is_the_undisturbed_one(tmp_path: Pa
 def _save_nan(folder: str) -> None:
     config, _ = prepare(parse([*TINY, "--save", folder]), 1)
     model = ParallelModel(config, grid())
-    model.buckets.buckets[0].parameters[3] = torch.inf
+    model.parameters.buckets[0].parameters[3] = torch.inf
     _, sources = open_sources(config)
     save(model, Progress(2, 8, sources.fingerprint, config.training.seed), config)
 

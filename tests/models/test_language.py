@@ -121,8 +121,8 @@ def gradients_and_stored_bytes(
     weights = {p.untyped_storage()._cdata for p in chunk.parameters()}
     stored = min(created.alive(weights) for _ in range(20) if time.sleep(0.01) is None)  # gloo's threads let go late
     (chunk.head.logits(chunk.final_norm(hidden)).float().square().mean()).backward()
-    model.buckets.finish()
-    return [model.buckets.grad_shard(i).numpy().copy() for i in range(len(model.buckets.buckets))], stored
+    model.parameters.finish()
+    return [model.parameters.grad_shard(i).numpy().copy() for i in range(len(model.parameters.shards))], stored
 
 
 def of_each_granularity(shape: dict[str, int], values: Values) -> dict[str, list]:

@@ -98,7 +98,7 @@ def trained_frozen(
     loss = model.gradients(batches, 1, sum(batch.weight_sum for batch in batches))
     pieces = gradient_pieces(model)
     state = {piece.name for part in model.optimizer.state_slices()["exp_avg"] for piece in part.spec.pieces}
-    elements = sum(bucket.gradients.numel() for bucket in model.buckets.buckets)
+    elements = sum(bucket.gradients.numel() for bucket in model.parameters.buckets)
     report = model.optimizer.step(0.01)
     assert all(bool(np.isnan(values).all()) == (name not in state) for (name, _), (_, values) in pieces.items())
     trained = {key: value for key, value in pieces.items() if key[0] in state}

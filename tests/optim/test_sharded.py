@@ -24,14 +24,14 @@ def build(place: ProcessGrid, dtype: torch.dtype, bucket_elements: int = 200) ->
     model = Toy(place.tp.size, place.tp.rank, place.pp.size, place.pp.rank, dtype)
     axes = {"tp": place.tp, "embedding": place.embedding}
     buckets = FlatBuckets([model], place.over("dp", "cp"), axes, bucket_elements)
-    return model, buckets, ShardedAdamW(buckets, SETTINGS, place.world)
+    return model, buckets, ShardedAdamW(buckets, SETTINGS, place.world, place.device)
 
 
 def train(place: ProcessGrid, dtype: torch.dtype) -> tuple[Toy, ShardedAdamW, list[float]]:
     model, buckets, optimizer = build(place, dtype)
     norms = []
     for step in range(STEPS):
-        buckets.start_last_backward(0)
+        buckets.start_backward(0, last=True)
         model.loss(values((step, buckets.axis.rank), dtype)).backward()
         buckets.finish()
         norms.append(optimizer.step(LR).grad_norm)
@@ -61,7 +61,7 @@ def _differences(rank: int, world_size: int, shape: dict[str, int]) -> list[floa
     state = optimizer.state_slices()
     assert set(state) == {"exp_avg", "exp_avg_sq"}
     found = [abs(a - b) / b for a, b in zip(norms, expected, strict=True)]
-    found.append(difference(optimizer.buckets.whole_parameters(), dict(whole.parameters), model))
+    found.append(difference(optimizer.parameters.parameters_held(), dict(whole.parameters), model))
     return found + [difference(parts, whole.state(kind), model) for kind, parts in state.items()]
 
 
@@ -135,8 +135,8 @@ def _half_precision(rank: int, world_size: int) -> tuple[float, bool, bool]:
     state = optimizer.state_slices()
     worst = difference(state["master"], dict(parameters), model)
     rounded = {name: p.detach().bfloat16() for name, p in parameters.items()}
-    close = difference(optimizer.buckets.whole_parameters(), rounded, model) <= 2**-7 * 4
-    mine = [p.values for p in optimizer.buckets.parameter_slices()]
+    close = difference(optimizer.parameters.parameters_held(), rounded, model) <= 2**-7 * 4
+    mine = [p.values for p in optimizer.parameters.parameter_slices()]
     follows = all(torch.equal(m.values.bfloat16(), p) for m, p in zip(state["master"], mine, strict=True))
     return worst, close, follows
 
@@ -190,7 +190,7 @@ def test_masters_follow_parameters_that_were_written_from_outside() -> None:
     model = torch.nn.ParameterList([weight])
     world = single_axis("world")
     buckets = FlatBuckets([model], world, {}, 100)
-    optimizer = ShardedAdamW(buckets, SETTINGS, world)
+    optimizer = ShardedAdamW(buckets, SETTINGS, world, torch.device("cpu"))
     weight.data.fill_(2.0)
     optimizer.reset_masters()
     (weight * 0).sum().backward()

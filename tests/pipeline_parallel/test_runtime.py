@@ -27,6 +27,7 @@ from megacp.pipeline_parallel.schedules import (
     training_schedule_name,
     virtual_stage,
     with_messages,
+    with_parameters,
 )
 from tests.ranks import RankError, grid, run_ranks
 from tests.reference.pipeline import Part, make_batches, train_in_one_process
@@ -157,32 +158,59 @@ def test_one_stage_needs_no_process_group() -> None:
         assert_close(part.weight.grad.numpy(), step * gradients[0]["weight"].numpy())
 
 
-def record_last_backward(rank: int, world_size: int, num_chunks: int) -> list[tuple[str, int]]:
+class Heard:
+    """What a run tells those who hold its parameters."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+
+    def unshard(self, chunk: int) -> None:
+        self.events.append(("unshard", chunk))
+
+    def reshard(self, chunk: int) -> None:
+        self.events.append(("reshard", chunk))
+
+    def start_backward(self, chunk: int, last: bool) -> None:
+        self.events.append(("last" if last else "start", chunk))
+
+    def end_backward(self, chunk: int) -> None:
+        self.events.append(("end", chunk))
+
+
+def record_backwards(rank: int, world_size: int, num_chunks: int) -> list[tuple[str, int]]:
     links = links_of(grid(pp=world_size))
     parts = my_parts(rank, world_size, num_chunks, 1.0)
-    events: list[tuple[str, int]] = []
+    heard = Heard()
     for chunk, part in enumerate(parts):
-        part.weight.register_hook(lambda _, chunk=chunk: events.append(("backward", chunk)))
-    run(
-        schedule(training_schedule_name(num_chunks), rank, world_size, 5, num_chunks),
-        parts,
-        make_batches(LENGTHS[:5], WIDTH),
-        links,
-        hidden_states(),
-        last_backward=lambda chunk: events.append(("last", chunk)),
-    )
-    return events
+        part.weight.register_hook(lambda _, chunk=chunk: heard.events.append(("backward", chunk)))
+    actions = with_parameters(schedule(training_schedule_name(num_chunks), rank, world_size, 5, num_chunks))
+    run(actions, parts, make_batches(LENGTHS[:5], WIDTH), links, hidden_states(), heard)
+    return heard.events
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2])
-def test_the_callback_comes_right_before_the_last_backward_of_each_chunk(num_chunks: int) -> None:
+def test_every_backward_is_announced_and_the_last_one_of_each_chunk_as_such(num_chunks: int) -> None:
     """Would catch a gradient bucket reduced before its last microbatch, or only at the end of the step."""
-    for events in run_ranks(record_last_backward, 2, num_chunks):
+    for events in run_ranks(record_backwards, 2, num_chunks):
         for chunk in range(num_chunks):
-            at = events.index(("last", chunk))
-            assert events.count(("last", chunk)) == 1
-            assert events[at + 1] == ("backward", chunk) and events[at + 2 :].count(("backward", chunk)) == 0
-            assert events.count(("backward", chunk)) == 5
+            own = [name for name, of in events if of == chunk and name in ("start", "last", "backward", "end")]
+            assert own == ["start", "backward", "end"] * 4 + ["last", "backward", "end"]
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_parameters_are_there_for_every_backward_and_gone_at_the_end(num_chunks: int) -> None:
+    """Would catch a chunk freed while a backward needs it, and one that stays after the step."""
+    for events in run_ranks(record_backwards, 2, num_chunks):
+        held: set[int] = set()
+        for name, chunk in events:
+            if name == "unshard":
+                assert chunk not in held
+                held.add(chunk)
+            elif name == "reshard":
+                held.remove(chunk)
+            else:
+                assert chunk in held
+        assert not held
 
 
 def count_live_tensors(rank: int, world_size: int, num_chunks: int, trains: bool) -> tuple[int, int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,11 @@ import torch
 
 from megacp.batch import PackedBatch
 from megacp.config.run import RunConfig, with_values
+from megacp.data_parallel.layout import ParameterSlice
 from megacp.distributed.grid import ProcessGrid
 from megacp.training.step import ParallelModel
 from tests.reference.packs import random_batch
-from tests.reference.sharding import Pieces, pieces_of
+from tests.reference.sharding import Pieces
 
 Values = dict[str, Any]
 
@@ -62,28 +64,30 @@ def step_batches(count: int, seed: int, vocab_size: int = 53, tokens: int = 48) 
     ]
 
 
-def gradient_pieces(model: ParallelModel) -> Pieces:
-    """The summed gradients that this rank's optimizer would use, as pieces of flat local parameters.
+def pieces_of_slices(slices: Iterable[ParameterSlice]) -> Pieces:
+    """Flat slices of local parameters as pieces of global tensors, NaN where this rank's slices hold nothing.
 
-    Padding rows of the vocabulary are left out; the ranks of dp x cp hold different slices, so each rank fills its
-    own elements and leaves NaN elsewhere.
+    Padding rows of the vocabulary are in no piece.
     """
-    values = {p: torch.full_like(p, torch.nan) for chunk in model.chunks for p in chunk.parameters()}
-    shards = [model.buckets.grad_shard(i) for i in range(len(model.buckets.buckets))]
-    slices = iter(model.buckets.shard_slices(shards))
-    by_spec = {id(p.megacp_spec): p for p in values}  # type: ignore[attr-defined]
+    whole: dict[int, tuple[ParameterSlice, torch.Tensor]] = {}
     for part in slices:
-        flat = values[by_spec[id(part.spec)]].view(-1)
+        first, flat = whole.setdefault(id(part.spec), (part, torch.full((math.prod(part.shape),), torch.nan).double()))
         flat[part.start : part.start + part.values.numel()] = part.values
-    return {key: value for chunk in model.chunks for key, value in pieces_of(chunk, values).items()}
+    return {
+        (piece.name, piece.offsets): (piece.global_shape, piece.of(flat.view(part.shape)).numpy().copy())
+        for part, flat in whole.values()
+        for piece in part.spec.pieces
+    }
+
+
+def gradient_pieces(model: ParallelModel) -> Pieces:
+    """The summed gradients that this rank's optimizer would use; the ranks of dp x cp hold different ones."""
+    return pieces_of_slices(model.parameters.gradient_slices())
 
 
 def parameter_pieces(model: ParallelModel) -> Pieces:
     """This rank's parts of the global weights."""
-    found: Pieces = {}
-    for chunk in model.chunks:
-        found |= pieces_of(chunk, {p: p.data for p in chunk.parameters()})
-    return found
+    return pieces_of_slices(model.parameters.parameters_held())
 
 
 def train(

@@ -40,7 +40,7 @@ def gradients(rank: int, world: int, shape: dict[str, int], settings: dict[str, 
     rules = MockRules(SIZES["vocab_size"], SIZES["seq_length"], mask="mixed")
     batches = [mock_batch([i], rules) for i in (0, 1)]
     model.gradients(batches, 1, sum(batch.weight_sum for batch in batches))
-    return [model.buckets.grad_shard(i).numpy().copy() for i in range(len(model.buckets.buckets))]
+    return [model.parameters.grad_shard(i).numpy().copy() for i in range(len(model.parameters.shards))]
 
 
 @pytest.mark.slow
@@ -74,13 +74,13 @@ def fused_launches(rank: int, world: int) -> list[int]:
         config = with_values(RunConfig(), {**SIZES, "gradient_accumulation_fusion": fused})
         model = ParallelModel(config, grid(dp=world))
         batch = mock_batch([rank], MockRules(SIZES["vocab_size"], SIZES["seq_length"]))
-        finish, pending = model.buckets.finish, model.buckets
+        finish, pending = model.parameters.finish, model.parameters
 
         def counted(finish: Any = finish, pending: Any = pending) -> None:
             found.append(len(pending._pending))
             finish()
 
-        model.buckets.finish = counted  # type: ignore[method-assign]
+        model.parameters.finish = counted  # type: ignore[method-assign]
         model.gradients([batch], 1, 1.0)
     return found
 

@@ -51,7 +51,7 @@ def on_ranks(
     table = make_table(vocab, multiple, options)
     weight, tokens, labels, weights = problem(vocab)
     fill(table, {"embedding.weight": weight})
-    hidden = table.embed(tokens)
+    hidden = table(tokens)
     assert len(hidden) == TOKENS // (tp.size if options.sequence_parallel else 1)
     logits = table.logits(torch.tanh(hidden))
     losses = cross_entropy(logits, labels, table.first, tp)
@@ -113,7 +113,7 @@ def fake_axis(size: int, rank: int) -> object:
 def initial_rows(rank: int, world_size: int, vocab: int) -> Pieces:
     options = LinearOptions(grid(tp=world_size).tp, False, torch.float64, torch.device("cpu"))
     table = make_table(vocab, 8, options)
-    initialise(table, 5)
+    initialise(table.parameters(), 5)
     assert (table.weight[table.true_rows :] == 0).all()
     return pieces_of(table, {table.weight: table.weight})
 

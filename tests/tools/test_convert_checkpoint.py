@@ -206,7 +206,7 @@ def saved_on_grid(
     """Save the initial weights of a run, as it would."""
     mine, config = grid(**shape), config_of({**values, "save": folder}, shape)
     model = ParallelModel(config, mine)
-    boxes = boxes_to_save(model.buckets.parameter_slices(), model.optimizer.state_slices())
+    boxes = boxes_to_save(model.parameters.parameter_slices(), model.optimizer.state_slices())
     extra = dataclasses.asdict(Progress(step=3, consumed_samples=24, image_rules=rules)) | {"updates": 3}
     save_checkpoint(folder, 3, boxes, extra=extra, config_yaml=to_yaml(config), world=mine.world, grid=shape)
 

@@ -56,7 +56,7 @@ def _read_and_write_again(rank: int, world_size: int, flags: Sequence[str], targ
     config, sources = prepare(parse(flags), world_size)
     shape = grid_shape(config, world_size)
     model = ParallelModel(config, grid(tp=shape.tp, cp=shape.cp, dp=shape.dp, pp=shape.pp))
-    for bucket in model.buckets.buckets:
+    for bucket in model.parameters.buckets:
         bucket.parameters.fill_(7.0)
     fresh = Progress(data_fingerprint=sources.data_fingerprint, seed=config.training.seed)
     progress = load(model, fresh, config).progress

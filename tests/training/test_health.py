@@ -196,7 +196,7 @@ def _refused(rank: int, world: int, setup: ParitySetup) -> bool:
         for each in (model, twin):
             each.train(batches, step, denominator)
     state = [model.optimizer.state_slices(), twin.optimizer.state_slices()]
-    pairs = [(model.buckets.whole_parameters(), twin.buckets.whole_parameters())]
+    pairs = [(model.parameters.parameters_held(), twin.parameters.parameters_held())]
     pairs += [(state[0][kind], state[1][kind]) for kind in state[0]]
     return same and all(torch.equal(a.values, b.values) for one, two in pairs for a, b in zip(one, two, strict=True))
 
