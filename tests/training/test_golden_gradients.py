@@ -39,6 +39,7 @@ def shapes(ranks: int) -> list[Shape]:
 
 TRANSPORTS = ("p2p", "all_gather", "a2a", "kv_exchange", "a2a+p2p")
 LAYOUTS = ("zigzag", "balanced", "contiguous", "zigzag_document")
+STRATEGIES = ("optim", "optim_grads_params", "optim_grads")
 
 
 def context_options(number: int, cp: int) -> Values:
@@ -73,6 +74,8 @@ def cases_of(shape: Shape, count: int) -> list[tuple[str, Values, Values]]:
             **context_options(number, shape["cp"]),
             "ddp_bucket_size": 25_000_000 if bits[0] else 3000,
             "attention_kernel": ("flash", "math")[bits[3]],
+            "data_parallel_sharding_strategy": STRATEGIES[(2 * number + start) % 3],
+            "num_distributed_optimizer_instances": 2 if shape["dp"] > 1 and number % 2 else 1,
         }
         cases.append((name, {"num_layers": layers, "num_query_groups": groups, "num_attention_heads": 8}, options))
     return cases
@@ -162,6 +165,7 @@ def test_the_design_covers_every_option_on_every_axis_it_acts_on() -> None:
         "cp_comm_type": TRANSPORTS,
         "cp_layout": LAYOUTS,
         "attention_kernel": ("flash", "math"),
+        "data_parallel_sharding_strategy": STRATEGIES,
     }
     for axis, (option, values) in itertools.product(("dp", "tp", "pp", "cp"), wanted.items()):
         met = {options[option] for shape, (_, _, options) in cases if shape[axis] > 1}
@@ -178,3 +182,9 @@ def test_the_design_covers_every_option_on_every_axis_it_acts_on() -> None:
         (o["cp_comm_type"], o["cp_layout"], o["sequence_parallel"]) for s, (_, _, o) in cases if s["cp"] > 1 < s["tp"]
     }
     assert len(ring) >= 6
+    sharded = {
+        (o["data_parallel_sharding_strategy"], o["num_distributed_optimizer_instances"])
+        for s, (_, _, o) in cases
+        if s["dp"] * s["cp"] > o["num_distributed_optimizer_instances"]
+    }
+    assert sharded == set(itertools.product(STRATEGIES, (1, 2)))
