@@ -195,7 +195,9 @@ class TransformerEngineBackend(NativeBackend):
 
     def __init__(self, grid: ProcessGrid, config: RunConfig) -> None:
         training, parallel = config.training, config.parallel
-        super().__init__(grid, config, add_weight_gradient)  # its linears have a kernel for it; this switches it on
+        # its linears have a kernel that adds to gradients which stay; this switches it on
+        adds = add_weight_gradient if parallel.data_parallel_sharding_strategy == "optim" else None
+        super().__init__(grid, config, adds)
         self.adamw = fused_adam
         self.fp8, self.loss_kernel = training.fp8, training.cross_entropy_fusion_impl
         self.token_multiple, self.vocab_size = FP8_MULTIPLES[self.fp8], config.model.vocab_size

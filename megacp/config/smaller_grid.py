@@ -6,6 +6,7 @@ A pure function of the config and the world size: every rank finds the same grid
 from __future__ import annotations
 
 import itertools
+import math
 
 from megacp.config.checks.check import check
 from megacp.config.run import RunConfig, with_values
@@ -18,6 +19,7 @@ def largest_grid(config: RunConfig, world_size: int) -> tuple[RunConfig, int]:
 
     The given tp, cp and pp stay where any number of replicas of them fits the world and the global batch. Else they
     shrink to divisors: most ranks first, then most ranks of one model (least memory a rank), then largest tp, cp, pp.
+    Instances of the sharded optimizer shrink with the replicas that they divide.
     Where nothing fits, the config comes back as it was: its checks say why.
     """
     if not config.parallel.allow_smaller_grid or not check(config, world_size):
@@ -31,8 +33,10 @@ def largest_grid(config: RunConfig, world_size: int) -> tuple[RunConfig, int]:
         smaller = with_values(config, dict(zip(_SIZES, shape, strict=True)))
         for replicas in range(world_size // smaller.model_ranks, 0, -1):
             ranks = replicas * smaller.model_ranks
-            if not check(smaller, ranks):
-                found.append(((shape == given, ranks, smaller.model_ranks, shape), smaller, ranks))
+            instances = math.gcd(replicas, max(1, config.parallel.num_distributed_optimizer_instances))
+            fitting = with_values(smaller, {"num_distributed_optimizer_instances": instances})
+            if not check(fitting, ranks):
+                found.append(((shape == given, ranks, smaller.model_ranks, shape), fitting, ranks))
                 break
     if not found:
         return config, world_size

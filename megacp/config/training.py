@@ -100,7 +100,8 @@ class TrainingConfig:
 
     gradient_accumulation_fusion: bool = False
     """Native linears add their weight gradient to the gradient bucket themselves: one pass less over each, and no
-    gradient beside the bucket; by apex's kernel where it is installed. Transformer Engine's always do.
+    gradient beside the bucket; by apex's kernel where it is installed. Transformer Engine's do where
+    gradients are not sharded.
     """
 
     @property

@@ -279,6 +279,8 @@ def one_process(config: RunConfig, world_size: int) -> RunConfig:
             "dynamic_context_parallel": False,
             "vision_shards": "contiguous",
             "vision_feature_exchange": "routed",
+            "data_parallel_sharding_strategy": "optim",
+            "num_distributed_optimizer_instances": 1,
             "micro_batch_size": config.training.micro_batch_size * joined,
         },
     )

@@ -37,6 +37,13 @@ SEES = {
 """A tiny tower of crops of 16 pixels, which fits."""
 
 CONTRADICTIONS = [
+    ({"num_distributed_optimizer_instances": 4}, 6, ["--num-distributed-optimizer-instances 4", "size 6", "2 or 6"]),
+    ({"num_distributed_optimizer_instances": 2, TP: 2}, 4, ["instances 2 leaves one rank", "dp 2 x cp 1"]),
+    (
+        {"data_parallel_sharding_strategy": "optim_grads", "gradient_accumulation_fusion": True},
+        1,
+        ["--gradient-accumulation-fusion", "--data-parallel-sharding-strategy optim_grads"],
+    ),
     ({"eval_interval": 2}, 1, ["--eval-interval 2", "--valid-data-path"]),
     ({"valid_data_path": "x", "dry_run": True}, 1, ["--valid-data-path x needs --data-path"]),
     ({"additional_vocab_size": 128}, 1, ["--additional-vocab-size 128", "--untie-embeddings-and-output-weights"]),

@@ -44,6 +44,14 @@ def test_the_largest_grid_that_fits_is_taken(
     assert grid(world, *given, batch=batch) == taken
 
 
+def test_instances_of_the_optimizer_follow_the_replicas() -> None:
+    """Would catch a run of 4 replicas in 2 instances that cannot go on with 3."""
+    flags = ["--num-distributed-optimizer-instances", "2", "--global-batch-size", "12"]
+    for world, replicas, instances in ((4, 4, 2), (3, 3, 1)):
+        config, ranks = largest_grid(parse([*MODEL, *flags]), world)
+        assert (ranks, config.parallel.num_distributed_optimizer_instances) == (replicas, instances)
+
+
 @pytest.mark.slow
 def test_every_world_has_a_grid_that_its_checks_accept() -> None:
     for world in range(1, 25):

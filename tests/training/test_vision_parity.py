@@ -22,6 +22,7 @@ from megacp.training.rows import Rows
 from tests.ranks import run_ranks
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+SHARDED, PARAMS = "data_parallel_sharding_strategy", "optim_grads_params"
 SLOW = pytest.mark.slow
 BETWEEN = {"seed": 8, "global_batch_size": 4}
 """The second of four rows of each step has no image, others have fewer units than there are ranks."""
@@ -63,6 +64,25 @@ CASES: list[Any] = [
     pytest.param(4, {CP: 4, "vision_shards": "longest_first"}, "stored", marks=SLOW),
     pytest.param(8, {CP: 2, TP: 2, PP: 2, "vision_shards": "replicate"}, "stored", marks=SLOW),
     pytest.param(8, {CP: 4, TP: 2, "cp_comm_type": "all_gather"}, "uniform", marks=SLOW),
+    (2, {CP: 2, SHARDED: PARAMS, **BETWEEN}, "stored"),
+    pytest.param(2, {SHARDED: PARAMS, "freeze_vision": True, **BETWEEN}, "stored", marks=SLOW),
+    pytest.param(3, {CP: 3, SHARDED: PARAMS, "freeze_text": True, **BETWEEN}, "computed", marks=SLOW),
+    pytest.param(4, {CP: 2, PP: 2, SHARDED: PARAMS, "num_virtual_stages_per_pipeline_rank": 2}, "stored", marks=SLOW),
+    pytest.param(4, {CP: 2, TP: 2, SHARDED: "optim_grads", "freeze_connector": True}, "stored", marks=SLOW),
+    pytest.param(
+        4,
+        {
+            CP: 2,
+            SHARDED: PARAMS,
+            "cp_comm_type": "kv_exchange",
+            "cp_layout": "balanced",
+            "dynamic_context_parallel": True,
+            "recompute_granularity": "full",
+        },
+        "stored",
+        marks=SLOW,
+    ),
+    pytest.param(8, {CP: 2, TP: 2, SHARDED: PARAMS, "num_distributed_optimizer_instances": 2}, "uniform", marks=SLOW),
 ]
 
 

@@ -12,6 +12,7 @@ from megacp.config.checks.checkpoint import checkpoint_reasons, folder_reasons
 from megacp.config.checks.context import context_reasons, packs_in_a_row
 from megacp.config.checks.health import health_reasons, profile_reasons
 from megacp.config.checks.multiples import multiple_reasons
+from megacp.config.checks.sharding import sharding_reasons
 from megacp.config.checks.vision import vision_reasons
 from megacp.config.ranges import differ
 from megacp.config.run import RunConfig, fields, flag, flatten, with_values
@@ -134,5 +135,6 @@ SECTIONS = (
     health_reasons,
     profile_reasons,
     vision_reasons,
+    sharding_reasons,
 )
 """Functions `(config, world size) -> reasons` over a config whose numbers out of range are NaN."""
