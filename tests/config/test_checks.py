@@ -37,7 +37,11 @@ SEES = {
 """A tiny tower of crops of 16 pixels, which fits."""
 
 CONTRADICTIONS = [
-    ({"num_distributed_optimizer_instances": 4}, 6, ["--num-distributed-optimizer-instances 4", "size 6", "2 or 6"]),
+    (
+        {"num_distributed_optimizer_instances": 4, "global_batch_size": 12},
+        6,
+        ["--num-distributed-optimizer-instances 4", "size 6", "2 or 6"],
+    ),
     ({"num_distributed_optimizer_instances": 2, TP: 2}, 4, ["instances 2 leaves one rank", "dp 2 x cp 1"]),
     (
         {"data_parallel_sharding_strategy": "optim_grads", "gradient_accumulation_fusion": True},

@@ -23,21 +23,23 @@ from tests.training.runs import TINY, grid_flags, losses, run, save
 WORLD = single_axis("world")
 KINDS = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
 TWO_CHUNKS = ["--num-virtual-stages-per-pipeline-rank", "2"]
+GRADIENTS, FULL = (["--data-parallel-sharding-strategy", s] for s in ("optim_grads", "optim_grads_params"))
+INSTANCES = ["--num-distributed-optimizer-instances", "2"]
 Case = tuple[dict[str, int], list[str]]
 
 GRIDS: list[Case] = [
     ({}, []),
-    ({"dp": 2}, []),
-    ({"dp": 4}, ["--ddp-bucket-size", "1000"]),
+    ({"dp": 2}, FULL),
+    ({"dp": 4}, ["--ddp-bucket-size", "1000", *GRADIENTS, *INSTANCES]),
     ({"tp": 2}, []),
     ({"cp": 2}, []),
-    ({"cp": 2, "dp": 2}, []),
+    ({"cp": 2, "dp": 2}, [*FULL, *INSTANCES]),
     ({"pp": 2}, TWO_CHUNKS),
     ({"pp": 4}, []),
     ({"tp": 2, "pp": 2}, TWO_CHUNKS),
-    ({"tp": 2, "cp": 2, "pp": 2}, TWO_CHUNKS),
+    ({"tp": 2, "cp": 2, "pp": 2}, [*TWO_CHUNKS, *FULL]),
 ]
-"""Worlds of 1, 2, 4 and 8 ranks. The first is a single process."""
+"""Worlds of 1, 2, 4 and 8 ranks and all sharding strategies. The first is a single process."""
 
 TABLE = [(GRIDS[0], place) for place in GRIDS[1:]] + [(place, GRIDS[(i + 4) % 10]) for i, place in enumerate(GRIDS[1:])]
 """Every grid reads a checkpoint of one process, and is read by another grid."""
@@ -56,8 +58,8 @@ def _read_and_write_again(rank: int, world_size: int, flags: Sequence[str], targ
     config, sources = prepare(parse(flags), world_size)
     shape = grid_shape(config, world_size)
     model = ParallelModel(config, grid(tp=shape.tp, cp=shape.cp, dp=shape.dp, pp=shape.pp))
-    for bucket in model.parameters.buckets:
-        bucket.parameters.fill_(7.0)
+    for part in model.parameters.parameters_held():
+        part.values.fill_(7.0)
     fresh = Progress(data_fingerprint=sources.data_fingerprint, seed=config.training.seed)
     progress = load(model, fresh, config).progress
     save(model, progress, with_values(config, {"save": target}))

@@ -1,0 +1,201 @@
+"""Sharded gradients and parameters: what travels and what stays, and the same bits in checkpoints as under ZeRO-1.
+
+That every grid trains like one process under every strategy stands in `test_golden_gradients` and `test_vision_parity`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megacp.checkpoint.commit import load_checkpoint
+from megacp.config.run import with_values
+from megacp.data_parallel.shards import ShardedParameters
+from megacp.distributed import collectives, fully_shard
+from megacp.distributed.grid import Axis, single_axis
+from megacp.pipeline_parallel.schedules import Kind, schedule, with_parameters
+from megacp.training.state import Progress, load
+from megacp.training.step import ParallelModel
+from tests.ranks import grid, run_ranks
+from tests.reference.sharding import assemble
+from tests.reference.training import Values, config_of, step_batches, train
+from tests.training.runs import save
+
+STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
+UNTIED: Values = {"untie_embeddings_and_output_weights": True}
+
+
+def sharded(strategy: str, **values: Any) -> Values:
+    return {"data_parallel_sharding_strategy": strategy, **values}
+
+
+def _odd(rank: int, world_size: int, shape: dict[str, int], values: Values, packs: int) -> Any:
+    return train(grid(**shape), config_of(values, shape), [step_batches(packs, seed) for seed in (1, 2)])
+
+
+ODD_GRIDS = [
+    ({"dp": 3}, {}),
+    ({"cp": 3}, {"hidden_dropout": 0.1, "recompute_granularity": "full"}),
+    pytest.param({"dp": 3, "tp": 2}, UNTIED, marks=pytest.mark.slow),
+    pytest.param({"dp": 3, "cp": 2}, {}, marks=pytest.mark.slow),
+    pytest.param({"cp": 3, "pp": 2}, {"num_virtual_stages_per_pipeline_rank": 2}, marks=pytest.mark.slow),
+    pytest.param({"dp": 6}, {"num_distributed_optimizer_instances": 2, **UNTIED}, marks=pytest.mark.slow),
+]
+"""Widths of 32 and 48 and a vocabulary of 53 leave some ranks of 3 and 6 with fewer rows or none."""
+
+
+@pytest.mark.parametrize(("shape", "values"), ODD_GRIDS, ids=str)
+def test_shards_of_uneven_rows_train_like_one_process(shape: dict[str, int], values: Values) -> None:
+    values = {**values, "cp_layout": "balanced", "cp_comm_type": "kv_exchange", "attention_kernel": "math"}
+    options = sharded("optim_grads_params", **values)
+    alone = {name: value for name, value in values.items() if not name.startswith(("num_", "cp_"))}
+    reports, gradients, weights, validation = train(
+        grid(), config_of(alone, {}), [step_batches(6, seed) for seed in (1, 2)]
+    )
+    found = run_ranks(_odd, int(np.prod(list(shape.values()))), shape, options, 6)
+    for of_rank in found:
+        np.testing.assert_allclose(of_rank[0], reports, rtol=1e-10)
+        np.testing.assert_allclose(of_rank[3], validation, rtol=1e-10)
+    for step in range(2):
+        whole = assemble(of_rank[1][step] for of_rank in found)
+        for name, value in assemble([gradients[step]]).items():
+            np.testing.assert_allclose(whole[name], value, rtol=0, atol=1e-10 * np.abs(value).max(), err_msg=name)
+    whole = assemble(of_rank[2] for of_rank in found)
+    for name, value in assemble([weights]).items():
+        np.testing.assert_allclose(whole[name], value, rtol=0, atol=1e-10 * np.abs(value).max(), err_msg=name)
+
+
+def _calls(rank: int, world_size: int, shape: dict[str, int], values: Values, packs: int) -> dict[str, int]:
+    """Collectives over dp x cp in the second step, after everything has been made once."""
+    place = grid(**shape)
+    model = ParallelModel(config_of(values, shape), place)
+    found: Counter[str] = Counter()
+    real = {name: getattr(fully_shard, name) for name in ("gather_into", "reduce_scatter_into")}
+
+    def counted(name: str) -> Any:
+        def call(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Any:
+            found[name] += 1
+            return real[name](out, x, axis)
+
+        return call
+
+    try:
+        for step in (1, 2):
+            found.clear()
+            for name in real:
+                setattr(fully_shard, name, counted(name))
+            batches = step_batches(packs, step)
+            model.gradients(batches[place.dp.rank :: place.dp.size], step, 1.0)
+            model.optimizer.step(1e-3)
+    finally:
+        for name, function in real.items():
+            setattr(fully_shard, name, function)
+    return dict(found)
+
+
+LAYERS = 4
+
+
+def test_a_block_is_gathered_twice_a_microbatch_and_summed_once() -> None:
+    """Would catch a block gathered again by recomputation, or a head freed between its forward and its backward."""
+    microbatches = 3
+    for granularity in ("none", "full"):
+        options = sharded("optim_grads_params", **UNTIED, recompute_granularity=granularity)
+        calls = run_ranks(_calls, 2, {"dp": 2}, options, 2 * microbatches)
+        gathers = microbatches * (2 * LAYERS + 2)  # the embedding in forward, the head with its norm for both
+        assert calls == [{"gather_into": gathers, "reduce_scatter_into": microbatches * (LAYERS + 2)}] * 2
+
+
+@pytest.mark.parametrize(("virtual", "units"), [(1, (LAYERS // 2 + 1,)), (2, (2, 2))])
+def test_a_pipeline_gathers_when_its_schedule_says_so(virtual: int, units: tuple[int, ...]) -> None:
+    """Would catch gathers in the middle of a chunk, or again for every microbatch."""
+    microbatches = 4
+    options = sharded("optim_grads_params", **UNTIED, num_virtual_stages_per_pipeline_rank=virtual)
+    calls = run_ranks(_calls, 4, {"dp": 2, "pp": 2}, options, 2 * microbatches)
+    for rank, found in enumerate(calls):
+        actions = with_parameters(
+            schedule("1f1b" if virtual == 1 else "interleaved", rank // 2, 2, microbatches, virtual)
+        )
+        gathered = [a.chunk for a in actions if a.kind is Kind.UNSHARD]
+        own = list(units) if rank // 2 == 0 else list(reversed(units))
+        own = own if virtual == 1 else [2, 1] if rank // 2 == 0 else [1, 2]  # the embedding, the head
+        assert found["gather_into"] == sum(own[chunk] for chunk in gathered), (rank, gathered)
+        assert found["reduce_scatter_into"] == microbatches * sum(own)
+
+
+def _state_bytes(parameters: ShardedParameters) -> int:
+    """Bytes of parameters, gradients and moments that this rank keeps from step to step."""
+    wide = sum(s.values.numel() * s.wide.itemsize for s in parameters.shards)
+    return 4 * wide
+
+
+def _bytes(rank: int, world_size: int, dtype: str) -> tuple[int, int]:
+    model = ParallelModel(
+        config_of(sharded("optim_grads_params", dtype=dtype, hidden_size=192), {}), grid(dp=world_size)
+    )
+    whole = sum(int(np.prod(part.shape)) for part in model.parameters.parameters_held())
+    return _state_bytes(model.parameters), whole
+
+
+def test_state_is_sixteen_bytes_a_parameter_over_the_ranks() -> None:
+    """Would catch master weights beside the shards, or shards that keep their padding or their whole storage."""
+    for dtype in ("bfloat16", "float32"):
+        found = run_ranks(_bytes, 4, dtype)
+        whole = found[0][1]
+        for held, _ in found:
+            assert held == pytest.approx(16 * whole / 4, rel=0.02)
+
+
+def _trained(rank: int, world_size: int, strategy: str, folder: str, again: str) -> int:
+    """Two bfloat16 steps, saved; then read by `again` and saved from there."""
+    values = sharded(strategy, dtype="bfloat16", clip_grad=0.0, hidden_dropout=0.1, freeze_vision=False)
+    config = with_values(config_of(values, {}), {"save": f"{folder}/{strategy}"})
+    place = grid(dp=world_size)
+    model = ParallelModel(config, place)
+    for step in (1, 2):
+        batches = step_batches(world_size, step)
+        model.train(batches[place.dp.rank :: place.dp.size], step, sum(b.weight_sum for b in batches))
+    save(model, Progress(step=2), config)
+    other = with_values(
+        config,
+        {
+            "data_parallel_sharding_strategy": again,
+            "load": f"{folder}/{strategy}",
+            "save": f"{folder}/{strategy}-{again}",
+        },
+    )
+    model = ParallelModel(other, place)
+    progress = load(model, Progress(), other).progress
+    save(model, progress, other)
+    return model.optimizer.updates
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    loaded = load_checkpoint(folder, single_axis("world"))
+    kinds = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq", "optimizer.master")
+    return {f"{kind}.{name}": tensor for kind in kinds for name, tensor in loaded.whole_tensors(kind)}
+
+
+def test_all_strategies_write_the_same_bits_and_read_each_others_files(tmp_path: Path) -> None:
+    """Weights, master weights and moments of a bfloat16 model, one microbatch a step: sums have one order then.
+
+    Would catch master weights that are lost, rounded, or read from the rounded weights.
+    """
+    for strategy, again in zip(STRATEGIES, (*STRATEGIES[1:], STRATEGIES[0]), strict=True):
+        assert run_ranks(_trained, 3, strategy, str(tmp_path), again) == [2] * 3
+    expected = _tensors(tmp_path / "optim")
+    assert any(name.startswith("optimizer.master") for name in expected)
+    for folder in sorted(tmp_path.iterdir()):
+        found = _tensors(folder)
+        assert found.keys() == expected.keys()
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == [], folder.name
+
+
+def test_the_calls_of_a_gather_are_recorded() -> None:
+    """Would catch collectives of torch that the report of a hang does not know."""
+    assert {fully_shard.gather_into, fully_shard.reduce_scatter_into} <= set(vars(collectives).values())
