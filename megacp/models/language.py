@@ -19,13 +19,15 @@ from megacp.distributed.differentiable import slice_of
 from megacp.models.block import Block, BlockInputs
 from megacp.models.multimodal import VisionEncoder
 from megacp.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
+from megacp.tensor_parallel.chunked_loss import Target
 from megacp.tensor_parallel.embedding import TableSpec
 
 
 class LanguageModelChunk(nn.Module):
     """Layers `layers` of the decoder; embedding and vision when they begin at 0, the head when they end the model.
 
-    `tied_across` says that embedding and head are copies of one table on two stages.
+    `tied_across` says that embedding and head are copies of one table on two stages; `loss_chunk_tokens`, for how many
+    tokens the loss has logits at a time (0: all).
     """
 
     def __init__(
@@ -37,9 +39,11 @@ class LanguageModelChunk(nn.Module):
         recompute: str = "none",
         tied_across: bool = False,
         vision: VisionConfig | None = None,
+        loss_chunk_tokens: int = 0,
     ) -> None:
         super().__init__()
         self.backend = backend
+        self.loss_chunk_tokens = loss_chunk_tokens
         self.vision: VisionEncoder | None = None
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
         tied = not config.untie_embeddings_and_output_weights
@@ -116,8 +120,12 @@ class LanguageModelChunk(nn.Module):
         """
         return batch.in_row_order(self.local_logits(self.embedded(batch, features), batch))
 
-    def forward(self, x: torch.Tensor | None, batch: LocalBatch) -> torch.Tensor:
-        """The hidden state, or on the last chunk the loss per token `[t]` in fp32 or wider, replicated over tp."""
-        if not self.is_last:
-            return self.hidden(x, batch)
-        return self.backend.cross_entropy(self.local_logits(x, batch), batch.labels, self.head.first)
+    def loss(self, hidden: torch.Tensor, batch: LocalBatch, denominator: float) -> torch.Tensor:
+        """This rank's share of the loss, a scalar in fp32 or wider, replicated over tp; only on the last chunk."""
+        target = Target(batch.labels, batch.loss_weights, denominator)
+        return self.head.loss(self.final_norm(hidden), target, self.backend.cross_entropy, self.loss_chunk_tokens)
+
+    def forward(self, x: torch.Tensor | None, batch: LocalBatch, denominator: float) -> torch.Tensor:
+        """The hidden state, or on the last chunk the `loss`, divided by the step's denominator."""
+        hidden = self.hidden(x, batch)
+        return self.loss(hidden, batch, denominator) if self.is_last else hidden
