@@ -20,6 +20,8 @@ from tests.reference.training import Values, config_of, parameter_pieces, step_b
 
 MODELS: dict[str, Values] = {
     "tied, grouped queries": {"num_query_groups": 2},
+    "tied, loss in chunks": {"cross_entropy_chunk_tokens": 7},
+    "untied, loss token by token": {"untie_embeddings_and_output_weights": True, "cross_entropy_chunk_tokens": 1},
     "untied, q/k norms": {"untie_embeddings_and_output_weights": True, "qk_layernorm": True, "kv_channels": 10},
     "all biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True, "rotary_base": 500.0},
 }
@@ -175,7 +177,8 @@ def test_every_layer_and_sublayer_draws_its_own_dropout_bits(monkeypatch: pytest
 
 
 def evaluated(rank: int, world_size: int, shape: dict[str, int], dropout: float = 0.5) -> list[float]:
-    model = ParallelModel(config_of({"hidden_dropout": dropout}, shape), grid(**shape))
+    values: Values = {"hidden_dropout": dropout, "cross_entropy_chunk_tokens": 7}
+    model = ParallelModel(config_of(values, shape), grid(**shape))
     batches = step_batches(2, 4)
     weight = sum(batch.weight_sum for batch in batches)
     return [model.evaluate(batches, weight), model.evaluate(batches, weight), model.gradients(batches, 1, weight)]
