@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Train the same model on packs of 131,072 tokens (long videos, books) on one machine of 8 GPUs with 141 GB each:
+# Train the same model on packs of 131,072 tokens (long videos, books) on one machine of 8 GPUs with 80 GB each:
 #     bash examples/long_context.sh --data-path DIR --save DIR
-# GPUs of 80 GB need two machines: examples/slurm/long_context.sbatch. Packs of text alone, or with --image-attention
+# Several machines: examples/slurm/long_context.sbatch. Packs of text alone, or with --image-attention
 # causal, are causal: COMM=p2p LAYOUT=zigzag_document then runs Transformer Engine's fused attention with its ring
 # (COMM=a2a and all_gather work too).
 #
 # Memory of one rank, estimated by: TP=4 CP=2 RECOMPUTE=full bash examples/long_context.sh --dry-run --world-size 8
 # (not measured on a GPU)
-#   8 GPUs  TP=4 CP=2 RECOMPUTE=full   80.7 GiB
+#   8 GPUs  TP=4 CP=2 RECOMPUTE=full   54.9 GiB
 set -euo pipefail
 cd "$(dirname "$0")/.."
 NPROC=${NPROC:-8}

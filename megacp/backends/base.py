@@ -91,8 +91,12 @@ class Backend(Protocol):
     def prepare(self, plan: AttentionPlan) -> None:
         """Make on the host what `attention` will ask of a plan; called from the loader's threads."""
 
-    def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, first: int) -> torch.Tensor:
-        """Loss per token `[t]` of vocabulary-parallel logits whose first column is global index `first`."""
+    def cross_entropy(
+        self, logits: torch.Tensor, labels: torch.Tensor, first: int, scale: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Loss per token `[t]` of vocabulary-parallel logits whose first column is global index `first`: a
+        `LossKernel`, which overwrites the logits.
+        """
 
     def precision(self) -> AbstractContextManager[Any]:
         """The context in which blocks run forward; a block that is computed again in backward opens it again."""

@@ -134,8 +134,10 @@ class NativeBackend:
         """See `Backend.prepare`."""
         self.transport.prepare(plan, self._sizes)
 
-    def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, first: int) -> torch.Tensor:
-        return cross_entropy(logits, labels, first, self.tp)
+    def cross_entropy(
+        self, logits: torch.Tensor, labels: torch.Tensor, first: int, scale: torch.Tensor | None
+    ) -> torch.Tensor:
+        return cross_entropy(logits, labels, first, self.tp, scale)
 
     def precision(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()

@@ -311,24 +311,30 @@ class TransformerEngineBackend(NativeBackend):
         if self.packed is None or isinstance(thd_sequences(plan), str):
             super().prepare(plan)
 
-    def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, first: int) -> torch.Tensor:
+    def cross_entropy(
+        self, logits: torch.Tensor, labels: torch.Tensor, first: int, scale: torch.Tensor | None
+    ) -> torch.Tensor:
         """Transformer Engine's kernel takes equal shares of the vocabulary.
 
         Labels of weight 0 may be ids that the head does not have (image tokens): its loss there would be infinite.
         """
         if self.loss_kernel == "native":
-            return super().cross_entropy(logits, labels, first)
+            return super().cross_entropy(logits, labels, first, scale)
         from transformer_engine.pytorch import parallel_cross_entropy
 
-        loss = parallel_cross_entropy(
-            logits.contiguous().unsqueeze(0),  # [t, v] -> [1, t, v]; these two have had several names
-            labels.masked_fill(labels >= self.vocab_size, NO_LABEL).unsqueeze(0),
-            label_smoothing=0.0,
-            reduce_loss=False,
-            dist_process_group=self.tp.group,
-            ignore_idx=NO_LABEL,
-        )
-        return loss.view(-1)  # [1, t] -> [t]
+        with torch.set_grad_enabled(scale is not None):
+            leaf = logits.detach().contiguous().requires_grad_(scale is not None)
+            loss = parallel_cross_entropy(
+                leaf.unsqueeze(0),  # [t, v] -> [1, t, v]; these two have had several names
+                labels.masked_fill(labels >= self.vocab_size, NO_LABEL).unsqueeze(0),
+                label_smoothing=0.0,
+                reduce_loss=False,
+                dist_process_group=self.tp.group,
+                ignore_idx=NO_LABEL,
+            ).view(-1)  # [1, t] -> [t]
+        if scale is not None:
+            logits.copy_(torch.autograd.grad(loss, leaf, scale)[0])
+        return loss.detach()
 
     def precision(self) -> AbstractContextManager[Any]:
         if self.recipe is None:

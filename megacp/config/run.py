@@ -103,20 +103,27 @@ class FieldInfo:
 
     def problem(self, value: Value) -> str | None:
         """Why the field cannot hold this value: missing, not one of its words, out of range; None when it can."""
-        parts = typing.get_args(self.hint) if isinstance(self.hint, types.UnionType) else (self.hint,)
+        parts = parts_of(self.hint)
         if value is None:
             return None if type(None) in parts else "needs a value"
-        words = typing.get_args(self.hint) if typing.get_origin(self.hint) is typing.Literal else ()
-        if words:
-            return None if value in words else f"got {value!r}, allowed are {', '.join(words)}"
+        words = [word for part in parts if typing.get_origin(part) is typing.Literal for word in typing.get_args(part)]
+        if value in words:
+            return None
+        if words and self.range is None:
+            return f"got {value!r}, allowed are {', '.join(words)}"
         if self.range is None:
             return "an empty string is no name" if value == "" else None
         if isinstance(value, (bool, str)):
-            return f"expected a number, got {value!r}"
+            return f"expected a number{''.join(f' or {word}' for word in words)}, got {value!r}"
         if isinstance(value, tuple):
             told = " ".join(map(str, value))
             return None if all(map(self.range.holds, value)) else f"got {told}, each must be {self.range}"
         return None if self.range.holds(value) else f"got {value}, it must be {self.range}"
+
+
+def parts_of(hint: Any) -> tuple[Any, ...]:
+    """The types of a union, or the one type."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
 
 
 @functools.cache

@@ -98,6 +98,11 @@ class TrainingConfig:
     cross_entropy_fusion_impl: Literal["native", "te"] = "native"
     """Kernel of the vocabulary loss: te is Transformer Engine's, for a vocabulary that tp ranks share equally."""
 
+    cross_entropy_chunk_tokens: NotNegative[int | Literal["auto"]] = "auto"
+    """Tokens whose logits exist at once, in training and validation; 0 takes all of a row. auto takes all where their
+    logits and gradients are small, else the largest power of two that keeps them so.
+    """
+
     gradient_accumulation_fusion: bool = False
     """Native linears add their weight gradient to the gradient bucket themselves: one pass less over each, and no
     gradient beside the bucket; by apex's kernel where it is installed. Transformer Engine's do where

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-import types
 import typing
 from collections.abc import Iterable
 from typing import Any
 
 import yaml
 
-from megacp.config.run import RunConfig, Value, fields, flag, flatten, with_values
+from megacp.config.run import RunConfig, Value, fields, flag, flatten, parts_of, with_values
 from megacp.config.safe_yaml import FLOAT, FLOAT_TAG, load_yaml, read_yaml_file
 
 
@@ -86,10 +85,12 @@ def _shown(value: Any) -> str:
 
 def _convert(value: Any, hint: Any) -> tuple[Value, str | None]:
     """The value as the field's type, or the reason why it is not of it."""
-    if isinstance(hint, types.UnionType):
-        if value is None:
-            return None, None
-        (hint,) = [part for part in typing.get_args(hint) if part is not type(None)]
+    parts = parts_of(hint)
+    if value is None and type(None) in parts:
+        return None, None
+    hint, *words = [part for part in parts if part is not type(None)]
+    if any(isinstance(value, str) and value in typing.get_args(part) for part in words):
+        return value, None
     choices = typing.get_args(hint)
     if typing.get_origin(hint) is tuple:
         fits = isinstance(value, (list, tuple)) and len(value) == len(choices) and all(type(x) is int for x in value)

@@ -101,8 +101,6 @@ class FullShards(ShardedParameters):
             unit.keep_after_backward()
         elif role == "embedding":
             unit.gather_in_forward_only()
-        if role == "head":
-            unit.runs("logits")
         self._units.append(unit)
         if role == "chunk":
             for one, following in itertools.pairwise(self._units[:-1]):

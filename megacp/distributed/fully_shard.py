@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megacp.distributed.collectives import Pending, gather_into, reduce_scatter_into
@@ -108,10 +108,6 @@ class Unit:
         """The backward of this unit needs no parameter (an embedding's)."""
         if hasattr(self._module, "set_unshard_in_backward"):
             self._module.set_unshard_in_backward(False)
-
-    def runs(self, method: str) -> None:
-        """The module computes in this method instead of `forward`."""
-        register_fsdp_forward_method(self._module, method)
 
     def prefetch(self, following: Unit) -> None:
         """Start to gather `following` when this unit begins its forward."""

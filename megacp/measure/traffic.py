@@ -110,11 +110,11 @@ def tensor_bytes(config: RunConfig, world_size: int, chunks: Sequence[range], ro
 
     With sequence parallelism a layer has two column linears (forward a gather, backward a gather and a reduce-scatter:
     3 V each) and two row linears (a reduce-scatter, backward a gather: 2 V each): 10 V. The embedding is a
-    reduce-scatter and its gather: 2 V; the head a column linear: 3 V. Gradients of the norms (and of row linears'
-    biases) are partial over tp: one all-reduce of this rank's slice of them. Without sequence parallelism a layer has
-    four all-reduces of t h elements, the embedding and the head one each, and no norm is partial (per-head q/k norms
-    are).
-    The loss exchanges two wide numbers a token with every peer: (tp - 1) 2 t w.
+    reduce-scatter and its gather: 2 V; the head a gather and a reduce-scatter: 2 V. Gradients of the norms (and of row
+    linears' biases) are partial over tp: one all-reduce of this rank's slice of them. Without sequence parallelism a
+    layer has four all-reduces of t h elements, the embedding and the head one each, and no norm is partial (per-head
+    q/k norms are).
+    The loss exchanges two wide numbers a token with every peer, chunk by chunk: (tp - 1) 2 t w.
     """
     model, p = config.model, config.parallel
     tp, size, wide = p.tensor_model_parallel_size, config.training.element_bytes, config.training.accumulation_bytes
@@ -128,7 +128,7 @@ def tensor_bytes(config: RunConfig, world_size: int, chunks: Sequence[range], ro
         tokens = row // p.context_parallel_size
         if p.sequence_parallel:
             volume = tokens * model.hidden_size // tp * (tp - 1) * size
-            total += (10 * layers + 2 * first + 3 * last) * volume
+            total += (10 * layers + 2 * first + 2 * last) * volume
         else:
             total += (4 * layers + first + last) * all_reduce_bytes(tokens * model.hidden_size, tp, size)
         total += last * (tp - 1) * 2 * tokens * wide

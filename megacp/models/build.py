@@ -19,6 +19,7 @@ from megacp.distributed.grid import GridShape, ProcessGrid
 from megacp.models.init import initialise
 from megacp.models.language import LanguageModelChunk, Role
 from megacp.pipeline_parallel.partition import partition, stages
+from megacp.planner.memory import loss_chunk_tokens
 from megacp.planner.vision import run_stage_costs
 
 
@@ -59,6 +60,7 @@ def build_chunks(config: RunConfig, grid: ProcessGrid, shards: FullShards | None
             tied_across=grid.pp.size > 1,
             vision=config.vision,
             made=shard,
+            loss_chunk_tokens=loss_chunk_tokens(config),
         )
         for layers in stage_layers(config)[grid.pp.rank]
     ]

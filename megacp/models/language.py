@@ -20,8 +20,10 @@ from megacp.context_parallel.shard import LocalBatch
 from megacp.context_parallel.vision import add_features, place_features
 from megacp.distributed.differentiable import slice_of
 from megacp.models.block import Block, BlockInputs
+from megacp.models.head import OutputHead
 from megacp.models.multimodal import VisionEncoder
 from megacp.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
+from megacp.tensor_parallel.chunked_loss import Target
 from megacp.tensor_parallel.embedding import TableSpec
 
 Role = Literal["embedding", "vision", "block", "head", "chunk"]
@@ -34,7 +36,8 @@ last the chunk, for the parameters that are in no other unit.
 class LanguageModelChunk(nn.Module):
     """Layers `layers` of the decoder; embedding and vision when they begin at 0, the head when they end the model.
 
-    `tied_across` says that embedding and head are copies of one table on two stages. `made` hears of every unit.
+    `tied_across` says that embedding and head are copies of one table on two stages; `loss_chunk_tokens`, for how many
+    tokens the loss has logits at a time (0: all). `made` hears of every unit.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class LanguageModelChunk(nn.Module):
         tied_across: bool = False,
         vision: VisionConfig | None = None,
         made: Made = lambda unit, role: None,
+        loss_chunk_tokens: int = 0,
     ) -> None:
         super().__init__()
         self.backend = backend
@@ -69,13 +73,14 @@ class LanguageModelChunk(nn.Module):
             self.blocks.append(Block(layer, config, backend, recompute))
             made(self.blocks[-1], "block")
         if self.is_last:
-            self.final_norm = backend.norm(NormSpec("final_norm", hidden, config.norm_epsilon))
+            norm = backend.norm(NormSpec("final_norm", hidden, config.norm_epsilon))
             if tied and self.is_first:
-                self.head = self.embedding
+                table = self.embedding
             else:
                 name = "embedding.weight" if tied else "head.weight"
-                table = TableSpec(name, config.vocab_size, hidden, std, shared, counted=not tied)
-                self.head = backend.vocabulary(table)
+                table = backend.vocabulary(TableSpec(name, config.vocab_size, hidden, std, shared, counted=not tied))
+            self.head = OutputHead(norm, table, backend.cross_entropy, loss_chunk_tokens)
+            if not (tied and self.is_first):
                 made(self.head, "head")
         made(self, "chunk")
         scaling = RotaryScaling(
@@ -125,7 +130,7 @@ class LanguageModelChunk(nn.Module):
 
     def local_logits(self, x: torch.Tensor | None, batch: LocalBatch) -> torch.Tensor:
         """Logits `[t, true vocabulary rows of this rank]` in the order of `batch`; only on the last chunk."""
-        return self.head.logits(self.final_norm(self.hidden(x, batch)))
+        return self.head.logits(self.hidden(x, batch))
 
     def row_logits(self, batch: LocalBatch, features: torch.Tensor | None = None) -> torch.Tensor:
         """Logits `[T, true vocabulary rows of this rank]` in the order of the row.
@@ -134,8 +139,9 @@ class LanguageModelChunk(nn.Module):
         """
         return batch.in_row_order(self.local_logits(self.embedded(batch, features), batch))
 
-    def forward(self, x: torch.Tensor | None, batch: LocalBatch) -> torch.Tensor:
-        """The hidden state, or on the last chunk the loss per token `[t]` in fp32 or wider, replicated over tp."""
-        if not self.is_last:
-            return self.hidden(x, batch)
-        return self.backend.cross_entropy(self.local_logits(x, batch), batch.labels, self.head.first)
+    def forward(self, x: torch.Tensor | None, batch: LocalBatch, denominator: float) -> torch.Tensor:
+        """The hidden state, or on the last chunk this rank's share of the loss over the step's denominator: a scalar in
+        fp32 or wider, replicated over tp.
+        """
+        hidden = self.hidden(x, batch)
+        return self.head(hidden, Target(batch.labels, batch.loss_weights, denominator)) if self.is_last else hidden

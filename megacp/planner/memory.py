@@ -33,6 +33,8 @@ from megacp.config.run import RunConfig
 from megacp.planner import vision
 from megacp.planner.costs import embedding_parameters, head_parameters, layer_parameters, vocabulary_rows
 
+LOSS_WORK = 2**29
+"""Most bytes of logits and their gradient under `--cross-entropy-chunk-tokens auto`."""
 MATH_BLOCK = 1024
 """Query rows of one block of the `math` kernel."""
 
@@ -43,12 +45,13 @@ class RankMemory:
 
     weights: int
     gradients: int
+    """Buckets, and the head's wide weight gradient while it is summed over chunks of tokens."""
     optimizer: int
     activations: int
     attention: int
     """Working space of one layer's attention with its exchange of keys and values over cp."""
     head: int
-    """Logits, softmax and final norm; only on the last stage."""
+    """Logits or their gradient for a chunk of tokens, and the final norm; only on the last stage."""
 
     @property
     def total(self) -> int:
@@ -169,14 +172,55 @@ def attention_work(config: RunConfig) -> int:
     return int(copies * key_values * (size + wide)) + queries * wide + swapped + scores + part
 
 
+def _logit_bytes(config: RunConfig) -> int:
+    """Bytes of one token's logits on a rank: softmax and gradient take their place, halves have a wide copy beside."""
+    model, t = config.model, config.training
+    copy = t.accumulation_bytes if t.accumulation_bytes > t.element_bytes else 0
+    rows = vocabulary_rows(model, model.vocab_size, config.parallel.tensor_model_parallel_size)
+    return rows * (t.element_bytes + copy)
+
+
+def loss_chunk_tokens(config: RunConfig) -> int:
+    """Tokens whose logits exist at once; 0 for all of a row. `auto` takes all where they fit into `LOSS_WORK`, else the
+    largest power of two of them that does.
+    """
+    asked, each = config.training.cross_entropy_chunk_tokens, _logit_bytes(config)
+    if asked != "auto":
+        return asked
+    if tokens_per_rank(config) * each <= LOSS_WORK:
+        return 0
+    return 1 << max(LOSS_WORK // each, 1).bit_length() - 1
+
+
+def _loss_in_chunks(config: RunConfig) -> bool:
+    return 0 < loss_chunk_tokens(config) < tokens_per_rank(config)
+
+
 def head_work(config: RunConfig) -> int:
-    """Bytes of the last stage's head for one microbatch: final norm in and out, logits, softmax, their gradients."""
+    """Bytes of the last stage's head for one microbatch: final norm in and out, the gradient of the latter, logits of a
+    chunk with what takes their place. Sequence parallelism gathers the norm's output and has its gradient for all tp.
+
+    The table's own gradient is none of it: `head_gradient`.
+    """
     model, p = config.model, config.parallel
     tp, size, tokens = p.tensor_model_parallel_size, config.training.element_bytes, tokens_per_rank(config)
-    norm = 2 * tokens * model.hidden_size // (tp if p.sequence_parallel else 1) * size
-    return norm + 2 * tokens * vocabulary_rows(model, model.vocab_size, tp) * (
-        size + config.training.accumulation_bytes
-    )
+    residual, whole = tokens * model.hidden_size * size // (tp if p.sequence_parallel else 1), 0
+    if p.sequence_parallel and tp > 1:
+        whole = tokens * model.hidden_size * size
+    chunk = loss_chunk_tokens(config) if _loss_in_chunks(config) else tokens
+    return 2 * residual + (2 * whole or residual) + chunk * _logit_bytes(config)
+
+
+def head_gradient(config: RunConfig) -> int:
+    """Bytes of the table's gradient while chunks add to it, in the dtype of sums so that no chunk rounds it.
+
+    0 for a frozen table and where there is one chunk: then it is as any other weight's gradient on its way to a bucket,
+    which the estimate leaves out. It cannot go to the bucket at once, because backward may scale the loss.
+    """
+    if config.vision.freeze_text or not _loss_in_chunks(config):
+        return 0
+    rows = vocabulary_rows(config.model, config.model.vocab_size, config.parallel.tensor_model_parallel_size)
+    return rows * config.model.hidden_size * config.training.accumulation_bytes
 
 
 def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_size: int) -> RankMemory:
@@ -194,11 +238,12 @@ def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_s
     if stage == 0:
         first = in_flight_rows(config, world_size)
         activations += first * vision.vision_activations(config, size, wide)
+    last = stage == p.pipeline_model_parallel_size - 1
     return RankMemory(
         weights=parameters * size,
-        gradients=trained * wide,
+        gradients=trained * wide + (head_gradient(config) if last else 0),
         optimizer=-(-trained // shards) * state,
         activations=activations,
         attention=attention_work(config),
-        head=head_work(config) if stage == p.pipeline_model_parallel_size - 1 else 0,
+        head=head_work(config) if last else 0,
     )

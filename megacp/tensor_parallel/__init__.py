@@ -1,1 +1,1 @@
-"""Tensor parallelism with sequence parallelism: linears, vocabulary embedding and cross-entropy."""
+"""Tensor parallelism with sequence parallelism: linears, vocabulary embedding, a head's loss in chunks."""

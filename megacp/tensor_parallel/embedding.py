@@ -14,6 +14,7 @@ from torch import nn
 
 from megacp.distributed.differentiable import reduce_from, reduce_scatter_to
 from megacp.distributed.parameter import ParameterSpec, TensorSlice
+from megacp.tensor_parallel.chunked_loss import LossKernel, LossOptions, Target, chunked_loss
 from megacp.tensor_parallel.linear import LinearOptions, column_product
 
 
@@ -63,3 +64,9 @@ class VocabularyTable(nn.Module):
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """`x[t/tp, h]` or `x[t, h]` -> `[t, true rows of this rank]`."""
         return column_product(x, self.weight, self.options)[:, : self.true_rows]
+
+    def loss(self, x: torch.Tensor, target: Target, kernel: LossKernel, chunk_tokens: int) -> torch.Tensor:
+        """The scalar loss of `x` as in `logits`, whose logits exist for `chunk_tokens` tokens at a time (0: all)."""
+        o = self.options
+        options = LossOptions(o.tp, o.sequence_parallel, self.first, self.true_rows, kernel, chunk_tokens)
+        return chunked_loss(x, self.weight, target, options)

@@ -1,4 +1,4 @@
-"""The step's denominator and the weighted loss: sum first, divide once.
+"""The step's denominator of the weighted loss: sum first, divide once.
 
 Key property: the number of loss tokens of the whole step, over dp and all microbatches, is known before the first
 forward. The loss of a microbatch is its weighted sum over that number, and every reduction after it is a plain sum.
@@ -98,8 +98,3 @@ def _first_rank_of_each_replica(table: torch.Tensor) -> list[int]:
                 f"{int(expected):012x} and {int(fingerprint):012x}); do all machines see the same --data-path?"
             )
     return list(first.values())
-
-
-def weighted_loss(losses: torch.Tensor, weights: torch.Tensor, denominator: float) -> torch.Tensor:
-    """Scalar `sum(weights[t] * losses[t]) / denominator` over this rank's tokens: partial over dp and cp."""
-    return (losses * weights.to(losses.dtype)).sum() / denominator

@@ -21,14 +21,12 @@ from megacp.context_parallel.shard import LocalBatch, shard_batch
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import ProcessGrid
 from megacp.models.build import build_sharded
-from megacp.models.language import LanguageModelChunk
 from megacp.monitor.timers import Phase, unmeasured
 from megacp.optim.lr_schedule import LrSchedule, learning_rate
 from megacp.optim.sharded import ShardedAdamW
 from megacp.pipeline_parallel.runtime import HiddenStates, ModelChunk, links_of, open_channels, run
 from megacp.pipeline_parallel.schedules import schedule, training_schedule_name, with_parameters
 from megacp.training.health import Suspects, Verdict, finite_only, suspects
-from megacp.training.loss import weighted_loss
 from megacp.training.rows import PlannedRow, rows_of
 
 Judge = Callable[[float, float], Verdict]
@@ -173,7 +171,7 @@ class ParallelModel:
             local = [self.shard(row, step) for row in rows]
         name = training_schedule_name(len(self.chunks)) if training else "forward_only"
         actions = schedule(name, self.grid.pp.rank, self.grid.pp.size, len(local), len(self.chunks))
-        chunks: list[ModelChunk] = [partial(_chunk_output, chunk, denominator) for chunk in self.chunks]
+        chunks: list[ModelChunk] = [partial(chunk, denominator=denominator) for chunk in self.chunks]
         if self.parameters.by_schedule:
             actions = with_parameters(actions)
         return run(actions, chunks, local, self.links, self.hidden, self.parameters, self.phase)
@@ -183,11 +181,3 @@ class ParallelModel:
         counted = self.grid.tp.rank == 0  # tp ranks hold the same loss; other stages hold none
         mine = sum(loss.item() for loss in losses) if counted else 0.0
         return all_reduce(torch.tensor([mine], dtype=torch.float64, device=self.grid.device), self.grid.world).item()
-
-
-def _chunk_output(
-    chunk: LanguageModelChunk, denominator: float, x: torch.Tensor | None, batch: LocalBatch
-) -> torch.Tensor:
-    """The hidden state, or on the last chunk this rank's share of the loss."""
-    output = chunk(x, batch)
-    return weighted_loss(output, batch.loss_weights, denominator) if chunk.is_last else output

@@ -97,7 +97,7 @@ def exercise(recipe: str, calls: list[Call], signatures: dict[str, inspect.Signa
         with pytest.raises(TypeError, match="dtype"):  # its kernel wants halves; the call was recorded
             labels = batch.labels.clone()
             labels[:2] = torch.tensor([31, 32])  # the head has the ids 0 to 31
-            backend.cross_entropy(chunk.head.logits(hidden), labels, 0)
+            backend.cross_entropy(chunk.head.logits(hidden), labels, 0, None)
         adam = FlatAdamW([torch.zeros(4)], [SliceRule(True)], TrainingConfig(), backend.adamw)
         adam.update([torch.ones(4)], 0.1)
         backend.recipe = backend_file.fp8_recipe(recipe, True)

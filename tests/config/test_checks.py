@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -230,7 +231,7 @@ def test_a_number_out_of_range_is_named(name: str) -> None:
 
 def test_every_number_has_a_range_and_every_range_a_number() -> None:
     """Would catch a new field without a range."""
-    kinds = (int, float, int | None, float | None, tuple[int, int], tuple[int, int] | None)
+    kinds = (int, float, int | Literal["auto"], int | None, float | None, tuple[int, int], tuple[int, int] | None)
     assert [name for name, info in fields().items() if (info.hint in kinds) != (info.range is not None)] == []
 
 

@@ -25,9 +25,10 @@ BY_TYPE = {
 
 def values_of(hint: typing.Any) -> st.SearchStrategy:
     """Any value of a field's type."""
-    if isinstance(hint, types.UnionType):
-        (inner,) = [part for part in typing.get_args(hint) if part is not type(None)]
-        return st.none() | values_of(inner)
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return st.one_of(map(values_of, typing.get_args(hint)))
+    if hint is type(None):
+        return st.none()
     if typing.get_origin(hint) is tuple:
         return st.tuples(*map(values_of, typing.get_args(hint)))
     if typing.get_args(hint):

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from megacp.models.language import LanguageModelChunk
 from megacp.train import main
-from megacp.training import step as step_module
 from megacp.training.step import ParallelModel, StepResult
 from tests.training.runs import train_on_rank
 
@@ -26,11 +26,11 @@ SICKNESSES = ("nan loss", "nan loss once", "nan weight", "spike")
 @contextmanager
 def sick(sickness: str, here: bool, steps: Sequence[int]) -> Iterator[None]:
     """`steps`, where `here`: their losses are NaN or 1000 times themselves, or a weight becomes NaN after the first."""
-    real_loss, real_train = step_module.weighted_loss, ParallelModel.train
+    real_loss, real_train = LanguageModelChunk.loss, ParallelModel.train
     now = {"step": 0}
 
-    def loss(losses: torch.Tensor, weights: torch.Tensor, denominator: float) -> torch.Tensor:
-        value = real_loss(losses, weights, denominator)
+    def loss(*arguments: Any) -> torch.Tensor:
+        value = real_loss(*arguments)
         if not here or now["step"] not in steps or sickness == "nan weight":
             return value
         return value * (1000.0 if sickness == "spike" else math.nan)
@@ -44,11 +44,11 @@ def sick(sickness: str, here: bool, steps: Sequence[int]) -> Iterator[None]:
                 master.copy_(bucket.parameter_shard)
         return result
 
-    step_module.weighted_loss, ParallelModel.train = loss, train  # type: ignore[method-assign]
+    LanguageModelChunk.loss, ParallelModel.train = loss, train  # type: ignore[method-assign]
     try:
         yield
     finally:
-        step_module.weighted_loss, ParallelModel.train = real_loss, real_train  # type: ignore[method-assign]
+        LanguageModelChunk.loss, ParallelModel.train = real_loss, real_train  # type: ignore[method-assign]
 
 
 def train_sick(

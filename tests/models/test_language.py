@@ -20,6 +20,8 @@ from tests.reference.training import Values, config_of, parameter_pieces, step_b
 
 MODELS: dict[str, Values] = {
     "tied, grouped queries": {"num_query_groups": 2},
+    "tied, loss in chunks": {"cross_entropy_chunk_tokens": 7},
+    "untied, loss token by token": {"untie_embeddings_and_output_weights": True, "cross_entropy_chunk_tokens": 1},
     "untied, q/k norms": {"untie_embeddings_and_output_weights": True, "qk_layernorm": True, "kv_channels": 10},
     "all biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True, "rotary_base": 500.0},
 }
@@ -120,7 +122,7 @@ def gradients_and_stored_bytes(
         hidden = chunk.hidden(None, local)
     weights = {p.untyped_storage()._cdata for p in chunk.parameters()}
     stored = min(created.alive(weights) for _ in range(20) if time.sleep(0.01) is None)  # gloo's threads let go late
-    (chunk.head.logits(chunk.final_norm(hidden)).float().square().mean()).backward()
+    (chunk.head.logits(hidden).float().square().mean()).backward()
     model.parameters.finish()
     return [model.parameters.grad_shard(i).numpy().copy() for i in range(len(model.parameters.shards))], stored
 
@@ -170,12 +172,13 @@ def test_every_layer_and_sublayer_draws_its_own_dropout_bits(monkeypatch: pytest
 
     monkeypatch.setattr(block, "dropout", spy)
     model = ParallelModel(config_of({"hidden_dropout": 0.5}, {}), grid())
-    model.chunks[0](None, model.shard(step_batches(1, 4)[0], 1))
+    model.chunks[0].hidden(None, model.shard(step_batches(1, 4)[0], 1))
     assert len(keys) == len(set(keys)) == 2 * 4
 
 
 def evaluated(rank: int, world_size: int, shape: dict[str, int], dropout: float = 0.5) -> list[float]:
-    model = ParallelModel(config_of({"hidden_dropout": dropout}, shape), grid(**shape))
+    values: Values = {"hidden_dropout": dropout, "cross_entropy_chunk_tokens": 7}
+    model = ParallelModel(config_of(values, shape), grid(**shape))
     batches = step_batches(2, 4)
     weight = sum(batch.weight_sum for batch in batches)
     return [model.evaluate(batches, weight), model.evaluate(batches, weight), model.gradients(batches, 1, weight)]

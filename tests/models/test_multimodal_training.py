@@ -57,10 +57,12 @@ def whole(shape: dict[str, int], values: Values) -> tuple[list[float], dict[str,
     ("shape", "extra"),
     [
         ({"tp": 2}, {}),
-        ({"tp": 4}, {"recompute_granularity": "full"}),
+        ({"tp": 4}, {"recompute_granularity": "full", "cross_entropy_chunk_tokens": 5}),
         ({"tp": 4}, {"sequence_parallel": False, "recompute_granularity": "selective"}),
         ({"pp": 2}, {"num_virtual_stages_per_pipeline_rank": 2}),
         ({"tp": 2, "pp": 2}, {"recompute_granularity": "selective"}),
+        ({"cp": 2}, {"sequence_parallel": False, "cross_entropy_chunk_tokens": 16}),
+        ({"tp": 2}, {"sequence_parallel": False, "cross_entropy_chunk_tokens": 1000}),
     ],
     ids=str,
 )
@@ -92,7 +94,7 @@ def trained_frozen(
     rank: int, world_size: int, shape: dict[str, int], towers: tuple[str, ...]
 ) -> tuple[list[float], Pieces, Pieces, tuple[set[str], int]]:
     """Loss and norm of one step, gradients, new weights, and what the optimizer holds: names, elements of gradients."""
-    values = {**TINY, **PLAIN, **{f"freeze_{tower}": True for tower in towers}}
+    values = {**TINY, **PLAIN, "cross_entropy_chunk_tokens": 9, **{f"freeze_{tower}": True for tower in towers}}
     model = ParallelModel(config_of(values, shape), grid(**shape))
     batches = microbatches()
     loss = model.gradients(batches, 1, sum(batch.weight_sum for batch in batches))

@@ -1,4 +1,4 @@
-"""The vocabulary table and the parallel cross-entropy against one table and one softmax."""
+"""The vocabulary table, tied to its head, against one table and one softmax."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacp.distributed.collectives import all_gather, all_reduce
-from megacp.distributed.differentiable import slice_of
 from megacp.distributed.grid import single_axis
 from megacp.distributed.parameter import spec_of
 from megacp.models.init import initialise
+from megacp.tensor_parallel.chunked_loss import Target
 from megacp.tensor_parallel.cross_entropy import cross_entropy
 from megacp.tensor_parallel.embedding import TableSpec, VocabularyTable
 from megacp.tensor_parallel.linear import LinearOptions
@@ -45,7 +44,7 @@ def make_table(vocab: int, multiple: int, options: LinearOptions) -> VocabularyT
 def on_ranks(
     rank: int, world_size: int, vocab: int, multiple: int, parallel: bool
 ) -> tuple[Tensor, Tensor, Pieces, int]:
-    """Loss per token, logits seen by this rank, gradient of the tied table, and its number of true rows."""
+    """The loss, logits seen by this rank, gradient of the tied table, and its number of true rows."""
     tp = grid(tp=world_size).tp
     options = LinearOptions(tp, parallel and tp.size > 1, torch.float64, torch.device("cpu"))
     table = make_table(vocab, multiple, options)
@@ -54,22 +53,23 @@ def on_ranks(
     hidden = table(tokens)
     assert len(hidden) == TOKENS // (tp.size if options.sequence_parallel else 1)
     logits = table.logits(torch.tanh(hidden))
-    losses = cross_entropy(logits, labels, table.first, tp)
-    (losses * weights).sum().backward()
+    target = Target(labels, weights, 1.0)
+    loss = table.loss(torch.tanh(hidden), target, lambda x, y, first, scale: cross_entropy(x, y, first, tp, scale), 3)
+    loss.backward()
     assert table.weight.grad is not None
     assert (table.weight.grad[table.true_rows :] == 0).all(), "padded rows get no gradient"
     assert table.weight.shape[0] % multiple == 0
-    return losses.detach(), logits.detach(), pieces_of(table, {table.weight: table.weight.grad}), table.true_rows
+    return loss.detach(), logits.detach(), pieces_of(table, {table.weight: table.weight.grad}), table.true_rows
 
 
 def one_process(vocab: int) -> tuple[Tensor, Tensor, Tensor]:
     weight, tokens, labels, weights = problem(vocab)
     weight.requires_grad_()
     logits = torch.tanh(weight[tokens]) @ weight.t()
-    losses = F.cross_entropy(logits, labels, reduction="none")
-    (losses * weights).sum().backward()
+    loss = (F.cross_entropy(logits, labels, reduction="none") * weights).sum()
+    loss.backward()
     assert weight.grad is not None
-    return losses.detach(), logits.detach(), weight.grad
+    return loss.detach(), logits.detach(), weight.grad
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -84,9 +84,9 @@ def test_a_tied_table_and_its_loss_equal_one_process(
 ) -> None:
     arguments = (vocab, multiple, parallel)
     results = [on_ranks(0, 1, *arguments)] if world_size == 1 else run_ranks(on_ranks, world_size, *arguments)
-    losses, logits, gradient = one_process(vocab)
+    loss, logits, gradient = one_process(vocab)
     for found, *_ in results:
-        torch.testing.assert_close(found, losses, **CLOSE)
+        torch.testing.assert_close(found, loss, **CLOSE)
     torch.testing.assert_close(torch.cat([seen for _, seen, *_ in results], 1), logits, **CLOSE)
     found_gradient = assemble(pieces for *_, pieces, _ in results)["embedding.weight"]
     torch.testing.assert_close(torch.from_numpy(found_gradient), gradient, **CLOSE)
@@ -125,55 +125,3 @@ def test_initial_rows_do_not_depend_on_tp_and_padding_is_zero(vocab: int) -> Non
         found = assemble(run_ranks(initial_rows, world_size, vocab))["embedding.weight"]
         assert np.array_equal(found, whole)
     assert abs(whole.std() - 0.02) < 0.003 and len(np.unique(whole)) == whole.size
-
-
-def extreme_losses(rank: int, world_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Loss and gradient of logits whose exponentials overflow, columns split over tp."""
-    tp = grid(tp=world_size).tp
-    logits = (randn(TOKENS, 16, seed=3) * 300).to(dtype)
-    mine = logits.chunk(world_size, 1)[rank].contiguous().requires_grad_()
-    losses = cross_entropy(mine, torch.arange(TOKENS) * 2, rank * 16 // world_size, tp)
-    losses.sum().backward()
-    assert mine.grad is not None and mine.grad.dtype == dtype
-    return losses.detach(), all_gather(mine.grad.t().contiguous(), tp).t()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_large_logits_do_not_overflow_and_half_precision_is_computed_in_fp32(dtype: torch.dtype) -> None:
-    logits = (randn(TOKENS, 16, seed=3) * 300).to(dtype).double().requires_grad_()
-    expected = F.cross_entropy(logits, torch.arange(TOKENS) * 2, reduction="none")
-    expected.sum().backward()
-    assert logits.grad is not None
-    # The rounded logits are the input here: losses carry fp32's 2^-24 of values near 600, gradients their own rounding.
-    loss_tolerance = 1e-12 if dtype == torch.float64 else 2e-4
-    gradient_tolerance = {torch.float64: 1e-12, torch.float32: 2e-4, torch.bfloat16: 2**-8}[dtype]
-    for losses, gradient in run_ranks(extreme_losses, 2, dtype):
-        assert losses.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        assert (losses.double() - expected.detach()).abs().max() < loss_tolerance
-        assert (gradient.double() - logits.grad).abs().max() < gradient_tolerance
-
-
-def messages_of_a_loss(rank: int, world_size: int) -> tuple[dict[str, int], dict[str, int]]:
-    tp = grid(tp=world_size).tp
-    tp.traffic.clear()
-    logits = randn(TOKENS, 4, seed=rank).requires_grad_()
-    losses = cross_entropy(logits, torch.zeros(TOKENS, dtype=torch.int64), 4 * rank, tp)
-    forward = dict(tp.traffic.bytes_by_name)
-    losses.sum().backward()
-    return forward, dict(tp.traffic.bytes_by_name)
-
-
-def test_a_loss_is_one_all_gather_of_two_numbers_per_token_and_backward_is_silent() -> None:
-    for forward, both in run_ranks(messages_of_a_loss, 2):
-        assert forward == {"all_gather": 2 * TOKENS * 8} and both == forward
-
-
-def replicated_losses(rank: int, world_size: int) -> Tensor:
-    tp = grid(tp=world_size).tp
-    logits = slice_of(randn(16, TOKENS, seed=1), tp).t().float()
-    losses = cross_entropy(logits, torch.arange(TOKENS), rank * 16 // world_size, tp)
-    return all_reduce(losses, tp, "max") - all_reduce(losses, tp, "min")
-
-
-def test_all_tp_ranks_hold_the_same_bits_of_the_loss() -> None:
-    assert all((spread == 0).all() for spread in run_ranks(replicated_losses, 4))

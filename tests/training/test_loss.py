@@ -15,7 +15,8 @@ from megacp.context_parallel.shard import shard_batch
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.parameter import spec_of
 from megacp.ops.dropout import keep_mask
-from megacp.training.loss import RankReport, agree, weighted_loss
+from megacp.tensor_parallel.chunked_loss import weighted_loss
+from megacp.training.loss import RankReport, agree
 from megacp.training.step import ParallelModel, lr_schedule
 from tests.ranks import RankError, grid, run_ranks
 from tests.reference.training import Values, config_of, step_batches

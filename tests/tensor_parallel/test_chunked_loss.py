@@ -1,0 +1,277 @@
+"""The loss of a head in chunks of tokens against a dense one on one process: values, gradients, messages, memory."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacp.distributed.collectives import all_gather, all_reduce
+from megacp.distributed.differentiable import slice_of
+from megacp.distributed.grid import single_axis
+from megacp.tensor_parallel.chunked_loss import Target
+from megacp.tensor_parallel.cross_entropy import cross_entropy
+from megacp.tensor_parallel.embedding import TableSpec, VocabularyTable
+from megacp.tensor_parallel.linear import LinearOptions
+from tests.ranks import grid, run_ranks
+from tests.reference.allocations import peak_bytes_of
+from tests.reference.head_loss import head_gradients
+from tests.reference.sharding import Pieces, assemble, fill, pieces_of
+
+TOKENS, WIDTH, DENOMINATOR = 12, 6, 3.5
+CHUNKS = [0, 1, 5, 6, 12, 100]
+"""All tokens at once; one; a number that does not divide them; one that does; all of them; more."""
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}  # float64, sums of a few dozen terms
+VOCABULARIES = [(13, 4), (9, 8), (14, 1)]
+"""Size and padding of a rank's rows. Over three ranks: 8, 5 and 0 true rows; 8, 1 and 0; 5, 5 and 4."""
+
+
+def randn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def problem(vocab: int, tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, table, labels and float32 weights: both ends of the vocabulary, label 0 with weight 0, image
+    tokens with ids beyond the table and weight 0.
+    """
+    g = torch.Generator().manual_seed(vocab)
+    labels, weights = torch.randint(0, vocab, (tokens,), generator=g), torch.rand(tokens, generator=g)
+    for place, label in zip(range(tokens), (0, vocab - 1, 0, vocab, vocab + 7), strict=False):
+        labels[place] = label
+    weights[2:6] = 0.0
+    return randn(tokens, WIDTH, seed=vocab), randn(vocab, WIDTH, seed=vocab + 1), labels, weights
+
+
+def made_table(vocab: int, multiple: int, options: LinearOptions) -> VocabularyTable:
+    return VocabularyTable(TableSpec("head.weight", vocab, WIDTH, 0.02), multiple, options)
+
+
+def loss_of(table: VocabularyTable, x: Tensor, labels: Tensor, weights: Tensor, chunk: int) -> Tensor:
+    def kernel(logits: Tensor, labels: Tensor, first: int, scale: Tensor | None) -> Tensor:
+        return cross_entropy(logits, labels, first, table.options.tp, scale)
+
+    return table.loss(x, Target(labels, weights, DENOMINATOR), kernel, chunk)
+
+
+def on_ranks(
+    rank: int, world_size: int, vocab: int, multiple: int, parallel: bool, tokens: int
+) -> dict[int, tuple[Tensor, Tensor, Pieces]]:
+    """For each chunk size the loss, the gradient of all hidden states and this rank's part of the table's.
+
+    The upstream gradient is -2.5.
+    """
+    tp = grid(tp=world_size).tp
+    options = LinearOptions(tp, parallel and tp.size > 1, torch.float64, torch.device("cpu"))
+    table = made_table(vocab, multiple, options)
+    x, weight, labels, weights = problem(vocab, tokens)
+    fill(table, {"head.weight": weight})
+    found = {}
+    for chunk in CHUNKS:
+        table.zero_grad()
+        leaf = (slice_of(x, tp) if options.sequence_parallel else x.clone()).requires_grad_()
+        loss = loss_of(table, leaf, labels, weights, chunk)
+        (loss * -2.5).backward()
+        assert leaf.grad is not None and table.weight.grad is not None
+        assert (table.weight.grad[table.true_rows :] == 0).all(), "padded rows get no gradient"
+        dx = all_gather(leaf.grad, tp) if options.sequence_parallel else leaf.grad
+        found[chunk] = (loss.detach(), dx, pieces_of(table, {table.weight: table.weight.grad}))
+    return found
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, 0])
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("vocab", "multiple"), VOCABULARIES)
+def test_any_chunks_give_the_loss_and_the_gradients_of_one_process(
+    world_size: int, parallel: bool, vocab: int, multiple: int, tokens: int
+) -> None:
+    """Would catch a last chunk left out, a gradient not summed over tp, an image's label that counts, and a scale that
+    backward forgets. Without tokens there are gradients, of zeros.
+    """
+    arguments = (vocab, multiple, parallel, tokens)
+    results = [on_ranks(0, 1, *arguments)] if world_size == 1 else run_ranks(on_ranks, world_size, *arguments)
+    loss, dx, d_table = head_gradients(*(value for value in problem(vocab, tokens)), DENOMINATOR)
+    for chunk in CHUNKS:
+        for found, found_dx, _ in (result[chunk] for result in results):
+            torch.testing.assert_close(found, loss, **CLOSE)
+            torch.testing.assert_close(found_dx, -2.5 * dx, **CLOSE)
+        gradient = assemble(result[chunk][2] for result in results)["head.weight"]
+        torch.testing.assert_close(torch.from_numpy(gradient), -2.5 * d_table, **CLOSE)
+
+
+def alone(dtype: torch.dtype, vocab: int, width: int, **options: Any) -> VocabularyTable:
+    """A table on one process."""
+    return VocabularyTable(
+        TableSpec("head.weight", vocab, width, 0.02),
+        1,
+        LinearOptions(single_axis("tp"), False, dtype, torch.device("cpu"), **options),
+    )
+
+
+@pytest.mark.parametrize("chunk", [0, 3])
+def test_a_frozen_table_passes_the_gradient_and_a_frozen_input_none(chunk: int) -> None:
+    x, weight, labels, weights = problem(13)
+    _, dx, d_table = head_gradients(x, weight, labels, weights, DENOMINATOR)
+    for trained, leaf in ((False, True), (True, False)):
+        table = made_table(
+            13, 4, LinearOptions(single_axis("tp"), False, torch.float64, torch.device("cpu"), trained=trained)
+        )
+        fill(table, {"head.weight": weight})
+        entry = x.clone().requires_grad_(leaf)
+        loss_of(table, entry, labels, weights, chunk).backward()
+        assert (entry.grad is None, table.weight.grad is None) == (not leaf, not trained)
+        found, expected = (entry.grad, dx) if leaf else (table.weight.grad[:13], d_table)
+        torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def held(table: VocabularyTable, tokens: int, chunk: int) -> int:
+    """Most bytes of a loss and its backward, beside what goes in."""
+    vocab, width = table.weight.shape
+    torch.nn.init.normal_(table.weight, std=0.02)
+    x = torch.zeros(tokens, width, dtype=table.weight.dtype).requires_grad_()
+    labels, weights = torch.arange(tokens) % vocab, torch.ones(tokens)
+    table.zero_grad()
+
+    def work() -> Any:
+        loss = loss_of(table, x, labels, weights, chunk)
+        if torch.is_grad_enabled():
+            loss.backward()
+        return loss
+
+    return peak_bytes_of(work)
+
+
+def test_what_nobody_asks_for_is_never_made() -> None:
+    """Would catch gradients in evaluation, where a trained weight says that it wants one, and those of a frozen
+    table; a chunk's logits are 0.25 MiB, all of them 8, a gradient of the table 4.
+    """
+    sizes = (torch.float32, 2048, 512)
+    trained, frozen, x = alone(*sizes), alone(*sizes, trained=False), 1024 * 512 * 4
+    with torch.no_grad():
+        assert held(trained, 1024, 32) < 2**18 + 2**16
+    assert x + 2**18 < held(frozen, 1024, 32) < x + 2**18 + 2**16
+    assert x + 2**18 + 2**22 < held(trained, 1024, 32) < x + 2**18 + 2**22 + 2**16
+    assert held(trained, 1024, 0) > 2**23
+
+
+def test_gradients_of_halves_are_summed_over_chunks_in_float32() -> None:
+    """A sum of equal parts in bfloat16 ends at 256 of them: the next one rounds away. Here are 512."""
+    table, x = alone(torch.bfloat16, 8, 4), torch.ones(512, 4, dtype=torch.bfloat16).requires_grad_()
+    torch.nn.init.zeros_(table.weight)
+    table.loss(
+        x,
+        Target(torch.zeros(512, dtype=torch.int64), torch.ones(512), 1.0),
+        lambda logits, labels, first, scale: cross_entropy(logits, labels, first, table.options.tp, scale),
+        1,
+    ).backward()
+    assert table.weight.grad is not None and table.weight.grad.dtype == torch.bfloat16
+    expected = torch.full((8, 4), 512 / 8)  # uniform softmax, minus 1 at label 0
+    expected[0] -= 512
+    torch.testing.assert_close(table.weight.grad.float(), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("chunk", [0, 40])
+def test_halves_narrowed_in_place_are_those_of_a_copy(chunk: int) -> None:
+    """More elements than are narrowed at once; chunks round less than a product in bfloat16 does."""
+    table = alone(torch.bfloat16, 1100, 4096)
+    g = torch.Generator().manual_seed(1)
+    torch.nn.init.normal_(table.weight, std=0.02, generator=g)
+    x = torch.randn(64, 4096, generator=g).bfloat16()
+    labels, weights = torch.randint(0, 1100, (64,), generator=g), torch.ones(64)
+    loss_of(table, x, labels, weights, chunk).backward()
+    wide = table.weight.detach().double()
+    logits = (x.double() @ wide.t()).requires_grad_()
+    (torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / DENOMINATOR).backward()
+    expected = logits.grad.t() @ x.double()
+    assert table.weight.grad is not None
+    # logits and their gradient are rounded to 2^-9 each, the result once more
+    error = (table.weight.grad.double() - expected).norm() / expected.norm()
+    assert error < 2**-7
+
+
+def test_a_second_backward_is_refused() -> None:
+    """Would catch gradients that the first backward has scaled in place already."""
+    x, weight, labels, weights = problem(13)
+    table = alone(torch.float64, 13, WIDTH)
+    fill(table, {"head.weight": weight})
+    loss = loss_of(table, x.requires_grad_(), labels, weights, 5)
+    (loss * 2.0).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def extreme_losses(rank: int, world_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Loss and gradient of logits whose exponentials overflow, columns split over tp."""
+    tp = grid(tp=world_size).tp
+    mine = (randn(8, 16, seed=3) * 300).to(dtype).chunk(world_size, 1)[rank].contiguous()
+    scale = torch.ones(8, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    losses = cross_entropy(mine, torch.arange(8) * 2, rank * 16 // world_size, tp, scale)
+    assert mine.dtype == dtype
+    return losses, all_gather(mine.t().contiguous(), tp).t()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_large_logits_do_not_overflow_and_half_precision_is_computed_in_fp32(dtype: torch.dtype) -> None:
+    logits = (randn(8, 16, seed=3) * 300).to(dtype).double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(logits, torch.arange(8) * 2, reduction="none")
+    expected.sum().backward()
+    assert logits.grad is not None
+    # The rounded logits are the input here: losses carry fp32's 2^-24 of values near 600, gradients their own rounding.
+    loss_tolerance = 1e-12 if dtype == torch.float64 else 2e-4
+    gradient_tolerance = {torch.float64: 1e-12, torch.float32: 2e-4, torch.bfloat16: 2**-8}[dtype]
+    for losses, gradient in run_ranks(extreme_losses, 2, dtype):
+        assert losses.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert (losses.double() - expected.detach()).abs().max() < loss_tolerance
+        assert (gradient.double() - logits.grad).abs().max() < gradient_tolerance
+
+
+def messages_of_a_loss(rank: int, world_size: int, parallel: bool, chunk: int) -> tuple[dict[str, int], ...]:
+    """Bytes of the forward, those with the backward, and how many collectives there were."""
+    tp = grid(tp=world_size).tp
+    table = made_table(16, 8, LinearOptions(tp, parallel, torch.float64, torch.device("cpu")))
+    x, weight, labels, weights = problem(16)
+    fill(table, {"head.weight": weight})
+    leaf = (slice_of(x, tp) if parallel else x).requires_grad_()
+    tp.traffic.clear()
+    before = tp.calls.collectives
+    loss = loss_of(table, leaf, labels, weights, chunk)
+    forward, calls = dict(tp.traffic.bytes_by_name), tp.calls.collectives - before
+    loss.backward()
+    return forward, dict(tp.traffic.bytes_by_name), {"calls": calls}
+
+
+@pytest.mark.parametrize(("chunk", "parts"), [(0, 1), (5, 3), (12, 1)])
+def test_the_loss_sends_two_numbers_a_token_and_backward_is_silent(chunk: int, parts: int) -> None:
+    """Under sequence parallelism hidden states are gathered once and their gradient is scattered once."""
+    hidden, numbers = TOKENS // 2 * WIDTH * 8, 2 * TOKENS * 8
+    for forward, both, count in run_ranks(messages_of_a_loss, 2, True, chunk):
+        assert forward == both == {"all_gather": hidden + numbers, "reduce_scatter": hidden}
+        assert count == {"calls": parts + 2}
+    for forward, both, count in run_ranks(messages_of_a_loss, 2, False, chunk):
+        assert forward == both == {"all_gather": TOKENS * WIDTH * 8 + numbers}  # a small all-reduce is a gather
+        assert count == {"calls": parts + 1}
+
+
+def spread_of_a_loss(rank: int, world_size: int) -> Tensor:
+    tp = grid(tp=world_size).tp
+    table = made_table(13, 1, LinearOptions(tp, False, torch.float32, torch.device("cpu")))
+    x, weight, labels, weights = problem(13)
+    fill(table, {"head.weight": weight.float()})
+    loss = loss_of(table, x.float(), labels, weights, 5).detach()
+    return all_reduce(loss, tp, "max") - all_reduce(loss, tp, "min")
+
+
+def test_all_tp_ranks_hold_the_same_bits_of_the_loss() -> None:
+    assert all(spread == 0 for spread in run_ranks(spread_of_a_loss, 4))
+
+
+def test_the_loss_of_any_chunks_has_the_bits_of_the_whole() -> None:
+    """Losses are summed once, over all tokens."""
+    x, weight, labels, weights = problem(13)
+    table = alone(torch.float64, 13, WIDTH)
+    fill(table, {"head.weight": weight})
+    losses = list(map(partial(loss_of, table, x, labels, weights), CHUNKS))
+    assert max(losses) - min(losses) < 1e-14
