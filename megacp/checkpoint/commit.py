@@ -105,9 +105,9 @@ class LoadedCheckpoint:
     def read(self, boxes: Sequence[TensorBox]) -> None:
         """Fill the tensors of `boxes` (`names.boxes_to_load`), whatever grid wrote them. Collective over `world`.
 
-        Raises ValueError on every rank, before anything is read, that names the tensors which are missing, have another
-        shape or dtype, or are in the checkpoint but on no rank (a kind that no rank asks for may be left out).
-        RemovedError when it is there no more: some of the tensors may be filled then.
+        Raises ValueError on every rank, before anything is read. It names tensors that are missing, have another shape
+        or dtype, or are in the checkpoint but on no rank. A kind that no rank asks for may be left out. RemovedError
+        when it is there no more: some of the tensors may be filled then.
         """
         try:
             self._read(boxes)

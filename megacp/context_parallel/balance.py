@@ -42,8 +42,8 @@ def deal_balanced(metadata: Metadata, cp: int) -> np.ndarray:
 def remote_rows(metadata: Metadata, indices: np.ndarray) -> int:
     """K/V rows that ranks need of each other, summed over ranks, when rank i holds `indices[i]`, ascending.
 
-    A key of a prefix is seen by later tokens of its document, a key of a branch by later tokens of its branch, and both
-    by their span. So one place decides for each group: the last query of a rank in it.
+    Later tokens of its document see a key of a prefix, later tokens of its branch a key of a branch. Their span sees
+    both. So one place decides for each group: the last query of a rank in it.
     """
     place, prefix = metadata.order, metadata.branch == 0
     of_document = metadata.document + 1  # [T] group numbers; padding is 0

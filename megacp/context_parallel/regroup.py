@@ -69,9 +69,9 @@ class Share:
 class Regrouping:
     """Documents `document[T]` dealt to ranks as `indices[cp, T / cp]`, changed in place.
 
-    `cost[T]` is the area of each token, `limit` the most area of a rank, `prices[document]` the keys that travel for
-    each rank of a document after the first. The result is equal on every machine: prices are integers, and the random
-    numbers are Python's.
+    `cost[T]` is the area of each token, `limit` the most area of a rank. `prices[document]` are the keys that travel
+    for each rank of a document after the first. The result is equal on every machine: prices are integers, and the
+    random numbers are Python's.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """How a table of tiles becomes kernel calls: small tiles of neighbouring rows are computed together under a mask.
 
 Key property: a call costs as much as some thousand pairs. So rows of short documents and branches are joined while
-their masked block is cheaper than calls of their own, and pairs that are computed in vain stay few. Rejected: a call
-per tile, hundreds of them for a row of short records. Rejected: one masked call for a whole row, which computes S x S
+their masked block is cheaper than calls of their own. Pairs that are computed in vain stay few. Rejected: a call per
+tile, hundreds of them for a row of short records. Rejected: one masked call for a whole row, which computes S x S
 pairs.
 """
 

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -96,21 +97,15 @@ def within(seconds: float, action: Callable[[], _T]) -> _T:
 
     A store whose machine is frozen answers no request, and torch's own timeouts do not cover `check` and `set`.
     """
-    outcome: list[tuple[bool, object]] = []
+    outcome: Future[_T] = Future()
 
     def attempt() -> None:
         try:
-            outcome.append((True, action()))
+            outcome.set_result(action())
         except BaseException as error:  # raised again below, in the thread that asked
-            outcome.append((False, error))
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=attempt, name="megacp within", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not outcome:
+    threading.Thread(target=attempt, name="megacp within", daemon=True).start()
+    if not wait([outcome], seconds).done:
         raise TimeoutError(f"no answer within {seconds:g} s")
-    succeeded, value = outcome[0]
-    if not succeeded:
-        assert isinstance(value, BaseException)
-        raise value
-    return value  # type: ignore[return-value]
+    return outcome.result()
