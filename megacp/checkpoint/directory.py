@@ -165,13 +165,13 @@ def _remove(path: Path) -> list[str]:
     return []
 
 
-def _remove_folder(path: Path, attempts: int = 5) -> None:
+def _remove_folder(path: Path) -> None:
     """`shutil.rmtree`, again when a file was gone before it came to it, as on NFS or with a second remover."""
-    for attempt in range(attempts):
+    for last in (False, False, False, False, True):
         try:
             shutil.rmtree(path)
         except FileNotFoundError:
-            if attempt + 1 == attempts and path.exists():
+            if last and path.exists():
                 raise
         else:
             return
