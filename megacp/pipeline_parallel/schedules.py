@@ -157,9 +157,9 @@ def _training_actions(stage: int, num_stages: int, num_microbatches: int, num_ch
     backwards = [Action(Kind.BACKWARD, microbatch, num_chunks - 1 - chunk) for microbatch, chunk in order]
     warmup = min(_warmup(stage, num_stages, num_chunks), len(order))
     computes = forwards[:warmup]
-    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):  # until the forwards are over
         computes += [forward, backward]
-    computes += backwards[len(forwards) - warmup :]
+    computes += backwards[len(forwards) - warmup :]  # of the forwards that were ahead
     return with_messages(computes, stage, num_stages, num_chunks)
 
 
