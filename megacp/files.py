@@ -83,10 +83,10 @@ def sha256_of(path: StrPath, size: int | None = None) -> tuple[int, str]:
         return stream.tell(), digest
 
 
-def create_new(path: StrPath, mode: int = 0o644) -> BufferedWriter:
+def create_new(path: StrPath) -> BufferedWriter:
     """Make a file that does not exist and open it for writing. Raises FileExistsError, also where a link stands."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.fdopen(os.open(path, flags, mode), "wb")
+    return os.fdopen(os.open(path, flags, 0o644), "wb")
 
 
 def open_own(path: StrPath, flags: int) -> int:

@@ -191,7 +191,8 @@ def _train(plan: Plan, meeting: Meeting, world: launch.World) -> int:
                 error.add_note(report_failure(error, "the start", grid.world))
                 raise
             status = trainer.run()
-            return status
+        meeting.end(plan.shape.world_size)
+        return status
     finally:
         tell_spares(meeting, plan.shape.world_size, status)
 

@@ -1,6 +1,6 @@
 """The limits of Transformer Engine 2.20, as reasons against a run's layers and against their attention.
 
-Each function yields every reason that holds, in the words of our flags, so a user or a log line sees all of them at
+Each function yields every reason that holds, in the words of our flags. So a user or a log line sees all of them at
 once. Nothing here imports the package: its asserts come one by one and name its internals.
 """
 

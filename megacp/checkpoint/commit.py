@@ -19,7 +19,7 @@ import torch
 
 from megacp.checkpoint.agree import on_all_ranks, on_rank_0, reason_of
 from megacp.checkpoint.directory import CONFIG_FILE, MOST_CONFIG_BYTES, is_step_name, latest_of, step_folders
-from megacp.checkpoint.manifest import MANIFEST_FILE, CheckpointManifest, damage, read_manifest
+from megacp.checkpoint.manifest import MANIFEST_FILE, CheckpointManifest, FormatError, damage, read_manifest
 from megacp.checkpoint.names import TensorBox
 from megacp.checkpoint.pending import Contents, PendingCheckpoint
 from megacp.checkpoint.storage import INDEX_FILE, Payload
@@ -105,9 +105,9 @@ class LoadedCheckpoint:
     def read(self, boxes: Sequence[TensorBox]) -> None:
         """Fill the tensors of `boxes` (`names.boxes_to_load`), whatever grid wrote them. Collective over `world`.
 
-        Raises ValueError on every rank, before anything is read, that names the tensors which are missing, have another
-        shape or dtype, or are in the checkpoint but on no rank (a kind that no rank asks for may be left out).
-        RemovedError when it is there no more: some of the tensors may be filled then.
+        Raises ValueError on every rank, before anything is read. It names tensors that are missing, have another shape
+        or dtype, or are in the checkpoint but on no rank. A kind that no rank asks for may be left out. RemovedError
+        when it is there no more: some of the tensors may be filled then.
         """
         try:
             self._read(boxes)
@@ -247,15 +247,21 @@ def again_when_removed(path: Path | str, action: Callable[[], _T]) -> _T:
 def peek(path: Path | str) -> tuple[Path, CheckpointManifest, str] | None:
     """The first step directory that would be loaded, its manifest and its config; None where there is none.
 
-    One rank alone reads it, and no tensors: `load_checkpoint` may yet pass over it.
+    One rank alone reads it, and no tensors: `load_checkpoint` may yet pass over it. Raises ValueError, which says what
+    to do, where an earlier format is all there is.
     """
+    earlier: FormatError | None = None
     for folder in _candidates(Path(path)):
         try:
             manifest = read_manifest(folder)
             if not damage(folder, manifest.files, [CONFIG_FILE]):
                 return folder, manifest, _config_of(folder, manifest)
+        except FormatError as error:
+            earlier = earlier or error
         except (OSError, ValueError, KeyError):
             continue
+    if earlier is not None:
+        raise earlier
     return None
 
 

@@ -99,10 +99,11 @@ def refuse_unpointable(directory: Path | str) -> None:
 def point_and_prune(final: Path, keep_last: int, distrusted: Collection[Path] = ()) -> list[str]:
     """Let `latest` name the new checkpoint; when `keep_last` is above 0, remove older ones until that many are left.
 
-    Only sound ones count: not `distrusted` ones, whose hashes were wrong when this run looked for a start, and not
-    those with a file of another size than their manifest says. Distrusted ones are removed with the old ones: a later
-    run does not know of them and would count them. Others stay until enough sound ones are newer. Returns what there is
-    to say: what could not be removed, and which damaged ones were. OSError only when `latest` cannot be written.
+    Only sound ones count, neither `distrusted` nor damaged ones. Distrusted ones had wrong hashes when this run looked
+    for a start. Damaged ones have a file of another size than their manifest says. Distrusted ones are removed with the
+    old ones: a later run does not know of them and would count them. Others stay until enough sound ones are newer.
+    Returns what there is to say: what could not be removed, and which damaged ones were. OSError only when `latest`
+    cannot be written.
     """
     root = final.parent
     pointer = temporary(root, LATEST_FILE)
@@ -164,13 +165,13 @@ def _remove(path: Path) -> list[str]:
     return []
 
 
-def _remove_folder(path: Path, attempts: int = 5) -> None:
+def _remove_folder(path: Path) -> None:
     """`shutil.rmtree`, again when a file was gone before it came to it, as on NFS or with a second remover."""
-    for attempt in range(attempts):
+    for last in (False, False, False, False, True):
         try:
             shutil.rmtree(path)
         except FileNotFoundError:
-            if attempt + 1 == attempts and path.exists():
+            if last and path.exists():
                 raise
         else:
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,8 +21,8 @@ from megacp.json_fields import Fields
 from megacp.wording import listed
 
 _MOST_ELEMENTS, _MOST_DIMS, _MOST_NAME = 1 << 62, 16, 1000
-_MOST_COMPARISONS = 20_000_000
-"""Of boxes of one tensor: a grid needs as many as it has boxes, times its tensor-parallel ranks."""
+_MOST_CORNERS = 20_000_000
+"""Of boxes of one tensor: two for each box and, beyond that, twice as many for each dim that a grid cuts."""
 
 
 class GlobalTensor(NamedTuple):
@@ -153,21 +154,25 @@ def _gaps(name: str, shape: tuple[int, ...], boxes: Sequence[StoredBox]) -> list
     held = sum(math.prod(box.extents) for box in boxes)
     if held != math.prod(shape):
         return [f"the boxes of {name} together have {held} elements, the tensor has {math.prod(shape)}"]
-    return [f"two boxes of {name} overlap"] if _overlap(boxes) else []
+    return [] if held == 0 or _tile(shape, boxes) else [f"two boxes of {name} overlap"]
 
 
-def _overlap(boxes: Sequence[StoredBox]) -> bool:
-    """Whether two boxes share an element: a sweep along dim 0, in which few boxes are open at a time."""
-    opened: list[StoredBox] = []
-    comparisons = 0
-    for box in sorted(boxes, key=lambda box: box.offsets):
-        comparisons += len(opened)
-        if comparisons > _MOST_COMPARISONS:
-            raise ValueError(f"a tensor has {len(boxes)} boxes side by side, too many to compare")
-        opened = [o for o in opened if not o.extents or o.offsets[0] + o.extents[0] > box.offsets[0]]
-        for other in opened:
-            sides = zip(box.offsets, box.extents, other.offsets, other.extents, strict=True)
-            if all(a < b + m and b < a + n for a, n, b, m in sides):
-                return True
-        opened.append(box)
-    return False
+def _tile(shape: tuple[int, ...], boxes: Sequence[StoredBox]) -> bool:
+    """Whether the boxes hold each element of a tensor once, from their corners alone.
+
+    How often an element is held is a step function. Its steps along all dims lie at corners of boxes: `+1` at a box's
+    first corner, times `-1` for each side on which a corner is at the end. A tiling leaves the tensor's own corners.
+    """
+    cut = [dim for dim, size in enumerate(shape) if any(box.extents[dim] != size for box in boxes)]
+    if len(boxes) << len(cut) > _MOST_CORNERS:
+        raise ValueError(f"a tensor has {len(boxes)} boxes cut along {len(cut)} dims, too many to compare")
+    steps: Counter[tuple[int, ...]] = Counter()
+    whole = StoredBox("", (0,) * len(shape), shape)
+    for box, sign in [(whole, -1), *((box, 1) for box in boxes)]:
+        corners: list[tuple[tuple[int, ...], int]] = [((), sign)]
+        for dim in cut:  # a dim that no box cuts has the same two sides in all of them
+            begin, end = box.offsets[dim], box.offsets[dim] + box.extents[dim]
+            corners = [((*at, side), s) for at, step in corners for side, s in ((begin, step), (end, -step))]
+        for at, step in corners:
+            steps[at] += step
+    return not any(steps.values())

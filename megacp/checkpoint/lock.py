@@ -26,8 +26,11 @@ _MOST = 4096
 
 
 class DirectoryLock:
-    """Held from construction to `release` or the end of this process. Raises ValueError, with the host and process id
-    of the owner, when another process holds it, and where the lock file is a link or a file of somebody else."""
+    """Held from construction to `release` or the end of this process.
+
+    Raises ValueError, with the host and process id of the owner, when another process holds it. Raises it also where
+    the lock file is a link or a file of somebody else.
+    """
 
     def __init__(self, directory: Path | str) -> None:
         root = Path(directory)

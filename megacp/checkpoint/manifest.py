@@ -24,6 +24,10 @@ _MOST_BYTES = 32 << 20
 _MOST_RANKS = 1 << 24
 
 
+class FormatError(ValueError):
+    """A whole checkpoint of a format that an earlier version wrote; says what to do."""
+
+
 @dataclass(frozen=True)
 class FileRecord:
     """Size in bytes and sha256 (hexadecimal) of one file."""
@@ -74,7 +78,10 @@ def to_json(manifest: CheckpointManifest) -> str:
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
-    """Read and check `manifest.json`. Raises ValueError naming the file, and the field, when it is not what it must."""
+    """Read and check `manifest.json`. Raises ValueError naming the file, and the field, when it is not what it must.
+
+    It is a FormatError for a manifest that an earlier version wrote.
+    """
     path = folder / MANIFEST_FILE
     try:
         text = read_regular(path, _MOST_BYTES)
@@ -92,7 +99,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"{path} is damaged: {reason}") from error
-    raise ValueError(
+    raise FormatError(
         f"{path} has format {content['format']}, of a megacp before safetensors files; this version reads format "
         f"{FORMAT}: finish the run with the version that wrote it, or carry its weights over by megacp-convert "
         "--from megacp --to hf there and --from hf --to megacp here"

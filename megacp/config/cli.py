@@ -22,9 +22,9 @@ _DESCRIPTION = (
 def parse(argv: Sequence[str], prog: str = "python -m megacp.train") -> RunConfig:
     """The configuration said by command line arguments (without the program's name).
 
-    Raises ValueError for unknown flags (all of them, with the nearest name), for text that is no UTF-8, and for a YAML
-    file that is missing or wrong. Exits with status 2 and tyro's message for a value of the wrong type, and with 0
-    after `--help`.
+    Raises ValueError for unknown flags: all of them, with the nearest name. Text that is no UTF-8 is refused likewise,
+    and a YAML file that is missing or wrong. Exits with status 2 and tyro's message for a value of the wrong type, and
+    with 0 after `--help`.
     """
     arguments = [argument for argument in argv if argument not in _HELP]
     _refuse_unknown(arguments)

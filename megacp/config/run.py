@@ -95,9 +95,9 @@ class FieldInfo:
 
     @property
     def unknown(self) -> Value:
-        """What stands for a value that the field cannot hold: NaN for numbers, else None."""
+        """What stands for a value that the field cannot hold: NaN for numbers, "" for names, else None."""
         if self.range is None:
-            return None
+            return "" if self.hint in (str, str | None) else None
         pair = any(typing.get_origin(part) is tuple for part in (self.hint, *typing.get_args(self.hint)))
         return (math.nan, math.nan) if pair else math.nan
 

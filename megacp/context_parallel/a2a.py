@@ -61,6 +61,7 @@ class HeadsForSequence:
         self, tensors: Sequence[tuple[torch.Tensor, str]], plan: AttentionPlan, shares: Sequence[HeadShare]
     ) -> list[torch.Tensor]:
         """Tensors `[t, heads or groups, d]` of this rank's tokens -> its share of them, `[size * t, share, d]`."""
+        # [rank][tensor]: this rank's tokens with that rank's heads, [t, share, d]
         outgoing = [[x[:, getattr(share, kind)] for x, kind in tensors] for share in shares]
         mine = [_width(shares[self.axis.rank], kind) for _, kind in tensors]
         shapes = [((len(x), width, x.shape[2]), x.dtype) for (x, _), width in zip(tensors, mine, strict=True)]

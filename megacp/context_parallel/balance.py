@@ -42,8 +42,8 @@ def deal_balanced(metadata: Metadata, cp: int) -> np.ndarray:
 def remote_rows(metadata: Metadata, indices: np.ndarray) -> int:
     """K/V rows that ranks need of each other, summed over ranks, when rank i holds `indices[i]`, ascending.
 
-    A key of a prefix is seen by later tokens of its document, a key of a branch by later tokens of its branch, and both
-    by their span. So one place decides for each group: the last query of a rank in it.
+    Later tokens of its document see a key of a prefix, later tokens of its branch a key of a branch. Their span sees
+    both. So one place decides for each group: the last query of a rank in it.
     """
     place, prefix = metadata.order, metadata.branch == 0
     of_document = metadata.document + 1  # [T] group numbers; padding is 0
@@ -74,7 +74,7 @@ def _deal_stretches(order: np.ndarray, cost: np.ndarray, keys_cut: np.ndarray, c
     area = np.concatenate([[0], np.cumsum(cost[order])])  # [T + 1], of the first 0, 1, ..., T tokens
     low, high, share = 0, len(order), len(order) // cp
     ranks = []
-    for left in range(cp, 0, -1):
+    for left in range(cp, 0, -1):  # each aims at its part of what is left, so errors do not pile up on the last rank
         light = _light_tokens(area, keys_cut, (low, high), share, (area[high] - area[low]) / left)
         heavy = high - (share - light)
         ranks.append(np.sort(np.concatenate([order[low : low + light], order[heavy:high]])))
@@ -86,6 +86,7 @@ def density_order(metadata: Metadata, cost: np.ndarray) -> np.ndarray:
     """Indices `[T]`: padding, then documents by ascending mean of `cost[T]`, each in its own order."""
     number = metadata.document + 1  # padding is 0
     mean = np.bincount(number, weights=cost) / np.maximum(np.bincount(number), 1)
+    # the last key counts most; `number` parts documents of one mean
     return np.lexsort((metadata.order, number, mean[number], number > 0))
 
 
@@ -111,9 +112,9 @@ def keys_crossing(metadata: Metadata) -> np.ndarray:
 
 def _prices(document: np.ndarray, keys_cut: np.ndarray) -> dict[int, int]:
     """Mean keys that travel when a document is cut at a random place; `document[T]` in the order of `keys_crossing`."""
-    first = np.flatnonzero(np.r_[True, document[1:] != document[:-1]])
+    first = np.flatnonzero(np.r_[True, document[1:] != document[:-1]])  # [documents]: where each begins
     stop = np.append(first[1:], len(document))
-    keys = np.concatenate([[0], np.cumsum(keys_cut)])
+    keys = np.concatenate([[0], np.cumsum(keys_cut)])  # [T + 2]: a sum over any range of cuts is one difference
     mean = (keys[stop] - keys[first + 1]) // np.maximum(1, stop - first - 1)  # over the n - 1 cuts inside each document
     return dict(zip(document[first].tolist(), mean.tolist(), strict=True))
 
@@ -139,7 +140,7 @@ def _last(values: np.ndarray) -> np.ndarray:
 def _first(values: np.ndarray) -> np.ndarray:
     """Index of the first element equal to each element."""
     n = len(values)
-    return n - 1 - _last(values[::-1])[::-1]
+    return n - 1 - _last(values[::-1])[::-1]  # the last one of the row read backwards
 
 
 def _light_tokens(area: np.ndarray, keys_cut: np.ndarray, ends: tuple[int, int], share: int, target: float) -> int:

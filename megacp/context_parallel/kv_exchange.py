@@ -44,6 +44,7 @@ def needed_rows(plan: AttentionPlan) -> list[np.ndarray]:
     needed = []
     for tokens in plan.indices:
         seen = np.zeros(len(row), bool)
+        # tiles are made with keys in `plan.order`; `seen` is in the row's own
         seen[plan.order] = tile_table(plan.metadata.take(tokens), row).needed_keys
         needed.append(seen)
     return needed
@@ -57,12 +58,13 @@ def exchange_stages(plan: AttentionPlan, stages: int, needed: list[np.ndarray] |
     """
     needed = needed_rows(plan) if needed is None else needed
     cp, mine = plan.cp, plan.cp_rank
-    position = np.argsort(plan.order)
+    position = np.argsort(plan.order)  # [T]: where each token stands in that order, its inverse
     found = []
     for number in range(stages):
         distances = [d for d in range(1, cp) if (d - 1) * stages // (cp - 1) == number]
         if not any(needed[r][plan.indices[(r - d) % cp]].any() for r in range(cp) for d in distances):
             continue
+        # a rank sends to those d places ahead of it and hears from those d places behind, in a circle
         targets, sources = ({(mine + way * d) % cp for d in distances} for way in (1, -1))
         nothing = np.zeros(0, np.int64)
         sent = [np.flatnonzero(needed[r][plan.local]) if r in targets else nothing for r in range(cp)]

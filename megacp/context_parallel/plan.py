@@ -23,8 +23,8 @@ Part = TypeVar("Part")
 def key_order(metadata: Metadata) -> np.ndarray:
     """The order `[T]` in which tokens of a row stand side by side: as they are, or sorted by type inside documents.
 
-    Sorted when that makes fewer tiles: images that see each other across text between them (the frames of a video)
-    then are one stretch of keys instead of one for each image.
+    Sorted when that makes fewer tiles. Images that see each other across text, such as frames of a video, then are one
+    stretch of keys instead of many.
     """
     natural = np.arange(len(metadata))
     if not metadata.span.any():

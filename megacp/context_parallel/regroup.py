@@ -69,9 +69,9 @@ class Share:
 class Regrouping:
     """Documents `document[T]` dealt to ranks as `indices[cp, T / cp]`, changed in place.
 
-    `cost[T]` is the area of each token, `limit` the most area of a rank, `prices[document]` the keys that travel for
-    each rank of a document after the first. The result is equal on every machine: prices are integers, and the random
-    numbers are Python's.
+    `cost[T]` is the area of each token, `limit` the most area of a rank. `prices[document]` are the keys that travel
+    for each rank of a document after the first. The result is equal on every machine: prices are integers, and the
+    random numbers are Python's.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Regrouping:
 
     def _rank(self, document: np.ndarray, indices: np.ndarray) -> Rank:
         order = np.argsort(document, kind="stable")  # [t], documents side by side, tokens still ascending
-        cuts = np.flatnonzero(np.diff(document[order])) + 1
+        cuts = np.flatnonzero(np.diff(document[order])) + 1  # [documents - 1]: where the next one begins
         return {int(document[part[0]]): self.held(indices[part]) for part in np.split(order, cuts)}
 
     def held(self, indices: np.ndarray) -> Held:
@@ -104,7 +104,7 @@ class Regrouping:
             ranks = self._one_of(cut) if self._random.random() < RELATED else range(len(self.ranks))
             one = self._one_of(ranks)
             two = self._one_of([rank for rank in ranks if rank != one])
-            left = max(0.0, 1 - attempt / (WARM_ATTEMPTS * attempts))
+            left = max(0.0, 1 - attempt / (WARM_ATTEMPTS * attempts))  # from 1 to 0; its square is the warmth left
             self._attempt(one, two, WARMTH * max(self.prices.values()) * left * left)
             price = self._price(self._holders())
             if price < cheapest:
@@ -157,9 +157,10 @@ class Regrouping:
     ) -> Share | None:
         """A share of so many tokens with `fixed` in it that leaves both ranks within the limit, by the first option."""
         total = sum(int(part.area[-1]) for part in pool.values())
-        least, most = total - self.limit, self.limit
+        least, most = total - self.limit, self.limit  # of the first rank: the second has the rest, within the limit too
         # [2^free]: tokens and area of each subset of the free documents, which would go to the first rank whole
         whole, area = subset_sums([pool[document] for document in free])
+        # [2^free]: tokens that the first rank then lacks, which must come from the cuts
         missing = tokens - sum(len(pool[document]) for document in fixed) - whole
         area = area + sum(int(pool[document].area[-1]) for document in fixed)
         subset = np.flatnonzero((missing >= 0) & (area <= most))
@@ -191,13 +192,14 @@ class Regrouping:
 
 def ends_area(first: Held, last: Held, light: np.ndarray, tokens: np.ndarray | int) -> np.ndarray:
     """Area of the first `light` tokens of one part and the last `tokens - light` of another, or of the same."""
+    # areas are sums from the front: that of the last n tokens is the whole less that of the others
     return first.area[light] + last.area[-1] - last.area[len(last) - (tokens - light)]
 
 
 def subset_sums(parts: Sequence[Held]) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and area of every subset of a few parts, int64 `[2^n]`; bit i of the index stands for part i."""
     tokens, area = np.zeros(1, np.int64), np.zeros(1, np.int64)
-    for part in parts:
+    for part in parts:  # [2^i] -> [2^(i + 1)]: the subsets without this part, then the same ones with it
         tokens = np.concatenate([tokens, tokens + len(part)])
         area = np.concatenate([area, area + part.area[-1]])
     return tokens, area
@@ -206,10 +208,10 @@ def subset_sums(parts: Sequence[Held]) -> tuple[np.ndarray, np.ndarray]:
 def divided(pool: Rank, share: Share) -> tuple[Rank, Rank]:
     """The parts in `pool` dealt to two ranks: the first gets its share, the second the rest."""
     first, last = pool[share.first], pool[share.last]
-    stop = len(last) - (share.tokens - share.light)
+    stop = len(last) - (share.tokens - share.light)  # `last` up to here is the second rank's
     if share.first == share.last:
         head, tail = first.part(0, share.light), first.part(stop, len(first))
-        area = np.concatenate([head.area, tail.area[1:] + head.area[-1]])
+        area = np.concatenate([head.area, tail.area[1:] + head.area[-1]])  # without the tail's leading 0: [n + 1]
         both = Held(np.concatenate([head.indices, tail.indices]), area)
         cut = {share.first: (both, first.part(share.light, stop))}
     else:

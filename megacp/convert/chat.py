@@ -1,9 +1,9 @@
 """The chat template of an exported model: records with `messages` as text, with the ids of training.
 
 A build tokenizes each header and each content alone, a template is tokenized as one string. Where a tokenizer would
-merge across that border, the template writes SEAM there; the exported tokenizer cuts at it and drops it. Without it
-`?` and the newline behind it would become one token that training never saw. A template is written only when it gives
-the ids of a build, made piece by piece by the data room, on a probe of conversations.
+merge across that border, the template writes SEAM there; the exported tokenizer cuts at it and drops it. Without it `?`
+and the newline behind it would become one token that training never saw. A template is written only when it gives the
+ids of a build on a probe of conversations. The data room makes those ids piece by piece.
 """
 
 from __future__ import annotations

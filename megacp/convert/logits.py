@@ -1,8 +1,8 @@
 """Are two folders the same model? Logits of ours and of the transformers library on the same rows.
 
-Both are computed in float32 on one process, from the files on disk, with hidden states of the usual size and again with
-ones as small as the epsilons. Comparing tensors alone would not see a lost theta, an epsilon that the library does not
-read, or halves that were meant to be pairs.
+Both are computed in float32 on one process, from the files on disk. Hidden states have the usual size first, then one
+as small as the epsilons. Comparing tensors alone would not see a lost theta, an epsilon that the library does not read,
+or halves that were meant to be pairs.
 """
 
 from __future__ import annotations

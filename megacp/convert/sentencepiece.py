@@ -4,8 +4,8 @@ Each setting of the model becomes one part of the fast tokenizer, or is refused 
 (ties, how a character map treats clusters) is left to a comparison of both on texts (`tokenizer.py`). The file is read
 by hand, since versions of protobuf's generated classes conflict and a dozen fields of three messages are needed.
 
-One difference is known that not every text shows: where a character map (nfkc and its kin) meets a letter with two
-combining marks and joins it with the first, the tokenizers package drops the second.
+One difference is known that not every text shows. A character map (nfkc and its kin) may join a letter of two combining
+marks with the first. The tokenizers package then drops the second.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """--verify: the model that was written is the one that was read, by every tensor, every field, logits and token ids.
 
-Nothing is sampled: tensors of both folders are compared bit by bit through the links, then the fields of both configs,
-then the state of the library's own model. So a row that no probe's token names is seen, and a number that reader and
-writer get wrong alike. Logits alone see 64 rows of an embedding, and no epsilon beside ordinary hidden states. Two
+Nothing is sampled. Tensors of both folders are compared bit by bit through the links. Then come the fields of both
+configs and the state of the library's own model. So a row that no probe's token names is seen, and a number that reader
+and writer get wrong alike. Logits alone see 64 rows of an embedding, and no epsilon beside ordinary hidden states. Two
 tensors are in memory at a time.
 """
 

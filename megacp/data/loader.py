@@ -244,8 +244,8 @@ def validation_steps(
 ) -> Iterator[list[PackedBatch]]:
     """The first num_steps x global_batch_size packs in stored order, each once: the same for every evaluation.
 
-    Ends early when the dataset does. Its last step may be short of packs: every rank still gets the same number of
-    microbatches (the ranks run in lockstep), where a microbatch without a pack is pack 0 with all loss weights 0.
+    Ends early when the dataset does. Its last step may be short of packs. Every rank still gets the same number of
+    microbatches, since ranks run in lockstep. A microbatch without a pack is pack 0 with all loss weights 0.
     """
     _check(source, options, data_rank)
     size = options.global_batch_size

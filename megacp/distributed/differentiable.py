@@ -15,6 +15,7 @@ factor hidden in a collective is where lost or doubled gradients come from.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -38,12 +39,12 @@ class _Dual(torch.autograd.Function):
     """Applies `forward` going up and its dual `backward` coming down."""
 
     @staticmethod
-    def forward(ctx, x, axis, forward, backward):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, forward: Move, backward: Move) -> torch.Tensor:
         ctx.axis, ctx.dual = axis, backward
         return forward(x, axis)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return ctx.dual(grad, ctx.axis), None, None, None
 
 

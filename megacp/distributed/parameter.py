@@ -54,7 +54,7 @@ def attach(parameter: torch.nn.Parameter, spec: ParameterSpec) -> torch.nn.Param
     """Give a parameter its spec and return it."""
     rows = sum(piece.shape[0] for piece in spec.pieces)
     assert rows <= parameter.shape[0], f"{[p.name for p in spec.pieces]} hold {rows} rows of {tuple(parameter.shape)}"
-    parameter.megacp_spec = spec  # type: ignore[attr-defined]
+    parameter.megacp_spec = spec  # type: ignore[attr-defined]  # ours, on a parameter of torch
     return parameter
 
 

@@ -1,8 +1,8 @@
 """Time and memory of attention under context parallelism beside the plain programs that it replaces, on real ranks.
 
-The transports are those of training. One opponent is one process with a dense mask in `scaled_dot_product_attention`,
-the other a ring that computes every block its order lets it see, as Picotron's does. Tables and masks are made before
-the clock starts on both sides, since a model makes them once for all layers.
+The transports are those of training. One opponent is one process with a dense mask in `scaled_dot_product_attention`.
+The other is a ring that computes every block its order lets it see, as Picotron's does. Tables and masks are made
+before the clock starts on both sides, since a model makes them once for all layers.
 """
 
 from __future__ import annotations

@@ -3,22 +3,22 @@
 The bound holds for every layout and is found without searching for one, so it limits how far a layout is from the
 best. The best layout itself would be bin packing with items that may be broken at a price.
 
-Take any layout of T rows on R ranks with t = T / R rows each and at most `cap` area (allowed pairs) on a rank. Only the
-keys of prefixes (branch 0) are counted. Let row i cost `area[i]` and see `prefix_keys[i]` keys of its prefix, of which
-document d has p. On each rank take the row of d that sees most of them; x_0 >= x_1 >= ... are these numbers in
-descending order, 0 for ranks without rows of d. A rank needs x keys and all ranks together hold each of the p once;
-x_0 = p, since the last row of a prefix sees all of it. So at least x_1 + x_2 + ... keys of d travel, and documents add
-up, as a key belongs to one.
+Take any layout of T rows on R ranks. A rank has t = T / R rows and at most `cap` area (allowed pairs). Only the keys of
+prefixes (branch 0) are counted. Let row i cost `area[i]` and see `prefix_keys[i]` keys of its prefix, of which document
+d has p. On each rank take the row of d that sees most of them; x_0 >= x_1 >= ... are these numbers in descending order,
+0 for ranks without rows of d. A rank needs x keys and all ranks together hold each of the p once; x_0 = p, since the
+last row of a prefix sees all of it. So at least x_1 + x_2 + ... keys of d travel, and documents add up, as a key
+belongs to one.
 
-* One document. Rank its rows by keys seen. If the first j of them lie on k ranks, then j <= k t, and the k t rows of
-  these ranks have at most k cap area: the j rows have theirs, the k t - j others at least that of the lightest so many
-  rows of the pack. For the first j that breaks either, some of the j rows lies on another rank: x_k is at least what
-  the j-th sees. Call this w_k (0 where no j breaks).
+* One document. Rank its rows by keys seen. If the first j of them lie on k ranks, then j <= k t. The k t rows of these
+  ranks have at most k cap area: the j rows have theirs, the k t - j others at least that of the lightest so many rows
+  of the pack. For the first j that breaks either, some of the j rows lies on another rank: x_k is at least what the
+  j-th sees. Call this w_k (0 where no j breaks).
 * Some documents G together, with a number v <= p for each. Say n rows of G, of area a, see v keys of their document or
-  more. The K ranks that hold them have K t >= n rows and at most K cap area, a and at least the lightest K t - n rows'.
-  Let K be the least number for which that is possible: the ranks counted for each document of G are together K or more,
-  and the k-th of a document has x_k >= max(v, w_k). So the bound above grows by max(0, v - w_k) for K pairs (document,
-  k), one of them free for each document (k = 0); by the K smallest, whichever they are.
+  more. The K ranks that hold them have K t >= n rows. Their area is at most K cap: a, and at least that of the lightest
+  K t - n rows. Let K be the least number for which that is possible: the ranks counted for each document of G are
+  together K or more, and the k-th of a document has x_k >= max(v, w_k). So the bound above grows by max(0, v - w_k) for
+  K pairs (document, k), one of them free for each document (k = 0); by the K smallest, whichever they are.
 """
 
 from __future__ import annotations

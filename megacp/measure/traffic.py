@@ -3,9 +3,9 @@
 The formulas are arithmetic on the config and equal the collectives' counters to the byte (tested on real ranks). They
 hold while parameters need no padding in their buckets: sizes that are multiples of 64 x dp x cp.
 
-Symbols: t tokens of a row on this rank (the padded row / cp), h hidden size, s bytes of an element of `--dtype`, w of a
-gradient (fp32 or wider). A collective over n ranks on a tensor of B bytes, gathered or before its reduction, sends
-(n - 1) / n x B from each rank. Only payload is counted, neither headers nor what gloo adds.
+Symbols: t tokens of a row on this rank (the padded row / cp), h hidden size. An element of `--dtype` has s bytes, one
+of a gradient w (fp32 or wider). A collective over n ranks sends (n - 1) / n x B from each rank. B is the size of its
+tensor, gathered or before its reduction. Only payload is counted, neither headers nor what gloo adds.
 """
 
 from __future__ import annotations
@@ -112,9 +112,8 @@ def tensor_bytes(config: RunConfig, world_size: int, chunks: Sequence[range], ro
     3 V each) and two row linears (a reduce-scatter, backward a gather: 2 V each): 10 V. The embedding is a
     reduce-scatter and its gather: 2 V; the head a gather and a reduce-scatter: 2 V. Gradients of the norms (and of row
     linears' biases) are partial over tp: one all-reduce of this rank's slice of them. Without sequence parallelism a
-    layer has four all-reduces of t h elements, the embedding and the head one each, and no norm is partial (per-head
-    q/k norms are).
-    The loss exchanges two wide numbers a token with every peer, chunk by chunk: (tp - 1) 2 t w.
+    layer has four all-reduces of t h elements, the embedding and the head one each. No norm is partial then, but
+    per-head q/k norms are. The loss exchanges two wide numbers a token with every peer, chunk by chunk: (tp - 1) 2 t w.
     """
     model, p = config.model, config.parallel
     tp, size, wide = p.tensor_model_parallel_size, config.training.element_bytes, config.training.accumulation_bytes
@@ -147,8 +146,8 @@ def context_bytes(config: RunConfig, chunks: Sequence[range], rows: Sequence[int
 
 
 def pipeline_bytes(config: RunConfig, chunks: Sequence[range], rows: Sequence[int]) -> int:
-    """Over pp: hidden states t h s (/ tp with sequence parallelism) of each row, forward from every chunk but the
-    model's last, their gradients backward from every chunk but the model's first.
+    """Over pp: every chunk but the model's last sends hidden states, every chunk but its first sends gradients. Either
+    is t h s bytes for each row (/ tp with sequence parallelism).
     """
     model, p = config.model, config.parallel
     if p.pipeline_model_parallel_size == 1:
@@ -197,7 +196,7 @@ def vision_tensor_bytes(config: RunConfig, rows: Sequence[RowImages]) -> int:
     encoded here, k features arrive; h is the tower's hidden size, H the language model's.
 
     A block of the tower reduces c N h elements twice forward (row linears) and twice backward (column linears). The
-    connector reduces m h and m H forward and m h backward, and 2 m h (1 + w) below which a trained tower stands.
+    connector reduces m h and m H forward and m h backward. Above a trained tower it also reduces 2 m h (1 + w).
     Sequence parallelism adds k H where features meet tokens. Frozen parts with nothing trained below have no backward.
     """
     v, p = config.vision, config.parallel

@@ -1,8 +1,8 @@
 """The cost of dealing images to ranks: load of the busiest rank, bytes of features, packs under two budgets.
 
-Loads are counted from the tables and routes of training. Beside them stand the least possible load, by a table of all
-partitions, and the split by number of images that a short loop would make. Only `feature_traffic` needs ranks: it shows
-that the counted bytes are those that are sent.
+Loads are counted from the tables and routes of training. Beside them stands the least possible load, by a table of all
+partitions. So does the split by number of images that a short loop would make. Only `feature_traffic` needs ranks: it
+shows that the counted bytes are those that are sent.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ have no graph otherwise.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -21,12 +23,12 @@ class _Nothing(torch.autograd.Function):
     """An empty `[0, width]` that depends on the parameters."""
 
     @staticmethod
-    def forward(ctx, width, *parameters):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, width: int, *parameters: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*parameters)
         return parameters[0].new_empty(0, width)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
 
 

@@ -94,4 +94,4 @@ def _to_nowhere(number: int, stream: object) -> None:
         descriptor = os.open(os.devnull, os.O_WRONLY)
         os.dup2(descriptor, number)
         os.close(descriptor)
-        stream.flush()  # type: ignore[attr-defined]
+        stream.flush()  # type: ignore[attr-defined]  # likewise

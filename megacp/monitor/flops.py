@@ -36,13 +36,14 @@ def gpu_peak(device_name: str, dtype: str) -> float | None:
     return PEAK_FLOPS[max(matches, key=len)][dtype] if matches else None
 
 
-def cpu_peak(dtype: str, size: int = 512, seconds: float = 0.3) -> float:
-    """FLOP/s of this process's threads, as the best of some square matrix products in about `seconds`."""
+def cpu_peak(dtype: str) -> float:
+    """FLOP/s of this process's threads, as the best of some square matrix products in about 0.3 s."""
     import torch
 
+    size, end = 512, time.perf_counter() + 0.3
     a = torch.ones(size, size, dtype=getattr(torch, dtype))
     out = torch.empty_like(a)
-    best, end = float("inf"), time.perf_counter() + seconds
+    best = float("inf")
     torch.mm(a, a, out=out)
     while True:
         begin = time.perf_counter()

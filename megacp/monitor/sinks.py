@@ -14,7 +14,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, Protocol
 
-from megacp.files import open_own, parse_json, replacement
+from megacp.files import open_own, parse_json, rename, replacement
 
 Number = int | float
 
@@ -63,7 +63,7 @@ class JsonlSink:
             if aside := truncate_after(path, resume_step):
                 say(f"{path} holds lines that no run writes: it is now {aside}, its sound lines are in a new {path}")
         else:
-            path.rename(_free_name(path))
+            rename(path, _free_name(path))
         self._file = open_own(path, os.O_WRONLY | os.O_APPEND)
 
     def write(self, kind: str, step: int, figures: Mapping[str, Number | None]) -> None:
@@ -172,7 +172,7 @@ def _keep_aside(path: Path, aside: Path) -> None:
     try:
         os.link(path, aside, follow_symlinks=False)
     except OSError:
-        path.rename(aside)
+        rename(path, aside)
 
 
 def _lines(stream: BufferedReader) -> Iterator[bytes | None]:

@@ -85,6 +85,7 @@ class _Stretches:
         total = np.cumsum(change)  # the weight from each place to the next; 0 at the end of every line
         kept = np.flatnonzero(total)
         line, start = np.divmod(at[kept], width + 1)
+        # a stretch ends at the next event, which is on its line: the total is 0 at the end of each
         return _Stretches(line, start, at[kept + 1] - line * (width + 1), total[kept])
 
 
@@ -119,7 +120,7 @@ def _of_full_tiles(table: TileTable, size: int) -> _Stretches:
     keys = _in_blocks(table.row_of_tile[tile], table.k_start[tile], table.k_stop[tile], size)
     keys = keys.summed(-(-table.keys // size))  # line: row, weight: keys that a query of the row sees
     queries = _in_blocks(np.arange(rows), table.row_start, table.row_stop, size)
-    first = np.searchsorted(keys.line, np.arange(rows + 1))
+    first = np.searchsorted(keys.line, np.arange(rows + 1))  # [rows + 1]: where the stretches of a row begin
     stretch, part = expand(first[queries.line], first[queries.line + 1])  # pairs of stretches of one row
     block, pair = expand(queries.start[part], queries.stop[part])  # and once for each query block
     height, seen = queries.weight[part[pair]], keys.take(stretch[pair])
@@ -138,6 +139,7 @@ def _of_causal_tiles(table: TileTable, size: int) -> _Stretches:
     first = k_start[owner]
     corner = first + top - q_start[owner]  # the key at the place of the first query
     left = _in_blocks(np.arange(len(block)), first, corner, size)
+    # a line was a part of a tile; from here on it is that part's query block
     left = _Stretches(block[left.line], left.start, left.stop, left.weight * height[left.line])
     column = corner // size  # the triangle lies in this key block and perhaps the next
     near = np.minimum(height, (column + 1) * size - corner)  # its keys in the first one

@@ -1,8 +1,8 @@
 """How a table of tiles becomes kernel calls: small tiles of neighbouring rows are computed together under a mask.
 
 Key property: a call costs as much as some thousand pairs. So rows of short documents and branches are joined while
-their masked block is cheaper than calls of their own, and pairs that are computed in vain stay few. Rejected: a call
-per tile, hundreds of them for a row of short records. Rejected: one masked call for a whole row, which computes S x S
+their masked block is cheaper than calls of their own. Pairs that are computed in vain stay few. Rejected: a call per
+tile, hundreds of them for a row of short records. Rejected: one masked call for a whole row, which computes S x S
 pairs.
 """
 
@@ -141,6 +141,7 @@ def _calls(group: _RowGroup, widths: Widths) -> Iterator[KernelCall]:
 
 def _bias(group: _RowGroup) -> np.ndarray:
     """fp16 `[n, m]` of a masked call, which kernels turn into their dtype faster than a bool mask into a bias."""
+    # [slices]: key k of a slice stands in column k + offset, as the slices lie side by side
     starts = np.array([part.start for part in group.keys])
     offsets = np.cumsum([0, *(part.stop - part.start for part in group.keys)])[:-1] - starts
     bias = np.full((group.queries.stop - group.queries.start, _length(group.keys)), -np.inf, np.float16)
@@ -148,7 +149,7 @@ def _bias(group: _RowGroup) -> np.ndarray:
         rows = bias[row.q_start - group.queries.start : row.q_stop - group.queries.start]
         for tile in row.tiles:
             offset = offsets[np.searchsorted(starts, tile.k_start, side="right") - 1]
-            pairs = rows[:, tile.k_start + offset : tile.k_stop + offset]
+            pairs = rows[:, tile.k_start + offset : tile.k_stop + offset]  # a view [row's queries, tile's keys]
             pairs[np.tri(*pairs.shape) > 0 if tile.kind == CAUSAL else ...] = 0.0
     return bias
 

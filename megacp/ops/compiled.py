@@ -59,7 +59,7 @@ def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
-        if not is_compiled(args[0]):  # type: ignore[arg-type]
+        if not is_compiled(args[0]):  # type: ignore[arg-type]  # a tensor, says the decorator
             return function(*args, **options)
         for x in args:
             if isinstance(x, torch.Tensor) and x.dim() > 0:

@@ -1,12 +1,12 @@
 """The kernel for CUDA: torch's FlexAttention under a block mask that is built from the tile table.
 
-Key property: one fused call per source of keys, however many tiles it has; empty blocks cost nothing, full blocks do
-not look at the mask, and the mask of the others is the rule itself, asked by the GPU about integers per token. Only
-torch's documented API is used, so the backward of a part computes that part's forward again to be handed its graph.
-Rejected: a call per tile, hundreds of launches a layer; `create_block_mask`, which asks the rule about every pair; the
-operator behind FlexAttention's backward, which would take the merged results as they are but is private.
+Key property: one fused call per source of keys, however many tiles it has. Empty blocks cost nothing, full blocks do
+not look at the mask. The mask of the others is the rule itself, asked by the GPU about integers per token. Only torch's
+documented API is used, so the backward of a part computes that part's forward again to be handed its graph. Rejected: a
+call per tile, hundreds of launches a layer; `create_block_mask`, which asks the rule about every pair; the operator
+behind FlexAttention's backward, which would take the merged results as they are but is private.
 
-**Backward of a part.** With `p` one source of keys and `lse = log(sum over p of exp(lse_p))`, the merged output is
+**Backward of a part.** Let `p` be one source of keys and `lse = log(sum over p of exp(lse_p))`. The merged output is
 `out = sum over p of w_p out_p` with `w_p = exp(lse_p - lse)`. From `d w_p / d lse_p = w_p (1 - w_p)` and
 `d w_r / d lse_p = -w_r w_p` for another source r:
 

@@ -21,11 +21,11 @@ def partition(
 ) -> list[range]:
     """Layers of each virtual stage, in order; every virtual stage gets at least one.
 
-    `layer_costs[i]` is the cost of layer i, `first_extra` what the first virtual stage bears besides its layers
-    (embedding), `last_extra` what the last one bears (final norm, head, loss), all in one unit, finite and >= 0.
+    `layer_costs[i]` is the cost of layer i. `first_extra` is what the first virtual stage bears besides its layers
+    (embedding), `last_extra` what the last one bears (final norm, head, loss). All are in one unit, finite and >= 0.
     The largest cost of a part is minimal. Among such cuts the sum of the squared costs is minimal, then that of the
-    squared layer counts (even parts), then the earlier parts hold fewer layers (they hold more activations).
-    Raises ValueError when there are fewer layers than virtual stages.
+    squared layer counts (even parts). Then earlier parts hold fewer layers, since they hold more activations. Raises
+    ValueError when there are fewer layers than virtual stages.
     """
     if num_virtual_stages < 1 or len(layer_costs) < num_virtual_stages:
         raise ValueError(

@@ -1,9 +1,9 @@
 """Pipeline schedules as data: pure functions from (stage, sizes) to the list of actions this stage executes in order.
 
-A schedule is only an order of forwards and backwards; the messages follow from it: every input is received right
-before the compute that needs it and every output is sent right after the compute that made it (the runtime posts
-receives earlier than that by itself). Because every stage runs its forwards in one common order, and its backwards in
-one common order, the k-th send of a channel always meets the k-th receive: no message needs a tag.
+A schedule is only an order of forwards and backwards; the messages follow from it. Every input is received right before
+the compute that needs it; every output is sent right after the compute that made it. The runtime posts receives earlier
+than that by itself. Every stage runs its forwards in one common order, and its backwards in one common order. So the
+k-th send of a channel always meets the k-th receive: no message needs a tag.
 
 Virtual stage `v = chunk * num_stages + stage` holds the v-th part of the layers. Virtual stage 0 receives nothing in
 forward and sends nothing in backward; the last virtual stage sends nothing in forward and receives nothing in backward.
@@ -41,8 +41,8 @@ RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 class Action:
     """One step of one stage. `chunk` is always the executing stage's own model chunk.
 
-    SEND_FORWARD sends the output of `chunk`, RECV_FORWARD receives the input of `chunk`,
-    SEND_BACKWARD sends the gradient of the input of `chunk`, RECV_BACKWARD receives the gradient of its output.
+    SEND_FORWARD sends the output of `chunk`, RECV_FORWARD receives its input. SEND_BACKWARD sends the gradient of its
+    input, RECV_BACKWARD receives that of its output.
     UNSHARD starts to gather the parameters of `chunk`, RESHARD frees them (full sharding alone).
     """
 
@@ -58,7 +58,7 @@ class Action:
 class Channel:
     """An ordered one-way stream of messages between two stages, one kind of message each.
 
-    With two stages and several chunks the next and the previous stage are the same rank, so outputs of the one and
+    With two stages and several chunks the next and the previous stage are the same rank. So outputs of the one and
     inputs of the other cross on one pair of ranks; direction and source keep the streams apart.
     """
 
@@ -113,8 +113,8 @@ def interleaved_one_f_one_b(stage: int, num_stages: int, num_microbatches: int, 
     Any number of microbatches works. If the groups do not come out even, the first one is short: the list is that of
     the next multiple of `num_stages` without the actions of the missing microbatches. Leaving out whole microbatches
     removes waits and adds none, so the list ends whenever the full one does, and holds no more activations; the bubble
-    grows by at most the missing microbatches. (A short last group under the same warm-up deadlocks, for example with
-    4 stages, 3 chunks and 5 microbatches, and a short first group wastes less when backward is slower than forward.)
+    grows by at most the missing microbatches. A short last group under the same warm-up deadlocks, for example with 4
+    stages, 3 chunks and 5 microbatches. A short first group also wastes less when backward is slower than forward.
     Raises ValueError on impossible sizes.
     """
     return _training_actions(stage, num_stages, num_microbatches, num_chunks)
@@ -180,9 +180,9 @@ def _training_actions(stage: int, num_stages: int, num_microbatches: int, num_ch
     backwards = [Action(Kind.BACKWARD, microbatch, num_chunks - 1 - chunk) for microbatch, chunk in order]
     warmup = min(_warmup(stage, num_stages, num_chunks), len(order))
     computes = forwards[:warmup]
-    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):  # until the forwards are over
         computes += [forward, backward]
-    computes += backwards[len(forwards) - warmup :]
+    computes += backwards[len(forwards) - warmup :]  # of the forwards that were ahead
     return with_messages(computes, stage, num_stages, num_chunks)
 
 

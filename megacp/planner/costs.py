@@ -1,7 +1,7 @@
 """Parameters and FLOPs of the decoder, by layer, embedding and head.
 
-The same few products give the parameter table of the dry run, the cut of the pipeline and the FLOPs behind the logged
-utilisation, so they cannot disagree. A multiply-add counts as two FLOPs. `6 x parameters x tokens` would forget
+The same few products give the parameter table of the dry run, the cut of the pipeline and the FLOPs of the logged
+utilisation. So they cannot disagree. A multiply-add counts as two FLOPs. `6 x parameters x tokens` would forget
 attention, most of the work of long rows, and count the embedding, which multiplies nothing.
 """
 

@@ -160,11 +160,11 @@ def _step(config: RunConfig, world_size: int) -> str:
     flops = costs.model_flops(config.model, tokens, area)
     seeing = t.global_batch_size * vision.vision_flops(config, *vision.planned_images(config))
     share = flops.attention * (1 + costs.ATTENTION_BACKWARD) / flops.training
-    pp = config.parallel.pipeline_model_parallel_size
+    pp, plural = config.parallel.pipeline_model_parallel_size, "s" if t.micro_batch_size > 1 else ""
     work = config.num_microbatches(world_size) * config.parallel.num_virtual_stages_per_pipeline_rank
     rows = [
         ["packs", f"{t.global_batch_size:,} of {length:,} tokens = {human_count(tokens)} tokens"],
-        ["microbatches", f"{config.num_microbatches(world_size):,} a rank, {t.micro_batch_size} packs each"],
+        ["microbatches", f"{config.num_microbatches(world_size):,} a rank, {t.micro_batch_size} pack{plural} each"],
         ["tokens on a rank", f"{memory.tokens_per_rank(config):,} a microbatch"],
         ["model FLOPs", f"{human_count(flops.training, 'FLOP')} ({share:.0%} attention, one document a pack)"],
         *([["vision FLOPs", f"{human_count(seeing, 'FLOP')} (all packs with the planned crops)"]] if seeing else []),

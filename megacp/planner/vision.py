@@ -3,12 +3,12 @@
 Both stand on the first pipeline stage and are counted there, so a stage with a large tower gets fewer decoder layers.
 Work is counted per crop and per pooled token, the two numbers by which images are dealt to cp ranks.
 
-Per patch a block of the tower keeps, in elements of the model's dtype (h hidden size, f FFN, a heads, g groups, d head
-width): inputs and outputs of both norms 4 h, with two wide numbers a norm; q, k and v as one product (a + 2 g) d / tp;
-attention output a d / tp and its wide log-sum-exp a / tp; the MLP before and after GELU 2 f / tp. `selective` computes
-the outputs of norms and GELU again; `full` keeps a block's input. Per pooled token of w patches the connector keeps the
-patches 2 w h and their mean 2 h; k and v 2 w g d / tp; q and the output 2 a d / tp; the projector's input h and its MLP
-3 f / tp.
+Symbols: h hidden size, f FFN, a heads, g groups, d head width. Per patch a block of the tower keeps, in elements of the
+model's dtype: inputs and outputs of both norms 4 h, with two wide numbers a norm; q, k and v as one product (a + 2 g) d
+/ tp; attention output a d / tp and its wide log-sum-exp a / tp; the MLP before and after GELU 2 f / tp. `selective`
+computes the outputs of norms and GELU again; `full` keeps a block's input. Per pooled token of w patches the connector
+keeps the patches 2 w h and their mean 2 h; k and v 2 w g d / tp; q and the output 2 a d / tp; the projector's input h
+and its MLP 3 f / tp.
 """
 
 from __future__ import annotations

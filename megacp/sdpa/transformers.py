@@ -37,9 +37,9 @@ def register_with_transformers(name: str = "megacp") -> str:
 
     Inside a `context_parallel` block: packing is what `document_ids` say, `position_ids` are only angles, and must be
     among the buffers (or made of them). Refused with a ValueError: attention masks with zeros that are not padding of
-    the block, sliding windows shorter than the sequence, overlays on the causal mask (unless the block has a
-    `Metadata`, which is then the whole rule), attention sinks, soft caps, position biases and KV caches; and position
-    ids that do not follow the documents. Outside: the library's `sdpa`, with its masks for packing and padding.
+    the block, and sliding windows shorter than the sequence. So are attention sinks, soft caps, position biases, KV
+    caches, and position ids that do not follow the documents. So are overlays on the causal mask, unless the block has
+    a `Metadata`, which is then the whole rule. Outside: the library's `sdpa`, with its masks for packing and padding.
 
     A model that computes attention without the library's interface (Falcon, GPT-J, Bloom, MPT) cannot take this name:
     loading it so raises a ValueError instead of a KeyError or worse. One method of `PreTrainedModel` is wrapped for it.

@@ -4,7 +4,7 @@ Column: `y[t, f/tp] = x W^T`, with `dx[t, h] = dy W` partial over tp. Row: `y[t,
 
 A column-parallel linear saves its sharded input and gathers it again in backward. The reduce-scatter of the input
 gradient runs under the weight gradient's matrix product. Several global tensors (q, k, v or gate, up) share one local
-weight and one product, each cut by its own heads or rows, so checkpoints never see the fusion.
+weight and one product. Each is cut by its own heads or rows, so checkpoints never see the fusion.
 
 With `--gradient-accumulation-fusion` backward adds the weight gradient straight to the parameter's `main_grad`, its
 part of a gradient bucket, so it never exists beside it. A vocabulary table may be used twice and stays with autograd.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -90,8 +91,8 @@ def _take_gradient(
     if add is None or total is None:
         return grad.t() @ x  # [f, t] x [t, h] -> [f, h]
     add(total, grad, x)
-    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    weight.gradient_added(weight)  # type: ignore[attr-defined]
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # ours, on a parameter of torch
+    weight.gradient_added(weight)  # type: ignore[attr-defined]  # likewise
     return None
 
 
@@ -99,13 +100,13 @@ class _Product(torch.autograd.Function):
     """`x[..., h], W[f, h] -> y[..., f]` whose weight gradient goes to the bucket."""
 
     @staticmethod
-    def forward(ctx, x, weight, add):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, add: AddGradient | None) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.add = weight, add
         return F.linear(x, weight)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         dx = grad @ ctx.weight if ctx.needs_input_grad[0] else None
         d_weight = _take_gradient(ctx.weight, grad, x, ctx.add) if ctx.needs_input_grad[1] else None
@@ -116,13 +117,13 @@ class _GatherLinear(torch.autograd.Function):
     """`x[t/tp, h]` sharded, `W[f, h]` -> `y[t, f]`; communication overlaps the products of backward."""
 
     @staticmethod
-    def forward(ctx, x, weight, axis, add):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, axis: Axis, add: AddGradient | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.axis, ctx.add, ctx.weight = axis, add, weight
         return collectives.all_gather(x, axis) @ weight.t()  # [t, h] x [h, f] -> [t, f]
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         trained = ctx.needs_input_grad[1]
         gathering = collectives.start_all_gather(x, ctx.axis) if trained else None  # under the next product

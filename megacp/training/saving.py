@@ -1,10 +1,10 @@
 """The checkpoints of one run: the directory it owns, what is being written there, and when that is committed.
 
-Key property: a save in the background is committed at a step boundary, once the exchange before the step
-(`loss.agree`) has told all ranks that all have written. An error of any rank ends the run there. Weights that hold NaN
-end the run. Weights without an update since the last checkpoint are not written again. Nothing is removed while updates
-are being skipped. Rejected: committing from the writing threads, whose collectives would meet those of training in
-another order on each rank.
+Key property: a save in the background is committed at a step boundary. The exchange before the step (`loss.agree`) has
+then told all ranks that all have written. An error of any rank ends the run there. Weights that hold NaN end the run.
+Weights without an update since the last checkpoint are not written again. Nothing is removed while updates are being
+skipped. Rejected: committing from the writing threads, whose collectives would meet those of training in another order
+on each rank.
 """
 
 from __future__ import annotations

@@ -87,6 +87,7 @@ class Trainer:
             self._refuse_damaged(resumed)
         self.health = Health(config.health, self.progress.health)
         self.skipped_packs: frozenset[int] = frozenset()
+        self.fault: Exception | None = None  # of the plans of the step under way
         self.first_step = self.progress.step + 1
         self.trace = self._trace()
         self.log = open_log(config, grid, self.progress.step)
@@ -122,10 +123,7 @@ class Trainer:
         ) as loader:
             while self.progress.step < training.train_iters:
                 if reason := self._train_step(loader):
-                    self._end_trace()
-                    self._save(REASONS[reason])
-                    self.saver.finish(self.log.say)
-                    return STOPPED
+                    return self._stop(reason)
                 step = self.progress.step
                 if training.eval_interval and (step % training.eval_interval == 0 or step == training.train_iters):
                     self._validate()
@@ -136,6 +134,17 @@ class Trainer:
         self._save("finished")
         self.saver.finish(self.log.say)
         return 0
+
+    def _stop(self, reason: int) -> int:
+        """Save and end in order. A fault of the step that was left is raised then: a run that was to fail, fails."""
+        try:
+            self._end_trace()
+            self._save(REASONS[reason])
+            self.saver.finish(self.log.say)
+            return STOPPED
+        finally:
+            if self.fault is not None:
+                raise self.fault
 
     def _tell_last_steps(self) -> None:
         """A run that ends with skipped steps says so; one that never made an update is no finished run."""
@@ -165,7 +174,7 @@ class Trainer:
     def _planned(
         self, loader: PackedLoader[PlannedRow], batches: Sequence[PackedBatch]
     ) -> tuple[list[PlannedRow], Exception | None]:
-        """The plans of a step's batches, and what went wrong: a run that is asked to stop still does so in order."""
+        """The plans of a step's batches, and what went wrong: a run that is asked to stop still saves in order."""
         try:
             pairs = zip(loader.prepared(), batches, strict=True)  # a batch that lost a document has another mask
             return [row if row.batch is batch else self._plan(batch) for row, batch in pairs], None
@@ -184,7 +193,7 @@ class Trainer:
                 documents = image_documents(read) if self.counts_images else 0
                 batches, left_out = self._sound(read, step)
             with self.timers.measure("plan"):
-                rows, fault = self._planned(loader, batches)
+                rows, self.fault = self._planned(loader, batches)
             with self.timers.phase("agreement"):
                 agreed = agree(
                     batches, self.grid, self._rank_report(rows, documents), replica=self.rows.data_rank.index
@@ -192,8 +201,8 @@ class Trainer:
             self.saver.settle(agreed.report.save_state, self.log.say)
             if agreed.report.stop_reason:
                 return agreed.report.stop_reason
-            if fault is not None:
-                raise fault
+            if self.fault is not None:
+                raise self.fault
             if self.watch:
                 self.watch.running = step - self.first_step in WATCHED_STEPS
             seen = StepNumbers(step, 0.0, 0.0, agreed.weight, agreed.report.image_documents, left_out)

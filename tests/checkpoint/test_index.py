@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import resource
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megacp.checkpoint.index import Index, read_index
+from megacp.checkpoint.index import GlobalTensor, Index, StoredBox, read_index
 from megacp.checkpoint.storage import INDEX_FILE
 from tests.checkpoint.test_storage import TensorBox, whole_box, write_payload
 
@@ -97,6 +99,58 @@ def test_a_crafted_index_is_refused_before_anything_is_allocated(kind: str, inde
     with pytest.raises(ValueError, match=reason):
         read_index(crafted(index, change), index[1])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+
+
+@pytest.mark.parametrize("shape", [(20_000,), (1, 20_000), (2, 20_000), (3, 1, 20_000)])
+def test_twenty_thousand_boxes_of_one_tensor_are_checked_within_a_second(shape: tuple[int, ...]) -> None:
+    """Would catch a comparison of each box with each, and a tensor without rows that no checkpoint may hold."""
+    *lead, columns = shape
+    boxes = [StoredBox("w", (*(0 for _ in lead), column), (*lead, 1)) for column in range(columns)]
+    index = Index({"w": GlobalTensor(shape, torch.float32)}, {FILE: boxes})
+    begin = time.process_time()
+    index.check()
+    assert time.process_time() - begin < 1.0
+    boxes[-1] = boxes[0]
+    with pytest.raises(ValueError, match="two boxes of w overlap"):
+        index.check()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_boxes_are_a_tiling_when_each_element_is_counted_once(data: st.DataObject) -> None:
+    """The reference counts elements. Boxes are cuts of the tensor, of which one may be moved."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    boxes = [StoredBox("w", (0,) * len(shape), shape)]
+    for _ in range(data.draw(st.integers(0, 5))):
+        name, at, extents = boxes.pop(data.draw(st.integers(0, len(boxes) - 1)))
+        dim = data.draw(st.integers(0, len(shape) - 1))
+        cut = data.draw(st.integers(0, extents[dim]))
+        for begin, length in ((0, cut), (cut, extents[dim] - cut)):
+            sides = at[dim] + begin, length
+            boxes.append(
+                StoredBox(
+                    name,
+                    *((*side[:dim], new, *side[dim + 1 :]) for side, new in zip((at, extents), sides, strict=True)),
+                )
+            )
+    moved = data.draw(st.integers(0, len(boxes) - 1))
+    limits = [size - extent for size, extent in zip(shape, boxes[moved].extents, strict=True)]
+    if data.draw(st.booleans()):
+        boxes[moved] = boxes[moved]._replace(offsets=tuple(data.draw(st.integers(0, limit)) for limit in limits))
+    held = torch.zeros(shape, dtype=torch.int64)
+    for _, at, extents in boxes:
+        held[tuple(slice(a, a + n) for a, n in zip(at, extents, strict=True))] += 1
+    index = Index({"w": GlobalTensor(shape, torch.float32)}, {FILE: boxes})
+    with contextlib.nullcontext() if (held == 1).all() else pytest.raises(ValueError, match="two boxes of w overlap"):
+        index.check()
+
+
+def test_boxes_cut_along_very_many_dims_are_too_many_to_compare() -> None:
+    """Would catch 2^16 corners of each box in an index that somebody else has written."""
+    shape = (2,) * 16
+    boxes = [StoredBox("w", tuple(map(int, f"{i:016b}")), (1,) * 16) for i in range(2**16)]
+    with pytest.raises(ValueError, match="has 65536 boxes cut along 16 dims, too many to compare"):
+        Index({"w": GlobalTensor(shape, torch.float32)}, {FILE: boxes}).check()
 
 
 BROKEN = {

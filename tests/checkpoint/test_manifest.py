@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.checkpoint.commit import load_checkpoint
+from megacp.checkpoint.commit import load_checkpoint, peek
 from megacp.checkpoint.manifest import (
     MANIFEST_FILE,
     CheckpointManifest,
@@ -126,6 +126,11 @@ def test_a_checkpoint_of_an_earlier_format_says_what_to_do(tmp_path: Path) -> No
     (folder / MANIFEST_FILE).write_text(json.dumps({**content, "checksum": checksum_of(content)}))
     with pytest.raises(ValueError, match=r"has format 1, .*; this version reads format 2: finish the run with the ver"):
         load_checkpoint(tmp_path, WORLD)
+    with pytest.raises(ValueError, match=r"has format 1, .*; this version reads format 2: finish the run with the ver"):
+        peek(tmp_path)
+    newer = save(tmp_path, 2)
+    found = peek(tmp_path)
+    assert found is not None and found[0] == newer
 
 
 def test_a_manifest_nested_too_deep_is_damaged(tmp_path: Path) -> None:

@@ -148,7 +148,13 @@ CONTRADICTIONS = [
     ({"hidden_dropout": 1.0}, 1, ["--hidden-dropout: got 1.0", "at least 0 and below 1"]),
     ({"lr": float("nan")}, 1, ["--lr: got nan"]),
     ({"lr": float("inf")}, 1, ["--lr: got inf"]),
-    ({"save": ""}, 1, ["--save: an empty string"]),
+    ({"save": "", "save_interval": 5}, 1, ["--save: an empty string"]),
+    ({"load": "", "finetune": True}, 1, ["--load: an empty string"]),
+    ({"data_path": "", "vocab_size": 0}, 1, ["--data-path: an empty string"]),
+    ({"valid_data_path": "", "eval_interval": 5}, 1, ["--valid-data-path: an empty string"]),
+    ({"profile": ""}, 1, ["--profile: an empty string"]),
+    ({"profile": "1:2", "profile_ranks": ""}, 1, ["--profile-ranks: an empty string"]),
+    ({"cp_calibration": ""}, 1, ["--cp-calibration: an empty string"]),
     ({"seed": -1}, 1, ["--seed: got -1"]),
 ]
 

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +17,11 @@ from types import SimpleNamespace
 import pytest
 
 from megacp import train
+from megacp.batch import PackedBatch
 from megacp.commands import preprocess
+from megacp.data.loader import PackedLoader
 from megacp.train import main
+from megacp.training.step import ParallelModel
 from megacp.training.stopping import STOPPED, StopSignal
 from tests.training.runs import TINY, grid_flags, losses, run
 
@@ -212,6 +216,39 @@ def test_ctrl_c_stops_in_order_and_a_later_second_one_at_once(monkeypatch: pytes
         stop.release()
         signal.signal(signal.SIGHUP, of_starter)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_run_whose_minutes_end_in_the_step_whose_plan_fails_ends_as_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_plan(*_: object) -> None:
+        raise ValueError("this row has no plan")
+
+    monkeypatch.setattr(ParallelModel, "plan", no_plan)
+    with pytest.raises(ValueError, match="this row has no plan") as told:
+        main([*TINY, "--exit-duration", "1e-9", "--save", str(tmp_path)])
+    assert "rank 0 failed in step 1" in "".join(told.value.__notes__)
+    assert "stopped after --exit-duration" in capsys.readouterr().out
+
+
+def test_the_data_wait_of_a_step_counts_waiting_for_its_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first plans come 0.3 s after the step has asked for them, the others as soon as they can."""
+    real_plan, real_prepared, goes_on = ParallelModel.plan, PackedLoader.prepared, threading.Event()
+
+    def plan(self: ParallelModel, batch: PackedBatch) -> object:
+        assert goes_on.wait(20)
+        return real_plan(self, batch)
+
+    def prepared(self: PackedLoader[object]) -> list[object]:
+        threading.Timer(0.3, goes_on.set).start()
+        return real_prepared(self)
+
+    monkeypatch.setattr(ParallelModel, "plan", plan)
+    monkeypatch.setattr(PackedLoader, "prepared", prepared)
+    run(1, [*TINY, "--save", str(tmp_path)])
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    first, *later = (row["data_wait"] for row in rows if row["kind"] == "train")
+    assert first >= 0.3 > min(later)
 
 
 @pytest.mark.slow

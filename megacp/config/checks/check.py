@@ -118,7 +118,7 @@ def _validation(config: RunConfig, world: int) -> Iterator[str]:
     data, interval = config.data, config.training.eval_interval
     if interval > 0 and data.valid_data_path is None:
         yield f"--eval-interval {interval} needs --valid-data-path"
-    if data.valid_data_path is not None and data.data_path is None:
+    if data.valid_data_path and data.data_path is None:
         yield f"--valid-data-path {data.valid_data_path} needs --data-path, packs of the same tokenizer"
 
 

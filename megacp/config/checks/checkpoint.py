@@ -30,7 +30,7 @@ def checkpoint_reasons(config: RunConfig, world: int) -> Iterator[str]:
         yield "--finetune needs --load, the checkpoint whose weights it starts from"
     if not c.save or config.dry_run or c.auto_resume or not any(Path(c.save).glob("step_*/manifest.json")):
         return
-    folder, loaded = Path(c.save).resolve(), Path(c.load).resolve() if c.load is not None else None
+    folder, loaded = Path(c.save).resolve(), Path(c.load).resolve() if c.load else None
     if loaded is None or c.finetune or folder not in (loaded, loaded.parent):
         yield (
             f"--save {c.save} holds the checkpoints of a run: choose a new directory, or go on with that run by "

@@ -33,7 +33,7 @@ def context_reasons(config: RunConfig, world: int) -> Iterator[str]:
             f"balanced and --cp-comm-type kv_exchange, this run has {p.cp_layout} and {comm}"
         )
     measures = "auto" in (comm, p.cp_layout)
-    if p.cp_calibration is not None and not measures:
+    if p.cp_calibration and not measures:
         yield f"--cp-calibration {p.cp_calibration} acts only with --cp-comm-type auto or --cp-layout auto"
     if measures and config.training.attention_kernel == "dense":
         yield (

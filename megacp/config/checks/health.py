@@ -25,11 +25,11 @@ def health_reasons(config: RunConfig, world: int) -> Iterator[str]:
 
 def profile_reasons(config: RunConfig, world: int) -> Iterator[str]:
     """Steps and ranks to profile that the run does not have."""
-    if config.log.profile is None:
+    if not config.log.profile:
         return
     try:
         steps = profiled_steps(config.log.profile)
-        if not config.dry_run and config.log.profile_ranks is not None:
+        if not config.dry_run and config.log.profile_ranks:
             profiled_ranks(config.log.profile_ranks, world)
     except ValueError as error:
         yield str(error)

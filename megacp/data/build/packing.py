@@ -107,8 +107,8 @@ class FreeSpaceTree:
         for depth, words in enumerate(self._levels):
             word = words[value >> 6] >> (value & 63) if value >> 6 < len(words) else 0
             if word:
-                value += (word & -word).bit_length() - 1
-                for lower in reversed(self._levels[:depth]):
+                value += (word & -word).bit_length() - 1  # the lowest bit that is set
+                for lower in reversed(self._levels[:depth]):  # down to the smallest value below that node
                     word = lower[value]
                     value = value << 6 | (word & -word).bit_length() - 1
                 return value

@@ -240,6 +240,7 @@ def _high_res_grid(rows: int, columns: int, rules: ImageRules) -> np.ndarray:
     """
     side = rules.patches_per_side
     left, right = rules.overlap_margins
+    # [crop row, crop column, patch row, patch column]; -1 where a neighbouring crop shows the place
     index = np.arange(rows * columns * side * side).reshape(rows, columns, side, side)
     if left:
         index[1:, :, :left] = -1
@@ -320,7 +321,7 @@ def _patches(crops: np.ndarray, rules: ImageRules) -> np.ndarray:
     side, patch = rules.patches_per_side, rules.patch_size
     # [crops, side, patch, side, patch, 3] -> [crops, side, side, patch, patch, 3] -> [crops, N, 3 * patch ** 2]
     cut = crops.reshape(-1, side, patch, side, patch, 3).swapaxes(2, 3)
-    values: np.ndarray = table[cut, np.arange(3)]
+    values: np.ndarray = table[cut, np.arange(3)]  # looked up: the last axis of `cut` is the colour
     return values.reshape(-1, side * side, rules.patch_dim)
 
 
@@ -329,7 +330,7 @@ def image_patches(pixels: np.ndarray, rules: ImageRules) -> np.ndarray:
     height, width, _ = pixels.shape
     rows, columns = _canvas(width, height, rules)
     side, margin = rules.image_size, sum(rules.overlap_margins) * rules.patch_size
-    step = side - margin
+    step = side - margin  # neighbours share `margin` pixels
     canvas = resized(pixels, rows * step + margin, columns * step + margin)
     crops = [
         canvas[r * step : r * step + side, c * step : c * step + side] for r in range(rows) for c in range(columns)

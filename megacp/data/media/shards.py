@@ -2,8 +2,8 @@
 
 Key property: of all partitions into ascending ranges, the largest cost of a rank is the least possible. No rank is
 empty unless there are fewer units than ranks. It is a pure function of integers, so ranks agree without a message.
-Rejected: a greedy split by count, which starves ranks (`[1, 3]` over 3) and, once it goes back to fill them, puts
-features on the wrong tokens.
+Rejected: a greedy split by count. It starves ranks (`[1, 3]` over 3); once it goes back to fill them, features land on
+the wrong tokens.
 
 A unit is the smallest thing that one rank may encode alone: a frame of a video, or an image with all its crops. Pooling
 windows cross crops, never images or frames. "image" in the columns of a boundary table means crop.

@@ -1,8 +1,8 @@
 """Videos as frames at known times: which frames are taken, the text of their times, and the decoding of a range.
 
 Key property: frames and times are those of the transformers library's Molmo2 video processor. A frame is decoded from
-the key frame before it, so its pixels are the same in every range, and several ranks may decode one video. A frame that
-the decoder calls damaged ends in an ImageError, never in FFmpeg's grey.
+the key frame before it. Its pixels are then the same in every range, and several ranks may decode one video. A frame
+that the decoder calls damaged ends in an ImageError, never in FFmpeg's grey.
 
 A still image, also a GIF of one frame, is a video of one frame: a record gives frames as images that way. Frames are
 counted in the order in which they are shown. FFmpeg gets the container's name, which the first bytes tell, so that no

@@ -4,9 +4,10 @@ Key property: a prefix that opens is whole. The `.idx` is checked against itself
 a truncated or swapped file is an error that names it. One sequence is one read at a known place. Rejected: zarr or
 arrow, which no Megatron tool reads, and megatron-core itself, which pulls in torch.
 
-`.idx`: 9-byte magic, uint64 version 1, uint8 dtype code, uint64 number of sequences, uint64 number of document
-boundaries (documents + 1), int32 sequence lengths, int64 byte pointers, int64 boundaries in sequences (first 0).
-All little-endian. Multimodal files of Megatron append one int8 mode per sequence: accepted, not used.
+`.idx` begins with a 9-byte magic, uint64 version 1, uint8 dtype code, uint64 number of sequences, uint64 number of
+document boundaries (documents + 1). Arrays follow: int32 sequence lengths, int64 byte pointers, int64 boundaries in
+sequences (first 0). All little-endian. Multimodal files of Megatron append one int8 mode per sequence: accepted, not
+used.
 """
 
 from __future__ import annotations

@@ -74,9 +74,9 @@ class ShardEntry:
         return {**vars(self), "files": [vars(file) for file in self.files]}
 
     @staticmethod
-    def from_json(value: Any, place: str = "shard") -> ShardEntry:
-        """The inverse of `to_json`; ValueError names the field below `place` that is missing, unknown or wrong."""
-        return _parse_shard(Fields(value, place))
+    def from_json(value: Any) -> ShardEntry:
+        """The inverse of `to_json`; ValueError names the field that is missing, unknown or wrong."""
+        return _parse_shard(Fields(value, "shard"))
 
     def file(self, name: str) -> FileEntry | None:
         """What is stated of one file; None when the shard has no such file."""

@@ -29,8 +29,8 @@ _TOLD = 10
 def verify(directory: str | os.PathLike[str]) -> list[str]:
     """Everything that is wrong with a dataset, [] when it is sound: what opening checks, then every byte of it.
 
-    Bytes: the sha256 of each file, the checksum of each pack and image, token ids below the vocabulary size, weights
-    finite and not negative, image tokens and boundary tables as the units say.
+    Bytes agree with the sha256 of each file and the checksum of each pack and image. Token ids are below the vocabulary
+    size, weights finite and not negative. Image tokens and boundary tables are as the units say.
     """
     directory = Path(directory)
     try:

@@ -22,6 +22,8 @@ _ITEM = struct.Struct("<5q")  # seed, pack, item, crops (frames of a video), poo
 _MOST_CROPS = 3
 _MOST_FRAMES = 5
 _DEGREES = (1, 2, 3, 4, 8)
+_WINDOW = 4
+"""Patches of a pooled token, some of them outside."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,6 @@ class MockImages:
     patch_dim: int
     image_patch: int
     """Token id of a pooled feature, above the ids of text; the id after it stands around each image."""
-    window: int = 4
-    """Patches of a pooled token, some of them outside."""
     attention: str = "example"
     """--image-attention."""
 
@@ -63,7 +63,7 @@ class MockDecoder:
         """Some frames; each is the same whatever others are asked for."""
         seed, pack, item, count, pooled = _ITEM.unpack(data)
         patches = [np.zeros((0, *self.patch_shape), np.float32)]
-        pooling = [np.zeros((0, self.images.window), np.int64)]
+        pooling = [np.zeros((0, _WINDOW), np.int64)]
         for place, frame in enumerate(frame for frame in frames if frame < count):
             one = self._drawn(np.random.default_rng([seed, pack, item, frame]), 1, pooled)
             patches.append(one[0])
@@ -72,7 +72,7 @@ class MockDecoder:
 
     def _drawn(self, rng: np.random.Generator, crops: int, pooled: int) -> Pixels:
         patches = rng.standard_normal((crops, *self.patch_shape), np.float32)
-        windows = rng.integers(0, crops * self.images.patches_per_crop, (pooled, self.images.window))
+        windows = rng.integers(0, crops * self.images.patches_per_crop, (pooled, _WINDOW))
         outside = rng.random(windows.shape) < 0.2
         outside[:, 0] = False  # a window has at least one patch
         return patches, np.where(outside, -1, windows)

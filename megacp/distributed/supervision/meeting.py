@@ -7,10 +7,12 @@ all-gather, whose group needs the timeout and the world size that are to be comp
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -22,6 +24,8 @@ _FROZEN = 60.0
 """Seconds beyond all deadlines after which a store that answers nothing is given up."""
 _GRACE = 10.0
 """Seconds that other ranks wait longer than rank 0, to hear from it whom it missed."""
+_READING = 5.0
+"""Seconds that rank 0 waits for others to read."""
 
 
 class Meeting:
@@ -71,12 +75,30 @@ class Meeting:
         """Rank 0's value, on every rank."""
         return self.judged(topic, value, lambda values: values[0])
 
-    def heard_by_all(self, topic: str, seconds: float = 5.0) -> None:
-        """Wait, on rank 0, until the others have read a verdict: its process may hold the store that they read."""
+    def heard_by_all(self, topic: str, ranks: int | None = None) -> None:
+        """Wait, on rank 0, until the others (of the first `ranks`) have read a verdict: it may hold the store."""
         if self.store is not None and self.rank == 0:
-            deadline = time.monotonic() + seconds
-            while self.store.add(f"{topic}/read", 0) < self.size - 1 and time.monotonic() < deadline:
+            others = (self.size if ranks is None else ranks) - 1
+            deadline = time.monotonic() + _READING
+            while self.store.add(f"{topic}/read", 0) < others and time.monotonic() < deadline:
                 time.sleep(0.02)
+
+    def end(self, ranks: int) -> None:
+        """This rank needs the store no more; rank 0, which may hold it, waits for the others of the first `ranks`.
+
+        torch prints a page of stack for a rank whose store has gone, also at the end of a good run.
+        """
+        store = self.store
+        if store is None:
+            return
+
+        def say() -> None:
+            if self.rank != 0:
+                store.add("end/read", 1)
+            self.heard_by_all("end", ranks)
+
+        with contextlib.suppress(TimeoutError, dist.DistError):
+            within(2 * _READING, say)
 
     def _values(self, keys: list[str], seconds: float) -> list[str] | None:
         """The values of all keys, None when they are not there in time."""
@@ -96,21 +118,15 @@ def within(seconds: float, action: Callable[[], _T]) -> _T:
 
     A store whose machine is frozen answers no request, and torch's own timeouts do not cover `check` and `set`.
     """
-    outcome: list[tuple[bool, object]] = []
+    outcome: Future[_T] = Future()
 
     def attempt() -> None:
         try:
-            outcome.append((True, action()))
+            outcome.set_result(action())
         except BaseException as error:  # raised again below, in the thread that asked
-            outcome.append((False, error))
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=attempt, name="megacp within", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not outcome:
+    threading.Thread(target=attempt, name="megacp within", daemon=True).start()
+    if not wait([outcome], seconds).done:
         raise TimeoutError(f"no answer within {seconds:g} s")
-    succeeded, value = outcome[0]
-    if not succeeded:
-        assert isinstance(value, BaseException)
-        raise value
-    return value  # type: ignore[return-value]
+    return outcome.result()

@@ -1,8 +1,8 @@
 """A part of the launcher's store that no earlier life of the run has written to.
 
 Key property: after a restart torchrun gives the new ranks the old store, which holds addresses of dead processes under
-the names that new ones look up. (torch 2.13 keeps one store for the life of the agent.) So the ranks first agree on a
-new name, which contains a random word of each rank. Rejected: TORCHELASTIC_RESTART_COUNT as that name, which differs
+the names that new ones look up. In torch 2.13 the agent keeps one store for its life. So the ranks first agree on a new
+name, which contains a random word of each rank. Rejected: TORCHELASTIC_RESTART_COUNT as that name, which differs
 between machines once one of them has failed alone.
 
 A word also says where its process runs and how many ranks it expects. It reveals a rank number that was given twice, a

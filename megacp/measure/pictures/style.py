@@ -61,9 +61,9 @@ def box(axes: Axes, corner: tuple[float, float], size: tuple[float, float], colo
     axes.add_patch(FancyBboxPatch(corner, *size, boxstyle=shape, facecolor=lighter(color, share), edgecolor=color))
 
 
-def arrow(axes: Axes, start: tuple[float, float], stop: tuple[float, float], color: str = GREY) -> None:
-    """A straight arrow."""
-    axes.add_patch(FancyArrowPatch(start, stop, arrowstyle="-|>", mutation_scale=16, color=color, linewidth=1.6))
+def arrow(axes: Axes, start: tuple[float, float], stop: tuple[float, float]) -> None:
+    """A straight grey arrow."""
+    axes.add_patch(FancyArrowPatch(start, stop, arrowstyle="-|>", mutation_scale=16, color=GREY, linewidth=1.6))
 
 
 def link(axes: Axes, start: tuple[float, float], stop: tuple[float, float], color: str, bend: float) -> None:

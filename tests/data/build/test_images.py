@@ -185,10 +185,10 @@ def test_a_shard_holds_so_many_records_that_several_workers_have_work(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build_module, "RECORDS_OF_A_SHARD", 10)
-    assert 3 <= run(corpus, tmp_path / "d", unit_bytes=0).units <= 5
+    assert 3 <= len(run(corpus, tmp_path / "d", unit_bytes=0).results) <= 5
     text = tmp_path / "t.jsonl"
     builds.write_records(text, 40)
-    assert builds.run([text], tmp_path / "t", unit_bytes=0).units == 1  # the rule for text is as it was
+    assert len(builds.run([text], tmp_path / "t", unit_bytes=0).results) == 1  # the rule for text is as it was
 
 
 def test_without_a_crop_budget_only_tokens_count(corpus: Path, tmp_path: Path) -> None:

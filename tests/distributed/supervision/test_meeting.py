@@ -61,6 +61,24 @@ def test_rank_0_leaves_after_the_others_have_read() -> None:
     assert sorted(left) == [0, 1]
 
 
+@pytest.mark.parametrize("absent", [-1, 2], ids=["all ranks", "a spare is not waited for"])
+def test_rank_0_ends_after_the_others(absent: int) -> None:
+    """Would catch a good run that ends with torch's stack of a rank whose store went with rank 0."""
+    ended: list[int] = []
+
+    def action(meeting: Meeting) -> str:
+        if meeting.rank == 1:
+            time.sleep(0.3)
+            ended.append(1)
+        meeting.end(2)
+        ended.append(meeting.rank)
+        return ""
+
+    begin = time.monotonic()
+    at_once(2 if absent < 0 else 3, action, absent=absent)
+    assert ended.index(1) < ended.index(0) and time.monotonic() - begin < 4.0
+
+
 def test_what_takes_too_long_is_left_behind() -> None:
     with pytest.raises(TimeoutError, match=r"no answer within 0\.1 s"):
         within(0.1, lambda: time.sleep(3))
