@@ -27,8 +27,8 @@ PURE_ROOMS = ("megacp/config/", "megacp/planner/", "megacp/data/", "megacp/batch
 GUESTS = ("transformer_engine", "apex")
 MAX_FILES = 14
 FILE_SYSTEM_CALLS = {"os.fsync", "os.replace", "os.rename", "fcntl.lockf", "fcntl.flock", "hashlib.file_digest"}
-CALLED_BY_OTHERS = {"readable", "readinto", "seekable", "find_class"}
-"""Methods that Python's own classes call."""
+CALLED_BY_OTHERS = {"readable", "readinto", "seekable", "find_class", "allocate"}
+"""Methods that classes of Python and torch call."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from megacp.data_parallel.layout import BucketPlan, ParameterSlice, Slot, plan_buckets, slices_of
-from megacp.data_parallel.shards import Shard, ShardedParameters
+from megacp.data_parallel.shards import ParameterShard, ShardedParameters
 from megacp.distributed.collectives import Pending, start_all_gather, start_reduce_scatter
 from megacp.distributed.grid import Axis
 
@@ -78,10 +78,10 @@ class Bucket(FlatParameters):
         taken, self._gradients = self.gradients, None
         return taken
 
-    def shard(self) -> Shard:
+    def shard(self) -> ParameterShard:
         """What this rank updates of it."""
         plan, start = self.plan, self.shard_start
-        return Shard(
+        return ParameterShard(
             values=self.parameter_shard,
             wide=self.wide,
             narrow=plan.dtype,

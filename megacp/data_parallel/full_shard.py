@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from megacp.data_parallel.layout import ParameterSlice
-from megacp.data_parallel.shards import Shard, ShardedParameters
-from megacp.distributed.fully_shard import Unit, local_part, own_parameters
+from megacp.data_parallel.shards import ParameterShard, ShardedParameters
+from megacp.distributed.fully_shard import ShardedModule, local_part, own_parameters
 from megacp.distributed.grid import Axis
 from megacp.distributed.parameter import ParameterSpec, spec_of
 
@@ -72,13 +72,13 @@ class FullShards(ShardedParameters):
         self.shards = []
         self._trained: list[_Held] = []
         self._frozen: list[_Held] = []
-        self._chunks: list[list[Unit]] = []
-        self._units: list[Unit] = []
+        self._chunks: list[list[ShardedModule]] = []
+        self._units: list[ShardedModule] = []
         self._reading: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._gradients: list[torch.Tensor] | None = None
 
     def add(self, module: nn.Module, role: str) -> None:
-        """Shard the parameters of `module` that are in no unit yet, as one unit.
+        """ParameterShard the parameters of `module` that are in no unit yet, as one unit.
 
         An "embedding" needs no parameter in backward. The backward of a "head" follows its forward at once, so nothing
         is freed between. A "chunk" holds the units before it; its own parameters are there for all of its forward.
@@ -88,7 +88,7 @@ class FullShards(ShardedParameters):
         for parameter in before.values():
             if parameter.requires_grad:  # the shard is the master weight
                 parameter.data = parameter.data.to(self.wide)
-        unit = Unit(module, self.axis, self.narrow, self.wide)
+        unit = ShardedModule(module, self.axis, self.narrow, self.wide)
         for name, parameter in own_parameters(module).items():
             spec, shape = specs[name]
             rows = -(-shape[0] // self.axis.size)  # of every rank but the last ones
@@ -111,7 +111,7 @@ class FullShards(ShardedParameters):
     def close(self) -> None:
         """All chunks are built."""
         self.shards = [
-            Shard(
+            ParameterShard(
                 values=held.values,
                 wide=self.wide,
                 narrow=self.narrow,

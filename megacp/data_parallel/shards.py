@@ -18,7 +18,7 @@ from megacp.distributed.grid import Axis, single_axis, split_axis
 
 
 @dataclass(frozen=True)
-class Shard:
+class ParameterShard:
     """What this rank updates of one group of parameters."""
 
     values: torch.Tensor
@@ -42,10 +42,10 @@ class ShardedParameters(ABC):
 
     `axis` spans dp x cp. With several instances each is a group of neighbouring ranks that shards among itself, and the
     instances hold copies. A step is: backwards between `start_backward` and `end_backward`, `finish`, the optimizer,
-    which reads `grad_shard`, writes `Shard.values` and calls `publish`, then `zero`.
+    which reads `grad_shard`, writes `ParameterShard.values` and calls `publish`, then `zero`.
     """
 
-    shards: list[Shard]
+    shards: list[ParameterShard]
     by_schedule = False
     """Whether the actions of the pipeline gather and free the parameters of a chunk."""
 
@@ -90,7 +90,7 @@ class ShardedParameters(ABC):
 
     @abstractmethod
     def grad_shard(self, index: int) -> torch.Tensor:
-        """Summed gradients of a shard, `[n]` in `Shard.wide`; may be changed in place between `finish` and `zero`."""
+        """Summed gradients of a shard, `[n]` in `ParameterShard.wide`; may be changed in place between `finish` and `zero`."""
 
     @abstractmethod
     def zero(self) -> None:

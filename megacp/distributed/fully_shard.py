@@ -75,7 +75,7 @@ class _ReduceScatter(_Buffers):
         reduce_scatter_into(output_tensor, input_tensor, self.axis)
 
 
-class Unit:
+class ShardedModule:
     """A module whose parameters are gathered right before it runs and freed after it."""
 
     def __init__(self, module: nn.Module, axis: Axis, compute: torch.dtype, wide: torch.dtype) -> None:
@@ -109,7 +109,7 @@ class Unit:
         if hasattr(self._module, "set_unshard_in_backward"):
             self._module.set_unshard_in_backward(False)
 
-    def prefetch(self, following: Unit) -> None:
+    def prefetch(self, following: ShardedModule) -> None:
         """Start to gather `following` when this unit begins its forward."""
         self._module.set_modules_to_forward_prefetch([following._module])
 

@@ -15,7 +15,7 @@ import torch
 
 from megacp.config.training import TrainingConfig
 from megacp.data_parallel.layout import ParameterSlice
-from megacp.data_parallel.shards import Shard, ShardedParameters
+from megacp.data_parallel.shards import ParameterShard, ShardedParameters
 from megacp.distributed.grid import Axis
 from megacp.monitor.timers import Phase, unmeasured
 from megacp.optim.adamw import Engine, FlatAdamW, SliceRule
@@ -86,7 +86,7 @@ class ShardedAdamW:
         for shard, master in self._masters():
             shard.values.copy_(master)
 
-    def _masters(self) -> list[tuple[Shard, torch.Tensor]]:
+    def _masters(self) -> list[tuple[ParameterShard, torch.Tensor]]:
         """The shards with master weights of their own."""
         pairs = zip(self.parameters.shards, self._adamw.slices, strict=True)
         return [(shard, master) for shard, master in pairs if master.dtype != shard.values.dtype]
