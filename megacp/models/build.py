@@ -9,9 +9,11 @@ from __future__ import annotations
 from megacp.backends.select import select_backend
 from megacp.config.run import RunConfig
 from megacp.distributed.grid import GridShape, ProcessGrid
+from megacp.models.block import offload_blocks
 from megacp.models.init import initialise
 from megacp.models.language import LanguageModelChunk
 from megacp.pipeline_parallel.partition import partition, stages
+from megacp.planner.memory import offloaded_blocks
 from megacp.planner.vision import run_stage_costs
 
 
@@ -50,4 +52,6 @@ def build_chunks(config: RunConfig, grid: ProcessGrid) -> list[LanguageModelChun
     ]
     for chunk in chunks:
         initialise(chunk, config.training.seed)
+    counts = offloaded_blocks(config, stage_layers(config)[grid.pp.rank])
+    offload_blocks([chunk.blocks for chunk in chunks], counts, grid.device)
     return chunks
