@@ -97,7 +97,7 @@ def assert_same_bits(found: Any, expected: Any) -> None:
 
 @RECOMPUTE
 @pytest.mark.parametrize("values", [{"hidden_dropout": 0.1}, {"qk_layernorm": True, "mlp_chunk_tokens": 20}])
-@pytest.mark.parametrize("asked", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize("asked", [0.5, 4.0])
 def test_training_has_the_same_bits(late: None, recompute: str, values: dict[str, Any], asked: float) -> None:
     """Would catch a tensor of another block or view, a wait left out, and a buffer that is used again too early."""
     steps = [step_batches(3, seed) for seed in (1, 2)]
@@ -282,7 +282,7 @@ V = "num_virtual_stages_per_pipeline_rank"
         ({"tp": 2}, {"recompute_granularity": "selective", "gradient_accumulation_fusion": True}),
         *(({"cp": 2}, {"cp_comm_type": name}) for name in ("p2p", "all_gather", "a2a", "kv_exchange")),
         *(({"pp": 2}, {**TINY, "freeze_text": frozen}) for frozen in (False, True)),
-        ({"cp": 2}, {**TINY, "freeze_vision": True, "recompute_granularity": "full"}),
+        ({"tp": 2}, {**TINY, "freeze_vision": True, "recompute_granularity": "full"}),
     ],
 )
 def test_ranks_have_the_same_bits(shape: dict[str, int], values: dict[str, Any]) -> None:
