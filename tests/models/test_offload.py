@@ -96,8 +96,9 @@ def assert_same_bits(found: Any, expected: Any) -> None:
 
 
 @RECOMPUTE
-@pytest.mark.parametrize("values", [{"hidden_dropout": 0.1}, {"qk_layernorm": True, "mlp_chunk_tokens": 20}])
-@pytest.mark.parametrize("asked", [0.5, 4.0])
+@pytest.mark.parametrize(
+    "values, asked", [({"hidden_dropout": 0.1}, 0.5), ({"qk_layernorm": True, "mlp_chunk_tokens": 20}, 4.0)]
+)
 def test_training_has_the_same_bits(late: None, recompute: str, values: dict[str, Any], asked: float) -> None:
     """Would catch a tensor of another block or view, a wait left out, and a buffer that is used again too early."""
     steps = [step_batches(3, seed) for seed in (1, 2)]
