@@ -32,4 +32,8 @@ class NormMLP(nn.Module):
         self.norm, self.gate_up, self.down = norm, gate_up, down
 
     def forward(self, x: torch.Tensor, remember: Remember) -> torch.Tensor:
-        return self.down(remember(swiglu, self.gate_up(remember(self.norm, x))))
+        return self.down(self.wide(x, remember))
+
+    def wide(self, x: torch.Tensor, remember: Remember) -> torch.Tensor:
+        """What the last product multiplies, `[t, f/tp]`."""
+        return remember(swiglu, self.gate_up(remember(self.norm, x)))

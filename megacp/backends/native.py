@@ -13,6 +13,7 @@ from torch import nn
 
 from megacp.backends.base import AdamW, NormSpec, Tower
 from megacp.backends.composed import NormLinear, NormMLP
+from megacp.backends.tiled import TiledMLP
 from megacp.config.run import RunConfig
 from megacp.context_parallel.attention import TransportOptions, core_attention, select_transport
 from megacp.context_parallel.plan import AttentionPlan
@@ -85,6 +86,9 @@ class NativeBackend:
         kernel = kernel_name(training.attention_kernel, grid.device.type, training.dtype)
         axis = row_axis(grid, parallel)
         self.transport = select_transport(parallel.cp_comm_type, kernel, axis, grid.device, options)
+        self.tile_rows = training.mlp_chunk_tokens
+        if self.sequence_parallel and self.tile_rows:  # each tp rank gathers its part of a tile
+            self.tile_rows = max(1, self.tile_rows // grid.tp.size)
         self._sizes = attention_sizes(config, 0)
         self._told: set[str] = set()
         self._untold: list[str] = []
@@ -99,7 +103,11 @@ class NativeBackend:
         return NormLinear(self.norm(norm), self.column_linear(linear))
 
     def norm_mlp(self, norm: NormSpec, gate_up: LinearSpec, down: LinearSpec) -> nn.Module:
-        return NormMLP(self.norm(norm), self.column_linear(gate_up), self.row_linear(down))
+        return self.tiled(NormMLP(self.norm(norm), self.column_linear(gate_up), self.row_linear(down)))
+
+    def tiled(self, mlp: nn.Module) -> nn.Module:
+        """A `norm_mlp` over tiles of tokens, where `--mlp-chunk-tokens` asks for them."""
+        return TiledMLP(mlp, self.tile_rows, self.precision) if self.tile_rows else mlp
 
     def norm(self, norm: NormSpec, *, over_heads: bool = False) -> nn.Module:
         return RMSNorm(norm, True if over_heads else None, self.options)

@@ -68,6 +68,17 @@ def layer_reasons(
             "--fp8 delayed changes its scales between forward and backward, so --recompute-granularity full would "
             "compute something else again: take none or selective, or --fp8 current or blockwise"
         )
+    if t.fp8 == "delayed" and t.mlp_chunk_tokens > 0:
+        yield (
+            f"--fp8 delayed changes its scales between forward and backward, so --mlp-chunk-tokens "
+            f"{t.mlp_chunk_tokens} would compute something else again: take --fp8 current or blockwise"
+        )
+    sharers = tp if config.parallel.sequence_parallel else 1
+    if t.mlp_chunk_tokens % (FP8_MULTIPLES[t.fp8] * sharers) > 0 and t.fp8 != "off":
+        yield (
+            f"--fp8 {t.fp8} takes --mlp-chunk-tokens that are a multiple of {FP8_MULTIPLES[t.fp8]} on each of "
+            f"{sharers} tp ranks = {FP8_MULTIPLES[t.fp8] * sharers}, got {t.mlp_chunk_tokens}"
+        )
     if narrow := [f"{name} {width}" for name, width in _widths(config) if width % FP8_MULTIPLES[t.fp8]]:
         yield (
             f"--fp8 {t.fp8} takes widths that are multiples of {FP8_MULTIPLES[t.fp8]}, this model has "

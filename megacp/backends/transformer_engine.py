@@ -268,7 +268,8 @@ class TransformerEngineBackend(NativeBackend):
         )
         (fc1, fc1_bias), (fc2, fc2_bias) = column_specs(gate_up, self.options), row_specs(down, self.options)
         specs = {"layer_norm_weight": self._norm_spec(norm), "fc1_weight": fc1, "fc2_weight": fc2}
-        return self._fused(layer, specs | ({"fc1_bias": fc1_bias, "fc2_bias": fc2_bias} if gate_up.bias else {}))
+        specs |= {"fc1_bias": fc1_bias, "fc2_bias": fc2_bias} if gate_up.bias else {}
+        return self.tiled(self._fused(layer, specs))
 
     def _norm_spec(self, norm: NormSpec, partial: bool | None = None) -> ParameterSpec:
         return replicated_spec(f"{norm.name}.weight", (norm.size,), "ones", self.options, partial_over_tp=partial)

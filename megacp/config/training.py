@@ -71,6 +71,16 @@ class TrainingConfig:
     input).
     """
 
+    activation_offload: NotNegative[float] = 0.0
+    """What decoder blocks save for backward waits in (pinned) host memory: of each pipeline stage, this part of its
+    blocks (0.5, rounded up) or this many of them (3; a stage with fewer takes all); 0 keeps all on the device.
+    """
+
+    mlp_chunk_tokens: NotNegative[int] = 0
+    """Tokens of a rank's row over which the MLP of a block runs at a time, computed again in backward: gate, up and
+    SwiGLU exist for so many tokens only; 0 computes the row at once.
+    """
+
     exit_duration: AboveZero[float | None] = None
     """Minutes after which the run saves and stops at the next step, with exit status 3."""
 

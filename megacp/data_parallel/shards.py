@@ -90,7 +90,7 @@ class ShardedParameters(ABC):
 
     @abstractmethod
     def grad_shard(self, index: int) -> torch.Tensor:
-        """Summed gradients of a shard, `[n]` in `ParameterShard.wide`; may be changed in place between `finish` and `zero`."""
+        """Summed gradients of a shard, `[n]`, wide; they may be changed in place between `finish` and `zero`."""
 
     @abstractmethod
     def zero(self) -> None:

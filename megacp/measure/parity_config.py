@@ -270,6 +270,8 @@ def one_process(config: RunConfig, world_size: int) -> RunConfig:
             "context_parallel_size": 1,
             "num_virtual_stages_per_pipeline_rank": 1,
             "recompute_granularity": "none",
+            "activation_offload": 0.0,
+            "mlp_chunk_tokens": 0,
             "attention_kernel": "dense",
             "cp_comm_type": "p2p",
             "cp_layout": "contiguous",
@@ -300,6 +302,7 @@ def named_sizes(name: str, config: RunConfig) -> dict[str, Value]:
         if name.startswith(("vision_num_attention", "connector_num_attention", "vision_ffn", "connector_ffn"))
         and isinstance(value, int)
     }
+    layers = max(_SIZES["num_layers"], _stages(config))
     return {
         **sizes,
         **towers,
@@ -307,8 +310,15 @@ def named_sizes(name: str, config: RunConfig) -> dict[str, Value]:
         "num_query_groups": groups,
         "num_attention_heads": groups * (_SIZES["num_attention_heads"] // _SIZES["num_query_groups"]),
         "ffn_hidden_size": math.lcm(_SIZES["ffn_hidden_size"], tp),
-        "num_layers": max(_SIZES["num_layers"], _stages(config)),
+        "num_layers": layers,
+        "activation_offload": _offload(config, layers),
     }
+
+
+def _offload(config: RunConfig, layers: int) -> float:
+    """`--activation-offload` of a model with so many layers."""
+    blocks = layers // config.parallel.pipeline_model_parallel_size
+    return min(config.training.activation_offload, float(max(1, blocks)))
 
 
 def small_sizes(config: RunConfig) -> dict[str, Value]:
@@ -322,6 +332,7 @@ def small_sizes(config: RunConfig) -> dict[str, Value]:
     }
     sizes: dict[str, Value] = {name: min(getattr(m, name), value) for name, value in least.items()}
     sizes["kv_channels"] = min(m.head_dim, 8)
+    sizes["activation_offload"] = _offload(config, min(m.num_layers, least["num_layers"]))
     return {**sizes, **small_tower(config)} if config.vision.vision_num_layers else sizes
 
 

@@ -113,7 +113,9 @@ def tensor_bytes(config: RunConfig, world_size: int, chunks: Sequence[range], ro
     reduce-scatter and its gather: 2 V; the head a gather and a reduce-scatter: 2 V. Gradients of the norms (and of row
     linears' biases) are partial over tp: one all-reduce of this rank's slice of them. Without sequence parallelism a
     layer has four all-reduces of t h elements, the embedding and the head one each. No norm is partial then, but
-    per-head q/k norms are. The loss exchanges two wide numbers a token with every peer, chunk by chunk: (tp - 1) 2 t w.
+    per-head q/k norms are. With `--mlp-chunk-tokens` the products see tiles: gathered once more in backward (1 V a
+    layer), or one of the MLP's all-reduces for each tile. The loss exchanges two wide numbers a token with every peer,
+    chunk by chunk: (tp - 1) 2 t w.
     """
     model, p = config.model, config.parallel
     tp, size, wide = p.tensor_model_parallel_size, config.training.element_bytes, config.training.accumulation_bytes
@@ -122,14 +124,18 @@ def tensor_bytes(config: RunConfig, world_size: int, chunks: Sequence[range], ro
     layers = sum(len(chunk) for chunk in chunks)
     first = any(chunk.start == 0 for chunk in chunks)
     last = any(chunk.stop == model.num_layers for chunk in chunks)
+    tile = config.training.mlp_chunk_tokens
     total = 0
     for row in rows:
         tokens = row // p.context_parallel_size
         if p.sequence_parallel:
             volume = tokens * model.hidden_size // tp * (tp - 1) * size
-            total += (10 * layers + 2 * first + 2 * last) * volume
+            total += ((10 + (tile > 0)) * layers + 2 * first + 2 * last) * volume
         else:
-            total += (4 * layers + first + last) * all_reduce_bytes(tokens * model.hidden_size, tp, size)
+            whole = all_reduce_bytes(tokens * model.hidden_size, tp, size)
+            tiles = [min(tile, tokens - start) for start in range(0, tokens, tile)] if tile else [tokens]
+            tiled = sum(all_reduce_bytes(rows * model.hidden_size, tp, size) for rows in tiles)
+            total += (2 * layers + first + last) * whole + 2 * layers * tiled
         total += last * (tp - 1) * 2 * tokens * wide
     partial = layers * model.qk_layernorm * 2 * model.head_dim
     if p.sequence_parallel:

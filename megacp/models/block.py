@@ -6,6 +6,7 @@ The body says which values it would remember. The recompute granularity is chose
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from megacp.config.model import ModelConfig
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.models.attention import SelfAttention
 from megacp.models.init import output_std
+from megacp.models.offload import BlockOffload, HostMemory
 from megacp.models.recompute import rerun
 from megacp.ops.dropout import dropout
 from megacp.tensor_parallel.linear import LinearSpec
@@ -49,10 +51,14 @@ class Block(nn.Module):
         )
         self.precision = backend.precision if recompute == "full" else contextlib.nullcontext
         self.run = rerun(self._body, recompute)
+        self.offload: BlockOffload | None = None
+        """Takes what is saved to host memory and back; None leaves it on the device."""
 
     def forward(self, x: torch.Tensor, inputs: BlockInputs) -> torch.Tensor:
         """Run the block under the recompute granularity it was built with."""
-        return self.run(x, inputs)
+        if self.offload is None:
+            return self.run(x, inputs)
+        return self.offload(self.run, x, inputs, (*self.parameters(), *inputs.rotary, inputs.token_names))
 
     def _body(self, x: torch.Tensor, inputs: BlockInputs, remember: Remember) -> torch.Tensor:
         with self.precision():  # the block that is computed again in backward stands in no other context
@@ -64,3 +70,12 @@ class Block(nn.Module):
         # the odd constant spreads keys of neighbouring sites over all 64 bits (SplitMix64)
         key = inputs.key + site * 0x9E3779B97F4A7C15
         return dropout(x, key, inputs.token_names, self.dropout if self.training else 0.0)
+
+
+def offload_blocks(chunks: Sequence[nn.ModuleList], counts: Sequence[int], device: torch.device) -> None:
+    """Let the first `counts[c]` blocks of each chunk keep on the host what they save; they wait longest for it."""
+    memory = HostMemory(device)
+    for blocks, count in zip(chunks, counts, strict=True):
+        for place, block in enumerate(blocks[: count + 1] if count else ()):  # one more, which brings them back
+            assert isinstance(block, Block)
+            block.offload = BlockOffload(memory, travels=place < count, first=place == 0)

@@ -16,10 +16,11 @@ from megacp.data_parallel.full_shard import FullShards
 from megacp.data_parallel.shards import ShardedParameters
 from megacp.distributed.fully_shard import own_parameters
 from megacp.distributed.grid import GridShape, ProcessGrid
+from megacp.models.block import offload_blocks
 from megacp.models.init import initialise
 from megacp.models.language import LanguageModelChunk, Role
 from megacp.pipeline_parallel.partition import partition, stages
-from megacp.planner.memory import loss_chunk_tokens
+from megacp.planner.memory import loss_chunk_tokens, offloaded_blocks
 from megacp.planner.vision import run_stage_costs
 
 
@@ -66,6 +67,8 @@ def build_chunks(config: RunConfig, grid: ProcessGrid, shards: FullShards | None
     ]
     for chunk in chunks if shards is None else ():
         initialise(chunk.parameters(), seed)
+    counts = offloaded_blocks(config, stage_layers(config)[grid.pp.rank])
+    offload_blocks([chunk.blocks for chunk in chunks], counts, grid.device)
     return chunks
 
 

@@ -16,25 +16,27 @@ from torch.utils.checkpoint import checkpoint
 
 Recipe = Callable[[], torch.Tensor]
 Key = tuple[int, torch.Size, tuple[int, ...]]
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+"""What autograd holds instead of a tensor that is saved, and how it becomes the tensor again."""
+HELD: Hooks = (lambda x: x, lambda x: x)
+"""The hooks of tensors that stay where they are."""
 
 
 class Recomputation:
-    """Registers outputs that can be made again; used as `with recomputation.active():` around a block."""
+    """Registers outputs that can be made again; used as `with recomputation.active():` around a block.
 
-    def __init__(self) -> None:
-        self._recipes: dict[Key, Recipe] = {}
+    `hooks` hold all that is saved besides recipes, and what recipes are made from.
+    """
+
+    def __init__(self, hooks: Hooks = HELD) -> None:
+        self._hold, self._give = hooks
+        self._registered: dict[Key, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]] = {}
         self._outputs: list[torch.Tensor] = []
 
     def __call__(self, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
         """`function(*inputs)`, stored by autograd as a recipe wherever the result is an input of something else."""
         output = function(*inputs)
-        kept = [x.detach() for x in inputs]
-
-        def recipe() -> torch.Tensor:
-            with torch.no_grad():
-                return function(*kept)
-
-        self._recipes[self._key(output)] = recipe
+        self._registered[self._key(output)] = function, tuple(x.detach() for x in inputs)
         self._outputs.append(output.detach())  # holds the address until the block is done, so no key is met twice
         return output
 
@@ -43,19 +45,28 @@ class Recomputation:
         """Route autograd's saved tensors through the recipes; forget the recipes at the end of the block."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
-        self._recipes.clear()
+        self._registered.clear()
         self._outputs.clear()
 
     @staticmethod
     def _key(x: torch.Tensor) -> Key:
         return x.data_ptr(), x.shape, x.stride()
 
-    def _pack(self, x: torch.Tensor) -> torch.Tensor | Recipe:
-        return self._recipes.get(self._key(x), x)
+    def _pack(self, x: torch.Tensor) -> Any:
+        registered = self._registered.get(self._key(x))
+        return self._hold(x) if registered is None else self._recipe(*registered)
 
-    @staticmethod
-    def _unpack(stored: torch.Tensor | Recipe) -> torch.Tensor:
-        return stored if isinstance(stored, torch.Tensor) else stored()
+    def _recipe(self, function: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> Recipe:
+        held, give = [self._hold(x) for x in inputs], self._give
+
+        def recipe() -> torch.Tensor:
+            with torch.no_grad():
+                return function(*map(give, held))
+
+        return recipe
+
+    def _unpack(self, stored: Any) -> torch.Tensor:
+        return stored() if callable(stored) else self._give(stored)
 
 
 def keep(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
@@ -66,19 +77,28 @@ def keep(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.
 def rerun(body: Callable[..., torch.Tensor], granularity: str) -> Callable[..., torch.Tensor]:
     """The block `body(*inputs, remember)` under a recompute granularity: `none`, `selective` or `full`.
 
-    Under no_grad nothing is stored anyway, so nothing is recomputed.
+    It takes `hooks` for what it saves. Under no_grad nothing is stored anyway, so nothing is recomputed.
     """
 
     def plain(*inputs: Any) -> torch.Tensor:
         return body(*inputs, keep)
 
-    def selective(*inputs: Any) -> torch.Tensor:
-        recomputation = Recomputation()
+    def none(*inputs: Any, hooks: Hooks | None = None) -> torch.Tensor:
+        with _saving(hooks):
+            return plain(*inputs)
+
+    def selective(*inputs: Any, hooks: Hooks | None = None) -> torch.Tensor:
+        recomputation = Recomputation(hooks or HELD)
         with recomputation.active():
             return body(*inputs, recomputation)
 
-    def full(*inputs: Any) -> torch.Tensor:
-        return checkpoint(plain, *inputs, use_reentrant=False, preserve_rng_state=False)
+    def full(*inputs: Any, hooks: Hooks | None = None) -> torch.Tensor:
+        with _saving(hooks):  # checkpoint's own hooks lie inside: of these it asks for the block's input alone
+            return checkpoint(plain, *inputs, use_reentrant=False, preserve_rng_state=False)
 
-    chosen = {"none": plain, "selective": selective, "full": full}[granularity]
-    return lambda *inputs: chosen(*inputs) if torch.is_grad_enabled() else plain(*inputs)
+    chosen = {"none": none, "selective": selective, "full": full}[granularity]
+    return lambda *inputs, **hooks: chosen(*inputs, **hooks) if torch.is_grad_enabled() else plain(*inputs)
+
+
+def _saving(hooks: Hooks | None) -> contextlib.AbstractContextManager[Any]:
+    return torch.autograd.graph.saved_tensors_hooks(*hooks) if hooks else contextlib.nullcontext()

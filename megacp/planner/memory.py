@@ -16,9 +16,11 @@ heads, g query groups, d head width; tp' is tp with sequence parallelism, else 1
 
 "Wide" is fp32, float64 in a float64 model. There is no S x S term: attention saves the log-sum-exp per row
 (FlashAttention). `selective` computes the outputs of the norms and of SwiGLU again; `full` keeps one input per block,
-and one block's activations while its backward runs. A pipeline stage holds the activations of every microbatch in
-flight: stages - stage under 1F1B (Narayanan et al. 2021), 2 (stages - stage - 1) + (chunks - 1) stages + 1 chunks when
-interleaved.
+and one block's activations while its backward runs. `--mlp-chunk-tokens` leaves of the MLP its input alone, and the
+norm's output, gate, up and SwiGLU of one tile while its backward runs. A pipeline stage holds the activations of every
+microbatch in flight: stages - stage under 1F1B (Narayanan et al. 2021), 2 (stages - stage - 1) + (chunks - 1) stages +
+1 chunks when interleaved. Blocks of `--activation-offload` keep all of this on the host, except for the input that a
+pipeline holds; on the device are two of them: one at work, and one on its way.
 
 The estimate leaves out the framework itself, kernels' scratch space, fragmentation and messages in flight.
 """
@@ -26,6 +28,7 @@ The estimate leaves out the framework itself, kernels' scratch space, fragmentat
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,11 +55,13 @@ class RankMemory:
     """Working space of one layer's attention with its exchange of keys and values over cp."""
     head: int
     """Logits or their gradient for a chunk of tokens, and the final norm; only on the last stage."""
+    host: int = 0
+    """Activations that wait in host memory; no part of the total."""
 
     @property
     def total(self) -> int:
-        """Sum of all terms."""
-        return sum(dataclasses.astuple(self))
+        """Sum of all terms on the device."""
+        return sum(dataclasses.astuple(self)) - self.host
 
 
 def stage_parameters(config: RunConfig, stage: int, chunks: Sequence[range], *, trained: bool = False) -> int:
@@ -101,11 +106,42 @@ def in_flight_rows(config: RunConfig, world_size: int) -> int:
     return min(held if chunks == 1 else 2 * config.parallel.pipeline_model_parallel_size, microbatches)
 
 
+def residual_elements(config: RunConfig) -> int:
+    """Elements of a block's input on one rank."""
+    p = config.parallel
+    sharers = p.tensor_model_parallel_size if p.sequence_parallel else 1
+    return tokens_per_rank(config) * config.model.hidden_size // sharers
+
+
+def tile_work(config: RunConfig) -> int:
+    """Bytes of one tile of the MLP while its backward runs; 0 where the MLP runs over the row at once."""
+    model, p, t = config.model, config.parallel, config.training
+    tp = p.tensor_model_parallel_size
+    tokens = min(t.mlp_chunk_tokens, tokens_per_rank(config))
+    rows = tokens // (tp if p.sequence_parallel else 1)
+    elements = rows * model.hidden_size + 3 * tokens * model.ffn_hidden_size // tp
+    return elements * t.element_bytes + rows * t.accumulation_bytes
+
+
+def offloaded_blocks(config: RunConfig, chunks: Sequence[range]) -> list[int]:
+    """Blocks of each chunk of a stage that keep on the host what they save, by `--activation-offload`.
+
+    A part of the stage's blocks is rounded up; the chunks share them evenly, earlier ones first.
+    """
+    asked, blocks = config.training.activation_offload, sum(map(len, chunks))
+    wanted = min(blocks, math.ceil(asked * blocks - 1e-9) if asked < 1 else int(asked))
+    counts = []
+    for layers in chunks:
+        counts.append(-(-wanted * len(layers) // blocks))
+        wanted, blocks = wanted - counts[-1], blocks - len(layers)
+    return counts
+
+
 def layer_activations(config: RunConfig, granularity: str) -> int:
     """Bytes one layer keeps for the backward of one microbatch on one rank, under a recompute granularity."""
     model, p = config.model, config.parallel
     tp, size, tokens = p.tensor_model_parallel_size, config.training.element_bytes, tokens_per_rank(config)
-    residual = tokens * model.hidden_size // (tp if p.sequence_parallel else 1)
+    residual = residual_elements(config)
     if granularity == "full":
         return residual * size
     heads, groups, head_dim = model.num_attention_heads, model.query_groups, model.head_dim
@@ -114,12 +150,13 @@ def layer_activations(config: RunConfig, granularity: str) -> int:
     sharded = (fused + 2 * heads + groups) * head_dim  # and rotated q and k, and the output
     sharded += int((key_value_share(config) - 1) * 2 * groups * head_dim)
     sharded += heads * head_dim if heads_group(config) > 1 else 0  # the output on both sides of the swap
-    sharded += (3 if cheap else 2) * model.ffn_hidden_size
+    tiled = config.training.mlp_chunk_tokens > 0
+    sharded += (3 if cheap else 2) * model.ffn_hidden_size * (not tiled)
     wide_heads = heads + model.qk_layernorm * (heads + groups)
     rows = residual // model.hidden_size
     dropout_masks = 2 * residual if model.hidden_dropout > 0 else 0
-    elements = (4 if cheap else 2) * residual + tokens * sharded // tp
-    wide_elements = 2 * rows + tokens * wide_heads // tp
+    elements = (4 - tiled if cheap else 2) * residual + tokens * sharded // tp
+    wide_elements = (2 - tiled) * rows + tokens * wide_heads // tp
     return elements * size + wide_elements * config.training.accumulation_bytes + dropout_masks
 
 
@@ -230,9 +267,11 @@ def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_s
     parameters, trained = (stage_parameters(config, stage, chunks, trained=only) for only in (False, True))
     shards = config.data_parallel_size(world_size) * p.context_parallel_size
     state = 2 * wide + (wide if config.training.dtype == "bfloat16" else 0)
-    largest = max(len(layers) for layers in chunks)
-    held = in_flight(config, stage, world_size)
-    activations = held * largest * layer_activations(config, granularity)
+    held, layer = in_flight(config, stage, world_size), layer_activations(config, granularity)
+    counts = offloaded_blocks(config, chunks)
+    staying = max(len(layers) - count for layers, count in zip(chunks, counts, strict=True))
+    received = residual_elements(config) * size if any(counts) and (stage, len(chunks)) != (0, 1) else 0
+    activations = held * (staying * layer + received) + min(2, max(counts)) * layer + tile_work(config)
     if granularity != "none":
         activations += layer_activations(config, "none") - layer_activations(config, granularity)
     if stage == 0:
@@ -246,4 +285,5 @@ def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_s
         activations=activations,
         attention=attention_work(config),
         head=head_work(config) if last else 0,
+        host=held * (max(counts) * layer - received),
     )

@@ -145,11 +145,12 @@ def _stages(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]
 
 
 def _memory(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]]) -> str:
-    names = [field.name for field in dataclasses.fields(memory.RankMemory)]
-    rows = [["stage", *names, "total"]]
+    names = [field.name for field in dataclasses.fields(memory.RankMemory) if field.name != "host"]
+    names += ["total"] + ["host"] * (config.training.activation_offload > 0)
+    rows = [["stage", *names]]
     for stage, chunks in enumerate(stages):
         terms = memory.stage_memory(config, stage, chunks, world_size)
-        rows.append([str(stage), *(human_bytes(getattr(terms, name)) for name in names), human_bytes(terms.total)])
+        rows.append([str(stage), *(human_bytes(getattr(terms, name)) for name in names)])
     return _section(f"Memory of one rank (estimate; recompute {config.training.recompute_granularity})", rows)
 
 

@@ -214,6 +214,23 @@ class RowParallelLinear(nn.Module):
         y = reduce_scatter_to(y, self.options.tp) if self.options.sequence_parallel else reduce_from(y, self.options.tp)
         return y if self.bias is None else y + self.bias
 
+    def gradients(
+        self, x: torch.Tensor, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[nn.Parameter, torch.Tensor | None]]:
+        """`dx[t, f/tp]`, and those of trained parameters (None: added to its bucket), without a forward.
+
+        `grad` is that of the result: neither the product nor its reduction is needed to walk back through them.
+        """
+        found: dict[nn.Parameter, torch.Tensor | None] = {}
+        with torch.no_grad():
+            if self.bias is not None and self.bias.requires_grad:
+                found[self.bias] = grad.sum(0)
+            if self.options.sequence_parallel:
+                grad = collectives.all_gather(grad, self.options.tp)  # [t/tp, h] -> [t, h]
+            if self.weight.requires_grad:
+                found[self.weight] = _take_gradient(self.weight, grad, x, self.options.add_gradient)
+            return grad @ self.weight, found
+
 
 def replicated_spec(
     name: str,

@@ -117,6 +117,7 @@ def TransformerEngineBackend_for(config: RunConfig, here: Any) -> TransformerEng
 SELECTIVE, FULL = {"recompute_granularity": "selective"}, {"recompute_granularity": "full"}
 BIASES = {"add_attention_output_bias": True, "add_mlp_bias": True}
 REPLICATED = {**BIASES, "sequence_parallel": False}
+TILED = {"mlp_chunk_tokens": 24}
 CASES = [
     ({}, {}, "packed"),
     ({}, SELECTIVE, "packed"),
@@ -134,6 +135,10 @@ CASES = [
     ({}, {**TINY, "freeze_text": True}, "images"),
     ({"tp": 2}, {**TINY, **BIASES, "freeze_text": True}, "images"),
     ({"tp": 2}, {**TINY, **BIASES, **FULL, "freeze_text": True}, "images"),
+    ({}, {**BIASES, **TILED, "activation_offload": 0.5}, "packed"),
+    ({"tp": 2}, {**BIASES, **FULL, **TILED, "activation_offload": 1.0}, "packed"),
+    ({"tp": 2}, {**REPLICATED, **SELECTIVE, **TILED}, "packed"),
+    ({"tp": 2}, {**TINY, **BIASES, **TILED, "freeze_text": True}, "images"),
 ]
 FUSED = Counter({"LayerNormLinear": 1, "LayerNormMLP": 1, "Linear": 1, "RMSNorm": 2})
 """Of a block with q/k norms: the linear is the attention's output."""

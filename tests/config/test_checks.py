@@ -83,6 +83,13 @@ CONTRADICTIONS = [
         1,
         ["--lr-wsd-decay-iters 95", "--lr-warmup-iters 10", "step 100", "at most 90"],
     ),
+    ({"activation_offload": 1.5}, 1, ["--activation-offload 1.5", "use 1 or 2"]),
+    ({"activation_offload": 5.0}, 1, ["--activation-offload 5", "--num-layers 4", "at most 4"]),
+    (
+        {"activation_offload": 3.0, PP: 2},
+        2,
+        ["--activation-offload 3", "2 stages are 6", "at most 2"],
+    ),
     ({"save_interval": 5}, 1, ["--save-interval 5", "--save,"]),
     ({"keep_last": 2, "async_save": True}, 1, ["--keep-last 2, --async-save needs --save,"]),
     ({"auto_resume": True}, 1, ["--auto-resume needs --save,"]),

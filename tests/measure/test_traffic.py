@@ -50,6 +50,8 @@ def assert_equal(measures: list[StepMeasure]) -> None:
         {TP: 2, "sequence_parallel": False, "qk_layernorm": True},
         {TP: 2, "cross_entropy_chunk_tokens": 7},
         {TP: 2, "sequence_parallel": False, "cross_entropy_chunk_tokens": 24},
+        {TP: 2, "mlp_chunk_tokens": 24, "activation_offload": 0.5},
+        {TP: 2, "sequence_parallel": False, "mlp_chunk_tokens": 24, "recompute_granularity": "selective"},
         {CP: 2},
         {CP: 2, "cp_comm_type": "all_gather", "dtype": "bfloat16", "recompute_granularity": "selective"},
         {CP: 2, "cp_comm_type": "a2a", "num_query_groups": 1, "dtype": "bfloat16"},

@@ -50,7 +50,14 @@ def kept_storages(found: dict[int, int]):
 @pytest.mark.parametrize("granularity", ["none", "selective", "full"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize(
-    "values", [{}, {"qk_layernorm": True}, {"num_query_groups": 2, "kv_channels": 48}, {"hidden_dropout": 0.1}]
+    "values",
+    [
+        {},
+        {"qk_layernorm": True},
+        {"num_query_groups": 2, "kv_channels": 48},
+        {"hidden_dropout": 0.1},
+        {"mlp_chunk_tokens": 20},
+    ],
 )
 def test_activations_equal_what_a_real_block_keeps(granularity: str, dtype: str, values: dict) -> None:
     """Would catch an estimate that drifts from the code: a tensor more or less per layer shows at once."""
@@ -191,6 +198,42 @@ def test_auto_is_planned_as_the_kernel_that_a_gpu_takes() -> None:
     assert flex - flash == 2 * 1024 * config_of().model.hidden_size * (4 + 4)
 
 
-def test_the_total_is_the_sum_of_the_terms() -> None:
-    """Would catch a term that is shown but not added."""
-    assert memory.RankMemory(1, 2, 4, 8, 16, 32).total == 63
+def test_offloaded_blocks_leave_two_of_them_on_the_device() -> None:
+    """Would catch bytes that are planned on both sides or on neither, and microbatches in flight forgotten."""
+    layer = memory.layer_activations(config_of(), "none")
+    for asked, count in ((0.5, 4), (3.0, 3), (1.0, 1), (0.99, 8)):
+        terms = stage(config_of(activation_offload=asked), 1)
+        assert terms.activations == (8 - count + min(count, 2)) * layer and terms.host == count * layer
+    received = 1024 * 256 * 4
+    first, last = (stage(config_of(**{PP: 2, "activation_offload": 0.5}), 2, index) for index in (0, 1))
+    assert (first.host, first.activations) == (2 * 2 * layer, (2 * 2 + 2) * layer)
+    assert (last.host, last.activations) == (2 * layer - received, 4 * layer + received)
+
+
+@pytest.mark.parametrize(
+    ("asked", "chunks", "expected"),
+    [
+        (0.5, [range(3)], [2]),
+        (0.1, [range(30)], [3]),
+        (3.0, [range(0, 4), range(8, 12)], [2, 1]),
+        (5.0, [range(3)], [3]),
+        (0.0, [range(3), range(4, 6)], [0, 0]),
+    ],
+)
+def test_chunks_of_a_stage_share_its_offloaded_blocks(asked: float, chunks: list[range], expected: list[int]) -> None:
+    """Would catch a part that rounding makes one block more, and a chunk that offloads them all."""
+    assert memory.offloaded_blocks(config_of(activation_offload=asked), chunks) == expected
+
+
+def test_a_tile_of_the_mlp_costs_as_many_tokens_on_any_tp() -> None:
+    """Would catch a tile that grows with tp, which shares its columns and gathers its rows."""
+    one, tp4 = (memory.tile_work(config_of(**{TP: tp, "mlp_chunk_tokens": 64})) for tp in (1, 4))
+    assert one == (64 * 256 + 3 * 64 * config_of().model.ffn_hidden_size) * 4 + 64 * 4 == 4 * tp4
+    assert memory.tile_work(config_of(mlp_chunk_tokens=5000)) == 16 * one
+    plain, tiled = (stage(config_of(mlp_chunk_tokens=tile), 1) for tile in (0, 64))
+    assert tiled.activations - one < plain.activations / 1.5
+
+
+def test_the_total_is_the_sum_of_the_terms_on_the_device() -> None:
+    """Would catch a term that is shown but not added, and host memory taken for the device's."""
+    assert memory.RankMemory(1, 2, 4, 8, 16, 32, 64).total == 63

@@ -60,6 +60,15 @@ def test_four_thousand_ranks_fit_on_a_screen() -> None:
     assert any(line.startswith("63 63, 127 norm, head ") for line in lines)
 
 
+def test_host_memory_stands_behind_the_total_where_a_run_asks_for_it() -> None:
+    """Would catch host bytes in the device's total, and a column of zeros in every other run."""
+    stages = [[range(0, 2)], [range(2, 4)]]
+    plain, moved = (describe(small(activation_offload=asked), 8, stages) for asked in (0.0, 0.5))
+    assert "host" not in plain
+    (head,) = [line.split() for line in moved.splitlines() if "optimizer" in line]
+    assert head[-2:] == ["total", "host"]
+
+
 def test_an_unknown_vocabulary_is_said() -> None:
     """Would catch a memory table that silently leaves the embedding out."""
     assert "--vocab-size is 0" in describe(small(vocab_size=0), 8, [[range(0, 3)], [range(3, 4)]])

@@ -206,26 +206,31 @@ def test_the_one_process_is_dense_and_plain_and_the_grid_is_not_touched() -> Non
     """Would catch a reference that shares the code path under test."""
     values = {"context_parallel_size": 2, "pipeline_model_parallel_size": 2, "recompute_granularity": "full"}
     values["num_virtual_stages_per_pipeline_rank"] = 2
-    setup = prepare(with_values(RunConfig(), values), ParityRequest(frozenset(), mask="mixed"))
+    options = {"activation_offload": 0.5, "mlp_chunk_tokens": 100}
+    setup = prepare(with_values(RunConfig(), values | options), ParityRequest(frozenset(), mask="mixed"))
     assert setup.world_size == 4
     assert {name: getattr(setup.config.parallel, name) for name in values if name != "recompute_granularity"} == {
         name: value for name, value in values.items() if name != "recompute_granularity"
     }
     assert setup.reference.training.attention_kernel == "dense"
     assert setup.reference.training.recompute_granularity == "none"
+    assert {name: getattr(setup.reference.training, name) for name in options} == dict.fromkeys(options, 0)
     assert setup.reference.model_ranks == setup.reference.parallel.num_virtual_stages_per_pipeline_rank == 1
     assert setup.reference.model == setup.config.model
 
 
 def test_a_huge_model_is_made_small_and_refused_only_where_flags_keep_it_huge() -> None:
     """Would catch a check that fills the memory of the machine, also by its vision tower, and one nobody can run."""
-    huge = with_values(RunConfig(), {"hidden_size": 8192, "num_layers": 80, "vocab_size": 128_000})
+    huge = with_values(
+        RunConfig(), {"hidden_size": 8192, "num_layers": 80, "vocab_size": 128_000, "activation_offload": 40.0}
+    )
     for sizes in ({"hidden_size", "num_layers"}, {"hidden_size", "num_layers", "vocab_size", "ffn_hidden_size"}):
         with pytest.raises(ValueError, match=f"at most {MAX_PARAMETERS / 1e6:.1f} M"):
             prepare(huge, ParityRequest(frozenset(sizes), has_config=True))
     assert prepare(huge, ParityRequest(frozenset(), has_config=True, model="tiny_llm")).config.model.num_layers == 4
     small = prepare(huge, ParityRequest(frozenset(), has_config=True))
     assert small.config.model.hidden_size == 64 and "--hidden-size 64 instead of 8192" in small.notes[0]
+    assert small.config.training.activation_offload == small.config.model.num_layers
 
 
 @pytest.mark.parametrize("model", [None, "tiny_llm"])

@@ -56,3 +56,22 @@ def test_bfloat16_on_a_gpu_stays_near_float64() -> None:
     losses, _ = train("cuda", dtype="bfloat16")
     expected, _ = train("cpu", dtype="float64")
     assert losses == pytest.approx(expected, rel=2e-2)  # 8 bits of mantissa over two layers
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_activations_on_the_host_change_no_bit(recompute: str) -> None:
+    """Would catch a copy that is read before it is done, and memory that is used again under a copy."""
+    sizes = {"num_layers": 6, "hidden_size": 256, "ffn_hidden_size": 1024, "seq_length": 2048}
+    plain = train("cuda", **sizes, recompute_granularity=recompute)
+    moved = train("cuda", **sizes, recompute_granularity=recompute, activation_offload=0.9)
+    assert moved[0] == plain[0]
+    for actual, reference in zip(moved[1], plain[1], strict=True):
+        np.testing.assert_array_equal(actual, reference)
+
+
+def test_an_mlp_over_tiles_trains_like_the_whole_row_on_a_gpu() -> None:
+    losses, parameters = train("cuda", dtype="float64", mlp_chunk_tokens=48)
+    expected_losses, expected = train("cuda", dtype="float64")
+    assert losses == pytest.approx(expected_losses, rel=1e-10)
+    for actual, reference in zip(parameters, expected, strict=True):
+        np.testing.assert_allclose(actual, reference, rtol=1e-5, atol=1e-7)  # compared after rounding to float32

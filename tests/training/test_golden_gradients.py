@@ -76,6 +76,8 @@ def cases_of(shape: Shape, count: int) -> list[tuple[str, Values, Values]]:
             "attention_kernel": ("flash", "math")[bits[3]],
             "data_parallel_sharding_strategy": STRATEGIES[(2 * number + start) % 3],
             "num_distributed_optimizer_instances": 2 if shape["dp"] > 1 and number % 2 else 1,
+            "activation_offload": (0.5, 0.0, 1.0)[(number // 2 + start) % 3],
+            "mlp_chunk_tokens": (7, 0, 100)[(number + start // 3) % 3],
         }
         cases.append((name, {"num_layers": layers, "num_query_groups": groups, "num_attention_heads": 8}, options))
     return cases
@@ -166,6 +168,8 @@ def test_the_design_covers_every_option_on_every_axis_it_acts_on() -> None:
         "cp_layout": LAYOUTS,
         "attention_kernel": ("flash", "math"),
         "data_parallel_sharding_strategy": STRATEGIES,
+        "activation_offload": (0.0, 0.5, 1.0),
+        "mlp_chunk_tokens": (0, 7, 100),
     }
     for axis, (option, values) in itertools.product(("dp", "tp", "pp", "cp"), wanted.items()):
         met = {options[option] for shape, (_, _, options) in cases if shape[axis] > 1}

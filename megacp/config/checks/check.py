@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from megacp.config.checks.activations import activation_reasons
 from megacp.config.checks.checkpoint import checkpoint_reasons, folder_reasons
 from megacp.config.checks.context import context_reasons, packs_in_a_row
 from megacp.config.checks.health import health_reasons, profile_reasons
@@ -129,6 +130,7 @@ SECTIONS = (
     _rows,
     _schedule,
     _validation,
+    activation_reasons,
     folder_reasons,
     checkpoint_reasons,
     context_reasons,

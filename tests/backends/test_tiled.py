@@ -1,0 +1,202 @@
+"""The MLP over tiles of tokens: the same gradients, each tile once, no more products and messages than it needs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megacp.backends.native import NativeBackend
+from megacp.backends.tiled import TiledMLP
+from megacp.config.run import RunConfig, with_values
+from megacp.context_parallel.plan import AttentionPlan
+from megacp.models.block import Block, BlockInputs
+from megacp.ops.mask import Metadata
+from megacp.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
+from megacp.tensor_parallel import linear
+from megacp.training.step import ParallelModel
+from tests.ranks import grid, run_ranks
+from tests.reference.training import config_of, step_batches
+
+HIDDEN, FFN = 16, 24
+
+
+def block_of(tile: int, recompute: str = "none", **values: Any) -> Block:
+    """A block with the same weights for any tile."""
+    sizes = {"hidden_size": HIDDEN, "ffn_hidden_size": FFN, "num_attention_heads": 2, "dtype": "float64"}
+    config = with_values(RunConfig(), {**sizes, "add_mlp_bias": True, "mlp_chunk_tokens": tile, **values})
+    block = Block(0, config.model, NativeBackend(grid(), config), recompute)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    return block
+
+
+def run(block: Block, tokens: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The result of the MLP alone or of the block, and the gradients of the input and of all parameters."""
+    places, zeros = np.arange(tokens), np.zeros(tokens, np.int32)
+    plan = AttentionPlan(places[None], Metadata(zeros, zeros, zeros, places), 0)
+    rotary = cos_sin(torch.arange(tokens), inverse_frequencies(HIDDEN // 2, 1e4, RotaryScaling()), torch.float64)
+    x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    out = block(x, BlockInputs(plan, rotary, torch.arange(tokens), 1))
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return out, list(torch.autograd.grad((out * weights).sum(), [x, *block.parameters()]))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("tile", [1, 5, 12, 100])
+def test_any_tile_gives_the_gradients_of_the_whole_row(tile: int, dropout: float, recompute: str) -> None:
+    """Would catch a tile left out or counted twice, and a last tile that is cut short. Sums in another order: 1e-12."""
+    expected_out, expected = run(block_of(0, hidden_dropout=dropout), 12)
+    out, found = run(block_of(tile, recompute, hidden_dropout=dropout), 12)
+    torch.testing.assert_close(out, expected_out, rtol=1e-12, atol=1e-12)
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+def mlp_of(tile: int, **values: Any) -> torch.nn.Module:
+    return block_of(tile, **values).mlp
+
+
+def test_a_rank_without_tokens_has_one_empty_tile() -> None:
+    """Would catch a call that other tp ranks make alone, and gradients that are missing."""
+    mlp = mlp_of(4)
+    calls: list[int] = []
+    mlp.mlp.gate_up.register_forward_hook(lambda module, inputs, out: calls.append(len(out)))
+    x = torch.zeros(0, HIDDEN, dtype=torch.float64, requires_grad=True)
+    out = mlp(x, None)
+    gradients = torch.autograd.grad(out.sum(), [x, *mlp.parameters()])
+    assert calls == [0, 0] and out.shape == x.shape
+    assert all(not gradient.any() for gradient in gradients)
+
+
+def test_a_frozen_mlp_passes_the_gradient_of_its_input() -> None:
+    """Would catch a gradient that stops, or weights that get one."""
+    found = []
+    for tile in (0, 5):
+        mlp = mlp_of(tile).requires_grad_(False)
+        x = torch.linspace(-1, 1, 12 * HIDDEN, dtype=torch.float64).view(12, HIDDEN).requires_grad_()
+        mlp(x, lambda function, *inputs: function(*inputs)).square().sum().backward()
+        assert all(parameter.grad is None for parameter in mlp.parameters())
+        found.append(x.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
+def test_without_a_graph_the_tiles_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = products(monkeypatch)
+    with torch.no_grad():
+        mlp_of(5)(torch.zeros(12, HIDDEN, dtype=torch.float64), None)
+    assert calls == {(5, 2 * FFN): 2, (2, 2 * FFN): 1, (5, HIDDEN): 2, (2, HIDDEN): 1}
+
+
+def products(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
+    """Counts products of linears by the shape of their result."""
+    counts: Counter[tuple[int, int]] = Counter()
+    whole = linear.product
+
+    def counted(*inputs: Any) -> torch.Tensor:
+        y = whole(*inputs)
+        counts[tuple(y.shape)] += 1
+        return y
+
+    monkeypatch.setattr(linear, "product", counted)
+    return counts
+
+
+@pytest.mark.parametrize("recompute, dropout, times", [("none", 0.0, 2), ("full", 0.0, 2), ("full", 0.2, 3)])
+def test_a_tile_is_computed_twice_and_its_last_product_once(
+    monkeypatch: pytest.MonkeyPatch, recompute: str, dropout: float, times: int
+) -> None:
+    """Would catch three runs under full recomputation (dropout behind the MLP does ask for them)."""
+    block = block_of(4, recompute, hidden_dropout=dropout)
+    counts = products(monkeypatch)
+    run(block, 12)
+    assert counts[4, 2 * FFN] == 3 * times
+    assert counts[4, HIDDEN] == 3 * (times - 1)
+
+
+class Widest(TorchDispatchMode):
+    """Bytes of the tensors alive, as the operations make them; the most of them at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: list[tuple[StorageWeakRef, int]] = []
+        self.most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor):
+                self._meet(x.untyped_storage())
+        return out
+
+    def _meet(self, storage: torch.UntypedStorage) -> None:
+        self.known = [entry for entry in self.known if not entry[0].expired()]
+        if all(entry[0].cdata != storage._cdata for entry in self.known):
+            self.known.append((StorageWeakRef(storage), storage.nbytes()))
+        self.most = max(self.most, sum(size for _, size in self.known))
+
+
+def test_the_most_bytes_at_once_fall_to_those_of_a_tile() -> None:
+    """Would catch tiles whose activations wait for each other, in forward or in backward."""
+    tokens, most = 512, []
+    for tile in (0, 16):
+        mlp = mlp_of(tile, ffn_hidden_size=16 * HIDDEN)
+        x = torch.ones(tokens, HIDDEN, dtype=torch.float64, requires_grad=True)
+        with Widest() as widest:
+            mlp(x, lambda function, *inputs: function(*inputs)).sum().backward()
+        most.append(widest.most)
+    row, wide = tokens * HIDDEN * 8, 16 * HIDDEN * 8
+    weights = 3 * 16 * HIDDEN * HIDDEN * 8
+    assert most[0] > 5 * tokens * wide  # gate, up, SwiGLU and their gradients
+    assert most[1] < 6 * row + 3 * weights + 10 * 16 * wide
+
+
+def gradients(rank: int, world: int, shape: dict[str, int], values: dict[str, Any], tile: int) -> list[np.ndarray]:
+    """Summed gradients of two microbatches, this rank's slices."""
+    config = config_of({"attention_kernel": "flash", **values, "mlp_chunk_tokens": tile}, shape)
+    model = ParallelModel(config, grid(**shape))
+    batches = step_batches(2, 1)
+    model.gradients(batches, 1, sum(batch.weight_sum for batch in batches))
+    return [model.buckets.grad_shard(i).numpy().copy() for i in range(len(model.buckets.buckets))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    "shape, values",
+    [({"dp": 2}, {}), ({"tp": 2}, {"add_mlp_bias": True}), ({"tp": 2}, {"sequence_parallel": False}), ({"pp": 2}, {})],
+)
+def test_gradients_reach_the_buckets_once_and_whole(shape: dict[str, int], values: dict[str, Any], fused: bool) -> None:
+    """Would catch a bucket that is reduced after the first tile, and a fused gradient that autograd gets too."""
+    values = {**values, "ddp_bucket_size": 2000, "gradient_accumulation_fusion": fused}
+    plain = run_ranks(gradients, 2, shape, values, 0)
+    tiled = run_ranks(gradients, 2, shape, values, 10)
+    for expected, found in zip(plain, tiled, strict=True):
+        for a, b in zip(expected, found, strict=True):
+            np.testing.assert_allclose(b, a, rtol=1e-12, atol=1e-14)
+
+
+def test_weight_gradients_of_halves_are_summed_in_float32() -> None:
+    """Would catch a sum over tiles in bfloat16, in which many small parts vanish."""
+    mlp = TiledMLP(_Scale(), 1, contextlib.nullcontext)
+    x = torch.full((1024, 1), 1.0, dtype=torch.bfloat16)
+    out = mlp(x, None)
+    out.backward(torch.ones_like(out))
+    assert mlp.mlp.weight.grad.item() == 1024
+
+
+class _Scale(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor, remember: Any) -> torch.Tensor:
+        return x * self.weight
