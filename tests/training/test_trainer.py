@@ -258,9 +258,10 @@ def test_torchrun_stops_on_sigterm_saves_and_resumes_on_another_grid(
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     flags = [*TINY, "--save", str(tmp_path), "--lr-decay-iters", "100000"]
     endless = [*launcher, "-m", "megacp.train", *flags, *grid_flags(tp=2), "--train-iters", "100000"]
+    endless += ["--exit-duration", "5"]  # ranks outlive a launcher that is killed
     first = subprocess.Popen(endless, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True)
     try:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 200
         while not (tmp_path / "log.jsonl").exists() or len(losses(tmp_path)) < 3:
             assert time.monotonic() < deadline and first.poll() is None
             time.sleep(0.1)
@@ -268,6 +269,7 @@ def test_torchrun_stops_on_sigterm_saves_and_resumes_on_another_grid(
         output, _ = first.communicate(timeout=60)
     finally:
         first.kill()
+        first.communicate()
     assert "stopped on request after step" in output
     done = max(losses(tmp_path))
     assert main([*flags, "--load", str(tmp_path), "--train-iters", str(done + 2)]) == 0
