@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megacp.models.language import LanguageModelChunk
+from megacp.models.head import OutputHead
 from megacp.train import main
 from megacp.training.step import ParallelModel, StepResult
 from tests.training.runs import train_on_rank
@@ -26,7 +26,7 @@ SICKNESSES = ("nan loss", "nan loss once", "nan weight", "spike")
 @contextmanager
 def sick(sickness: str, here: bool, steps: Sequence[int]) -> Iterator[None]:
     """`steps`, where `here`: their losses are NaN or 1000 times themselves, or a weight becomes NaN after the first."""
-    real_loss, real_train = LanguageModelChunk.loss, ParallelModel.train
+    real_loss, real_train = OutputHead.forward, ParallelModel.train
     now = {"step": 0}
 
     def loss(*arguments: Any) -> torch.Tensor:
@@ -40,15 +40,14 @@ def sick(sickness: str, here: bool, steps: Sequence[int]) -> Iterator[None]:
         result = real_train(self, batches, step, *rest)
         if here and sickness == "nan weight" and step == steps[0]:
             self.parameters.buckets[0].parameter_shard[0] = math.nan
-            for bucket, master in self.optimizer._masters():
-                master.copy_(bucket.parameter_shard)
+            self.optimizer.reset_masters()
         return result
 
-    LanguageModelChunk.loss, ParallelModel.train = loss, train  # type: ignore[method-assign]
+    OutputHead.forward, ParallelModel.train = loss, train  # type: ignore[method-assign]
     try:
         yield
     finally:
-        LanguageModelChunk.loss, ParallelModel.train = real_loss, real_train  # type: ignore[method-assign]
+        OutputHead.forward, ParallelModel.train = real_loss, real_train  # type: ignore[method-assign]
 
 
 def train_sick(

@@ -22,7 +22,7 @@ from megacp.checkpoint.names import TensorBox
 from megacp.checkpoint.pending import SaveError
 from megacp.checkpoint.storage import PayloadWriter
 from megacp.distributed.grid import single_axis
-from megacp.models.language import LanguageModelChunk
+from megacp.models.head import OutputHead
 from megacp.monitor.log import RunLog
 from megacp.train import main
 from megacp.training.saving import DONE, FAILED, WRITING
@@ -234,7 +234,7 @@ def test_a_run_in_a_directory_in_use_is_refused_and_touches_nothing(
 
 def _skipping(rank: int, world_size: int, flags: Sequence[str], where: str) -> list[str]:
     """Train; in step 2 the loss, or only a gradient, of rank 1's first row is not finite. What was said of it."""
-    real_loss, real_train, real_say = LanguageModelChunk.loss, ParallelModel.train, RunLog.say
+    real_loss, real_train, real_say = OutputHead.forward, ParallelModel.train, RunLog.say
     now = {"step": 0, "microbatch": 0}
     said: list[str] = []
 
@@ -255,12 +255,12 @@ def _skipping(rank: int, world_size: int, flags: Sequence[str], where: str) -> l
             Path(folder, "ids.json").write_text(json.dumps([batch.pack_ids for batch in batches]))
         return real_train(self, batches, step, *rest)
 
-    LanguageModelChunk.loss, ParallelModel.train = loss, train  # type: ignore[method-assign]
+    OutputHead.forward, ParallelModel.train = loss, train  # type: ignore[method-assign]
     RunLog.say = lambda self, text: said.append(text)  # type: ignore[method-assign]
     try:
         train_on_rank(rank, world_size, flags)
     finally:
-        LanguageModelChunk.loss, ParallelModel.train = real_loss, real_train  # type: ignore[method-assign]
+        OutputHead.forward, ParallelModel.train = real_loss, real_train  # type: ignore[method-assign]
         RunLog.say = real_say  # type: ignore[method-assign]
     return [line for line in said if "skipped" in line]
 
