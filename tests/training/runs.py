@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megacp.config.cli import parse
 from megacp.config.run import RunConfig
+from megacp.distributed.supervision.watch import run_store
 from megacp.models.build import grid_shape
 from megacp.train import main, prepare
 from megacp.training.state import Progress, begin_save
@@ -37,7 +38,9 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def train_on_rank(rank: int, world_size: int, flags: Sequence[str]) -> int:
-    """Run `main`'s work on the pool's process group."""
+    """Run `main`'s work on the pool's process group, whose store may hold the last words of an earlier test."""
+    if world_size > 1:
+        run_store().delete_key(f"megacp_failure/{rank}")
     config, sources = prepare(parse(flags), world_size)
     shape = grid_shape(config, world_size)
     place = grid(tp=shape.tp, cp=shape.cp, dp=shape.dp, pp=shape.pp)

@@ -59,12 +59,16 @@ def test_checkpoints_in_the_background_are_bytewise_those_at_once(
         assert payload(tmp_path / "background" / name) == payload(tmp_path / "at_once" / name)
 
 
-def _with_writer(rank: int, world_size: int, flags: Sequence[str], broken: int, delay: float) -> str:
-    """Train with a slow writer; that of rank `broken` fails, all others succeed. Returns the error."""
-    real = PayloadWriter.write
+def _with_writer(rank: int, world_size: int, flags: Sequence[str], broken: int, slow: bool) -> str:
+    """Train with a writer that may be so slow that two steps of the 12 end meanwhile; that of rank `broken` fails, all
+    others succeed. Returns the error.
+    """
+    real, folder_of_run = PayloadWriter.write, Path(flags[flags.index("--save") + 1])
 
     def write(self: PayloadWriter, folder: Path) -> list[Path]:
-        time.sleep(delay)
+        deadline, awaited = time.monotonic() + 20.0, min(12, len(losses(folder_of_run)) + 2) if slow else 0
+        while slow and len(losses(folder_of_run)) < awaited and time.monotonic() < deadline:
+            time.sleep(0.01)
         if rank == broken:
             raise OSError(28, "No space left on device")
         return real(self, folder)
@@ -83,7 +87,7 @@ def _with_writer(rank: int, world_size: int, flags: Sequence[str], broken: int, 
 def test_training_goes_on_during_a_slow_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Would catch a save that blocks the loop: several steps end between the two lines of one checkpoint."""
     flags = [*TINY, "--train-iters", "12", "--save", str(tmp_path), "--save-interval", "4", "--async-save"]
-    assert _with_writer(0, 1, flags, -1, 0.4) == "finished"
+    assert _with_writer(0, 1, flags, -1, True) == "finished"
     lines = capsys.readouterr().out.splitlines()
     begun = lines.index("saving step 4 in the background")
     ended = next(i for i, line in enumerate(lines) if line.startswith("saved after step 4:"))
@@ -96,7 +100,7 @@ def test_training_goes_on_during_a_slow_write(tmp_path: Path, capsys: pytest.Cap
 def test_a_failed_write_ends_the_run_on_all_ranks_at_the_next_step(tmp_path: Path) -> None:
     """Would catch a run that trains on without checkpoints. Step 6 may have begun when the writer of step 5 fails."""
     flags = [*TINY, "--train-iters", "40", "--save", str(tmp_path), "--save-interval", "5", "--async-save"]
-    first, second = run_ranks(_with_writer, 2, flags, 1, 0.0)
+    first, second = run_ranks(_with_writer, 2, flags, 1, False)
     assert first == second
     assert "checkpoint of step 5" in first and "rank 1: No space left on device" in first
     assert max(losses(tmp_path)) in (5, 6) and steps(tmp_path) == []
