@@ -1,12 +1,12 @@
 """Parameters, gradients and optimizer state all sharded over dp x cp (ZeRO-3), by torch's `fully_shard`.
 
-Key property: a unit (a block, the vision encoder, the embedding, the head) is whole only while it computes. Its shard
+Key property: a part (a block, the vision encoder, the embedding, the head) is whole only while it computes. Its shard
 is the parameter that the optimizer updates, in float32 for a 16-bit model, so there are no master weights beside it.
 Gradients are summed over the ranks after every backward and added to this rank's part.
 
-Without a pipeline a unit is gathered for its forward and again for its backward, while the unit before it computes. A
+Without a pipeline a part is gathered for its forward and again for its backward, while the one before it computes. A
 pipeline stage computes other microbatches in between, so its chunks are gathered by actions of the schedule and stay.
-The module is sharded unit by unit as it is built: no rank ever holds it whole.
+The model is sharded part by part as it is built: no rank ever holds it whole.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class _Held:
 
 
 class FullShards(ShardedParameters):
-    """Shards of the units that `add` is given while the chunks are built, in order, each chunk last; `close` ends it.
+    """Shards of the parts that `add` is given while the chunks are built, in order, each chunk last; `close` ends it.
 
     `narrow` is the dtype in which the model computes. `by_schedule`: chunks are gathered and freed by `unshard` and
-    `reshard` alone, not around each of their units.
+    `reshard` alone, not around each of their parts.
     """
 
     def __init__(
@@ -73,22 +73,22 @@ class FullShards(ShardedParameters):
         self._trained: list[_Held] = []
         self._frozen: list[_Held] = []
         self._chunks: list[list[ShardedModule]] = []
-        self._units: list[ShardedModule] = []
+        self._parts: list[ShardedModule] = []
         self._reading: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._gradients: list[torch.Tensor] | None = None
 
     def add(self, module: nn.Module, role: str) -> None:
-        """ParameterShard the parameters of `module` that are in no unit yet, as one unit.
+        """Shard the parameters of `module` that are in no part yet, as one part.
 
         An "embedding" needs no parameter in backward. The backward of a "head" follows its forward at once, so nothing
-        is freed between. A "chunk" holds the units before it; its own parameters are there for all of its forward.
+        is freed between. A "chunk" holds the parts before it; its own parameters are there for all of its forward.
         """
         before = own_parameters(module)
         specs = {name: (spec_of(p), tuple(p.shape)) for name, p in before.items()}
         for parameter in before.values():
             if parameter.requires_grad:  # the shard is the master weight
                 parameter.data = parameter.data.to(self.wide)
-        unit = ShardedModule(module, self.axis, self.narrow, self.wide)
+        part = ShardedModule(module, self.axis, self.narrow, self.wide)
         for name, parameter in own_parameters(module).items():
             spec, shape = specs[name]
             rows = -(-shape[0] // self.axis.size)  # of every rank but the last ones
@@ -96,17 +96,17 @@ class FullShards(ShardedParameters):
             held = _Held(parameter, _Place(spec, shape, start))
             (self._trained if parameter.requires_grad else self._frozen).append(held)
         if self.by_schedule or role in ("head", "chunk"):
-            unit.keep_after_forward()
+            part.keep_after_forward()
         if self.by_schedule:
-            unit.keep_after_backward()
+            part.keep_after_backward()
         elif role == "embedding":
-            unit.gather_in_forward_only()
-        self._units.append(unit)
+            part.gather_in_forward_only()
+        self._parts.append(part)
         if role == "chunk":
-            for one, following in itertools.pairwise(self._units[:-1]):
+            for one, following in itertools.pairwise(self._parts[:-1]):
                 one.prefetch(following)
-            self._chunks.append(self._units)
-            self._units = []
+            self._chunks.append(self._parts)
+            self._parts = []
 
     def close(self) -> None:
         """All chunks are built."""
@@ -125,12 +125,12 @@ class FullShards(ShardedParameters):
         ]
 
     def unshard(self, chunk: int) -> None:
-        for unit in self._chunks[chunk]:
-            unit.unshard()
+        for part in self._chunks[chunk]:
+            part.unshard()
 
     def reshard(self, chunk: int) -> None:
-        for unit in self._chunks[chunk]:
-            unit.reshard()
+        for part in self._chunks[chunk]:
+            part.reshard()
 
     def release(self) -> None:
         for chunk in range(len(self._chunks)):

@@ -53,7 +53,7 @@ class _Buffers:
 
 
 class _Gather(_Buffers):
-    """The all-gather of a unit's parameters; torch waits when it needs them."""
+    """The all-gather of a module's parameters; torch waits when it needs them."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -62,7 +62,7 @@ class _Gather(_Buffers):
 
 
 class _ReduceScatter(_Buffers):
-    """The sum of a unit's gradients."""
+    """The sum of a module's gradients."""
 
     def __call__(
         self,
@@ -79,7 +79,7 @@ class ShardedModule:
     """A module whose parameters are gathered right before it runs and freed after it."""
 
     def __init__(self, module: nn.Module, axis: Axis, compute: torch.dtype, wide: torch.dtype) -> None:
-        """Shards the parameters of `module` that no unit inside it holds.
+        """Shards the parameters of `module` that no sharded module inside it holds.
 
         They keep the dtype in which they come; the module computes in `compute`, gradients are summed in `wide`.
         """
@@ -105,12 +105,12 @@ class ShardedModule:
         self._module.set_reshard_after_backward(False, recurse=False)
 
     def gather_in_forward_only(self) -> None:
-        """The backward of this unit needs no parameter (an embedding's)."""
+        """The backward of this module needs no parameter (an embedding's)."""
         if hasattr(self._module, "set_unshard_in_backward"):
             self._module.set_unshard_in_backward(False)
 
     def prefetch(self, following: ShardedModule) -> None:
-        """Start to gather `following` when this unit begins its forward."""
+        """Start to gather `following` when this one begins its forward."""
         self._module.set_modules_to_forward_prefetch([following._module])
 
     def unshard(self) -> None:
@@ -123,7 +123,7 @@ class ShardedModule:
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a module that are not in a unit inside it, by name."""
+    """The parameters of a module that are not in a sharded module inside it, by name."""
     inner = tuple(f"{name}." for name, part in module.named_modules() if name and isinstance(part, FSDPModule))
     return (
         {name: p for name, p in module.named_parameters() if not name.startswith(inner)}

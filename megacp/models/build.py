@@ -44,13 +44,13 @@ def stage_layers(config: RunConfig) -> list[list[range]]:
 
 
 def build_chunks(config: RunConfig, grid: ProcessGrid, shards: FullShards | None = None) -> list[LanguageModelChunk]:
-    """This rank's chunks in order, initialised from `--seed`; with `shards` no two units are ever whole at once."""
+    """This rank's chunks in order, initialised from `--seed`; with `shards` one part is whole at a time."""
     backend, seed = select_backend(config, grid), config.training.seed
 
-    def shard(unit: nn.Module, role: Role) -> None:
+    def shard(part: nn.Module, role: Role) -> None:
         if shards is not None:
-            initialise(own_parameters(unit).values(), seed)
-            shards.add(unit, role)
+            initialise(own_parameters(part).values(), seed)
+            shards.add(part, role)
 
     chunks = [
         LanguageModelChunk(

@@ -28,8 +28,8 @@ from megacp.tensor_parallel.embedding import TableSpec
 
 Role = Literal["embedding", "vision", "block", "head", "chunk"]
 Made = Callable[[nn.Module, Role], None]
-"""Called with a unit as soon as it is built: parameters that are used together, in the order of the forward pass, and
-last the chunk, for the parameters that are in no other unit.
+"""Called with each part as soon as it is built, in the order of the forward pass, and last with the chunk: for the
+parameters that are in no other part.
 """
 
 
@@ -37,7 +37,7 @@ class LanguageModelChunk(nn.Module):
     """Layers `layers` of the decoder; embedding and vision when they begin at 0, the head when they end the model.
 
     `tied_across` says that embedding and head are copies of one table on two stages; `loss_chunk_tokens`, for how many
-    tokens the loss has logits at a time (0: all). `made` hears of every unit.
+    tokens the loss has logits at a time (0: all). `made` hears of every part.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class LanguageModelChunk(nn.Module):
         recompute: str = "none",
         tied_across: bool = False,
         vision: VisionConfig | None = None,
-        made: Made = lambda unit, role: None,
+        made: Made = lambda part, role: None,
         loss_chunk_tokens: int = 0,
     ) -> None:
         super().__init__()

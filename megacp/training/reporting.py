@@ -52,9 +52,15 @@ def open_log(config: RunConfig, grid: ProcessGrid, step: int) -> RunLog:
 
 def heading(config: RunConfig, grid: ProcessGrid) -> str:
     """One line: what runs where."""
-    shape, training = grid.shape, config.training
+    shape, training, parallel = grid.shape, config.training, config.parallel
+    instances = parallel.num_distributed_optimizer_instances
+    ranks = shape.dp * shape.cp // instances
+    what = {"optim_grads": "gradients", "optim_grads_params": "parameters"}.get(
+        parallel.data_parallel_sharding_strategy
+    )
+    shared = f" (each {ranks} of dp x cp share {what})" if what and ranks > 1 else ""
     return (
-        f"{shape.world_size} ranks = pp {shape.pp} x dp {shape.dp} x cp {shape.cp} x tp {shape.tp} on "
+        f"{shape.world_size} ranks = pp {shape.pp} x dp {shape.dp} x cp {shape.cp} x tp {shape.tp}{shared} on "
         f"{grid.device.type}, {human_count(run_parameters(config))} parameters in "
         f"{training.dtype}, {training.global_batch_size} packs of up to {config.data.seq_length} tokens a step"
     )

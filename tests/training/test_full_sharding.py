@@ -121,14 +121,14 @@ def test_a_pipeline_gathers_when_its_schedule_says_so(virtual: int) -> None:
         stage = rank // 2
         name = training_schedule_name(virtual)
         actions = with_parameters(schedule(name, stage, 2, microbatches, virtual))
-        units = [
+        parts = [
             layers + (stage + 2 * chunk in (0, 2 * virtual - 1))
             for chunk, layers in enumerate([2 // virtual] * virtual)
         ]
         gathered = [action.chunk for action in actions if action.kind is Kind.UNSHARD]
         assert found == {
-            "gather_into": sum(units[chunk] for chunk in gathered),
-            "reduce_scatter_into": microbatches * sum(units),
+            "gather_into": sum(parts[chunk] for chunk in gathered),
+            "reduce_scatter_into": microbatches * sum(parts),
         }
         assert len(gathered) < microbatches * virtual
 
