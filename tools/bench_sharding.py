@@ -1,0 +1,144 @@
+"""Training steps under each sharding strategy beside a stock decoder under plain `fully_shard`, on two ranks.
+
+    python tools/bench_sharding.py [--quick] [--json FILE]
+
+The ways take turns, one step each. The stock decoder is transformers' Llama of the same size with torch's AdamW, the
+same tokens and microbatches, and the same causal rows. Memory is the process's peak less what it held before the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from megacp.config.run import RunConfig, with_values
+from megacp.data.synthetic.mock import MockRules
+from megacp.distributed.spawn import RankPool
+from megacp.measure.report import Goal, Part, benchmark_parser, run_parts, take_turns, timed
+from megacp.measure.steps import QUICK_SIZES, SIZES, measure_rank
+from megacp.monitor.memory import peak_bytes
+from megacp.planner.report import human_bytes, table
+
+STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
+PEER = "plain fully_shard"
+SHARED = {"untie_embeddings_and_output_weights": True}
+
+
+@functools.cache
+def _peer(config: RunConfig) -> tuple[int, Callable[[], None]]:
+    """Peak bytes before the stock model, and its training step."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    before, model, data = peak_bytes(), config.model, config.data
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=model.vocab_size,
+            hidden_size=model.hidden_size,
+            intermediate_size=model.ffn_hidden_size,
+            num_hidden_layers=model.num_layers,
+            num_attention_heads=model.num_attention_heads,
+            num_key_value_heads=model.query_groups,
+            max_position_embeddings=data.seq_length,
+            tie_word_embeddings=False,
+            attn_implementation="sdpa",
+        )
+    )
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    for layer in llama.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(llama, mesh=mesh)
+    optimizer = torch.optim.AdamW(llama.parameters(), lr=1e-3, foreach=True)
+    microbatches = config.training.global_batch_size // world
+
+    def step() -> None:
+        for _ in range(microbatches):
+            ids = torch.randint(0, model.vocab_size, (1, data.seq_length))
+            (llama(input_ids=ids, labels=ids).loss / microbatches).backward()
+        torch.nn.utils.clip_grad_norm_(llama.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return before, step
+
+
+def _peer_rank(rank: int, world_size: int, config: RunConfig) -> tuple[float, float, int]:
+    """Wall and processor seconds of one step, and peak bytes."""
+    before, step = _peer(config)
+    torch.distributed.barrier()
+
+    def whole() -> None:
+        step()
+        torch.distributed.barrier()
+
+    _, seconds = timed(whole)
+    return seconds.wall, seconds.cpu, peak_bytes() - before
+
+
+def _our_rank(rank: int, world_size: int, config: RunConfig, rules: MockRules) -> tuple[float, float, int]:
+    step = measure_rank(rank, world_size, config, rules)
+    return step.wall, step.cpu, step.memory
+
+
+def strategies_part(quick: bool, rounds: int) -> Part:
+    """Steps of two ranks, by turns; the first of each way warms up and is left out."""
+    sizes = {**(QUICK_SIZES if quick else SIZES), **SHARED}
+    config = with_values(RunConfig(), sizes)
+    rules = MockRules(config.model.vocab_size, config.data.seq_length, "causal", seed=1)
+    with ExitStack() as stack:
+        ways: dict[str, Callable[[], list[tuple[float, float, int]]]] = {}
+        for strategy in STRATEGIES:
+            ours = with_values(config, {"data_parallel_sharding_strategy": strategy})
+            pool = stack.enter_context(RankPool(2))
+            ways[strategy] = functools.partial(pool.run, _our_rank, ours, rules)
+        ways[PEER] = functools.partial(stack.enter_context(RankPool(2)).run, _peer_rank, config)
+        found = {name: steps[1:] for name, steps in take_turns(ways, rounds + 1).items()}
+    wall = {name: [max(rank[0] for rank in step) for step in steps] for name, steps in found.items()}
+    cpu = {name: statistics.median(sum(rank[1] for rank in step) for step in steps) for name, steps in found.items()}
+    memory = {name: max(rank[2] for rank in steps[-1]) for name, steps in found.items()}
+    # in pairs: both ways of a pair ran in the same moments
+    over = {name: statistics.median(a / b for a, b in zip(wall["optim"], wall[name], strict=True)) for name in wall}
+    tokens = config.training.global_batch_size * config.data.seq_length
+    rows = [["two ranks", "tokens/s", "/optim", "CPU s", "peak/rank"]]
+    rows += [
+        [
+            name,
+            f"{tokens / statistics.median(wall[name]):,.0f}",
+            f"{over[name]:.2f}",
+            f"{cpu[name]:.2f}",
+            human_bytes(memory[name]),
+        ]
+        for name in wall
+    ]
+    full = STRATEGIES[-1]
+    figures: dict[str, Any] = {"seconds": wall, "cpu_seconds": cpu, "peak_memory": memory, "over_optim": over}
+    goals = [
+        Goal("tokens/s of optim_grads_params over optim", over[full], 0.85, ">="),
+        Goal("tokens/s of optim_grads_params over plain fully_shard", over[full] / over[PEER], 1.0, ">="),
+    ]
+    return Part({"strategies": figures}, goals, table(rows))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    about = "Measure what sharding gradients and parameters costs on this machine's CPU."
+    parser = benchmark_parser(about, ["strategies"])
+    parser.add_argument("--rounds", type=int, metavar="N", help="steps measured of each way (default 7, quick 1)")
+    arguments = parser.parse_args(argv)
+    rounds = arguments.rounds or (1 if arguments.quick else 7)
+    return run_parts(
+        {"strategies": functools.partial(strategies_part, arguments.quick, rounds)}, arguments, rounds=rounds
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
