@@ -106,8 +106,7 @@ class ShardedModule:
 
     def gather_in_forward_only(self) -> None:
         """The backward of this module needs no parameter (an embedding's)."""
-        if hasattr(self._module, "set_unshard_in_backward"):
-            self._module.set_unshard_in_backward(False)
+        self._module.set_unshard_in_backward(False)
 
     def prefetch(self, following: ShardedModule) -> None:
         """Start to gather `following` when this one begins its forward."""

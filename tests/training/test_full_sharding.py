@@ -70,6 +70,26 @@ def test_shards_of_uneven_rows_train_like_one_process(shape: dict[str, int], val
         np.testing.assert_allclose(whole[name], value, rtol=0, atol=1e-10 * np.abs(value).max(), err_msg=name)
 
 
+def _between(rank: int, world_size: int, values: Values, shape: dict[str, int]) -> list[float]:
+    """Losses of training and validation in turn."""
+    place = grid(**shape)
+    model = ParallelModel(config_of(values, shape), place)
+    found = []
+    for step in (1, 2, 3):
+        batches = step_batches(4, step)
+        weight, mine = sum(batch.weight_sum for batch in batches), batches[place.dp.rank :: place.dp.size]
+        found += [model.train(mine, step, weight).loss, model.evaluate(mine, weight)]
+    return found
+
+
+@pytest.mark.parametrize("shape", [{"dp": 2}, {"dp": 2, "pp": 2}], ids=str)
+def test_validation_between_steps_neither_sees_old_weights_nor_leaves_them_behind(shape: dict[str, int]) -> None:
+    """Would catch parameters that stay gathered after a forward without backward, and miss the next update."""
+    expected = _between(0, 1, UNTIED, {})
+    for found in run_ranks(_between, int(np.prod(list(shape.values()))), sharded(STRATEGIES[2], **UNTIED), shape):
+        np.testing.assert_allclose(found, expected, rtol=1e-10)
+
+
 def _calls(rank: int, world_size: int, shape: dict[str, int], values: Values, packs: int) -> dict[str, int]:
     """Collectives over dp x cp in the second step, after everything has been made once."""
     place = grid(**shape)
