@@ -14,6 +14,10 @@ NPROC=${NPROC:-8}
 TP=${TP:-4}
 CP=${CP:-2}
 RECOMPUTE=${RECOMPUTE:-full}
+SHARD=${SHARD:-optim}
+OFFLOAD=${OFFLOAD:-0}
+MLP=${MLP:-0}
+SEQ=${SEQ:-131072}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 # A new rendezvous store after each restart, so that a machine that replaces a lost one can join.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
@@ -22,8 +26,9 @@ export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 run=(--config examples/molmo2_8b.yaml
-    --seq-length 131072 --micro-batch-size 1 --global-batch-size 16
+    --seq-length "$SEQ" --micro-batch-size 1 --global-batch-size 16
     --tensor-model-parallel-size "$TP" --context-parallel-size "$CP" --recompute-granularity "$RECOMPUTE"
+    --data-parallel-sharding-strategy "$SHARD" --activation-offload "$OFFLOAD" --mlp-chunk-tokens "$MLP"
     --cp-comm-type "${COMM:-kv_exchange}" --cp-layout "${LAYOUT:-balanced}"
     "$@")
 [[ " $* " == *" --dry-run "* ]] && exec python -m megacp.train "${run[@]}"
