@@ -19,6 +19,9 @@ import torch
 
 from megacp.config.run import RunConfig, with_values
 from megacp.data.synthetic.mock import MockRules
+from megacp.distributed.collectives import barrier
+from megacp.distributed.fully_shard import shard_plainly
+from megacp.distributed.grid import GridShape, build_grid
 from megacp.distributed.spawn import RankPool
 from megacp.measure.report import Goal, Part, benchmark_parser, run_parts, take_turns, timed
 from megacp.measure.steps import QUICK_SIZES, SIZES, measure_rank
@@ -31,14 +34,12 @@ SHARED = {"untie_embeddings_and_output_weights": True}
 
 
 @functools.cache
-def _peer(config: RunConfig) -> tuple[int, Callable[[], None]]:
-    """Peak bytes before the stock model, and its training step."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+def _peer(config: RunConfig, rank: int, world_size: int) -> tuple[int, Callable[[], None]]:
+    """Peak bytes before the stock model, and its training step, which ends on all ranks together."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     before, model, data = peak_bytes(), config.model, config.data
+    world = build_grid(GridShape(dp=world_size), rank).world
     llama = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=model.vocab_size,
@@ -52,13 +53,9 @@ def _peer(config: RunConfig) -> tuple[int, Callable[[], None]]:
             attn_implementation="sdpa",
         )
     )
-    world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,))
-    for layer in llama.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(llama, mesh=mesh)
+    shard_plainly([*llama.model.layers, llama], world)
     optimizer = torch.optim.AdamW(llama.parameters(), lr=1e-3, foreach=True)
-    microbatches = config.training.global_batch_size // world
+    microbatches = config.training.global_batch_size // world_size
 
     def step() -> None:
         for _ in range(microbatches):
@@ -67,20 +64,15 @@ def _peer(config: RunConfig) -> tuple[int, Callable[[], None]]:
         torch.nn.utils.clip_grad_norm_(llama.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        barrier(world)
 
     return before, step
 
 
 def _peer_rank(rank: int, world_size: int, config: RunConfig) -> tuple[float, float, int]:
     """Wall and processor seconds of one step, and peak bytes."""
-    before, step = _peer(config)
-    torch.distributed.barrier()
-
-    def whole() -> None:
-        step()
-        torch.distributed.barrier()
-
-    _, seconds = timed(whole)
+    before, step = _peer(config, rank, world_size)
+    _, seconds = timed(step)
     return seconds.wall, seconds.cpu, peak_bytes() - before
 
 

@@ -16,6 +16,9 @@ from megacp.data_parallel.layout import ParameterSlice
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import Axis, single_axis, split_axis
 
+JOINED_ELEMENTS = 1 << 26
+"""Gradients that one all-reduce takes: as many bytes stand beside them meanwhile."""
+
 
 @dataclass(frozen=True)
 class ParameterShard:
@@ -133,7 +136,7 @@ class ShardedParameters(ABC):
     def _sum_copies_and_partial(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Gradients of all shards summed over the instances and over the axes on which they are still partial.
 
-        One all-reduce for each axis and dtype; all ranks of it get identical bits, so copies stay equal.
+        Few all-reduces for each axis; all ranks of it get identical bits, so copies stay equal.
         """
         found = list(gradients)
         axes = [(self.copies, list(range(len(found))))] if self.copies.size > 1 else []
@@ -141,9 +144,22 @@ class ShardedParameters(ABC):
             members = [i for i, shard in enumerate(self.shards) if name in shard.partial_over]
             axes.append((self.partial_axes[name], members))
         for axis, members in axes:
-            for dtype in sorted({found[i].dtype for i in members}, key=str):
-                same = [i for i in members if found[i].dtype == dtype]
-                joined = all_reduce(torch.cat([found[i] for i in same]), axis)
-                for i, part in zip(same, joined.split([found[i].numel() for i in same]), strict=True):
+            for group in _joined(members, found):
+                summed = all_reduce(torch.cat([found[i] for i in group]), axis)
+                for i, part in zip(group, summed.split([found[i].numel() for i in group]), strict=True):
                     found[i] = part
         return found
+
+
+def _joined(members: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Neighbours of one dtype, together at most `JOINED_ELEMENTS` (a larger tensor is alone)."""
+    groups: list[list[int]] = []
+    filled = 0
+    for i in sorted(members, key=lambda i: str(tensors[i].dtype)):
+        alike = groups and tensors[groups[-1][0]].dtype == tensors[i].dtype
+        if not alike or filled + tensors[i].numel() > JOINED_ELEMENTS:
+            groups.append([])
+            filled = 0
+        groups[-1].append(i)
+        filled += tensors[i].numel()
+    return groups

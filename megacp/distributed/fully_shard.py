@@ -29,6 +29,11 @@ def _mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
     return DeviceMesh.from_group(group, device_type)
 
 
+def _group_of(axis: Axis) -> dist.ProcessGroup:
+    assert axis.group is not None, "an axis of one rank has nothing to shard over"
+    return axis.group
+
+
 class _Arriving(dist.Work):
     """What torch waits for before it reads gathered parameters."""
 
@@ -83,11 +88,10 @@ class ShardedModule:
 
         They keep the dtype in which they come; the module computes in `compute`, gradients are summed in `wide`.
         """
-        assert axis.group is not None
         device = next(module.parameters()).device.type
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide, cast_forward_inputs=False)
         # the new class of the module keeps its parameters' names and order
-        fully_shard(module, mesh=_mesh(axis.group, device), mp_policy=policy)
+        fully_shard(module, mesh=_mesh(_group_of(axis), device), mp_policy=policy)
         assert isinstance(module, FSDPModule)
         self._module = module
         module.set_gradient_divide_factor(1.0)
@@ -129,6 +133,12 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
         if inner
         else dict(module.named_parameters())
     )
+
+
+def shard_plainly(modules: Sequence[nn.Module], axis: Axis) -> None:
+    """Shard any modules, the outermost last, as torch does by itself: to compare with."""
+    for module in modules:
+        fully_shard(module, mesh=_mesh(_group_of(axis), next(module.parameters()).device.type))
 
 
 def local_part(x: torch.Tensor) -> torch.Tensor:

@@ -165,7 +165,7 @@ def gradients(rank: int, world: int, shape: dict[str, int], values: dict[str, An
     model = ParallelModel(config, grid(**shape))
     batches = step_batches(2, 1)
     model.gradients(batches, 1, sum(batch.weight_sum for batch in batches))
-    return [model.buckets.grad_shard(i).numpy().copy() for i in range(len(model.buckets.buckets))]
+    return [model.parameters.grad_shard(i).numpy().copy() for i in range(len(model.parameters.shards))]
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def packs(seed: int = 1) -> list[Any]:
 def step(model: ParallelModel, number: int = 1) -> None:
     batches = packs(number)
     model.gradients(batches, number, sum(batch.weight_sum for batch in batches))
-    model.buckets.zero()
+    model.parameters.zero()
 
 
 def road(model: ParallelModel) -> HostMemory:
