@@ -3,7 +3,7 @@
     python tools/bench_sharding.py [--quick] [--json FILE]
 
 The ways take turns, one step each. The stock decoder is transformers' Llama of the same size with torch's AdamW, the
-same tokens and microbatches, and the same causal rows. Memory is the process's peak less what it held before the model.
+same tokens and microbatches, and the same causal rows.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from megacp.distributed.collectives import barrier
 from megacp.distributed.fully_shard import shard_plainly
 from megacp.distributed.grid import GridShape, build_grid
 from megacp.distributed.spawn import RankPool
-from megacp.measure.report import Goal, Part, benchmark_parser, run_parts, take_turns, timed
+from megacp.measure.report import Goal, Part, Seconds, benchmark_parser, run_parts, take_turns, timed
 from megacp.measure.steps import QUICK_SIZES, SIZES, measure_rank
-from megacp.monitor.memory import peak_bytes
-from megacp.planner.report import human_bytes, table
+from megacp.planner.report import table
 
 STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
 PEER = "plain fully_shard"
@@ -34,11 +33,11 @@ SHARED = {"untie_embeddings_and_output_weights": True}
 
 
 @functools.cache
-def _peer(config: RunConfig, rank: int, world_size: int) -> tuple[int, Callable[[], None]]:
-    """Peak bytes before the stock model, and its training step, which ends on all ranks together."""
+def _peer(config: RunConfig, rank: int, world_size: int) -> Callable[[], None]:
+    """The training step of the stock model, which ends on all ranks together."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    before, model, data = peak_bytes(), config.model, config.data
+    model, data = config.model, config.data
     world = build_grid(GridShape(dp=world_size), rank).world
     llama = LlamaForCausalLM(
         LlamaConfig(
@@ -66,19 +65,11 @@ def _peer(config: RunConfig, rank: int, world_size: int) -> tuple[int, Callable[
         optimizer.zero_grad()
         barrier(world)
 
-    return before, step
+    return step
 
 
-def _peer_rank(rank: int, world_size: int, config: RunConfig) -> tuple[float, float, int]:
-    """Wall and processor seconds of one step, and peak bytes."""
-    before, step = _peer(config, rank, world_size)
-    _, seconds = timed(step)
-    return seconds.wall, seconds.cpu, peak_bytes() - before
-
-
-def _our_rank(rank: int, world_size: int, config: RunConfig, rules: MockRules) -> tuple[float, float, int]:
-    step = measure_rank(rank, world_size, config, rules)
-    return step.wall, step.cpu, step.memory
+def _peer_rank(rank: int, world_size: int, config: RunConfig) -> Seconds:
+    return timed(_peer(config, rank, world_size))[1]
 
 
 def strategies_part(quick: bool, rounds: int) -> Part:
@@ -87,32 +78,30 @@ def strategies_part(quick: bool, rounds: int) -> Part:
     config = with_values(RunConfig(), sizes)
     rules = MockRules(config.model.vocab_size, config.data.seq_length, "causal", seed=1)
     with ExitStack() as stack:
-        ways: dict[str, Callable[[], list[tuple[float, float, int]]]] = {}
+        ways: dict[str, Callable[[], Sequence[Seconds]]] = {}
         for strategy in STRATEGIES:
             ours = with_values(config, {"data_parallel_sharding_strategy": strategy})
             pool = stack.enter_context(RankPool(2))
-            ways[strategy] = functools.partial(pool.run, _our_rank, ours, rules)
+            ways[strategy] = functools.partial(pool.run, measure_rank, ours, rules)
         ways[PEER] = functools.partial(stack.enter_context(RankPool(2)).run, _peer_rank, config)
         found = {name: steps[1:] for name, steps in take_turns(ways, rounds + 1).items()}
-    wall = {name: [max(rank[0] for rank in step) for step in steps] for name, steps in found.items()}
-    cpu = {name: statistics.median(sum(rank[1] for rank in step) for step in steps) for name, steps in found.items()}
-    memory = {name: max(rank[2] for rank in steps[-1]) for name, steps in found.items()}
+    wall = {name: [max(rank.wall for rank in step) for step in steps] for name, steps in found.items()}
+    cpu = {name: statistics.median(sum(rank.cpu for rank in step) for step in steps) for name, steps in found.items()}
     # in pairs: both ways of a pair ran in the same moments
     over = {name: statistics.median(a / b for a, b in zip(wall["optim"], wall[name], strict=True)) for name in wall}
     tokens = config.training.global_batch_size * config.data.seq_length
-    rows = [["two ranks", "tokens/s", "/optim", "CPU s", "peak/rank"]]
+    rows = [["two ranks", "tokens/s", "/optim", "CPU s"]]
     rows += [
         [
             name,
             f"{tokens / statistics.median(wall[name]):,.0f}",
             f"{over[name]:.2f}",
             f"{cpu[name]:.2f}",
-            human_bytes(memory[name]),
         ]
         for name in wall
     ]
     full = STRATEGIES[-1]
-    figures: dict[str, Any] = {"seconds": wall, "cpu_seconds": cpu, "peak_memory": memory, "over_optim": over}
+    figures: dict[str, Any] = {"seconds": wall, "cpu_seconds": cpu, "over_optim": over}
     goals = [
         Goal("tokens/s of optim_grads_params over optim", over[full], 0.85, ">="),
         Goal("tokens/s of optim_grads_params over plain fully_shard", over[full] / over[PEER], 1.0, ">="),
