@@ -45,6 +45,7 @@ ODD_GRIDS = [
     pytest.param({"dp": 3, "cp": 2}, {}, marks=pytest.mark.slow),
     pytest.param({"cp": 3, "pp": 2}, {"num_virtual_stages_per_pipeline_rank": 2}, marks=pytest.mark.slow),
     pytest.param({"dp": 6}, {"num_distributed_optimizer_instances": 2, **UNTIED}, marks=pytest.mark.slow),
+    pytest.param({"dp": 3, "cp": 2}, sharded("optim_grads", ddp_bucket_size=500), marks=pytest.mark.slow),
 ]
 """Widths of 32 and 48 and a vocabulary of 53 leave some ranks of 3 and 6 with fewer rows or none."""
 
@@ -52,8 +53,8 @@ ODD_GRIDS = [
 @pytest.mark.parametrize(("shape", "values"), ODD_GRIDS, ids=str)
 def test_shards_of_uneven_rows_train_like_one_process(shape: dict[str, int], values: Values) -> None:
     values = {**values, "cp_layout": "balanced", "cp_comm_type": "kv_exchange", "attention_kernel": "math"}
-    options = sharded("optim_grads_params", **values)
-    alone = {name: value for name, value in values.items() if not name.startswith(("num_", "cp_"))}
+    options = {**sharded("optim_grads_params"), **values}
+    alone = {name: value for name, value in values.items() if not name.startswith(("num_", "cp_", "data_"))}
     reports, gradients, weights, validation = train(
         grid(), config_of(alone, {}), [step_batches(6, seed) for seed in (1, 2)]
     )
