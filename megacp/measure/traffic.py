@@ -10,13 +10,15 @@ tensor, gathered or before its reduction. Only payload is counted, neither heade
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megacp.config.run import RunConfig
 from megacp.context_parallel.sizes import Exchanged, layer_bytes
+from megacp.pipeline_parallel.schedules import Kind, schedule, training_schedule_name, with_parameters
 from megacp.planner.costs import embedding_parameters
-from megacp.planner.memory import stage_parameters
+from megacp.planner.states import chunk_units, shares_parameters, sharing_ranks, stage_parameters
 
 _AGREEMENT = 10
 """Float64 numbers that each rank tells all others before a step."""
@@ -140,7 +142,7 @@ def tensor_bytes(config: RunConfig, world_size: int, chunks: Sequence[range], ro
     partial = layers * model.qk_layernorm * 2 * model.head_dim
     if p.sequence_parallel:
         partial += model.hidden_size * (layers * (2 + model.add_attention_output_bias + model.add_mlp_bias) + last)
-    shard = partial // (config.data_parallel_size(world_size) * p.context_parallel_size)
+    shard = 0 if config.vision.freeze_text else partial // sharing_ranks(config, world_size)
     return total + all_reduce_bytes(shard, tp, wide)
 
 
@@ -165,23 +167,49 @@ def pipeline_bytes(config: RunConfig, chunks: Sequence[range], rows: Sequence[in
 
 
 def gradient_bytes(config: RunConfig, world_size: int, stage: int, chunks: Sequence[range]) -> int:
-    """Over dp x cp (R ranks) for n parameters on this rank: gradients are reduce-scattered, (R - 1) / R n w, and
-    updated parameters gathered, (R - 1) / R n s; frozen ones are left out. Once a step, however many microbatches it
-    has.
+    """Over dp x cp (W ranks that share) for n trained of all N parameters here: a reduce-scatter of gradients sends
+    (W - 1) / W n w, a gather of parameters (W - 1) / W n s.
+
+    optim: one of either a step, however many microbatches it has. optim_grads: a reduce-scatter every microbatch.
+    optim_grads_params: likewise, and gathers of all N, frozen ones too, as often as `_gathered_parameters` counts.
+    Several instances add one all-reduce of this rank's n / W gradients over the copies.
     """
-    ranks = config.data_parallel_size(world_size) * config.parallel.context_parallel_size
-    share = stage_parameters(config, stage, chunks, trained=True) // ranks
-    return (ranks - 1) * share * (config.training.element_bytes + config.training.accumulation_bytes)
+    p, ranks = config.parallel, sharing_ranks(config, world_size)
+    size, wide = config.training.element_bytes, config.training.accumulation_bytes
+    share = stage_parameters(config, chunks, trained=True) // ranks
+    microbatches = config.num_microbatches(world_size)
+    sums = 1 if p.data_parallel_sharding_strategy == "optim" else microbatches
+    gathered = stage_parameters(config, chunks, trained=True)
+    if shares_parameters(config, world_size):
+        gathered = _gathered_parameters(config, stage, chunks, microbatches)
+    copies = all_reduce_bytes(share, p.num_distributed_optimizer_instances, wide)
+    return (ranks - 1) * (share * wide * sums + gathered // ranks * size) + copies
+
+
+def _gathered_parameters(config: RunConfig, stage: int, chunks: Sequence[range], microbatches: int) -> int:
+    """Parameters of all gathers of a step under full sharding: a pipeline's schedule says when, else each forward, and
+    the backward of what was freed between.
+    """
+    p = config.parallel
+    stages, virtual = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
+    of_chunk = [chunk_units(config, layers) for layers in chunks]
+    if stages == 1:
+        return microbatches * sum(unit.parameters * (1 + unit.gathered_again) for units in of_chunk for unit in units)
+    actions = with_parameters(schedule(training_schedule_name(virtual), stage, stages, microbatches, virtual))
+    times = Counter(action.chunk for action in actions if action.kind is Kind.UNSHARD)
+    return sum(times[chunk] * unit.parameters for chunk, units in enumerate(of_chunk) for unit in units)
 
 
 def embedding_bytes(config: RunConfig, world_size: int, stage: int) -> int:
-    """Between first and last stage of a tied model: one all-reduce of the 1 / R slice of the embedding's gradient."""
+    """Between first and last stage of a tied model: one all-reduce of the 1 / W slice of the embedding's gradient; none
+    of a frozen table.
+    """
     model, p = config.model, config.parallel
     last = p.pipeline_model_parallel_size - 1
-    if model.untie_embeddings_and_output_weights or last == 0 or stage not in (0, last):
+    shared = not (model.untie_embeddings_and_output_weights or config.vision.freeze_text)
+    if not shared or last == 0 or stage not in (0, last):
         return 0
-    ranks = config.data_parallel_size(world_size) * p.context_parallel_size
-    shard = embedding_parameters(model, p.tensor_model_parallel_size) // ranks
+    shard = embedding_parameters(model, p.tensor_model_parallel_size) // sharing_ranks(config, world_size)
     return all_reduce_bytes(shard, 2, config.training.accumulation_bytes)
 
 

@@ -20,7 +20,8 @@ from megacp.models.block import offload_blocks
 from megacp.models.init import initialise
 from megacp.models.language import LanguageModelChunk, Role
 from megacp.pipeline_parallel.partition import partition, stages
-from megacp.planner.memory import loss_chunk_tokens, offloaded_blocks
+from megacp.planner.activations import offloaded_blocks
+from megacp.planner.memory import loss_chunk_tokens
 from megacp.planner.vision import run_stage_costs
 
 

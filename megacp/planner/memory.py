@@ -1,212 +1,71 @@
-"""Bytes on one rank, term by term: weights, gradients, optimizer state, activations, attention work, head.
+"""Bytes on one rank, term by term, and the phase of a step in which most of them live at once.
 
-Every term knows the axis that shrinks it. Weights and gradients fall with tp and pp; optimizer state also with dp x cp
-(ZeRO-1); activations with cp and tp (without sequence parallelism only those inside attention and MLP fall with tp).
+Every term knows the axis that shrinks it. Weights fall with tp and pp, and under full sharding with dp x cp like the
+optimizer's state; gradients as `--data-parallel-sharding-strategy` says (planner/states.py); activations with cp and tp
+(planner/activations.py; without sequence parallelism only those inside attention and MLP fall with tp).
 
-Activations follow Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models"), table 2,
-with the tensors that our blocks save. Per layer and token, in elements of the model's dtype (h hidden, f FFN, a
-heads, g query groups, d head width; tp' is tp with sequence parallelism, else 1):
-
-    inputs of both norms and their outputs       4 h / tp', and one wide number per norm and token
-    q, k, v as one product                       (a + 2 g) d / tp     (a view of v keeps the product whole)
-    q, k after the rotary embedding              (a + g) d / tp       (+ a + g wide numbers / tp with q/k norm)
-    attention output, wide log-sum-exp           a d / tp, a / tp
-    gate and up, SwiGLU's output                 3 f / tp
-    dropout, when there is any                   2 h / tp' bytes
-
-"Wide" is fp32, float64 in a float64 model. There is no S x S term: attention saves the log-sum-exp per row
-(FlashAttention). `selective` computes the outputs of the norms and of SwiGLU again; `full` keeps one input per block,
-and one block's activations while its backward runs. `--mlp-chunk-tokens` leaves of the MLP its input alone, and the
-norm's output, gate, up and SwiGLU of one tile while its backward runs. A pipeline stage holds the activations of every
-microbatch in flight: stages - stage under 1F1B (Narayanan et al. 2021), 2 (stages - stage - 1) + (chunks - 1) stages +
-1 chunks when interleaved. Blocks of `--activation-offload` keep all of this on the host, except for the input that a
-pipeline holds; on the device are two of them: one at work, and one on its way.
-
-The estimate leaves out the framework itself, kernels' scratch space, fragmentation and messages in flight.
+The estimate leaves out the framework itself, kernels' scratch space, fragmentation, and collectives' copies. It counts
+sums of gradients from the first microbatch on, and one block's work on top of all that is kept.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megacp.config.run import RunConfig
 from megacp.planner import vision
-from megacp.planner.costs import embedding_parameters, head_parameters, layer_parameters, vocabulary_rows
+from megacp.planner.activations import (
+    block_work,
+    in_flight,
+    in_flight_rows,
+    layer_activations,
+    offloaded_blocks,
+    residual_elements,
+    tokens_per_rank,
+)
+from megacp.planner.costs import vocabulary_rows
+from megacp.planner.states import State, stage_state
 
 LOSS_WORK = 2**29
 """Most bytes of logits and their gradient under `--cross-entropy-chunk-tokens auto`."""
-MATH_BLOCK = 1024
-"""Query rows of one block of the `math` kernel."""
+
+STATE = ("weights", "gradients", "optimizer")
+PHASES: dict[str, tuple[str, ...]] = {
+    "forward": (*STATE, "gathered", "sums", "activations", "messages"),
+    "loss": (*STATE, "gathered_head", "sums", "activations", "messages", "head"),
+    "backward": (*STATE, "gathered", "sums", "unreduced", "activations", "messages", "block"),
+    "optimizer": (*STATE, "update"),
+    "checkpoint": (*STATE, "saved"),
+}
+"""The terms that live in each phase of a step."""
 
 
 @dataclass(frozen=True)
-class RankMemory:
-    """Bytes of each term on one rank of a pipeline stage."""
+class RankMemory(State):
+    """Bytes of each term on one rank of a pipeline stage: those of `State`, and what a microbatch needs."""
 
-    weights: int
-    gradients: int
-    """Buckets, and the head's wide weight gradient while it is summed over chunks of tokens."""
-    optimizer: int
-    activations: int
-    attention: int
-    """Working space of one layer's attention with its exchange of keys and values over cp."""
-    head: int
-    """Logits or their gradient for a chunk of tokens, and the final norm; only on the last stage."""
+    activations: int = 0
+    """What blocks and vision keep for all microbatches in flight."""
+    messages: int = 0
+    """Hidden states and their gradients under way between stages."""
+    block: int = 0
+    """Work of one block's backward (`activations.block_work`), and a tied table's gradient that waits for its other
+    part."""
+    head: int = 0
+    """Logits or their gradient for a chunk of tokens, the final norm and the table's gradient; on the last stage."""
     host: int = 0
-    """Activations that wait in host memory; no part of the total."""
+    """Activations that wait in host memory; in no phase."""
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Bytes of each phase at its highest."""
+        return {phase: sum(getattr(self, term) for term in terms) for phase, terms in PHASES.items()}
 
     @property
     def total(self) -> int:
-        """Sum of all terms on the device."""
-        return sum(dataclasses.astuple(self)) - self.host
-
-
-def stage_parameters(config: RunConfig, stage: int, chunks: Sequence[range], *, trained: bool = False) -> int:
-    """Parameters on one tp rank of a pipeline stage that holds the layers `chunks`; `trained`: without frozen ones.
-
-    A tied embedding stands on the first and on the last stage (once where they are one stage); vision on the first.
-    """
-    model, v, tp = config.model, config.vision, config.parallel.tensor_model_parallel_size
-    text = sum(len(layers) for layers in chunks) * layer_parameters(model, tp)
-    if stage == 0:
-        text += embedding_parameters(model, tp)
-    if stage == config.parallel.pipeline_model_parallel_size - 1:
-        shared = stage == 0 and not model.untie_embeddings_and_output_weights
-        text += model.hidden_size if shared else head_parameters(model, tp)
-    parts = [(text, v.freeze_text)]
-    if stage == 0:
-        parts.append((vision.tower_parameters(config, tp), v.freeze_vision))
-        parts.append((vision.connector_parameters(config, tp), v.freeze_connector))
-    return sum(count for count, frozen in parts if not (trained and frozen))
-
-
-def tokens_per_rank(config: RunConfig) -> int:
-    """Tokens of a microbatch's row on one cp rank."""
-    row = config.training.micro_batch_size * config.data.seq_length
-    return -(-row // config.parallel.context_parallel_size)  # dynamic: dp times the packs over dp times the ranks
-
-
-def in_flight(config: RunConfig, stage: int, world_size: int) -> int:
-    """Most chunk activations that a stage holds at once: forwards before their backward has begun."""
-    p, microbatches = config.parallel, config.num_microbatches(world_size)
-    chunks, stages = p.num_virtual_stages_per_pipeline_rank, p.pipeline_model_parallel_size
-    before = stages - stage - 1
-    warmup = before if chunks == 1 else 2 * before + (chunks - 1) * stages
-    return min(warmup + 1, microbatches * chunks)
-
-
-def in_flight_rows(config: RunConfig, world_size: int) -> int:
-    """Most microbatches between forward and backward of their first chunk on the first stage."""
-    chunks = config.parallel.num_virtual_stages_per_pipeline_rank
-    held, microbatches = in_flight(config, 0, world_size), config.num_microbatches(world_size)
-    # interleaved, the chunks of a stage take turns in groups of as many microbatches as there are stages
-    return min(held if chunks == 1 else 2 * config.parallel.pipeline_model_parallel_size, microbatches)
-
-
-def residual_elements(config: RunConfig) -> int:
-    """Elements of a block's input on one rank."""
-    p = config.parallel
-    sharers = p.tensor_model_parallel_size if p.sequence_parallel else 1
-    return tokens_per_rank(config) * config.model.hidden_size // sharers
-
-
-def tile_work(config: RunConfig) -> int:
-    """Bytes of one tile of the MLP while its backward runs; 0 where the MLP runs over the row at once."""
-    model, p, t = config.model, config.parallel, config.training
-    tp = p.tensor_model_parallel_size
-    tokens = min(t.mlp_chunk_tokens, tokens_per_rank(config))
-    rows = tokens // (tp if p.sequence_parallel else 1)
-    elements = rows * model.hidden_size + 3 * tokens * model.ffn_hidden_size // tp
-    return elements * t.element_bytes + rows * t.accumulation_bytes
-
-
-def offloaded_blocks(config: RunConfig, chunks: Sequence[range]) -> list[int]:
-    """Blocks of each chunk of a stage that keep on the host what they save, by `--activation-offload`.
-
-    A part of the stage's blocks is rounded up; the chunks share them evenly, earlier ones first.
-    """
-    asked, blocks = config.training.activation_offload, sum(map(len, chunks))
-    wanted = min(blocks, math.ceil(asked * blocks - 1e-9) if asked < 1 else int(asked))
-    counts = []
-    for layers in chunks:
-        counts.append(-(-wanted * len(layers) // blocks))
-        wanted, blocks = wanted - counts[-1], blocks - len(layers)
-    return counts
-
-
-def layer_activations(config: RunConfig, granularity: str) -> int:
-    """Bytes one layer keeps for the backward of one microbatch on one rank, under a recompute granularity."""
-    model, p = config.model, config.parallel
-    tp, size, tokens = p.tensor_model_parallel_size, config.training.element_bytes, tokens_per_rank(config)
-    residual = residual_elements(config)
-    if granularity == "full":
-        return residual * size
-    heads, groups, head_dim = model.num_attention_heads, model.query_groups, model.head_dim
-    cheap = granularity != "selective"  # the outputs that selective recomputation makes again
-    fused = heads + 2 * groups if model.qk_layernorm else groups  # inputs of the q/k norms, else v alone
-    sharded = (fused + 2 * heads + groups) * head_dim  # and rotated q and k, and the output
-    sharded += int((key_value_share(config) - 1) * 2 * groups * head_dim)
-    sharded += heads * head_dim if heads_group(config) > 1 else 0  # the output on both sides of the swap
-    tiled = config.training.mlp_chunk_tokens > 0
-    sharded += (3 if cheap else 2) * model.ffn_hidden_size * (not tiled)
-    wide_heads = heads + model.qk_layernorm * (heads + groups)
-    rows = residual // model.hidden_size
-    dropout_masks = 2 * residual if model.hidden_dropout > 0 else 0
-    elements = (4 - tiled if cheap else 2) * residual + tokens * sharded // tp
-    wide_elements = (2 - tiled) * rows + tokens * wide_heads // tp
-    return elements * size + wide_elements * config.training.accumulation_bytes + dropout_masks
-
-
-def heads_group(config: RunConfig) -> int:
-    """Ranks that swap tokens for heads: cp under a2a, the first size under a2a+p2p, else 1."""
-    p = config.parallel
-    sizes = p.hierarchical_context_parallel_sizes or (1, p.context_parallel_size)
-    return {"a2a": p.context_parallel_size, "a2a+p2p": sizes[0]}.get(p.cp_comm_type, 1)
-
-
-def key_value_share(config: RunConfig) -> float:
-    """K/V elements a rank keeps over those of its own tokens: above 1 where more ranks share heads than there are
-    groups, as each then keeps a whole K/V head of more tokens.
-    """
-    groups = config.model.query_groups // config.parallel.tensor_model_parallel_size
-    return max(1.0, heads_group(config) / groups)
-
-
-def _key_copies(config: RunConfig) -> float:
-    """How many times the K/V of a rank's own tokens are at hand during backward."""
-    cp = config.parallel.context_parallel_size
-    ring = {"p2p": cp, "a2a": 1, "a2a+p2p": cp // heads_group(config)}
-    ranks = ring.get(config.parallel.cp_comm_type)
-    return cp if ranks is None else min(ranks, 2) * key_value_share(config)
-
-
-def attention_work(config: RunConfig) -> int:
-    """Bytes that one layer's attention needs while its backward runs: K/V of others and gradients.
-
-    p2p holds the K/V at hand and the next, with their gradients likewise; all_gather holds the whole row's, and so may
-    kv_exchange under a mask that needs all of them; a2a holds the row's keys for its own heads. The kernel `flex`,
-    which `auto` takes on CUDA, computes the output again and holds it and its gradient, each also in the wide dtype;
-    `math`, which `auto` takes there for float64, the scores, weights and their gradients of one block of queries.
-    """
-    model, p = config.model, config.parallel
-    tp, size, wide = p.tensor_model_parallel_size, config.training.element_bytes, config.training.accumulation_bytes
-    tokens, cp = tokens_per_rank(config), p.context_parallel_size
-    key_values = 2 * tokens * model.query_groups * model.head_dim // tp
-    copies = _key_copies(config)
-    queries = tokens * model.num_attention_heads * model.head_dim // tp
-    kernel, double = config.training.attention_kernel, config.training.dtype == "float64"
-    scores = part = 0
-    if kernel == "flex" or (kernel == "auto" and not double):
-        part = 2 * queries * (size + wide)
-    if kernel == "math" or (kernel == "auto" and double):
-        keys = tokens * (1 if p.cp_comm_type == "p2p" else cp)
-        scores = 3 * (model.num_attention_heads // tp) * min(MATH_BLOCK, tokens) * keys * wide
-    # under a2a the output's gradient and that of the queries exist on both sides
-    swapped = queries * (size + wide) if heads_group(config) > 1 else 0
-    return int(copies * key_values * (size + wide)) + queries * wide + swapped + scores + part
+        """Bytes on the device in the largest phase."""
+        return max(self.peaks.values())
 
 
 def _logit_bytes(config: RunConfig) -> int:
@@ -249,41 +108,42 @@ def head_work(config: RunConfig) -> int:
 
 
 def head_gradient(config: RunConfig) -> int:
-    """Bytes of the table's gradient while chunks add to it, in the dtype of sums so that no chunk rounds it.
-
-    0 for a frozen table and where there is one chunk: then it is as any other weight's gradient on its way to a bucket,
-    which the estimate leaves out. It cannot go to the bucket at once, because backward may scale the loss.
+    """Bytes of the table's gradient, which the loss makes in its forward: in the dtype of sums while chunks add to it,
+    so that no chunk rounds it. It cannot go to a bucket at once, because backward may scale the loss.
     """
-    if config.vision.freeze_text or not _loss_in_chunks(config):
+    if config.vision.freeze_text:
         return 0
+    each = config.training.accumulation_bytes if _loss_in_chunks(config) else config.training.element_bytes
     rows = vocabulary_rows(config.model, config.model.vocab_size, config.parallel.tensor_model_parallel_size)
-    return rows * config.model.hidden_size * config.training.accumulation_bytes
+    return rows * config.model.hidden_size * each
+
+
+def message_bytes(config: RunConfig, stage: int, chunks: int) -> int:
+    """Hidden states and gradients under way: two sends each way, a receive ahead, and the gradient that is at work."""
+    stages = config.parallel.pipeline_model_parallel_size
+    before, after = (stage > 0 or chunks > 1, stage < stages - 1 or chunks > 1) if stages > 1 else (False, False)
+    return (3 * before + 4 * after) * residual_elements(config) * config.training.element_bytes
 
 
 def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_size: int) -> RankMemory:
     """Bytes on one rank of a pipeline stage that holds the layers `chunks` (one range for each model chunk)."""
     p, granularity = config.parallel, config.training.recompute_granularity
     size, wide = config.training.element_bytes, config.training.accumulation_bytes
-    parameters, trained = (stage_parameters(config, stage, chunks, trained=only) for only in (False, True))
-    shards = config.data_parallel_size(world_size) * p.context_parallel_size
-    state = 2 * wide + (wide if config.training.dtype == "bfloat16" else 0)
     held, layer = in_flight(config, stage, world_size), layer_activations(config, granularity)
     counts = offloaded_blocks(config, chunks)
     staying = max(len(layers) - count for layers, count in zip(chunks, counts, strict=True))
     received = residual_elements(config) * size if any(counts) and (stage, len(chunks)) != (0, 1) else 0
-    activations = held * (staying * layer + received) + min(2, max(counts)) * layer + tile_work(config)
-    if granularity != "none":
-        activations += layer_activations(config, "none") - layer_activations(config, granularity)
+    at_once = max(staying, min(2, max(map(len, chunks)))) if any(counts) else staying
+    activations = held * received + ((held - 1) * staying + at_once) * layer
     if stage == 0:
-        first = in_flight_rows(config, world_size)
-        activations += first * vision.vision_activations(config, size, wide)
+        activations += in_flight_rows(config, world_size) * vision.vision_activations(config, size, wide)
     last = stage == p.pipeline_model_parallel_size - 1
+    shared = p.pipeline_model_parallel_size == 1 and not config.model.untie_embeddings_and_output_weights
     return RankMemory(
-        weights=parameters * size,
-        gradients=trained * wide + (head_gradient(config) if last else 0),
-        optimizer=-(-trained // shards) * state,
+        **vars(stage_state(config, stage, chunks, world_size, layer_activations(config, "none"))),
         activations=activations,
-        attention=attention_work(config),
-        head=head_work(config) if last else 0,
+        messages=message_bytes(config, stage, len(chunks)),
+        block=block_work(config) + (head_gradient(config) if shared else 0),
+        head=head_work(config) + head_gradient(config) if last else 0,
         host=held * (max(counts) * layer - received),
     )

@@ -9,7 +9,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from megacp.config.run import RunConfig
-from megacp.planner import costs, memory, vision
+from megacp.planner import activations, costs, memory, vision
+from megacp.planner.states import stage_parameters
 
 _SHOWN = 6
 """Rows at each end of a table that is too long."""
@@ -136,8 +137,8 @@ def _stages(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]
         )
         seeing = ["vision"] * (stage == 0 and config.vision.vision_num_layers > 0)
         also = ["embedding"] * (stage == 0) + seeing + ["norm, head"] * (stage == last)
-        count = memory.stage_parameters(config, stage, chunks)
-        held = memory.in_flight(config, stage, world_size)
+        count = stage_parameters(config, chunks)
+        held = activations.in_flight(config, stage, world_size)
         rows.append([str(stage), layers, " + ".join(also), f"{count:,}", str(held)])
     virtual = config.parallel.num_virtual_stages_per_pipeline_rank
     kind = "1F1B" if virtual == 1 else f"interleaved 1F1B, {virtual} chunks a stage"
@@ -145,13 +146,19 @@ def _stages(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]
 
 
 def _memory(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]]) -> str:
+    """The terms that are anywhere above zero; below them the phases of the fullest stage."""
+    terms = [memory.stage_memory(config, stage, chunks, world_size) for stage, chunks in enumerate(stages)]
     names = [field.name for field in dataclasses.fields(memory.RankMemory) if field.name != "host"]
+    names = [name for name in names if any(getattr(of_stage, name) for of_stage in terms)]
     names += ["total"] + ["host"] * (config.training.activation_offload > 0)
-    rows = [["stage", *names]]
-    for stage, chunks in enumerate(stages):
-        terms = memory.stage_memory(config, stage, chunks, world_size)
-        rows.append([str(stage), *(human_bytes(getattr(terms, name)) for name in names)])
-    return _section(f"Memory of one rank (estimate; recompute {config.training.recompute_granularity})", rows)
+    rows = [["stage", *(name.replace("_", " ") for name in names)]]
+    for stage, of_stage in enumerate(terms):
+        rows.append([str(stage), *(human_bytes(getattr(of_stage, name)) for name in names)])
+    fullest = max(range(len(terms)), key=lambda stage: terms[stage].total)
+    peaks = ", ".join(f"{phase} {human_bytes(count)}" for phase, count in terms[fullest].peaks.items())
+    granularity = config.training.recompute_granularity
+    title = f"Memory of one rank (estimate; recompute {granularity}; total: its largest phase, not the sum)"
+    return f"{_section(title, rows)}\n\n  phases of stage {fullest}: {peaks}"
 
 
 def _step(config: RunConfig, world_size: int) -> str:
@@ -166,7 +173,7 @@ def _step(config: RunConfig, world_size: int) -> str:
     rows = [
         ["packs", f"{t.global_batch_size:,} of {length:,} tokens = {human_count(tokens)} tokens"],
         ["microbatches", f"{config.num_microbatches(world_size):,} a rank, {t.micro_batch_size} pack{plural} each"],
-        ["tokens on a rank", f"{memory.tokens_per_rank(config):,} a microbatch"],
+        ["tokens on a rank", f"{activations.tokens_per_rank(config):,} a microbatch"],
         ["model FLOPs", f"{human_count(flops.training, 'FLOP')} ({share:.0%} attention, one document a pack)"],
         *([["vision FLOPs", f"{human_count(seeing, 'FLOP')} (all packs with the planned crops)"]] if seeing else []),
         ["a rank's share", f"{human_count((flops.training + seeing) / world_size, 'FLOP')}"],

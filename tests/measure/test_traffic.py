@@ -26,6 +26,8 @@ SIZES = {
     "make_vocab_size_divisible_by": 64,
 }
 TP, CP, PP = "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"
+SHARING, INSTANCES = "data_parallel_sharding_strategy", "num_distributed_optimizer_instances"
+VIRTUAL, UNTIED = "num_virtual_stages_per_pipeline_rank", {"untie_embeddings_and_output_weights": True}
 
 
 def measured(world_size: int, **values: object) -> list[StepMeasure]:
@@ -87,6 +89,30 @@ def test_the_formulas_equal_the_bytes_that_four_ranks_send(values: dict[str, obj
     assert_equal(measured(4, **values))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize(
+    ("world", "values"),
+    [
+        (2, {}),
+        (2, {CP: 2, **UNTIED, "dtype": "bfloat16"}),
+        (4, {INSTANCES: 2}),
+        (4, {TP: 2, "qk_layernorm": True, "global_batch_size": 2}),
+        (4, {PP: 2}),
+        (4, {PP: 2, VIRTUAL: 2, "global_batch_size": 8}),
+    ],
+    ids=str,
+)
+def test_the_formulas_know_what_ranks_share_and_how_often_it_travels(
+    strategy: str, world: int, values: dict[str, object]
+) -> None:
+    """Two and four microbatches a rank, one under tp.
+
+    Would catch a reduce-scatter a step where each microbatch has one, a block gathered once, and copies not summed.
+    """
+    assert_equal(measured(world, **{SHARING: strategy, **values}))
+
+
 def test_one_process_sends_nothing() -> None:
     """Would catch an axis of size 1 that still counts."""
     traffic = stage_traffic(with_values(RunConfig(), SIZES), 1, 0, [range(4)], [64, 64])
@@ -141,6 +167,9 @@ SEES = {
         {CP: 2, "vision_shards": "replicate"},
         {CP: 2, "freeze_vision": True, "freeze_connector": True},
         {PP: 2},
+        {SHARING: "optim_grads_params"},
+        {SHARING: "optim_grads_params", "freeze_vision": True, "freeze_connector": True},
+        {SHARING: "optim_grads_params", "freeze_text": True, "freeze_vision": True},
     ],
     ids=lambda values: "-".join(f"{name[:9]}_{value}" for name, value in values.items()),
 )

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megacp.config.run import RunConfig
 from megacp.models import offload
 from megacp.models.offload import HostMemory, Passage, SavedStorage
-from megacp.planner import memory
+from megacp.planner import activations, memory
 from megacp.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
 from tests.reference.packs import random_batch
@@ -115,11 +115,11 @@ def test_the_bytes_are_those_that_the_planner_counts(late: None, recompute: str,
     model = ParallelModel(config, grid())
     step(model)
     sent, came = road(model).away.sizes, road(model).back.sizes
-    assert sum(sent) == MICROBATCHES * 2 * memory.layer_activations(config, recompute)
+    assert sum(sent) == MICROBATCHES * 2 * activations.layer_activations(config, recompute)
     assert sorted(sent) == sorted(came)
     assert recompute != "full" or len(sent) == MICROBATCHES * 2
     planned = memory.stage_memory(config, 0, [range(4)], 1)
-    assert road(model).allocated == planned.host == 2 * memory.layer_activations(config, recompute)
+    assert road(model).allocated == planned.host == 2 * activations.layer_activations(config, recompute)
 
 
 @RECOMPUTE

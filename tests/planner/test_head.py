@@ -69,12 +69,18 @@ def test_auto_takes_all_tokens_where_they_are_small_and_else_a_power_of_two() ->
     assert [memory.loss_chunk_tokens(config_of(**{CHUNK: n})) for n in (0, 7)] == [0, 7]
 
 
-def test_the_tables_gradient_counts_on_the_last_stage_alone_where_chunks_add_to_it() -> None:
+def test_the_tables_gradient_counts_on_the_last_stage_alone_wide_where_chunks_add_to_it() -> None:
     """Would catch 2.3 GiB of an 8B model that no term holds."""
     config = config_of(**LONG, pipeline_model_parallel_size=2, num_layers=2)
     first, last = (memory.stage_memory(config, i, [range(i, i + 1)], 16) for i in (0, 1))
-    parameters = [memory.stage_parameters(config, i, [range(i, i + 1)]) for i in (0, 1)]
-    assert (first.head, first.gradients) == (0, 4 * parameters[0])
-    assert last.gradients == 4 * parameters[1] + 4 * 152_064 * 4096
-    for values in ({CHUNK: 0}, {CHUNK: 16_384}, {"freeze_text": True}):
-        assert memory.head_gradient(config_of(**LONG, **values)) == 0
+    assert first.head == 0
+    assert last.head == memory.head_work(config) + 4 * 152_064 * 4096
+    for values, size in (({CHUNK: 0}, 2), ({CHUNK: 16_384}, 2), ({"freeze_text": True}, 0)):
+        assert memory.head_gradient(config_of(**LONG, **values)) == size * 152_064 * 4096
+
+
+def test_a_tied_tables_gradient_waits_for_the_embeddings() -> None:
+    """Would catch it gone with the loss, where autograd holds it until all of backward is done."""
+    tied, apart = (config_of(**LONG, untie_embeddings_and_output_weights=untied) for untied in (False, True))
+    blocks = [memory.stage_memory(config, 0, [range(1)], 8).block for config in (tied, apart)]
+    assert blocks[0] - blocks[1] == 4 * 152_064 * 4096

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from megacp.config.run import RunConfig, with_values
+from megacp.planner.memory import PHASES
 from megacp.planner.report import describe, human_bytes, human_count
 
 SMALL = {
@@ -65,8 +68,23 @@ def test_host_memory_stands_behind_the_total_where_a_run_asks_for_it() -> None:
     stages = [[range(0, 2)], [range(2, 4)]]
     plain, moved = (describe(small(activation_offload=asked), 8, stages) for asked in (0.0, 0.5))
     assert "host" not in plain
-    (head,) = [line.split() for line in moved.splitlines() if "optimizer" in line]
+    (head,) = [line.split() for line in moved.splitlines() if line.startswith("  stage") and "optimizer" in line]
     assert head[-2:] == ["total", "host"]
+
+
+def test_the_total_is_the_largest_phase_which_stands_below_the_terms() -> None:
+    """Would catch phases of another stage than the fullest, and columns of full sharding in a run without it."""
+    stages = [[range(0, 2)], [range(2, 4)]]
+    plain = describe(small(), 8, stages)
+    shared = describe(small(context_parallel_size=1, data_parallel_sharding_strategy="optim_grads_params"), 8, stages)
+    assert "gathered" not in plain and "gathered" in shared
+    for text in (plain, shared):
+        table, phases = text.split("Memory of one rank")[1].split("\n\n")[:2]
+        head, *rows = [line for line in table.splitlines() if line.startswith("  ")]
+        number, *peaks = re.findall(r"stage (\d)|([\d.]+ [KM]iB)", phases)
+        total = rows[int(number[0])].rstrip().rsplit("  ", 1)[1]
+        assert total in [peak for _, peak in peaks]
+        assert [word.split()[0] for word in phases.split(": ")[1].split(", ")] == list(PHASES)
 
 
 def test_an_unknown_vocabulary_is_said() -> None:

@@ -10,8 +10,9 @@ import torch
 from megacp.config.run import RunConfig, with_values
 from megacp.models.build import build_chunks, stage_layers
 from megacp.planner import vision
-from megacp.planner.memory import stage_memory, stage_parameters
+from megacp.planner.memory import stage_memory
 from megacp.planner.report import describe
+from megacp.planner.states import stage_parameters
 from tests.planner.test_memory import kept_storages
 from tests.ranks import grid
 from tests.reference.training import Values, config_of
@@ -44,10 +45,10 @@ def test_a_rank_holds_as_many_parameters_as_are_planned(tp: int, values: Values)
     if tp == 1:
         (chunk,) = build_chunks(config_of({**TINY, **values}, {}), grid())
         assert sum(p.numel() for p in chunk.parameters()) == stage_parameters(
-            config_of({**TINY, **values}, {}), 0, [range(4)]
+            config_of({**TINY, **values}, {}), [range(4)]
         )
         assert vision.run_parameters(config_of({**TINY, **values}, {})) < stage_parameters(
-            config_of(TINY, {}), 0, [range(4)]
+            config_of(TINY, {}), [range(4)]
         )
         return
     one, two = (config_of({**TINY, **values}, {"tp": tp}) for tp in (1, 2))
@@ -133,11 +134,12 @@ def test_memory_counts_vision_on_the_first_stage_and_frozen_parts_once() -> None
     plain, frozen = config(**sizes), config(**sizes, freeze_vision=True)
     text = config(**sizes, vision_num_layers=0)
     first = [stage_memory(c, 0, chunks, 2) for c in (plain, frozen, text)]
-    assert len({stage_memory(c, 1, chunks, 2).total for c in (plain, frozen, text)}) == 1
+    last = [range(plain.model.num_layers - 2, plain.model.num_layers)]
+    assert len({stage_memory(c, 1, last, 2).total for c in (plain, frozen, text)}) == 1
     tower = vision.tower_parameters(plain)
     assert first[0].weights - first[2].weights == 4 * (tower + vision.connector_parameters(plain))
     assert (first[0].gradients - first[1].gradients, first[0].optimizer - first[1].optimizer) == (4 * tower, 8 * tower)
-    counts = [stage_parameters(config, 0, chunks, trained=True) for config in (plain, frozen)]
+    counts = [stage_parameters(config, chunks, trained=True) for config in (plain, frozen)]
     assert counts[0] - counts[1] == tower
     held = 2 * vision.vision_activations(plain, 4, 4)
     assert first[0].activations - first[2].activations == held > first[1].activations - first[2].activations > 0

@@ -1,0 +1,157 @@
+"""What a rank keeps from step to step, and the units in which full sharding gathers: pure counts of parameters.
+
+Key property: units are those that the model's chunks are built of (`models/language.py`), so memory and traffic follow
+one list. W ranks share what `--data-parallel-sharding-strategy` names: dp x cp over the distributed optimizer's
+instances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megacp.config.run import RunConfig
+from megacp.planner import vision
+from megacp.planner.costs import embedding_parameters, head_parameters, layer_parameters
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters on one tp rank that are gathered together."""
+
+    role: str
+    """`embedding`, `vision`, `block`, `head`, or `chunk` for those that are in no other unit of their chunk."""
+    parameters: int
+    trained: int
+
+    @property
+    def gathered_again(self) -> bool:
+        """Whether a rank without a pipeline frees it after the forward and gathers it for its backward."""
+        return self.role in ("block", "vision")
+
+
+def chunk_units(config: RunConfig, layers: range) -> list[Unit]:
+    """The units of the model chunk that holds `layers`, in the order of the forward pass.
+
+    A table that is embedding and head of one chunk belongs to the chunk, with the final norm.
+    """
+    model, v, tp = config.model, config.vision, config.parallel.tensor_model_parallel_size
+    first, last = layers.start == 0, layers.stop == model.num_layers
+    shared = first and last and not model.untie_embeddings_and_output_weights
+    table, head = embedding_parameters(model, tp), head_parameters(model, tp)
+
+    def text(role: str, count: int) -> Unit:
+        return Unit(role, count, 0 if v.freeze_text else count)
+
+    found = [text("embedding", table)] if first and not shared else []
+    if first and v.vision_num_layers:
+        tower, connector = vision.tower_parameters(config, tp), vision.connector_parameters(config, tp)
+        trained = tower * (not v.freeze_vision) + connector * (not v.freeze_connector)
+        found.append(Unit("vision", tower + connector, trained))
+    found += [text("block", layer_parameters(model, tp)) for _ in layers]
+    if last:
+        found.append(text("chunk", table + model.hidden_size) if shared else text("head", head))
+    return found
+
+
+def stage_parameters(config: RunConfig, chunks: Sequence[range], *, trained: bool = False) -> int:
+    """Parameters on one tp rank of a pipeline stage that holds the layers `chunks`; `trained`: without frozen ones.
+
+    A tied embedding stands on the first and on the last stage (once where they are one stage); vision on the first.
+    """
+    units = [unit for layers in chunks for unit in chunk_units(config, layers)]
+    return sum(unit.trained if trained else unit.parameters for unit in units)
+
+
+def sharing_ranks(config: RunConfig, world_size: int) -> int:
+    """W: ranks that share among themselves."""
+    p = config.parallel
+    ranks = config.data_parallel_size(world_size) * p.context_parallel_size
+    return ranks // p.num_distributed_optimizer_instances
+
+
+def shares_parameters(config: RunConfig, world_size: int) -> bool:
+    """Whether parameters are sharded; a rank that shares with nobody keeps them whole."""
+    strategy = config.parallel.data_parallel_sharding_strategy
+    return strategy == "optim_grads_params" and sharing_ranks(config, world_size) > 1
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes of parameters, gradients and moments on one rank, and of their copies on the way."""
+
+    weights: int
+    """Parameters that this rank keeps: whole ones, or shards, which are the master weights too."""
+    gradients: int
+    """Sums of the step: whole (`optim`), or this rank's share."""
+    optimizer: int
+    """Both moments, and the master weights of a 16-bit model."""
+    gathered: int = 0
+    """Parameters of full sharding that are whole while blocks compute: two blocks, or chunks of a pipeline."""
+    gathered_head: int = 0
+    """Those that are whole in the loss."""
+    sums: int = 0
+    """Sharded gradients of the microbatch before: a bucket under way, and this rank's part of it."""
+    unreduced: int = 0
+    """Gradients of the microbatch at work, before they are summed over the ranks."""
+    update: int = 0
+    """Gradients summed over instances, and updated parameters on their way."""
+    saved: int = 0
+    """Shards in the model's dtype, for a checkpoint."""
+
+
+def stage_state(config: RunConfig, stage: int, chunks: Sequence[range], world_size: int, layer: int) -> State:
+    """The state of a rank; `layer` are the bytes of a block's activations, which are gone when its gradients go."""
+    size, wide = config.training.element_bytes, config.training.accumulation_bytes
+    ranks, instances = sharing_ranks(config, world_size), config.parallel.num_distributed_optimizer_instances
+    parameters, trained = (stage_parameters(config, chunks, trained=only) for only in (False, True))
+    share, narrow = -(-trained // ranks), size < wide
+    copies = 2 * share * wide if instances > 1 else 0  # joined for the sum, and summed
+    if shares_parameters(config, world_size):
+        gathered, head = _gathered(config, stage, chunks, world_size)
+        block = max(unit.trained for layers in chunks for unit in chunk_units(config, layers) if unit.role == "block")
+        return State(
+            weights=share * wide + -(-(parameters - trained) // ranks) * size,
+            gradients=share * wide,
+            optimizer=2 * share * wide,
+            gathered=gathered * size,
+            gathered_head=head * size,
+            # a block's gradients in the model's dtype and wide beside it, the latter until the next block's
+            unreduced=max(block * size // 3, block * (size + wide) - layer, block * wide - layer + block * size // 3),
+            update=copies,
+            saved=share * size * narrow,
+        )
+    bucket = min(trained, max(config.parallel.ddp_bucket_size, _largest_parameter(config)))
+    two = min(trained, 2 * bucket)
+    apart = config.parallel.data_parallel_sharding_strategy != "optim"
+    arriving = bucket // ranks * wide if ranks > 1 else 0
+    return State(
+        weights=parameters * size,
+        gradients=(share if apart else trained) * wide,
+        optimizer=share * (2 + narrow) * wide,
+        sums=bucket * wide * (ranks > 1) + arriving if apart else 0,
+        unreduced=bucket * wide if apart else 0,
+        update=(0 if apart or ranks == 1 else share * wide) + max(copies, two * size * (ranks > 1)),
+    )
+
+
+def _largest_parameter(config: RunConfig) -> int:
+    """Elements of the largest weight on one tp rank."""
+    tp = config.parallel.tensor_model_parallel_size
+    mlp = 2 * config.model.hidden_size * config.model.ffn_hidden_size // tp
+    return max(mlp, embedding_parameters(config.model, tp))
+
+
+def _gathered(config: RunConfig, stage: int, chunks: Sequence[range], world_size: int) -> tuple[int, int]:
+    """Parameters that are whole while blocks compute, and in the loss.
+
+    Without a pipeline: a block and the next, and what its chunk keeps for all of its forward and backward. With one: a
+    chunk, and the next where chunks take turns.
+    """
+    units = [chunk_units(config, layers) for layers in chunks]
+    if config.parallel.pipeline_model_parallel_size > 1:
+        held = sum(sorted(sum(unit.parameters for unit in of_chunk) for of_chunk in units)[-2:])
+        return held, held
+    block = max(unit.parameters for unit in units[0] if unit.role in ("block", "vision"))
+    kept = {role: sum(unit.parameters for unit in units[0] if unit.role == role) for role in ("chunk", "head")}
+    return 2 * block + kept["chunk"], kept["chunk"] + kept["head"]
