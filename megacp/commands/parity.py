@@ -88,7 +88,7 @@ def _heading(setup: ParitySetup) -> str:
         f"cp {p.context_parallel_size} x tp {p.tensor_model_parallel_size} with one process",
         f"  layout  virtual stages {p.num_virtual_stages_per_pipeline_rank}, "
         f"sequence parallel {'on' if p.sequence_parallel else 'off'}, {_context(p)}, "
-        f"recompute {t.recompute_granularity}",
+        f"recompute {t.recompute_granularity}, sharding {p.data_parallel_sharding_strategy}",
         f"  model   {setup.model or 'of the config'}: {human_count(run_parameters(setup.config))} parameters, "
         f"{m.num_layers} layers, {m.num_attention_heads}/{m.query_groups} heads, {tower}{t.dtype}",
         f"  packs   {t.global_batch_size} a step of up to {setup.config.data.seq_length} tokens, {setup.packs}, "
