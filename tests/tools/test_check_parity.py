@@ -59,14 +59,14 @@ def test_grids_are_the_same_as_one_process(flags: list[str], tmp_path: Path, cap
 
 def lost_norm_gradient(rank: int, world_size: int, *args: Any) -> list[StepTrace]:
     """A rank that forgets to sum the gradients of norms over tp."""
-    from megacp.data_parallel import buckets
+    from megacp.data_parallel import shards
 
-    right = buckets.all_reduce
-    buckets.all_reduce = lambda x, axis: x  # type: ignore[assignment]
+    right = shards.all_reduce
+    shards.all_reduce = lambda x, axis: x  # type: ignore[assignment]
     try:
         return train_rank(rank, world_size, *args)
     finally:
-        buckets.all_reduce = right
+        shards.all_reduce = right
 
 
 def half_mask(rank: int, world_size: int, *args: Any) -> list[StepTrace]:
