@@ -7,7 +7,7 @@
 #
 # Memory of one rank, estimated by: TP=4 CP=2 RECOMPUTE=full bash examples/long_context.sh --dry-run --world-size 8
 # (not measured on a GPU)
-#   8 GPUs  TP=4 CP=2 RECOMPUTE=full   54.9 GiB
+#   8 GPUs  TP=4 CP=2 RECOMPUTE=full   52.6 GiB
 set -euo pipefail
 cd "$(dirname "$0")/.."
 NPROC=${NPROC:-8}

@@ -7,9 +7,9 @@
 #
 # Memory of one rank, estimated by: TP=4 CP=2 RECOMPUTE=full bash examples/pretrain_vlm.sh --dry-run --world-size 8
 # (not measured on a GPU; keep some GiB for CUDA, NCCL and fragmentation)
-#   8 GPUs  TP=4 CP=2 RECOMPUTE=full        33.6 GiB
-#   8 GPUs  TP=2 CP=4 RECOMPUTE=full        43.8 GiB
-#   8 GPUs  TP=4 CP=2 RECOMPUTE=selective   57.4 GiB
+#   8 GPUs  TP=4 CP=2 RECOMPUTE=full        32.7 GiB
+#   8 GPUs  TP=2 CP=4 RECOMPUTE=full        42.7 GiB
+#   8 GPUs  TP=4 CP=2 RECOMPUTE=selective   56.8 GiB
 set -euo pipefail
 cd "$(dirname "$0")/.."
 NPROC=${NPROC:-8}
