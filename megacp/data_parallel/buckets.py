@@ -120,9 +120,9 @@ class FlatBuckets(ShardedParameters):
         assert not missing, f"no axis was given for {sorted(missing)}"
         self._each_microbatch = each_microbatch
         for index, bucket in enumerate(self.buckets):
-            for slot in bucket.plan.slots:
+            for number, slot in enumerate(bucket.plan.slots):
                 parameter = slot.parameter
-                hook = self._hook(index, slot)
+                hook = self._hook(index, number)
                 parameter.register_post_accumulate_grad_hook(hook)
                 if slot.spec.fused_gradient:  # Megatron's names: Transformer Engine's linears know the first two
                     assert not each_microbatch, "fused gradients need buckets that last"
@@ -141,7 +141,8 @@ class FlatBuckets(ShardedParameters):
         self._sums: list[torch.Tensor | None] = [None for _ in self.buckets]
         self._shards: list[torch.Tensor] | None = None
 
-    def _hook(self, index: int, slot: Slot) -> Callable[[torch.Tensor], None]:
+    def _hook(self, index: int, number: int) -> Callable[[torch.Tensor], None]:
+        """For the parameter in slot `number` of bucket `index`."""
         owner = weakref.ref(self)  # autograd keeps hooks where the collector does not look: a cycle would stay for ever
 
         def accumulate(parameter: torch.Tensor) -> None:
@@ -157,7 +158,8 @@ class FlatBuckets(ShardedParameters):
             if fused:
                 parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]  # a `grad` is only a sign
             else:
-                me.buckets[index].gradient_of(slot).add_(parameter.grad)  # type: ignore[arg-type]  # there is one: a hook after it was added
+                bucket = me.buckets[index]
+                bucket.gradient_of(bucket.plan.slots[number]).add_(parameter.grad)  # type: ignore[arg-type]  # there is one
             parameter.grad = None
             if index in me._final:
                 me._arrived[index].add(parameter)  # type: ignore[arg-type]  # torch hands the hook a tensor

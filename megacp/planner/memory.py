@@ -25,7 +25,7 @@ from megacp.planner.activations import (
     tokens_per_rank,
 )
 from megacp.planner.costs import vocabulary_rows
-from megacp.planner.states import State, stage_state
+from megacp.planner.states import StateMemory, stage_state
 
 LOSS_WORK = 2**29
 """Most bytes of logits and their gradient under `--cross-entropy-chunk-tokens auto`."""
@@ -42,8 +42,8 @@ PHASES: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class RankMemory(State):
-    """Bytes of each term on one rank of a pipeline stage: those of `State`, and what a microbatch needs."""
+class RankMemory(StateMemory):
+    """Bytes of each term on one rank of a pipeline stage: those of `StateMemory`, and what a microbatch needs."""
 
     activations: int = 0
     """What blocks and vision keep for all microbatches in flight."""
@@ -140,7 +140,7 @@ def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_s
     last = stage == p.pipeline_model_parallel_size - 1
     shared = p.pipeline_model_parallel_size == 1 and not config.model.untie_embeddings_and_output_weights
     return RankMemory(
-        **vars(stage_state(config, stage, chunks, world_size, layer_activations(config, "none"))),
+        **vars(stage_state(config, chunks, world_size, layer, layer_activations(config, "none"))),
         activations=activations,
         messages=message_bytes(config, stage, len(chunks)),
         block=block_work(config) + (head_gradient(config) if shared else 0),

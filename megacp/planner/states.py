@@ -16,7 +16,7 @@ from megacp.planner.costs import embedding_parameters, head_parameters, layer_pa
 
 
 @dataclass(frozen=True)
-class Unit:
+class GatheredUnit:
     """Parameters on one tp rank that are gathered together."""
 
     role: str
@@ -30,7 +30,7 @@ class Unit:
         return self.role in ("block", "vision")
 
 
-def chunk_units(config: RunConfig, layers: range) -> list[Unit]:
+def chunk_units(config: RunConfig, layers: range) -> list[GatheredUnit]:
     """The units of the model chunk that holds `layers`, in the order of the forward pass.
 
     A table that is embedding and head of one chunk belongs to the chunk, with the final norm.
@@ -40,14 +40,14 @@ def chunk_units(config: RunConfig, layers: range) -> list[Unit]:
     shared = first and last and not model.untie_embeddings_and_output_weights
     table, head = embedding_parameters(model, tp), head_parameters(model, tp)
 
-    def text(role: str, count: int) -> Unit:
-        return Unit(role, count, 0 if v.freeze_text else count)
+    def text(role: str, count: int) -> GatheredUnit:
+        return GatheredUnit(role, count, 0 if v.freeze_text else count)
 
     found = [text("embedding", table)] if first and not shared else []
     if first and v.vision_num_layers:
         tower, connector = vision.tower_parameters(config, tp), vision.connector_parameters(config, tp)
         trained = tower * (not v.freeze_vision) + connector * (not v.freeze_connector)
-        found.append(Unit("vision", tower + connector, trained))
+        found.append(GatheredUnit("vision", tower + connector, trained))
     found += [text("block", layer_parameters(model, tp)) for _ in layers]
     if last:
         found.append(text("chunk", table + model.hidden_size) if shared else text("head", head))
@@ -77,7 +77,7 @@ def shares_parameters(config: RunConfig, world_size: int) -> bool:
 
 
 @dataclass(frozen=True)
-class State:
+class StateMemory:
     """Bytes of parameters, gradients and moments on one rank, and of their copies on the way."""
 
     weights: int
@@ -100,24 +100,27 @@ class State:
     """Shards in the model's dtype, for a checkpoint."""
 
 
-def stage_state(config: RunConfig, stage: int, chunks: Sequence[range], world_size: int, layer: int) -> State:
-    """The state of a rank; `layer` are the bytes of a block's activations, which are gone when its gradients go."""
+def stage_state(config: RunConfig, chunks: Sequence[range], world_size: int, kept: int, whole: int) -> StateMemory:
+    """The state of a rank. `kept` are the bytes of a block's activations that backward has let go of when the block
+    before it computes, `whole` those of the block that is just done; in both places its gradients may stand instead.
+    """
     size, wide = config.training.element_bytes, config.training.accumulation_bytes
     ranks, instances = sharing_ranks(config, world_size), config.parallel.num_distributed_optimizer_instances
     parameters, trained = (stage_parameters(config, chunks, trained=only) for only in (False, True))
     share, narrow = -(-trained // ranks), size < wide
     copies = 2 * share * wide if instances > 1 else 0  # joined for the sum, and summed
     if shares_parameters(config, world_size):
-        gathered, head = _gathered(config, stage, chunks, world_size)
-        block = max(unit.trained for layers in chunks for unit in chunk_units(config, layers) if unit.role == "block")
-        return State(
+        gathered, head = _gathered(config, chunks)
+        block = max(unit.trained for unit in chunk_units(config, max(chunks, key=len)) if unit.role == "block")
+        down = _last_weight(config) * (block > 0)
+        return StateMemory(
             weights=share * wide + -(-(parameters - trained) // ranks) * size,
             gradients=share * wide,
             optimizer=2 * share * wide,
             gathered=gathered * size,
             gathered_head=head * size,
-            # a block's gradients in the model's dtype and wide beside it, the latter until the next block's
-            unreduced=max(block * size // 3, block * (size + wide) - layer, block * wide - layer + block * size // 3),
+            # the first gradient of a block; all of them with their wide copy; that copy, until the next block's
+            unreduced=max(down * size, block * (size + wide) - whole, block * wide - kept + down * size),
             update=copies,
             saved=share * size * narrow,
         )
@@ -125,7 +128,7 @@ def stage_state(config: RunConfig, stage: int, chunks: Sequence[range], world_si
     two = min(trained, 2 * bucket)
     apart = config.parallel.data_parallel_sharding_strategy != "optim"
     arriving = bucket // ranks * wide if ranks > 1 else 0
-    return State(
+    return StateMemory(
         weights=parameters * size,
         gradients=(share if apart else trained) * wide,
         optimizer=share * (2 + narrow) * wide,
@@ -135,14 +138,17 @@ def stage_state(config: RunConfig, stage: int, chunks: Sequence[range], world_si
     )
 
 
+def _last_weight(config: RunConfig) -> int:
+    """Elements of a block's last weight on one tp rank, whose gradient comes first."""
+    return config.model.hidden_size * config.model.ffn_hidden_size // config.parallel.tensor_model_parallel_size
+
+
 def _largest_parameter(config: RunConfig) -> int:
-    """Elements of the largest weight on one tp rank."""
-    tp = config.parallel.tensor_model_parallel_size
-    mlp = 2 * config.model.hidden_size * config.model.ffn_hidden_size // tp
-    return max(mlp, embedding_parameters(config.model, tp))
+    """Elements of the largest weight on one tp rank: gate and up in one, or a table."""
+    return max(2 * _last_weight(config), embedding_parameters(config.model, config.parallel.tensor_model_parallel_size))
 
 
-def _gathered(config: RunConfig, stage: int, chunks: Sequence[range], world_size: int) -> tuple[int, int]:
+def _gathered(config: RunConfig, chunks: Sequence[range]) -> tuple[int, int]:
     """Parameters that are whole while blocks compute, and in the loss.
 
     Without a pipeline: a block and the next, and what its chunk keeps for all of its forward and backward. With one: a

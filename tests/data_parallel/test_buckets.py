@@ -249,7 +249,7 @@ def test_buckets_and_their_memory_go_with_their_last_user() -> None:
     model = Stack()
     buckets = FlatBuckets([model], single_axis("dp"), {}, 100)
     model(torch.ones(2, WIDTH, dtype=torch.float64)).backward()
-    gone = weakref.ref(buckets.buckets[0])
+    gone = [weakref.ref(buckets.buckets[0]), *(weakref.ref(parameter) for parameter in model.parameters())]
     del model, buckets
     gc.collect()
-    assert gone() is None
+    assert [reference() for reference in gone] == [None] * len(gone)

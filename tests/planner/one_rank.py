@@ -169,6 +169,7 @@ def _planned(model: ParallelModel, world: int) -> RankMemory:
 
 def step_peak(rank: int, world: int, values: dict[str, Any]) -> tuple[int, RankMemory]:
     """Most bytes that a rank holds in its second step, of those allocated since before the model was built."""
+    gc.collect()  # what an earlier call has left must not be let go under the profile
     gc.disable()
     try:
         with _as_under_nccl(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:

@@ -237,3 +237,32 @@ def test_a_tile_of_the_mlp_costs_as_many_tokens_on_any_tp() -> None:
     assert activations.tile_work(config_of(mlp_chunk_tokens=5000)) == 16 * one
     plain, tiled = (stage(config_of(mlp_chunk_tokens=tile), 1) for tile in (0, 64))
     assert tiled.activations < plain.activations / 1.5
+
+
+def test_strategies_keep_their_share_of_sixteen_bytes_a_parameter() -> None:
+    """Would catch a strategy that shares over dp x cp where instances hold copies, or a master weight planned twice."""
+    count = costs.model_parameters(config_of().model)
+    for instances in (1, 2):
+        ranks = 8 // instances
+        flags = {"dtype": "bfloat16", CP: 2, "num_distributed_optimizer_instances": instances}
+        found = {}
+        for strategy in ("optim", "optim_grads", "optim_grads_params"):
+            terms = stage(config_of(**flags, data_parallel_sharding_strategy=strategy), 8)
+            found[strategy] = [round(ranks * x / count) for x in (terms.weights, terms.gradients, terms.optimizer)]
+            assert (terms.gathered > 0) == (strategy == "optim_grads_params") == (terms.saved > 0)
+        assert found == {
+            "optim": [2 * ranks, 4 * ranks, 12],
+            "optim_grads": [2 * ranks, 4, 12],
+            "optim_grads_params": [4, 4, 8],
+        }
+
+
+def test_two_blocks_are_whole_at_once_and_two_chunks_of_a_pipeline() -> None:
+    """Would catch a plan in which all of a stage is gathered, or none."""
+    flags = {"data_parallel_sharding_strategy": "optim_grads_params", "untie_embeddings_and_output_weights": True}
+    block, table = costs.layer_parameters(config_of().model), 4096 * 256
+    terms = stage(config_of(**flags), 2)
+    assert (terms.gathered, terms.gathered_head) == (4 * 2 * block, 4 * (table + 256))
+    virtual = config_of(**flags, **{PP: 2, "num_virtual_stages_per_pipeline_rank": 2})
+    first = memory.stage_memory(virtual, 0, [range(0, 2), range(4, 6)], 4)
+    assert first.gathered == first.gathered_head == 4 * (4 * block + table)
