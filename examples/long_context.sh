@@ -8,7 +8,7 @@
 # Memory of one rank, estimated by: TP=4 CP=2 RECOMPUTE=full bash examples/long_context.sh --dry-run --world-size 8
 # (not measured on a GPU). SHARD=optim_grads_params shares parameters and gradients over dp x cp: no tp is needed.
 #    8 GPUs  TP=4 CP=2 RECOMPUTE=full                           52.6 GiB
-#    8 GPUs  TP=1 CP=8 RECOMPUTE=full SHARD=optim_grads_params  33.2 GiB
+#    8 GPUs  TP=1 CP=8 RECOMPUTE=full SHARD=optim_grads_params  33.8 GiB
 set -euo pipefail
 cd "$(dirname "$0")/.."
 NPROC=${NPROC:-8}

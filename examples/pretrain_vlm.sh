@@ -10,7 +10,7 @@
 #    8 GPUs  TP=4 CP=2 RECOMPUTE=full                                32.7 GiB
 #    8 GPUs  TP=2 CP=4 RECOMPUTE=full                                42.7 GiB
 #    8 GPUs  TP=4 CP=2 RECOMPUTE=selective                           56.8 GiB
-#    8 GPUs  TP=1 CP=2 RECOMPUTE=full SHARD=optim_grads_params       34.6 GiB
+#    8 GPUs  TP=1 CP=2 RECOMPUTE=full SHARD=optim_grads_params       35.2 GiB
 #    8 GPUs  TP=1 CP=4 RECOMPUTE=selective SHARD=optim_grads_params  70.1 GiB
 set -euo pipefail
 cd "$(dirname "$0")/.."
