@@ -80,12 +80,15 @@ def _between(rank: int, world_size: int, values: Values, shape: dict[str, int]) 
         batches = step_batches(4, step)
         weight, mine = sum(batch.weight_sum for batch in batches), batches[place.dp.rank :: place.dp.size]
         found += [model.train(mine, step, weight).loss, model.evaluate(mine, weight)]
+        if world_size > 1:
+            parts = [fully_shard.local_part(p) for chunk in model.chunks for p in chunk.parameters()]  # or it raises
+            assert parts
     return found
 
 
 @pytest.mark.parametrize("shape", [{"dp": 2}, {"dp": 2, "pp": 2}], ids=str)
 def test_validation_between_steps_neither_sees_old_weights_nor_leaves_them_behind(shape: dict[str, int]) -> None:
-    """Would catch parameters that stay gathered after a forward without backward, and miss the next update."""
+    """Would catch parameters that stay gathered after a forward without backward."""
     expected = _between(0, 1, UNTIED, {})
     for found in run_ranks(_between, int(np.prod(list(shape.values()))), sharded(STRATEGIES[2], **UNTIED), shape):
         np.testing.assert_allclose(found, expected, rtol=1e-10)
