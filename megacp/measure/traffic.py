@@ -18,7 +18,7 @@ from megacp.config.run import RunConfig
 from megacp.context_parallel.sizes import Exchanged, layer_bytes
 from megacp.pipeline_parallel.schedules import Kind, schedule, training_schedule_name, with_parameters
 from megacp.planner.costs import embedding_parameters
-from megacp.planner.states import chunk_units, shares_parameters, sharing_ranks, stage_parameters
+from megacp.planner.states import chunk_parts, shares_parameters, sharing_ranks, stage_parameters
 
 _AGREEMENT = 10
 """Float64 numbers that each rank tells all others before a step."""
@@ -192,12 +192,12 @@ def _gathered_parameters(config: RunConfig, stage: int, chunks: Sequence[range],
     """
     p = config.parallel
     stages, virtual = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
-    of_chunk = [chunk_units(config, layers) for layers in chunks]
+    of_chunk = [chunk_parts(config, layers) for layers in chunks]
     if stages == 1:
-        return microbatches * sum(unit.parameters * (1 + unit.gathered_again) for units in of_chunk for unit in units)
+        return microbatches * sum(part.parameters * (1 + part.gathered_again) for parts in of_chunk for part in parts)
     actions = with_parameters(schedule(training_schedule_name(virtual), stage, stages, microbatches, virtual))
     times = Counter(action.chunk for action in actions if action.kind is Kind.UNSHARD)
-    return sum(times[chunk] * unit.parameters for chunk, units in enumerate(of_chunk) for unit in units)
+    return sum(times[chunk] * part.parameters for chunk, parts in enumerate(of_chunk) for part in parts)
 
 
 def embedding_bytes(config: RunConfig, world_size: int, stage: int) -> int:

@@ -1,6 +1,6 @@
-"""What a rank keeps from step to step, and the units in which full sharding gathers: pure counts of parameters.
+"""What a rank keeps from step to step, and the parts in which full sharding gathers: pure counts of parameters.
 
-Key property: units are those that the model's chunks are built of (`models/language.py`), so memory and traffic follow
+Key property: parts are those that the model's chunks are built of (`models/language.py`), so memory and traffic follow
 one list. W ranks share what `--data-parallel-sharding-strategy` names: dp x cp over the distributed optimizer's
 instances.
 """
@@ -16,11 +16,11 @@ from megacp.planner.costs import embedding_parameters, head_parameters, layer_pa
 
 
 @dataclass(frozen=True)
-class GatheredUnit:
+class GatheredPart:
     """Parameters on one tp rank that are gathered together."""
 
     role: str
-    """`embedding`, `vision`, `block`, `head`, or `chunk` for those that are in no other unit of their chunk."""
+    """`embedding`, `vision`, `block`, `head`, or `chunk` for those that are in no other part of their chunk."""
     parameters: int
     trained: int
 
@@ -30,8 +30,8 @@ class GatheredUnit:
         return self.role in ("block", "vision")
 
 
-def chunk_units(config: RunConfig, layers: range) -> list[GatheredUnit]:
-    """The units of the model chunk that holds `layers`, in the order of the forward pass.
+def chunk_parts(config: RunConfig, layers: range) -> list[GatheredPart]:
+    """The parts of the model chunk that holds `layers`, in the order of the forward pass.
 
     A table that is embedding and head of one chunk belongs to the chunk, with the final norm.
     """
@@ -40,14 +40,14 @@ def chunk_units(config: RunConfig, layers: range) -> list[GatheredUnit]:
     shared = first and last and not model.untie_embeddings_and_output_weights
     table, head = embedding_parameters(model, tp), head_parameters(model, tp)
 
-    def text(role: str, count: int) -> GatheredUnit:
-        return GatheredUnit(role, count, 0 if v.freeze_text else count)
+    def text(role: str, count: int) -> GatheredPart:
+        return GatheredPart(role, count, 0 if v.freeze_text else count)
 
     found = [text("embedding", table)] if first and not shared else []
     if first and v.vision_num_layers:
         tower, connector = vision.tower_parameters(config, tp), vision.connector_parameters(config, tp)
         trained = tower * (not v.freeze_vision) + connector * (not v.freeze_connector)
-        found.append(GatheredUnit("vision", tower + connector, trained))
+        found.append(GatheredPart("vision", tower + connector, trained))
     found += [text("block", layer_parameters(model, tp)) for _ in layers]
     if last:
         found.append(text("chunk", table + model.hidden_size) if shared else text("head", head))
@@ -59,8 +59,8 @@ def stage_parameters(config: RunConfig, chunks: Sequence[range], *, trained: boo
 
     A tied embedding stands on the first and on the last stage (once where they are one stage); vision on the first.
     """
-    units = [unit for layers in chunks for unit in chunk_units(config, layers)]
-    return sum(unit.trained if trained else unit.parameters for unit in units)
+    parts = [part for layers in chunks for part in chunk_parts(config, layers)]
+    return sum(part.trained if trained else part.parameters for part in parts)
 
 
 def sharing_ranks(config: RunConfig, world_size: int) -> int:
@@ -111,7 +111,7 @@ def stage_state(config: RunConfig, chunks: Sequence[range], world_size: int, kep
     copies = 2 * share * wide if instances > 1 else 0  # joined for the sum, and summed
     if shares_parameters(config, world_size):
         gathered, head = _gathered(config, chunks)
-        block = max(unit.trained for unit in chunk_units(config, max(chunks, key=len)) if unit.role == "block")
+        block = max(part.trained for part in chunk_parts(config, max(chunks, key=len)) if part.role == "block")
         down = _last_weight(config) * (block > 0)
         return StateMemory(
             weights=share * wide + -(-(parameters - trained) // ranks) * size,
@@ -154,10 +154,10 @@ def _gathered(config: RunConfig, chunks: Sequence[range]) -> tuple[int, int]:
     Without a pipeline: a block and the next, and what its chunk keeps for all of its forward and backward. With one: a
     chunk, and the next where chunks take turns.
     """
-    units = [chunk_units(config, layers) for layers in chunks]
+    parts = [chunk_parts(config, layers) for layers in chunks]
     if config.parallel.pipeline_model_parallel_size > 1:
-        held = sum(sorted(sum(unit.parameters for unit in of_chunk) for of_chunk in units)[-2:])
+        held = sum(sorted(sum(part.parameters for part in of_chunk) for of_chunk in parts)[-2:])
         return held, held
-    block = max(unit.parameters for unit in units[0] if unit.role in ("block", "vision"))
-    kept = {role: sum(unit.parameters for unit in units[0] if unit.role == role) for role in ("chunk", "head")}
+    block = max(part.parameters for part in parts[0] if part.role in ("block", "vision"))
+    kept = {role: sum(part.parameters for part in parts[0] if part.role == role) for role in ("chunk", "head")}
     return 2 * block + kept["chunk"], kept["chunk"] + kept["head"]

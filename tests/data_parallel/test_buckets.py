@@ -68,16 +68,18 @@ def gathered(flat: FlatBuckets) -> list[torch.Tensor]:
     return found
 
 
-def _sums(rank: int, world_size: int, shape: dict[str, int], recompute: bool, bucket_elements: int) -> float:
+def _sums(
+    rank: int, world_size: int, shape: dict[str, int], recompute: bool, bucket_elements: int, each: bool = False
+) -> float:
     axis = grid(**shape).over("dp", "cp")
     model = Stack(recompute)
-    flat = FlatBuckets([model], axis, {}, bucket_elements)
+    flat = FlatBuckets([model], axis, {}, bucket_elements, each_microbatch=each)
     worst = 0.0
     for step in range(2):
         for microbatch in range(3):
-            if microbatch == 2:
-                flat.start_backward(0, last=True)
+            flat.start_backward(0, last=microbatch == 2)
             model(inputs(rank, 3 * step + microbatch), unused_layer(rank, 3 * step + microbatch)).backward()
+            flat.end_backward(0)
         flat.finish()
         twin = Stack()
         for other in range(world_size):
@@ -92,13 +94,14 @@ def _sums(rank: int, world_size: int, shape: dict[str, int], recompute: bool, bu
 
 @pytest.mark.parametrize("shape", [{"dp": 2}, {"cp": 2}, {"dp": 2, "cp": 2}], ids=str)
 @pytest.mark.parametrize("bucket_elements", [1, 150, 10_000])
-def test_bucket_sums_equal_one_process_on_all_data(shape: dict[str, int], bucket_elements: int) -> None:
+@pytest.mark.parametrize("each", [False, True])
+def test_bucket_sums_equal_one_process_on_all_data(shape: dict[str, int], bucket_elements: int, each: bool) -> None:
     """Would catch an average, a bucket reduced too early, cp left out when dp is 1, ranks with unused layers that hang.
 
     Tolerance: float64 sums in another order.
     """
     size = shape.get("dp", 1) * shape.get("cp", 1)
-    assert max(run_ranks(_sums, size, shape, False, bucket_elements)) < 1e-12
+    assert max(run_ranks(_sums, size, shape, False, bucket_elements, each)) < 1e-12
 
 
 def test_recomputed_layers_give_the_same_sums() -> None:
