@@ -151,6 +151,20 @@ def test_a_bucket_without_gradients_holds_back_those_behind_it(monkeypatch: pyte
     assert [e for e in events if e.startswith("reduce")] == [f"reduce {i}" for i in range(DEPTH)]
 
 
+def test_reductions_of_a_microbatch_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch buckets that a layer without a gradient keeps whole until the end of the step."""
+    launched = []
+    real = module.start_reduce_scatter
+    monkeypatch.setattr(module, "start_reduce_scatter", lambda x, axis: launched.append(len(x)) or real(x, axis))
+    model = Stack()
+    flat = FlatBuckets([model], single_axis("dp_cp"), {}, WIDTH * WIDTH, each_microbatch=True)
+    for microbatch in (1, 2):
+        flat.start_backward(0, last=microbatch == 2)
+        model(inputs(0, microbatch), unused=3).backward()
+        flat.end_backward(0)
+        assert len(launched) == DEPTH * microbatch
+
+
 def test_chunks_are_reduced_after_their_own_last_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch virtual stages whose buckets wait for each other's microbatches or mix chunks."""
     chunks = [Stack(), Stack()]

@@ -15,7 +15,6 @@ import torch
 
 from megacp.checkpoint.commit import load_checkpoint
 from megacp.config.run import with_values
-from megacp.data_parallel.shards import ShardedParameters
 from megacp.distributed import fully_shard
 from megacp.distributed.grid import Axis, single_axis
 from megacp.pipeline_parallel.schedules import Kind, schedule, training_schedule_name, with_parameters
@@ -157,10 +156,14 @@ def test_a_pipeline_gathers_when_its_schedule_says_so(virtual: int) -> None:
         assert len(gathered) < microbatches * virtual
 
 
-def _state_bytes(parameters: ShardedParameters) -> int:
-    """Bytes of parameters, gradients and moments that this rank keeps from step to step."""
-    wide = sum(s.values.numel() * s.wide.itemsize for s in parameters.shards)
-    return 4 * wide
+def _state_bytes(model: ParallelModel) -> int:
+    """Bytes of parameters, moments, master weights and gradients that this rank keeps; each storage once."""
+    shards = model.parameters.shards
+    kept = [s.values for s in shards] + [
+        part.values for parts in model.optimizer.state_slices().values() for part in parts
+    ]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
+    return sum(storages.values()) + sum(s.values.numel() * s.wide.itemsize for s in shards)
 
 
 def _bytes(rank: int, world_size: int, dtype: str) -> tuple[int, int]:
@@ -168,7 +171,7 @@ def _bytes(rank: int, world_size: int, dtype: str) -> tuple[int, int]:
         config_of(sharded("optim_grads_params", dtype=dtype, hidden_size=192), {}), grid(dp=world_size)
     )
     whole = sum(int(np.prod(part.shape)) for part in model.parameters.parameters_held())
-    return _state_bytes(model.parameters), whole
+    return _state_bytes(model), whole
 
 
 def test_state_is_sixteen_bytes_a_parameter_over_the_ranks() -> None:
@@ -201,6 +204,10 @@ def _trained(rank: int, world_size: int, strategy: str, folder: str, again: str)
     model = ParallelModel(other, place)
     progress = load(model, Progress(), other).progress
     save(model, progress, other)
+    tuned = with_values(other, {"finetune": True, "save": f"{folder}/{strategy}-weights"})
+    fresh = ParallelModel(tuned, place)
+    load(fresh, Progress(), tuned)
+    save(fresh, Progress(), tuned)
     return model.optimizer.updates
 
 
@@ -221,6 +228,10 @@ def test_all_strategies_read_each_others_files_bit_for_bit(tmp_path: Path) -> No
         assert any(name.startswith("optimizer.master") for name in expected)
         assert found.keys() == expected.keys()
         assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+        tuned = _tensors(tmp_path / f"{strategy}-weights")  # read as weights alone, by the other strategy
+        for name in (name for name in expected if name.startswith("model.")):
+            assert torch.equal(tuned[name], expected[name]), name
+            assert torch.equal(tuned[f"optimizer.master.{name[6:]}"], expected[name].float()), name
     first, *others = (_tensors(tmp_path / strategy) for strategy in STRATEGIES)
     for other in others:  # one microbatch a step: the sums have one order, and rounding is the optimizer's alone
         for name, tensor in first.items():
