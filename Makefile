@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= test,data,hf,demo
 PIP_ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-text test test-fast test-faults test-gpu check format bench clean
@@ -47,7 +47,7 @@ demo-text: $(STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo_text.sh
 
 # Tests are for the CPU, where every run of one process would otherwise take a GPU that is there. Each of WORKERS takes
-# half of the files in order, and then from what the other one has left; most ranks of a test wait for each other.
+# a share of the files in order, and then from what another has left; one more than cores, as many tests wait.
 PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test: $(STAMP)
@@ -58,7 +58,7 @@ test-fast: $(STAMP)
 
 # FAULTS adds to it: FAULTS='--fault-seed 7 --fault-repeat 20 -k kill'
 test-faults: $(STAMP)
-	$(PYTEST) tests/faults $(FAULTS)
+	$(PYTEST) tests/faults tests/training/test_faults.py $(FAULTS)
 
 # With the python3 that has CUDA torch; of the test extra it needs pytest, pytest-timeout and hypothesis.
 test-gpu:

@@ -19,7 +19,7 @@ from megacp.files import seen
 from tests.checkpoint.test_pending import begin, boxes
 from tests.ranks import grid, run_ranks
 
-GROUP_SECONDS = 2.0
+GROUP_SECONDS = 1.0
 
 
 def _slow(rank: int, world_size: int, root: str, seconds: float, patience: float, background: bool) -> str:
@@ -52,8 +52,8 @@ def test_a_save_may_take_longer_than_a_collective(tmp_path: Path, background: bo
 
 @pytest.mark.slow
 def test_a_rank_beyond_the_limit_of_saving_is_named(tmp_path: Path) -> None:
-    first, late = run_ranks(_slow, 2, str(tmp_path), 4.0, 1.0, False)
-    assert "rank 1 still reading or writing a checkpoint after 1 s (--checkpoint-timeout-minutes" in first
+    first, late = run_ranks(_slow, 2, str(tmp_path), 2.0, 0.5, False)
+    assert "rank 1 still reading or writing a checkpoint after 0.5 s (--checkpoint-timeout-minutes" in first
     assert first == late
     assert committed(tmp_path) == []
 

@@ -98,7 +98,7 @@ def torchrun(*arguments: str, restarts: int = 0, timeout: float = 200.0) -> subp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", [0, 1])
+@pytest.mark.parametrize("where", [0, pytest.param(1, marks=pytest.mark.faults)])
 def test_a_run_that_torchrun_restarts_goes_on_from_its_newest_checkpoint(
     tmp_path: Path, undisturbed: Path, where: int
 ) -> None:
@@ -126,7 +126,7 @@ def test_a_stop_asked_for_in_the_step_whose_plan_fails_saves_and_ends_as_a_failu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", [0, 1])
+@pytest.mark.parametrize("where", [pytest.param(0, marks=pytest.mark.faults), 1])
 def test_torchrun_tells_a_fault_of_the_step_in_which_a_stop_was_asked_for(tmp_path: Path, where: int) -> None:
     """Would catch a rank that is ended by the others before it has said why."""
     done = torchrun("stop without plans", str(where), "4", *SIX, "--save", str(tmp_path))
