@@ -25,8 +25,11 @@ from megacp.distributed.grid import GridShape, ProcessGrid, build_grid
 from megacp.distributed.supervision.meeting import Meeting, within
 from megacp.distributed.supervision.restart_store import fresh_store
 
+_M_TRIM_THRESHOLD, _FREE_TOP = -1, 64 << 20
 _M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 4 << 20
-"""glibc's name for the option (malloc.h), and the bytes from which on a block gets a map of its own."""
+"""glibc's names of two options (malloc.h). The free bytes at the heap's end from which on it gives them back; and the
+bytes from which on a block gets a map of its own.
+"""
 _FROZEN_SECONDS = 60.0
 """Beyond all deadlines: then a store that answers nothing is given up."""
 _NAME_SECONDS = 30.0
@@ -105,11 +108,14 @@ def steady_heap() -> None:
     """Give large CPU tensors memory maps of their own, so that a long run does not grow.
 
     gloo keeps small blocks between the large outputs of collectives; in glibc's heap the freed outputs then cannot be
-    used again and a rank grows by about one output a call. A no-op where the C library has no `mallopt`.
+    used again and a rank grows by about one output a call. The end of the heap stays, up to some MiB: to set one option
+    fixes the other one at 128 KiB, and most pages of a step would be given back and cleared anew. A no-op where the C
+    library has no `mallopt`.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
+        mallopt(_M_TRIM_THRESHOLD, _FREE_TOP)
 
 
 def trim_heap() -> None:

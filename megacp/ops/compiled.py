@@ -50,8 +50,15 @@ BACKEND: str | Callable = "inductor"
 """The compiler of the graphs."""
 
 
-def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorator of a function whose first argument is a tensor: its passes become one kernel where `is_compiled`."""
+def fused(
+    function: Callable[Arguments, Result], by_passes: Callable[Arguments, Result] | None = None
+) -> Callable[Arguments, Result]:
+    """Decorator of a function whose first argument is a tensor: its passes become one kernel where `is_compiled`.
+
+    Elsewhere it runs as it is, or as `by_passes`: the same values with fewer passes, written to memory that a graph
+    need not know of.
+    """
+    as_it_is = by_passes or function
 
     @functools.cache
     def kernel(backend: str | Callable) -> Callable[Arguments, Result]:
@@ -60,7 +67,7 @@ def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     @functools.wraps(function)
     def call(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
         if not is_compiled(args[0]):  # type: ignore[arg-type]  # a tensor, says the decorator
-            return function(*args, **options)
+            return as_it_is(*args, **options)
         for x in args:
             if isinstance(x, torch.Tensor) and x.dim() > 0:
                 torch._dynamo.maybe_mark_dynamic(x, 0)

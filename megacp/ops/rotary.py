@@ -53,6 +53,23 @@ def cos_sin(
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+def _rotation_formula(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
+    """Rotate by the angles, or back by them when `sign` is -1."""
+    first, second = x.chunk(2, -1)
+    turned = (first * cos).addcmul_(second, sin, value=-sign), (second * cos).addcmul_(first, sin, value=sign)
+    return torch.cat(turned, -1)
+
+
+def _rotation_by_passes(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
+    """The same products over whole heads: angles are a head's share of x, and short inner loops cost more than them."""
+    first, second = x.chunk(2, -1)
+    whole_cos, whole_sin = torch.cat([cos, cos], -1), torch.cat([sin * -sign, sin * sign], -1)  # [n, 1, d/2] -> [n, 1, d]
+    return torch.cat([second, first], -1).mul_(whole_sin).addcmul_(x, whole_cos)
+
+
+_rotate = fused(_rotation_formula, _rotation_by_passes)
+
+
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -63,14 +80,6 @@ class _Rotate(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _rotate(grads[0], cos, sin, -1), None, None  # a rotation's transpose turns the other way
-
-
-@fused
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
-    """Rotate by the angles, or back by them when `sign` is -1."""
-    first, second = x.chunk(2, -1)
-    turned = (first * cos).addcmul_(second, sin, value=-sign), (second * cos).addcmul_(first, sin, value=sign)
-    return torch.cat(turned, -1)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
