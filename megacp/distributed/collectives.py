@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from megacp.distributed.calls import Call
 from megacp.distributed.grid import Axis
+from megacp.distributed.neighbours import Channel, Operation
+from megacp.distributed.p2p import local_channel
 
 # torch 2.13 renames these two; older releases know only the second name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -68,8 +70,20 @@ def _exchange(x: torch.Tensor, axis: Axis, name: str) -> Pending:
     """Even all-to-all of contiguous `x[size * n, ...]`, on behalf of the collective `name`."""
     out = torch.empty_like(x)
     call = axis.calls.begin(name, x)
+    if (channel := local_channel(x, axis)) is not None:
+        return Pending(_among_neighbours(out.tensor_split(axis.size), x.tensor_split(axis.size), axis, channel), lambda: out, call)
     work = dist.all_to_all_single(out, x, group=axis.group, async_op=True)
     return Pending(work, lambda: out, call)
+
+
+def _among_neighbours(
+    out: Sequence[torch.Tensor], x: Sequence[torch.Tensor], axis: Axis, channel: Channel
+) -> Operation:
+    """Send `x[r]` to each rank r while `out[r]` arrives from it; the own block is copied."""
+    if out[axis.rank].data_ptr() != x[axis.rank].data_ptr():
+        out[axis.rank].copy_(x[axis.rank])
+    others = [(i, rank) for i, rank in enumerate(axis.global_ranks) if i != axis.rank]
+    return channel.start([(rank, x[i]) for i, rank in others], [(rank, out[i]) for i, rank in others])
 
 
 def _sum_blocks(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -89,6 +103,8 @@ def start_all_gather(x: torch.Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         return _done(x)
     _count(axis, "all_gather", x.numel() * (axis.size - 1), x)
+    if (channel := local_channel(x, axis)) is not None:
+        return _gather_locally(x.new_empty(x.shape[0] * axis.size, *x.shape[1:]), x, axis, channel)
     if axis.backend == "gloo" and x.numel() <= _SMALL_GATHER:
         return _exchange(x.repeat(axis.size, *[1] * (x.dim() - 1)), axis, "all_gather")
     out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
@@ -96,9 +112,16 @@ def start_all_gather(x: torch.Tensor, axis: Axis) -> Pending:
     return Pending(_all_gather_single(out, x, group=axis.group, async_op=True), lambda: out, call)
 
 
+def _gather_locally(out: torch.Tensor, x: torch.Tensor, axis: Axis, channel: Channel) -> Pending:
+    call = axis.calls.begin("all_gather", x)
+    return Pending(_among_neighbours(out.tensor_split(axis.size), [x] * axis.size, axis, channel), lambda: out, call)
+
+
 def gather_into(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Pending:
     """`start_all_gather` of contiguous `x[n]` into `out[size * n]` of the caller; `x` may be its own block of it."""
     _count(axis, "all_gather", x.numel() * (axis.size - 1), x)
+    if (channel := local_channel(x, axis)) is not None:
+        return _gather_locally(out, x, axis, channel)
     call = axis.calls.begin("all_gather", x)
     return Pending(_all_gather_single(out, x, group=axis.group, async_op=True), lambda: out, call)
 
@@ -150,7 +173,7 @@ def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
             return (stacked.amax(0) if op == "max" else stacked.amin(0)).view(x.shape)
         if flat.numel() <= _SMALL_REDUCE:
             return _sum_blocks(all_gather(flat, axis), axis.size).view(x.shape)
-        if x.dtype in _HALVES:
+        if x.dtype in _HALVES or local_channel(x, axis) is not None:
             padded = torch.nn.functional.pad(flat, (0, -flat.numel() % axis.size))
             return all_gather(reduce_scatter(padded, axis), axis)[: flat.numel()].view(x.shape)
     _count(axis, "all_reduce", 2 * x.numel() * (axis.size - 1) // axis.size, x)
@@ -174,6 +197,9 @@ def start_all_to_all(
         return _exchange(x, axis, "all_to_all")
     out = x.new_empty(sum(out_splits), *x.shape[1:])
     call = axis.calls.begin("all_to_all", x)
+    if (channel := local_channel(x, axis)) is not None:
+        blocks = out.split(list(out_splits)), x.split(list(in_splits))
+        return Pending(_among_neighbours(*blocks, axis, channel), lambda: out, call)
     work = dist.all_to_all_single(out, x, list(out_splits), list(in_splits), group=axis.group, async_op=True)
     return Pending(work, lambda: out, call)
 

@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from megacp.distributed import neighbours
 from megacp.distributed.calls import Calls
+from megacp.distributed.neighbours import Channel, Neighbours
 
 AXES = ("tp", "cp", "dp", "pp")
 """Axis names, fastest varying first."""
@@ -62,6 +64,9 @@ class Axis:
     """Seconds that its ranks wait for one whose own work takes long, before they meet in a collective; 0: the group's
     timeout.
     """
+
+    local: Channel | None = field(default=None, compare=False, repr=False)
+    """Messages of CPU tensors where all ranks of a gloo axis are on one machine and can read each other."""
 
     def __post_init__(self) -> None:
         assert len(self.global_ranks) == self.size and 0 <= self.rank < self.size, self
@@ -205,6 +210,8 @@ def build_grid(
             f"the world has {have}; change --nproc or the parallel sizes"
         )
 
+    near = _neighbours(rank)
+
     def new_group(members: tuple[int, ...]) -> dist.ProcessGroup:
         return dist.new_group(list(members), timeout=timeout, use_local_synchronization=True)
 
@@ -212,7 +219,8 @@ def build_grid(
         if len(members) == 1:
             return single_axis(name, rank)
         group = new_group(members)
-        return Axis(name, len(members), members.index(rank), members, group, dist.get_backend(group))
+        local = near.channel(name, members, timeout) if near is not None else None
+        return Axis(name, len(members), members.index(rank), members, group, dist.get_backend(group), local=local)
 
     combinations = (("tp",), ("cp",), ("dp",), ("pp",), ("cp", "dp"), ("tp", "cp"))
     axes: dict[tuple[str, ...], Axis] = {
@@ -231,6 +239,27 @@ def build_grid(
     embedding = axis("embedding", ends) if rank in ends and len(stages) > 1 else single_axis("embedding", rank)
     world = axis("world", tuple(range(shape.world_size)))
     return ProcessGrid(shape, rank, torch.device(device), axes, embedding, channels, world)
+
+
+_met: dict[int, Neighbours | None] = {}
+"""What ranks of the one world of this process have found, by the identity of its process group."""
+
+
+def _neighbours(rank: int) -> Neighbours | None:
+    """The ranks of this machine, once found; every rank of the world calls it alike."""
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() != "gloo":
+        return None
+    world = id(dist.group.WORLD)
+    if world not in _met:
+        _met.clear()
+        _met[world] = neighbours.connect(rank, _gather)
+    return _met[world]
+
+
+def _gather(value: object) -> list[object]:
+    values: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def split_axis(axis: Axis, inner: int) -> tuple[Axis, Axis]:
@@ -256,4 +285,8 @@ def _part_of(axis: Axis, name: str, members: tuple[int, ...]) -> Axis:
     """The axis over some ranks of `axis`; its traffic counts as that of the whole axis."""
     mine = axis.global_ranks[axis.rank]
     group = dist.new_group(list(members), use_local_synchronization=True) if len(members) > 1 else None
-    return Axis(f"{axis.name}_{name}", len(members), members.index(mine), members, group, axis.backend, axis.traffic)
+    name, local = f"{axis.name}_{name}", None
+    if axis.local is not None:
+        timeout = datetime.timedelta(seconds=axis.local.seconds)
+        local = axis.local.neighbours.channel(name, members, timeout)
+    return Axis(name, len(members), members.index(mine), members, group, axis.backend, axis.traffic, local=local)

@@ -17,11 +17,17 @@ import torch.distributed as dist
 
 from megacp.distributed.calls import Call
 from megacp.distributed.grid import Axis
+from megacp.distributed.neighbours import Channel
 
 
 def through_host(x: torch.Tensor, axis: Axis) -> bool:
     """Whether a message of this tensor must be copied to the host: gloo cannot send from a device."""
     return axis.backend == "gloo" and x.device.type != "cpu"
+
+
+def local_channel(x: torch.Tensor, axis: Axis) -> Channel | None:
+    """Where messages of this tensor go from memory to memory; None where torch sends them."""
+    return axis.local if axis.backend == "gloo" and not through_host(x, axis) else None
 
 
 class Handle:
@@ -58,6 +64,8 @@ def isend(x: torch.Tensor, axis: Axis, peer: int) -> Handle:
     axis.traffic.add("send", x.numel() * x.element_size())
     sent = x.cpu() if through_host(x, axis) else x
     call = axis.calls.message("send", axis.global_ranks[peer], sent)
+    if (channel := local_channel(x, axis)) is not None:
+        return Handle(channel.start([(axis.global_ranks[peer], sent)], []), sent, call=call)
     return Handle(dist.isend(sent, dst=axis.global_ranks[peer], group=axis.group), sent, call=call)
 
 
@@ -67,6 +75,8 @@ def irecv(buffer: torch.Tensor, axis: Axis, peer: int) -> Handle:
     arrived = torch.empty_like(buffer, device="cpu") if through_host(buffer, axis) else None
     target = buffer if arrived is None else arrived
     call = axis.calls.message("receive", axis.global_ranks[peer], target)
+    if (channel := local_channel(buffer, axis)) is not None:
+        return Handle(channel.start([], [(axis.global_ranks[peer], target)]), buffer, call=call)
     return Handle(dist.irecv(target, src=axis.global_ranks[peer], group=axis.group), buffer, arrived, call)
 
 
@@ -110,6 +120,9 @@ def start_shift(x: torch.Tensor, axis: Axis) -> Shift:
     received = torch.empty_like(sent)
     target, source = (axis.global_ranks[(axis.rank + step) % axis.size] for step in (1, -1))
     axis.traffic.add("ring", x.numel() * x.element_size())
+    if (channel := local_channel(x, axis)) is not None:
+        call = axis.calls.begin("ring shift", sent)
+        return Shift([channel.start([(target, sent)], [(source, received)])], sent, received, call=call)
     send = dist.P2POp(dist.isend, sent, target, axis.group)
     receive = dist.P2POp(dist.irecv, received, source, axis.group)
     call = axis.calls.begin("ring shift", sent)
