@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megacp.distributed.calls import Call
 from megacp.distributed.grid import Axis
-from megacp.distributed.neighbours import Channel, Operation
+from megacp.distributed.neighbours import NearChannel, Operation
 from megacp.distributed.p2p import local_channel
 
 # torch 2.13 renames these two; older releases know only the second name.
@@ -71,15 +71,17 @@ def _exchange(x: torch.Tensor, axis: Axis, name: str) -> Pending:
     out = torch.empty_like(x)
     call = axis.calls.begin(name, x)
     if (channel := local_channel(x, axis)) is not None:
-        return Pending(_among_neighbours(out.tensor_split(axis.size), x.tensor_split(axis.size), axis, channel), lambda: out, call)
+        return Pending(
+            _among_neighbours(out.tensor_split(axis.size), x.tensor_split(axis.size), axis, channel), lambda: out, call
+        )
     work = dist.all_to_all_single(out, x, group=axis.group, async_op=True)
     return Pending(work, lambda: out, call)
 
 
 def _among_neighbours(
-    out: Sequence[torch.Tensor], x: Sequence[torch.Tensor], axis: Axis, channel: Channel
+    out: Sequence[torch.Tensor], x: Sequence[torch.Tensor], axis: Axis, channel: NearChannel
 ) -> Operation:
-    """Send `x[r]` to each rank r while `out[r]` arrives from it; the own block is copied."""
+    """Send `x[r]` to each rank r of the axis while `out[r]` arrives from it; the own block is copied."""
     if out[axis.rank].data_ptr() != x[axis.rank].data_ptr():
         out[axis.rank].copy_(x[axis.rank])
     others = [(i, rank) for i, rank in enumerate(axis.global_ranks) if i != axis.rank]
@@ -112,7 +114,7 @@ def start_all_gather(x: torch.Tensor, axis: Axis) -> Pending:
     return Pending(_all_gather_single(out, x, group=axis.group, async_op=True), lambda: out, call)
 
 
-def _gather_locally(out: torch.Tensor, x: torch.Tensor, axis: Axis, channel: Channel) -> Pending:
+def _gather_locally(out: torch.Tensor, x: torch.Tensor, axis: Axis, channel: NearChannel) -> Pending:
     call = axis.calls.begin("all_gather", x)
     return Pending(_among_neighbours(out.tensor_split(axis.size), [x] * axis.size, axis, channel), lambda: out, call)
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megacp.distributed import neighbours
 from megacp.distributed.calls import Calls
-from megacp.distributed.neighbours import Channel, Neighbours
+from megacp.distributed.neighbours import NearChannel, Neighbours
 
 AXES = ("tp", "cp", "dp", "pp")
 """Axis names, fastest varying first."""
@@ -65,7 +65,7 @@ class Axis:
     timeout.
     """
 
-    local: Channel | None = field(default=None, compare=False, repr=False)
+    local: NearChannel | None = field(default=None, compare=False, repr=False)
     """Messages of CPU tensors where all ranks of a gloo axis are on one machine and can read each other."""
 
     def __post_init__(self) -> None:

@@ -68,7 +68,7 @@ def _copy_from(process: int, source: int, target: int, size: int) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class Whereabouts:
     """Where a rank is, as it tells the others."""
 
     machine: str
@@ -89,7 +89,7 @@ class Operation:
 
     __slots__ = ("_channel", "_held", "left")
 
-    def __init__(self, channel: Channel, held: object) -> None:
+    def __init__(self, channel: NearChannel, held: object) -> None:
         self._channel, self._held = channel, held
         self.left: list[int] = []
         """Ranks that have not sent or read what they are to; one entry for each message."""
@@ -146,16 +146,16 @@ class Neighbours:
         self._peers[rank] = self._by_file[connection.fileno()] = _Peer(rank, process, connection)
         self._poll.register(connection, select.POLLIN)
 
-    def channel(self, name: str, ranks: Sequence[int], timeout: datetime.timedelta) -> Channel | None:
+    def channel(self, name: str, ranks: Sequence[int], timeout: datetime.timedelta) -> NearChannel | None:
         """Messages apart from all others among these global ranks, which call it alike; None if one is not here."""
         if any(rank != self.rank and rank not in self._peers for rank in ranks):
             return None
         kind = f"{name} {tuple(ranks)}"
         self._channels[kind] += 1
         digest = hashlib.blake2b(f"{kind} {self._channels[kind]}".encode(), digest_size=8).digest()
-        return Channel(self, int.from_bytes(digest, "little"), timeout.total_seconds())
+        return NearChannel(self, int.from_bytes(digest, "little"), timeout.total_seconds())
 
-    def start(self, channel: Channel, sends: Sequence[Message], receives: Sequence[Message]) -> Operation:
+    def start(self, channel: NearChannel, sends: Sequence[Message], receives: Sequence[Message]) -> Operation:
         """Tell where tensors lie, and take what has come already."""
         operation = Operation(channel, (sends, receives))
         with self._lock:
@@ -268,7 +268,7 @@ class Neighbours:
 
 
 @dataclass(frozen=True)
-class Channel:
+class NearChannel:
     """Messages of one axis. Between two ranks they meet in the order in which each side starts them."""
 
     neighbours: Neighbours
@@ -313,7 +313,7 @@ def connect(rank: int, gather: Callable[[object], list]) -> Neighbours | None:
             door = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             door.bind(name)
             door.listen(1024)
-        places = gather(Place(machine, os.getpid(), name, ctypes.addressof(probe), secret))
+        places = gather(Whereabouts(machine, os.getpid(), name, ctypes.addressof(probe), secret))
         here = [i for i, place in enumerate(places) if machine and place.machine == machine]
         readable = gather(all(_is_read(places[i]) for i in here if i != rank))
         if door is None or len(here) < 2 or not all(readable[i] for i in here):
@@ -334,7 +334,7 @@ def connect(rank: int, gather: Callable[[object], list]) -> Neighbours | None:
         return found
 
 
-def _is_read(place: Place) -> bool:
+def _is_read(place: Whereabouts) -> bool:
     """Whether this process can read that one's memory."""
     target = ctypes.create_string_buffer(len(place.secret))
     try:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megacp.distributed.calls import Call
 from megacp.distributed.grid import Axis
-from megacp.distributed.neighbours import Channel
+from megacp.distributed.neighbours import NearChannel
 
 
 def through_host(x: torch.Tensor, axis: Axis) -> bool:
@@ -25,7 +25,7 @@ def through_host(x: torch.Tensor, axis: Axis) -> bool:
     return axis.backend == "gloo" and x.device.type != "cpu"
 
 
-def local_channel(x: torch.Tensor, axis: Axis) -> Channel | None:
+def local_channel(x: torch.Tensor, axis: Axis) -> NearChannel | None:
     """Where messages of this tensor go from memory to memory; None where torch sends them."""
     return axis.local if axis.backend == "gloo" and not through_host(x, axis) else None
 

@@ -63,7 +63,10 @@ def _rotation_formula(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sig
 def _rotation_by_passes(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
     """The same products over whole heads: angles are a head's share of x, and short inner loops cost more than them."""
     first, second = x.chunk(2, -1)
-    whole_cos, whole_sin = torch.cat([cos, cos], -1), torch.cat([sin * -sign, sin * sign], -1)  # [n, 1, d/2] -> [n, 1, d]
+    whole_cos, whole_sin = (
+        torch.cat([cos, cos], -1),
+        torch.cat([sin * -sign, sin * sign], -1),
+    )  # [n, 1, d/2] -> [n, 1, d]
     return torch.cat([second, first], -1).mul_(whole_sin).addcmul_(x, whole_cos)
 
 

@@ -1,0 +1,215 @@
+"""Messages from memory to memory: what gloo would bring, in any order of waits, and a reason when a rank is gone."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import threading
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megacp.distributed import neighbours
+from megacp.distributed.collectives import (
+    all_gather,
+    all_reduce,
+    barrier,
+    gather_into,
+    gather_objects,
+    reduce_scatter,
+    start_all_to_all,
+)
+from megacp.distributed.grid import Axis, GridShape, build_grid, split_axis
+from megacp.distributed.neighbours import connect
+from megacp.distributed.p2p import irecv, isend, start_shift
+from tests.ranks import RankError, grid, run_ranks
+
+SIZES = (1, 7, 1024, 1025, 3000, 70_001)
+"""Elements of a block, on both sides of 4,096 bytes."""
+
+
+def world_of(world_size: int) -> Axis:
+    axis = grid(dp=world_size).world
+    assert axis.local is not None, "ranks of one machine did not find each other"
+    return axis
+
+
+def everything(axis: Axis) -> list[torch.Tensor]:
+    """One result of each collective and message, for each size and some dtypes; splits have empty blocks."""
+    found = []
+    for seed, n in enumerate(SIZES):
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            generator = torch.Generator().manual_seed(100 * seed + axis.rank)
+            x = torch.randint(-8, 8, (axis.size * n,), generator=generator).to(dtype)  # sums are exact in any order
+            out = x.new_empty(axis.size * axis.size * n)
+            sends = [(axis.rank + 2 * other) % 3 * n for other in range(axis.size)]
+            arrives = [(other + 2 * axis.rank) % 3 * n for other in range(axis.size)]
+            split = torch.randn(sum(sends), 2, generator=generator).to(dtype)
+            found += [all_gather(x, axis), gather_into(out, x, axis).wait(), reduce_scatter(x, axis)]
+            found += [all_reduce(x, axis), all_reduce(x, axis, "max"), start_shift(x, axis).wait()]
+            found.append(start_all_to_all(split, axis, sends, arrives).wait())
+    return found
+
+
+def _both_ways(rank: int, world_size: int) -> bool:
+    axis = world_of(world_size)
+    pairs = zip(everything(axis), everything(dataclasses.replace(axis, local=None)), strict=True)
+    return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_call_brings_the_bits_that_gloo_brings(world_size: int) -> None:
+    assert run_ranks(_both_ways, world_size) == [True] * world_size
+
+
+def _sends_first(rank: int, world_size: int) -> bool:
+    """Both ranks wait for what they send before they look at what arrives; it arrives on two axes, last one first."""
+    one, two = grid(dp=2).world, grid(dp=2).dp
+    buffers = [torch.empty(200_000), torch.empty(100_000)]
+    received = [irecv(x, axis, 1 - rank) for x, axis in zip(buffers, (one, two), strict=True)]
+    sent = [
+        isend(torch.full((len(x),), float(rank)), axis, 1 - rank) for x, axis in zip(buffers, (one, two), strict=True)
+    ]
+    for handle in (*sent, *reversed(received)):
+        handle.wait()
+    return all(bool((x == 1 - rank).all()) for x in buffers)
+
+
+def test_two_ranks_that_wait_for_what_they_send_do_not_stop_each_other() -> None:
+    """Would catch a rank that takes only the messages it waits for, as two stages of a pipeline would show."""
+    assert run_ranks(_sends_first, 2) == [True, True]
+
+
+def _many_before_one_is_read(rank: int, world_size: int) -> bool:
+    axis, count = grid(dp=2).world, 3000
+    if rank == 0:
+        handles = [isend(torch.tensor([float(i)]), axis, 1) for i in range(count)]
+        barrier(axis)
+        for handle in handles:
+            handle.wait()
+        all_gather(torch.zeros(1), axis)
+        return True
+    barrier(axis)
+    arrived = [irecv(torch.empty(1), axis, 0) for _ in range(count)]
+    right = [handle.wait().item() for handle in arrived] == list(range(count))
+    all_gather(torch.zeros(1), axis)
+    return right
+
+
+def test_more_messages_than_a_socket_holds_arrive_in_order() -> None:
+    assert run_ranks(_many_before_one_is_read, 2) == [True, True]
+
+
+def _in_two_threads(rank: int, world_size: int) -> bool:
+    axes, found = (grid(dp=2).world, grid(dp=2).dp), [0.0, 0.0]
+
+    def work(place: int) -> None:
+        for step in range(50):
+            found[place] += all_gather(torch.full((2000,), float(step)), axes[place]).sum().item()
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found == [2 * 2000 * sum(range(50))] * 2
+
+
+def test_threads_of_a_rank_may_talk_at_once_on_axes_of_their_own() -> None:
+    assert run_ranks(_in_two_threads, 2) == [True, True]
+
+
+def _of_parts(rank: int, world_size: int) -> list[float]:
+    inner, outer = split_axis(grid(cp=4).cp, 2)
+    assert inner.local is not None and outer.local is not None and inner.local.number != outer.local.number
+    x = torch.full((5000,), float(rank))
+    return [start_shift(x, axis).wait()[0].item() for axis in (inner, outer)]
+
+
+def test_parts_of_an_axis_have_messages_of_their_own() -> None:
+    assert run_ranks(_of_parts, 4) == [[1, 2], [0, 3], [3, 0], [2, 1]]
+
+
+def _other_sizes(rank: int, world_size: int) -> str:
+    axis = build_grid(GridShape(dp=2), rank).world
+    message = isend(torch.zeros(3), axis, 1) if rank == 0 else irecv(torch.zeros(4), axis, 0)
+    try:
+        message.wait()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_message_of_another_size_is_refused_with_both() -> None:
+    with_reason = run_ranks(_other_sizes, 2)[1]
+    assert with_reason == "rank 0 sends 12 bytes where 16 are expected"
+
+
+def _late(rank: int, world_size: int) -> str:
+    axis = build_grid(GridShape(dp=2), rank, timeout=datetime.timedelta(seconds=0.5)).world
+    x, said = torch.zeros(2000), ""
+    if rank == 0:
+        try:
+            all_gather(x, axis)
+        except RuntimeError as error:
+            said = str(error)
+    gather_objects(said, grid(dp=2).world)
+    return said
+
+
+def test_a_rank_that_does_not_come_in_time_is_named() -> None:
+    assert run_ranks(_late, 2) == ["timed out: 0.5 s waiting for messages of rank 1 of this machine", ""]
+
+
+def _dies(rank: int, world_size: int) -> None:
+    axis = grid(dp=2).world
+    if rank == 1:
+        time.sleep(0.3)
+        os._exit(7)
+    all_gather(torch.zeros(2000), axis)
+
+
+def test_a_rank_that_is_gone_ends_the_wait_at_once() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError, match="connection closed by rank 1 of this machine|exit code 7"):
+        run_ranks(_dies, 2)
+    assert time.monotonic() - start < 30
+
+
+def _one_cannot_read(rank: int, world_size: int, blind: int) -> bool:
+    def gather(value: object) -> list[object]:
+        values: list[object] = [None] * world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    with mock.patch.object(neighbours, "_is_read", lambda place: rank != blind):
+        return connect(rank, gather) is None
+
+
+@pytest.mark.parametrize("blind", [0, 2])
+def test_where_one_rank_cannot_read_another_all_use_gloo(blind: int) -> None:
+    """Would catch ranks that decide differently, and wait for each other."""
+    assert run_ranks(_one_cannot_read, 3, blind) == [True] * 3
+
+
+def _elsewhere(rank: int, world_size: int) -> list[bool]:
+    """Ranks 0 and 1 on one machine, 2 and 3 on another."""
+
+    def gather(value: object) -> list[object]:
+        values: list[object] = [None] * world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    with mock.patch.object(neighbours, "_machine", lambda: f"machine {rank // 2}"):
+        found = connect(rank, gather)
+    assert found is not None
+    pairs, minute = [(0, 1), (2, 3), (0, 2), (0, 1, 2, 3)], datetime.timedelta(minutes=1)
+    return [found.channel("a", ranks, minute) is not None for ranks in pairs if rank in ranks]
+
+
+def test_only_ranks_of_one_machine_read_each_other() -> None:
+    assert run_ranks(_elsewhere, 4) == [[True, False, False], [True, False], [True, False, False], [True, False]]
