@@ -28,7 +28,7 @@ from torch import nn
 
 from megacp.data_parallel.layout import BucketPlan, ParameterSlice, Slot, plan_buckets, slices_of
 from megacp.data_parallel.shards import ParameterShard, ShardedParameters
-from megacp.distributed.collectives import Pending, start_all_gather, start_reduce_scatter
+from megacp.distributed.collectives import Pending, gather_into, start_reduce_scatter
 from megacp.distributed.grid import Axis
 
 
@@ -237,15 +237,12 @@ class FlatBuckets(ShardedParameters):
         self._reset()
 
     def publish(self) -> None:
-        """Send every rank's updated slice to all ranks of dp x cp; one bucket is in flight while another is copied."""
-        following: Pending | None = None
-        for i, bucket in enumerate(self.buckets):
-            current = following or start_all_gather(bucket.parameter_shard, self.axis)
-            more = i + 1 < len(self.buckets)
-            following = start_all_gather(self.buckets[i + 1].parameter_shard, self.axis) if more else None
-            gathered = current.wait()
-            if gathered.data_ptr() != bucket.parameters.data_ptr():  # an axis of one rank returns its input
-                bucket.parameters.copy_(gathered)
+        """Send every rank's updated slice to all ranks of dp x cp, where they belong."""
+        if self.axis.size == 1:
+            return
+        under_way = [gather_into(bucket.parameters, bucket.parameter_shard, self.axis) for bucket in self.buckets]
+        for pending in under_way:
+            pending.wait()
 
     def parameter_slices(self) -> list[ParameterSlice]:
         everything = (*self.buckets, *self.frozen)

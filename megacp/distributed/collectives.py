@@ -88,15 +88,14 @@ def _among_neighbours(
     return channel.start([(rank, x[i]) for i, rank in others], [(rank, out[i]) for i, rank in others])
 
 
-def _sum_blocks(x: torch.Tensor, size: int) -> torch.Tensor:
-    """`[size * n, ...] -> [n, ...]`: sum of the blocks in rank order, halves accumulated in fp32."""
-    blocks = x.view(size, -1, *x.shape[1:])  # [size * n, ...] -> [size, n, ...]
-    if x.dtype in _HALVES:
-        return blocks.float().sum(0).to(x.dtype)
-    total = blocks[0].clone()
-    for block in blocks[1:]:
+def _sum_blocks(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Sum of at least two blocks in rank order, halves accumulated in fp32."""
+    first, second, *others = blocks
+    halves = first.dtype in _HALVES
+    total = first.float() + second.float() if halves else first + second
+    for block in others:
         total += block
-    return total
+    return total.to(first.dtype)
 
 
 def start_all_gather(x: torch.Tensor, axis: Axis) -> Pending:
@@ -141,11 +140,24 @@ def start_reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
         return _done(x)
     _count(axis, "reduce_scatter", x.numel() // axis.size * (axis.size - 1), x)
     if axis.backend == "gloo":
-        exchange = _exchange(x, axis, "reduce_scatter")
-        return Pending(None, lambda: _sum_blocks(exchange.wait(), axis.size))
+        return _start_sum(x, axis)
     out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
     call = axis.calls.begin("reduce_scatter", x)
     return Pending(_reduce_scatter_single(out, x, group=axis.group, async_op=True), lambda: out, call)
+
+
+def _start_sum(x: torch.Tensor, axis: Axis) -> Pending:
+    """`start_reduce_scatter` as an exchange and a local sum; neighbours leave the own block where it is."""
+    if (channel := local_channel(x, axis)) is None:
+        exchange = _exchange(x, axis, "reduce_scatter")
+        return Pending(None, lambda: _sum_blocks(exchange.wait().tensor_split(axis.size)))
+    blocks = list(x.tensor_split(axis.size))
+    mine = blocks.pop(axis.rank)
+    others = [rank for rank in axis.global_ranks if rank != axis.global_ranks[axis.rank]]
+    arriving = list(x.new_empty(mine.shape[0] * len(others), *x.shape[1:]).tensor_split(len(others)))
+    call = axis.calls.begin("reduce_scatter", x)
+    work = channel.start(list(zip(others, blocks, strict=True)), list(zip(others, arriving, strict=True)))
+    return Pending(work, lambda: _sum_blocks([*arriving[: axis.rank], mine, *arriving[axis.rank :]]), call)
 
 
 def reduce_scatter_into(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> None:
@@ -174,7 +186,7 @@ def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
             stacked = all_gather(flat, axis).view(axis.size, -1)  # [size * n] -> [size, n]
             return (stacked.amax(0) if op == "max" else stacked.amin(0)).view(x.shape)
         if flat.numel() <= _SMALL_REDUCE:
-            return _sum_blocks(all_gather(flat, axis), axis.size).view(x.shape)
+            return _sum_blocks(all_gather(flat, axis).tensor_split(axis.size)).view(x.shape)
         if x.dtype in _HALVES or local_channel(x, axis) is not None:
             padded = torch.nn.functional.pad(flat, (0, -flat.numel() % axis.size))
             return all_gather(reduce_scatter(padded, axis), axis)[: flat.numel()].view(x.shape)

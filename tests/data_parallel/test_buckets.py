@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from megacp.data_parallel import buckets as module
 from megacp.data_parallel import shards
 from megacp.data_parallel.buckets import FlatBuckets
+from megacp.distributed.collectives import start_all_gather
 from megacp.distributed.grid import single_axis
 from megacp.distributed.parameter import ParameterSpec, TensorSlice, attach
 from tests.ranks import grid, run_ranks
@@ -62,7 +63,7 @@ def gathered(flat: FlatBuckets) -> list[torch.Tensor]:
     """The summed gradients of all parameters in bucket order, put together from the slices of all ranks."""
     found = []
     for i, bucket in enumerate(flat.buckets):
-        whole = module.start_all_gather(flat.grad_shard(i), flat.axis).wait()
+        whole = start_all_gather(flat.grad_shard(i), flat.axis).wait()
         for slot in bucket.plan.slots:
             found.append(whole[slot.start : slot.start + slot.parameter.numel()].clone())
     return found
