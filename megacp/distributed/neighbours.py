@@ -323,15 +323,23 @@ def connect(rank: int, gather: Callable[[object], list]) -> Neighbours | None:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             connection.settimeout(_CONNECT_SECONDS)
             connection.connect(places[other].socket)
-            connection.send(rank.to_bytes(8, "little"))
             found.add(other, places[other].process, connection)
         door.settimeout(_CONNECT_SECONDS)
-        for _ in here[here.index(rank) + 1 :]:
+        missing = {places[other].process: other for other in here[here.index(rank) + 1 :]}
+        while missing:
             connection, _address = door.accept()
-            connection.settimeout(_CONNECT_SECONDS)
-            other = int.from_bytes(connection.recv(8), "little")
-            found.add(other, places[other].process, connection)
+            process = _process_of(connection)
+            if process in missing:
+                found.add(missing.pop(process), process, connection)
+            else:
+                connection.close()  # a stranger: names of sockets are no secret
         return found
+
+
+def _process_of(connection: socket.socket) -> int:
+    """The number of the process at the other end, by the kernel's word (`struct ucred`)."""
+    process, _user, _group = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return process
 
 
 def _is_read(place: Whereabouts) -> bool:
