@@ -1,11 +1,13 @@
 """Speed, memory and traffic of training steps on this machine's CPU, every layout in one run (`make bench`).
 
     python tools/benchmark.py [--quick] [--json FILE]
+    python tools/benchmark.py --profile
     python tools/benchmark.py --peers --peers-python ENVIRONMENT/bin/python
 
 The layouts of a group take turns, one step each; the table shows medians. Ratios are over one process with one thread
 and over one process with two; ranks have one thread. Bytes sent stand beside the formulas of megacp/measure/traffic.py.
 
+`--profile` tells where the time of a step goes on every grid, and what its products need alone on this machine.
 `--peers` trains the same model on the same tokens with ours and with other trainers, by turns (tools/peers). Their
 packages are no dependency: `--peers-python` names an interpreter that has them.
 """
@@ -23,8 +25,12 @@ from megacp.convert.export import Request
 from megacp.measure.peers.comparison import Opponents, peers_part
 from megacp.measure.peers.grids import GRIDS, PEERS
 from megacp.measure.preprocessing import text_part
+from megacp.measure.profile.report import profile_part
 from megacp.measure.report import benchmark_parser, run_parts
 from megacp.measure.steps import GROUPS, QUICK_SIZES, SIZES, step_part
+
+EXTRA = ("profile", "peers")
+"""Parts that run only when they are asked for, and have a flag of their own."""
 
 
 def to_hugging_face(checkpoint: Path, folder: Path) -> None:
@@ -36,11 +42,14 @@ def to_hugging_face(checkpoint: Path, folder: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     about = "Measure training steps and preprocessing on this machine's CPU."
-    parser = benchmark_parser(about, [*GROUPS, "preprocess", "peers"], left_out=["four", "peers"])
+    parser = benchmark_parser(about, [*GROUPS, *EXTRA, "preprocess"], left_out=["four", *EXTRA])
     parser.add_argument(
-        "--rounds", type=int, metavar="N", help="steps measured of each layout (default 3, with --peers 5, quick 1)"
+        "--rounds", type=int, metavar="N", help="steps measured of each layout (default 3, peers 5, quick 1)"
     )
-    parser.add_argument("--peers", action="store_const", const=["peers"], dest="only", help="the same as --only peers")
+    for name in EXTRA:
+        parser.add_argument(
+            f"--{name}", action="store_const", const=[name], dest="only", help=f"the same as --only {name}"
+        )
     parser.add_argument(
         "--peers-python", metavar="PATH", default=sys.executable, help="interpreter that has the peers (default: this)"
     )
@@ -50,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     quick, rounds = arguments.quick, arguments.rounds or (1 if arguments.quick else 3)
     parts = {name: functools.partial(step_part, name, quick, rounds) for name in GROUPS}
     parts |= {"preprocess": functools.partial(text_part, quick)}
+    parts |= {"profile": functools.partial(profile_part, quick, rounds)}
     checkouts = {"--picotron": arguments.picotron} if arguments.picotron else {}
     scripts = Path(__file__).resolve().parent / "peers"
     opponents = Opponents(arguments.peers_python, scripts, checkouts, PEERS)
