@@ -53,7 +53,7 @@ class Work:
 
     @property
     def data_rank(self) -> int:
-        """The place along dp; of four axes only dp deals sequences, and it is never combined here."""
+        """The place along dp; of four axes only dp deals sequences, and no grid here combines it with another."""
         return self.rank if self.axes["dp"] > 1 else 0
 
     def optimizer(self, parameters: Any) -> torch.optim.AdamW:

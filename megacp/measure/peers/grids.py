@@ -91,4 +91,14 @@ PEERS: dict[str, Peer] = {
     ),
     "Accelerate FSDP2": Peer("run_accelerate.py", ("accelerate", "transformers"), {"dp 2": {"data": "shard"}}),
     "fully_shard": Peer("run_fully_shard.py", ("transformers",), {**_ONE, "dp 2": {}}),
+    "Picotron": Peer(
+        "run_picotron.py",
+        ("safetensors",),
+        {
+            **_ONE,
+            **{grid: {"microbatch": 1} for grid in ("dp 2", "tp 2", "pp 2", "cp 2", "cp 4", "tp 2 x cp 2")},
+            "cp 2, long": {},
+        },
+        checkout="--picotron",
+    ),
 }
