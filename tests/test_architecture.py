@@ -24,6 +24,8 @@ VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 DISTRIBUTED_ROOM = "megacp/distributed/"
 ENVIRONMENT_FILE = "megacp/distributed/launch.py"
 PURE_ROOMS = ("megacp/config/", "megacp/planner/", "megacp/data/", "megacp/batch.py")
+PEERS = "tools/peers/"
+"""Scripts that run other trainers in their own interpreter; they import nothing of ours."""
 GUESTS = ("transformer_engine", "apex")
 MAX_FILES = 14
 FILE_SYSTEM_CALLS = {"os.fsync", "os.replace", "os.rename", "fcntl.lockf", "fcntl.flock", "hashlib.file_digest"}
@@ -213,14 +215,20 @@ def broken(rule, *tops: str) -> dict[str, list]:
 def test_only_the_distributed_room_talks_to_torch_distributed() -> None:
     """Would catch a collective in a layer, whose axis nobody passed to it."""
     found = {path: foreign_collectives(path, tree_of(path)) for path in sources("megacp", "tools")}
-    assert {path: names for path, names in found.items() if names} == {}
+    assert {path: names for path, names in found.items() if names and not path.startswith(PEERS)} == {}
+
+
+def test_scripts_of_other_trainers_import_nothing_of_ours() -> None:
+    """Would catch a comparison in which a peer runs on our code, or needs our package in its interpreter."""
+    found = {path: [name for name, _ in imports(tree_of(path)) if is_within(name, "megacp")] for path in sources(PEERS)}
+    assert found and not any(found.values())
 
 
 def test_the_environment_is_read_in_one_file() -> None:
     """Would catch behaviour that hangs on a variable no flag shows."""
     found = broken(environment_uses, "megacp", "tools")
     found.pop(ENVIRONMENT_FILE, None)
-    assert found == {}
+    assert [path for path in found if not path.startswith(PEERS)] == []
 
 
 def test_files_are_made_durable_in_one_file() -> None:

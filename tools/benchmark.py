@@ -1,31 +1,70 @@
 """Speed, memory and traffic of training steps on this machine's CPU, every layout in one run (`make bench`).
 
     python tools/benchmark.py [--quick] [--json FILE]
+    python tools/benchmark.py --profile
+    python tools/benchmark.py --peers --peers-python ENVIRONMENT/bin/python
 
 The layouts of a group take turns, one step each; the table shows medians. Ratios are over one process with one thread
 and over one process with two; ranks have one thread. Bytes sent stand beside the formulas of megacp/measure/traffic.py.
+
+`--profile` tells where the time of a step goes on every grid, and what its products need alone on this machine.
+`--peers` trains the same model on the same tokens with ours and with other trainers, by turns (tools/peers). Their
+packages are no dependency: `--peers-python` names an interpreter that has them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from megacp.convert.conversion import convert
+from megacp.convert.export import Request
+from megacp.measure.peers.comparison import Opponents, peers_part
+from megacp.measure.peers.grids import GRIDS, PEERS
 from megacp.measure.preprocessing import text_part
+from megacp.measure.profile.report import profile_part
 from megacp.measure.report import benchmark_parser, run_parts
 from megacp.measure.steps import GROUPS, QUICK_SIZES, SIZES, step_part
+
+EXTRA = ("profile", "peers")
+"""Parts that run only when they are asked for, and have a flag of their own."""
+
+
+def to_hugging_face(checkpoint: Path, folder: Path) -> None:
+    """A checkpoint of ours as a Hugging Face folder; what the converter prints is no part of a benchmark."""
+    with contextlib.redirect_stdout(sys.stderr):
+        convert(Request("megacp", "hf", checkpoint, folder))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     about = "Measure training steps and preprocessing on this machine's CPU."
-    parser = benchmark_parser(about, [*GROUPS, "preprocess"], left_out=["four"])
-    parser.add_argument("--rounds", type=int, metavar="N", help="steps measured of each layout (default 3, quick 1)")
+    parser = benchmark_parser(about, [*GROUPS, *EXTRA, "preprocess"], left_out=["four", *EXTRA])
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help="steps measured of each layout (default 3, peers 5, quick 1)"
+    )
+    for name in EXTRA:
+        parser.add_argument(
+            f"--{name}", action="store_const", const=[name], dest="only", help=f"the same as --only {name}"
+        )
+    parser.add_argument(
+        "--peers-python", metavar="PATH", default=sys.executable, help="interpreter that has the peers (default: this)"
+    )
+    parser.add_argument("--picotron", metavar="DIR", help="a checkout of Picotron, which is no package")
+    parser.add_argument("--grids", nargs="+", choices=GRIDS, default=list(GRIDS), help="of --peers (default: all)")
     arguments = parser.parse_args(argv)
     quick, rounds = arguments.quick, arguments.rounds or (1 if arguments.quick else 3)
     parts = {name: functools.partial(step_part, name, quick, rounds) for name in GROUPS}
     parts |= {"preprocess": functools.partial(text_part, quick)}
+    parts |= {"profile": functools.partial(profile_part, quick, rounds)}
+    checkouts = {"--picotron": arguments.picotron} if arguments.picotron else {}
+    scripts = Path(__file__).resolve().parent / "peers"
+    opponents = Opponents(arguments.peers_python, scripts, checkouts, PEERS)
+    turns = arguments.rounds or (1 if quick else 5)
+    parts |= {"peers": functools.partial(peers_part, quick, turns, opponents, to_hugging_face, arguments.grids)}
     return run_parts(parts, arguments, sizes=QUICK_SIZES if quick else SIZES, rounds=rounds)
 
 

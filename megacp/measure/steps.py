@@ -10,7 +10,7 @@ import functools
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from megacp.measure.report import Part, Seconds, take_turns, timed
 from megacp.measure.traffic import ContextPlace, RowImages, StageTraffic, stage_traffic
 from megacp.models.build import grid_shape, stage_layers
 from megacp.monitor.memory import peak_bytes
+from megacp.monitor.timers import Phase, unmeasured
 from megacp.planner.report import human_bytes, table
 from megacp.training.images import image_loading
 from megacp.training.loss import agree
@@ -55,26 +56,29 @@ class StepMeasure(Seconds):
 class Subject:
     """A model that is measured; it is built at once."""
 
-    def __init__(self, rank: int, world_size: int, config: RunConfig, rules: MockRules) -> None:
+    def __init__(
+        self, rank: int, world_size: int, config: RunConfig, rules: MockRules, phase: Phase = unmeasured
+    ) -> None:
         refuse_auto(config, "a measurement")
         torch.ones(8).sum()  # the first operation starts threads and allocators
         self.before = peak_bytes()
         self.world_size = world_size
         self.config, self.rules = config, rules
         self.grid = build_grid(grid_shape(config, world_size), rank)
-        self.model = ParallelModel(config, self.grid)
+        self.model = ParallelModel(config, self.grid, phase)
         decoder = MockDecoder(rules.images) if rules.images is not None else None
         self.loading = image_loading(config, self.grid, self.model.rows, decoder)
         self.step = 0
 
-    def measure(self) -> StepMeasure:
-        """Train one more step."""
+    def measure(self, around: AbstractContextManager[None] | None = None) -> StepMeasure:
+        """Train one more step, inside a context where one is given."""
         self.step += 1
         batches = microbatches(self.config, self.rules, self.step, self.model.rows, self.loading)
         for axis in self.grid.all_axes():
             axis.traffic.clear()
         barrier(self.grid.world)
-        (tokens, loss), seconds = timed(lambda: self._train(batches))
+        with around or nullcontext():
+            (tokens, loss), seconds = timed(lambda: self._train(batches))
         memory, sent = peak_bytes() - self.before, sent_bytes(self.grid)
         return StepMeasure(seconds.wall, seconds.cpu, tokens, loss, memory, sent, self._formula(batches))
 

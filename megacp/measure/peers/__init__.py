@@ -1,0 +1,1 @@
+"""Other trainers on the same work: their processes, the table of what each can do, and the comparison."""

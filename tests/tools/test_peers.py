@@ -1,0 +1,120 @@
+"""Other trainers beside ours: the protocol of their processes, the table of who can do what, and the comparison."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacp.measure.peers.comparison import Opponents, absent, other_losses, over_best, peers_part, speed_table
+from megacp.measure.peers.grids import GRIDS, PEERS, Peer
+from megacp.measure.peers.processes import PeerFailure, PeerRanks
+
+HERE = Path(__file__).resolve().parent
+TOOLS = HERE.parents[1] / "tools"
+to_hugging_face = runpy.run_path(str(TOOLS / "benchmark.py"))["to_hugging_face"]
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> dict[str, Any]:
+    """What a fake peer reads: weights and the tokens of two steps."""
+    import numpy as np
+
+    (tmp_path / "model.safetensors").touch()
+    np.savez(tmp_path / "tokens.npz", tokens=np.zeros((2, 4, 8)))
+    return {"weights": str(tmp_path), "tokens": str(tmp_path / "tokens.npz"), "options": {}}
+
+
+def fake(work: dict[str, Any], folder: Path, ranks: int, **options: str) -> PeerRanks:
+    return PeerRanks([sys.executable, str(HERE / "fake_peer.py")], ranks, {**work, "options": options}, folder)
+
+
+def test_ranks_of_a_peer_train_step_by_step(work: dict[str, Any], tmp_path: Path) -> None:
+    """Would catch answers taken for another rank's, or for another step's."""
+    with fake(work, tmp_path / "a", 2) as ranks:
+        ranks.ready()
+        for number in range(2):
+            steps = ranks.step(number)
+            assert [step.wall for step in steps] == [1.0, 2.0]
+            assert [step.loss for step in steps] == [None, 5.0 - number]
+            assert steps[0].tokens == 32
+
+
+@pytest.mark.parametrize(
+    ("fails", "words"),
+    [
+        ("build", "rank 0: ModuleNotFoundError: no kernel"),
+        ("step", "rank 1: the process ended\nthe last words of a rank"),
+        ("hang", "did not answer within"),
+    ],
+)
+def test_a_peer_that_fails_says_what_it_printed_and_leaves_no_process(
+    fails: str, words: str, work: dict[str, Any], tmp_path: Path
+) -> None:
+    """Would catch a benchmark that hangs with its peer, or ends without a reason."""
+
+    def run(ranks: PeerRanks) -> None:
+        ranks.ready()
+        for number in range(2):
+            ranks.step(number, timeout=1.0 if fails == "hang" else 60.0)
+
+    with fake(work, tmp_path / "a", 1 if fails == "build" else 2, fails=fails) as ranks:
+        with pytest.raises(PeerFailure) as caught:
+            run(ranks)
+        assert words in str(caught.value)
+
+
+def test_every_cell_of_the_table_names_a_grid_and_a_script_that_exist() -> None:
+    """Would catch a grid that was renamed in one of the two tables."""
+    for peer in PEERS.values():
+        assert (TOOLS / "peers" / peer.script).is_file()
+        assert peer.cells and set(peer.cells) <= set(GRIDS)
+    for grid in GRIDS.values():
+        axes = grid.axes()
+        assert axes["dp"] * axes["tp"] * axes["pp"] * axes["cp"] == grid.ranks
+
+
+def test_a_peer_without_its_packages_is_absent_and_says_which() -> None:
+    checkout = Peer("a.py", ("torch",), {"dp 2": {}}, checkout="--picotron")
+    assert absent(Peer("a.py", ("torch", "titan"), {}), {"torch": "2", "titan": None}, {}) == "not installed: titan"
+    assert absent(checkout, {"torch": "2"}, {}) == "--picotron names no checkout"
+    assert absent(checkout, {"torch": "2"}, {"--picotron": "/p"}) is None
+
+
+def row(speed: float, losses: list[float]) -> dict[str, Any]:
+    return {"tokens_per_second": speed, "peak_memory": [1], "cpu_seconds": 1.0, "losses": losses, "others": 0.0}
+
+
+def test_ratios_are_over_the_fastest_peer_and_other_losses_are_told() -> None:
+    """Would catch a ratio over the slowest, and a peer that trains another model unnoticed."""
+    found = {"a": row(10.0, [4.0, 3.0]), "b": row(40.0, [4.00004, 3.1]), "megacp": row(60.0, [4.00001, 3.0])}
+    assert over_best(found) == (1.5, "b")
+    assert over_best({"megacp": found["megacp"]}) is None
+    assert other_losses(found, 4) == ["last loss of b 3.1000, ours 3.0000"]
+    shown = speed_table({"dp 2": found, "one process": {"megacp": found["megacp"]}})
+    assert [line.split()[-2:] for line in shown.splitlines() if line.startswith("  over")] == [["1.50", "-"]]
+
+
+@pytest.mark.slow
+def test_a_comparison_takes_turns_and_goes_on_without_the_peer_that_failed() -> None:
+    """Would catch tokens or weights that are not written, and one failure that ends the whole run."""
+    peers = {
+        "fake": Peer("fake_peer.py", ("numpy",), {"dp 2": {}}),
+        "breaks": Peer("fake_peer.py", ("numpy",), {"dp 2": {"fails": "step"}}),
+        "nowhere": Peer("fake_peer.py", ("no_such_package",), {"dp 2": {}}),
+    }
+    opponents = Opponents(sys.executable, HERE, {}, peers)
+    part = peers_part(True, 1, opponents, to_hugging_face, ["dp 2"])
+    rows = part.figures["peers"]["dp 2"]
+    assert list(rows) == ["megacp", "fake"]
+    assert rows["fake"]["tokens_per_second"] == 4 * 256 / 2.0
+    assert rows["fake"]["losses"] == [5.0, 4.0] and len(rows["megacp"]["losses"]) == 2
+    (goal,) = part.goals
+    assert goal.value == pytest.approx(rows["megacp"]["tokens_per_second"] / 512)
+    assert "nowhere is absent, not installed: no_such_package" in part.table
+    assert "breaks failed, rank 1: the process ended" in part.table
+    json.dumps(part.figures)

@@ -1,0 +1,70 @@
+"""Accelerate 1.15 around the transformers library's Llama: DDP or FSDP2 at dp 2, context parallelism over FSDP2.
+
+Patched: Accelerate turns FSDP2 on for accelerators only, so with FSDP2 it is told that it has several. Ring attention
+gets the CPU's kernel (cpu_ring.py). Both divide gradients by the ranks, so losses are multiplied by them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from cpu_ring import allow_cpu_kernel
+from stepping import IGNORED, Train, Work, serve, summed, token_loss
+from transformers import LlamaForCausalLM
+
+
+def accelerator_of(work: Work) -> Accelerator:
+    """Accelerate's object for the grid."""
+    if work.options.get("data") != "shard" and work.axes["cp"] == 1:
+        return Accelerator(cpu=True)
+    allow_cpu_kernel()
+    PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        reshard_after_forward=True,
+    )
+    sizes = {"cp_size": work.axes["cp"]} if work.axes["cp"] > 1 else {"dp_shard_size": work.axes["dp"]}
+    return Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=ParallelismConfig(**sizes))
+
+
+def build(work: Work) -> Train:
+    """The prepared model and its step."""
+    accelerator = accelerator_of(work)
+    model = LlamaForCausalLM.from_pretrained(work.weights, attn_implementation="sdpa", dtype=torch.float32)
+    model.config.use_cache = False
+    model, optimizer = accelerator.prepare(model, work.optimizer(model.parameters()))
+    model.train()
+    ranks = work.world_size if dist.get_world_size() > 1 else 1
+    positions = torch.arange(work.length)[None]
+
+    def backward(ids: torch.Tensor, targets: torch.Tensor, denominator: float) -> float:
+        ids, targets, places = ids.clone(), targets.clone(), positions.repeat(len(ids), 1)
+        buffers = [ids, targets, places]
+        with accelerator.maybe_context_parallel(buffers, [1, 1, 1], no_restore_buffers=set(buffers)):
+            loss = token_loss(model(input_ids=ids, position_ids=places).logits, targets, denominator)
+            accelerator.backward(loss * ranks)
+        return loss.item()
+
+    def train(tokens: torch.Tensor, labels: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        denominator, total = float((labels != IGNORED).sum()), 0.0
+        parts = work.microbatches(tokens, labels)
+        for ids, targets in parts[:-1]:
+            with accelerator.no_sync(model):
+                total += backward(ids, targets, denominator)
+        total += backward(*parts[-1], denominator)
+        accelerator.clip_grad_norm_(model.parameters(), work.adamw["clip_grad"])
+        optimizer.step()
+        return summed(total, work.world_size)
+
+    return train
+
+
+if __name__ == "__main__":
+    serve(build)

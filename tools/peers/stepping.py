@@ -1,0 +1,171 @@
+"""The rank's side of a comparison with another trainer: one JSON line in asks for a step, one line out answers.
+
+Every script of this folder runs in the interpreter that `tools/benchmark.py --peers-python` names, one process a rank,
+and imports nothing of megacp. `serve` makes the gloo group, builds the trainer, and times its steps between two
+barriers, as megacp/measure/steps.py does. Standard output carries the answers; what libraries print goes to the error
+stream.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.functional import cross_entropy
+
+IGNORED = -100
+"""The label of a token that predicts nothing."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all trainers are given: sizes, weights, tokens, and the place of this rank."""
+
+    rank: int
+    world_size: int
+    axes: dict[str, int]
+    """Sizes of dp, tp, pp and cp."""
+    options: dict[str, Any]
+    """Of this trainer on this grid."""
+    adamw: dict[str, float]
+    """lr, beta1, beta2, eps, weight_decay, clip_grad."""
+    weights: Path
+    """A Hugging Face folder of a Llama."""
+    sequences: int
+    """Of a step, over all ranks."""
+    length: int
+    """Tokens of a sequence."""
+    packages: dict[str, str]
+    """Checkouts that are no installed packages, by name."""
+
+    @property
+    def data_rank(self) -> int:
+        """The place along dp; of four axes only dp deals sequences, and no grid here combines it with another."""
+        return self.rank if self.axes["dp"] > 1 else 0
+
+    def optimizer(self, parameters: Any) -> torch.optim.AdamW:
+        """AdamW in torch's fused form, the fastest on CPU."""
+        values = self.adamw
+        betas = (values["beta1"], values["beta2"])
+        decay = values["weight_decay"]
+        return torch.optim.AdamW(parameters, values["lr"], betas, values["eps"], decay, fused=True)
+
+    def microbatches(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """This data-parallel rank's sequences, `microbatch` of them at a time (default: all)."""
+        mine = self.sequences // self.axes["dp"]
+        part = slice(self.data_rank * mine, (self.data_rank + 1) * mine)
+        size = self.options.get("microbatch", mine)
+        return list(zip(tokens[part].split(size), labels[part].split(size), strict=True))
+
+
+Train = Callable[[torch.Tensor, torch.Tensor], float | None]
+"""Tokens and labels [sequences, length] of a whole step to its loss, None on ranks that do not know it."""
+
+
+def token_loss(logits: torch.Tensor, labels: torch.Tensor, denominator: float) -> torch.Tensor:
+    """The sum over this rank's labels over the denominator of the step."""
+    total = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED)
+    return total / denominator
+
+
+def summed(loss: float, world_size: int) -> float:
+    """The sum of all ranks' losses."""
+    total = torch.tensor([loss], dtype=torch.float64)
+    if world_size > 1:
+        dist.all_reduce(total)
+    return total.item()
+
+
+def plain_sums(model: torch.nn.Module) -> None:
+    """Let `fully_shard` sum gradients: gloo knows none of the scaled sums by which it divides them."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def peak_bytes() -> int:
+    """The process's high mark, as megacp/monitor/memory.py reads it."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def serve(build: Callable[[Work], Train]) -> None:
+    """Build the trainer, then train a step for each line until the input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    warnings.simplefilter("ignore")
+
+    def answer(**values: Any) -> None:
+        print(json.dumps(values), file=answers, flush=True)
+
+    try:
+        work, tokens, labels = _given()
+        torch.ones(8).sum()  # the first operation starts threads and allocators
+        train = build(work)
+        answer(ready=True)
+        for line in sys.stdin:
+            step = json.loads(line)["step"]
+            answer(**_measured(train, tokens[step], labels[step], work.before))
+    except BaseException:
+        answer(error=traceback.format_exc())
+        raise
+
+
+@dataclass(frozen=True)
+class _Placed(Work):
+    """Work with the memory that the process held before the model."""
+
+    before: int
+
+
+def _given() -> tuple[_Placed, torch.Tensor, torch.Tensor]:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--store", required=True)
+    arguments = parser.parse_args()
+    said = json.loads(arguments.work.read_text(encoding="utf-8"))
+    world_size = said["world_size"]
+    os.environ |= {"RANK": str(arguments.rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(arguments.rank)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    torch.set_num_threads(1)
+    store = dist.FileStore(arguments.store, world_size)
+    dist.init_process_group("gloo", store=store, rank=arguments.rank, world_size=world_size)
+    with np.load(said["tokens"]) as arrays:
+        tokens, labels = (torch.from_numpy(arrays[name]) for name in ("tokens", "labels"))
+    work = _Placed(
+        rank=arguments.rank,
+        world_size=world_size,
+        axes=said["axes"],
+        options=said["options"],
+        adamw=said["adamw"],
+        weights=Path(said["weights"]),
+        sequences=tokens.shape[1],
+        length=tokens.shape[2],
+        packages=said["packages"],
+        before=peak_bytes(),
+    )
+    return work, tokens, labels
+
+
+def _measured(train: Train, tokens: torch.Tensor, labels: torch.Tensor, before: int) -> dict[str, Any]:
+    dist.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    loss = train(tokens, labels)
+    dist.barrier()
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return {"wall": wall, "cpu": cpu, "tokens": tokens.numel(), "loss": loss, "memory": peak_bytes() - before}
