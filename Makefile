@@ -62,7 +62,7 @@ test-faults: $(STAMP)
 
 # With the python3 that has CUDA torch; of the test extra it needs pytest, pytest-timeout and hypothesis.
 test-gpu:
-	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(GPU_TESTS)
+	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest -m gpu $(GPU_TESTS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
