@@ -97,8 +97,11 @@ def parts(plan: GpuPlan, device: str) -> dict[str, Check]:
         "Transformer Engine against native": partial(gpu_checks.engine_against_native, device, c),
         "apex's fused weight gradient": partial(gpu_checks.fused_weight_gradient, device, c),
     }
-    order: list[dict[str, Check]] = [checks, short, row, ranks, guests, *long, *longer]
-    return {name: part for some in order for name, part in some.items()}
+    return {**checks, **short, **row, **ranks, **guests, **_joined(long), **_joined(longer)}
+
+
+def _joined(groups: list[dict[str, Check]]) -> dict[str, Check]:
+    return {name: part for group in groups for name, part in group.items()}
 
 
 def versions(device: str) -> dict[str, str]:
