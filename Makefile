@@ -12,7 +12,7 @@ SHELL := /bin/bash
 BIN := $(VENV)/bin
 # Transformer Engine's Python files, whose signatures the tests check ours against, stand apart: see setup.py.
 STAMP := $(VENV)/.installed
-GPU_TESTS := tests/gpu tests/ops/test_flex.py tests/training/test_cuda.py tests/distributed/test_clock.py tests/monitor/test_memory.py
+GPU_TESTS := tests/gpu tests/training/test_cuda.py tests/distributed/test_clock.py tests/monitor/test_memory.py
 # Several ranks share few cores: one thread each.
 export OMP_NUM_THREADS ?= 1
 
