@@ -12,7 +12,7 @@ SHELL := /bin/bash
 BIN := $(VENV)/bin
 # Transformer Engine's Python files, whose signatures the tests check ours against, stand apart: see setup.py.
 STAMP := $(VENV)/.installed
-GPU_TESTS := tests/gpu tests/ops/test_flex.py tests/training/test_cuda.py tests/distributed/test_clock.py tests/monitor/test_memory.py
+GPU_TESTS := tests/gpu tests/training/test_cuda.py tests/distributed/test_clock.py tests/monitor/test_memory.py
 # Several ranks share few cores: one thread each.
 export OMP_NUM_THREADS ?= 1
 
@@ -62,7 +62,7 @@ test-faults: $(STAMP)
 
 # With the python3 that has CUDA torch; of the test extra it needs pytest, pytest-timeout and hypothesis.
 test-gpu:
-	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(GPU_TESTS)
+	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest -m gpu $(GPU_TESTS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -20,10 +20,10 @@ gathered and multiplied in 16 bits.
 """
 
 
-def attention_reasons(config: RunConfig, capability: tuple[int, int], cudnn: int) -> Iterator[str]:
+def attention_reasons(config: RunConfig, capability: tuple[int, int], cudnn: tuple[int, int, int]) -> Iterator[str]:
     """Why the packed rows (thd) of a run on Transformer Engine's layers cannot have its attention on a GPU.
 
-    Compute capability (8, 0) is Ampere, (9, 0) Hopper, (10, 0) and (12, 0) Blackwell; cuDNN 91900 is version 9.19.
+    Compute capability (8, 0) is Ampere, (9, 0) Hopper, (10, 0) and (12, 0) Blackwell.
     """
     p, m = config.parallel, config.model
     dotted = ".".join(map(str, capability))
@@ -31,8 +31,9 @@ def attention_reasons(config: RunConfig, capability: tuple[int, int], cudnn: int
         yield f"a head is {m.head_dim} wide, cuDNN takes multiples of {HEAD_MULTIPLE} up to {WIDEST_HEAD}"
     if capability < (9, 0):
         yield f"cuDNN takes packed sequences (thd) from compute capability 9.0 on, this GPU has {dotted}"
-    if capability >= (12, 0) and cudnn < 91801:
-        yield f"on compute capability {dotted} packed sequences (thd) need cuDNN 9.18.1, this is {cudnn}"
+    if capability >= (12, 0) and cudnn < (9, 18, 1):
+        version = ".".join(map(str, cudnn))
+        yield f"on compute capability {dotted} packed sequences (thd) need cuDNN 9.18.1, this is {version}"
     if p.context_parallel_size == 1 and not p.dynamic_context_parallel:
         return
     if p.cp_comm_type not in COMM_TYPES:

@@ -72,6 +72,13 @@ def fp8_problem(name: str) -> str | None:
     return None if available else reason
 
 
+def cudnn_version() -> tuple[int, int, int]:
+    """The cuDNN that Transformer Engine has loaded; torch may have another, and asks all devices before it answers."""
+    from transformer_engine.pytorch import get_cudnn_version
+
+    return get_cudnn_version()
+
+
 def _leave(weight: torch.Tensor) -> None:
     """Initial weights come from the specs."""
 
@@ -207,8 +214,7 @@ class TransformerEngineBackend(NativeBackend):
         self.amax_group = amax.group
         self.recipe = None if self.fp8 == "off" else fp8_recipe(self.fp8, amax.size > 1)
         self.packed: PackedAttention | None = None
-        capability, cudnn = torch.cuda.get_device_capability(grid.device), torch.backends.cudnn.version() or 0
-        reasons = "; ".join(attention_reasons(config, capability, cudnn))
+        reasons = "; ".join(attention_reasons(config, torch.cuda.get_device_capability(grid.device), cudnn_version()))
         if reasons:
             self.tell(f"attention: ours for every row, {reasons}")
         else:

@@ -90,9 +90,9 @@ class TrainingConfig:
     eval_iters: Positive[int] = 10
     """Global batches of one validation loss."""
 
-    attention_kernel: Literal["auto", "flash", "flex", "math", "dense"] = "auto"
-    """Kernel of core attention: flash is for the CPU, flex for CUDA, math for any device, dense a small reference; auto
-    takes the fastest exact one for the device and dtype.
+    attention_kernel: Literal["auto", "flash", "flex", "flex_flash", "math", "dense"] = "auto"
+    """Kernel of core attention: flash is for the CPU, flex for CUDA, flex_flash too, with FlashAttention 4 where one
+    rank has all keys, math for any device, dense a small reference; auto is flash, flex, or math for float64 there.
     """
 
     transformer_impl: Literal["native", "transformer_engine", "auto"] = "auto"

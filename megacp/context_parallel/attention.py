@@ -15,12 +15,12 @@ import torch
 from megacp.context_parallel.a2a import HeadsForSequence
 from megacp.context_parallel.all_gather import AllGatherAttention
 from megacp.context_parallel.kv_exchange import KVExchange
-from megacp.context_parallel.local import DenseAttention, LocalAttention
+from megacp.context_parallel.local import DenseAttention, LocalAttention, WholeAttention
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.ring import RingAttention
 from megacp.context_parallel.transport import Transport
 from megacp.distributed.grid import Axis, single_axis, split_axis
-from megacp.ops.kernel import Kernel
+from megacp.ops.kernel import Kernel, WholeKernel
 from megacp.ops.kernels import select_kernel
 
 
@@ -35,8 +35,6 @@ class _CoreAttention(torch.autograd.Function):
         plan: AttentionPlan,
         scale: float,
     ) -> torch.Tensor:
-        # kernels and messages take the last dim as dense; a transposed view would be read past its end
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         out, kept = transport.forward((q, k, v), plan, scale)
         ctx.save_for_backward(*kept)
         ctx.transport, ctx.plan, ctx.scale = transport, plan, scale
@@ -53,6 +51,10 @@ def core_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, transport: Transport, plan: AttentionPlan, scale: float
 ) -> torch.Tensor:
     """Softmax attention under the plan's mask: `q[t, heads, d]`, `k, v[t, groups, d]` -> `out[t, heads, d]`."""
+    # kernels and messages take the last dim as dense; a transposed view would be read past its end
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    if isinstance(transport, WholeAttention):
+        return transport.attend(q, k, v, plan, scale)
     return _CoreAttention.apply(q, k, v, transport, plan, scale)
 
 
@@ -105,5 +107,5 @@ def select_transport(
         raise ValueError(f"--cp-comm-type {comm_type} is unknown; choose {', '.join(TRANSPORTS)}")
     chosen = select_kernel(kernel, device)
     if axis.size == 1:
-        return LocalAttention(axis, chosen)
+        return WholeAttention(axis, chosen) if isinstance(chosen, WholeKernel) else LocalAttention(axis, chosen)
     return TRANSPORTS[comm_type](axis, chosen, options or TransportOptions())

@@ -12,7 +12,7 @@ from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.sizes import AttentionSizes
 from megacp.context_parallel.transport import KeysToQueries, Tensors, Visits
 from megacp.distributed.grid import Axis
-from megacp.ops.kernel import QKV, Kernel
+from megacp.ops.kernel import QKV, Kernel, WholeKernel
 from megacp.ops.mask import TileTable, allowed
 from megacp.ops.tile_kernels import dense_attention
 from megacp.ops.to_device import to_device
@@ -34,6 +34,18 @@ class LocalAttention(KeysToQueries):
     def visits(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> Visits:
         """See `KeysToQueries.visits`."""
         return (yield k, v, plan.table_of_row)
+
+
+class WholeAttention(LocalAttention):
+    """Transport for a cp axis of one rank with a kernel that autograd differentiates."""
+
+    kernel: WholeKernel
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
+    ) -> torch.Tensor:
+        """Differentiable attention: `q[t, heads, d]`, `k, v[t, groups, d]` -> `out[t, heads, d]`."""
+        return self.kernel.whole(q, k, v, plan.table_of_row, scale)
 
 
 class DenseAttention:

@@ -70,24 +70,38 @@ SMALL = GpuPlan(
 
 
 def parts(plan: GpuPlan, device: str) -> dict[str, Check]:
-    """All parts by name, cheap and telling ones first."""
+    """All parts by name, by worth: those at the end are left out where time runs out."""
     c, settings, shape = plan.checks, dict(plan.model), (plan.heads, plan.width)
-    found: dict[str, Check] = {
+    training: dict[int, dict[str, Check]] = {}
+    for tokens, recompute, layers in plan.training:
+        name = f"training at {tokens} tokens, recompute {recompute}, {layers}"
+        part = partial(gpu_speed.training_speed, device, tokens, recompute, layers, settings)
+        training.setdefault(tokens, {})[name] = part
+    attention: dict[int, dict[str, Check]] = {}
+    for tokens in plan.rows:
+        name = f"attention with mixed masks at {tokens} tokens" + (" and SDPA" if tokens <= plan.dense_up_to else "")
+        replayed = partial(gpu_speed.replay, device, tokens, plan.cp, *shape)
+        attention[tokens] = {
+            name: partial(gpu_speed.attention_speed, device, tokens, *shape, plan.dense_up_to),
+            f"replay of a cp {plan.cp} plan at {tokens} tokens": replayed,
+        }
+    (short, *long), (row, *longer) = training.values(), attention.values()
+    ranks = {
+        f"{', '.join(map(str, c.ranks))} ranks on one {device}": partial(gpu_checks.ranks_on_one_device, device, c)
+    }
+    checks: dict[str, Check] = {
         f"native on {device} against the CPU in float64": partial(gpu_checks.native_against_cpu, device, c),
         f"attention tiles, {c.tokens} tokens": partial(gpu_checks.fused_tiles, device, c),
+    }
+    guests: dict[str, Check] = {
         "Transformer Engine against native": partial(gpu_checks.engine_against_native, device, c),
         "apex's fused weight gradient": partial(gpu_checks.fused_weight_gradient, device, c),
     }
-    for tokens, recompute, layers in plan.training:
-        name = f"training at {tokens} tokens, recompute {recompute}, {layers}"
-        found[name] = partial(gpu_speed.training_speed, device, tokens, recompute, layers, settings)
-    for tokens in plan.rows:
-        name = f"attention with mixed masks at {tokens} tokens" + (" and SDPA" if tokens <= plan.dense_up_to else "")
-        found[name] = partial(gpu_speed.attention_speed, device, tokens, *shape, plan.dense_up_to)
-        name = f"replay of a cp {plan.cp} plan at {tokens} tokens"
-        found[name] = partial(gpu_speed.replay, device, tokens, plan.cp, *shape)
-    name = f"{', '.join(map(str, c.ranks))} ranks on one {device}"
-    return {**found, name: partial(gpu_checks.ranks_on_one_device, device, c)}
+    return {**checks, **short, **row, **ranks, **guests, **_joined(long), **_joined(longer)}
+
+
+def _joined(groups: list[dict[str, Check]]) -> dict[str, Check]:
+    return {name: part for group in groups for name, part in group.items()}
 
 
 def versions(device: str) -> dict[str, str]:
@@ -98,8 +112,9 @@ def versions(device: str) -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = "not installed"
-    found["CUDA of torch"], found["cuDNN"] = str(torch.version.cuda), str(torch.backends.cudnn.version())
+    found["CUDA of torch"] = str(torch.version.cuda)
     if device == "cuda":
+        found["cuDNN"] = str(torch.backends.cudnn.version())
         free, total = torch.cuda.mem_get_info()
         found["GPU"] = f"{torch.cuda.get_device_name()}, {total / 2**30:.0f} GiB, {free / 2**30:.0f} GiB free"
     return found
@@ -164,6 +179,7 @@ def markdown(device: str, environment: dict[str, str], entries: Sequence[dict[st
             elif isinstance(result, Figure):
                 figures += ["", f"**{result.name}**", "", *([f"* skipped: {result.skipped}"] if result.skipped else [])]
                 figures += [f"* {k}: {'-' if v is None else f'{v:.4g}'}" for k, v in result.values.items()]
+                figures += [f"* {note}" for note in result.notes]
     formula = "MFU = model FLOPs / (seconds x dense peak); allowed pairs are counted, recomputation is not."
     return "\n".join([*lines, *figures, "", formula, ""])
 

@@ -7,7 +7,6 @@ counted. The device is waited for before every reading of the clock; the first c
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megacp.backends.select import backend_problems
 from megacp.config.run import RunConfig, Value, with_values
@@ -26,9 +26,9 @@ from megacp.data.synthetic.mixed import mixed_row
 from megacp.data.synthetic.mock import MockRules, mock_batch
 from megacp.distributed.grid import GridShape, build_grid, single_axis
 from megacp.measure.report import timed
-from megacp.monitor.flops import gpu_peak, utilisation
+from megacp.monitor.flops import cuda_peak, utilisation
 from megacp.monitor.memory import peak_bytes
-from megacp.ops.kernel import Kernel, empty_partial
+from megacp.ops.kernel import QKV, Kernel, empty_partial
 from megacp.ops.kernels import kernel_name, select_kernel
 from megacp.ops.mask import TileTable, allowed
 from megacp.planner.costs import model_flops, model_parameters
@@ -53,6 +53,8 @@ class Figure:
     name: str
     values: Mapping[str, float | None]
     skipped: str = ""
+    notes: tuple[str, ...] = ()
+    """What else the reader must know, such as why a value is missing."""
 
 
 def _wait(device: str) -> None:
@@ -87,7 +89,7 @@ def training_speed(device: str, tokens: int, recompute: str, layers: str, settin
     area = int(mask_metadata(batch).cost.sum())
     flops = model_flops(config.model, int((batch.document >= 0).sum()), area).training
     on_gpu = torch.device(device).type == "cuda"
-    peak = gpu_peak(torch.cuda.get_device_name(), config.training.dtype) if on_gpu else None
+    peak = cuda_peak(torch.device(device), config.training.dtype) if on_gpu else None
     values = {
         "parameters": float(model_parameters(config.model)),
         "tokens/s": tokens / seconds,
@@ -99,11 +101,14 @@ def training_speed(device: str, tokens: int, recompute: str, layers: str, settin
     return Figure(name, values)
 
 
-def attention_speed(device: str, tokens: int, heads: tuple[int, int], width: int, dense_up_to: int) -> Figure:
-    """Forward and backward over a row of images, videos and branches: our kernel, and SDPA with a bool mask.
+OPPONENTS = {"cuda": {"cuDNN": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}}
+"""Kernels of SDPA that take a dense mask, by type of device; elsewhere the one that holds all scores."""
 
-    SDPA gets a copy of K and V for every query head, without which only its kernel that holds all scores takes a mask;
-    where the device has no room for it there is no figure of it.
+
+def attention_speed(device: str, tokens: int, heads: tuple[int, int], width: int, dense_up_to: int) -> Figure:
+    """Forward and backward over a row of images, videos and branches: our kernel, and each of SDPA's with a bool mask.
+
+    An opponent that fails has a note instead of a value, so our figure is kept.
     """
     metadata = mask_metadata(mixed_row(tokens, seed=1))
     plan = AttentionPlan(np.arange(len(metadata))[None], metadata, 0)
@@ -124,26 +129,40 @@ def attention_speed(device: str, tokens: int, heads: tuple[int, int], width: int
         "ms": 1000 * seconds,
         "share of pairs allowed": area / len(metadata) ** 2,
         "TFLOP/s": 14 * area * heads[0] * width / seconds / 1e12,  # 4 forward, 10 backward (one product again)
-        "dense SDPA ms": None,
     }
+    notes = []
     if tokens <= dense_up_to:
-        index = torch.from_numpy(plan.local)
-        mask = torch.from_numpy(allowed(metadata.take(plan.local), metadata.take(plan.local))).to(device)
-        mask |= (~mask.any(-1))[:, None]  # padding sees everything: a row without keys would be NaN
-        shares = (1, heads[0] // heads[1], heads[0] // heads[1], 1)
-        a, b, c, g = (
-            x[index.to(device)].detach().repeat_interleave(share, 1).transpose(0, 1)[None].contiguous()
-            for x, share in zip((q, k, v, dout), shares, strict=True)
-        )  # [n, heads, d] -> [1, query heads, n, d]
-        a, b, c = (x.requires_grad_() for x in (a, b, c))
+        for name, backend in OPPONENTS.get(kind.type, {"math": SDPBackend.MATH}).items():
+            values[f"dense SDPA ms, {name}"] = None
+            try:
+                values[f"dense SDPA ms, {name}"] = 1000 * _dense_seconds((q, k, v), dout, plan, backend)
+            except Exception as error:  # whatever it is, an opponent's failure is no failure of ours
+                notes.append(f"dense SDPA, {name}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    title = f"attention with mixed masks, {tokens} tokens, {heads[0]}/{heads[1]} heads x {width}"
+    return Figure(title, values, notes=tuple(notes))
 
-        def dense() -> object:
-            out = F.scaled_dot_product_attention(a, b, c, attn_mask=mask, scale=width**-0.5)
-            return torch.autograd.grad(out, (a, b, c), g)
 
-        with contextlib.suppress(torch.OutOfMemoryError):
-            values["dense SDPA ms"] = 1000 * seconds_of(dense, device)
-    return Figure(f"attention with mixed masks, {tokens} tokens, {heads[0]}/{heads[1]} heads x {width}", values)
+def _dense_seconds(qkv: QKV, dout: torch.Tensor, plan: AttentionPlan, backend: SDPBackend) -> float:
+    """Forward and backward of one kernel of SDPA with a dense bool mask.
+
+    It gets a copy of K and V for every query head, without which only the kernel that holds all scores takes a mask.
+    """
+    device, local = dout.device, plan.metadata.take(plan.local)
+    mask = torch.from_numpy(allowed(local, local)).to(device)
+    mask |= (~mask.any(-1))[:, None]  # padding sees everything: a row without keys would be NaN
+    index = torch.from_numpy(plan.local).to(device)
+    q, k, v, g = (
+        x[index].detach().repeat_interleave(dout.shape[1] // x.shape[1], 1).transpose(0, 1)[None].contiguous()
+        for x in (*qkv, dout)
+    )  # [n, heads or groups, d] -> [1, heads, n, d]
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+
+    def dense() -> object:
+        with sdpa_kernel(backend):
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=q.shape[-1] ** -0.5)
+        return torch.autograd.grad(out, (q, k, v), g)
+
+    return seconds_of(dense, device.type)
 
 
 def replay(device: str, tokens: int, cp: int, heads: tuple[int, int], width: int) -> Figure:

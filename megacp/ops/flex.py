@@ -2,9 +2,13 @@
 
 Key property: one fused call per source of keys, however many tiles it has. Empty blocks cost nothing, full blocks do
 not look at the mask. The mask of the others is the rule itself, asked by the GPU about integers per token. Only torch's
-documented API is used, so the backward of a part computes that part's forward again to be handed its graph. Rejected: a
-call per tile, hundreds of launches a layer; `create_block_mask`, which asks the rule about every pair; the operator
-behind FlexAttention's backward, which would take the merged results as they are but is private.
+documented functions are used. A row whose keys are all here is differentiated by FlexAttention itself; the backward of
+one part among several computes that part's forward again to be handed its graph.
+
+Tokens are padded to whole blocks, so that the kernel of any length need not look where a row ends: with those
+comparisons it holds more than registers do. Rejected: a call per tile, hundreds of launches a layer;
+`create_block_mask`, which asks the rule about every pair; the operator behind FlexAttention's backward, which would
+take the merged results as they are but is private.
 
 **Backward of a part.** Let `p` be one source of keys and `lse = log(sum over p of exp(lse_p))`. The merged output is
 `out = sum over p of w_p out_p` with `w_p = exp(lse_p - lse)`. From `d w_p / d lse_p = w_p (1 - w_p)` and
@@ -21,6 +25,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,17 +35,20 @@ from torch.nn.functional import pad
 
 from megacp.ops.blocks import BLOCK, BlockCover, block_cover
 from megacp.ops.calls import Widths
-from megacp.ops.compiled import whole_graph
-from megacp.ops.kernel import QKV, Partial, Saved, accumulation_dtype
+from megacp.ops.compiled import fused, whole_graph
+from megacp.ops.kernel import KV, QKV, Partial, Saved, accumulation_dtype
 from megacp.ops.mask import Metadata, TileTable
 from megacp.ops.merge import merge_into
 from megacp.ops.to_device import to_device
 
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, BlockMask, float], tuple[torch.Tensor, torch.Tensor]]
-"""`q[1, heads, n, d]`, `k, v[1, groups, m, d]`, block mask, scale -> `out[1, heads, n, d]`, natural `lse[1, heads, n]`.
+FlexAttention = Callable[..., Any]
+"""`flex_attention`, compiled or not, or a function with its arguments.
 
-Differentiable in q, k, v by both results; a row that sees nothing has out 0, lse -inf and gradient 0.
+Results are differentiable; a row that sees nothing has out 0, lse -inf and gradient 0.
 """
+
+Results = tuple[torch.Tensor, torch.Tensor]
+Backend = Literal["TRITON", "FLASH"]
 
 NARROWEST = 16
 """FlexAttention refuses narrower heads on CUDA; they are filled up with zeros, which add nothing to any product."""
@@ -48,29 +57,7 @@ _NOBODY = np.iinfo(np.int32).min
 """Stands for a value that equals none of the other side."""
 
 
-def with_lse(function: Callable) -> Attention:
-    """`flex_attention`, compiled or not, as an `Attention`."""
-
-    def attention(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        # TRITON: the same kernel for any number of queries; the default takes a decoding kernel below 128 of them
-        out, aux = function(
-            q,
-            k,
-            v,
-            block_mask=mask,
-            scale=scale,
-            enable_gqa=True,
-            kernel_options={"BACKEND": "TRITON"},
-            return_aux=AuxRequest(lse=True),
-        )
-        return out, aux.lse
-
-    return attention
-
-
-def compiled(backend: str | Callable = "inductor") -> Attention:
+def compiled(backend: str | Callable = "inductor") -> FlexAttention:
     """`flex_attention` as a fused kernel, compiled at the first call.
 
     Lengths are taken as fixed until they change, then as free, so packs of any length need no form of their own.
@@ -78,21 +65,54 @@ def compiled(backend: str | Callable = "inductor") -> Attention:
     # one graph or an error: without a fused kernel the scores of all pairs would be made
     if torch._dynamo.config.disable:
         raise ValueError("TORCH_COMPILE_DISABLE turns off what --attention-kernel flex needs: unset it, or choose math")
-    return with_lse(whole_graph(flex_attention, backend))
+    return whole_graph(flex_attention, backend)
 
 
-def _rule(q: Metadata, k: Metadata, device: torch.device) -> Callable[..., torch.Tensor]:
-    """The rule of ops/mask.py for one pair of indices, over int32 tensors on the device.
+def kernel_options(dtype: torch.dtype, width: int) -> dict[str, Any]:
+    """What torch's Triton kernels are told; torch drops what a GPU has not.
 
-    Keys of no document or no span get values that no query has, which leaves one comparison for each.
+    TMA (Hopper's loads from global memory) is taken where it needs fewer registers: `tools/check_sm90.py`.
+    """
+    narrow = dtype == torch.bfloat16
+    return {
+        "IS_DIVISIBLE": True,  # lengths are multiples of a block, which torch finds out for fixed ones alone
+        "fwd_USE_TMA": narrow and width > 64,
+        "bwd_USE_TMA": narrow,
+    }
+
+
+def flash_problem() -> str | None:
+    """Why FlexAttention cannot take FlashAttention 4 as its kernel in this environment; None when it can."""
+    try:
+        found = find_spec("flash_attn.cute")
+    except ImportError:  # no flash_attn at all
+        found = None
+    return None if found else "--attention-kernel flex_flash needs FlashAttention 4: pip install flash-attn-4"
+
+
+def padded(length: int, size: int) -> int:
+    """Tokens of the whole blocks that hold `length` tokens."""
+    return -(-length // size) * size
+
+
+def _rule(q: Metadata, k: Metadata, device: torch.device, size: int) -> Callable[..., torch.Tensor]:
+    """The rule of ops/mask.py for one pair of indices, over int32 tensors on the device, in whole blocks of tokens.
+
+    Keys of no document or no span get values that no query has, which leaves one comparison for each. Tokens that fill
+    up the last block have no document.
     """
 
-    def tensors(*columns: np.ndarray) -> list[torch.Tensor]:
-        return [to_device(column.astype(np.int32), device) for column in columns]
+    def tensors(nobody: int, *columns: np.ndarray) -> list[torch.Tensor]:
+        fill = (0, padded(len(columns[0]), size) - len(columns[0]))
+        return [to_device(np.pad(x.astype(np.int32), fill, constant_values=nobody), device) for x in columns]
 
-    q_document, q_branch, q_span, q_place = tensors(q.document, q.branch, q.span, q.order)
+    q_document, q_branch, q_span, q_place = tensors(-1, q.document, q.branch, q.span, q.order)
     k_document, k_branch, k_span, k_place = tensors(
-        np.where(k.document >= 0, k.document, _NOBODY), k.branch, np.where(k.span != 0, k.span, _NOBODY), k.order
+        _NOBODY,
+        np.where(k.document >= 0, k.document, _NOBODY),
+        k.branch,
+        np.where(k.span != 0, k.span, _NOBODY),
+        k.order,
     )
 
     def rule(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
@@ -118,14 +138,16 @@ def _lists(cover: BlockCover, full: bool, device: torch.device) -> tuple[torch.T
 
 
 def block_mask(table: TileTable, device: torch.device, size: int = BLOCK) -> BlockMask:
-    """The table's mask in FlexAttention's form; its lists hold one int32 for a pair of blocks, not of tokens."""
+    """The table's mask in FlexAttention's form, padded to whole blocks; its lists hold one int32 for a pair of blocks,
+    not of tokens.
+    """
     cover = _cover(table, size)
     return BlockMask.from_kv_blocks(
         *_lists(cover, False, device),
         *_lists(cover, True, device),
         BLOCK_SIZE=size,
-        mask_mod=_rule(table.q, table.k, device),
-        seq_lengths=(table.queries, table.keys),
+        mask_mod=_rule(table.q, table.k, device, size),
+        seq_lengths=(padded(table.queries, size), padded(table.keys, size)),
     )
 
 
@@ -133,24 +155,33 @@ def _cover(table: TileTable, size: int) -> BlockCover:
     return table.part(size, lambda: block_cover(table, size))
 
 
-def _heads_first(x: torch.Tensor) -> torch.Tensor:
-    x = x.transpose(0, 1).unsqueeze(0)  # [n, heads, d] -> [1, heads, n, d]
-    return x if x.shape[-1] >= NARROWEST else pad(x, (0, NARROWEST - x.shape[-1]))
+def _heads_first(x: torch.Tensor, size: int) -> torch.Tensor:
+    """`[n, heads, d]` -> `[1, heads, whole blocks, at least 16]`, filled up with zeros."""
+    tokens, width = padded(len(x), size) - len(x), max(0, NARROWEST - x.shape[-1])
+    if tokens or width:
+        x = pad(x, (0, width, 0, 0, 0, tokens))
+    return x.transpose(0, 1).unsqueeze(0)
 
 
-def _tokens_first(x: torch.Tensor, width: int) -> torch.Tensor:
-    return x[0].transpose(0, 1)[..., :width]  # [1, heads, n, d] -> [n, heads, d]
+def _tokens_first(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`[1, heads, whole blocks, ...]` -> the tokens and the width of `like[n, heads, ...]`."""
+    x = x.squeeze(0).transpose(0, 1)
+    return x if x.shape == like.shape else x[tuple(map(slice, like.shape))]  # a slice of all would cost a pass backward
 
 
 class FlexKernel:
-    """See `Kernel`; for float32 and bfloat16, as FlexAttention adds up in float32.
+    """See `WholeKernel`; for float32 and bfloat16, as FlexAttention adds up in float32.
 
-    `attention` takes the place of the compiled `flex_attention`; `size` is the side of a block.
+    `function` takes the place of the compiled `flex_attention`, `whole_backend` is the kernel of a row whose keys are
+    all here (`FLASH`: FlashAttention 4, which gives no gradient of the lse), and `size` is the side of a block.
     """
 
-    def __init__(self, attention: Attention | None = None, size: int = BLOCK) -> None:
-        self._attention = attention or compiled()
+    def __init__(
+        self, function: FlexAttention | None = None, size: int = BLOCK, whole_backend: Backend = "TRITON"
+    ) -> None:
+        self._function = function or compiled()
         self._size = size
+        self._whole_backend: Backend = whole_backend
         self._masks: weakref.WeakKeyDictionary[TileTable, dict[torch.device, BlockMask]] = weakref.WeakKeyDictionary()
 
     def mask(self, table: TileTable, device: torch.device) -> BlockMask:
@@ -165,14 +196,37 @@ class FlexKernel:
         if table.num_tiles:
             _cover(table, self._size)
 
+    def whole(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTable, scale: float) -> torch.Tensor:
+        """See `WholeKernel.whole`."""
+        return _tokens_first(self._call(self._heads_first(q, k, v), table, scale, self._whole_backend, None), q)
+
+    def _heads_first(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(_heads_first(x, self._size) for x in tensors)
+
+    def _call(
+        self, qkv: tuple[torch.Tensor, ...], table: TileTable, scale: float, backend: Backend, aux: AuxRequest | None
+    ) -> Any:
+        return self._function(
+            *qkv,
+            block_mask=self.mask(table, qkv[0].device),
+            scale=scale,
+            enable_gqa=True,
+            kernel_options={"BACKEND": backend, **kernel_options(qkv[0].dtype, qkv[0].shape[-1])},
+            return_aux=aux,
+        )
+
+    def _part(self, qkv: tuple[torch.Tensor, ...], table: TileTable, scale: float, like: torch.Tensor) -> Results:
+        """`out` and natural `lse` of one source of keys, shaped like `q[n, heads, d]`."""
+        # TRITON: the same kernel for any number of queries; the default takes a decoding kernel below 128 of them
+        out, aux = self._call(qkv, table, scale, "TRITON", AuxRequest(lse=True))
+        return _tokens_first(out, like), _tokens_first(aux.lse, like[..., 0])
+
     @torch.no_grad()  # and detached: the compiled function has one form less
     def attend(self, partial: Partial, qkv: QKV, table: TileTable, scale: float) -> None:
         """See `Kernel.attend`."""
         if table.num_tiles == 0:
             return
-        q, k, v = (_heads_first(x.detach()) for x in qkv)
-        out, lse = self._attention(q, k, v, self.mask(table, q.device), scale)
-        out, lse = _tokens_first(out, partial.out.shape[-1]), lse[0].t()  # [1, heads, n] -> [n, heads]
+        out, lse = self._part(self._heads_first(*(x.detach() for x in qkv)), table, scale, qkv[0])
         if partial.untouched:
             partial.out.copy_(out)
             partial.lse.copy_(lse)
@@ -180,26 +234,25 @@ class FlexKernel:
             merge_into(partial.out, partial.lse, out, lse)
         partial.untouched = False
 
-    def attend_backward(
-        self, saved: Saved, kv: tuple[torch.Tensor, torch.Tensor], table: TileTable, scale: float, grads: QKV
-    ) -> None:
+    def attend_backward(self, saved: Saved, kv: KV, table: TileTable, scale: float, grads: QKV) -> None:
         """See `Kernel.attend_backward`."""
         if table.num_tiles == 0:
             return
-        q, k, v = (_heads_first(x.detach()).requires_grad_() for x in (saved.q, *kv))
+        leaves = [x.requires_grad_() for x in self._heads_first(*(x.detach() for x in (saved.q, *kv)))]
         with torch.enable_grad():
-            out, lse = self._attention(q, k, v, self.mask(table, q.device), scale)
-        gradients = _gradients_of_part(saved, out.detach(), lse.detach())
-        found = torch.autograd.grad((out, lse), (q, k, v), gradients)
-        for total, grad in zip(grads, found, strict=True):
-            total += _tokens_first(grad, total.shape[-1])
+            results = self._part(tuple(leaves), table, scale, saved.q)
+        out, lse = (x.detach() for x in results)
+        gradients = gradients_of_part(out, lse, saved.out, saved.lse, saved.dout)
+        for total, grad in zip(grads, torch.autograd.grad(results, leaves, gradients), strict=True):
+            total += _tokens_first(grad, total)
 
 
-def _gradients_of_part(saved: Saved, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of a part's `out[1, heads, n, d]` and `lse[1, heads, n]`; see the module's docstring."""
+@fused
+def gradients_of_part(
+    out: torch.Tensor, lse: torch.Tensor, merged: torch.Tensor, merged_lse: torch.Tensor, dout: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of a part's `out[n, heads, d]` and `lse[n, heads]`; see the module's docstring."""
     wide = accumulation_dtype(out.dtype)
-    merged, dout = _heads_first(saved.out), _heads_first(saved.dout)
-    total = saved.lse.t()  # [n, heads] -> [heads, n]
-    weight = torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))
-    dout = (dout.to(wide) * weight.unsqueeze(-1)).to(out.dtype)
-    return dout, (dout.to(wide) * (out.to(wide) - merged.to(wide))).sum(-1)
+    weight = torch.exp(lse - merged_lse.masked_fill(merged_lse == -torch.inf, 0.0))
+    of_out = (dout.to(wide) * weight.unsqueeze(-1)).to(out.dtype)
+    return of_out, (of_out.to(wide) * (out.to(wide) - merged.to(wide))).sum(-1)

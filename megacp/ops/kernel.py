@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -67,6 +67,14 @@ class Kernel(Protocol):
 
     def attend_backward(self, saved: Saved, kv: KV, table: TileTable, scale: float, grads: QKV) -> None:
         """Add this table's share to `grads = (dq, dk, dv)`, held in the accumulation dtype."""
+
+
+@runtime_checkable
+class WholeKernel(Kernel, Protocol):
+    """A kernel that autograd can differentiate where one table holds all keys: nothing is merged or computed again."""
+
+    def whole(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTable, scale: float) -> torch.Tensor:
+        """`out[n, heads, d]` in q's dtype; differentiable."""
 
 
 def _gather(x: torch.Tensor, slices: tuple[slice, ...]) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megacp.ops.flex import FlexKernel
+from megacp.ops.flex import FlexKernel, flash_problem
 from megacp.ops.kernel import Kernel
 from megacp.ops.tile_kernels import FlashKernel, MathKernel
 
@@ -19,14 +19,17 @@ class KernelChoice:
     build: Callable[[], Kernel]
     device: str = ""
     """The only device type, or any."""
-    float64: bool = True
-    """Whether it adds up in float64 for a float64 model."""
+    dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")
+    """Values of `--dtype` that it is exact for: it adds up in them or wider."""
+    problem: Callable[[], str | None] = lambda: None
+    """Why it cannot be had in this environment."""
 
 
 KERNELS = {
     "flash": KernelChoice(FlashKernel, "cpu"),
     "math": KernelChoice(MathKernel),
-    "flex": KernelChoice(FlexKernel, "cuda", float64=False),
+    "flex": KernelChoice(FlexKernel, "cuda", ("float32", "bfloat16")),
+    "flex_flash": KernelChoice(lambda: FlexKernel(whole_backend="FLASH"), "cuda", ("bfloat16",), flash_problem),
 }
 """The values of `--attention-kernel` besides auto, and dense."""
 
@@ -42,9 +45,10 @@ def kernel_problem(name: str, device_type: str, dtype: str = "float32") -> str |
     if choice.device not in ("", device_type):
         only = {"cpu": "the CPU", "cuda": "CUDA"}[choice.device]
         return f"--attention-kernel {name} runs on {only}, this run is on {device_type}; choose auto or math"
-    if dtype == "float64" and not choice.float64:
-        return f"--attention-kernel {name} adds up in float32, this run has --dtype float64; choose auto or math"
-    return None
+    if dtype not in choice.dtypes:
+        takes = " or ".join(choice.dtypes)
+        return f"--attention-kernel {name} is for --dtype {takes}, this run has --dtype {dtype}; choose auto or math"
+    return choice.problem()
 
 
 def kernel_name(name: str, device_type: str, dtype: str = "float32") -> str:

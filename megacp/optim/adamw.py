@@ -2,7 +2,7 @@
 
 Slices are grouped by decay and learning rate. The moments exist from the start, so a checkpoint can be read into them
 before the first update. Torch's fused kernel runs on CPU and CUDA, and its result does not depend on where an element
-lies in a slice.
+lies in a slice. It also clips: it divides float32 gradients by a factor as it reads them.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class FlatAdamW:
         empty: list[dict[str, Any]] = [{"params": torch.zeros(0)}]  # torch's AdamW wants at least one tensor
         betas = (settings.adam_beta1, settings.adam_beta2)
         self._adamw = (engine or fused_adamw)(decays or empty, betas, settings.adam_eps)
+        # the kernel holds the factor in float32, and Transformer Engine's takes none
+        self._divides = engine is None and len(slices) > 0 and all(s.dtype == torch.float32 for s in slices)
         self._multipliers = [rule.lr_multiplier for rule in groups] or [1.0]
         self.exp_avg = [torch.zeros_like(s) for s in slices]
         """First moments, one 1-D tensor per slice, in its dtype."""
@@ -76,8 +78,14 @@ class FlatAdamW:
         for group in self._adamw.param_groups:
             group["step"] = updates
 
-    def update(self, gradients: Sequence[torch.Tensor], lr: float) -> None:
-        """One update in place; `gradients[i]` is shaped like `slices[i]` and of its dtype."""
+    def update(self, gradients: Sequence[torch.Tensor], lr: float, scale: float = 1.0) -> None:
+        """One update in place by gradients times `scale`; `gradients[i]` has the shape and dtype of `slices[i]`."""
+        if scale != 1.0 and not self._divides:
+            for gradient in gradients:
+                gradient.mul_(scale)
+        # set as torch's GradScaler sets it
+        divisor = torch.full((), 1.0 / scale, device=self.slices[0].device) if scale != 1.0 and self._divides else None
+        self._adamw.grad_scale = divisor  # type: ignore[attr-defined]
         for group, multiplier in zip(self._adamw.param_groups, self._multipliers, strict=True):
             group["lr"] = lr * multiplier
         for s, gradient in zip(self.slices, gradients, strict=True):

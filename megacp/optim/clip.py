@@ -1,7 +1,9 @@
 """The global gradient norm over the shards of all ranks, each parameter counted once.
 
-Sums of squares are taken in float64. Replicas (a parameter replicated over tp, the second tied embedding) contribute
-`0 * sum`: zero normally, but NaN or inf still reaches the norm on every rank.
+Squares are summed in the gradients' dtype over 4,096 elements, from there on in float64: a sum is no less exact for a
+large model, and no float64 copy of gradients is made. Values above 2e17 overflow in float32; their step is skipped,
+as that of a non-finite one. Replicas (a parameter replicated over tp, the second tied embedding) contribute `0 * sum`:
+zero normally, but NaN or inf still reaches the norm on every rank.
 """
 
 from __future__ import annotations
@@ -13,14 +15,16 @@ import torch
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import Axis
 
-_BLOCKS = {"cpu": 65_536, "cuda": 1 << 24}
-"""Elements converted to float64 at a time: on a CPU they stay in the cache; no float64 copy of a bucket is made."""
+_ROW = 4096
+"""Elements of a partial sum."""
 
 
 def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
     """Sum of the squares of 1-D `x` as a float64 scalar on its device."""
-    blocks = x.split(_BLOCKS[x.device.type])
-    return torch.stack([torch.linalg.vector_norm(block, dtype=torch.float64).square() for block in blocks]).sum()
+    whole = len(x) // _ROW * _ROW
+    norms = torch.linalg.vector_norm(x[:whole].view(-1, _ROW), dim=1)  # [rows], one pass over the gradients
+    rest = torch.linalg.vector_norm(x[whole:]).reshape(1)
+    return torch.cat([norms, rest]).double().square().sum()
 
 
 def global_norm(shards: Iterable[tuple[torch.Tensor, bool]], world: Axis, device: torch.device | str = "cpu") -> float:

@@ -77,11 +77,7 @@ class ShardedAdamW:
         return StepReport(norm, skipped=not applied)
 
     def _update(self, gradients: Sequence[torch.Tensor], norm: float, lr: float) -> None:
-        scale = clip_scale(norm, self._settings.clip_grad)
-        if scale < 1.0:
-            for gradient in gradients:
-                gradient.mul_(scale)
-        self._adamw.update(gradients, lr)
+        self._adamw.update(gradients, lr, clip_scale(norm, self._settings.clip_grad))
         self.updates += 1
         for shard, master in self._masters():
             shard.values.copy_(master)

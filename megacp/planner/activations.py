@@ -147,7 +147,7 @@ def attention_work(config: RunConfig) -> int:
     queries = tokens * model.num_attention_heads * model.head_dim // tp
     kernel, double = config.training.attention_kernel, config.training.dtype == "float64"
     scores = part = 0
-    if kernel == "flex" or (kernel == "auto" and not double):
+    if kernel in ("flex", "flex_flash") or (kernel == "auto" and not double):
         part = 2 * queries * (size + wide)
     if kernel == "math" or (kernel == "auto" and double):
         keys = tokens * (1 if p.cp_comm_type == "p2p" else cp)

@@ -13,7 +13,7 @@ from megacp.checkpoint.agree import on_all_ranks
 from megacp.config.run import RunConfig, flatten
 from megacp.distributed.collectives import all_gather, barrier
 from megacp.distributed.grid import Axis, ProcessGrid
-from megacp.monitor.flops import cpu_machine_peak, cpu_peak, gpu_peak
+from megacp.monitor.flops import cpu_machine_peak, cpu_peak, cuda_peak
 from megacp.monitor.log import LogTargets, RunLog
 from megacp.monitor.timers import COMPUTING, WAITING, Breakdown
 from megacp.planner.costs import model_flops
@@ -70,7 +70,7 @@ def peak_flops(config: RunConfig, grid: ProcessGrid) -> float | None:
     """FLOP/s of all devices of the run together; on CPU measured by rank 0 while the others wait."""
     dtype, peak = config.training.dtype, None
     if grid.device.type == "cuda":
-        one = gpu_peak(torch.cuda.get_device_name(grid.device), dtype)
+        one = cuda_peak(grid.device, dtype)
         peak = one * grid.world.size if one is not None else None
     elif grid.rank == 0:
         threads, cores = torch.get_num_threads(), os.cpu_count() or 1

@@ -10,7 +10,7 @@ from megacp.backends.support import COMM_TYPES, attention_reasons, layer_reasons
 from megacp.config.run import RunConfig, with_values
 from megacp.distributed.grid import GridShape, build_grid
 
-HOPPER, CUDNN = (9, 0), 91900
+HOPPER, CUDNN = (9, 0), (9, 19, 0)
 TP, CP, SIZES = "tensor_model_parallel_size", "context_parallel_size", "hierarchical_context_parallel_sizes"
 WIDE = {"dtype": "bfloat16", "hidden_size": 512, "num_attention_heads": 8, CP: 4, SIZES: (2, 2)}
 """Heads of 64 for every transport."""
@@ -22,7 +22,7 @@ ATTENTION_CASES = [
     ({"kv_channels": 256}, HOPPER, CUDNN, dict.fromkeys(COMM_TYPES, "a head is 256 wide")),
     ({}, (8, 9), CUDNN, dict.fromkeys(COMM_TYPES, "compute capability 9.0 on, this GPU has 8.9")),
     ({}, (12, 0), CUDNN, {}),
-    ({}, (12, 0), 91700, dict.fromkeys(COMM_TYPES, "need cuDNN 9.18.1, this is 91700")),
+    ({}, (12, 0), (9, 17, 0), dict.fromkeys(COMM_TYPES, "need cuDNN 9.18.1, this is 9.17.0")),
     (SIX, HOPPER, CUDNN, {"a2a": "over 4 ranks, a tensor rank has 6 heads and 6 groups"}),
     ({"num_query_groups": 2}, HOPPER, CUDNN, {"a2a": "8 heads and 2 groups"}),
     (
@@ -38,7 +38,7 @@ ATTENTION_CASES = [
 
 @pytest.mark.parametrize("settings, capability, cudnn, expected", ATTENTION_CASES)
 def test_attention_is_refused_where_transformer_engine_has_none(
-    settings: dict, capability: tuple[int, int], cudnn: int, expected: dict[str, str]
+    settings: dict, capability: tuple[int, int], cudnn: tuple[int, int, int], expected: dict[str, str]
 ) -> None:
     for comm_type in COMM_TYPES:
         config = with_values(RunConfig(), {**WIDE, **settings, "cp_comm_type": comm_type})

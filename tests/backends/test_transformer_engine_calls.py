@@ -46,6 +46,7 @@ TARGETS = {
     "autocast": ("transformer_engine.pytorch", "autocast"),
     "fp8": ("transformer_engine.pytorch", "is_fp8_available"),
     "fp8 in blocks": ("transformer_engine.pytorch", "is_fp8_block_scaling_available"),
+    "cuDNN": ("transformer_engine.pytorch", "get_cudnn_version"),
     "loss": ("transformer_engine.pytorch", "parallel_cross_entropy"),
     "FusedAdam": ("transformer_engine.pytorch.optimizers", "FusedAdam.__init__"),
     "DelayedScaling": ("transformer_engine.common.recipe", "DelayedScaling.__init__"),
@@ -90,6 +91,7 @@ def exercise(recipe: str, calls: list[Call], signatures: dict[str, inspect.Signa
     with emulated_layers(), pytest.MonkeyPatch.context() as patch:
         for name in TARGETS:
             signatures[name] = spied(patch, name, calls)
+        patch.setattr(torch.backends.cudnn, "version", None)  # fails in a CUDA torch that sees no device
         backend = TransformerEngineBackend(build_grid(GridShape(), 0), config)
         chunk = LanguageModelChunk(config.model, range(1), backend)
         batch = shard_batch(mock_batch([0], MockRules(32, 32)).with_padding_to(35), backend.tp, LAYOUTS["contiguous"])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from megacp.monitor.flops import cpu_machine_peak, cpu_peak, gpu_peak, utilisation
+from megacp.monitor.flops import cpu_machine_peak, cpu_peak, cuda_peak, gpu_peak, utilisation
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,17 @@ from megacp.monitor.flops import cpu_machine_peak, cpu_peak, gpu_peak, utilisati
 def test_a_gpu_is_known_by_its_name(name: str, peak: float | None) -> None:
     """Would catch an L40S taken for an L4, or an unknown GPU given somebody else's peak."""
     assert gpu_peak(name, "bfloat16") == peak
+
+
+@pytest.mark.parametrize(("precision", "peak"), [("highest", 67e12), ("high", 494e12)])
+def test_float32_is_compared_with_what_torch_may_use(
+    precision: str, peak: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch float32 products held against tensor cores that torch leaves idle by default."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    assert cuda_peak(torch.device("cuda"), "float32") == peak
+    assert cuda_peak(torch.device("cuda"), "bfloat16") == 989e12
 
 
 def test_a_cpu_is_measured_and_float64_is_not_faster() -> None:

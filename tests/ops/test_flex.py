@@ -2,28 +2,30 @@
 
 On the CPU all but the fused GPU kernel is proven: the block mask is read the way that kernel reads it, by a dense
 attention that is differentiated in float64; and torch's own `flex_attention` is run uncompiled, forward and backward.
-The last tests need a GPU.
+The kernel itself is tested in tests/gpu.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, FlexKernelOptions, flex_attention
+from torch.utils.checkpoint import checkpoint
 
-from megacp.context_parallel.attention import core_attention
-from megacp.context_parallel.local import LocalAttention
+from megacp.context_parallel.attention import core_attention, select_transport
+from megacp.context_parallel.local import LocalAttention, WholeAttention
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.distributed import launch
 from megacp.distributed.grid import single_axis
 from megacp.ops import flex
-from megacp.ops.kernel import Kernel, Saved, empty_partial
+from megacp.ops.kernel import Saved, empty_partial
 from megacp.ops.kernels import kernel_name, select_kernel
 from megacp.ops.mask import Metadata, TileTable, allowed, tile_table
 from megacp.ops.tile_kernels import MathKernel
@@ -68,17 +70,28 @@ def read(mask: BlockMask, by_keys: bool = False) -> np.ndarray:
 
 
 def dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """An `Attention` of plain torch, differentiated by autograd, that knows of the mask what the GPU kernel reads."""
-    visible = torch.from_numpy(read(mask))
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    block_mask: BlockMask,
+    scale: float,
+    enable_gqa: bool,
+    kernel_options: FlexKernelOptions,
+    return_aux: AuxRequest | None,
+) -> Any:
+    """`flex_attention` in plain torch, differentiated by autograd, that knows of the mask what the GPU kernel reads."""
+    visible = torch.from_numpy(read(block_mask))
+    assert enable_gqa and visible.shape == (q.shape[2], k.shape[2])
     repeat = q.shape[1] // k.shape[1]
     keys, values = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     nothing = ~visible.any(1)
     scores = (q @ keys.transpose(-1, -2) * scale).masked_fill(~visible, -torch.inf)
     scores = scores.masked_fill(nothing[:, None], 0.0)
     out = torch.softmax(scores, -1).masked_fill(nothing[:, None], 0.0) @ values
-    return out, torch.logsumexp(scores, -1).masked_fill(nothing, -torch.inf)
+    if return_aux is None:
+        return out
+    return out, AuxOutput(lse=torch.logsumexp(scores, -1).masked_fill(nothing, -torch.inf))
 
 
 def split(meta: Metadata, *cuts: int, seed: int = 0) -> list[tuple[np.ndarray, TileTable]]:
@@ -99,9 +112,12 @@ def test_a_block_mask_read_from_either_side_is_exactly_the_mask(seed: int, size:
     order = rng.permutation(tokens) if permuted else np.arange(tokens)
     q, k = meta.take(order[: rng.integers(1, tokens + 1)]), meta.take(order[rng.integers(0, tokens) :])
     mask = flex.block_mask(tile_table(q, k), CPU, size)
-    assert mask.seq_lengths == (len(q), len(k)) and mask.BLOCK_SIZE == (size, size)
+    assert mask.seq_lengths == (-(-len(q) // size) * size, -(-len(k) // size) * size)
+    assert mask.BLOCK_SIZE == (size, size)
+    filled = np.zeros(mask.seq_lengths, bool)  # what fills up the last blocks sees nothing and is not seen
+    filled[: len(q), : len(k)] = allowed(q, k)
     for by_keys in (False, True):
-        assert np.array_equal(read(mask, by_keys), allowed(q, k))
+        assert np.array_equal(read(mask, by_keys), filled)
 
 
 def test_padding_and_text_are_no_document_and_no_span_of_their_own() -> None:
@@ -141,7 +157,7 @@ def test_the_real_function_computes_the_parts(heads: int, groups: int, width: in
     """Would catch an lse to the base 2, a scale or grouping misread, rows that see nothing not merged as such."""
     meta = pack(3)
     q, k, v = (torch.cat([x, -x], -1)[..., :width] for x in draw(40, 40, heads, groups)[:3])
-    kernel = flex.FlexKernel(flex.with_lse(flex_attention), 8)
+    kernel = flex.FlexKernel(flex_attention, 8)
     partial, reference = empty_partial(q), empty_partial(q)
     for index, table in split(meta, 11, 25):
         kernel.attend(partial, (q, k[index], v[index]), table, 0.3)
@@ -164,8 +180,22 @@ def test_the_real_function_takes_the_gradients_of_both_results(backward_on_cpu: 
     """Would catch a gradient of the lse in other units than torch expects."""
     meta, tensors = pack(5), draw(40, 40, heads, groups)
     expected = by_autograd(tensors, allowed(meta, meta), 0.4)
-    kernel = flex.FlexKernel(flex.with_lse(flex_attention), 8)
+    kernel = flex.FlexKernel(flex_attention, 8)
     for got, exact in zip(by_tiles(kernel, tensors, split(meta, 7, 30), 0.4), expected, strict=True):
+        torch.testing.assert_close(got, exact, **EXACT)
+
+
+@pytest.mark.slow
+@uncompiled
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch hides it
+@pytest.mark.parametrize("width", [16, 8])
+def test_the_real_function_differentiates_a_whole_row(backward_on_cpu: None, width: int) -> None:
+    meta = pack(5, 37)
+    tensors = [torch.cat([x, -x], -1)[..., :width] for x in draw(37, 37, 4, 2)]
+    q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
+    out = flex.FlexKernel(flex_attention, 8).whole(q, k, v, tile_table(meta, meta), 0.4)
+    found = (out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3]))
+    for got, exact in zip(found, by_autograd(tensors, allowed(meta, meta), 0.4), strict=True):
         torch.testing.assert_close(got, exact, **EXACT)
 
 
@@ -183,7 +213,7 @@ def test_lower_precisions_stay_near_float64_with_sums_in_float32(
     meta = pack(5)
     tensors = [x.to(dtype) for x in draw(40, 40, 4, 2)]
     exact = by_autograd([x.double() for x in tensors], allowed(meta, meta), 8**-0.5)
-    found = by_tiles(flex.FlexKernel(flex.with_lse(flex_attention), 8), tensors, split(meta, 7, 30), 8**-0.5)
+    found = by_tiles(flex.FlexKernel(flex_attention, 8), tensors, split(meta, 7, 30), 8**-0.5)
     for got, expected in zip(found, exact, strict=True):
         assert got.dtype == torch.float32
         assert (got.double() - expected).abs().max() < tolerance * expected.abs().max()
@@ -203,7 +233,7 @@ def test_rows_that_see_nothing_give_zero_output_lse_minus_infinity_and_zero_grad
 
 
 def test_a_source_that_nobody_sees_costs_no_call_and_changes_nothing() -> None:
-    def never(*_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def never(*_: object, **__: object) -> None:
         raise AssertionError("called")
 
     meta, (q, k, v, dout) = pack(1), draw(40, 40, 4, 2)
@@ -232,17 +262,74 @@ def test_strided_keys_are_read_and_gradients_are_added_to_views() -> None:
         torch.testing.assert_close(got - 1, exact, rtol=1e-12, atol=1e-12)
 
 
-def test_a_layer_is_differentiated_through_the_kernel() -> None:
-    """Would catch a backward that works when called but not inside autograd's own, where no graph is recorded."""
-    meta = pack(4)
-    tensors = draw(40, 40, 4, 2)
-    plan = AttentionPlan(np.arange(40)[None], meta, 0, np.arange(40))
+class Calls:
+    """`dense` with a list of how it was called."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[str, bool]] = []
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+        assert q.shape[2] % 8 == k.shape[2] % 8 == 0 and options["kernel_options"]["IS_DIVISIBLE"]
+        self.made.append((options["kernel_options"]["BACKEND"], options["return_aux"] is not None))
+        return dense(q, k, v, **options)
+
+
+@pytest.mark.parametrize("tokens", [40, 37, 3], ids="{} tokens".format)
+@pytest.mark.parametrize("transport", [LocalAttention, WholeAttention])
+def test_a_layer_is_differentiated_through_the_kernel(transport: type[LocalAttention], tokens: int) -> None:
+    """Would catch a backward that works when called but not inside autograd's own, where no graph is recorded; and
+    tokens that fill up the last block of 8 seen in a result.
+    """
+    meta = pack(4, tokens)
+    tensors = draw(tokens, tokens, 4, 2)
+    plan = AttentionPlan(np.arange(tokens)[None], meta, 0, np.arange(tokens))
     q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
-    transport = LocalAttention(single_axis("cp"), flex.FlexKernel(dense, 8))
-    out = core_attention(q, k, v, transport=transport, plan=plan, scale=0.3)
+    chosen = transport(single_axis("cp"), flex.FlexKernel(dense, 8))
+    out = core_attention(q, k, v, transport=chosen, plan=plan, scale=0.3)
     found = (out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3]))
     for got, exact in zip(found, by_autograd(tensors, allowed(meta, meta), 0.3), strict=True):
         torch.testing.assert_close(got, exact, **EXACT)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["kept", "recomputed"])
+def test_a_row_whose_keys_are_all_here_is_computed_once(full: bool) -> None:
+    """Would catch a backward that makes the forward again, sums in float32 that nobody needs, and a graph inside of
+    another, for which full recomputation runs a block once more.
+    """
+    meta, calls = pack(4), Calls()
+    plan = AttentionPlan(np.arange(40)[None], meta, 0, np.arange(40))
+    transport = WholeAttention(single_axis("cp"), flex.FlexKernel(calls, 8, "FLASH"))
+    tensors = draw(40, 40, 4, 2)
+    q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
+
+    def layer(*inputs: torch.Tensor) -> torch.Tensor:
+        return core_attention(*inputs, transport=transport, plan=plan, scale=0.3)
+
+    out = checkpoint(layer, q, k, v, use_reentrant=False) if full else layer(q, k, v)
+    found = torch.autograd.grad(out, (q, k, v), tensors[3])
+    assert calls.made == [("FLASH", False)] * (2 if full else 1), "no lse, which FLASH could not differentiate"
+    for got, exact in zip(found, by_autograd(tensors, allowed(meta, meta), 0.3)[1:], strict=True):
+        torch.testing.assert_close(got, exact, **EXACT)
+    by_tiles(transport.kernel, tensors, split(meta, 11), 0.3)
+    assert calls.made[-4:] == [("TRITON", True)] * 4, "parts are merged by their lse"
+
+
+def test_on_cuda_one_rank_takes_the_whole_row_at_once() -> None:
+    device = torch.device("cuda")
+    assert isinstance(select_transport("p2p", "auto", single_axis("cp"), device), WholeAttention)
+    assert not isinstance(select_transport("p2p", "math", single_axis("cp"), device), WholeAttention)
+
+
+def test_flash_attention_4_is_refused_where_it_is_not_installed_or_too_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--attention-kernel flex_flash needs FlashAttention 4: pip install flash-att"):
+        kernel_name("flex_flash", "cuda", "bfloat16")
+    monkeypatch.setattr(flex, "find_spec", lambda name: object())
+    assert kernel_name("flex_flash", "cuda", "bfloat16") == "flex_flash"
+    with pytest.raises(
+        ValueError, match="--attention-kernel flex_flash is for --dtype bfloat16, this run has --dtype f"
+    ):
+        kernel_name("flex_flash", "cuda", "float32")
 
 
 def test_the_block_mask_of_a_table_is_built_once_and_dropped_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +393,9 @@ def test_auto_means_the_fastest_kernel_that_is_exact_and_others_are_refused() ->
         select_kernel("flex", CPU)
     with pytest.raises(ValueError, match="--attention-kernel flash runs on the CPU, this run is on cuda"):
         kernel_name("flash", "cuda")
-    with pytest.raises(ValueError, match="--attention-kernel flex adds up in float32, this run has --dtype float64"):
+    with pytest.raises(
+        ValueError, match="--attention-kernel flex is for --dtype float32 or bfloat16, this run has --dtype fl"
+    ):
         kernel_name("flex", "cuda", "float64")
 
 
@@ -324,103 +413,3 @@ def test_flex_is_refused_where_nothing_is_compiled() -> None:
     """Would catch the scores of all pairs, which the operator makes without its kernel."""
     with torch._dynamo.config.patch(disable=True), pytest.raises(ValueError, match="TORCH_COMPILE_DISABLE turns off"):
         flex.compiled()
-
-
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, torch sees none"),
-    pytest.mark.filterwarnings("default"),  # compilers warn as they like
-]
-
-
-def errors(kernel: Kernel, tensors: list[torch.Tensor], meta: Metadata, cuts: list[int]) -> list[float]:
-    """Errors of out, dq, dk, dv over the largest exact value of each: all keys at once, then in random order in parts.
-
-    `tensors` are on the CPU in any dtype, the kernel runs on the GPU, the exact values are float64 on the CPU.
-    """
-    scale = tensors[0].shape[-1] ** -0.5
-    exact = by_autograd([x.double() for x in tensors], allowed(meta, meta), scale)
-    on_gpu, found = [x.cuda() for x in tensors], []
-    for sources in ([(np.arange(len(meta)), tile_table(meta, meta))], split(meta, *cuts)):
-        for got, expected in zip(by_tiles(kernel, on_gpu, sources, scale), exact, strict=True):
-            assert got.dtype == torch.float32, "partial results are held in fp32"
-            error = (got.cpu().double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
-            found.append(error.item())
-    return found
-
-
-class TestOnAGpu:
-    """The fused kernel itself, against float64 on the CPU."""
-
-    pytestmark = gpu
-
-    @pytest.fixture(autouse=True)
-    def forget_compiled_forms(self) -> None:
-        """The limit on compiled forms is for one model, not for all models of this file."""
-        torch._dynamo.reset()
-
-    @pytest.mark.parametrize(
-        ("dtype", "heads", "groups", "width"),
-        [
-            (torch.bfloat16, 4, 2, 64),
-            (torch.bfloat16, 6, 1, 128),
-            (torch.bfloat16, 2, 2, 80),
-            (torch.float32, 4, 2, 64),
-            (torch.float32, 4, 4, 8),
-        ],
-    )
-    def test_forward_and_backward_are_near_float64(
-        self, dtype: torch.dtype, heads: int, groups: int, width: int
-    ) -> None:
-        """Documents, branches, spans and padding, in packs of one block and of several, cut by the end and not."""
-        # fp32: 2^-24 times sums of 700 terms, and an approximate exp2; bf16: inputs, weights and parts rounded to 2^-9
-        tolerance = 2e-5 if dtype == torch.float32 else 4e-2
-        kernel = select_kernel("auto", torch.device("cuda"))
-        rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
-        for tokens, documents in ((768, 2), (700, 5), (100, 3), (2, 1)):
-            batch = random_batch(rng, tokens, documents=documents, branches=True, images=True, padding=documents > 2)
-            meta = metadata(batch)
-            full = flex.block_mask(tile_table(meta, meta), CPU).full_kv_num_blocks.sum()
-            assert full > 0 or tokens < 768, "full blocks belong to the test"
-            shapes = [(tokens, heads), (tokens, groups), (tokens, groups), (tokens, heads)]
-            tensors = [torch.randn(*shape, width, generator=generator).to(dtype) for shape in shapes]
-            cuts = [1, *sorted(rng.integers(1, tokens + 1, 2).tolist())]  # the first part has one key
-            found = errors(kernel, tensors, meta, cuts)
-            assert all(error < tolerance for error in found), (tokens, found)  # `max` passes over a NaN
-
-    def test_rows_that_see_nothing_give_zero_and_lse_minus_infinity(self) -> None:
-        """In a block without any key, and beside rows that see some."""
-        document = np.repeat([0, -1, 1, -1], [100, 200, 20, 60])
-        meta = Metadata(document, np.zeros(380, int), np.zeros(380, int), np.arange(380))
-        tensors = tuple(torch.randn(380, 2, 32, device="cuda") for _ in range(3))
-        partial = empty_partial(tensors[0])
-        select_kernel("flex", torch.device("cuda")).attend(partial, tensors, tile_table(meta, meta), 0.2)
-        nothing = torch.from_numpy(document < 0)
-        assert torch.equal((partial.lse == -torch.inf).cpu(), nothing[:, None].expand(-1, 2))
-        assert (partial.out.cpu()[nothing] == 0).all() and partial.out.isfinite().all()
-
-    def test_packs_of_any_length_share_a_few_compiled_forms(self) -> None:
-        """As on the CPU, with the guards of the real compiler and the backward."""
-        torch._dynamo.utils.counters.clear()
-        kernel = select_kernel("flex", torch.device("cuda"))
-        rng = np.random.default_rng(0)
-        numbers = []
-        for tokens in [512, 512, *rng.integers(257, 900, 8).tolist()]:
-            meta = metadata(random_batch(rng, tokens, branches=True, images=True, padding=True))
-            tensors = [torch.randn(tokens, heads, 64, device="cuda") for heads in (4, 2, 2, 4)]
-            by_tiles(kernel, tensors, [(np.arange(tokens), tile_table(meta, meta))], 0.125)
-            numbers.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        assert numbers[1] == numbers[0] and len(set(numbers[3:])) == 1, numbers
-
-    def test_a_layer_is_differentiated_through_the_kernel(self) -> None:
-        """The backward runs in autograd's own thread for the GPU and there compiles and differentiates again."""
-        meta = metadata(random_batch(np.random.default_rng(1), 300, branches=True, images=True, padding=True))
-        plan = AttentionPlan(np.arange(300)[None], meta, 0, np.arange(300))
-        tensors = [torch.randn(300, heads, 32) for heads in (4, 2, 2, 4)]
-        q, k, v = (x.cuda().requires_grad_() for x in tensors[:3])
-        transport = LocalAttention(single_axis("cp"), select_kernel("auto", torch.device("cuda")))
-        out = core_attention(q, k, v, transport=transport, plan=plan, scale=0.2)
-        out.backward(tensors[3].cuda())
-        exact = by_autograd([x.double() for x in tensors], allowed(meta, meta), 0.2)
-        for got, expected in zip((out.detach(), q.grad, k.grad, v.grad), exact, strict=True):
-            assert (got.cpu().double() - expected).abs().max() <= 2e-5 * expected.abs().max()

@@ -30,11 +30,16 @@ def test_a_bad_value_in_an_uncounted_copy_on_one_rank_shows_on_all(bad: float) -
     assert not any(math.isfinite(norm) for norm in norms)
 
 
-def test_squares_are_summed_in_float64() -> None:
-    """Would catch sums in float32, where 1e30 squared overflows and small terms are lost."""
-    assert sum_of_squares(torch.full((300_000,), 1e30)).item() == pytest.approx(3e65, rel=1e-6)
+def test_partial_sums_are_added_in_float64() -> None:
+    """Would catch one sum in float32, where 3e39 overflows, and which loses more the larger a model is."""
+    assert sum_of_squares(torch.full((300_000,), 1e17)).item() == pytest.approx(3e39, rel=1e-5)
     x = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
-    assert sum_of_squares(x).item() == pytest.approx(x.double().square().sum().item(), rel=1e-12)
+    bound = 4 * 4096**0.5 * 2.0**-24  # sums of 4,096 terms in float32 (Higham and Mary, 2019, theorem 2.8)
+    assert sum_of_squares(x).item() == pytest.approx(x.double().square().sum().item(), rel=bound)
+    assert sum_of_squares(x.double()).item() == pytest.approx(x.double().square().sum().item(), rel=1e-13)
+    found = [sum_of_squares(torch.full((n,), 3.0)).item() for n in (0, 1, 4096, 5000)]
+    assert found == pytest.approx([0, 9, 36_864, 45_000], rel=bound), "the end of a slice is no whole row"
+    assert not math.isfinite(sum_of_squares(torch.full((4096,), 1e30)).item()), "skipped, as a non-finite one is"
 
 
 def test_the_scale_clips_only_above_the_limit() -> None:

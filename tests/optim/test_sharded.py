@@ -12,6 +12,7 @@ from megacp.data_parallel.buckets import FlatBuckets
 from megacp.data_parallel.layout import ParameterSlice
 from megacp.distributed.grid import ProcessGrid, single_axis
 from megacp.distributed.parameter import ParameterSpec, TensorSlice, attach
+from megacp.optim.adamw import Engine, FlatAdamW, SliceRule, fused_adamw
 from megacp.optim.sharded import ShardedAdamW
 from tests.ranks import grid, run_ranks
 from tests.reference.sharded_toy import Toy, WholeToy, local_of, values
@@ -85,6 +86,31 @@ def test_every_grid_trains_like_torch_adamw_in_one_process(shape: dict[str, int]
     """
     results = run_ranks(_differences, math.prod(shape.values()), shape)
     assert max(max(found) for found in results) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("dtype", "engine", "passes"),
+    [(torch.float32, None, False), (torch.float64, None, True), (torch.float32, fused_adamw, True)],
+    ids=["in the kernel", "float64", "another engine"],
+)
+def test_gradients_are_clipped_inside_the_update_where_the_kernel_can(
+    dtype: torch.dtype, engine: Engine | None, passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch a factor applied twice, upside down, left for the next update, or in a pass of its own."""
+    start, gradient = torch.randn(2, 99, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    parameter = torch.nn.Parameter(start.clone())
+    reference = torch.optim.AdamW([parameter], lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    mine = FlatAdamW([start.clone()], [SliceRule(True)], SETTINGS, engine)
+    scaled = []
+    monkeypatch.setattr(torch.Tensor, "mul_", lambda x, factor: scaled.append(factor) or x.copy_(x * factor))
+    for scale in (0.3, 1.0, 0.7):
+        mine.update([gradient.clone()], LR, scale)
+        parameter.grad = gradient * scale
+        reference.step()
+        # three updates of some ten roundings each, in values of order 1
+        torch.testing.assert_close(mine.slices[0], parameter.detach(), rtol=0, atol=30 * torch.finfo(dtype).eps)
+    assert bool({0.3, 0.7} & set(scaled)) == passes
+    FlatAdamW([], [], SETTINGS, engine).update([], LR, 0.3)
 
 
 def _copies(rank: int, world_size: int, shape: dict[str, int], dtype: torch.dtype) -> dict[str, list[bytes]]:

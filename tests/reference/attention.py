@@ -53,6 +53,41 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: np.ndarra
     return torch.stack(rows)
 
 
+def rounding(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, mask: np.ndarray, scale: float
+) -> list[float]:
+    """Bounds on the errors of out, dq, dk and dv when every product and sum is rounded to float32, in any order.
+
+    A sum of n products is off by at most 4 sqrt(n) u times the sum of their sizes, u = 2^-24, but for one in 1,500
+    (Higham and Mary, 2019, theorem 2.8); errors of its terms add up in squares. Squares of errors are `e_`, in units
+    of u^2. What a row shares (lse, delta) stays apart from what is independent, which is summed over keys.
+    """
+    (n, _, d), m, groups = q.shape, len(k), q.shape[1] // k.shape[1]
+    q, dout = q.transpose(0, 1), dout.transpose(0, 1)  # [heads, n, d]
+    k, v = (x.repeat_interleave(groups, 1).transpose(0, 1) for x in (k, v))  # [m, groups, d] -> [heads, m, d]
+    seen = torch.from_numpy(mask)
+    scores = (q @ k.mT * scale).masked_fill(~seen, -torch.inf)  # [heads, n, m]
+    lse = torch.logsumexp(scores, -1, keepdim=True).masked_fill(~seen.any(-1, keepdim=True), 0.0)
+    p, scores = torch.exp(scores - lse), scores.masked_fill(~seen, 0.0)
+    e_score = (d + 1) * (q.abs() @ k.abs().mT * scale) ** 2
+    e_lse = (p**2 * e_score).sum(-1, keepdim=True) + m + 4 + lse**2
+    e_p = e_score + scores**2 + lse**2 + 4  # of a weight over the weight
+    out, sizes = p @ v, p @ v.abs()
+    e_out = (p**2 * e_p) @ v**2 + out**2 * e_lse + m * sizes**2
+    delta, sizes = (out * dout).sum(-1, keepdim=True), (out * dout).abs().sum(-1, keepdim=True)
+    e_delta = (e_out * dout**2).sum(-1, keepdim=True) + d * sizes**2
+    dp, e_dp = dout @ v.mT, d * (dout.abs() @ v.abs().mT) ** 2
+    p_scale, ds = p * scale, p * (dp - delta) * scale
+    e_ds = ds**2 * (e_p + 2) + p_scale**2 * e_dp
+    e_dq = e_ds @ k**2 + (ds @ k) ** 2 * e_lse + (p_scale @ k) ** 2 * e_delta + m * (ds.abs() @ k.abs()) ** 2
+    e_dk = (e_ds + ds**2 * e_lse + p_scale**2 * e_delta).mT @ q**2
+    e_dv = (p**2 * (e_p + e_lse)).mT @ dout**2
+    sizes_k, sizes_v = ds.abs().mT @ q.abs(), p.mT @ dout.abs()
+    shared = [x.unflatten(0, (-1, groups)).sum(1) for x in (e_dk, sizes_k, e_dv, sizes_v)]  # over a group's heads
+    e_dk, e_dv = (e + groups * n * size**2 for e, size in (shared[:2], shared[2:]))
+    return [4 * 2.0**-24 * x.max().sqrt().item() for x in (e_out, e_dq, e_dk, e_dv)]
+
+
 def rotate(x: torch.Tensor, position: int, base: float) -> torch.Tensor:
     """One head `[d]`: the pair (i, i + d/2) as a complex number, times exp(i * position * base^(-2i/d))."""
     half = len(x) // 2

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacp.measure import gpu_checks, gpu_report
+from megacp.measure import gpu_checks, gpu_report, gpu_speed
 from megacp.measure.gpu_checks import Finding
 
 main = runpy.run_path(str(Path(__file__).resolve().parents[2] / "tools" / "check_gpu.py"))["main"]
@@ -43,6 +43,32 @@ def test_every_part_runs_on_a_cpu_and_the_report_holds_versions(tmp_path: Path) 
     text = (tmp_path / "report.md").read_text()
     assert "slowest over mean" in text and "tokens/s" in text and "MFU = " in text
     assert text.count("| ok |") == 8 and text.count("| skipped |") == 9
+
+
+def test_what_tells_most_comes_first() -> None:
+    """Would catch ranks, the only proof of several parts of keys on a GPU, that no run of seven minutes reaches."""
+    names = list(gpu_report.parts(gpu_report.GpuPlan(), "cuda"))
+    order = [next(i for i, name in enumerate(names) if word in name) for word in ("float64", "8192", "ranks", "32768")]
+    assert order == sorted(order) and len(names) == 13
+
+
+def test_ranks_that_would_begin_too_late_are_skipped() -> None:
+    findings = gpu_checks.ranks_on_one_device("cpu", gpu_report.SMALL.checks, seconds=-1.0)
+    assert [f.verdict for f in findings] == ["skipped"] * 4 and "seconds of this part are over" in findings[0].skipped
+
+
+def test_an_opponent_that_fails_has_a_note_and_our_figure_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch ten minutes of a GPU without our figure, because cuDNN takes no such mask."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("No available kernel.\nAborting execution.")
+
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", refuse)
+    figure = gpu_speed.attention_speed("cpu", 64, (4, 2), 16, dense_up_to=64)
+    assert figure.values["ms"] > 0 and figure.values["dense SDPA ms, math"] is None
+    assert figure.notes == ("dense SDPA, math: RuntimeError: No available kernel.",)
+    entry = {"part": "attention", "error": "", "results": [figure]}
+    assert f"* {figure.notes[0]}\n" in gpu_report.markdown("cpu", {}, [entry])
 
 
 @pytest.mark.slow
