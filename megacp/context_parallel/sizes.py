@@ -151,10 +151,9 @@ class Sent:
 
 
 def ring_bytes(sizes: AttentionSizes, ranks: int) -> Sent:
-    """K/V go n - 1 steps round in forward and again in backward, their gradients n (the last one brings them home)."""
+    """K/V go n - 1 steps round in forward and again in backward, their gradients n - 1 steps from the first visit."""
     message = key_messages(sizes)
-    home = ranks if ranks > 1 else 0
-    return Sent((ranks - 1) * message.keys, (ranks - 1) * message.keys + home * message.gradients)
+    return Sent((ranks - 1) * message.keys, (ranks - 1) * (message.keys + message.gradients))
 
 
 def all_gather_bytes(sizes: AttentionSizes, ranks: int) -> Sent:

@@ -311,9 +311,9 @@ def test_work_is_the_allowed_area_and_bytes_are_the_formula(transport: str, mask
     assert all(pairs == area for pairs, area, *_ in results)
     row = 2 * 2 * DIM * 8  # bytes of K and V of a token: two groups, float64
     for _, _, total, (sent, received) in results:
-        # ring: K/V go round forward and backward (3 hops each), their gradients make 4 hops; gather: twice 3, back
-        # once; exchange: what others need goes out twice, gradients of what came in go back
-        hops = {"p2p": (3 + 3 + 4) * 16, "all_gather": (3 + 3 + 3) * 16, "kv_exchange": 2 * sent + received}
+        # ring: K/V go round forward and backward, then their gradients (3 hops each); gather: twice 3, back once;
+        # exchange: what others need goes out twice, gradients of what came in go back
+        hops = {"p2p": (3 + 3 + 3) * 16, "all_gather": (3 + 3 + 3) * 16, "kv_exchange": 2 * sent + received}
         assert total == hops[transport] * row
 
 

@@ -21,6 +21,7 @@ from megacp.context_parallel.sizes import (
     Sent,
     head_messages,
     heads_bytes,
+    key_messages,
     layer_bytes,
     ring_bytes,
 )
@@ -148,6 +149,18 @@ def test_where_everything_divides_a2a_sends_what_the_paper_says(heads: int, grou
     for rank in range(ranks):
         assert heads_bytes(sizes, ranks, 1, rank) == Sent(expected, expected)
     assert ring_bytes(sizes, ranks).forward == (ranks - 1) * 2 * groups * unit // ranks
+
+
+@pytest.mark.parametrize(("ranks", "saved"), [(2, 2 / 5), (4, 2 / 11), (8, 2 / 23)])
+def test_own_gradients_stay_at_home_so_a_rings_backward_sends_n_minus_1_of_them(ranks: int, saved: float) -> None:
+    """In bf16 with fp32 gradients: 40, 18 and 9 % less than with the own ones sent all the way round."""
+    sizes = AttentionSizes(tokens=6, heads=8, groups=4, dim=5, element=2, wide=4)
+    message = key_messages(sizes)
+    assert ring_bytes(sizes, ranks) == Sent(
+        (ranks - 1) * message.keys, (ranks - 1) * (message.keys + message.gradients)
+    )
+    all_the_way = (ranks - 1) * message.keys + ranks * message.gradients
+    assert 1 - ring_bytes(sizes, ranks).backward / all_the_way == pytest.approx(saved)
 
 
 def test_one_rank_sends_nothing_and_what_is_not_known_is_refused() -> None:

@@ -257,7 +257,7 @@ class Predictor:
     def _ring(self, members: Sequence[int], inner: int, cost: KernelCost, backward: bool) -> float:
         """A ring over `members`, each of which holds its share of the heads of `inner` ranks' tokens.
 
-        Keys travel beside each step, their gradients beside the step after.
+        Keys travel beside each step; gradients, which the second step starts, beside the step after.
         """
         sizes = self.sizes.share(inner, members[0] % inner)
         work = np.array([[w.seconds(cost, sizes) for w in self.ranks[rank].rings[inner]] for rank in members])
@@ -268,11 +268,11 @@ class Predictor:
         keys, gradients = line.seconds(message.keys), line.seconds(message.gradients) if backward else 0.0
         ready = np.zeros(steps)
         for step in range(steps):
-            sent = (keys if step < steps - 1 else 0.0) + (gradients if step > 0 else 0.0)
+            sent = (keys if step < steps - 1 else 0.0) + (gradients if step > 1 else 0.0)
             together = np.maximum(ready, np.maximum(np.roll(ready, 1), np.roll(ready, -1)))  # with both neighbours
             arrival = together + sent if sent else ready
             ready = np.maximum(ready + work[:, step], arrival) + self._beside(work[:, step], sent)
         if backward:
             ready = np.maximum(ready, np.roll(ready, 1)) + gradients  # the last ones come home, beside nothing
-        copied = message.keys + 2 * steps * backward * message.gradients
+        copied = message.keys + (2 * steps - 1) * backward * message.gradients  # zeroed each step, added once less
         return float(ready.max()) + self.machine.copy * copied
