@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from megacp.context_parallel.plan import AttentionPlan
-from megacp.context_parallel.sizes import AttentionSizes, HeadShare, head_shares
+from megacp.context_parallel.sizes import AttentionSizes, HeadRun, HeadShare, head_shares
 from megacp.context_parallel.transport import Tensors, Transport
 from megacp.distributed.collectives import start_exchange
 from megacp.distributed.grid import Axis
@@ -30,15 +30,22 @@ class HeadsForSequence:
 
     def prepare(self, plan: AttentionPlan, sizes: AttentionSizes) -> None:
         """See `Transport.prepare`."""
-        self.inner.prepare(plan.grouped(self.axis.size), sizes.share(self.axis.size, self.axis.rank))
+        for share in sizes.shares(self.axis.size, self.axis.rank):
+            self.inner.prepare(plan.grouped(self.axis.size), share)
 
     def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
         """See `Transport.forward`; the tensors kept hold this rank's heads of all tokens of the group."""
         q, k, v = qkv
         shares = head_shares(q.shape[1], k.shape[1], self.axis.size)
         gathered = self._to_heads([(q, "heads"), (k, "groups"), (v, "groups")], plan, shares)
-        out, kept = self.inner.forward((gathered[0], gathered[1], gathered[2]), plan.grouped(self.axis.size), scale)
-        back = self._to_tokens([out], plan, shares)
+        whole, runs = plan.grouped(self.axis.size), shares[self.axis.rank].runs
+        outs: list[torch.Tensor] = []
+        kept: list[torch.Tensor] = []
+        for run in zip(*(x.split(counts, 1) for x, counts in zip(gathered, _widths(runs), strict=True)), strict=True):
+            out, saved = self.inner.forward(run, whole, scale)
+            outs.append(out)
+            kept += saved
+        back = self._to_tokens([torch.cat(outs, 1)], plan, shares)
         out = torch.cat([heads[0] for heads in back], 1)  # [t, share of heads, d] of each rank -> [t, heads, d]
         return out, (*kept, k.new_empty(0, *k.shape[1:]))  # the last one says how many groups there are
 
@@ -47,9 +54,16 @@ class HeadsForSequence:
         groups = kept[-1].shape[1]
         shares = head_shares(dout.shape[1], groups, self.axis.size)
         (mine,) = self._to_heads([(dout, "heads")], plan, shares)
-        dq, dk, dv = self.inner.backward(kept[:-1], mine, plan.grouped(self.axis.size), scale)
+        whole, runs = plan.grouped(self.axis.size), shares[self.axis.rank].runs
+        saved = zip(*[iter(kept[:-1])] * (len(kept[:-1]) // len(runs)), strict=True)  # equally many tensors of each run
+        grads = [
+            self.inner.backward(tensors, part, whole, scale)
+            for tensors, part in zip(saved, mine.split([run.heads for run in runs], 1), strict=True)
+        ]
+        dq, dk, dv = (torch.cat(parts, 1) for parts in zip(*grads, strict=True))
         # a K/V head on several ranks has partial gradients, which are summed in the accumulation dtype
-        wide = accumulation_dtype(dout.dtype) if self.axis.size > groups else dout.dtype
+        copies = sum(_width(share, "groups") for share in shares)
+        wide = accumulation_dtype(dout.dtype) if copies > groups else dout.dtype
         parts = self._to_tokens([dq.to(dout.dtype), dk.to(wide), dv.to(wide)], plan, shares)
         total = parts[0][1].new_zeros(2, len(dout), groups, dk.shape[2], dtype=accumulation_dtype(dout.dtype))
         for share, (_, part_k, part_v) in zip(shares, parts, strict=True):
@@ -90,3 +104,9 @@ class HeadsForSequence:
 def _width(share: HeadShare, kind: str) -> int:
     part: slice = getattr(share, kind)
     return part.stop - part.start
+
+
+def _widths(runs: Sequence[HeadRun]) -> tuple[list[int], list[int], list[int]]:
+    """Heads of q, k and v in each run."""
+    heads, groups = ([run.heads for run in runs], [run.groups for run in runs])
+    return heads, groups, groups

@@ -91,7 +91,7 @@ def cases_of(world_size: int) -> list[Case]:
     plain = [Case(name, layout=layout) for name in SENT if name != "a2a+p2p" for layout in ("zigzag", "balanced")]
     dealt = [
         case
-        for heads in ((8, 4), (8, 8), (6, 2), (7, 1))
+        for heads in ((8, 4), (8, 8), (6, 2), (7, 1), (28, 4))
         for case in (
             Case("a2a", heads),
             *(Case("a2a+p2p", heads, sizes, "zigzag") for sizes in hierarchies if sizes[0] <= heads[0]),
@@ -130,7 +130,8 @@ def twin_of_heads(sizes: AttentionSizes, owners: list[list[int]], rank: int) -> 
         (4, 2, [[0, 1], [2, 3]]),
         (4, 2, [[0], [1], [2], [3]]),  # two ranks hold one K/V head
         (3, 1, [[0], [1, 2]]),
-        (6, 6, [[0], [1, 2], [3], [4, 5]]),  # six groups over four ranks
+        (6, 6, [[0], [1], [2, 3], [4, 5]]),  # six groups over four ranks
+        (6, 2, [[0, 1], [2, 3], [4, 5]]),  # the middle rank has a head of either group
     ],
 )
 def test_swapping_heads_sends_each_rank_its_heads_and_their_keys(heads: int, groups: int, owners: list) -> None:

@@ -130,6 +130,14 @@ def test_uneven_heads_wait_for_the_rank_with_the_most() -> None:
     assert predict(links, ranks, SWAP, sizes)[0] == 2 * 100
 
 
+def test_a_rank_with_unequal_parts_of_two_groups_attends_to_one_after_the_other() -> None:
+    """Eight heads in four groups over three ranks: 2, then 2 + 1, then 1 + 2 heads."""
+    sizes = dataclasses.replace(SIZES, heads=8, groups=4)
+    works = (pairs(100), pairs(100, 70), pairs(70, 90))
+    ranks = [RankWork(4, KernelWork(), None, {3: work}, {}) for work in works]
+    assert predict(machine(3, 8, pair=1.0), ranks, SWAP, sizes)[0] == 2 * 100 + 70
+
+
 def test_calls_and_rows_cost_what_they_are_said_to() -> None:
     cost = dataclasses.replace(machine(2, 1).forward, pair=2.0, row=3.0, call=5.0)
     work = KernelWork(pairs=7, rows=11, calls=13)
