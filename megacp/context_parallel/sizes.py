@@ -147,7 +147,7 @@ class HeadMessages:
     to_tokens: int
     """The outputs of its heads: (n - 1) t d s for each of them."""
     gradient_to_heads: int
-    """dout of its tokens: t d s heads of every other rank."""
+    """dout of its tokens and its dot product with the output: t (d s + w) for each head of every other rank."""
     gradient_to_tokens: int
     """dq in the model's dtype and dk, dv of its heads, these wide where a K/V head is on several ranks."""
 
@@ -162,7 +162,7 @@ def head_messages(sizes: AttentionSizes, ranks: int, rank: int) -> HeadMessages:
     return HeadMessages(
         to_heads=row * sizes.element * (heads + 2 * groups),
         to_tokens=(ranks - 1) * row * sizes.element * mine.heads,
-        gradient_to_heads=row * sizes.element * heads,
+        gradient_to_heads=(row * sizes.element + sizes.tokens * sizes.wide) * heads,
         gradient_to_tokens=(ranks - 1) * row * (sizes.element * mine.heads + key_bytes * 2 * mine.groups),
     )
 
@@ -204,7 +204,8 @@ def exchange_bytes(sizes: AttentionSizes, sent: int, received: int) -> Sent:
 def heads_bytes(sizes: AttentionSizes, inner: int, outer: int, rank: int) -> Sent:
     """Heads for sequence over `inner` neighbours, a ring over `outer` groups of them inside; `rank` is the place on cp.
 
-    With `outer` 1 it is a2a: (n - 1) / n (2 h + 2 g) t d s in forward where heads and groups divide by n.
+    With `outer` 1 it is a2a: (n - 1) / n (2 h + 2 g) t d s each way where heads and groups divide by n, and in backward
+    (n - 1) / n t w h besides.
     """
     place = rank % inner
     exchange = head_messages(sizes, inner, place)

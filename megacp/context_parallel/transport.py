@@ -37,7 +37,9 @@ class Transport(Protocol):
         ...
 
     def backward(self, kept: Tensors, dout: torch.Tensor, plan: AttentionPlan, scale: float) -> QKV:
-        """`dq, dk, dv` of this rank's tokens for contiguous `dout[t, heads, d]`, in any dtype at least as wide."""
+        """`dq, dk, dv` of this rank's tokens for `dout[t, heads, d]` whose last dim is dense, in any dtype at least as
+        wide.
+        """
         ...
 
     def prepare(self, plan: AttentionPlan, sizes: AttentionSizes) -> None:

@@ -98,7 +98,6 @@ def layer_activations(config: RunConfig, granularity: str) -> int:
     fused = heads + 2 * groups if model.qk_layernorm else groups  # inputs of the q/k norms, else v alone
     sharded = (fused + 2 * heads + groups) * head_dim  # and rotated q and k, and the output
     sharded += int((key_value_share(config) - 1) * 2 * groups * head_dim)
-    sharded += heads * head_dim if heads_group(config) > 1 else 0  # the output on both sides of the swap
     tiled = config.training.mlp_chunk_tokens > 0
     sharded += (3 if cheap else 2) * model.ffn_hidden_size * (not tiled)
     wide_heads = heads + model.qk_layernorm * (heads + groups)

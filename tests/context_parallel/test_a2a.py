@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from megacp.context_parallel.a2a import HeadsForSequence, dot_products, stand_in
 from megacp.context_parallel.layout import LAYOUTS
+from megacp.context_parallel.local import LocalAttention
+from megacp.context_parallel.plan import AttentionPlan
+from megacp.context_parallel.shard import shard_batch
 from megacp.context_parallel.sizes import head_shares
+from megacp.distributed.grid import single_axis
+from megacp.ops.kernel import QKV
+from megacp.ops.tile_kernels import MathKernel
 from tests.context_parallel.test_attention import Case, compare, on_ranks
-from tests.ranks import run_ranks
+from tests.ranks import grid, run_ranks
+from tests.reference.packs import random_batch
 
 
 @pytest.mark.parametrize(
@@ -89,3 +101,88 @@ def test_the_slowest_rank_has_little_more_than_the_mean(
     found = [len(range(heads[0])[share.heads]) for share in head_shares(*heads, ranks)]
     assert sorted(found) == sorted(shares)
     assert max(found) / (heads[0] / ranks) <= over_mean
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_what_stands_for_the_output_has_its_dot_product_with_the_gradient(dtype: torch.dtype) -> None:
+    """Rows of zeros and of gradients that underflow when squared are among them."""
+    g = torch.Generator().manual_seed(0)
+    out, dout = (torch.randn(64, 3, 8, generator=g).to(dtype) for _ in range(2))
+    dout[::4] = 0.0
+    dout[1::4] *= 1e-30
+    dots = dot_products(out, dout)
+    found = stand_in(dout, dots)
+    assert found.dtype == dtype and int((found != 0).sum(-1).max()) == 1
+    exact = (out.double() * dout.double()).sum(-1)
+    # sums of 8 products in the accumulation dtype, then one rounding to the dtype of the gradient
+    summed = 8 * torch.finfo(dots.dtype).eps * (out.double() * dout.double()).abs().sum(-1)
+    error = ((found.double() * dout.double()).sum(-1) - exact).abs()
+    assert (error <= summed + torch.finfo(dtype).eps * exact.abs()).all()
+    assert found.abs().max() <= 8 * out.abs().max()
+
+
+class Writes(TorchDispatchMode):
+    """Bytes that copying operations write; messages, arithmetic and empty tensors are left out."""
+
+    COPIES = (
+        "cat",
+        "stack",
+        "clone",
+        "copy_",
+        "_to_copy",
+        "add_",
+        "index",
+        "index_put_",
+        "index_select",
+        "index_copy_",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in self.COPIES:
+            self.bytes += sum(x.numel() * x.element_size() for x in tree_leaves(result))
+        return result
+
+
+class NoAttention(LocalAttention):
+    """Returns its queries as the output, and its inputs as gradients."""
+
+    def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        return qkv[0], (*qkv, qkv[0], qkv[0][..., 0])
+
+    def backward(self, kept: tuple[torch.Tensor, ...], dout: torch.Tensor, plan: AttentionPlan, scale: float) -> QKV:
+        return dout, kept[1], kept[2]
+
+
+def copied(rank: int, world_size: int, heads: tuple[int, int]) -> tuple[int, int]:
+    """Elements that either pass copies."""
+    cp = grid(cp=world_size).cp
+    batch = shard_batch(random_batch(np.random.default_rng(0), 48, documents=3), cp, LAYOUTS["zigzag"])
+    q, k, v = (torch.ones(batch.num_tokens, count, 8) for count in (heads[0], heads[1], heads[1]))
+    transport = HeadsForSequence("a2a", cp, NoAttention(single_axis("inner"), MathKernel()))
+    with Writes() as forward:
+        out, kept = transport.forward((q, k, v), batch.plan, 1.0)
+    with Writes() as backward:
+        transport.backward(kept, out, batch.plan, 1.0)
+    return forward.bytes // 4, backward.bytes // 4
+
+
+@pytest.mark.parametrize("heads", [(8, 4), (6, 3), (7, 1)], ids=str)
+def test_what_travels_is_copied_once_where_it_leaves_and_once_where_it_arrives(heads: tuple[int, int]) -> None:
+    """Over all ranks: with q, k, v and back the output, in backward with a number a head besides.
+
+    A rank reads a K/V head for each other rank that needs it, so replicated ones count as often as they are sent.
+    """
+    world = 2
+    shares = head_shares(*heads, world)
+    tokens, width = 48 // world, 8
+    keys = sum(share.groups.stop - share.groups.start for share in shares)
+    there, back = tokens * width * (heads[0] + 2 * keys), tokens * width * heads[0]
+    results = run_ranks(copied, world, heads)
+    forward, backward = (sum(result[number] for result in results) for number in (0, 1))
+    assert forward == world * 2 * (there + back)
+    assert backward == world * 2 * (there + back + tokens * heads[0])

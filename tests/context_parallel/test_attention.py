@@ -320,14 +320,16 @@ def test_every_table_is_prepared_before_its_first_layer() -> None:
 
 @pytest.mark.parametrize(("heads", "received"), [((8, 4), 3 * 2 + 3 * 2), ((8, 2), 3 * 2 + 3 * 2)], ids=str)
 def test_heads_for_sequence_sends_each_rank_its_heads_and_no_more(heads: tuple[int, int], received: int) -> None:
-    """Forward: q, k, v to the head's rank and the output back; backward: the gradients the same ways."""
+    """Forward: q, k, v to the head's rank and the output back; backward: the gradients the same ways, and a number for
+    each query head.
+    """
     results = run_ranks(counted, 4, Case("a2a", "zigzag", "packed", 64, heads=heads))
     pairs = sum(found[0] for found in results)
     assert pairs == sum(found[1] for found in results) * 4, "each rank sees all pairs, for a fourth of the heads"
     # of 16 tokens: to each of 3 ranks two query heads and a key and a value head, and as much comes back
     one_way = 16 * 3 * (2 + 1 + 1)
     back = 16 * 3 * 2
-    assert {total for _, _, total, _ in results} == {2 * (one_way + back) * DIM * 8}
+    assert {total for _, _, total, _ in results} == {2 * (one_way + back) * DIM * 8 + back * 8}
 
 
 def test_documents_on_one_rank_cost_no_bytes_and_no_message() -> None:

@@ -143,12 +143,17 @@ def test_swapping_heads_sends_each_rank_its_heads_and_their_keys(heads: int, gro
 
 @pytest.mark.parametrize(("heads", "groups", "ranks"), [(8, 8, 2), (8, 4, 4), (16, 8, 8)])
 def test_where_everything_divides_a2a_sends_what_the_paper_says(heads: int, groups: int, ranks: int) -> None:
-    """(cp - 1) / cp^2 (2 H + 2 Hkv) U each way, with U = S d s; the ring (cp - 1) / cp 2 Hkv U forward."""
+    """(cp - 1) / cp^2 (2 H + 2 Hkv) U each way, with U = S d s; the ring (cp - 1) / cp 2 Hkv U forward.
+
+    Backward sends a wide number for each query and head besides, which the paper keeps whole outputs for.
+    """
     sizes = AttentionSizes(tokens=6, heads=heads, groups=groups, dim=5, element=4, wide=4)
     unit = sizes.tokens * ranks * sizes.dim * sizes.element
     expected = (ranks - 1) * (2 * heads + 2 * groups) * unit // ranks**2
     for rank in range(ranks):
-        assert heads_bytes(sizes, ranks, 1, rank) == Sent(expected, expected)
+        assert heads_bytes(sizes, ranks, 1, rank) == Sent(
+            expected, expected + unit // 5 * (ranks - 1) * heads // ranks**2
+        )
     assert ring_bytes(sizes, ranks).forward == (ranks - 1) * 2 * groups * unit // ranks
 
 

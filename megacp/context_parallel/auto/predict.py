@@ -177,8 +177,8 @@ class PassSeconds:
         return self.forward + self.backward
 
 
-_COPIES = 4
-"""Times that each byte of an exchange of heads is copied: sliced and packed, joined and put in order."""
+_COPIES = 2
+"""Times that each byte of an exchange of heads is copied: into the message, and out of it in order."""
 
 
 class Predictor:

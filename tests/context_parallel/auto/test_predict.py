@@ -106,12 +106,14 @@ def test_the_second_stage_of_an_exchange_travels_beside_the_work_on_the_first() 
 
 
 def test_swapped_heads_attend_to_whole_rows_between_two_exchanges() -> None:
-    """Two heads over two ranks, 4 tokens each, 4 bytes: q, k, v of one head there, its output back."""
+    """Two heads over two ranks, 4 tokens each, 4 bytes: q, k, v of one head there, its output back. Its gradient comes
+    with a number for each token and head.
+    """
     sizes = dataclasses.replace(SIZES, heads=2, groups=2, wide=4)
     links = machine(2, 2, pair=1.0, per_byte=1.0)
     ranks = [RankWork(4, KernelWork(), None, {2: pairs(100)}, {}) for _ in range(2)]
     row = 4 * 4
-    assert predict(links, ranks, SWAP, sizes) == (3 * row + 100 + row, row + 250 + 3 * row)
+    assert predict(links, ranks, SWAP, sizes) == (3 * row + 100 + row, 2 * row + 250 + 3 * row)
 
 
 def test_a_ring_of_groups_carries_the_keys_of_a_whole_group() -> None:
@@ -120,7 +122,7 @@ def test_a_ring_of_groups_carries_the_keys_of_a_whole_group() -> None:
     ranks = [RankWork(4, KernelWork(), None, {2: pairs(0, 0)}, {}) for _ in range(4)]
     way = Candidate("a2a+p2p", "zigzag", (2, 2))
     row, ring = 4 * 4, 2 * 8 * 4  # one head of 4 tokens; K and V of one head of 8 tokens
-    assert predict(links, ranks, way, sizes) == (3 * row + row + ring, row + 3 * row + ring + ring)
+    assert predict(links, ranks, way, sizes) == (3 * row + row + ring, 2 * row + 3 * row + ring + ring)
 
 
 def test_uneven_heads_wait_for_the_rank_with_the_most() -> None:
