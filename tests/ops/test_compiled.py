@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from megacp.context_parallel.a2a import dot_products, stand_in
 from megacp.ops import compiled
 from megacp.ops.activation import swiglu
 from megacp.ops.compiled import fused, whole_graph
@@ -51,6 +52,13 @@ def merged(n: int) -> list[torch.Tensor]:
     return [out, lse]
 
 
+def in_place_of_output(n: int) -> list[torch.Tensor]:
+    dout = randn(n, 3, 4)
+    dout[0] = 0.0
+    dots = dot_products(randn(n, 3, 4, seed=1), dout)
+    return [dots, stand_in(dout, dots)]
+
+
 CASES: dict[str, Callable[[int], list[torch.Tensor]]] = {
     "norm of hidden states": lambda n: differentiated(lambda x, w: rms_norm(x, w, 1e-6), randn(n, 8), randn(8)),
     "norm of heads": lambda n: differentiated(lambda x, w: rms_norm(x, w, 1e-6), randn(n, 3, 8), randn(8)),
@@ -58,6 +66,7 @@ CASES: dict[str, Callable[[int], list[torch.Tensor]]] = {
     "rotary": lambda n: differentiated(lambda x: rotate(x, randn(n, 1, 4), randn(n, 1, 4, seed=1)), randn(n, 3, 8)),
     "bits of dropout": lambda n: [keep_mask(2**63 + 17 * n, torch.arange(n) * 7, 5, 0.3)],
     "merged attention": merged,
+    "dot products with an output": in_place_of_output,
 }
 
 
