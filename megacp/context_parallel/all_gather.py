@@ -54,7 +54,7 @@ class AllGatherAttention(KeysToQueries):
         own, others = self.tables(plan)
         mine = yield k, v, own
         places = plan.on_device("places of others", k.device, lambda: _places_of_others(plan))
-        theirs = yield *gathered.take()[places].unbind(1), others
+        theirs = yield *(x.index_select(0, places) for x in gathered.take().unbind(1)), others
         if mine is None or theirs is None:
             return None
         row = theirs.new_empty(len(plan.metadata), *theirs.shape[1:])  # gradients of all keys, in rank order

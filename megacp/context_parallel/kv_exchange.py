@@ -99,7 +99,7 @@ class KVExchange(KeysToQueries):
         send, order = (self._indices(plan, stages, name, k.device) for name in ("send", "order"))
         kv = torch.stack([k, v], 1)  # [t, groups, d] twice -> [t, 2, groups, d]
         messages = (  # each is posted when it is asked for
-            start_all_to_all(kv[rows], self.axis, stage.out_splits, stage.in_splits)
+            start_all_to_all(kv.index_select(0, rows), self.axis, stage.out_splits, stage.in_splits)
             for rows, stage in zip(send, stages, strict=True)
         )
         following = next(messages, None)
@@ -108,7 +108,7 @@ class KVExchange(KeysToQueries):
         for rows, stage in zip(order, stages, strict=True):
             coming, following = following, next(messages, None)
             assert coming is not None
-            theirs = yield *coming.take()[rows].unbind(1), stage.table
+            theirs = yield *(x.index_select(0, rows) for x in coming.take().unbind(1)), stage.table
             if theirs is not None:
                 leaving = torch.empty_like(theirs)
                 leaving[rows] = theirs  # back to the order of arrival
@@ -118,7 +118,7 @@ class KVExchange(KeysToQueries):
             return None
         for arrived, rows, stage in zip(returning, send, stages, strict=True):
             for index, values in zip(*(x.split(stage.out_splits) for x in (rows, arrived.take())), strict=True):
-                dkv[index] += values  # rank by rank: a row goes to a rank at most once, and to several ranks
+                dkv.index_add_(0, index, values)  # rank by rank: a row goes to a rank at most once, and to several
         return dkv
 
     def _stages(self, plan: AttentionPlan) -> list[Stage]:

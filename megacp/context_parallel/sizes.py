@@ -11,43 +11,67 @@ Symbols: t tokens of a row on this rank, n ranks, d width of a head. A tp rank h
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megacp.config.run import RunConfig
-from megacp.ops.calls import Widths
+
+
+class HeadRun(NamedTuple):
+    """Neighbouring heads of a rank whose groups serve equally many of them there, which is what kernels take."""
+
+    heads: int
+    groups: int
 
 
 @dataclass(frozen=True)
 class HeadShare:
-    """The query heads `[h0, h1)` and K/V heads (groups) `[g0, g1)` of one rank; each group serves as many heads."""
+    """The query heads `[h0, h1)` of one rank and the K/V heads (groups) `[g0, g1)` that they belong to."""
 
     heads: slice
     groups: slice
+    runs: tuple[HeadRun, ...]
+    """All its heads in order: one run unless it has other parts of one group than of the next."""
 
 
-def head_shares(heads: int, groups: int, ranks: int) -> list[HeadShare]:
-    """How heads are dealt: whole groups while there are as many as ranks, else the heads of a group over its ranks.
+@functools.cache
+def head_shares(heads: int, groups: int, ranks: int) -> tuple[HeadShare, ...]:
+    """How heads are dealt: in order, at most ceil(heads / ranks) to a rank, which no deal can beat.
 
-    Shares differ by at most one group, or one head of a group. Raises ValueError for more ranks than heads.
+    Of such deals the one with the fewest K/V heads on ranks, then runs, then the most even one. So groups stay whole
+    where that leaves no rank with more. Raises ValueError for more ranks than heads.
     """
     if ranks > heads:
         raise ValueError(
             f"--cp-comm-type a2a gives each of {ranks} ranks a head of its own, there are {heads} heads on a tensor "
             f"rank: lower --context-parallel-size, or choose a2a+p2p with a smaller first size, p2p or kv_exchange"
         )
-    per_group = heads // groups
-    if ranks <= groups:
-        cuts = [groups * rank // ranks for rank in range(ranks + 1)]
-        pairs = zip(cuts[:-1], cuts[1:], strict=True)
-        return [HeadShare(slice(low * per_group, high * per_group), slice(low, high)) for low, high in pairs]
-    shares = []
-    for group in range(groups):
-        members = ranks * (group + 1) // groups - ranks * group // groups
-        cuts = [group * per_group + per_group * member // members for member in range(members + 1)]
-        pairs = zip(cuts[:-1], cuts[1:], strict=True)
-        shares += [HeadShare(slice(low, high), slice(group, group + 1)) for low, high in pairs]
-    return shares
+    most = -(-heads // ranks)
+    # heads dealt so far -> the cheapest deal of them to the ranks so far: (K/V heads, runs, squares), shares
+    best: dict[int, tuple[tuple[int, int, int], tuple[HeadShare, ...]]] = {0: ((0, 0, 0), ())}
+    for left in reversed(range(ranks)):  # ranks that still wait: each gets a head, all of them what is left
+        found: dict[int, tuple[tuple[int, int, int], tuple[HeadShare, ...]]] = {}
+        for low, ((copies, runs, squares), shares) in best.items():
+            for high in range(max(low + 1, heads - left * most), min(low + most, heads - left) + 1):
+                share = _share(low, high, heads // groups)
+                groups_here = share.groups.stop - share.groups.start
+                cost = (copies + groups_here, runs + len(share.runs), squares + (high - low) ** 2)
+                if high not in found or cost < found[high][0]:
+                    found[high] = cost, (*shares, share)
+        best = found
+    return best[heads][1]
+
+
+def _share(low: int, high: int, per_group: int) -> HeadShare:
+    """The query heads `[low, high)` of groups with `per_group` heads each."""
+    groups = range(low // per_group, -(-high // per_group))
+    counts = [min(high, (group + 1) * per_group) - max(low, group * per_group) for group in groups]
+    equal = [(count, len(list(members))) for count, members in itertools.groupby(counts)]
+    runs = tuple(HeadRun(count * members, members) for count, members in equal)
+    return HeadShare(slice(low, high), slice(groups.start, groups.stop), runs)
 
 
 @dataclass(frozen=True)
@@ -72,15 +96,24 @@ class AttentionSizes:
         return 2 * self.tokens * self.groups * self.dim
 
     @property
-    def widths(self) -> Widths:
+    def widths(self) -> tuple[int, int]:
         """Elements of a query and of a key."""
-        return Widths(self.heads * self.dim, self.groups * self.dim)
+        return self.heads * self.dim, self.groups * self.dim
 
     def share(self, ranks: int, rank: int) -> AttentionSizes:
         """Of one rank once heads were dealt over `ranks` ranks: its heads, and the tokens of them all."""
-        mine = head_shares(self.heads, self.groups, ranks)[rank]
-        heads, groups = (part.stop - part.start for part in (mine.heads, mine.groups))
+        heads, groups = (sum(counts) for counts in zip(*self._runs(ranks, rank), strict=True))
         return dataclasses.replace(self, tokens=self.tokens * ranks, heads=heads, groups=groups)
+
+    def shares(self, ranks: int, rank: int) -> list[AttentionSizes]:
+        """`share` run by run, as the rank attends."""
+        return [
+            dataclasses.replace(self, tokens=self.tokens * ranks, heads=run.heads, groups=run.groups)
+            for run in self._runs(ranks, rank)
+        ]
+
+    def _runs(self, ranks: int, rank: int) -> tuple[HeadRun, ...]:
+        return head_shares(self.heads, self.groups, ranks)[rank].runs
 
 
 def attention_sizes(config: RunConfig, tokens: int) -> AttentionSizes:
@@ -114,9 +147,9 @@ class HeadMessages:
     to_tokens: int
     """The outputs of its heads: (n - 1) t d s for each of them."""
     gradient_to_heads: int
-    """dout of its tokens: t d s heads of every other rank."""
+    """dout of its tokens and its dot product with the output: t (d s + w) for each head of every other rank."""
     gradient_to_tokens: int
-    """dq in the model's dtype and dk, dv of its heads, these wide where K/V heads are replicated (n > g)."""
+    """dq in the model's dtype and dk, dv of its heads, these wide where a K/V head is on several ranks."""
 
 
 def head_messages(sizes: AttentionSizes, ranks: int, rank: int) -> HeadMessages:
@@ -125,11 +158,11 @@ def head_messages(sizes: AttentionSizes, ranks: int, rank: int) -> HeadMessages:
     mine, others = shares[rank], [share for number, share in enumerate(shares) if number != rank]
     row = sizes.tokens * sizes.dim
     heads, groups = (sum(getattr(share, name) for share in others) for name in ("heads", "groups"))
-    key_bytes = sizes.wide if ranks > sizes.groups else sizes.element
+    key_bytes = sizes.wide if mine.groups + groups > sizes.groups else sizes.element
     return HeadMessages(
         to_heads=row * sizes.element * (heads + 2 * groups),
         to_tokens=(ranks - 1) * row * sizes.element * mine.heads,
-        gradient_to_heads=row * sizes.element * heads,
+        gradient_to_heads=(row * sizes.element + sizes.tokens * sizes.wide) * heads,
         gradient_to_tokens=(ranks - 1) * row * (sizes.element * mine.heads + key_bytes * 2 * mine.groups),
     )
 
@@ -151,10 +184,9 @@ class Sent:
 
 
 def ring_bytes(sizes: AttentionSizes, ranks: int) -> Sent:
-    """K/V go n - 1 steps round in forward and again in backward, their gradients n (the last one brings them home)."""
+    """K/V go n - 1 steps round in forward and again in backward, their gradients n - 1 steps from the first visit."""
     message = key_messages(sizes)
-    home = ranks if ranks > 1 else 0
-    return Sent((ranks - 1) * message.keys, (ranks - 1) * message.keys + home * message.gradients)
+    return Sent((ranks - 1) * message.keys, (ranks - 1) * (message.keys + message.gradients))
 
 
 def all_gather_bytes(sizes: AttentionSizes, ranks: int) -> Sent:
@@ -172,7 +204,8 @@ def exchange_bytes(sizes: AttentionSizes, sent: int, received: int) -> Sent:
 def heads_bytes(sizes: AttentionSizes, inner: int, outer: int, rank: int) -> Sent:
     """Heads for sequence over `inner` neighbours, a ring over `outer` groups of them inside; `rank` is the place on cp.
 
-    With `outer` 1 it is a2a: (n - 1) / n (2 h + 2 g) t d s in forward where heads and groups divide by n.
+    With `outer` 1 it is a2a: (n - 1) / n (2 h + 2 g) t d s each way where heads and groups divide by n, and in backward
+    (n - 1) / n t w h besides.
     """
     place = rank % inner
     exchange = head_messages(sizes, inner, place)

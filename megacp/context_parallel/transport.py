@@ -14,6 +14,7 @@ import torch
 
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.sizes import AttentionSizes
+from megacp.ops.calls import Widths
 from megacp.ops.kernel import QKV, Kernel, Saved, accumulation_dtype, empty_partial
 from megacp.ops.mask import TileTable
 
@@ -36,7 +37,9 @@ class Transport(Protocol):
         ...
 
     def backward(self, kept: Tensors, dout: torch.Tensor, plan: AttentionPlan, scale: float) -> QKV:
-        """`dq, dk, dv` of this rank's tokens for contiguous `dout[t, heads, d]`, in any dtype at least as wide."""
+        """`dq, dk, dv` of this rank's tokens for `dout[t, heads, d]` whose last dim is dense, in any dtype at least as
+        wide.
+        """
         ...
 
     def prepare(self, plan: AttentionPlan, sizes: AttentionSizes) -> None:
@@ -64,7 +67,7 @@ class KeysToQueries(ABC):
     def prepare(self, plan: AttentionPlan, sizes: AttentionSizes) -> None:
         """See `Transport.prepare`."""
         for table in self.tables(plan):
-            self.kernel.prepare(table, sizes.widths)
+            self.kernel.prepare(table, Widths(*sizes.widths))
 
     def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
         """See `Transport.forward`."""

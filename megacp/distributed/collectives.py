@@ -9,7 +9,6 @@ All functions work on dim 0 and make their input contiguous (gloo reduces stride
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -223,45 +222,6 @@ def all_to_all(
 ) -> torch.Tensor:
     """Blocking `start_all_to_all`."""
     return start_all_to_all(x, axis, in_splits, out_splits).wait()
-
-
-Shape = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of a tensor that is to arrive."""
-
-
-def start_exchange(
-    outgoing: Sequence[Sequence[torch.Tensor]], incoming: Sequence[Sequence[Shape]], axis: Axis
-) -> Pending:
-    """Send the tensors `outgoing[r]` to rank r and receive tensors shaped `incoming[r]` from it, in one message a pair.
-
-    Shapes and dtypes may be mixed. `wait` returns a list of tensors for each rank; an empty pair sends nothing.
-    """
-    if axis.size == 1:
-        kept = [list(outgoing[0])]
-        return Pending(None, lambda: kept)
-    blocks = [torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in xs]) for xs in _whole(outgoing)]
-    counts = [sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes) for shapes in incoming]
-    flat = torch.cat(blocks)
-    arriving = start_all_to_all(flat, axis, [len(block) for block in blocks], counts)
-    return Pending(
-        None, lambda: [_unpacked(x, s) for x, s in zip(arriving.wait().split(counts), incoming, strict=True)]
-    )
-
-
-def _whole(outgoing: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
-    """Every rank's list with at least one tensor, so that lists can be joined."""
-    device = next(x.device for xs in outgoing for x in xs)
-    return [list(xs) or [torch.empty(0, dtype=torch.uint8, device=device)] for xs in outgoing]
-
-
-def _unpacked(block: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
-    """Tensors of these shapes from the bytes `block[n]` of one rank."""
-    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
-    found = []
-    for piece, (shape, dtype) in zip(block.split(sizes), shapes, strict=True):
-        aligned = piece if piece.storage_offset() % dtype.itemsize == 0 else piece.clone()
-        found.append(aligned.view(dtype).view(shape))
-    return found
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:

@@ -37,7 +37,10 @@ class Partial:
 
 @dataclass(frozen=True)
 class Saved:
-    """What backward needs of the forward: `q`, merged `out` (dtype of q), merged `lse`, and the incoming `dout`."""
+    """What backward needs of the forward: `q`, merged `out` (dtype of q), merged `lse`, and the incoming `dout`.
+
+    Kernels use of `out` its dot product with `dout` over the width of a head, so whatever has the same may stand there.
+    """
 
     q: torch.Tensor
     out: torch.Tensor

@@ -26,6 +26,7 @@ import math
 from collections.abc import Sequence
 
 from megacp.config.run import RunConfig
+from megacp.context_parallel.sizes import head_shares
 
 MATH_BLOCK = 1024
 """Query rows of one block of the `math` kernel."""
@@ -97,7 +98,6 @@ def layer_activations(config: RunConfig, granularity: str) -> int:
     fused = heads + 2 * groups if model.qk_layernorm else groups  # inputs of the q/k norms, else v alone
     sharded = (fused + 2 * heads + groups) * head_dim  # and rotated q and k, and the output
     sharded += int((key_value_share(config) - 1) * 2 * groups * head_dim)
-    sharded += heads * head_dim if heads_group(config) > 1 else 0  # the output on both sides of the swap
     tiled = config.training.mlp_chunk_tokens > 0
     sharded += (3 if cheap else 2) * model.ffn_hidden_size * (not tiled)
     wide_heads = heads + model.qk_layernorm * (heads + groups)
@@ -116,11 +116,13 @@ def heads_group(config: RunConfig) -> int:
 
 
 def key_value_share(config: RunConfig) -> float:
-    """K/V elements a rank keeps over those of its own tokens: above 1 where more ranks share heads than there are
-    groups, as each then keeps a whole K/V head of more tokens.
+    """K/V elements a rank keeps over those of its own tokens: above 1 where several ranks share a group, as each then
+    keeps its whole K/V head of more tokens.
     """
-    groups = config.model.query_groups // config.parallel.tensor_model_parallel_size
-    return max(1.0, heads_group(config) / groups)
+    tp, ranks = config.parallel.tensor_model_parallel_size, heads_group(config)
+    heads, groups = config.model.num_attention_heads // tp, config.model.query_groups // tp
+    most = max(share.groups.stop - share.groups.start for share in head_shares(heads, groups, ranks))
+    return most * ranks / groups
 
 
 def _key_copies(config: RunConfig) -> float:

@@ -21,6 +21,7 @@ from megacp.context_parallel.sizes import (
     Sent,
     head_messages,
     heads_bytes,
+    key_messages,
     layer_bytes,
     ring_bytes,
 )
@@ -90,7 +91,7 @@ def cases_of(world_size: int) -> list[Case]:
     plain = [Case(name, layout=layout) for name in SENT if name != "a2a+p2p" for layout in ("zigzag", "balanced")]
     dealt = [
         case
-        for heads in ((8, 4), (8, 8), (6, 2), (7, 1))
+        for heads in ((8, 4), (8, 8), (6, 2), (7, 1), (28, 4))
         for case in (
             Case("a2a", heads),
             *(Case("a2a+p2p", heads, sizes, "zigzag") for sizes in hierarchies if sizes[0] <= heads[0]),
@@ -129,7 +130,8 @@ def twin_of_heads(sizes: AttentionSizes, owners: list[list[int]], rank: int) -> 
         (4, 2, [[0, 1], [2, 3]]),
         (4, 2, [[0], [1], [2], [3]]),  # two ranks hold one K/V head
         (3, 1, [[0], [1, 2]]),
-        (6, 6, [[0], [1, 2], [3], [4, 5]]),  # six groups over four ranks
+        (6, 6, [[0], [1], [2, 3], [4, 5]]),  # six groups over four ranks
+        (6, 2, [[0, 1], [2, 3], [4, 5]]),  # the middle rank has a head of either group
     ],
 )
 def test_swapping_heads_sends_each_rank_its_heads_and_their_keys(heads: int, groups: int, owners: list) -> None:
@@ -141,13 +143,30 @@ def test_swapping_heads_sends_each_rank_its_heads_and_their_keys(heads: int, gro
 
 @pytest.mark.parametrize(("heads", "groups", "ranks"), [(8, 8, 2), (8, 4, 4), (16, 8, 8)])
 def test_where_everything_divides_a2a_sends_what_the_paper_says(heads: int, groups: int, ranks: int) -> None:
-    """(cp - 1) / cp^2 (2 H + 2 Hkv) U each way, with U = S d s; the ring (cp - 1) / cp 2 Hkv U forward."""
+    """(cp - 1) / cp^2 (2 H + 2 Hkv) U each way, with U = S d s; the ring (cp - 1) / cp 2 Hkv U forward.
+
+    Backward sends a wide number for each query and head besides, which the paper keeps whole outputs for.
+    """
     sizes = AttentionSizes(tokens=6, heads=heads, groups=groups, dim=5, element=4, wide=4)
     unit = sizes.tokens * ranks * sizes.dim * sizes.element
     expected = (ranks - 1) * (2 * heads + 2 * groups) * unit // ranks**2
     for rank in range(ranks):
-        assert heads_bytes(sizes, ranks, 1, rank) == Sent(expected, expected)
+        assert heads_bytes(sizes, ranks, 1, rank) == Sent(
+            expected, expected + unit // 5 * (ranks - 1) * heads // ranks**2
+        )
     assert ring_bytes(sizes, ranks).forward == (ranks - 1) * 2 * groups * unit // ranks
+
+
+@pytest.mark.parametrize(("ranks", "saved"), [(2, 2 / 5), (4, 2 / 11), (8, 2 / 23)])
+def test_own_gradients_stay_at_home_so_a_rings_backward_sends_n_minus_1_of_them(ranks: int, saved: float) -> None:
+    """In bf16 with fp32 gradients: 40, 18 and 9 % less than with the own ones sent all the way round."""
+    sizes = AttentionSizes(tokens=6, heads=8, groups=4, dim=5, element=2, wide=4)
+    message = key_messages(sizes)
+    assert ring_bytes(sizes, ranks) == Sent(
+        (ranks - 1) * message.keys, (ranks - 1) * (message.keys + message.gradients)
+    )
+    all_the_way = (ranks - 1) * message.keys + ranks * message.gradients
+    assert 1 - ring_bytes(sizes, ranks).backward / all_the_way == pytest.approx(saved)
 
 
 def test_one_rank_sends_nothing_and_what_is_not_known_is_refused() -> None:

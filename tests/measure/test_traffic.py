@@ -120,10 +120,10 @@ def test_one_process_sends_nothing() -> None:
 
 
 def test_ring_traffic_of_a_rank_is_what_the_paper_says() -> None:
-    """Would catch K and V counted once: 2 (cp-1) E in the model's dtype and cp E of gradients, E = 2 t groups d."""
+    """Would catch K and V counted once: 2 (cp-1) E in the model's dtype and (cp-1) E of gradients, E = 2 t groups d."""
     config = with_values(RunConfig(), {**SIZES, CP: 4})
     elements = 2 * (64 // 4) * 2 * 64
-    assert context_bytes(config, [range(4)], [64]) == 4 * elements * (2 * 3 * 4 + 4 * 4)
+    assert context_bytes(config, [range(4)], [64]) == 4 * elements * (2 * 3 * 4 + 3 * 4)
 
 
 def test_a_large_all_reduce_sends_less_than_a_small_one_per_element() -> None:

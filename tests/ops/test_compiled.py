@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from megacp.context_parallel.a2a import dot_products, stand_in
 from megacp.ops import compiled
 from megacp.ops.activation import swiglu
 from megacp.ops.compiled import fused, whole_graph
@@ -59,6 +60,13 @@ def of_part(n: int) -> list[torch.Tensor]:
     return list(gradients_of_part(out, lse, merged, merged_lse, dout))
 
 
+def in_place_of_output(n: int) -> list[torch.Tensor]:
+    dout = randn(n, 3, 4)
+    dout[0] = 0.0
+    dots = dot_products(randn(n, 3, 4, seed=1), dout)
+    return [dots, stand_in(dout, dots)]
+
+
 CASES: dict[str, Callable[[int], list[torch.Tensor]]] = {
     "norm of hidden states": lambda n: differentiated(lambda x, w: rms_norm(x, w, 1e-6), randn(n, 8), randn(8)),
     "norm of heads": lambda n: differentiated(lambda x, w: rms_norm(x, w, 1e-6), randn(n, 3, 8), randn(8)),
@@ -67,6 +75,7 @@ CASES: dict[str, Callable[[int], list[torch.Tensor]]] = {
     "bits of dropout": lambda n: [keep_mask(2**63 + 17 * n, torch.arange(n) * 7, 5, 0.3)],
     "merged attention": merged,
     "gradients of a part of attention": of_part,
+    "dot products with an output": in_place_of_output,
 }
 
 

@@ -257,7 +257,7 @@ def _copy_probe(setup: Setup) -> Probe:
     """Rows of a large message put into another order."""
     x = setup.ones(setup.scale.message // 4).view(-1, 256)
     order = torch.arange(len(x), device=setup.device).flip(0)
-    return lambda: x[order], 2
+    return lambda: x.index_select(0, order), 2
 
 
 def _overlap(setup: Setup, tile: _Tile, seconds: Mapping[str, float]) -> float:

@@ -51,7 +51,7 @@ def rank_work(plan: AttentionPlan, sizes: AttentionSizes, kernel: Kernel, candid
     """Counts of the plan's rank for every candidate."""
 
     def work(table: TileTable, share: AttentionSizes = sizes) -> KernelWork:
-        return table_work(table, share.widths, kernel)
+        return table_work(table, Widths(*share.widths), kernel)
 
     exchanges = {candidate.stages for candidate in candidates if candidate.comm_type == "kv_exchange"}
     needed = needed_rows(plan) if exchanges else None
@@ -59,8 +59,8 @@ def rank_work(plan: AttentionPlan, sizes: AttentionSizes, kernel: Kernel, candid
     for joined in {candidate.joined(plan.cp) for candidate in candidates}:
         if joined is None:
             continue
-        share = sizes.share(joined, plan.cp_rank % joined)
-        rings[joined] = tuple(work(table, share) for table in _tables_of_ring(plan, joined))
+        shares, tables = sizes.shares(joined, plan.cp_rank % joined), _tables_of_ring(plan, joined)
+        rings[joined] = tuple(work(table, share) for share in shares for table in tables)
     stages = {
         count: tuple(
             StageWork(sum(stage.out_splits), sum(stage.in_splits), work(stage.table))

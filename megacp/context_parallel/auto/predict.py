@@ -109,7 +109,8 @@ class RankWork:
     others: KernelWork | None
     """On the keys of all other ranks at once."""
     rings: Mapping[int, tuple[KernelWork, ...]]
-    """By ranks that hold their tokens together (1: a plain ring; all: no ring): the work of each step."""
+    """By ranks that hold their tokens together (1: a plain ring; all: no ring): the work of each step, for one run of
+    the rank's heads after the other."""
     stages: Mapping[int, tuple[StageWork, ...]]
     """Of kv_exchange, by `--cp-exchange-stages`."""
 
@@ -176,8 +177,8 @@ class PassSeconds:
         return self.forward + self.backward
 
 
-_COPIES = 4
-"""Times that each byte of an exchange of heads is copied: sliced and packed, joined and put in order."""
+_COPIES = 2
+"""Times that each byte of an exchange of heads is copied: into the message, and out of it in order."""
 
 
 class Predictor:
@@ -255,24 +256,31 @@ class Predictor:
         return inside + sum(line.seconds(count) + copies * count for count in sent)
 
     def _ring(self, members: Sequence[int], inner: int, cost: KernelCost, backward: bool) -> float:
-        """A ring over `members`, each of which holds its share of the heads of `inner` ranks' tokens.
+        """Rings over `members`, each of which holds its share of the heads of `inner` ranks' tokens: one for each run.
 
-        Keys travel beside each step, their gradients beside the step after.
+        Keys travel beside each step; gradients, which the second step starts, beside the step after.
         """
-        sizes = self.sizes.share(inner, members[0] % inner)
-        work = np.array([[w.seconds(cost, sizes) for w in self.ranks[rank].rings[inner]] for rank in members])
-        steps = len(members)  # work: [ranks of the ring, steps]
+        steps, seconds = len(members), 0.0
+        for run, sizes in enumerate(self.sizes.shares(inner, members[0] % inner)):
+            works = [self.ranks[rank].rings[inner][run * steps : (run + 1) * steps] for rank in members]
+            work = np.array([[one.seconds(cost, sizes) for one in works_of_rank] for works_of_rank in works])
+            seconds += self._round(work, sizes, inner, backward)
+        return seconds
+
+    def _round(self, work: np.ndarray, sizes: AttentionSizes, inner: int, backward: bool) -> float:
+        """One pass of a ring whose ranks compute `work[ranks, steps]` seconds, between ranks `inner` places apart."""
+        steps = len(work)
         if steps == 1:
             return float(work.sum())
         message, line = key_messages(sizes), self.machine.links[link_name(SHIFT, inner)]
         keys, gradients = line.seconds(message.keys), line.seconds(message.gradients) if backward else 0.0
         ready = np.zeros(steps)
         for step in range(steps):
-            sent = (keys if step < steps - 1 else 0.0) + (gradients if step > 0 else 0.0)
+            sent = (keys if step < steps - 1 else 0.0) + (gradients if step > 1 else 0.0)
             together = np.maximum(ready, np.maximum(np.roll(ready, 1), np.roll(ready, -1)))  # with both neighbours
             arrival = together + sent if sent else ready
             ready = np.maximum(ready + work[:, step], arrival) + self._beside(work[:, step], sent)
         if backward:
             ready = np.maximum(ready, np.roll(ready, 1)) + gradients  # the last ones come home, beside nothing
-        copied = message.keys + 2 * steps * backward * message.gradients
+        copied = message.keys + (2 * steps - 1) * backward * message.gradients  # zeroed each step, added once less
         return float(ready.max()) + self.machine.copy * copied

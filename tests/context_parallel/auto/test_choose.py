@@ -78,7 +78,7 @@ def test_many_short_documents_on_a_slow_network_take_the_exchange_and_balance(se
     constants = machine(4, 8, pair=2e-9, per_byte=2e-8)
     found = predicted(config_of(4), constants, documents(short_documents(seed)))
     assert choose(found) == Candidate("kv_exchange", "balanced")
-    assert found[Candidate("p2p", "zigzag")] > 2 * found[Candidate("kv_exchange", "balanced")]
+    assert found[Candidate("p2p", "zigzag")] > 1.8 * found[Candidate("kv_exchange", "balanced")]
 
 
 def test_one_long_document_on_a_fast_network_keeps_the_default() -> None:
@@ -104,17 +104,17 @@ def test_uniform_links_prefer_a2a_where_volume_says_so(cp: int, lengths: list[in
         swap, exchange = found[Candidate("a2a", layout)], found[Candidate("kv_exchange", layout)]
         says_so = phi * cp > 2 / 3 * (1 + heads / groups)
         assert (swap < exchange) == says_so or swap == pytest.approx(exchange)
-        assert found[Candidate("p2p", layout)] > exchange  # a ring brings the gradients home in one more message
+        assert phi * found[Candidate("p2p", layout)] == pytest.approx(exchange)  # a ring carries what nobody needs too
 
 
 def test_many_messages_of_high_latency_lose_to_one() -> None:
     """Would catch latency that is counted once for a whole ring."""
     found = predicted(config_of(8), machine(8, 8, latency=1e-3), documents([1024]))
     assert choose(found).comm_type == "kv_exchange"
-    assert found[Candidate("p2p", "zigzag")] == pytest.approx((7 + 7 + 8) * 1e-3)
+    assert found[Candidate("p2p", "zigzag")] == pytest.approx((7 + 7 + 7) * 1e-3)
     assert found[Candidate("kv_exchange", "zigzag")] == pytest.approx(3e-3)
     assert found[Candidate("a2a", "zigzag")] == pytest.approx(4e-3)
-    assert found[Candidate("a2a+p2p", "zigzag", (2, 4))] == pytest.approx((4 + 3 + 3 + 4) * 1e-3)
+    assert found[Candidate("a2a+p2p", "zigzag", (2, 4))] == pytest.approx((4 + 3 + 3 + 3) * 1e-3)
 
 
 def test_small_tiles_whose_calls_cost_most_go_where_few_are_made() -> None:

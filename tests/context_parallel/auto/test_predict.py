@@ -46,10 +46,10 @@ def ring_ranks(*steps: tuple[int, ...]) -> list[RankWork]:
 
 
 def test_a_ring_whose_links_are_slow_takes_all_its_messages() -> None:
-    """cp - 1 times the keys, and backward cp times the gradients besides."""
+    """cp - 1 times the keys, and backward cp - 1 times the gradients besides."""
     slow = machine(3, 1, per_byte=1.0, latency=0.5)
     ranks = ring_ranks((0, 0, 0), (0, 0, 0), (0, 0, 0))
-    assert predict(slow, ranks, RING) == (2 * 8.5, 2 * 8.5 + 3 * 16.5)
+    assert predict(slow, ranks, RING) == (2 * 8.5, 2 * 8.5 + 2 * 16.5)
 
 
 def test_a_ring_hides_messages_behind_work_but_the_last_gradients() -> None:
@@ -106,12 +106,14 @@ def test_the_second_stage_of_an_exchange_travels_beside_the_work_on_the_first() 
 
 
 def test_swapped_heads_attend_to_whole_rows_between_two_exchanges() -> None:
-    """Two heads over two ranks, 4 tokens each, 4 bytes: q, k, v of one head there, its output back."""
+    """Two heads over two ranks, 4 tokens each, 4 bytes: q, k, v of one head there, its output back. Its gradient comes
+    with a number for each token and head.
+    """
     sizes = dataclasses.replace(SIZES, heads=2, groups=2, wide=4)
     links = machine(2, 2, pair=1.0, per_byte=1.0)
     ranks = [RankWork(4, KernelWork(), None, {2: pairs(100)}, {}) for _ in range(2)]
     row = 4 * 4
-    assert predict(links, ranks, SWAP, sizes) == (3 * row + 100 + row, row + 250 + 3 * row)
+    assert predict(links, ranks, SWAP, sizes) == (3 * row + 100 + row, 2 * row + 250 + 3 * row)
 
 
 def test_a_ring_of_groups_carries_the_keys_of_a_whole_group() -> None:
@@ -120,7 +122,7 @@ def test_a_ring_of_groups_carries_the_keys_of_a_whole_group() -> None:
     ranks = [RankWork(4, KernelWork(), None, {2: pairs(0, 0)}, {}) for _ in range(4)]
     way = Candidate("a2a+p2p", "zigzag", (2, 2))
     row, ring = 4 * 4, 2 * 8 * 4  # one head of 4 tokens; K and V of one head of 8 tokens
-    assert predict(links, ranks, way, sizes) == (3 * row + row + ring, row + 3 * row + ring + 2 * ring)
+    assert predict(links, ranks, way, sizes) == (3 * row + row + ring, 2 * row + 3 * row + ring + ring)
 
 
 def test_uneven_heads_wait_for_the_rank_with_the_most() -> None:
@@ -128,6 +130,14 @@ def test_uneven_heads_wait_for_the_rank_with_the_most() -> None:
     links = machine(2, 3, pair=1.0)
     ranks = [RankWork(4, KernelWork(), None, {2: pairs(100)}, {}) for _ in range(2)]
     assert predict(links, ranks, SWAP, sizes)[0] == 2 * 100
+
+
+def test_a_rank_with_unequal_parts_of_two_groups_attends_to_one_after_the_other() -> None:
+    """Eight heads in four groups over three ranks: 2, then 2 + 1, then 1 + 2 heads."""
+    sizes = dataclasses.replace(SIZES, heads=8, groups=4)
+    works = (pairs(100), pairs(100, 70), pairs(70, 90))
+    ranks = [RankWork(4, KernelWork(), None, {3: work}, {}) for work in works]
+    assert predict(machine(3, 8, pair=1.0), ranks, SWAP, sizes)[0] == 2 * 100 + 70
 
 
 def test_calls_and_rows_cost_what_they_are_said_to() -> None:
