@@ -143,7 +143,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin = time.monotonic()
     try:
         setup = _without_auto(setup, own.timeout)
+        print(f"  running {own.steps} steps on one process ...", flush=True)
         (reference,) = run_ranks(train_rank, 1, setup.reference, setup.rules, own.steps, timeout=own.timeout)
+        print(f"  running them on {setup.world_size} ranks, after {time.monotonic() - begin:.0f} s ...", flush=True)
         ranks = run_ranks(train_rank, setup.world_size, setup.config, setup.rules, own.steps, timeout=own.timeout)
     except RankFailure as error:
         print(f"FAILED: {error}", file=sys.stderr)

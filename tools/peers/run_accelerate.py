@@ -44,10 +44,12 @@ def build(work: Work) -> Train:
     positions = torch.arange(work.length)[None]
 
     def backward(ids: torch.Tensor, targets: torch.Tensor, denominator: float) -> float:
-        ids, targets, places = ids.clone(), targets.clone(), positions.repeat(len(ids), 1)
-        buffers = [ids, targets, places]
-        with accelerator.maybe_context_parallel(buffers, [1, 1, 1], no_restore_buffers=set(buffers)):
-            loss = token_loss(model(input_ids=ids, position_ids=places).logits, targets, denominator)
+        ids, targets, extra = ids.clone(), targets.clone(), {}
+        if work.axes["cp"] > 1:  # elsewhere positions would only make the library look for packed sequences
+            extra["position_ids"] = positions.repeat(len(ids), 1)
+        buffers = [ids, targets, *extra.values()]
+        with accelerator.maybe_context_parallel(buffers, [1] * len(buffers), no_restore_buffers=set(buffers)):
+            loss = token_loss(model(input_ids=ids, **extra).logits, targets, denominator)
             accelerator.backward(loss * ranks)
         return loss.item()
 

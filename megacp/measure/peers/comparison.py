@@ -279,6 +279,7 @@ def peers_part(
     for name in grids:
         column = Column(name, quick, rounds, opponents, to_hf)
         found[name] = {trainer: figures(turns) for trainer, turns in column.run(installed).items()}
+        print(f"{name}\n{speed_table({name: found[name]})}", file=sys.stderr, flush=True)  # kept if the run is ended
         lines += [f"{name}: {trainer} failed, {reason}" for trainer, reason in column.failures.items()]
         lines += [f"{name}: {words}" for words in other_losses(found[name], 4)]
     shown = ", ".join(f"{name} {version}" for name, version in there.items() if version is not None)
