@@ -2,7 +2,7 @@
 
 Key property: on gloo, a reduce-scatter or small all-reduce is an all-to-all followed by a local sum in rank order. That
 gives the same bits on every run and sums bf16 in fp32. It is 2-5 times faster than gloo's when ranks outnumber cores.
-NCCL uses its native collectives.
+NCCL uses its native collectives. CPU ranks of one machine exchange and gather from memory to memory (`neighbours.py`).
 
 All functions work on dim 0 and make their input contiguous (gloo reduces strided views silently wrong).
 """

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import itertools
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -241,17 +242,16 @@ def build_grid(
     return ProcessGrid(shape, rank, torch.device(device), axes, embedding, channels, world)
 
 
-_met: dict[int, Neighbours | None] = {}
-"""What ranks of the one world of this process have found, by the identity of its process group."""
+_met: weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbours | None] = weakref.WeakKeyDictionary()
+"""What the ranks of a world have found."""
 
 
 def _neighbours(rank: int) -> Neighbours | None:
     """The ranks of this machine, once found; every rank of the world calls it alike."""
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() != "gloo":
         return None
-    world = id(dist.group.WORLD)
+    world = dist.group.WORLD
     if world not in _met:
-        _met.clear()
         _met[world] = neighbours.connect(rank, _gather)
     return _met[world]
 
