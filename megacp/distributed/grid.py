@@ -248,9 +248,9 @@ _met: weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbours | None] = weakref.
 
 def _neighbours(rank: int) -> Neighbours | None:
     """The ranks of this machine, once found; every rank of the world calls it alike."""
-    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() != "gloo":
-        return None
     world = dist.group.WORLD
+    if world is None or dist.get_world_size() == 1 or dist.get_backend() != "gloo":
+        return None
     if world not in _met:
         _met[world] = neighbours.connect(rank, _gather)
     return _met[world]
