@@ -24,7 +24,7 @@ from megacp.batch import VisionInputs
 from megacp.data.media.shards import REPLICATE, image_shards
 from megacp.distributed.differentiable import copy_to, exchange, gather_from
 from megacp.distributed.grid import Axis
-from megacp.ops.to_device import to_device
+from megacp.ops.to_device import pinned, to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +143,7 @@ class LocalVision:
     """One rank's share of the images of a microbatch."""
 
     patches: torch.Tensor
-    """float32 `[c, patches of a crop, patch_dim]`, c may be 0."""
+    """float32 or narrower `[c, patches of a crop, patch_dim]`, c may be 0."""
     pooling: torch.Tensor
     """int64 `[m, window]`, indices into patches.flatten(0, 1), -1 = outside; m features are encoded here."""
     routes: FeatureRoutes
@@ -153,8 +153,15 @@ class LocalVision:
 
     def to(self, device: torch.device) -> LocalVision:
         """This share, made on the host, with its tensors on `device`."""
-        patches, pooling = (to_device(values.numpy(), device) for values in (self.patches, self.pooling))
+        patches, pooling = (to_device(values, device) for values in (self.patches, self.pooling))
         return dataclasses.replace(self, patches=patches, pooling=pooling)
+
+    def packed_for(self, device: torch.device, dtype: torch.dtype) -> LocalVision:
+        """This share with pixels no wider than a tower of `dtype`, which narrows them anyway, in memory that `device`
+        copies from; called from the loader's threads.
+        """
+        patches = self.patches.to(dtype) if dtype.itemsize < self.patches.dtype.itemsize else self.patches
+        return dataclasses.replace(self, patches=pinned(patches, device), pooling=pinned(self.pooling, device))
 
     @property
     def num_features(self) -> int:

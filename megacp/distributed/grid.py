@@ -15,6 +15,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -194,6 +195,23 @@ class ProcessGrid:
         return [axis for axis in (*axes, *parts) if axis.group is not None]
 
 
+URGENT = ("cp", "cp_inner", "cp_outer", "pp", "pp_forward", "pp_backward")
+"""Axes whose messages the next kernel waits for. Those of gradients and parameters have a whole backward's time."""
+
+
+def group_options(name: str) -> Any:
+    """Options of an axis' process group: under NCCL, messages of `URGENT` axes go before kernels that are queued."""
+    if name not in URGENT or dist.get_backend() != "nccl":
+        return None
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+
+
+def connect(grid: ProcessGrid) -> None:
+    """Let all ranks of every axis meet once: NCCL makes a group's connections at its first collective, for seconds."""
+    for axis in grid.with_groups():  # in one order on all ranks
+        dist.all_reduce(torch.zeros(1, device=grid.device), group=axis.group)
+
+
 def build_grid(
     shape: GridShape,
     rank: int,
@@ -213,13 +231,14 @@ def build_grid(
 
     near = _neighbours(rank)
 
-    def new_group(members: tuple[int, ...]) -> dist.ProcessGroup:
-        return dist.new_group(list(members), timeout=timeout, use_local_synchronization=True)
+    def new_group(members: tuple[int, ...], name: str = "") -> dist.ProcessGroup:
+        options = group_options(name)
+        return dist.new_group(list(members), timeout=timeout, use_local_synchronization=True, pg_options=options)
 
     def axis(name: str, members: tuple[int, ...]) -> Axis:
         if len(members) == 1:
             return single_axis(name, rank)
-        group = new_group(members)
+        group = new_group(members, name)
         local = near.channel(name, members, timeout) if near is not None else None
         return Axis(name, len(members), members.index(rank), members, group, dist.get_backend(group), local=local)
 
@@ -284,8 +303,9 @@ def split_axis(axis: Axis, inner: int) -> tuple[Axis, Axis]:
 def _part_of(axis: Axis, name: str, members: tuple[int, ...]) -> Axis:
     """The axis over some ranks of `axis`; its traffic counts as that of the whole axis."""
     mine = axis.global_ranks[axis.rank]
-    group = dist.new_group(list(members), use_local_synchronization=True) if len(members) > 1 else None
-    name, local = f"{axis.name}_{name}", None
+    name, group, local = f"{axis.name}_{name}", None, None
+    if len(members) > 1:
+        group = dist.new_group(list(members), use_local_synchronization=True, pg_options=group_options(name))
     if axis.local is not None:
         timeout = datetime.timedelta(seconds=axis.local.seconds)
         local = axis.local.neighbours.channel(name, members, timeout)

@@ -21,7 +21,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megacp.distributed.grid import GridShape, ProcessGrid, build_grid
+from megacp.distributed.grid import GridShape, ProcessGrid, build_grid, connect
 from megacp.distributed.supervision.meeting import Meeting, within
 from megacp.distributed.supervision.restart_store import fresh_store
 
@@ -163,7 +163,10 @@ def join(meeting: Meeting, shape: GridShape, timeout_minutes: float = 10.0) -> P
         if backend == "nccl":
             set_defaults(_FLIGHT_RECORDER)
         dist.init_process_group(backend, store=meeting.store, rank=meeting.rank, world_size=size, timeout=timeout)
-    return build_grid(shape, meeting.rank, device, timeout)
+    grid = build_grid(shape, meeting.rank, device, timeout)
+    if device.type == "cuda":  # gloo has made its connections with the groups
+        connect(grid)
+    return grid
 
 
 def start(shape: GridShape, timeout_minutes: float = 10.0) -> ProcessGrid:

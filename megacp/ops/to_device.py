@@ -11,9 +11,17 @@ import numpy as np
 import torch
 
 
-def to_device(values: np.ndarray, device: torch.device | str) -> torch.Tensor:
-    """A tensor of the array's dtype and shape; on a CPU it shares the array's memory."""
-    tensor = torch.from_numpy(values)
+def to_device(values: np.ndarray | torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A tensor of the values' dtype and shape; on a CPU it shares their memory."""
+    tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     if torch.device(device).type == "cpu":
         return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return pinned(tensor, device).to(device, non_blocking=True)
+
+
+def pinned(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A tensor of the host in memory that `device` copies from; in other threads than the first, of its context."""
+    if torch.device(device).type != "cuda" or tensor.is_pinned():
+        return tensor
+    with torch.cuda.device(device):  # a new thread's device is the first of the machine, which would get a context
+        return tensor.pin_memory()

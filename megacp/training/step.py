@@ -6,6 +6,7 @@ fast path for one rank, which would make the tested program another than the tra
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Sequence
@@ -96,6 +97,9 @@ class ParallelModel:
             exchange=self.config.parallel.vision_feature_exchange,
         )
         self.backend.prepare(share.plan)
+        if share.vision is not None:
+            vision = share.vision.packed_for(self.grid.device, self.backend.dtype)
+            share = dataclasses.replace(share, vision=vision)
         return PlannedRow(batch, share)
 
     def shard(self, row: Row, step: int) -> LocalBatch:

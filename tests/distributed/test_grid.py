@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacp.distributed.collectives import all_reduce
-from megacp.distributed.grid import AXES, Axis, GridShape, build_grid, single_axis
+from megacp.distributed.grid import AXES, Axis, GridShape, build_grid, connect, group_options, single_axis
 from tests.ranks import grid, run_ranks
 from tests.reference import grid as reference
 
@@ -119,3 +121,25 @@ def test_every_group_of_a_grid_reaches_exactly_its_members(shape: dict[str, int]
         ends = pure.members(rank, ("pp",))[:: max(1, pure.pp - 1)]
         embedding = next(members for name, members, _ in sums if name == "embedding")
         assert embedding == (ends if rank in ends and pure.pp > 1 else (rank,))
+
+
+def _connected(rank: int, world_size: int, shape: dict[str, int]) -> int:
+    made = grid(**shape)
+    connect(made)
+    return sum(axis.traffic.total for axis in made.all_axes())
+
+
+def test_all_ranks_of_every_axis_meet_once_and_nothing_is_counted() -> None:
+    """Would catch an order in which ranks wait for one another for ever: middle stages have no embedding."""
+    assert run_ranks(_connected, 6, {"pp": 3, "cp": 2}) == [0] * 6
+
+
+def test_nccl_gets_urgent_streams_for_what_the_next_kernel_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a ring behind gradients that have time, and options that gloo does not know."""
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=lambda **given: given), raising=False)
+    names = ("tp", "cp", "dp", "pp", "pp_forward", "cp_dp", "cp_inner", "world")
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    assert [name for name in names if group_options(name)] == ["cp", "pp", "pp_forward", "cp_inner"]
+    assert group_options("cp") == {"is_high_priority_stream": True}
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    assert not any(map(group_options, names))

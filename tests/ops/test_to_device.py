@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -29,8 +31,14 @@ def test_a_device_gets_pinned_memory_without_waiting(monkeypatch: pytest.MonkeyP
         copies.append((x, device, non_blocking))
         return x
 
+    contexts: list[object] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     monkeypatch.setattr(torch.Tensor, "to", copy)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contexts.append(device) or contextlib.nullcontext())
     to_device(np.arange(3), "cuda:1")
     ((source, device, queued),) = copies
     assert source is pinned[0] and (device, queued) == ("cuda:1", True)
+    assert contexts == ["cuda:1"], "a thread of its own would make a context on the first GPU"
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: True)
+    to_device(torch.arange(3), "cuda:1")
+    assert len(pinned) == 1 and len(copies) == 2, "what a thread has pinned is not copied again"

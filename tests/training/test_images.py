@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from megacp.config.run import RunConfig, with_values
+from megacp.context_parallel.vision import LocalVision
 from megacp.data.images import Pixels
 from megacp.data.media.pixels import ImageError
 from megacp.data.synthetic.images import MockDecoder, MockImages
@@ -95,3 +97,20 @@ def nothing_bad(rank: int, world: int, setup: ParitySetup) -> bool:
 
 def test_sound_images_change_nothing() -> None:
     assert all(run_ranks(nothing_bad, 2, setup_of({"cp": 2}, 2)))
+
+
+def test_pixels_are_narrowed_before_the_step_without_a_change_of_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch pixels that travel to the device twice as wide as its tower reads them, or lose bits elsewhere."""
+    setup = setup_of({}, 1)
+    config = with_values(setup.config, {"dtype": "bfloat16", "on_bad_image": "fail"})
+    model = ParallelModel(config, grid())
+    loading = image_loading(config, model.grid, model.rows, MockDecoder(setup.rules.images))
+    batches = microbatches(config, setup.rules, 1, model.rows, loading)
+    rows = [model.plan(batch) for batch in batches]
+    assert {row.share.vision.patches.dtype for row in rows} == {torch.bfloat16}
+    loss, norm = model.gradients(rows, 1, 100.0), model.optimizer.step(0.0).grad_norm
+    monkeypatch.setattr(LocalVision, "packed_for", lambda share, *_: share)
+    assert (model.gradients(batches, 1, 100.0), model.optimizer.step(0.0).grad_norm) == (loss, norm)
+    wide = ParallelModel(setup.reference, grid())
+    monkeypatch.undo()
+    assert wide.plan(batches[0]).share.vision.patches.dtype == torch.float32, "a float64 model gets them as they are"
