@@ -11,7 +11,6 @@
 #    8 GPUs  TP=2 CP=4 RECOMPUTE=full                                42.7 GiB
 #    8 GPUs  TP=4 CP=2 RECOMPUTE=selective                           56.8 GiB
 #    8 GPUs  TP=1 CP=2 RECOMPUTE=full SHARD=optim_grads_params       35.2 GiB
-#            weights 4.03, gradients 4.03, optimizer 8.07, gathered 1.75, activations 13.4, block 3.20, head 3.17 GiB
 #    8 GPUs  TP=1 CP=4 RECOMPUTE=selective SHARD=optim_grads_params  70.1 GiB
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -163,21 +163,19 @@ def product_work(config: RunConfig) -> int:
     """Bytes that the MLP's backward needs at its highest, beyond what the block keeps: where SwiGLU's gradient becomes
     that of gate and up (2 f a token / tp), from the gradient of its output (f), beside the gradient of the block (h).
 
-    Its output (f) is gone by then. Run pass by pass on a CPU, the chain holds 2 f more; kernel `flash` is a CPU's.
-    Over tiles (`tile_work`) the input's gradient stands beside, and sums of the three weights' gradients, wide and
-    once more in the model's dtype.
+    Its output (f) is gone by then. Over tiles (`tile_work`) the input's gradient stands beside, and sums of the three
+    weights' gradients, wide and once more in the model's dtype.
     """
     model, p, t = config.model, config.parallel, config.training
     tp, tokens, residual = p.tensor_model_parallel_size, tokens_per_rank(config), residual_elements(config)
-    passes = 2 * (t.attention_kernel == "flash")
     if t.mlp_chunk_tokens:
         tile = min(t.mlp_chunk_tokens, tokens)
         weights = 3 * model.hidden_size * model.ffn_hidden_size // tp * (t.accumulation_bytes + t.element_bytes)
-        widest = (2 + passes) * tile * model.ffn_hidden_size // tp
+        widest = 2 * tile * model.ffn_hidden_size // tp
         return tile_work(config) + (2 * residual + widest) * t.element_bytes + weights * (not config.vision.freeze_text)
     held = 2 if t.recompute_granularity != "selective" else 3  # selective keeps no output of SwiGLU that could go
     whole = tokens * model.hidden_size if p.sequence_parallel and tp > 1 else 0  # gathered for the last product
-    return (residual + whole + (held + passes) * tokens * model.ffn_hidden_size // tp) * t.element_bytes
+    return (residual + whole + held * tokens * model.ffn_hidden_size // tp) * t.element_bytes
 
 
 def block_work(config: RunConfig) -> int:
