@@ -128,7 +128,7 @@ def test_a_rename_that_was_done_but_answered_missing_counts_as_done(tmp_path: Pa
 
 def test_a_file_of_another_machine_may_be_seen_late_but_not_forever(tmp_path: Path) -> None:
     path = tmp_path / "x"
-    threading.Timer(0.3, lambda: path.write_text(json.dumps(1))).start()
+    threading.Timer(0.3, lambda: files.write_atomically(path, json.dumps(1).encode())).start()
     assert files.seen(lambda: files.read_json(path), seconds=30) == 1
     with pytest.raises(FileNotFoundError):
         files.seen(lambda: files.read_json(tmp_path / "never"), seconds=0.2)
