@@ -200,21 +200,26 @@ class Neighbours:
     def _lose(self, peer: _Peer) -> None:
         if not peer.gone:
             peer.gone = True
+            peer.backlog.clear()
             self._poll.unregister(peer.connection)
 
     def wait(self, operation: Operation, seconds: float) -> None:
-        """See `Operation.wait`."""
+        """See `Operation.wait`. What this rank has not got rid of goes first: it may not wait here again for long."""
         end = time.monotonic() + seconds
-        while operation.left:
+        while late := {*operation.left, *self._unsent()}:
             with self._lock:
-                if operation.left:
+                if operation.left or self._unsent():
                     self._progress(_POLL_SECONDS)
                 lost = sorted(rank for rank in set(operation.left) if self._peers[rank].gone)
             if lost:
                 raise RuntimeError(f"connection closed by rank {', '.join(map(str, lost))} of this machine")
-            if operation.left and time.monotonic() > end:
-                late = ", ".join(map(str, sorted(set(operation.left))))
-                raise RuntimeError(f"timed out: {seconds:g} s waiting for messages of rank {late} of this machine")
+            if time.monotonic() > end and (late := {*operation.left, *self._unsent()}):
+                names = ", ".join(map(str, sorted(late)))
+                raise RuntimeError(f"timed out: {seconds:g} s waiting for messages of rank {names} of this machine")
+
+    def _unsent(self) -> list[int]:
+        """Ranks whose sockets were full."""
+        return [rank for rank, peer in self._peers.items() if peer.backlog]
 
     def _progress(self, seconds: float) -> None:
         """Wait for a word of any rank, and act on all that have come."""
@@ -227,9 +232,10 @@ class Neighbours:
 
     def _flush(self, peer: _Peer) -> None:
         with contextlib.suppress(BlockingIOError):
-            while peer.backlog and not peer.gone:
+            while peer.backlog:
                 self._unless_gone(peer, lambda: peer.connection.send(peer.backlog[0]))
-                peer.backlog.popleft()
+                if not peer.gone:
+                    peer.backlog.popleft()
             if not peer.gone:
                 self._poll.modify(peer.connection, select.POLLIN)
 
@@ -305,14 +311,13 @@ def connect(rank: int, gather: Callable[[object], list]) -> Neighbours | None:
     machine, secret = _machine(), secrets.token_bytes(16)
     probe = ctypes.create_string_buffer(secret, len(secret))
     with contextlib.ExitStack() as stack:
-        name, door = "", None
-        if machine:
+        name, door = "", _door() if machine else None
+        if door is not None:
+            stack.enter_context(door)
             if (prctl := getattr(_libc, "prctl", None)) is not None:
                 prctl(_PR_SET_PTRACER, os.getppid(), 0, 0, 0)  # the launcher and its children; no such option: no need
-            name = f"\0megacp {secrets.token_hex(16)}"  # in Linux's own name space, which needs no file
-            door = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            door.bind(name)
-            door.listen(1024)
+            name = door.getsockname().decode("ascii")
+        machine = machine if door is not None else ""
         places = gather(Whereabouts(machine, os.getpid(), name, ctypes.addressof(probe), secret))
         here = [i for i, place in enumerate(places) if machine and place.machine == machine]
         readable = gather(all(_is_read(places[i]) for i in here if i != rank))
@@ -334,6 +339,17 @@ def connect(rank: int, gather: Callable[[object], list]) -> Neighbours | None:
             else:
                 connection.close()  # a stranger: names of sockets are no secret
         return found
+
+
+def _door() -> socket.socket | None:
+    """Where other ranks of this machine may knock; None where the system allows no such socket."""
+    try:
+        door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        door.bind(f"\0megacp {secrets.token_hex(16)}")  # in Linux's own name space, which needs no file
+        door.listen(1024)
+    except OSError:
+        return None
+    return door
 
 
 def _process_of(connection: socket.socket) -> int:

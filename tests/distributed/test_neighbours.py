@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import os
@@ -68,6 +69,13 @@ def test_every_call_brings_the_bits_that_gloo_brings(world_size: int) -> None:
     assert run_ranks(_both_ways, world_size) == [True] * world_size
 
 
+def gather(value: object) -> list[object]:
+    """What `connect` is given: objects of all ranks, over gloo."""
+    values: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def _sends_first(rank: int, world_size: int) -> bool:
     """Both ranks wait for what they send before they look at what arrives; it arrives on two axes, last one first."""
     one, two = grid(dp=2).world, grid(dp=2).dp
@@ -104,6 +112,24 @@ def _many_before_one_is_read(rank: int, world_size: int) -> bool:
 
 def test_more_messages_than_a_socket_holds_arrive_in_order() -> None:
     assert run_ranks(_many_before_one_is_read, 2) == [True, True]
+
+
+def _sends_and_goes_elsewhere(rank: int, world_size: int) -> bool:
+    axis, count = grid(dp=2).world, 3000
+    if rank == 0:
+        for handle in [isend(torch.tensor([float(i)]), axis, 1) for i in range(count)]:
+            handle.wait()
+        barrier(axis)  # gloo's, in which nobody looks at messages
+        return True
+    time.sleep(0.5)
+    right = [irecv(torch.empty(1), axis, 0).wait().item() for _ in range(count)] == list(range(count))
+    barrier(axis)
+    return right
+
+
+def test_what_a_rank_has_waited_for_is_on_its_way_when_it_goes_elsewhere() -> None:
+    """Would catch messages that stay with a rank whose peer's socket was full."""
+    assert run_ranks(_sends_and_goes_elsewhere, 2, timeout=20) == [True, True]
 
 
 def _in_two_threads(rank: int, world_size: int) -> bool:
@@ -183,13 +209,18 @@ def test_a_rank_that_is_gone_ends_the_wait_at_once() -> None:
 
 
 def _one_cannot_read(rank: int, world_size: int, blind: int) -> bool:
-    def gather(value: object) -> list[object]:
-        values: list[object] = [None] * world_size
-        dist.all_gather_object(values, value)
-        return values
-
     with mock.patch.object(neighbours, "_is_read", lambda place: rank != blind):
         return connect(rank, gather) is None
+
+
+def _one_has_no_socket(rank: int, world_size: int) -> bool:
+    refused = mock.patch.object(neighbours.socket, "socket", side_effect=PermissionError("not here"))
+    with refused if rank == 1 else contextlib.nullcontext():
+        return connect(rank, gather) is None
+
+
+def test_where_one_rank_may_have_no_socket_all_use_gloo() -> None:
+    assert run_ranks(_one_has_no_socket, 2) == [True, True]
 
 
 @pytest.mark.parametrize("blind", [0, 2])
@@ -211,16 +242,15 @@ def _with_a_stranger(rank: int, world_size: int) -> float:
     """Before the ranks connect, another process knocks at rank 0's door."""
     strangers = []
 
-    def gather(value: object) -> list[object]:
-        values: list[object] = [None] * world_size
-        dist.all_gather_object(values, value)
+    def gather_with_a_stranger(value: object) -> list[object]:
+        values = gather(value)
         if rank == 0 and isinstance(value, Whereabouts):
             command = [sys.executable, "-c", STRANGER, value.socket[1:]]
             strangers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
             assert strangers[0].stdout is not None and strangers[0].stdout.readline() == b"in\n"
         return values
 
-    found = connect(rank, gather)
+    found = connect(rank, gather_with_a_stranger)
     assert found is not None
     channel = found.channel("a", (0, 1), datetime.timedelta(minutes=1))
     assert channel is not None
@@ -237,12 +267,6 @@ def test_a_process_that_is_no_rank_is_not_talked_to() -> None:
 
 def _elsewhere(rank: int, world_size: int) -> list[bool]:
     """Ranks 0 and 1 on one machine, 2 and 3 on another."""
-
-    def gather(value: object) -> list[object]:
-        values: list[object] = [None] * world_size
-        dist.all_gather_object(values, value)
-        return values
-
     with mock.patch.object(neighbours, "_machine", lambda: f"machine {rank // 2}"):
         found = connect(rank, gather)
     assert found is not None
