@@ -20,7 +20,7 @@ from megacp.ops.mask import Metadata
 from megacp.sdpa.context import context_parallel
 from megacp.sdpa.loop import shift_labels, sum_gradients
 from megacp.sdpa.transformers import register_with_transformers
-from tests.ranks import run_ranks
+from tests.ranks import grid, run_ranks
 from tests.sdpa.test_context import TWO, axis_of, transport_on
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -329,7 +329,7 @@ def example(rank: int, world_size: int) -> list[tuple[float, float]]:
     """Losses of the example's steps, over the ranks and on one process."""
     path = str(ROOT / "examples" / "hf_context_parallel.py")
     options = argparse.Namespace(steps=1, seq_length=250, transport="p2p", layout="balanced")
-    return runpy.run_path(path)["train"](axis_of(world_size), torch.device("cpu"), options)
+    return runpy.run_path(path)["train"](grid(cp=world_size).cp, torch.device("cpu"), options)
 
 
 @pytest.mark.slow
