@@ -15,11 +15,13 @@ from setuptools import find_packages, setup
 
 EXTRAS = {
     "test": [
+        "accelerate",
         "hypothesis",
         "import-linter",
         "matplotlib",
         "megatron-core",
         "mypy",
+        "peft",
         "pytest>=8",
         "pytest-timeout",
         "pytest-xdist",
@@ -27,6 +29,7 @@ EXTRAS = {
         "safetensors",
         "tensorboard",
         "transformers",
+        "trl",
         "types-PyYAML",
     ],
     "data": ["av", "gigatoken", "pillow", "pyarrow", "zstandard"],

@@ -141,6 +141,11 @@ def shard_plainly(modules: Sequence[nn.Module], axis: Axis) -> None:
         fully_shard(module, mesh=_mesh(_group_of(axis), next(module.parameters()).device.type))
 
 
+def shard_of(x: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a tensor that torch shards (a DTensor), in its memory; any other tensor as it is."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 def local_part(x: torch.Tensor) -> torch.Tensor:
     """This rank's part of a sharded parameter or gradient, flat `[n]`, a view."""
     sharded = x.detach()

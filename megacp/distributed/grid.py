@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from megacp.distributed import neighbours
 from megacp.distributed.calls import Calls
@@ -259,6 +260,23 @@ def build_grid(
     embedding = axis("embedding", ends) if rank in ends and len(stages) > 1 else single_axis("embedding", rank)
     world = axis("world", tuple(range(shape.world_size)))
     return ProcessGrid(shape, rank, torch.device(device), axes, embedding, channels, world)
+
+
+def axis_of_mesh(mesh: DeviceMesh) -> Axis:
+    """The axis over one dimension of a torch DeviceMesh, such as `mesh["cp"]`, on the mesh's own process group.
+
+    All ranks of the world must call it alike. Raises ValueError for a mesh of several dimensions.
+    """
+    if mesh.ndim != 1:
+        raise ValueError(f"an axis is one dimension of a mesh, this one has {mesh.mesh_dim_names}: give mesh['cp']")
+    name, mine = (mesh.mesh_dim_names or ("mesh",))[0], dist.get_rank()
+    near = _neighbours(mine)  # before anything that not all ranks do: they meet here
+    if mesh.size() == 1:
+        return single_axis(name, mine)
+    group = mesh.get_group()
+    members = tuple(dist.get_process_group_ranks(group))
+    local = near.channel(name, members, datetime.timedelta(minutes=10)) if near is not None else None
+    return Axis(name, len(members), members.index(mine), members, group, dist.get_backend(group), local=local)
 
 
 _met: weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbours | None] = weakref.WeakKeyDictionary()

@@ -66,7 +66,7 @@ class SequenceBuffers:
         pads = self.pad_values or [0] * len(self.tensors)
         with torch.no_grad():
             whole = [x.data for x in self.tensors]
-            parts = [_part(x, dim % x.dim(), places, pad) for x, dim, pad in zip(whole, self.dims, pads, strict=True)]
+            parts = [part_of(x, dim % x.dim(), places, pad) for x, dim, pad in zip(whole, self.dims, pads, strict=True)]
         kept = [any(x is y for y in self.no_restore) for x in self.tensors]
         before = [None if keep else x for x, keep in zip(whole, kept, strict=True)]
         del whole
@@ -92,10 +92,10 @@ def _buffer_problems(number: int, x: torch.Tensor, dim: int) -> list[str]:
     return found
 
 
-def _part(x: torch.Tensor, dim: int, places: np.ndarray, pad: float) -> torch.Tensor:
-    """A copy of the tokens of `x` at `places[1 or B, s]` along `dim`."""
+def part_of(x: torch.Tensor, dim: int, places: np.ndarray, pad: float) -> torch.Tensor:
+    """A copy of the tokens of `x` at `places[1 or B, s]` along `dim >= 0`, `pad` past its end, for autograd too."""
     if len(places) > 1:  # x [B, ..., S, ...], every row with its own places
-        return torch.stack([_part(row, dim - 1, own[None], pad) for row, own in zip(x, places, strict=True)])
+        return torch.stack([part_of(row, dim - 1, own[None], pad) for row, own in zip(x, places, strict=True)])
     length = x.shape[dim]
     index = to_device(np.minimum(places[0], length - 1), x.device)  # padding reads the last token, overwritten below
     part = x.index_select(dim, index)

@@ -49,9 +49,9 @@ def shape_problems(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grouped: b
     if not q.dim() == k.dim() == v.dim() == 4:
         return [f"attention wants [B, H, s, D], got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"]
     found = []
-    if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+    if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3] or v.shape[3] > k.shape[3]:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        found.append(f"{shapes} must agree in batch and head dim, k and v in all")
+        found.append(f"{shapes} must agree in batch and head dim, k and v in heads and tokens; v may be narrower")
     heads, groups = q.shape[1], k.shape[1]
     if heads != groups and not grouped:
         found.append(f"{heads} query heads and {groups} key heads need enable_gqa=True")

@@ -112,7 +112,7 @@ class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
         rows = batch_mask(self.document_ids, held.length)
         mask, places = _dealt(rows, self.axis.size, self.layout, self.pad_values is not None)
         refuse(held.row_problems(mask.rows) if len(places) > 1 else [])
-        context = ContextParallel(self.axis, mask, places, self.transport)
+        context = ContextParallel(self.axis, mask, places, self.transport, held.length)
         context.transport_on(held.tensors[0].device)  # what is wrong with the choice shows here
         with held.cut(places[:, self.axis.rank]), _watched(self.model, context), context:
             yield context

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from megacp.distributed.collectives import all_reduce
+from megacp.distributed.fully_shard import shard_of
 from megacp.distributed.grid import Axis
 
 _AT_ONCE = 16 << 20
@@ -55,8 +56,9 @@ def shift_labels(
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], axis: Axis) -> None:
     """Add every `.grad` over the axis, in place; all ranks call it alike, after backward.
 
-    Nothing is divided: the loss was divided by the number of all ranks' tokens before. A gradient that is None on some
-    rank counts as zero there, one that is None on all stays None. Gradients of one dtype travel together.
+    Nothing is divided: the loss was divided by the number of all ranks' tokens before. Parameters sharded by torch
+    (DTensors) are summed shard by shard: their ranks must be others than those of the axis. A gradient that is None on
+    some rank counts as zero there, one that is None on all stays None. Gradients of one dtype travel together.
     """
     wanted = [p for p in parameters if p.requires_grad]
     if axis.size == 1 or not wanted:
@@ -66,7 +68,7 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], axis: Axis) -> None:
     anywhere = all_reduce(present, axis, "max").tolist()
     for p in (p for p, some in zip(wanted, anywhere, strict=True) if some and p.grad is None):
         p.grad = torch.zeros_like(p)
-    for gradients in _messages([p.grad.detach() for p in wanted if p.grad is not None]):
+    for gradients in _messages([shard_of(p.grad.detach()) for p in wanted if p.grad is not None]):
         total = all_reduce(torch.cat([x.reshape(-1) for x in gradients]), axis)
         for x, part in zip(gradients, total.split([x.numel() for x in gradients]), strict=True):
             x.copy_(part.view(x.shape))

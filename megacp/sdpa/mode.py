@@ -23,6 +23,7 @@ from megacp.context_parallel.transport import Tensors, Transport
 from megacp.distributed.grid import Axis
 from megacp.ops.kernel import QKV
 from megacp.sdpa.agreement import Agreement
+from megacp.sdpa.buffers import part_of
 from megacp.sdpa.call import (
     dropout_problems,
     length_problems,
@@ -61,15 +62,23 @@ def current_context() -> ContextParallel | None:
 class ContextParallel(TorchFunctionMode):
     """State of a block: which rank holds which tokens, the plans that were made, and how a call is answered."""
 
-    def __init__(self, axis: Axis, mask: BatchMask, places: np.ndarray, transport: str | Transport) -> None:
+    def __init__(
+        self, axis: Axis, mask: BatchMask, places: np.ndarray, transport: str | Transport, length: int
+    ) -> None:
         super().__init__()
         self.axis = axis
         self.mask = mask
         """Of the whole rows, padding included."""
+        self.length = length
+        """Tokens of a whole row, without that padding."""
         self.places = places
         """int64 `[1 or B, ranks, s]`: the places of a row that each rank holds, in the order of the buffers."""
         self.plans: dict[tuple[int, bool], AttentionPlan] = {}
         """By batch rows and `is_causal`; made by the first call and used by all layers."""
+        self.language: torch.nn.Module | None = None
+        """The part of the model that is called with this rank's tokens; None: the model itself is."""
+        self.outside = 0
+        """Above 0 while a part runs that has nothing to do with the sequence: then the block is not there."""
         self.agreement = Agreement(axis)
         """Tells all ranks what one rank has seen."""
         self._choice = transport
@@ -82,11 +91,25 @@ class ContextParallel(TorchFunctionMode):
         """int64 `[1 or B, s]`: the places that this rank holds."""
         return self.places[:, self.axis.rank]
 
+    def cut(self, x: torch.Tensor, dim: int = 1, pad: float = 0.0) -> torch.Tensor:
+        """The tokens of this rank of a whole `x[..., S, ...]`, S along `dim`; padding gets `pad`.
+
+        For what is made of the whole sequence in the block, such as `inputs_embeds` with features of images. Autograd
+        goes through: the gradient of `x` is that of this rank's tokens, so sum over the ranks what it flows into.
+        """
+        if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.length:
+            refuse([f"cut wants the {self.length} tokens of the whole sequence along dim {dim}, got {tuple(x.shape)}"])
+        if len(self.local) > 1 and (dim % x.dim() == 0 or x.shape[0] != len(self.local)):
+            refuse([f"cut wants {len(self.local)} batch rows in dim 0, which are dealt differently: {tuple(x.shape)}"])
+        return part_of(x, dim % x.dim(), self.local, pad)
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Attention is taken over, backward runs with the mode on, everything else passes."""
         kwargs = kwargs or {}
+        if self.outside:
+            return None if func is current_context else func(*args, **kwargs)
         if func is _SDPA:
             # a graph of torch.compile breaks here: plans and messages are not to be traced
             attend = torch.compiler.disable(self.attend) if torch.compiler.is_compiling() else self.attend
@@ -133,6 +156,7 @@ class ContextParallel(TorchFunctionMode):
         scale = options.get("scale")
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [B, H, s, D] -> [B * s, H, D]
         order, back = (self._order(plan, name, query.device) for name in ("order", "back"))
+        v = torch.nn.functional.pad(v, (0, width - v.shape[-1]))  # narrower values, as of latent attention
         if order is not None:
             q, k, v = (x.index_select(0, order) for x in (q, k, v))
         out = core_attention(
@@ -143,7 +167,7 @@ class ContextParallel(TorchFunctionMode):
             plan=plan,
             scale=width**-0.5 if scale is None else float(scale),
         )
-        out = out if back is None else out.index_select(0, back)
+        out = (out if back is None else out.index_select(0, back))[..., : value.shape[-1]]
         return out.unflatten(0, (batch, tokens)).transpose(1, 2)  # [B * s, H, D] -> [B, H, s, D]
 
     def transport_on(self, device: torch.device) -> Transport:
@@ -158,7 +182,9 @@ class ContextParallel(TorchFunctionMode):
     def check_model_calls(self, calls: list[ModuleCall]) -> None:
         """Refuse calls of transformers models, outermost first, that would not see the whole sequence."""
         if self.axis.size > 1 and calls:
-            refuse(call_problems(calls, self.places.shape[2]))
+            inner = [number for number, call in enumerate(calls) if call.module is self.language]
+            refuse(call_problems(calls, self.places.shape[2], inner[0] if inner else 0))
+            calls = calls[inner[0] :] if inner else calls
             config = text_config(calls[0].module)
             self.check_config(config)
             self.check_positions(positions_of(calls), rotary_length(config))

@@ -73,10 +73,14 @@ def rotary_length(config: Any) -> RotaryLength | None:
     return None
 
 
-def call_problems(calls: Sequence[ModuleCall], held: int) -> list[str]:
-    """Why `calls` of transformers models, outermost first, are not about a sequence with `held` tokens here."""
+def call_problems(calls: Sequence[ModuleCall], held: int, inner: int = 0) -> list[str]:
+    """Why `calls` of transformers models, outermost first, are not about a sequence with `held` tokens here.
+
+    `inner`: the number of the first one that is given this rank's tokens.
+    """
     outer = type(calls[0].module).__name__
     found = _stock_problems(calls, outer) if is_stock_model(calls[0].module) else []
+    calls = calls[inner:]
     if not any(_takes_positions(call) for call in calls):
         found.append(f"{outer} takes no position_ids: it numbers the tokens of each rank from 0 by itself")
         return found
@@ -103,7 +107,8 @@ def _stock_problems(calls: Sequence[ModuleCall], outer: str) -> list[str]:
         if type(module).__name__.endswith(_ONE_ANSWER)
     ]
     given = [name for name in ("labels", "shift_labels", "num_items_in_batch") if _anywhere(calls, name) is not None]
-    if "labels" in given and len(given) < 3:
+    token_by_token = bool(_anywhere(calls, "fused_lm_head")) and "shift_labels" in given  # TRL divides itself
+    if "labels" in given and len(given) < 3 and not token_by_token:
         found.append(
             f"{outer} is given labels: it would shift them inside this rank's part and divide by this rank's tokens; "
             f"give shift_labels (shifted before the cut) and num_items_in_batch too, or compute the loss from logits"

@@ -413,7 +413,7 @@ def test_calls_that_cannot_be_taken_over_are_refused() -> None:
         ("48 tokens, the buffers hold 24 of 48", lambda: sdpa(*[torch.zeros(2, 4, 48, 8)] * 3)),
         ("4 query heads and 2 key heads need enable_gqa", lambda: sdpa(q, few, few)),
         ("4 query heads are no multiple of 3", lambda: sdpa(q, *[torch.zeros(2, 3, 24, 8)] * 2, enable_gqa=True)),
-        ("must agree in batch and head dim", lambda: sdpa(q, q, torch.zeros(2, 4, 24, 4))),
+        ("must agree in batch and head dim", lambda: sdpa(q, q, torch.zeros(2, 4, 24, 16))),
         ("one dtype, got torch.float32, torch.float32, torch.float64", lambda: sdpa(q, q, q.double())),
         (r"wants \[B, H, s, D\]", lambda: sdpa(q[0], q[0], q[0])),
         ("3 batch rows, document_ids have 2", lambda: sdpa(*[torch.zeros(3, 4, 24, 8)] * 3)),

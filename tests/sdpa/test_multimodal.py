@@ -1,0 +1,177 @@
+"""Stock models of text and images train over a sharded sequence as they do on one process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacp.distributed.collectives import all_reduce
+from megacp.distributed.grid import single_axis
+from megacp.ops.mask import Metadata
+from megacp.sdpa.context import context_parallel
+from megacp.sdpa.loop import shift_labels, sum_gradients
+from megacp.sdpa.multimodal import cut_multimodal
+from megacp.sdpa.transformers import register_with_transformers
+from tests.ranks import grid, run_ranks
+
+TOKENS, IMAGE = 40, 65
+TEXT: dict[str, Any] = {
+    "vocab_size": 70,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+ROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
+TOWER: dict[str, Any] = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
+TOWER |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32}
+SIGLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+TOKEN_IDS = {"image_token_id": IMAGE, "video_token_id": 66, "vision_start_token_id": 67, "vision_end_token_id": 68}
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen2_5_VL": {
+        "text_config": {**TEXT, "rope_parameters": ROPE},
+        "vision_config": {**TOWER, "window_size": 16, "fullatt_block_indexes": [1]},
+        **TOKEN_IDS,
+    },
+    "Qwen3VL": {
+        "text_config": {**TEXT, "head_dim": 8, "rope_parameters": ROPE},
+        "vision_config": {**TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+        **TOKEN_IDS,
+    },
+    "Gemma3": {
+        "text_config": {**TEXT, "head_dim": 8, "sliding_window": 512, "query_pre_attn_scalar": 8},
+        "vision_config": {**SIGLIP, "image_size": 16, "patch_size": 4},
+        "mm_tokens_per_image": 4,
+        "image_token_index": IMAGE,
+        "boi_token_index": 67,
+        "eoi_token_index": 68,
+    },
+}
+TOLERANCE = {"Qwen2_5_VL": 1e-12, "Qwen3VL": 1e-12, "Gemma3": 1e-6}
+"""Of gradients in float64; Gemma's norms are computed in float32."""
+
+
+def build(name: str, attention: str) -> Any:
+    """A random model in float64; the same in every process."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+    register_with_transformers()
+    config = getattr(transformers, f"{name}Config")(**MODELS[name])
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    model.set_attn_implementation(attention)
+    return model.double().train()
+
+
+@functools.cache
+def images(name: str) -> Tensor:
+    """`[2, S]`: 1 at tokens of images; two in the first row, of different sizes where the model has such."""
+    found = torch.zeros(2, TOKENS, dtype=torch.long)
+    for row, first, last in ((0, 5, 9), (0, 20, 24 if name == "Gemma3" else 28), (1, 30, 34)):
+        found[row, first:last] = 1
+    return found
+
+
+def batch_of(name: str) -> tuple[dict[str, Tensor], Tensor]:
+    """What a processor gives to the model, and shifted labels."""
+    generator = torch.Generator().manual_seed(3)
+    kinds = images(name).clone()
+    ids = torch.randint(0, 64, (2, TOKENS), generator=generator).masked_fill(kinds == 1, IMAGE)
+    batch = {"input_ids": ids}
+    if name == "Gemma3":
+        batch |= {"pixel_values": torch.randn(3, 3, 16, 16, generator=generator).double(), "token_type_ids": kinds}
+    else:
+        grids = torch.tensor([[1, 4, 4], [1, 4, 8], [1, 4, 4]])
+        patches = torch.randn(int(grids.prod(-1).sum()), 3 * 2 * 4 * 4, generator=generator).double()
+        batch |= {"pixel_values": patches, "image_grid_thw": grids, "mm_token_type_ids": kinds}
+    return batch, shift_labels(ids.masked_fill(kinds == 1, -100))
+
+
+def rule_of(name: str) -> Metadata | None:
+    """Tokens of an image of Gemma 3 see each other."""
+    if name != "Gemma3":
+        return None
+    flat = images(name).flatten().numpy()
+    begins = (np.diff(flat, prepend=0) > 0).cumsum()
+    zeros = np.zeros(2 * TOKENS, np.int64)
+    return Metadata(np.repeat([0, 1], TOKENS), zeros, begins * flat, np.arange(2 * TOKENS))
+
+
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@functools.cache
+def reference(name: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of the stock model with its own attention on one process."""
+    model, (batch, labels) = build(name, "sdpa"), batch_of(name)
+    logits = model(**batch, use_cache=False).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (labels != -100).sum()
+    loss.backward()
+    return loss.detach(), gradients_of(model)
+
+
+def on_ranks(rank: int, world_size: int, name: str, layout: str, recomputed: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and summed gradients in a block."""
+    axis, model, (batch, labels) = grid(cp=world_size).cp, build(name, "megacp"), batch_of(name)
+    if recomputed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    counted = (labels != -100).sum()
+    block = context_parallel(
+        axis,
+        buffers=[labels],
+        buffer_seq_dims=[1],
+        document_ids=rule_of(name),
+        transport="kv_exchange",
+        layout=layout,
+    )
+    with block as context, cut_multimodal(model, context):
+        logits = model(**batch, use_cache=False).logits
+        assert logits.shape[:2] == (2, TOKENS // world_size)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / counted
+        loss.backward()
+    sum_gradients(model.parameters(), axis)
+    return all_reduce(loss.detach(), axis), gradients_of(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "recomputed"), [("zigzag", False), ("balanced", True)])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_see_train_on_ranks_as_on_one(name: str, layout: str, recomputed: bool) -> None:
+    """Would catch features at the wrong tokens, positions of one axis, towers that are summed twice or see a part."""
+    want_loss, want = reference(name)
+    for loss, gradients in run_ranks(on_ranks, 2, name, layout, recomputed):
+        assert abs(loss - want_loss) <= 1e-12 * want_loss
+        assert gradients.keys() == want.keys()
+        for key, gradient in gradients.items():
+            assert (gradient - want[key]).abs().max() <= TOLERANCE[name] * want[key].abs().max() + 1e-15, key
+
+
+def block_of(labels: Tensor, rule: Any = None) -> Any:
+    return context_parallel(single_axis("cp"), buffers=[labels], buffer_seq_dims=[1], document_ids=rule)
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    """Would catch text models whose tokens are counted twice, and images of Gemma that no longer see each other."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+    text = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT))
+    batch, labels = batch_of("Gemma3")
+    with pytest.raises(ValueError, match="LlamaForCausalLM has nothing beside its language model"):
+        with block_of(labels) as context, cut_multimodal(text, context):
+            pass
+    model = build("Gemma3", "megacp")
+    with pytest.raises(ValueError, match="Metadata with those spans"), torch.no_grad():
+        with block_of(labels) as context, cut_multimodal(model, context):
+            model(**batch, use_cache=False)
+    assert not model.model.language_model._forward_pre_hooks and not model.model.vision_tower._forward_hooks
+    with pytest.raises(ValueError, match="cut wants the 40 tokens"), block_of(labels) as context:
+        context.cut(torch.zeros(2, 7))
