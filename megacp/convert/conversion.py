@@ -16,7 +16,6 @@ from megacp.convert.hf_files import new_folder
 from megacp.convert.source import CONFIG, Loaded, read_checkpoint, read_hf
 from megacp.convert.verify import verify
 
-READERS = {"hf": read_hf, "megacp": read_checkpoint}
 WRITERS = {"hf": write_hf, "megacp": write_checkpoint}
 
 
@@ -32,7 +31,9 @@ def convert(request: Request) -> None:
         print(line)
     with new_folder(request.output) as folder:
         written = WRITERS[request.target](loaded, folder, request)
-        if request.verify and not verify(loaded, READERS[request.target](folder), request):
+        if request.verify and not verify(
+            loaded, (read_hf if request.target == "hf" else read_checkpoint)(folder), request
+        ):
             raise OtherModelError
     size = sum(math.prod(info.shape) for info in written.values())
     print(f"{request.output}: {loaded.architecture.name}, {len(written)} tensors, {size:,} parameters")
@@ -43,7 +44,9 @@ def read_input(request: Request) -> Loaded:
     path = request.input
     try:
         refuse_other_input(path, request.source)
-        return READERS[request.source](path, request.architecture)
+        if request.source == "megacp":
+            return read_checkpoint(path, request.architecture)
+        return read_hf(path, request.architecture, request.ignored)
     except RemovedError:  # the caller tries again
         raise
     except (ValueError, OSError) as error:

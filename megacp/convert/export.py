@@ -71,6 +71,8 @@ class Request:
     """As given there: the token that ends a document, by its text, where the tokenizer's files do not say."""
     chat_template: str = "auto"
     """One of `chat.CHOICES`."""
+    ignored: tuple[str, ...] = ()
+    """Fields of a config.json that have no row and are said to change nothing."""
     accept_ties: bool = False
     """Of a Unigram tokenizer (`convert.tokenizer.refuse_difference`)."""
 

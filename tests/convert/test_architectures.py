@@ -185,6 +185,52 @@ def test_what_cannot_be_expressed_is_refused_by_the_name_of_its_field(name: str)
     assert message in str(refused.value)
 
 
+HARMLESS: dict[str, dict[str, Any]] = {
+    "SmolLM2": {
+        "model_type": "llama",
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "transformers.js_config": {"dtype": "q4"},
+        "layer_types": ["full_attention"] * 32,
+    },
+    "a null of a quantizer, a window and a cap": {
+        "model_type": "llama",
+        "quantization_config": None,
+        "sliding_window": None,
+        "attn_logit_softcapping": None,
+    },
+    "an older library": {"model_type": "qwen3", "is_decoder": False, "pruned_heads": {}, "top_p": 0.9, "num_beams": 1},
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_field_that_says_what_is_so_without_it_is_harmless(name: str) -> None:
+    content = HARMLESS[name]
+    architecture = of_config(content)
+    assert architecture.values(content) == architecture.values({"model_type": content["model_type"]})
+
+
+@pytest.mark.parametrize(
+    "change", [{"rope_interleaved": True}, {"is_decoder": 0}, {"residual_multiplier": 0.5}], ids=str
+)
+def test_the_same_field_with_another_value_is_refused(change: dict[str, Any]) -> None:
+    (field,) = change
+    with pytest.raises(ValueError, match=rf"{field} is not known, so it may change the model \(--ignore-field {field}"):
+        ARCHITECTURES["llama"].values({"model_type": "llama", **change})
+
+
+def test_a_field_is_ignored_by_its_name_when_no_row_knows_it() -> None:
+    content = {"model_type": "molmo2", "text_config": {"odd": 3, "hidden_size": 3584}, "other": 1}
+    values = ARCHITECTURES["molmo2"].values(content, ("odd", "other"))
+    assert values == ARCHITECTURES["molmo2"].values(content, ("text_config.odd", "other"))
+    with pytest.raises(ValueError, match="other is not known") as refused:
+        ARCHITECTURES["molmo2"].values(content, ("odd",))
+    assert "odd is not known" not in str(refused.value)
+    for name, message in (("rope_theta", "known and means something"), ("od", "no unknown field of this name")):
+        with pytest.raises(ValueError, match=f"--ignore-field {name}: .*{message}"):
+            ARCHITECTURES["llama"].values({"model_type": "llama", "rope_theta": 5e5}, (name,))
+
+
 UNSAID: dict[str, tuple[str, dict[str, Any], str]] = {
     "norms": ("llama", {"qk_layernorm": True}, "--qk-layernorm is True"),
     "no norms": ("qwen3", {}, "--qk-layernorm is False"),

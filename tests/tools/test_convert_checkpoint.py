@@ -160,12 +160,12 @@ def test_rows_of_q_and_k_are_rotated_by_halves_and_another_order_is_seen(
     name = "model.layers.0.self_attn.q_proj.weight"
     tensors[name] = tensors[name].view(4, 2, 6, 48).transpose(1, 2).reshape(48, 48).contiguous()
     safetensors.save_file(tensors, path, {"format": "pt"})
-    from megacp.convert.conversion import READERS
     from megacp.convert.logits import compare
+    from megacp.convert.source import read_checkpoint, read_hf
     from megacp.convert.verify import probed
     from megacp.data.synthetic.noise import rows_for
 
-    ours, theirs = READERS["megacp"](tmp_path / "b"), READERS["hf"](tmp_path / "a")
+    ours, theirs = read_checkpoint(tmp_path / "b"), read_hf(tmp_path / "a")
     (found,) = compare(probed(ours)[0], probed(theirs)[0], rows_for(ours.config, None))
     assert not found.is_small and found.difference > 1e-2 * found.largest
 

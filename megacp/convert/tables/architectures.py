@@ -5,7 +5,7 @@ Adding an architecture is a row here and its tables. A config chooses by `model_
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,17 @@ GENERAL = frozenset(
     + ("torch_dtype", "transformers_version", "use_cache")
 )
 """Fields of any config that say nothing about the function of its weights."""
+INERT = frozenset(
+    ("_attn_implementation_autoset", "_attn_implementation_internal", "_commit_hash", "_flash_attn_2_enabled")
+    + ("begin_suppress_tokens", "finetuning_task", "gradient_checkpointing", "is_llama_config", "model_max_length")
+    + ("output_scores", "prefix", "return_dict_in_generate", "suppress_tokens", "task_specific_params")
+    + ("tokenizer_class", "transformers.js_config", "unsloth_fixed", "unsloth_version")
+    + ("bad_words_ids", "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size")
+    + ("exponential_decay_length_penalty", "length_penalty", "max_length", "max_new_tokens", "min_length")
+    + ("no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "remove_invalid_values")
+    + ("repetition_penalty", "temperature", "top_k", "top_p", "typical_p")
+)
+"""Fields that tools and older versions leave in a config: of generation, of files, of training. No model reads them."""
 IGNORED_TENSORS = ("rotary_emb.inv_freq",)
 """Ends of names in old files that are not read: they follow from the config."""
 _ID_ENDS = ("_token_id", "_patch_id", "_col_id")
@@ -43,16 +54,26 @@ class Architecture:
     harmless: frozenset[str] = frozenset()
     sections: tuple[str, ...] = ()
 
-    def values(self, content: Mapping[str, Any]) -> Values:
-        """Our flags from a config.json. ValueError lists every field that cannot be expressed."""
+    def values(self, content: Mapping[str, Any], ignored: Collection[str] = ()) -> Values:
+        """Our flags from a config.json. ValueError lists every field that cannot be expressed; fields without a row
+        that are `ignored` by name change nothing.
+        """
         if wrong := self._wrong_kinds(content):
             raise ValueError("config.json: " + "; ".join(wrong))
         if self.sections:
             content = molmo2.native_spelling(content)
         theirs = Theirs(content)
         values, reasons = read_fields(self.fields, theirs)
-        unknown = theirs.unknown(self.harmless | GENERAL, self.sections)
-        reasons += [f"{path} is not known, so it may change the model" for path in unknown]
+        unknown = theirs.unknown(self.harmless | GENERAL | INERT, self.sections)
+        rest = [path for path in unknown if not {path, path.rpartition(".")[2]} & set(ignored)]
+        reasons += [
+            f"{path} is not known, so it may change the model (--ignore-field {path} when it does not)" for path in rest
+        ]
+        for name in ignored:
+            if any(name in (path, path.rpartition(".")[2]) for path in theirs.asked):
+                reasons.append(f"--ignore-field {name}: this field is known and means something")
+            elif not any(name in (path, path.rpartition(".")[2]) for path in unknown):
+                reasons.append(f"--ignore-field {name}: there is no unknown field of this name")
         if reasons:
             raise ValueError("config.json: " + "; ".join(reasons))
         return values

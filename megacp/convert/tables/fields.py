@@ -53,6 +53,21 @@ _FACTOR = Number(float, 0.0, 1e9, low_open=True)
 _SCALE = Number(float, 1.0, 1e9)
 
 
+SILENT: Mapping[str, Any] = {
+    **dict.fromkeys(("is_decoder", "add_cross_attention", "tie_encoder_decoder", "torchscript", "use_bfloat16"), False),
+    **dict.fromkeys(("rope_interleaved", "use_mrope", "use_sliding_window", "use_parallel_residual"), False),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "tf_legacy_loss"), False),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), 1.0),
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "classifier_dropout"), 0.0),
+    "pruned_heads": {},
+}
+"""Values that say what is so without the field, in the library's configs and in those that people add fields to."""
+
+
+def _is_silent(key: str, value: Any) -> bool:
+    return key in SILENT and value == SILENT[key] and isinstance(value, bool) == isinstance(SILENT[key], bool)
+
+
 def is_whole(value: Any) -> bool:
     """Whether a value is an integer, and not true or false."""
     return type(value) is int
@@ -76,16 +91,23 @@ class Theirs:
     def unknown(self, harmless: frozenset[str], sections: Sequence[str]) -> list[str]:
         """Paths that no row has asked for; `harmless` are last parts of paths, `sections` are walked into.
 
-        An id of a token (`..._id`) changes no tensor's meaning.
+        An id of a token (`..._id`) changes no tensor's meaning, null asks for nothing, and a value of `SILENT` is what
+        every model does without the field.
         """
         found = []
         for prefix in ("", *(f"{name}." for name in sections)):
             inside = self._content if not prefix else self._content.get(prefix[:-1])
-            for key in inside if isinstance(inside, Mapping) else ():
+            for key, value in inside.items() if isinstance(inside, Mapping) else ():
                 path = prefix + key
-                if path not in self._seen and key not in harmless and path not in sections and not key.endswith("_id"):
+                plain = value is None or key.endswith("_id") or key in harmless or _is_silent(key, value)
+                if path not in self._seen and path not in sections and not plain:
                     found.append(path)
         return found
+
+    @property
+    def asked(self) -> frozenset[str]:
+        """Paths that rows have asked for."""
+        return frozenset(self._seen)
 
 
 class Field(Protocol):
@@ -208,6 +230,30 @@ class Switch:
             words = " and ".join(f"--{name.replace('_', '-')} {values[name]}" for name in self.ours)
             reasons.append(f"{words} differ, but {self.theirs} is one word for all of them")
         content[self.theirs] = values[self.ours[0]] != self.inverted
+
+
+@dataclass(frozen=True)
+class LayerTypes:
+    """`layer_types` may say only what is so without it; `written` where the library's class has the field."""
+
+    written: bool = False
+    section: str = ""
+
+    def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
+        path = f"{self.section}layer_types"
+        found, count = theirs.get(path), values.get("num_layers")
+        if found is None:
+            return
+        if not isinstance(found, list) or not all(isinstance(kind, str) for kind in found):
+            reasons.append(f"{path} is no list of words")
+        elif other := {kind for kind in found if kind != "full_attention"}:
+            reasons.append(f"{path} holds {', '.join(sorted(other))}, megacp can only express full_attention")
+        elif len(found) != count:
+            reasons.append(f"{path} has {len(found)} words, num_hidden_layers is {count}")
+
+    def write(self, values: Values, content: Values, reasons: list[str]) -> None:
+        if self.written:
+            content[f"{self.section}layer_types"] = ["full_attention"] * values["num_layers"]
 
 
 TIED = Switch("tie_word_embeddings", ("untie_embeddings_and_output_weights",), inverted=True)

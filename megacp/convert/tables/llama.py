@@ -16,6 +16,7 @@ from megacp.convert.tables.fields import (
     TIED,
     Field,
     Fixed,
+    LayerTypes,
     Number,
     Rope,
     Same,
@@ -155,6 +156,7 @@ DEFAULTS: Values = {
 
 FIELDS: list[Field] = [
     *sizes(DEFAULTS),
+    LayerTypes(),
     TIED,
     Switch("attention_bias", ("add_qkv_bias", "add_attention_output_bias")),
     Switch("mlp_bias", ("add_mlp_bias",)),

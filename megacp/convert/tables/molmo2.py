@@ -15,6 +15,7 @@ from megacp.convert.tables.fields import (
     SIZE,
     Field,
     Fixed,
+    LayerTypes,
     Same,
     Switch,
     Theirs,
@@ -283,6 +284,7 @@ def _connector_heads(v: Values) -> int:
 
 FIELDS: list[Field] = [
     *sizes(TEXT_DEFAULTS, "text_config."),
+    LayerTypes(section="text_config."),
     _ScaledLayers(),
     _ExtraRows(),
     Switch("text_config.attention_bias", ("add_qkv_bias",)),
