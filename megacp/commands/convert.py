@@ -5,10 +5,10 @@
     python tools/convert_checkpoint.py --from hf --to megacp --input Qwen3-0.6B --output start --verify
     python tools/convert_checkpoint.py --from hf --to hf --input Molmo2-8B --output native --layout native
 
-Llama, Qwen3 and Molmo2. Everything is written to a folder beside --output, which is renamed when all is well. The
-conversion ends at a tensor that is missing, unexpected or of another shape. So it does at a field that the other side
-cannot express, or a tokenizer that gives other ids. Exit status: 0 done, 1 --verify found a difference, 2 refused with
-one message.
+Llama, Mistral, Phi-3, Qwen2, Qwen3, OLMo2, SmolLM3 and Molmo2. Everything is written to a folder beside --output, which
+is renamed when all is well. The conversion ends at a tensor that is missing, unexpected or of another shape. So it does
+at a field that the other side cannot express, or a tokenizer that gives other ids. Exit status: 0 done, 1 --verify
+found a difference, 2 refused with one message.
 """
 
 from __future__ import annotations

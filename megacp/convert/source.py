@@ -122,7 +122,7 @@ def read_hf(path: Path, wanted: str = "auto", ignored: Collection[str] = ()) -> 
     hf_files.check_sums(path)
     architecture = of_config(content, wanted)
     values = architecture.values(content, ignored)
-    config = with_values(RunConfig(), values)
+    config = with_values(RunConfig(), {**values, "hf_model_type": architecture.name})
     if reasons := check(config, 1):
         raise ValueError(f"{path / CONFIG} describes a model that no run can have: {'; '.join(reasons)}")
     weights = hf_files.SafetensorsFolder(path)

@@ -53,9 +53,8 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
 
 
 def loaded(folder: Path) -> Any:
-    classes = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "molmo2": "Molmo2ForConditionalGeneration"}
     kind = json.loads((folder / "config.json").read_text())["model_type"]
-    model, info = getattr(transformers, classes[kind]).from_pretrained(folder, output_loading_info=True)
+    model, info = getattr(transformers, ARCHITECTURES[kind].cls).from_pretrained(folder, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model
 

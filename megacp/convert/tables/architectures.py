@@ -5,11 +5,11 @@ Adding an architecture is a row here and its tables. A config chooses by `model_
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megacp.convert.tables import llama, molmo2, qwen3
+from megacp.convert.tables import llama, molmo2, olmo2, qwen3, smollm3, windowed
 from megacp.convert.tables.fields import Field, Theirs, Values, is_whole, read_fields, write_fields
 from megacp.convert.tables.mapping import Info, Link
 
@@ -53,6 +53,10 @@ class Architecture:
     fields: list[Field]
     harmless: frozenset[str] = frozenset()
     sections: tuple[str, ...] = ()
+    linears: Callable[[Values], llama.Linears] = llama.decoder_linears
+    """Of a block, as the library joins them."""
+    norms: tuple[str, str] = llama.NORMS
+    """The library's names of the norms of attention and MLP."""
 
     def values(self, content: Mapping[str, Any], ignored: Collection[str] = ()) -> Values:
         """Our flags from a config.json. ValueError lists every field that cannot be expressed; fields without a row
@@ -108,7 +112,7 @@ class Architecture:
     def links(self, values: Values, layout: str, infos: Mapping[str, Info] | None = None) -> list[Link]:
         """All tensors; `infos`: of the file that is read, which says where a released embedding was split."""
         if not self.sections:
-            return llama.links(values)
+            return llama.links(values, self.linears, self.norms)
         cut = molmo2.first_rows(infos, values) if infos is not None and layout == molmo2.RELEASED else None
         return molmo2.links(values, layout, cut)
 
@@ -121,6 +125,17 @@ ARCHITECTURES = {
     row.name: row
     for row in (
         Architecture("llama", "LlamaForCausalLM", llama.FIELDS),
+        Architecture("mistral", "MistralForCausalLM", windowed.MISTRAL_FIELDS),
+        Architecture(
+            "phi3",
+            "Phi3ForCausalLM",
+            windowed.PHI3_FIELDS,
+            windowed.PHI3_HARMLESS,
+            linears=windowed.phi3_linears,
+        ),
+        Architecture("olmo2", "Olmo2ForCausalLM", olmo2.FIELDS, norms=olmo2.NORMS),
+        Architecture("smollm3", "SmolLM3ForCausalLM", smollm3.FIELDS, smollm3.HARMLESS),
+        Architecture("qwen2", "Qwen2ForCausalLM", qwen3.QWEN2_FIELDS, qwen3.HARMLESS),
         Architecture("qwen3", "Qwen3ForCausalLM", qwen3.FIELDS, qwen3.HARMLESS),
         Architecture("molmo2", "Molmo2ForConditionalGeneration", molmo2.FIELDS, molmo2.HARMLESS, molmo2.SECTIONS),
     )
@@ -138,12 +153,25 @@ def of_config(content: Mapping[str, Any], wanted: str = "auto") -> Architecture:
 
 
 def of_values(values: Values, wanted: str = "auto") -> Architecture:
-    """The architecture that our flags describe, or the one that is `wanted`."""
+    """The architecture that is `wanted`, or that our flags name, or the first that can say them. ValueError for a name
+    that is not known.
+    """
     if wanted != "auto":
         return ARCHITECTURES[wanted]
-    if values["vision_num_layers"]:
-        return ARCHITECTURES["molmo2"]
-    return ARCHITECTURES["qwen3" if values["qk_layernorm"] else "llama"]
+    named = values["hf_model_type"]
+    if named is not None:
+        if named not in ARCHITECTURES:
+            raise ValueError(f"--hf-model-type {named} is not known, known are {', '.join(ARCHITECTURES)}")
+        return ARCHITECTURES[named]
+    after, biases = values["norm_position"] == "after", (values["add_qkv_bias"], values["add_attention_output_bias"])
+    chosen = {
+        "molmo2": values["vision_num_layers"] > 0,
+        "olmo2": after or values["qk_layernorm_scope"] == "all_heads",
+        "smollm3": values["no_rope_freq"] is not None,
+        "qwen3": values["qk_layernorm"],
+        "qwen2": biases == (True, False),
+    }
+    return ARCHITECTURES[next((name for name, fits in chosen.items() if fits), "llama")]
 
 
 def token_ids(values: Values, known: Mapping[str, int] | None) -> dict[str, int]:

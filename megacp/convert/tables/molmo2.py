@@ -26,6 +26,7 @@ from megacp.convert.tables.fields import (
 )
 from megacp.convert.tables.llama import (
     NORMS,
+    PRENORM,
     Linears,
     block_links,
     decoder_linears,
@@ -314,7 +315,9 @@ FIELDS: list[Field] = [
     _InitialRange(),
     Fixed("tie_word_embeddings", False),
     Unsaid("untie_embeddings_and_output_weights", True),
+    *PRENORM,
     Unsaid("qk_layernorm", True),
+    Unsaid("no_rope_freq", None),
     Unsaid("add_attention_output_bias", False),
     Unsaid("add_mlp_bias", False),
     Unsaid("image_attention", "example"),
