@@ -11,7 +11,7 @@ from pathlib import Path
 from megacp.checkpoint.commit import RemovedError
 from megacp.checkpoint.directory import is_step_name
 from megacp.checkpoint.manifest import MANIFEST_FILE
-from megacp.convert.export import Request, with_positions, write_checkpoint, write_hf
+from megacp.convert.export import Request, with_kept_tokenizer, with_positions, write_checkpoint, write_hf
 from megacp.convert.hf_files import new_folder
 from megacp.convert.source import CONFIG, Loaded, read_checkpoint, read_hf
 from megacp.convert.verify import verify
@@ -29,6 +29,7 @@ def convert(request: Request) -> None:
     if request.target == "hf" and loaded.checkpoint is not None:
         loaded, line = with_positions(loaded, request.max_positions)
         print(line)
+        request = with_kept_tokenizer(request, loaded)
     with new_folder(request.output) as folder:
         written = WRITERS[request.target](loaded, folder, request)
         if request.verify and not verify(

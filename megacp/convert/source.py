@@ -114,12 +114,13 @@ def read_checkpoint(path: Path, wanted: str = "auto") -> Loaded:
     return Loaded(loaded.path, architecture, source, config, rules, loaded)
 
 
-def read_hf(path: Path, wanted: str = "auto", ignored: Collection[str] = ()) -> Loaded:
-    """A Hugging Face folder; `ignored` as in `Architecture.values`. ValueError names the field, file or tensor that
-    cannot be taken.
+def read_hf(path: Path, wanted: str = "auto", ignored: Collection[str] = (), *, check_sums: bool = True) -> Loaded:
+    """A Hugging Face folder; `ignored` as in `Architecture.values`, `check_sums`: whether to hash the files that
+    SHA256SUMS lists. ValueError names the field, file or tensor that cannot be taken.
     """
     content = hf_files.read_json(path / CONFIG)
-    hf_files.check_sums(path)
+    if check_sums:
+        hf_files.check_sums(path)
     architecture = of_config(content, wanted)
     values = architecture.values(content, ignored)
     config = with_values(RunConfig(), {**values, "hf_model_type": architecture.name})

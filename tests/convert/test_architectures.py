@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from megacp.config.run import RunConfig, flatten, with_values
-from megacp.convert.tables import fields, llama, molmo2, olmo2, qwen3, smollm3, windowed
+from megacp.convert.tables import llama, molmo2, olmo2, qwen3, smollm3, windowed
 from megacp.convert.tables.architectures import ARCHITECTURES, LAYOUTS, of_config, of_values
 from megacp.convert.tables.mapping import Cast, Info, Mapped, problems, whole
+from megacp.convert.tables.rope import LIBRARY_THETA
 from megacp.distributed.grid import GridShape, build_grid
 from megacp.distributed.parameter import spec_of
 from megacp.measure.parity_config import MODELS
@@ -75,7 +76,7 @@ def test_an_absent_field_means_what_the_library_takes(name: str) -> None:
     library, table = library.text_config if name == "Molmo2" else library, DEFAULTS[name]
     derived = {"num_key_value_heads": library.num_attention_heads, "head_dim": library.hidden_size // 32}
     assert {k: derived[k] if v is None else v for k, v in table.items()} == {k: getattr(library, k) for k in table}
-    theta = 2_000_000.0 if name == "SmolLM3" else fields.LIBRARY_THETA
+    theta = 2_000_000.0 if name == "SmolLM3" else LIBRARY_THETA
     assert library.rope_parameters["rope_theta"] == theta
 
 

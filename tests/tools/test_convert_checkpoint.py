@@ -175,14 +175,14 @@ def test_a_difference_ends_verify_with_status_1_and_no_folder(
     """Would catch a verify that prints and goes on: here the writer loses theta."""
     save("llama 3 tied", tmp_path / "a")
     assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b") == 0
-    from megacp.convert.tables import fields
+    from megacp.convert.tables.rope import Rope
 
-    write = fields.Rope.write
+    write = Rope.write
 
     def lossy(self: Any, values: Any, content: Any, reasons: Any) -> None:
         write(self, {**values, "rotary_base": 10_000.0}, content, reasons)
 
-    monkeypatch.setattr(fields.Rope, "write", lossy)
+    monkeypatch.setattr(Rope, "write", lossy)
     assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", "--verify") == 1
     captured = capsys.readouterr()
     assert "would be another model" in captured.err and "--rotary-base is 500.0 in what was read" in captured.out
@@ -304,13 +304,16 @@ def test_a_checkpoint_is_not_exported_without_its_own_tokenizer(
 ) -> None:
     save("molmo2 released", tmp_path / "a")
     assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b") == 0
+    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "beside") == 0, "the one beside it is its own"
+    assert (tmp_path / "beside" / "tokenizer.json").read_bytes() == (tmp_path / "a" / "tokenizer.json").read_bytes()
+    (tmp_path / "b" / "tokenizer.json").unlink()
     assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c") == 2
     assert "was trained with a tokenizer: give it with --tokenizer" in capsys.readouterr().err
     assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", "--tokenizer", "byte") == 2
     assert "--tokenizer byte is not the one" in capsys.readouterr().err
     assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", "--tokenizer", "none") == 0
     assert not (tmp_path / "c" / "tokenizer.json").exists()
-    flags = ("--tokenizer", str(tmp_path / "b" / "tokenizer.json"), "--eod-token", "<im_low>")
+    flags = ("--tokenizer", str(tmp_path / "a" / "tokenizer.json"), "--eod-token", "<im_low>")
     assert convert("megacp", "hf", tmp_path / "b", tmp_path / "d", *flags) == 0
     found = json.loads((tmp_path / "d" / "generation_config.json").read_text())
     assert found["eos_token_id"] == TINY.token_ids["image_low_res"]

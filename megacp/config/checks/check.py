@@ -90,17 +90,23 @@ def _model(config: RunConfig, world: int) -> Iterator[str]:
 
 
 def _yarn(config: RunConfig) -> Iterator[str]:
-    m, values = config.model, flatten(config)
-    default = flatten(RunConfig())
-    names = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "rope_attention_factor")
-    given = [f"{flag(name)} {values[name]}" for name in names if values[name] not in (None, default[name])]
+    m, plain = config.model, RunConfig().model
+    numbers = {
+        "beta_fast": (m.beta_fast, plain.beta_fast),
+        "beta_slow": (m.beta_slow, plain.beta_slow),
+        "mscale": (m.mscale or 0, 0),
+        "mscale_all_dim": (m.mscale_all_dim or 0, 0),
+        "rope_attention_factor": (m.rope_attention_factor or 0, 0),
+    }
+    given = [f"{flag(name)} {value:g}" for name, (value, default) in numbers.items() if differ(value, default)]
     if m.rope_scaling != "yarn":
         if given:
             yield f"{', '.join(given)} {'act' if len(given) > 1 else 'acts'} only with --rope-scaling yarn"
         return
     if m.beta_slow > m.beta_fast:
         yield f"--beta-slow {m.beta_slow:g} is above --beta-fast {m.beta_fast:g}"
-    if (m.mscale is None) != (m.mscale_all_dim is None):
+    both = [scale for scale in (m.mscale, m.mscale_all_dim) if scale is not None]
+    if len(both) == 1 and both[0] > 0:
         yield f"--mscale {m.mscale} and --mscale-all-dim {m.mscale_all_dim} act only together"
 
 

@@ -18,7 +18,6 @@ from megacp.convert.tables.fields import (
     Fixed,
     LayerTypes,
     Number,
-    Rope,
     Same,
     Switch,
     Theirs,
@@ -26,6 +25,7 @@ from megacp.convert.tables.fields import (
     Values,
 )
 from megacp.convert.tables.mapping import Link, Named, same
+from megacp.convert.tables.rope import Rope
 
 Linears = dict[str, tuple[tuple[str, int, int, bool], ...]]
 """Their name -> (our name, outputs, inputs, bias) of each of the linears that it holds, in order."""

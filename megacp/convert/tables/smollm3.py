@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from megacp.config.model import no_rope_pattern
-from megacp.convert.tables.fields import SIZE, Field, Fixed, LayerTypes, Rope, Switch, Theirs, Unsaid, Values
+from megacp.convert.tables.fields import SIZE, Field, Fixed, LayerTypes, Switch, Theirs, Unsaid, Values
 from megacp.convert.tables.llama import DEFAULTS as LLAMA
 from megacp.convert.tables.llama import PRENORM, TEXT_ALONE, sizes
+from megacp.convert.tables.rope import Rope
 
 _EVERY = 4
 """Layers of the library's default, of which the last has no rotary embedding."""

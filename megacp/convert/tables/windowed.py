@@ -13,13 +13,13 @@ from megacp.convert.tables.fields import (
     Field,
     Fixed,
     LayerTypes,
-    Rope,
     Theirs,
     Unsaid,
     Values,
 )
 from megacp.convert.tables.llama import DEFAULTS as LLAMA
 from megacp.convert.tables.llama import NO_BIASES, PRENORM, TEXT_ALONE, Linears, decoder_linears, sizes
+from megacp.convert.tables.rope import Rope
 
 
 @dataclass(frozen=True)
