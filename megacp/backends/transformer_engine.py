@@ -226,6 +226,10 @@ class TransformerEngineBackend(NativeBackend):
             self.tell("fp8: delayed scales begin at 1 here, also in a resumed run: they are in no checkpoint")
         if self.apart:
             self.tell("layers: Transformer Engine's RMSNorm and Linear apart, --recompute-granularity is selective")
+        elif config.model.norm_position == "after":
+            self.tell("layers: Transformer Engine's RMSNorm and Linear apart, it fuses norms before a product alone")
+        if config.model.qk_layernorm and config.model.qk_layernorm_scope == "all_heads":
+            self.tell("q/k norms: ours, Transformer Engine's has no sum over tp ranks")
 
     def column_linear(self, linear: LinearSpec) -> nn.Module:
         return self._linear("column", linear, column_specs(linear, self.options))
