@@ -95,8 +95,8 @@ def flag_reasons(arguments: argparse.Namespace) -> list[str]:
         reasons.append("--layout is for --to hf")
     if arguments.eod_token is not None and arguments.tokenizer in (None, "none"):
         reasons.append("--eod-token goes with --tokenizer")
-    if arguments.chat_template == "messages" and arguments.tokenizer in (None, "none"):
-        reasons.append("--chat-template messages goes with --tokenizer")
+    if arguments.chat_template == "messages" and arguments.tokenizer == "none":
+        reasons.append("--chat-template messages goes with a tokenizer, not with --tokenizer none")
     if arguments.source == "hf" and arguments.tokenizer is not None:
         reasons.append("--tokenizer is for --from megacp: a Hugging Face folder brings its own")
     needed = {"safetensors": "it reads and writes weights", "jinja2": "it tries chat templates"}

@@ -30,6 +30,8 @@ def convert(request: Request) -> None:
         loaded, line = with_positions(loaded, request.max_positions)
         print(line)
         request = with_kept_tokenizer(request, loaded)
+    if request.chat_template == "messages" and request.tokenizer is None:
+        raise ValueError("--chat-template messages goes with --tokenizer: none lies beside the checkpoints of --input")
     with new_folder(request.output) as folder:
         written = WRITERS[request.target](loaded, folder, request)
         if request.verify and not verify(

@@ -91,7 +91,9 @@ GRIDS: dict[str, tuple[int, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ("tp", "pp") else []) for name in GRIDS]
+)
 def test_a_run_from_a_folder_has_the_bits_of_one_from_the_converted_checkpoint(
     name: str, folder: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -108,6 +110,7 @@ def test_a_run_from_a_folder_has_the_bits_of_one_from_the_converted_checkpoint(
     assert any(not torch.equal(start[key], first[key]) for key in first), "the run moved the weights"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["phi3", "smollm3", "olmo2"])
 def test_joined_tensors_and_other_decoders_start_on_ranks_too(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

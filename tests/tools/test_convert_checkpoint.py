@@ -309,6 +309,8 @@ def test_a_checkpoint_is_not_exported_without_its_own_tokenizer(
     (tmp_path / "b" / "tokenizer.json").unlink()
     assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c") == 2
     assert "was trained with a tokenizer: give it with --tokenizer" in capsys.readouterr().err
+    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", "--chat-template", "messages") == 2
+    assert "none lies beside the checkpoints of --input" in capsys.readouterr().err
     assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", "--tokenizer", "byte") == 2
     assert "--tokenizer byte is not the one" in capsys.readouterr().err
     assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", "--tokenizer", "none") == 0

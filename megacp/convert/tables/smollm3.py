@@ -74,5 +74,5 @@ FIELDS: list[Field] = [
     *TEXT_ALONE,
     Unsaid("qk_layernorm", False),
 ]
-HARMLESS = frozenset({"sliding_window"})
+HARMLESS = frozenset({"sliding_window", "max_window_layers"})
 """Without a meaning while `use_sliding_window` is false."""
