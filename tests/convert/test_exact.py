@@ -19,6 +19,8 @@ from megacp.batch import PackedBatch
 from megacp.config.run import RunConfig, with_values
 from megacp.convert.tables.architectures import LAYOUTS, of_config
 from megacp.convert.tables.mapping import Info, Mapped, whole
+from megacp.models.language import rotary_scaling
+from megacp.ops.rotary import inverse_frequencies
 from megacp.training.step import ParallelModel
 from tests.convert.models import MODELS
 from tests.ranks import grid, run_ranks
@@ -123,3 +125,22 @@ def test_loss_logits_and_gradients_are_those_of_the_library(
     for key, expected in gradients.items():  # a bias of keys without rotary embedding has no gradient but rounding
         scale = max(float(expected.abs().max()), floor)
         assert np.abs(summed[key] - expected.numpy()).max() <= 1e-10 * scale, key
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"truncate": False}, {"beta_fast": 20.0, "beta_slow": 2.0}, {"factor": 1.0}], ids=str
+)
+def test_yarn_frequencies_are_the_librarys_at_real_sizes(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of 128 and 32,768 positions: ends of the blend that are rounded the wrong way show here."""
+    import transformers
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768, **more}
+    theirs = transformers.Qwen3Config(head_dim=128, rope_parameters=rope)
+    with float32_is_float64(monkeypatch):
+        expected, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
+    model = with_values(RunConfig(), of_config(theirs.to_dict()).values(theirs.to_dict())).model
+    scaling = rotary_scaling(model)
+    found = inverse_frequencies(model.head_dim, model.rotary_base, scaling)
+    assert scaling.attention_factor == factor
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
