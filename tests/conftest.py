@@ -1,5 +1,6 @@
 """Settings of all tests: properties try the same examples every time, and no slow moment of the machine fails one."""
 
+import gc
 import json
 import os
 import random
@@ -11,6 +12,14 @@ from hypothesis import settings
 
 settings.register_profile("megacp", deadline=None, derandomize=True)
 settings.load_profile("megacp")
+
+gc.disable()  # while tests are collected: modules and their functions stay, and walking them takes a quarter of it
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays, and the collector need not walk it in every test."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")

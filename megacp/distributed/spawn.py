@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import os
 import shutil
@@ -48,6 +49,7 @@ def preloaded() -> list[str]:
 def _serve(rank: int, world_size: int, folder: str, threads: int, pipe: Connection) -> None:
     """A rank: runs what comes through the pipe until the pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    gc.freeze()  # what was imported before the fork stays: to walk it would copy its pages into this process
     with open(f"{folder}/stack_{rank}", "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         steady_heap()

@@ -167,24 +167,31 @@ def _planned(model: ParallelModel, world: int) -> RankMemory:
     return stage_memory(model.config, stage, stage_layers(model.config)[stage], world)
 
 
-def step_peak(rank: int, world: int, values: dict[str, Any]) -> tuple[int, RankMemory]:
-    """Most bytes that a rank holds in its second step, of those allocated since before the model was built."""
-    gc.collect()  # what an earlier call has left must not be let go under the profile
-    gc.freeze()  # modules and their functions need not be walked in every phase
+@contextlib.contextmanager
+def _only_what_comes() -> Iterator[None]:
+    """The collector runs when asked alone, and walks neither modules nor what an earlier call has left."""
+    gc.collect()
+    gc.freeze()
     gc.disable()
     try:
-        with _as_under_nccl(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-            model = _model(_config(values), world)
-            model.train(_rows(model, world, 1), 1, 1000.0)
-            rows = _rows(model, world, 2)
-            gc.collect()
-            start = time.time_ns()
-            assert model.train(rows, 2, 1000.0).verdict.update
-            end = time.time_ns()
-        planned = _planned(model, world)
+        yield
     finally:
         gc.unfreeze()
         gc.enable()
+
+
+@_only_what_comes()
+def step_peak(rank: int, world: int, values: dict[str, Any]) -> tuple[int, RankMemory]:
+    """Most bytes that a rank holds in its second step, of those allocated since before the model was built."""
+    with _as_under_nccl(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        model = _model(_config(values), world)
+        model.train(_rows(model, world, 1), 1, 1000.0)
+        rows = _rows(model, world, 2)
+        gc.collect()
+        start = time.time_ns()
+        assert model.train(rows, 2, 1000.0).verdict.update
+        end = time.time_ns()
+    planned = _planned(model, world)
     events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -194,6 +201,7 @@ def step_peak(rank: int, world: int, values: dict[str, Any]) -> tuple[int, RankM
     return peak, planned
 
 
+@_only_what_comes()
 def state_bytes(rank: int, world: int, values: dict[str, Any]) -> tuple[int, RankMemory]:
     """Bytes of the storages of parameters, gradients, moments and master weights, before the optimizer's update."""
     model = _model(_config(values), world)

@@ -126,7 +126,8 @@ def test_a_stop_asked_for_in_the_step_whose_plan_fails_saves_and_ends_as_a_failu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", [pytest.param(0, marks=pytest.mark.faults), 1])
+@pytest.mark.faults
+@pytest.mark.parametrize("where", [0, 1])
 def test_torchrun_tells_a_fault_of_the_step_in_which_a_stop_was_asked_for(tmp_path: Path, where: int) -> None:
     """Would catch a rank that is ended by the others before it has said why."""
     done = torchrun("stop without plans", str(where), "4", *SIX, "--save", str(tmp_path))
@@ -220,7 +221,7 @@ def test_a_rank_that_raises_ends_all_with_its_reason(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.parametrize("restarts", [pytest.param(0, marks=pytest.mark.faults), 1])
 def test_a_run_that_stops_by_the_clock_is_not_restarted(tmp_path: Path, restarts: int) -> None:
     """Would catch torchrun starting a run again that was asked to stop; without restarts the status says so."""
     flags = [*TINY, "--train-iters", "100000", "--exit-duration", "0.01", "--save", str(tmp_path), "--auto-resume"]
