@@ -306,6 +306,10 @@ def test_a_checkpoint_is_not_exported_without_its_own_tokenizer(
     assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b") == 0
     assert convert("megacp", "hf", tmp_path / "b", tmp_path / "beside") == 0, "the one beside it is its own"
     assert (tmp_path / "beside" / "tokenizer.json").read_bytes() == (tmp_path / "a" / "tokenizer.json").read_bytes()
+    with (tmp_path / "b" / "tokenizer.json").open("a") as stream:
+        stream.write("\n")  # another file than the run's
+    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c") == 2
+    assert "was trained with a tokenizer: give it with --tokenizer" in capsys.readouterr().err
     (tmp_path / "b" / "tokenizer.json").unlink()
     assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c") == 2
     assert "was trained with a tokenizer: give it with --tokenizer" in capsys.readouterr().err
