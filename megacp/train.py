@@ -14,8 +14,9 @@ import io
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from megacp.backends.apex import describe_apex
@@ -23,10 +24,11 @@ from megacp.backends.select import backend_problems
 from megacp.checkpoint.agree import reason_of
 from megacp.config.checks.check import require
 from megacp.config.cli import given_names, parse
-from megacp.config.run import RunConfig
+from megacp.config.run import RunConfig, with_values
 from megacp.config.smaller_grid import largest_grid
+from megacp.convert.start import FolderStart, open_start
 from megacp.distributed import launch
-from megacp.distributed.grid import GridShape
+from megacp.distributed.grid import GridShape, ProcessGrid
 from megacp.distributed.supervision.failure_report import report_failure
 from megacp.distributed.supervision.meeting import Meeting
 from megacp.distributed.supervision.spare import tell_spares, wait_as_spare
@@ -36,9 +38,9 @@ from megacp.models.build import grid_shape, stage_layers
 from megacp.monitor.console import ends_with_its_reader
 from megacp.planner.report import describe
 from megacp.training.agreement import AlikeError, require_agreement, require_shared_folder, statement
-from megacp.training.sources import Sources, open_sources
+from megacp.training.sources import Sources, open_sources, with_stored_length
 from megacp.training.stopping import STOPPED
-from megacp.training.stored import with_stored_model
+from megacp.training.stored import resumes, with_stored_model
 from megacp.training.trainer import Trainer
 
 REFUSED = 2
@@ -58,6 +60,8 @@ class Plan:
     config: RunConfig
     sources: Sources
     shape: GridShape
+    start: FolderStart | None = None
+    """The Hugging Face folder that its weights come from."""
 
 
 def prepare(config: RunConfig, world_size: int, device_type: str | None = None) -> tuple[RunConfig, Sources]:
@@ -82,9 +86,12 @@ def dry_run(config: RunConfig) -> str:
 
 def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
     """What these flags ask of this rank; None when they ask for a report, which is printed. Raises ValueError."""
-    config, note = with_stored_model(_parsed(arguments, world), given_names(arguments))
-    if note and world.rank == 0:
-        print(note, flush=True)
+    given = given_names(arguments)
+    config, note = with_stored_model(_parsed(arguments, world), given)
+    config, start, other = _started(config, given, world.rank)
+    config, length = with_stored_length(config, given)
+    for line in filter(None, (note, other, length) if world.rank == 0 else ()):
+        print(line, flush=True)
     if config.dry_run:
         report = dry_run(config)
         with ends_with_its_reader():
@@ -92,7 +99,20 @@ def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
         return None
     config, ranks = largest_grid(config, world.size)
     config, sources = prepare(config, ranks, launch.device_type(world))
-    return Plan(config, sources, grid_shape(config, ranks))
+    if start is not None:
+        start.require_tokenizer(sources, config.data.data_path)
+    return Plan(config, sources, grid_shape(config, ranks), start)
+
+
+def _started(config: RunConfig, given: Collection[str], rank: int) -> tuple[RunConfig, FolderStart | None, str]:
+    """The config with the model of --load-hf, its start, and a note; a run that goes on reads nothing there."""
+    folder = config.checkpoint.load_hf
+    if folder is None or config.checkpoint.load is not None:  # both are refused by `require`
+        return config, None, ""
+    if resumes(config):
+        note = f"--auto-resume goes on from {config.checkpoint.save}: --load-hf {folder} is not read"
+        return with_values(config, dict.fromkeys(("load_hf", "vision_from_hf", "ignore_field"))), None, note
+    return open_start(config, given, check_sums=rank == 0)
 
 
 def _parsed(arguments: Sequence[str], world: launch.World) -> RunConfig:
@@ -159,7 +179,9 @@ def _agree(plan: Plan, world: launch.World) -> Meeting:
     """Meet the other ranks; ValueError on all alike unless all would run the same and see the same directory."""
     meeting = launch.meet(world, 60.0 * plan.config.parallel.distributed_timeout_minutes)
     try:
-        require_agreement(meeting, statement(plan.config, plan.sources, launch.device_type(world)))
+        stated = statement(plan.config, plan.sources, launch.device_type(world))
+        known = plan.start.weights.fingerprint if plan.start is not None else "none"
+        require_agreement(meeting, {**stated, "the fingerprint of --load-hf": known})
     except ValueError:
         meeting.heard_by_all("start")
         raise
@@ -182,7 +204,7 @@ def _train(plan: Plan, meeting: Meeting, world: launch.World) -> int:
         nccl = grid.world.backend == "nccl"
         with Watch(grid, 60.0 * _SHARE_BEFORE_NCCL_ENDS * minutes if nccl else None):
             try:
-                trainer = Trainer(plan.config, grid, plan.sources)
+                trainer = trainer_of(plan, grid)
             except ValueError as error:
                 report_failure(error, "the start", grid.world)  # left for ranks that see no reason of their own
                 status = _refused(str(error), world, alike=False)
@@ -195,6 +217,16 @@ def _train(plan: Plan, meeting: Meeting, world: launch.World) -> int:
         return status
     finally:
         tell_spares(meeting, plan.shape.world_size, status)
+
+
+def trainer_of(plan: Plan, grid: ProcessGrid) -> Trainer:
+    """The trainer; what an export needs of a Hugging Face folder is put beside the run's checkpoints."""
+    if plan.start is None:
+        return Trainer(plan.config, grid, plan.sources)
+    trainer = Trainer(plan.config, grid, plan.sources, plan.start.weights)
+    if grid.rank == 0 and plan.config.checkpoint.save is not None:
+        plan.start.keep(Path(plan.config.checkpoint.save))
+    return trainer
 
 
 def _refused(problem: str, world: launch.World, alike: bool) -> int:

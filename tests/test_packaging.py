@@ -19,7 +19,7 @@ from tests.data.media.pictures import TINY, encoded, noise
 
 ROOT = Path(__file__).resolve().parents[1]
 EXTRAS_OF = {
-    "train": {"data", "log", "gpu"},
+    "train": {"data", "log", "gpu", "hf"},
     "preprocess": {"data"},
     "convert": {"data", "gpu", "hf"},
     "generate": {"data", "gpu"},

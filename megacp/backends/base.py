@@ -58,17 +58,21 @@ class Backend(Protocol):
     def row_linear(self, linear: LinearSpec) -> nn.Module:
         """Module of `x[t, f/tp] -> y[t/tp, h]`, the one tensor cut by columns."""
 
-    def norm_column_linear(self, norm: NormSpec, linear: LinearSpec) -> nn.Module:
-        """`norm` and `column_linear` as one module of `(x[t/tp, h], remember) -> y[t, f/tp]`."""
+    def norm_column_linear(self, norm: NormSpec | None, linear: LinearSpec) -> nn.Module:
+        """`norm` (None: none) and `column_linear` as one module of `(x[t/tp, h], remember) -> y[t, f/tp]`."""
 
-    def norm_mlp(self, norm: NormSpec, gate_up: LinearSpec, down: LinearSpec) -> nn.Module:
-        """`norm`, column linear, SwiGLU and row linear as one module of `(x[t/tp, h], remember) -> [t/tp, h]`.
+    def norm_mlp(self, norm: NormSpec | None, gate_up: LinearSpec, down: LinearSpec) -> nn.Module:
+        """`norm` (None: none), column linear, SwiGLU and row linear as one module of `(x[t/tp, h], remember) ->
+        [t/tp, h]`.
 
         Both linears have biases, or neither.
         """
 
     def norm(self, norm: NormSpec, *, over_heads: bool = False) -> nn.Module:
         """RMSNorm over the last dim; `over_heads` when tp ranks apply it to different heads of the same tokens."""
+
+    def column_norm(self, norm: NormSpec) -> nn.Module:
+        """RMSNorm of `y[t, f/tp]`, what a column linear gives: over the columns of all tp ranks together."""
 
     def layer_norm(self, norm: NormSpec) -> nn.Module:
         """LayerNorm with a bias over the last dim."""

@@ -16,18 +16,18 @@ from megacp.ops.activation import swiglu
 class NormLinear(nn.Module):
     """`x[t/tp, h] -> linear(norm(x))`: see `Backend.norm_column_linear`."""
 
-    def __init__(self, norm: nn.Module, linear: nn.Module) -> None:
+    def __init__(self, norm: nn.Module | None, linear: nn.Module) -> None:
         super().__init__()
         self.norm, self.linear = norm, linear
 
     def forward(self, x: torch.Tensor, remember: Remember) -> torch.Tensor:
-        return self.linear(remember(self.norm, x))
+        return self.linear(x if self.norm is None else remember(self.norm, x))
 
 
 class NormMLP(nn.Module):
     """`x[t/tp, h] -> [t/tp, h]`: norm, gate and up in one product, SwiGLU, down; see `Backend.norm_mlp`."""
 
-    def __init__(self, norm: nn.Module, gate_up: nn.Module, down: nn.Module) -> None:
+    def __init__(self, norm: nn.Module | None, gate_up: nn.Module, down: nn.Module) -> None:
         super().__init__()
         self.norm, self.gate_up, self.down = norm, gate_up, down
 
@@ -36,4 +36,4 @@ class NormMLP(nn.Module):
 
     def wide(self, x: torch.Tensor, remember: Remember) -> torch.Tensor:
         """What the last product multiplies, `[t, f/tp]`."""
-        return remember(swiglu, self.gate_up(remember(self.norm, x)))
+        return remember(swiglu, self.gate_up(x if self.norm is None else remember(self.norm, x)))

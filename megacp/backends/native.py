@@ -32,6 +32,7 @@ from megacp.tensor_parallel.linear import (
     RowParallelLinear,
     replicated_spec,
 )
+from megacp.tensor_parallel.norm import ColumnNorm
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -99,11 +100,12 @@ class NativeBackend:
     def row_linear(self, linear: LinearSpec) -> nn.Module:
         return RowParallelLinear(linear, self.options)
 
-    def norm_column_linear(self, norm: NormSpec, linear: LinearSpec) -> nn.Module:
-        return NormLinear(self.norm(norm), self.column_linear(linear))
+    def norm_column_linear(self, norm: NormSpec | None, linear: LinearSpec) -> nn.Module:
+        return NormLinear(None if norm is None else self.norm(norm), self.column_linear(linear))
 
-    def norm_mlp(self, norm: NormSpec, gate_up: LinearSpec, down: LinearSpec) -> nn.Module:
-        return self.tiled(NormMLP(self.norm(norm), self.column_linear(gate_up), self.row_linear(down)))
+    def norm_mlp(self, norm: NormSpec | None, gate_up: LinearSpec, down: LinearSpec) -> nn.Module:
+        first = None if norm is None else self.norm(norm)
+        return self.tiled(NormMLP(first, self.column_linear(gate_up), self.row_linear(down)))
 
     def tiled(self, mlp: nn.Module) -> nn.Module:
         """A `norm_mlp` over tiles of tokens, where `--mlp-chunk-tokens` asks for them."""
@@ -111,6 +113,9 @@ class NativeBackend:
 
     def norm(self, norm: NormSpec, *, over_heads: bool = False) -> nn.Module:
         return RMSNorm(norm, True if over_heads else None, self.options)
+
+    def column_norm(self, norm: NormSpec) -> nn.Module:
+        return ColumnNorm(norm.name, norm.size, norm.epsilon, self.options)
 
     def layer_norm(self, norm: NormSpec) -> nn.Module:
         return LayerNorm(norm, self.options)

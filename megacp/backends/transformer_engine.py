@@ -1,7 +1,8 @@
 """The Transformer Engine backend: NVIDIA's linears and norms, fused, its attention with context parallelism, FP8.
 
 Parameters carry the same specs (names, pieces, reductions) as the native ones, so initialisation, buckets, optimizer
-and checkpoints cannot tell the backends apart. Vocabulary tables, LayerNorm and replicated parameters stay native;
+and checkpoints cannot tell the backends apart. Vocabulary tables, LayerNorm, norms over the heads of several ranks and
+replicated parameters stay native;
 vision towers stay out of 8 bits. A row with another mask or order than its attention takes uses our transports, and one
 line says why. Weights stay in 16 bits: no other backend could read 8-bit ones from a checkpoint.
 
@@ -225,6 +226,10 @@ class TransformerEngineBackend(NativeBackend):
             self.tell("fp8: delayed scales begin at 1 here, also in a resumed run: they are in no checkpoint")
         if self.apart:
             self.tell("layers: Transformer Engine's RMSNorm and Linear apart, --recompute-granularity is selective")
+        elif config.model.norm_position == "after":
+            self.tell("layers: Transformer Engine's RMSNorm and Linear apart, it fuses norms before a product alone")
+        if config.model.qk_layernorm and config.model.qk_layernorm_scope == "all_heads":
+            self.tell("q/k norms: ours, Transformer Engine's has no sum over tp ranks")
 
     def column_linear(self, linear: LinearSpec) -> nn.Module:
         return self._linear("column", linear, column_specs(linear, self.options))
@@ -239,8 +244,8 @@ class TransformerEngineBackend(NativeBackend):
             self.options.attach(layer.linear.bias, specs[1])
         return HighPrecision(layer) if self.in_tower and self.fp8 != "off" else layer
 
-    def norm_column_linear(self, norm: NormSpec, linear: LinearSpec) -> nn.Module:
-        if self.apart:
+    def norm_column_linear(self, norm: NormSpec | None, linear: LinearSpec) -> nn.Module:
+        if norm is None or self.apart:
             return super().norm_column_linear(norm, linear)
         from transformer_engine.pytorch import LayerNormLinear
 
@@ -256,9 +261,9 @@ class TransformerEngineBackend(NativeBackend):
         specs = {"layer_norm_weight": self._norm_spec(norm), "weight": weight}
         return self._fused(layer, specs | ({"bias": bias} if linear.bias else {}))
 
-    def norm_mlp(self, norm: NormSpec, gate_up: LinearSpec, down: LinearSpec) -> nn.Module:
+    def norm_mlp(self, norm: NormSpec | None, gate_up: LinearSpec, down: LinearSpec) -> nn.Module:
         """A rank's `fc1_weight` holds its rows of `gate` above those of `up`, as ours."""
-        if self.apart:
+        if norm is None or self.apart:
             return super().norm_mlp(norm, gate_up, down)
         from transformer_engine.pytorch import LayerNormMLP
 

@@ -5,10 +5,10 @@
     python tools/convert_checkpoint.py --from hf --to megacp --input Qwen3-0.6B --output start --verify
     python tools/convert_checkpoint.py --from hf --to hf --input Molmo2-8B --output native --layout native
 
-Llama, Qwen3 and Molmo2. Everything is written to a folder beside --output, which is renamed when all is well. The
-conversion ends at a tensor that is missing, unexpected or of another shape. So it does at a field that the other side
-cannot express, or a tokenizer that gives other ids. Exit status: 0 done, 1 --verify found a difference, 2 refused with
-one message.
+Llama, Mistral, Phi-3, Qwen2, Qwen3, OLMo2, SmolLM3 and Molmo2. Everything is written to a folder beside --output, which
+is renamed when all is well. The conversion ends at a tensor that is missing, unexpected or of another shape. So it does
+at a field that the other side cannot express, or a tokenizer that gives other ids. Exit status: 0 done, 1 --verify
+found a difference, 2 refused with one message.
 """
 
 from __future__ import annotations
@@ -68,6 +68,13 @@ def arguments_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="positions that the model is for (default: as its config says, else the run's --seq-length)",
     )
+    parser.add_argument(
+        "--ignore-field",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a field of config.json that is not known here and does not change the model; may be given again",
+    )
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the weights (default: as they are)")
     parser.add_argument(
         "--accept-ties",
@@ -88,8 +95,8 @@ def flag_reasons(arguments: argparse.Namespace) -> list[str]:
         reasons.append("--layout is for --to hf")
     if arguments.eod_token is not None and arguments.tokenizer in (None, "none"):
         reasons.append("--eod-token goes with --tokenizer")
-    if arguments.chat_template == "messages" and arguments.tokenizer in (None, "none"):
-        reasons.append("--chat-template messages goes with --tokenizer")
+    if arguments.chat_template == "messages" and arguments.tokenizer == "none":
+        reasons.append("--chat-template messages goes with a tokenizer, not with --tokenizer none")
     if arguments.source == "hf" and arguments.tokenizer is not None:
         reasons.append("--tokenizer is for --from megacp: a Hugging Face folder brings its own")
     needed = {"safetensors": "it reads and writes weights", "jinja2": "it tries chat templates"}
@@ -103,6 +110,8 @@ def flag_reasons(arguments: argparse.Namespace) -> list[str]:
         reasons.append(f"--max-position-embeddings {arguments.max_position_embeddings}: must be at least 1")
     if arguments.max_position_embeddings is not None and (arguments.source, arguments.target) != ("megacp", "hf"):
         reasons.append("--max-position-embeddings is for --from megacp --to hf: a Hugging Face config has its own")
+    if arguments.ignore_field and arguments.source != "hf":
+        reasons.append("--ignore-field is for --from hf: it names fields of a config.json")
     if arguments.max_shard_size < 1:
         reasons.append(f"--max-shard-size {arguments.max_shard_size}: must be at least 1")
     return reasons
@@ -129,6 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         eod_token=arguments.eod_token,
         chat_template=arguments.chat_template,
         accept_ties=arguments.accept_ties,
+        ignored=tuple(arguments.ignore_field),
     )
     try:
         again_when_removed(arguments.input, lambda: convert(request))

@@ -22,7 +22,7 @@ class DataConfig:
     """Packed dataset directory for the validation loss."""
 
     seq_length: Positive[int] = 512
-    """Tokens of one pack."""
+    """Tokens of one pack; a run takes those of --data-path where no flag says how many."""
 
     attention_mask: Literal["packed", "causal"] = "packed"
     """packed: documents of a pack do not see each other; causal: the whole pack is one document."""

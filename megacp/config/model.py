@@ -1,10 +1,12 @@
 """The architecture of the language model: a decoder with RMSNorm, rotary embedding, grouped queries and SwiGLU.
 
-Llama, Qwen3 and the text tower of Molmo2 are settings of it. No field speaks of ranks.
+Llama, Mistral, Phi-3, Qwen2, Qwen3, OLMo2, SmolLM3 and the text tower of Molmo2 are settings of it. No field speaks of
+ranks.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -43,9 +45,9 @@ class ModelConfig:
     rotary_base: Annotated[float, Range(1, low_open=True)] = 10000.0
     """Theta of the rotary position embedding."""
 
-    rope_scaling: Literal["none", "linear", "llama3"] = "none"
-    """Stretching of rotary frequencies for longer contexts: linear divides positions, llama3 only the slow
-    frequencies.
+    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    """Stretching of rotary frequencies for longer contexts: linear divides positions, llama3 and yarn only the slow
+    frequencies; yarn also scales the attention scores.
     """
 
     rope_scaling_factor: Annotated[float, Range(1)] = 1.0
@@ -58,7 +60,31 @@ class ModelConfig:
     """llama3 scaling: wavelengths below original positions / this factor are left alone."""
 
     rope_original_max_positions: Positive[int] = 8192
-    """llama3 scaling: the context length the model was first trained with."""
+    """llama3 and yarn scaling: the context length the model was first trained with."""
+
+    beta_fast: AboveZero[float] = 32.0
+    """yarn scaling: frequencies that turn more often than this over the original positions are left alone."""
+
+    beta_slow: AboveZero[float] = 1.0
+    """yarn scaling: frequencies that turn less often than this over the original positions are stretched fully."""
+
+    mscale: AboveZero[float | None] = None
+    """yarn scaling: weight of the factor's logarithm in the numerator of the attention factor; with --mscale-all-dim.
+    """
+
+    mscale_all_dim: AboveZero[float | None] = None
+    """yarn scaling: the same in the denominator."""
+
+    rope_attention_factor: AboveZero[float | None] = None
+    """yarn scaling: factor on cosines and sines (default: 0.1 ln(--rope-scaling-factor) + 1, or by the mscales)."""
+
+    yarn_correction_range_round_to_int: bool = True
+    """yarn scaling: round the two ends of the blended frequencies outwards."""
+
+    no_rope_freq: str | None = None
+    """Layers without rotary embedding: N leaves it out of every N-th layer (4: the 4th, the 8th, ...); a pattern like
+    [0,0,1] repeats over the layers, 1 is one without.
+    """
 
     max_position_embeddings: Positive[int | None] = None
     """Positions that the model is for, as an exported config says (default: --seq-length); changes no computation."""
@@ -67,7 +93,13 @@ class ModelConfig:
     """Epsilon inside RMSNorm."""
 
     qk_layernorm: bool = False
-    """RMSNorm on each head of q and k before the rotary embedding (Qwen3)."""
+    """RMSNorm on q and k before the rotary embedding (Qwen3, OLMo2)."""
+
+    qk_layernorm_scope: Literal["head", "all_heads"] = "head"
+    """What --qk-layernorm norms: each head by itself (Qwen3), or all heads of a token together (OLMo2)."""
+
+    norm_position: Literal["before", "after"] = "before"
+    """Where the norms of a block stand: before attention and MLP, or after them, before the residual sum (OLMo2)."""
 
     add_qkv_bias: bool = False
     """Bias on the query, key and value projections (Qwen2, Molmo2)."""
@@ -90,6 +122,9 @@ class ModelConfig:
     make_vocab_size_divisible_by: Positive[int] = 8
     """Rows of the vocabulary on each tp rank are padded to a multiple of it; padding is in no checkpoint."""
 
+    hf_model_type: str | None = None
+    """The `model_type` that an exported config has (default: the first that can say these options)."""
+
     @property
     def head_dim(self) -> int:
         """Width of one head: `kv_channels`, or hidden size / heads."""
@@ -104,3 +139,19 @@ class ModelConfig:
     def query_groups(self) -> int:
         """Number of key/value heads: `num_query_groups`, or the number of heads."""
         return self.num_query_groups if self.num_query_groups is not None else self.num_attention_heads
+
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer has the rotary embedding. ValueError for a `no_rope_freq` that is neither form."""
+        pattern = no_rope_pattern(self.no_rope_freq)
+        return not pattern[layer % len(pattern)]
+
+
+def no_rope_pattern(text: str | None) -> tuple[bool, ...]:
+    """Which layers of a repeating pattern have no rotary embedding. ValueError when `text` is no `no_rope_freq`."""
+    if text is None:
+        return (False,)
+    if re.fullmatch(r"[1-9]\d{0,3}", text):
+        return (*[False] * (int(text) - 1), True)
+    if re.fullmatch(r"\[\s*[01](\s*,\s*[01])*\s*\]", text):
+        return tuple(digit == "1" for digit in re.findall("[01]", text))
+    raise ValueError(f"--no-rope-freq {text}: expected N above 0 or a pattern of 0 and 1 like [0,0,0,1]")

@@ -140,9 +140,22 @@ class CheckpointConfig:
     load: str | None = None
     """Checkpoint directory to resume from, on this or any other grid."""
 
+    load_hf: str | None = None
+    """Hugging Face folder whose model, weights and tokenizer the run starts from, at step 0 with a fresh optimizer. It
+    is not read again once --auto-resume finds a checkpoint in --save.
+    """
+
+    vision_from_hf: str | None = None
+    """Molmo2 folder whose vision tower is added to the text model of --load-hf, with what fits of its connector; `none`
+    adds a new one of the --vision flags. The embedding gets rows for image tokens (--additional-vocab-size, 128).
+    """
+
+    ignore_field: str | None = None
+    """Fields of the config.json of --load-hf that are not known here and change nothing, with commas between."""
+
     auto_resume: bool = False
     """Go on from the newest checkpoint in --save, for runs that are restarted (torchrun --max-restarts, a job queue).
-    Only when no checkpoint was ever written there, start from --load or from step 0, and say so.
+    Only when no checkpoint was ever written there, start from --load, --load-hf or step 0, and say so.
     """
 
     finetune: bool = False

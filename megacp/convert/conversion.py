@@ -11,12 +11,11 @@ from pathlib import Path
 from megacp.checkpoint.commit import RemovedError
 from megacp.checkpoint.directory import is_step_name
 from megacp.checkpoint.manifest import MANIFEST_FILE
-from megacp.convert.export import Request, with_positions, write_checkpoint, write_hf
+from megacp.convert.export import Request, with_kept_tokenizer, with_positions, write_checkpoint, write_hf
 from megacp.convert.hf_files import new_folder
 from megacp.convert.source import CONFIG, Loaded, read_checkpoint, read_hf
 from megacp.convert.verify import verify
 
-READERS = {"hf": read_hf, "megacp": read_checkpoint}
 WRITERS = {"hf": write_hf, "megacp": write_checkpoint}
 
 
@@ -30,9 +29,14 @@ def convert(request: Request) -> None:
     if request.target == "hf" and loaded.checkpoint is not None:
         loaded, line = with_positions(loaded, request.max_positions)
         print(line)
+        request = with_kept_tokenizer(request, loaded)
+    if request.chat_template == "messages" and request.tokenizer is None:
+        raise ValueError("--chat-template messages goes with --tokenizer: none lies beside the checkpoints of --input")
     with new_folder(request.output) as folder:
         written = WRITERS[request.target](loaded, folder, request)
-        if request.verify and not verify(loaded, READERS[request.target](folder), request):
+        if request.verify and not verify(
+            loaded, (read_hf if request.target == "hf" else read_checkpoint)(folder), request
+        ):
             raise OtherModelError
     size = sum(math.prod(info.shape) for info in written.values())
     print(f"{request.output}: {loaded.architecture.name}, {len(written)} tensors, {size:,} parameters")
@@ -43,7 +47,9 @@ def read_input(request: Request) -> Loaded:
     path = request.input
     try:
         refuse_other_input(path, request.source)
-        return READERS[request.source](path, request.architecture)
+        if request.source == "megacp":
+            return read_checkpoint(path, request.architecture)
+        return read_hf(path, request.architecture, request.ignored)
     except RemovedError:  # the caller tries again
         raise
     except (ValueError, OSError) as error:

@@ -26,14 +26,13 @@ from megacp.convert.chat import write_chat_template
 from megacp.convert.source import Loaded, refuse_unread, require_all
 from megacp.convert.tables.architectures import LAYOUTS, token_fields, token_ids
 from megacp.convert.tables.mapping import Info, Mapped, Source, in_dtype, num_bytes, one_dtype
-from megacp.convert.tokenizer import COMPANIONS, Given, write_tokenizer
+from megacp.convert.tokenizer import COMPANIONS, Given, tokenizer_files, write_tokenizer
 from megacp.data.media.geometry import TOKEN_TEXTS
 from megacp.data.tokenize.tokenizer import PROBE, Tokenizer, load_tokenizer
 from megacp.distributed.grid import GridShape, build_grid
 from megacp.training.state import first_token, stored_progress
 
 _DTYPES = ("float32", "bfloat16", "float64")
-_TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 _NOT_COPIED = ("config.json", hf_files.INDEX, hf_files.SUMS)
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth", ".pt", ".ckpt")
 _NOT_COPIED_SUFFIXES = (*_WEIGHTS, ".py", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -71,6 +70,8 @@ class Request:
     """As given there: the token that ends a document, by its text, where the tokenizer's files do not say."""
     chat_template: str = "auto"
     """One of `chat.CHOICES`."""
+    ignored: tuple[str, ...] = ()
+    """Fields of a config.json that have no row and are said to change nothing."""
     accept_ties: bool = False
     """Of a Unigram tokenizer (`convert.tokenizer.refuse_difference`)."""
 
@@ -161,6 +162,19 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> tuple[dict[
     return {key: generation.get(key) if i is None else i for key, i in ids.items()}, notes
 
 
+def with_kept_tokenizer(request: Request, loaded: Loaded) -> Request:
+    """The request with the tokenizer beside a run's checkpoints, where it names none and that one is the run's."""
+    if request.tokenizer is not None or loaded.checkpoint is None:
+        return request
+    folder, expected = loaded.folder.parent, loaded.checkpoint.extra.get("tokenizer_sha256", "")
+    names = tokenizer_files(folder)
+    path = ",".join(str(folder / name) for name in names)
+    if not (expected and names) or load_tokenizer(path, engine="reference").sha256 != expected:
+        return request
+    print(f"tokenizer: {path}, the run's own")
+    return dataclasses.replace(request, tokenizer=path)
+
+
 def given_tokenizer(loaded: Loaded, checkpoint: LoadedCheckpoint, request: Request) -> Tokenizer | None:
     """The tokenizer of a checkpoint, beginning texts as training did. ValueError for another one or none."""
     given, expected = request.tokenizer, checkpoint.extra.get("tokenizer_sha256", "")
@@ -232,13 +246,10 @@ def write_checkpoint(loaded: Loaded, folder: Path, request: Request) -> dict[str
     it; shape and dtype of its tensors.
     """
     source = in_dtype(loaded.source, request.dtype)
-    dtype = _name(one_dtype(source))
-    if dtype not in _DTYPES:
-        raise ValueError(f"the weights are {dtype}, runs of megacp have {', '.join(_DTYPES)}: choose with --dtype")
-    config = with_values(loaded.config, {"dtype": dtype})
+    config = with_values(loaded.config, {"dtype": model_dtype(source)})
     rules = loaded.rules.to_dict() if loaded.rules is not None else None
-    sha256 = _copy_tokenizer(loaded, folder)
-    _keep_generation(loaded, folder)
+    sha256 = copy_tokenizer(loaded, folder)
+    keep_generation(loaded, folder)
     boxes = [
         TensorBox(f"{MODEL}.{name}", info.shape, (0,) * len(info.shape), cast(torch.Tensor, Lazy(source, name)))
         for name, info in source.infos.items()
@@ -249,7 +260,15 @@ def write_checkpoint(loaded: Loaded, folder: Path, request: Request) -> dict[str
     return dict(source.infos)
 
 
-def _keep_generation(loaded: Loaded, folder: Path) -> None:
+def model_dtype(source: Source) -> str:
+    """The `--dtype` of weights. ValueError where no run has such weights."""
+    dtype = _name(one_dtype(source))
+    if dtype not in _DTYPES:
+        raise ValueError(f"the weights are {dtype}, runs of megacp have {', '.join(_DTYPES)}: choose with --dtype")
+    return dtype
+
+
+def keep_generation(loaded: Loaded, folder: Path) -> None:
     """Copy a folder's generation settings; where it has none, write the special ids of its config."""
     given = loaded.folder / _GENERATION
     if given.is_file():
@@ -263,10 +282,10 @@ def _keep_generation(loaded: Loaded, folder: Path) -> None:
         hf_files.write_json(folder / _GENERATION, ids)
 
 
-def _copy_tokenizer(loaded: Loaded, folder: Path) -> str:
+def copy_tokenizer(loaded: Loaded, folder: Path) -> str:
     """Copy the tokenizer that a folder brings; its hash as a run records it, or nothing where there is none."""
-    names = next((n for n in _TOKENIZERS if all((loaded.folder / name).is_file() for name in n)), None)
-    if names is None:
+    names = tokenizer_files(loaded.folder)
+    if not names:
         return ""
     refuse_unread(loaded.folder)
     tokenizer = load_tokenizer(",".join(str(loaded.folder / name) for name in names), engine="reference")

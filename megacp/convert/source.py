@@ -7,7 +7,7 @@ against their config, so each writer takes either.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,13 +114,16 @@ def read_checkpoint(path: Path, wanted: str = "auto") -> Loaded:
     return Loaded(loaded.path, architecture, source, config, rules, loaded)
 
 
-def read_hf(path: Path, wanted: str = "auto") -> Loaded:
-    """A Hugging Face folder. ValueError names the field, file or tensor that cannot be taken."""
+def read_hf(path: Path, wanted: str = "auto", ignored: Collection[str] = (), *, check_sums: bool = True) -> Loaded:
+    """A Hugging Face folder; `ignored` as in `Architecture.values`, `check_sums`: whether to hash the files that
+    SHA256SUMS lists. ValueError names the field, file or tensor that cannot be taken.
+    """
     content = hf_files.read_json(path / CONFIG)
-    hf_files.check_sums(path)
+    if check_sums:
+        hf_files.check_sums(path)
     architecture = of_config(content, wanted)
-    values = architecture.values(content)
-    config = with_values(RunConfig(), values)
+    values = architecture.values(content, ignored)
+    config = with_values(RunConfig(), {**values, "hf_model_type": architecture.name})
     if reasons := check(config, 1):
         raise ValueError(f"{path / CONFIG} describes a model that no run can have: {'; '.join(reasons)}")
     weights = hf_files.SafetensorsFolder(path)

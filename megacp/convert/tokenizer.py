@@ -23,6 +23,7 @@ from megacp.files import read_regular
 
 CLASS = "PreTrainedTokenizerFast"
 BYTE_EOS = "<|endoftext|>"
+_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 COMPANIONS = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
 """Files that may lie beside a tokenizer and go with it."""
 LARGEST = 512 << 20
@@ -237,3 +238,8 @@ def symbol_texts(given: Given, model: Model | None) -> list[str]:
     controls = set(model.of_kind(CONTROL))
     names = ["<unk>", "<0x41>", "a <0x0A> b", "\u2581", " \u2581\u2581 a\u2581", "a \u2581"]
     return found + [text for text in names if text not in controls]
+
+
+def tokenizer_files(folder: Path) -> tuple[str, ...]:
+    """Names of the files that are a folder's tokenizer; none where it has none."""
+    return next((names for names in _FILES if all((folder / name).is_file() for name in names)), ())

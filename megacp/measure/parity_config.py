@@ -75,6 +75,20 @@ MODELS: dict[str, dict[str, Value]] = {
         "rope_original_max_positions": 64,
     },
     "tiny_qwen3": {**_SIZES, "qk_layernorm": True, "kv_channels": 16},
+    "tiny_olmo2": {
+        **_SIZES,
+        "norm_position": "after",
+        "qk_layernorm": True,
+        "qk_layernorm_scope": "all_heads",
+        "untie_embeddings_and_output_weights": True,
+    },
+    "tiny_smollm3": {
+        **_SIZES,
+        "no_rope_freq": "2",
+        "rope_scaling": "yarn",
+        "rope_scaling_factor": 4.0,
+        "rope_original_max_positions": 16,
+    },
     "tiny_biased": {
         **_SIZES,
         "qk_layernorm": True,
@@ -85,8 +99,8 @@ MODELS: dict[str, dict[str, Value]] = {
     },
     "tiny_vlm": {**_SIZES, "untie_embeddings_and_output_weights": True, "additional_vocab_size": 8, **_TOWER},
 }
-"""Models by name: the plain decoder (tied, grouped queries), Llama's and Qwen3's options, every bias with dropout, and
-a decoder with a vision tower.
+"""Models by name: the plain decoder (tied, grouped queries), options of Llama, Qwen3, OLMo2 and SmolLM3 (with YaRN),
+every bias with dropout, and a decoder with a vision tower.
 """
 _FIXED_BY_PACKS = {"vocab_size", "vision_patch_size", "vision_image_size"}
 """Flags that stored packs fix: each of their ids has a row, their images have this size."""

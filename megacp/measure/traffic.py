@@ -117,7 +117,8 @@ def tensor_bytes(config: RunConfig, world_size: int, chunks: Sequence[range], ro
     layer has four all-reduces of t h elements, the embedding and the head one each. No norm is partial then, but
     per-head q/k norms are. With `--mlp-chunk-tokens` the products see tiles: gathered once more in backward (1 V a
     layer), or one of the MLP's all-reduces for each tile. The loss exchanges two wide numbers a token with every peer,
-    chunk by chunk: (tp - 1) 2 t w.
+    chunk by chunk: (tp - 1) 2 t w. A q/k norm over all heads sums a wide number a token for q and
+    for k, each way.
     """
     model, p = config.model, config.parallel
     tp, size, wide = p.tensor_model_parallel_size, config.training.element_bytes, config.training.accumulation_bytes
@@ -139,7 +140,9 @@ def tensor_bytes(config: RunConfig, world_size: int, chunks: Sequence[range], ro
             tiled = sum(all_reduce_bytes(rows * model.hidden_size, tp, size) for rows in tiles)
             total += (2 * layers + first + last) * whole + 2 * layers * tiled
         total += last * (tp - 1) * 2 * tokens * wide
-    partial = layers * model.qk_layernorm * 2 * model.head_dim
+        if model.qk_layernorm and model.qk_layernorm_scope == "all_heads":  # q and k, forward and backward
+            total += 4 * layers * all_reduce_bytes(tokens, tp, wide)
+    partial = layers * 2 * model.head_dim * (model.qk_layernorm and model.qk_layernorm_scope == "head")
     if p.sequence_parallel:
         partial += model.hidden_size * (layers * (2 + model.add_attention_output_bias + model.add_mlp_bias) + last)
     shard = 0 if config.vision.freeze_text else partial // sharing_ranks(config, world_size)

@@ -1,4 +1,4 @@
-"""One decoder block: pre-norm attention and MLP with residuals, dropout and recomputation.
+"""One decoder block: attention and MLP, norms before or after them, with residuals, dropout and recomputation.
 
 The body says which values it would remember. The recompute granularity is chosen once, outside of it.
 """
@@ -42,10 +42,14 @@ class Block(nn.Module):
         prefix = f"layers.{layer}"
         self.layer = layer
         self.dropout = config.hidden_dropout
-        self.attention = SelfAttention(f"{prefix}.attention", config, backend)
+        self.attention = SelfAttention(layer, config, backend)
         hidden, ffn, bias = config.hidden_size, config.ffn_hidden_size, config.add_mlp_bias
+        norms = [NormSpec(f"{prefix}.{name}_norm", hidden, config.norm_epsilon) for name in ("attention", "mlp")]
+        before = config.norm_position == "before"
+        self.attention_norm, self.mlp_norm = (nn.Identity() if before else backend.norm(norm) for norm in norms)
+        """Of the outputs, where norms stand after attention and MLP."""
         self.mlp = backend.norm_mlp(
-            NormSpec(f"{prefix}.mlp_norm", hidden, config.norm_epsilon),
+            norms[1] if before else None,
             LinearSpec(f"{prefix}.mlp", (("gate", ffn), ("up", ffn)), hidden, bias, config.init_method_std),
             LinearSpec(f"{prefix}.mlp", (("down", hidden),), ffn, bias, output_std(config)),
         )
@@ -62,9 +66,9 @@ class Block(nn.Module):
 
     def _body(self, x: torch.Tensor, inputs: BlockInputs, remember: Remember) -> torch.Tensor:
         with self.precision():  # the block that is computed again in backward stands in no other context
-            attended = self.attention(x, inputs.plan, inputs.rotary, remember)
+            attended = self.attention_norm(self.attention(x, inputs.plan, inputs.rotary, remember))
             x = x + self._drop(attended, inputs, 2 * self.layer)
-            return x + self._drop(self.mlp(x, remember), inputs, 2 * self.layer + 1)
+            return x + self._drop(self.mlp_norm(self.mlp(x, remember)), inputs, 2 * self.layer + 1)
 
     def _drop(self, x: torch.Tensor, inputs: BlockInputs, site: int) -> torch.Tensor:
         # the odd constant spreads keys of neighbouring sites over all 64 bits (SplitMix64)

@@ -22,7 +22,7 @@ from megacp.distributed.differentiable import slice_of
 from megacp.models.block import Block, BlockInputs
 from megacp.models.head import OutputHead
 from megacp.models.multimodal import VisionEncoder
-from megacp.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
+from megacp.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, yarn_attention_factor
 from megacp.tensor_parallel.chunked_loss import Target
 from megacp.tensor_parallel.embedding import TableSpec
 
@@ -31,6 +31,25 @@ Made = Callable[[nn.Module, Role], None]
 """Called with each part as soon as it is built, in the order of the forward pass, and last with the chunk: for the
 parameters that are in no other part.
 """
+
+
+def rotary_scaling(config: ModelConfig) -> RotaryScaling:
+    """The scaling of a config's rotary embedding, YaRN's attention factor resolved."""
+    factor = 1.0
+    if config.rope_scaling == "yarn":
+        own = yarn_attention_factor(config.rope_scaling_factor, config.mscale, config.mscale_all_dim)
+        factor = own if config.rope_attention_factor is None else config.rope_attention_factor
+    return RotaryScaling(
+        config.rope_scaling,
+        config.rope_scaling_factor,
+        config.rope_low_freq_factor,
+        config.rope_high_freq_factor,
+        config.rope_original_max_positions,
+        config.beta_fast,
+        config.beta_slow,
+        config.yarn_correction_range_round_to_int,
+        factor,
+    )
 
 
 class LanguageModelChunk(nn.Module):
@@ -83,13 +102,8 @@ class LanguageModelChunk(nn.Module):
             if not (tied and self.is_first):
                 made(self.head, "head")
         made(self, "chunk")
-        scaling = RotaryScaling(
-            config.rope_scaling,
-            config.rope_scaling_factor,
-            config.rope_low_freq_factor,
-            config.rope_high_freq_factor,
-            config.rope_original_max_positions,
-        )
+        scaling = rotary_scaling(config)
+        self.rotary_factor = scaling.attention_factor
         frequencies = inverse_frequencies(config.head_dim, config.rotary_base, scaling)
         self.frequencies = frequencies.to(next(self.parameters()).device)
 
@@ -99,7 +113,7 @@ class LanguageModelChunk(nn.Module):
         """
         if x is None:
             x = self.embedded(batch)
-        rotary = cos_sin(batch.position_ids, self.frequencies, self.backend.dtype)
+        rotary = cos_sin(batch.position_ids, self.frequencies, self.backend.dtype, self.rotary_factor)
         names = slice_of(batch.token_names, self.backend.tp) if self.backend.sequence_parallel else batch.token_names
         inputs = BlockInputs(batch.plan, rotary, names, batch.key)
         with self.backend.precision():

@@ -17,13 +17,44 @@ from megacp.ops.compiled import fused
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """How frequencies are stretched for long contexts: `none`, `linear` (position interpolation) or `llama3`."""
+    """How frequencies are stretched for long contexts: `none`, `linear` (positions are divided), `llama3`, `yarn`."""
 
     kind: str = "none"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    round_to_int: bool = True
+    attention_factor: float = 1.0
+    """On cosines and sines, and so on q and k."""
+
+
+def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    """YaRN's factor on q and on k (Peng et al., 2023): `0.1 m ln(factor) + 1`, or the quotient for two `m`."""
+
+    def of(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    return of(mscale) / of(mscale_all_dim) if mscale and mscale_all_dim else of(1.0)
+
+
+def _yarn(frequency: torch.Tensor, head_dim: int, base: float, scaling: RotaryScaling) -> torch.Tensor:
+    """Frequencies divided by the factor where few turns fit the original positions, blended by place towards those
+    that turn often.
+    """
+
+    def place(turns: float) -> float:  # where a frequency turns so often over the original positions
+        return head_dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = place(scaling.beta_fast), place(scaling.beta_slow)
+    if scaling.round_to_int:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    places = torch.arange(head_dim // 2, dtype=torch.float64)
+    slowed = ((places - low) / (high - low or 0.001)).clamp(0, 1)
+    return frequency / scaling.factor * slowed + frequency * (1 - slowed)
 
 
 def inverse_frequencies(head_dim: int, base: float, scaling: RotaryScaling) -> torch.Tensor:
@@ -42,15 +73,19 @@ def inverse_frequencies(head_dim: int, base: float, scaling: RotaryScaling) -> t
         blended = (1 - smooth) * frequency / scaling.factor + smooth * frequency
         scaled = torch.where(wavelength > longest, frequency / scaling.factor, blended)
         return torch.where(wavelength < shortest, frequency, scaled)
-    raise ValueError(f"--rope-scaling {scaling.kind} is unknown; choose none, linear or llama3")
+    if scaling.kind == "yarn":
+        return _yarn(frequency, head_dim, base, scaling)
+    raise ValueError(f"--rope-scaling {scaling.kind} is unknown; choose none, linear, llama3 or yarn")
 
 
 def cos_sin(
-    positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
+    positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype, factor: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cos, sin [n, 1, head_dim / 2]` of int `positions[n]` and `frequencies` on one device; float64, rounded once."""
+    """`cos, sin [n, 1, head_dim / 2]` times `factor`, of int `positions[n]` and `frequencies` on one device; float64,
+    rounded once.
+    """
     angles = positions.double()[:, None, None] * frequencies
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
 def _rotation_formula(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
@@ -82,9 +117,12 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grads[0], cos, sin, -1), None, None  # a rotation's transpose turns the other way
+        return _rotate(grads[0], cos, sin, -1), None, None  # the transpose turns the other way, by the same factor
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate `x[n, heads, head_dim]` by the angles of each token: dimension i pairs with i + head_dim / 2."""
+    """Rotate `x[n, heads, head_dim]` by the angles of each token: dimension i pairs with i + head_dim / 2.
+
+    cos and sin may have a common factor, which scales the result.
+    """
     return _Rotate.apply(x, cos, sin)

@@ -6,10 +6,14 @@ heads, g query groups, d head width; tp' is tp with sequence parallelism, else 1
 
     inputs of both norms and their outputs       4 h / tp', and one wide number per norm and token
     q, k, v as one product                       (a + 2 g) d / tp     (a view of v keeps the product whole)
-    q, k after the rotary embedding              (a + g) d / tp       (+ a + g wide numbers / tp with q/k norm)
+    q, k after the rotary embedding              (a + g) d / tp       (+ a + g wide numbers / tp with q/k norm,
+                                                                       2 with one over all heads)
     attention output, wide log-sum-exp           a d / tp, a / tp
     gate and up, SwiGLU's output                 3 f / tp
     dropout, when there is any                   2 h / tp' bytes
+
+Norms after attention and MLP keep as much: inputs of the products, and their outputs as inputs of the norms; but
+`selective` finds none of these to compute again. A layer without rotary embedding keeps q and k as they are.
 
 "Wide" is fp32, float64 in a float64 model. There is no S x S term: attention saves the log-sum-exp per row
 (FlashAttention). `selective` computes the outputs of the norms and of SwiGLU again; `full` keeps one input per block,
@@ -100,11 +104,13 @@ def layer_activations(config: RunConfig, granularity: str) -> int:
     sharded += int((key_value_share(config) - 1) * 2 * groups * head_dim)
     tiled = config.training.mlp_chunk_tokens > 0
     sharded += (3 if cheap else 2) * model.ffn_hidden_size * (not tiled)
-    wide_heads = heads + model.qk_layernorm * (heads + groups)
-    rows = residual // model.hidden_size
+    each_head = model.qk_layernorm and model.qk_layernorm_scope == "head"
+    wide_heads = heads + each_head * (heads + groups)
+    rows, after = residual // model.hidden_size, model.norm_position == "after"
     dropout_masks = 2 * residual if model.hidden_dropout > 0 else 0
-    elements = (4 - tiled if cheap else 2) * residual + tokens * sharded // tp
-    wide_elements = (2 - tiled) * rows + tokens * wide_heads // tp
+    elements = (4 if after else 4 - tiled if cheap else 2) * residual + tokens * sharded // tp
+    wide_elements = (2 - (tiled and not after)) * rows + tokens * wide_heads // tp
+    wide_elements += 2 * tokens * (model.qk_layernorm and not each_head)
     return elements * size + wide_elements * config.training.accumulation_bytes + dropout_masks
 
 

@@ -68,7 +68,10 @@ def layer_parameters(model: ModelConfig, tp: int = 1) -> int:
     sharded += model.add_qkv_bias * model.head_dim * (model.num_attention_heads + 2 * model.query_groups)
     sharded += model.add_mlp_bias * 2 * model.ffn_hidden_size
     replicated = model.hidden_size * (2 + model.add_attention_output_bias + model.add_mlp_bias)
-    replicated += model.qk_layernorm * 2 * model.head_dim
+    if model.qk_layernorm and model.qk_layernorm_scope == "all_heads":
+        sharded += model.head_dim * (model.num_attention_heads + model.query_groups)
+    elif model.qk_layernorm:
+        replicated += 2 * model.head_dim
     return sharded // tp + replicated
 
 

@@ -4,8 +4,9 @@ Key property: statements are compared in the run's store before any process grou
 or timeout on one rank is then a message and not a hang. Rejected: a hash alone, which says that ranks differ but not in
 what.
 
-Only the flags in MAY_DIFFER may differ: where a machine keeps its copy of the packs, whose fingerprint is compared
-instead, and how many threads read them. All other flags act on the result, on files or on when ranks meet.
+Only the flags in MAY_DIFFER may differ: where a machine keeps its copy of the packs and of a Hugging Face folder, whose
+fingerprints are compared instead, and how many threads read packs. All other flags act on the result, on files or on
+when ranks meet.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megacp.files import create_new, read_regular, seen
 from megacp.training.sources import Sources
 from megacp.wording import listed
 
-MAY_DIFFER = ("data_path", "valid_data_path", "num_workers")
+MAY_DIFFER = ("data_path", "valid_data_path", "load_hf", "vision_from_hf", "num_workers")
 """Flags that may differ from machine to machine."""
 _LATE_SECONDS = 40.0
 """How long another machine may see a file late on NFS: its caches of names hold for 30 s."""

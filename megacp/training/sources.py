@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from megacp.data.images import Decoder
 from megacp.data.loader import DataRank, LoaderOptions, PackSource, step_batches
 from megacp.data.media.decoding import RulesDecoder
 from megacp.data.media.geometry import ImageRules
+from megacp.data.packed.manifest import DatasetManifest
 from megacp.data.packed.reader import PackedDataset
 from megacp.data.synthetic.images import MockDecoder
 from megacp.data.synthetic.mock import MockDataset
@@ -97,6 +99,21 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
     decoder = RulesDecoder(ImageRules.from_dict(values)) if values is not None else None
     built, tokenizer = train.manifest.fingerprint, train.manifest.tokenizer.sha256
     return config, Sources(train, valid, train.fingerprint, built, tokenizer, decoder, values)
+
+
+def with_stored_length(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, str]:
+    """The config with the row length of --data-path where no flag in `given` says it, and a note; both as they were
+    where there is no such dataset, which is told later.
+    """
+    if "seq_length" in given or config.data.data_path is None:
+        return config, ""
+    try:
+        length = DatasetManifest.read(config.data.data_path).seq_length
+    except ValueError:
+        return config, ""
+    if length == config.data.seq_length:
+        return config, ""
+    return with_values(config, {"seq_length": length}), f"--seq-length {length}, as --data-path was packed"
 
 
 def _open_datasets(data: DataConfig) -> tuple[PackedDataset, PackedDataset | None]:

@@ -18,6 +18,7 @@ from megacp.checkpoint.directory import traces_of_checkpoints
 from megacp.checkpoint.manifest import MANIFEST_FILE
 from megacp.checkpoint.names import TensorBox, boxes_to_load, boxes_to_save
 from megacp.checkpoint.pending import Contents, PendingCheckpoint
+from megacp.checkpoint.weights import Weights, bare_name, fill
 from megacp.config.run import RunConfig, flag, flatten
 from megacp.config.yaml_file import to_yaml
 from megacp.distributed.grid import Axis, patient
@@ -67,7 +68,16 @@ class Resumed:
 
 
 _OF_THE_RUN = {"save", "load", "train_iters", "log_file", "log_interval", "dry_run", "world_size"}
-_OF_THE_RUN |= {"auto_resume", "finetune", "async_save", "exit_duration", "checkpoint_timeout_minutes"}
+_OF_THE_RUN |= {
+    "auto_resume",
+    "finetune",
+    "load_hf",
+    "vision_from_hf",
+    "ignore_field",
+    "async_save",
+    "exit_duration",
+    "checkpoint_timeout_minutes",
+}
 """Flags that differ between a run and its resumption as a matter of course."""
 
 
@@ -82,7 +92,9 @@ def starting_point(config: RunConfig, world: Axis) -> Start:
         assert checkpoint.save is not None
         if on_rank_0(world, lambda: bool(traces_of_checkpoints(str(checkpoint.save))), ValueError):
             return Start(checkpoint.save)
-        place = f"--load {checkpoint.load}" if checkpoint.load else "step 0, from scratch"
+        places = {"--load": checkpoint.load, "--load-hf": checkpoint.load_hf}
+        named = [f"{name} {place}" for name, place in places.items() if place]
+        place = named[0] if named else "step 0, from scratch"
         note = f"--auto-resume: {checkpoint.save} holds no checkpoint at all, this run starts from {place}"
         return Start(checkpoint.load, checkpoint.finetune, note)
     return Start(checkpoint.load, checkpoint.finetune)
@@ -145,6 +157,20 @@ def _load(model: ParallelModel, progress: Progress, config: RunConfig, start: St
     model.optimizer.set_updates(_extra(loaded).integer("updates", high=LARGEST_COUNT))
     changed = tuple(f"{flag(name)} {now[name]} (was {before[name]})" for name in differing)
     return Resumed(stored_progress(loaded), loaded.path, changed, loaded.rejected)
+
+
+def load_weights(model: ParallelModel, weights: Weights, progress: Progress) -> Resumed:
+    """Fill the model as `load` does with the weights of a checkpoint alone; no collective."""
+    fresh = boxes_to_load(model.parameters.parameters_held(), {}) if weights.known_rows else []
+    initial = {(box.name, box.offsets): box.tensor.clone() for box in fresh if bare_name(box) in weights.known_rows}
+    model.optimizer.clear()
+    for box in boxes_to_load(model.parameters.parameters_to_load(), {}):
+        if (box.name, box.offsets) in initial:
+            box.tensor.copy_(initial[box.name, box.offsets])
+        fill(box, weights.source, weights.known_rows.get(bare_name(box)))
+    model.parameters.loaded(masters=False)
+    model.optimizer.reset_masters()
+    return Resumed(progress, weights.place, (), ())
 
 
 def stored_progress(loaded: LoadedCheckpoint) -> Progress:

@@ -17,7 +17,7 @@ from megacp.config.run import RunConfig, fields, flag, flatten, with_values
 from megacp.config.yaml_file import from_yaml
 from megacp.planner.vision import run_parameters
 
-NOT_THE_FUNCTION = {"make_vocab_size_divisible_by", "init_method_std", "hidden_dropout"}
+NOT_THE_FUNCTION = {"make_vocab_size_divisible_by", "init_method_std", "hidden_dropout", "hf_model_type"}
 NOT_THE_FUNCTION |= {"vision_lr_multiplier", "connector_lr_multiplier", "vision_planned_crops"}
 """Fields of the model that may change on resume: the weights still mean the same function. What is frozen may not: the
 checkpoint has no optimizer state for a tower that was.
@@ -26,6 +26,8 @@ FREEZING = {"freeze_vision", "freeze_connector", "freeze_text"}
 """What may change besides when only the weights are taken."""
 _LENGTH = "max_position_embeddings"
 """The length that a model is for may be another one, but is not lost because a flag was left out."""
+_TYPE = "hf_model_type"
+"""What an exported model is called stays, unless a flag says otherwise."""
 _LEAST_BYTES = 2
 """Of a stored parameter, in bfloat16."""
 
@@ -65,16 +67,29 @@ def with_stored_model(config: RunConfig, given: Collection[str]) -> tuple[RunCon
     Without a checkpoint to load it stays as it is, and the note is empty. A run that starts from weights alone keeps
     its own dropout, learning rates and frozen parts. Raises ValueError that names each flag which contradicts.
     """
-    checkpoint = config.checkpoint
-    resumes = checkpoint.auto_resume and checkpoint.save is not None and bool(traces_of_checkpoints(checkpoint.save))
-    place = checkpoint.save if resumes else checkpoint.load
+    checkpoint, goes_on = config.checkpoint, resumes(config)
+    place = checkpoint.save if goes_on else checkpoint.load
     found = peek(place) if place is not None else None
     if found is None:
         return config, ""
     folder, manifest, text = found
-    stored = _checked(folder, manifest, text)
-    weights_only = checkpoint.finetune and not resumes
-    own = set(given) | ((NOT_THE_FUNCTION | FREEZING) if weights_only else set())
+    return with_model_of(config, _checked(folder, manifest, text), folder, given, checkpoint.finetune and not goes_on)
+
+
+def resumes(config: RunConfig) -> bool:
+    """Whether --auto-resume finds in --save what it goes on from."""
+    checkpoint = config.checkpoint
+    return checkpoint.auto_resume and checkpoint.save is not None and bool(traces_of_checkpoints(checkpoint.save))
+
+
+def with_model_of(
+    config: RunConfig, stored: RunConfig, folder: Path, given: Collection[str], weights_only: bool
+) -> tuple[RunConfig, str]:
+    """The config with the model of `stored`, read from `folder`, as far as no flag in `given` says what it is; a note.
+
+    Raises ValueError that names each flag which contradicts.
+    """
+    own = set(given) | ((NOT_THE_FUNCTION | FREEZING) - {_TYPE} if weights_only else set())
     before, now = flatten(stored), flatten(config)
     taken = {name: before[name] for name in now if _is_of_the_model(name) and name not in own}
     taken = {name: value for name, value in taken.items() if value != now[name]}

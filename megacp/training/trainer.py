@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from megacp.batch import PackedBatch
+from megacp.checkpoint.weights import Weights
 from megacp.config.checks.health import profiled_ranks, profiled_steps
 from megacp.config.run import RunConfig
 from megacp.context_parallel.auto.choose import resolve_auto
@@ -34,7 +35,7 @@ from megacp.training.reporting import breakdown, heading, open_log, peak_flops, 
 from megacp.training.rows import PlannedRow
 from megacp.training.saving import Saver
 from megacp.training.sources import Sources, first_rows, loader_options
-from megacp.training.state import Progress, Resumed, Start, load, saved_boxes, starting_point
+from megacp.training.state import Progress, Resumed, Start, load, load_weights, saved_boxes, starting_point
 from megacp.training.step import ParallelModel, StepResult
 from megacp.training.stopping import FAILED, REASONS, STOPPED, StopSignal
 
@@ -48,19 +49,19 @@ WATCHED_STEPS = range(1, 5)
 
 
 class Trainer:
-    """One rank of a run. `config` is resolved and checked."""
+    """One rank of a run. `config` is resolved and checked; `weights` are those of --load-hf."""
 
-    def __init__(self, config: RunConfig, grid: ProcessGrid, sources: Sources) -> None:
+    def __init__(self, config: RunConfig, grid: ProcessGrid, sources: Sources, weights: Weights | None = None) -> None:
         self.stop = StopSignal(config.training.exit_duration)
         self.saver = Saver(config, grid.world)
         try:
-            self._prepare(config, grid, sources)
+            self._prepare(config, grid, sources, weights)
         except BaseException:
             self.saver.close()
             self.stop.release()
             raise
 
-    def _prepare(self, config: RunConfig, grid: ProcessGrid, sources: Sources) -> None:
+    def _prepare(self, config: RunConfig, grid: ProcessGrid, sources: Sources, weights: Weights | None) -> None:
         if config.data.verify_data:
             require_sound(sources, grid.world)
         config, self.choice = resolve_auto(config, grid, lambda: first_rows(config, sources))
@@ -79,6 +80,9 @@ class Trainer:
         )
         start = starting_point(config, grid.world)
         resumed = load(self.model, self.progress, config, start) if start.path is not None else None
+        if resumed is None and weights is not None:
+            start = dataclasses.replace(start, weights_only=True)
+            resumed = load_weights(self.model, weights, self.progress)
         self.saver.distrusted = resumed.rejected if resumed is not None else ()
         if resumed is not None and not start.weights_only:
             self.progress = resumed.progress

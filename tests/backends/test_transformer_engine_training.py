@@ -163,6 +163,17 @@ def test_training_on_transformer_engine_is_training_on_native(
         assert len([line for line in found.warnings if "apart" in line]) == selective
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, FULL, REPLICATED, TILED], ids=str)
+def test_norms_after_a_product_are_the_engines_and_norms_over_all_heads_ours(more: dict[str, Any]) -> None:
+    """Would catch a norm before the product as well, and statistics of one tp rank's heads."""
+    settings = {"norm_position": "after", "qk_layernorm_scope": "all_heads", **more}
+    for worst, same, found in run_ranks(differences, 2, {"tp": 2}, settings, "packed"):
+        assert worst < 1e-10 and same
+        assert found.layers == Counter({"RMSNorm": 2, "Linear": 4})
+        assert len([line for line in found.warnings if "apart" in line or "ours, Transformer" in line]) == 2
+
+
 def mlp_specs(hidden: int, ffn: int, bias: bool) -> tuple[NormSpec, LinearSpec, LinearSpec]:
     """Norm, gate and up, down."""
     gate_up = LinearSpec("mlp", (("gate", ffn), ("up", ffn)), hidden, bias, 0.02)

@@ -48,6 +48,18 @@ def qwen3(**changes: Any) -> Any:
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**values))
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
+NO_IDS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+
+
+def made(name: str, **changes: Any) -> Any:
+    """A model of a class of the library by its name."""
+    import transformers
+
+    values = {**SIZES, **NO_IDS, "rope_parameters": rope(500.0), **changes}
+    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**values))
+
+
 def molmo2(**changes: Any) -> Any:
     """Grouped queries everywhere, every width another number."""
     import transformers
@@ -84,6 +96,26 @@ MODELS = {
     "llama linear": lambda: llama(rope_parameters=rope(500.0, rope_type="linear", factor=4.0)),
     "qwen3": qwen3,
     "qwen3 tied": lambda: qwen3(tie_word_embeddings=True, attention_bias=True),
+    "qwen2": lambda: made("Qwen2"),
+    "qwen2 tied, yarn": lambda: made("Qwen2", tie_word_embeddings=True, rope_parameters=YARN),
+    "qwen2 with another width": lambda: made("Qwen2", head_dim=10),
+    "mistral": lambda: made("Mistral", sliding_window=None, head_dim=16),
+    "mistral yarn in full": lambda: made(
+        "Mistral",
+        sliding_window=None,
+        rope_parameters={**YARN, "beta_fast": 4.0, "beta_slow": 0.5, "mscale": 1.2, "mscale_all_dim": 0.7},
+    ),
+    "qwen3 yarn with a factor": lambda: qwen3(
+        rope_parameters={**YARN, "attention_factor": 0.8, "truncate": False, "beta_fast": 3.0}
+    ),
+    "phi3": lambda: made("Phi3"),
+    "phi3 tied, all groups": lambda: made("Phi3", tie_word_embeddings=True, num_key_value_heads=4),
+    "olmo2": lambda: made("Olmo2"),
+    "olmo2 tied with biases": lambda: made("Olmo2", tie_word_embeddings=True, attention_bias=True),
+    "smollm3": lambda: made("SmolLM3", no_rope_layer_interval=2),
+    "smollm3 untied, odd layers": lambda: made(
+        "SmolLM3", no_rope_layers=[0, 0, 1], tie_word_embeddings=False, attention_bias=True, mlp_bias=True
+    ),
     "molmo2 released": molmo2,
     "molmo2 native": lambda: molmo2(attention_bias=True),
 }

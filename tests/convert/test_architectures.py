@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from megacp.config.run import RunConfig, flatten, with_values
-from megacp.convert.tables import fields, llama, molmo2, qwen3
+from megacp.convert.tables import llama, molmo2, olmo2, qwen3, smollm3, windowed
 from megacp.convert.tables.architectures import ARCHITECTURES, LAYOUTS, of_config, of_values
 from megacp.convert.tables.mapping import Cast, Info, Mapped, problems, whole
+from megacp.convert.tables.rope import LIBRARY_THETA
 from megacp.distributed.grid import GridShape, build_grid
 from megacp.distributed.parameter import spec_of
 from megacp.measure.parity_config import MODELS
@@ -19,10 +20,26 @@ from megacp.models.build import build_chunks
 from tests.convert.models import BANDS, rope
 from tests.convert.models import MODELS as THEIRS
 
+DEFAULTS = {
+    "Llama": llama.DEFAULTS,
+    "Mistral": windowed.MISTRAL_DEFAULTS,
+    "Phi3": windowed.PHI3_DEFAULTS,
+    "Olmo2": olmo2.DEFAULTS,
+    "SmolLM3": smollm3.DEFAULTS,
+    "Qwen2": qwen3.QWEN2_DEFAULTS,
+    "Qwen3": qwen3.DEFAULTS,
+    "Molmo2": molmo2.TEXT_DEFAULTS,
+}
+"""By the classes of the library."""
 OURS: dict[str, dict[str, Any]] = {
     "llama": {"untie_embeddings_and_output_weights": True, "num_query_groups": 4},
     "llama tied with biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True},
     "qwen3": {"qk_layernorm": True, "kv_channels": 16, "num_query_groups": 2},
+    "mistral": {"hf_model_type": "mistral", "untie_embeddings_and_output_weights": True},
+    "phi3": {"hf_model_type": "phi3", "num_query_groups": 2},
+    "qwen2": {"add_qkv_bias": True, "num_query_groups": 2},
+    "olmo2": MODELS["tiny_olmo2"],
+    "smollm3": MODELS["tiny_smollm3"],
     "molmo2": {**MODELS["tiny_vlm"], "qk_layernorm": True, "vision_num_query_groups": 4, "add_qkv_bias": True},
 }
 SMALL = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 8, "vocab_size": 211}
@@ -52,16 +69,27 @@ def test_the_tables_hold_each_tensor_of_our_models_once(name: str, layout: str) 
     assert len(set(theirs)) == len(theirs)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "molmo2_text"])
+@pytest.mark.parametrize("name", DEFAULTS)
 def test_an_absent_field_means_what_the_library_takes(name: str) -> None:
     transformers = pytest.importorskip("transformers")
-    cls = {"llama": "LlamaConfig", "qwen3": "Qwen3Config", "molmo2_text": "Molmo2Config"}[name]
-    library = getattr(transformers, cls)()
-    library = library.text_config if name == "molmo2_text" else library
-    table = {"llama": llama.DEFAULTS, "qwen3": qwen3.DEFAULTS, "molmo2_text": molmo2.TEXT_DEFAULTS}[name]
+    library = getattr(transformers, f"{name}Config")()
+    library, table = library.text_config if name == "Molmo2" else library, DEFAULTS[name]
     derived = {"num_key_value_heads": library.num_attention_heads, "head_dim": library.hidden_size // 32}
     assert {k: derived[k] if v is None else v for k, v in table.items()} == {k: getattr(library, k) for k in table}
-    assert library.rope_parameters["rope_theta"] == fields.LIBRARY_THETA
+    theta = 2_000_000.0 if name == "SmolLM3" else LIBRARY_THETA
+    assert library.rope_parameters["rope_theta"] == theta
+
+
+@pytest.mark.parametrize("name", [name for name in DEFAULTS if name != "Molmo2"])
+def test_every_field_that_the_library_writes_is_known_and_its_default_is_taken(name: str) -> None:
+    """Would catch a field that a newer library adds."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{name}Config")()
+    changes = {"sliding_window": None} if name == "Mistral" else {}
+    architecture = ARCHITECTURES[config.model_type]
+    assert architecture.values({**config.to_dict(), **changes}) == architecture.values(
+        {"model_type": config.model_type, **changes}
+    )
 
 
 def test_absent_fields_of_a_vision_tower_mean_what_the_library_takes() -> None:
@@ -92,7 +120,27 @@ def test_a_config_comes_back_as_it_was(name: str) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "llama yarn": ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type is 'yarn'"),
+    "llama yarn without a factor": ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.factor is null"),
+    "llama yarn backwards": (
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": -1}},
+        "rope_scaling.beta_fast is -1",
+    ),
+    "llama yarn in words": (
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": "no"}},
+        "rope_scaling.truncate is 'no', expected true or false",
+    ),
+    "mistral window of old": ({}, "sliding_window is 4096 and max_position_embeddings 131072: tokens of longer texts"),
+    "mistral window": ({"sliding_window": 4095, "max_position_embeddings": 4096}, "sliding_window is 4095 and"),
+    "phi3 window": ({"sliding_window": 2047}, "sliding_window is 2047 and max_position_embeddings 4096"),
+    "phi3 longrope": (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+        "rope_scaling.rope_type is 'longrope', megacp can express default: its frequencies change when a text passes",
+    ),
+    "phi3 partial": ({"partial_rotary_factor": 0.75}, "partial_rotary_factor is 0.75, megacp can only express 1.0"),
+    "smollm3 window": ({"use_sliding_window": True}, "use_sliding_window is True"),
+    "smollm3 few layers": ({"no_rope_layers": [1, 0]}, "no_rope_layers is [1, 0], expected 0 or 1 for each of 36"),
+    "smollm3 no interval": ({"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0, expected a whole number"),
+    "olmo2 window": ({"layer_types": ["sliding_attention"]}, "layer_types holds sliding_attention"),
     "llama dynamic": ({"rope_parameters": rope(1.0, rope_type="dynamic")}, "rope_parameters.rope_type is 'dynamic'"),
     "llama attention factor": (
         {"rope_parameters": rope(1.0, attention_factor=2.0)},
@@ -185,10 +233,62 @@ def test_what_cannot_be_expressed_is_refused_by_the_name_of_its_field(name: str)
     assert message in str(refused.value)
 
 
+HARMLESS: dict[str, dict[str, Any]] = {
+    "SmolLM2": {
+        "model_type": "llama",
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "transformers.js_config": {"dtype": "q4"},
+        "layer_types": ["full_attention"] * 32,
+    },
+    "a null of a quantizer, a window and a cap": {
+        "model_type": "llama",
+        "quantization_config": None,
+        "sliding_window": None,
+        "attn_logit_softcapping": None,
+    },
+    "an older library": {"model_type": "qwen3", "is_decoder": False, "pruned_heads": {}, "top_p": 0.9, "num_beams": 1},
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_field_that_says_what_is_so_without_it_is_harmless(name: str) -> None:
+    content = HARMLESS[name]
+    architecture = of_config(content)
+    assert architecture.values(content) == architecture.values({"model_type": content["model_type"]})
+
+
+@pytest.mark.parametrize(
+    "change", [{"rope_interleaved": True}, {"is_decoder": 0}, {"residual_multiplier": 0.5}], ids=str
+)
+def test_the_same_field_with_another_value_is_refused(change: dict[str, Any]) -> None:
+    (field,) = change
+    with pytest.raises(ValueError, match=rf"{field} is not known, so it may change the model \(--ignore-field {field}"):
+        ARCHITECTURES["llama"].values({"model_type": "llama", **change})
+
+
+def test_a_field_is_ignored_by_its_name_when_no_row_knows_it() -> None:
+    content = {"model_type": "molmo2", "text_config": {"odd": 3, "hidden_size": 3584}, "other": 1}
+    values = ARCHITECTURES["molmo2"].values(content, ("odd", "other"))
+    assert values == ARCHITECTURES["molmo2"].values(content, ("text_config.odd", "other"))
+    with pytest.raises(ValueError, match="other is not known") as refused:
+        ARCHITECTURES["molmo2"].values(content, ("odd",))
+    assert "odd is not known" not in str(refused.value)
+    for name, message in (("rope_theta", "known and means something"), ("od", "no unknown field of this name")):
+        with pytest.raises(ValueError, match=f"--ignore-field {name}: .*{message}"):
+            ARCHITECTURES["llama"].values({"model_type": "llama", "rope_theta": 5e5}, (name,))
+
+
 UNSAID: dict[str, tuple[str, dict[str, Any], str]] = {
     "norms": ("llama", {"qk_layernorm": True}, "--qk-layernorm is True"),
+    "norms after": ("llama", {"norm_position": "after"}, "--norm-position is 'after'"),
+    "norms before": ("olmo2", {"qk_layernorm": True, "qk_layernorm_scope": "all_heads"}, "--norm-position is 'before'"),
+    "norms over heads": ("auto", {"qk_layernorm": True, "norm_position": "after"}, "--qk-layernorm-scope is 'head'"),
+    "layers without rope": ("qwen2", {"add_qkv_bias": True, "no_rope_freq": "2"}, "--no-rope-freq is '2'"),
+    "yarn in phi3": ("phi3", {"rope_scaling": "yarn"}, "--rope-scaling is 'yarn', this architecture can only express"),
+    "a type by its name": ("auto", {"hf_model_type": "qwen3"}, "--qk-layernorm is False"),
     "no norms": ("qwen3", {}, "--qk-layernorm is False"),
-    "one bias": ("auto", {"add_qkv_bias": True}, "--add-qkv-bias True and --add-attention-output-bias False differ"),
+    "one bias": ("llama", {"add_qkv_bias": True}, "--add-qkv-bias True and --add-attention-output-bias False differ"),
     "mlp bias": ("qwen3", {"qk_layernorm": True, "add_mlp_bias": True}, "--add-mlp-bias is True"),
     "rows": (
         "auto",
@@ -269,7 +369,9 @@ def test_configs_of_older_versions_are_read_as_the_library_reads_them(name: str)
 
 
 def test_a_model_type_that_is_not_known_is_refused() -> None:
-    with pytest.raises(ValueError, match="model_type is 'gpt2', known are llama, qwen3, molmo2"):
+    with pytest.raises(
+        ValueError, match="model_type is 'gpt2', known are llama, mistral, phi3, olmo2, smollm3, qwen2, qwen3, molmo2"
+    ):
         of_config({"model_type": "gpt2"})
 
 

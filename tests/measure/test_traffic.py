@@ -50,6 +50,7 @@ def assert_equal(measures: list[StepMeasure]) -> None:
         {TP: 2},
         {TP: 2, "dtype": "bfloat16", "untie_embeddings_and_output_weights": True, "qk_layernorm": True},
         {TP: 2, "sequence_parallel": False, "qk_layernorm": True},
+        {TP: 2, "dtype": "bfloat16", "qk_layernorm": True, "qk_layernorm_scope": "all_heads", "norm_position": "after"},
         {TP: 2, "cross_entropy_chunk_tokens": 7},
         {TP: 2, "sequence_parallel": False, "cross_entropy_chunk_tokens": 24},
         {TP: 2, "mlp_chunk_tokens": 24, "activation_offload": 0.5},

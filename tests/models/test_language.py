@@ -23,6 +23,20 @@ MODELS: dict[str, Values] = {
     "tied, loss in chunks": {"cross_entropy_chunk_tokens": 7},
     "untied, loss token by token": {"untie_embeddings_and_output_weights": True, "cross_entropy_chunk_tokens": 1},
     "untied, q/k norms": {"untie_embeddings_and_output_weights": True, "qk_layernorm": True, "kv_channels": 10},
+    "norms after, q/k norms over all heads": {
+        "norm_position": "after",
+        "qk_layernorm": True,
+        "qk_layernorm_scope": "all_heads",
+        "num_query_groups": 2,
+    },
+    "layers without rope, yarn": {
+        "no_rope_freq": "3",
+        "rope_scaling": "yarn",
+        "rope_scaling_factor": 4.0,
+        "rope_original_max_positions": 40,
+        "rotary_base": 50.0,
+        "beta_fast": 4.0,
+    },
     "all biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True, "rotary_base": 500.0},
 }
 

@@ -32,7 +32,21 @@ QWEN3_0_6B = ModelConfig(
 )
 
 
-@pytest.mark.parametrize(("model", "published"), [(LLAMA_3_8B, 8_030_261_248), (QWEN3_0_6B, 596_049_920)])
+OLMO2_7B = ModelConfig(
+    num_layers=32,
+    hidden_size=4096,
+    ffn_hidden_size=11008,
+    num_attention_heads=32,
+    vocab_size=100352,
+    qk_layernorm=True,
+    qk_layernorm_scope="all_heads",
+    norm_position="after",
+    untie_embeddings_and_output_weights=True,
+)
+PUBLISHED = [(LLAMA_3_8B, 8_030_261_248), (QWEN3_0_6B, 596_049_920), (OLMO2_7B, 7_298_617_344)]
+
+
+@pytest.mark.parametrize(("model", "published"), PUBLISHED)
 def test_known_models_have_their_published_number_of_parameters(model: ModelConfig, published: int) -> None:
     """Would catch a forgotten norm, a tied weight counted twice, or head width taken from the hidden size."""
     assert costs.model_parameters(model) == published
@@ -52,6 +66,8 @@ def test_layers_shrink_with_tp_except_what_every_rank_holds() -> None:
     model = QWEN3_0_6B
     replicated = 2 * 1024 + 2 * 128
     assert 8 * (costs.layer_parameters(model, 8) - replicated) == costs.layer_parameters(model) - replicated
+    norms = 2 * 4096
+    assert 8 * (costs.layer_parameters(OLMO2_7B, 8) - norms) == costs.layer_parameters(OLMO2_7B) - norms
 
 
 def test_vocabulary_rows_are_padded_on_each_rank() -> None:

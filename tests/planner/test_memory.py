@@ -55,6 +55,9 @@ def kept_storages(found: dict[int, int]):
     [
         {},
         {"qk_layernorm": True},
+        {"qk_layernorm": True, "qk_layernorm_scope": "all_heads", "no_rope_freq": "1"},
+        {"norm_position": "after", "no_rope_freq": "1"},
+        {"norm_position": "after", "mlp_chunk_tokens": 20, "hidden_dropout": 0.1},
         {"num_query_groups": 2, "kv_channels": 48},
         {"hidden_dropout": 0.1},
         {"mlp_chunk_tokens": 20},

@@ -5,6 +5,7 @@ It shares no code with megacp beyond the config's numbers; the rule of the mask 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,11 +36,28 @@ def mask_of(batch: Any) -> Tensor:
     return same & branches & ((place[:, None] >= place[None]) | spans)
 
 
-def turn(x: Tensor, positions: Tensor, base: float) -> Tensor:
+def yarn(speeds: list[float], dim: int, model: Any) -> tuple[list[float], float]:
+    """YaRN by its paper: the speeds, and the factor on q and k."""
+    found = []
+    ends = []
+    for turns in (model.beta_fast, model.beta_slow):
+        wanted = turns * 2 * math.pi / model.rope_original_max_positions
+        ends.append(-math.log(wanted) / math.log(model.rotary_base) * dim / 2)
+    low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), dim - 1)
+    for place, speed in enumerate(speeds):
+        slowed = min(max((place - low) / (high - low), 0.0), 1.0)
+        found.append(speed * (1 - slowed) + speed / model.rope_scaling_factor * slowed)
+    return found, 0.1 * math.log(model.rope_scaling_factor) + 1
+
+
+def turn(x: Tensor, positions: Tensor, model: Any) -> Tensor:
     """Half-rotation of `x[T, heads, d]`."""
-    dim = x.shape[-1]
-    angles = positions.double()[:, None] / base ** (torch.arange(0, dim, 2).double() / dim)
-    cos, sin = (torch.cat([f(angles)] * 2, -1)[:, None].to(x.dtype) for f in (torch.cos, torch.sin))
+    dim, factor = x.shape[-1], 1.0
+    speeds = [model.rotary_base ** (-i / dim) for i in range(0, dim, 2)]
+    if model.rope_scaling == "yarn":
+        speeds, factor = yarn(speeds, dim, model)
+    angles = positions.double()[:, None] * torch.tensor(speeds, dtype=torch.float64)
+    cos, sin = (torch.cat([f(angles) * factor] * 2, -1)[:, None].to(x.dtype) for f in (torch.cos, torch.sin))
     first, second = x[..., : dim // 2], x[..., dim // 2 :]
     return x * cos + torch.cat([-second, first], -1) * sin
 
@@ -47,12 +65,17 @@ def turn(x: Tensor, positions: Tensor, base: float) -> Tensor:
 def attention(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) -> Tensor:
     heads, groups = model.num_attention_heads, model.num_query_groups or model.num_attention_heads
     dim = model.kv_channels or model.hidden_size // heads
-    q, k, v = (linear(x, weights, f"{name}.{part}").view(len(x), -1, dim) for part in "qkv")
-    if model.qk_layernorm:
+    q, k, v = (linear(x, weights, f"{name}.{part}") for part in "qkv")
+    if model.qk_layernorm_scope == "all_heads":
+        q = norm(q, weights[f"{name}.q_norm.weight"], model.norm_epsilon)
+        k = norm(k, weights[f"{name}.k_norm.weight"], model.norm_epsilon)
+    q, k, v = (part.view(len(x), -1, dim) for part in (q, k, v))
+    if model.qk_layernorm and model.qk_layernorm_scope == "head":
         q = norm(q, weights[f"{name}.q_norm.weight"], model.norm_epsilon)
         k = norm(k, weights[f"{name}.k_norm.weight"], model.norm_epsilon)
     positions = torch.from_numpy(batch.position_ids)
-    q, k = turn(q, positions, model.rotary_base), turn(k, positions, model.rotary_base)
+    if not (model.no_rope_freq and (int(name.split(".")[1]) + 1) % int(model.no_rope_freq) == 0):
+        q, k = turn(q, positions, model), turn(k, positions, model)
     mask, outs = mask_of(batch), []
     for head in range(heads):
         group = head // (heads // groups)
@@ -68,11 +91,14 @@ def logits(weights: Weights, batch: Any, model: Any) -> Tensor:
     x = weights["embedding.weight"][torch.from_numpy(batch.tokens)]
     for layer in range(model.num_layers):
         name = f"layers.{layer}"
-        h = norm(x, weights[f"{name}.attention_norm.weight"], model.norm_epsilon)
-        x = x + attention(h, weights, f"{name}.attention", batch, model)
-        h = norm(x, weights[f"{name}.mlp_norm.weight"], model.norm_epsilon)
+        after = model.norm_position == "after"
+        h = x if after else norm(x, weights[f"{name}.attention_norm.weight"], model.norm_epsilon)
+        h = attention(h, weights, f"{name}.attention", batch, model)
+        x = x + (norm(h, weights[f"{name}.attention_norm.weight"], model.norm_epsilon) if after else h)
+        h = x if after else norm(x, weights[f"{name}.mlp_norm.weight"], model.norm_epsilon)
         gate, up = linear(h, weights, f"{name}.mlp.gate"), linear(h, weights, f"{name}.mlp.up")
-        x = x + linear(F.silu(gate) * up, weights, f"{name}.mlp.down")
+        h = linear(F.silu(gate) * up, weights, f"{name}.mlp.down")
+        x = x + (norm(h, weights[f"{name}.mlp_norm.weight"], model.norm_epsilon) if after else h)
     head = weights["head.weight" if model.untie_embeddings_and_output_weights else "embedding.weight"]
     return norm(x, weights["final_norm.weight"], model.norm_epsilon) @ head.t()
 

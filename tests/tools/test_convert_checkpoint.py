@@ -53,9 +53,8 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
 
 
 def loaded(folder: Path) -> Any:
-    classes = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "molmo2": "Molmo2ForConditionalGeneration"}
     kind = json.loads((folder / "config.json").read_text())["model_type"]
-    model, info = getattr(transformers, classes[kind]).from_pretrained(folder, output_loading_info=True)
+    model, info = getattr(transformers, ARCHITECTURES[kind].cls).from_pretrained(folder, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model
 
@@ -160,12 +159,12 @@ def test_rows_of_q_and_k_are_rotated_by_halves_and_another_order_is_seen(
     name = "model.layers.0.self_attn.q_proj.weight"
     tensors[name] = tensors[name].view(4, 2, 6, 48).transpose(1, 2).reshape(48, 48).contiguous()
     safetensors.save_file(tensors, path, {"format": "pt"})
-    from megacp.convert.conversion import READERS
     from megacp.convert.logits import compare
+    from megacp.convert.source import read_checkpoint, read_hf
     from megacp.convert.verify import probed
     from megacp.data.synthetic.noise import rows_for
 
-    ours, theirs = READERS["megacp"](tmp_path / "b"), READERS["hf"](tmp_path / "a")
+    ours, theirs = read_checkpoint(tmp_path / "b"), read_hf(tmp_path / "a")
     (found,) = compare(probed(ours)[0], probed(theirs)[0], rows_for(ours.config, None))
     assert not found.is_small and found.difference > 1e-2 * found.largest
 
@@ -176,14 +175,14 @@ def test_a_difference_ends_verify_with_status_1_and_no_folder(
     """Would catch a verify that prints and goes on: here the writer loses theta."""
     save("llama 3 tied", tmp_path / "a")
     assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b") == 0
-    from megacp.convert.tables import fields
+    from megacp.convert.tables.rope import Rope
 
-    write = fields.Rope.write
+    write = Rope.write
 
     def lossy(self: Any, values: Any, content: Any, reasons: Any) -> None:
         write(self, {**values, "rotary_base": 10_000.0}, content, reasons)
 
-    monkeypatch.setattr(fields.Rope, "write", lossy)
+    monkeypatch.setattr(Rope, "write", lossy)
     assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", "--verify") == 1
     captured = capsys.readouterr()
     assert "would be another model" in captured.err and "--rotary-base is 500.0 in what was read" in captured.out
@@ -305,13 +304,22 @@ def test_a_checkpoint_is_not_exported_without_its_own_tokenizer(
 ) -> None:
     save("molmo2 released", tmp_path / "a")
     assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b") == 0
+    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "beside") == 0, "the one beside it is its own"
+    assert (tmp_path / "beside" / "tokenizer.json").read_bytes() == (tmp_path / "a" / "tokenizer.json").read_bytes()
+    with (tmp_path / "b" / "tokenizer.json").open("a") as stream:
+        stream.write("\n")  # another file than the run's
     assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c") == 2
     assert "was trained with a tokenizer: give it with --tokenizer" in capsys.readouterr().err
+    (tmp_path / "b" / "tokenizer.json").unlink()
+    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c") == 2
+    assert "was trained with a tokenizer: give it with --tokenizer" in capsys.readouterr().err
+    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", "--chat-template", "messages") == 2
+    assert "none lies beside the checkpoints of --input" in capsys.readouterr().err
     assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", "--tokenizer", "byte") == 2
     assert "--tokenizer byte is not the one" in capsys.readouterr().err
     assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", "--tokenizer", "none") == 0
     assert not (tmp_path / "c" / "tokenizer.json").exists()
-    flags = ("--tokenizer", str(tmp_path / "b" / "tokenizer.json"), "--eod-token", "<im_low>")
+    flags = ("--tokenizer", str(tmp_path / "a" / "tokenizer.json"), "--eod-token", "<im_low>")
     assert convert("megacp", "hf", tmp_path / "b", tmp_path / "d", *flags) == 0
     found = json.loads((tmp_path / "d" / "generation_config.json").read_text())
     assert found["eos_token_id"] == TINY.token_ids["image_low_res"]

@@ -23,7 +23,15 @@ from tests.reference.training import Values, config_of, step_batches, train
 TOLERANCE = 1e-10
 
 MODELS: dict[str, Values] = {
-    "tied, biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True},
+    "tied, biases, norms after and over all heads, layers without rope, yarn": {
+        **dict.fromkeys(("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias", "qk_layernorm"), True),
+        "qk_layernorm_scope": "all_heads",
+        "norm_position": "after",
+        "no_rope_freq": "2",
+        "rope_scaling": "yarn",
+        "rope_scaling_factor": 4.0,
+        "rope_original_max_positions": 16,
+    },
     "untied, q/k norms": {"untie_embeddings_and_output_weights": True, "qk_layernorm": True, "kv_channels": 6},
     "tied, dropout": {"hidden_dropout": 0.15, "qk_layernorm": True, "clip_grad": 0.0},
 }

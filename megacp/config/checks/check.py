@@ -15,6 +15,7 @@ from megacp.config.checks.health import health_reasons, profile_reasons
 from megacp.config.checks.multiples import multiple_reasons
 from megacp.config.checks.sharding import sharding_reasons
 from megacp.config.checks.vision import vision_reasons
+from megacp.config.model import no_rope_pattern
 from megacp.config.ranges import differ
 from megacp.config.run import RunConfig, fields, flag, flatten, with_values
 
@@ -73,12 +74,40 @@ def _model(config: RunConfig, world: int) -> Iterator[str]:
             "it needs --untie-embeddings-and-output-weights"
         )
     if m.rope_scaling == "none" and m.rope_scaling_factor > 1:
-        yield f"--rope-scaling-factor {m.rope_scaling_factor:g} acts only with --rope-scaling linear or llama3"
+        yield f"--rope-scaling-factor {m.rope_scaling_factor:g} acts only with --rope-scaling linear, llama3 or yarn"
     if m.rope_scaling == "llama3" and m.rope_low_freq_factor >= m.rope_high_freq_factor:
         yield (
             f"--rope-low-freq-factor {m.rope_low_freq_factor:g} must be below "
             f"--rope-high-freq-factor {m.rope_high_freq_factor:g}"
         )
+    yield from _yarn(config)
+    try:
+        no_rope_pattern(m.no_rope_freq or None)
+    except ValueError as error:
+        yield str(error)
+    if m.qk_layernorm_scope != "head" and not m.qk_layernorm:
+        yield f"--qk-layernorm-scope {m.qk_layernorm_scope} acts only with --qk-layernorm"
+
+
+def _yarn(config: RunConfig) -> Iterator[str]:
+    m, plain = config.model, RunConfig().model
+    numbers = {
+        "beta_fast": (m.beta_fast, plain.beta_fast),
+        "beta_slow": (m.beta_slow, plain.beta_slow),
+        "mscale": (m.mscale or 0, 0),
+        "mscale_all_dim": (m.mscale_all_dim or 0, 0),
+        "rope_attention_factor": (m.rope_attention_factor or 0, 0),
+    }
+    given = [f"{flag(name)} {value:g}" for name, (value, default) in numbers.items() if differ(value, default)]
+    if m.rope_scaling != "yarn":
+        if given:
+            yield f"{', '.join(given)} {'act' if len(given) > 1 else 'acts'} only with --rope-scaling yarn"
+        return
+    if m.beta_slow > m.beta_fast:
+        yield f"--beta-slow {m.beta_slow:g} is above --beta-fast {m.beta_fast:g}"
+    both = [scale for scale in (m.mscale, m.mscale_all_dim) if scale is not None]
+    if len(both) == 1 and both[0] > 0:
+        yield f"--mscale {m.mscale} and --mscale-all-dim {m.mscale_all_dim} act only together"
 
 
 def _rows(config: RunConfig, world: int) -> Iterator[str]:

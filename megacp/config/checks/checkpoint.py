@@ -13,7 +13,7 @@ from pathlib import Path
 from megacp.config.run import RunConfig, flag, flatten
 
 _NEED_SAVE = ("save_interval", "keep_last", "async_save", "auto_resume")
-_READ = {"data_path": "manifest.json", "valid_data_path": "manifest.json", "load": ""}
+_READ = {"data_path": "manifest.json", "valid_data_path": "manifest.json", "load": "", "load_hf": ""}
 """Directories that a run reads, with a file that is in them."""
 _WRITTEN = ("save", "tensorboard_dir", "profile_dir")
 
@@ -26,8 +26,13 @@ def checkpoint_reasons(config: RunConfig, world: int) -> Iterator[str]:
     given += [flag(name) for name in _NEED_SAVE[2:] if values[name]]
     if given and c.save is None:
         yield f"{', '.join(given)} needs --save, the directory for checkpoints"
-    if c.finetune and c.load is None:
+    if c.finetune and c.load is None and c.load_hf is None:
         yield "--finetune needs --load, the checkpoint whose weights it starts from"
+    if c.load is not None and c.load_hf is not None:
+        yield f"--load {c.load} and --load-hf {c.load_hf} are two starts: give one of them"
+    for name in ("ignore_field", "vision_from_hf"):
+        if values[name] is not None and c.load_hf is None:
+            yield f"{flag(name)} {values[name]} acts only with --load-hf"
     if not c.save or config.dry_run or c.auto_resume or not any(Path(c.save).glob("step_*/manifest.json")):
         return
     folder, loaded = Path(c.save).resolve(), Path(c.load).resolve() if c.load else None

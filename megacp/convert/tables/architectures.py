@@ -5,11 +5,11 @@ Adding an architecture is a row here and its tables. A config chooses by `model_
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megacp.convert.tables import llama, molmo2, qwen3
+from megacp.convert.tables import llama, molmo2, olmo2, qwen3, smollm3, windowed
 from megacp.convert.tables.fields import Field, Theirs, Values, is_whole, read_fields, write_fields
 from megacp.convert.tables.mapping import Info, Link
 
@@ -21,6 +21,17 @@ GENERAL = frozenset(
     + ("torch_dtype", "transformers_version", "use_cache")
 )
 """Fields of any config that say nothing about the function of its weights."""
+INERT = frozenset(
+    ("_attn_implementation_autoset", "_attn_implementation_internal", "_commit_hash", "_flash_attn_2_enabled")
+    + ("begin_suppress_tokens", "finetuning_task", "gradient_checkpointing", "is_llama_config", "model_max_length")
+    + ("output_scores", "prefix", "return_dict_in_generate", "suppress_tokens", "task_specific_params")
+    + ("tokenizer_class", "transformers.js_config", "unsloth_fixed", "unsloth_version")
+    + ("bad_words_ids", "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size")
+    + ("exponential_decay_length_penalty", "length_penalty", "max_length", "max_new_tokens", "min_length")
+    + ("no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "remove_invalid_values")
+    + ("repetition_penalty", "temperature", "top_k", "top_p", "typical_p")
+)
+"""Fields that tools and older versions leave in a config: of generation, of files, of training. No model reads them."""
 IGNORED_TENSORS = ("rotary_emb.inv_freq",)
 """Ends of names in old files that are not read: they follow from the config."""
 _ID_ENDS = ("_token_id", "_patch_id", "_col_id")
@@ -42,17 +53,31 @@ class Architecture:
     fields: list[Field]
     harmless: frozenset[str] = frozenset()
     sections: tuple[str, ...] = ()
+    linears: Callable[[Values], llama.Linears] = llama.decoder_linears
+    """Of a block, as the library joins them."""
+    norms: tuple[str, str] = llama.NORMS
+    """The library's names of the norms of attention and MLP."""
 
-    def values(self, content: Mapping[str, Any]) -> Values:
-        """Our flags from a config.json. ValueError lists every field that cannot be expressed."""
+    def values(self, content: Mapping[str, Any], ignored: Collection[str] = ()) -> Values:
+        """Our flags from a config.json. ValueError lists every field that cannot be expressed; fields without a row
+        that are `ignored` by name change nothing.
+        """
         if wrong := self._wrong_kinds(content):
             raise ValueError("config.json: " + "; ".join(wrong))
         if self.sections:
             content = molmo2.native_spelling(content)
         theirs = Theirs(content)
         values, reasons = read_fields(self.fields, theirs)
-        unknown = theirs.unknown(self.harmless | GENERAL, self.sections)
-        reasons += [f"{path} is not known, so it may change the model" for path in unknown]
+        unknown = theirs.unknown(self.harmless | GENERAL | INERT, self.sections)
+        rest = [path for path in unknown if not {path, path.rpartition(".")[2]} & set(ignored)]
+        reasons += [
+            f"{path} is not known, so it may change the model (--ignore-field {path} when it does not)" for path in rest
+        ]
+        for name in ignored:
+            if any(name in (path, path.rpartition(".")[2]) for path in theirs.asked):
+                reasons.append(f"--ignore-field {name}: this field is known and means something")
+            elif not any(name in (path, path.rpartition(".")[2]) for path in unknown):
+                reasons.append(f"--ignore-field {name}: there is no unknown field of this name")
         if reasons:
             raise ValueError("config.json: " + "; ".join(reasons))
         return values
@@ -87,7 +112,7 @@ class Architecture:
     def links(self, values: Values, layout: str, infos: Mapping[str, Info] | None = None) -> list[Link]:
         """All tensors; `infos`: of the file that is read, which says where a released embedding was split."""
         if not self.sections:
-            return llama.links(values)
+            return llama.links(values, self.linears, self.norms)
         cut = molmo2.first_rows(infos, values) if infos is not None and layout == molmo2.RELEASED else None
         return molmo2.links(values, layout, cut)
 
@@ -100,6 +125,17 @@ ARCHITECTURES = {
     row.name: row
     for row in (
         Architecture("llama", "LlamaForCausalLM", llama.FIELDS),
+        Architecture("mistral", "MistralForCausalLM", windowed.MISTRAL_FIELDS),
+        Architecture(
+            "phi3",
+            "Phi3ForCausalLM",
+            windowed.PHI3_FIELDS,
+            windowed.PHI3_HARMLESS,
+            linears=windowed.phi3_linears,
+        ),
+        Architecture("olmo2", "Olmo2ForCausalLM", olmo2.FIELDS, norms=olmo2.NORMS),
+        Architecture("smollm3", "SmolLM3ForCausalLM", smollm3.FIELDS, smollm3.HARMLESS),
+        Architecture("qwen2", "Qwen2ForCausalLM", qwen3.QWEN2_FIELDS, qwen3.HARMLESS),
         Architecture("qwen3", "Qwen3ForCausalLM", qwen3.FIELDS, qwen3.HARMLESS),
         Architecture("molmo2", "Molmo2ForConditionalGeneration", molmo2.FIELDS, molmo2.HARMLESS, molmo2.SECTIONS),
     )
@@ -117,12 +153,25 @@ def of_config(content: Mapping[str, Any], wanted: str = "auto") -> Architecture:
 
 
 def of_values(values: Values, wanted: str = "auto") -> Architecture:
-    """The architecture that our flags describe, or the one that is `wanted`."""
+    """The architecture that is `wanted`, or that our flags name, or the first that can say them. ValueError for a name
+    that is not known.
+    """
     if wanted != "auto":
         return ARCHITECTURES[wanted]
-    if values["vision_num_layers"]:
-        return ARCHITECTURES["molmo2"]
-    return ARCHITECTURES["qwen3" if values["qk_layernorm"] else "llama"]
+    named = values["hf_model_type"]
+    if named is not None:
+        if named not in ARCHITECTURES:
+            raise ValueError(f"--hf-model-type {named} is not known, known are {', '.join(ARCHITECTURES)}")
+        return ARCHITECTURES[named]
+    after, biases = values["norm_position"] == "after", (values["add_qkv_bias"], values["add_attention_output_bias"])
+    chosen = {
+        "molmo2": values["vision_num_layers"] > 0,
+        "olmo2": after or values["qk_layernorm_scope"] == "all_heads",
+        "smollm3": values["no_rope_freq"] is not None,
+        "qwen3": values["qk_layernorm"],
+        "qwen2": biases == (True, False),
+    }
+    return ARCHITECTURES[next((name for name, fits in chosen.items() if fits), "llama")]
 
 
 def token_ids(values: Values, known: Mapping[str, int] | None) -> dict[str, int]:

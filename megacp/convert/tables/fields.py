@@ -48,9 +48,21 @@ LAYERS = Number(high=4096)
 """More would be a table of links without end rather than a model."""
 EPSILON = Number(float, 0.0, 1.0, low_open=True)
 SPREAD = Number(float, 0.0, 1e6)
-_THETA = Number(float, 1.0, 1e12, low_open=True)
-_FACTOR = Number(float, 0.0, 1e9, low_open=True)
-_SCALE = Number(float, 1.0, 1e9)
+
+
+SILENT: Mapping[str, Any] = {
+    **dict.fromkeys(("is_decoder", "add_cross_attention", "tie_encoder_decoder", "torchscript", "use_bfloat16"), False),
+    **dict.fromkeys(("rope_interleaved", "use_mrope", "use_sliding_window", "use_parallel_residual"), False),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "tf_legacy_loss"), False),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), 1.0),
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "classifier_dropout"), 0.0),
+    "pruned_heads": {},
+}
+"""Values that say what is so without the field, in the library's configs and in those that people add fields to."""
+
+
+def _is_silent(key: str, value: Any) -> bool:
+    return key in SILENT and value == SILENT[key] and isinstance(value, bool) == isinstance(SILENT[key], bool)
 
 
 def is_whole(value: Any) -> bool:
@@ -76,16 +88,23 @@ class Theirs:
     def unknown(self, harmless: frozenset[str], sections: Sequence[str]) -> list[str]:
         """Paths that no row has asked for; `harmless` are last parts of paths, `sections` are walked into.
 
-        An id of a token (`..._id`) changes no tensor's meaning.
+        An id of a token (`..._id`) changes no tensor's meaning, null asks for nothing, and a value of `SILENT` is what
+        every model does without the field.
         """
         found = []
         for prefix in ("", *(f"{name}." for name in sections)):
             inside = self._content if not prefix else self._content.get(prefix[:-1])
-            for key in inside if isinstance(inside, Mapping) else ():
+            for key, value in inside.items() if isinstance(inside, Mapping) else ():
                 path = prefix + key
-                if path not in self._seen and key not in harmless and path not in sections and not key.endswith("_id"):
+                plain = value is None or key.endswith("_id") or key in harmless or _is_silent(key, value)
+                if path not in self._seen and path not in sections and not plain:
                     found.append(path)
         return found
+
+    @property
+    def asked(self) -> frozenset[str]:
+        """Paths that rows have asked for."""
+        return frozenset(self._seen)
 
 
 class Field(Protocol):
@@ -120,7 +139,7 @@ class Same:
             found = self.null(values)
         number = self.number.read(found)
         if number is None:
-            reasons.append(f"{self.theirs} is {_shown(found)}, expected {self.number}")
+            reasons.append(f"{self.theirs} is {shown(found)}, expected {self.number}")
         if number is not None or not callable(self.default):
             values[self.ours] = self.default if number is None else number  # others are read beside a refused one
 
@@ -146,7 +165,7 @@ class Word:
         found = theirs.get(self.theirs, self.default)
         known = isinstance(found, str) and found in self.words
         if not known:
-            reasons.append(f"{self.theirs} is {_shown(found)}, allowed are {', '.join(map(repr, self.words))}")
+            reasons.append(f"{self.theirs} is {shown(found)}, allowed are {', '.join(map(repr, self.words))}")
         values[self.ours] = self.words[found if known else self.default]
 
     def write(self, values: Values, content: Values, reasons: list[str]) -> None:
@@ -166,7 +185,7 @@ class Fixed:
     def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
         found = theirs.get(self.theirs, self.value if self.default is _ABSENT else self.default)
         if found != self.value or isinstance(found, bool) != isinstance(self.value, bool):
-            reasons.append(f"{self.theirs} is {_shown(found)}, megacp can only express {self.value!r}")
+            reasons.append(f"{self.theirs} is {shown(found)}, megacp can only express {self.value!r}")
 
     def write(self, values: Values, content: Values, reasons: list[str]) -> None:
         if self.written:
@@ -196,11 +215,13 @@ class Switch:
     theirs: str
     ours: tuple[str, ...]
     inverted: bool = False
+    default: bool = False
+    """The meaning of its absence."""
 
     def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
-        found = theirs.get(self.theirs, False)
+        found = theirs.get(self.theirs, self.default)
         if not isinstance(found, bool):
-            reasons.append(f"{self.theirs} is {_shown(found)}, expected true or false")
+            reasons.append(f"{self.theirs} is {shown(found)}, expected true or false")
         values.update(dict.fromkeys(self.ours, not found if self.inverted else found))
 
     def write(self, values: Values, content: Values, reasons: list[str]) -> None:
@@ -210,80 +231,34 @@ class Switch:
         content[self.theirs] = values[self.ours[0]] != self.inverted
 
 
+@dataclass(frozen=True)
+class LayerTypes:
+    """`layer_types` may say only what is so without it; `written` where the library's class has the field."""
+
+    written: bool = False
+    section: str = ""
+
+    def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
+        path = f"{self.section}layer_types"
+        found, count = theirs.get(path), values.get("num_layers")
+        if found is None:
+            return
+        if not isinstance(found, list) or not all(isinstance(kind, str) for kind in found):
+            reasons.append(f"{path} is no list of words")
+        elif other := {kind for kind in found if kind != "full_attention"}:
+            reasons.append(f"{path} holds {', '.join(sorted(other))}, megacp can only express full_attention")
+        elif len(found) != count:
+            reasons.append(f"{path} has {len(found)} words, num_hidden_layers is {count}")
+
+    def write(self, values: Values, content: Values, reasons: list[str]) -> None:
+        if self.written:
+            content[f"{self.section}layer_types"] = ["full_attention"] * values["num_layers"]
+
+
 TIED = Switch("tie_word_embeddings", ("untie_embeddings_and_output_weights",), inverted=True)
 
 
-_ROPE_KEYS = {
-    "factor": "rope_scaling_factor",
-    "low_freq_factor": "rope_low_freq_factor",
-    "high_freq_factor": "rope_high_freq_factor",
-    "original_max_position_embeddings": "rope_original_max_positions",
-}
-_ROPE_TYPES = {"default": (), "linear": ("factor",), "llama3": tuple(_ROPE_KEYS)}
-_ROPE_NUMBERS = {
-    "factor": _SCALE,
-    "low_freq_factor": _FACTOR,
-    "high_freq_factor": _FACTOR,
-    "original_max_position_embeddings": SIZE,
-}
-LIBRARY_THETA = 10_000.0
-"""Theta of the transformers library where a config has none."""
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Theta and scaling of the rotary embedding, in both spellings of the library: `rope_parameters`, and the older
-    `rope_theta` beside `rope_scaling`. Both are written: a library that knows one of them alone would otherwise take
-    its own theta.
-    """
-
-    section: str = ""
-    """`text_config.` or nothing."""
-
-    def read(self, theirs: Theirs, values: Values, reasons: list[str]) -> None:
-        given = {name: theirs.get(self.section + name) for name in ("rope_scaling", "rope_parameters")}
-        name = next((n for n, params in given.items() if params), "rope_parameters")
-        path, params = self.section + name, ({} if given[name] is None else given[name])
-        if not isinstance(params, Mapping) or any(isinstance(value, Mapping) for value in params.values()):
-            reasons.append(f"{path} is {_shown(params)}, expected one set of parameters for all layers")
-            return
-        kind = params.get("rope_type", params.get("type", "default"))
-        if not isinstance(kind, str) or kind not in _ROPE_TYPES:
-            reasons.append(f"{path}.rope_type is {_shown(kind)}, megacp can express {', '.join(_ROPE_TYPES)}")
-            return
-        theta = params.get("rope_theta", theirs.get(self.section + "rope_theta", LIBRARY_THETA))
-        self._number(theta, _THETA, "rope_theta", "rotary_base", (values, reasons))
-        values["rope_scaling"] = "none" if kind == "default" else kind
-        known = {"rope_theta", "rope_type", "type", *_ROPE_KEYS}
-        rest = {key for key, value in params.items() if value is not None} - known
-        reasons += [f"{path}.{key} is {_shown(params[key])}, which megacp cannot express" for key in sorted(rest)]
-        partial = theirs.get(self.section + "partial_rotary_factor")
-        if partial is not None and partial != 1.0:
-            reasons.append(f"{self.section}partial_rotary_factor is {_shown(partial)}, megacp can only express 1.0")
-        for key in _ROPE_TYPES[kind]:
-            value = params.get(key)
-            if value is None and key == "original_max_position_embeddings":
-                value = values.get("max_position_embeddings")  # as the library: the length the model is for
-            where = f"{name}.{key}"
-            self._number(value, _ROPE_NUMBERS[key], where, _ROPE_KEYS[key], (values, reasons))
-
-    def _number(self, value: Any, number: Number, where: str, ours: str, into: tuple[Values, list[str]]) -> None:
-        values, reasons = into
-        found = number.read(value)
-        if found is None:
-            reasons.append(f"{self.section}{where} is {_shown(value)}, expected {number}")
-        else:
-            values[ours] = found
-
-    def write(self, values: Values, content: Values, reasons: list[str]) -> None:
-        kind = "default" if values["rope_scaling"] == "none" else values["rope_scaling"]
-        params = {"rope_type": kind, **{key: values[_ROPE_KEYS[key]] for key in _ROPE_TYPES[kind]}}
-        content[self.section + "rope_theta"] = values["rotary_base"]
-        content[self.section + "rope_scaling"] = None if kind == "default" else params
-        content[self.section + "rope_parameters"] = {"rope_theta": values["rotary_base"], **params}
-
-
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value of theirs in a message: JSON's null, long ones cut."""
     text = "null" if value is None else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,4 +1,4 @@
-"""Llama (2 and 3.x): names and shapes of its tensors, fields of its config; the decoder that Qwen3 and Molmo2 share.
+"""Llama (2 and 3.x): names and shapes of its tensors, fields of its config; the decoder that all others share.
 
 Rows of q and k are in the library's order (rotary by halves), which is ours; nothing is permuted. Weights as Meta
 published them (rotary by pairs) have other names and are refused as missing and unexpected tensors.
@@ -6,7 +6,7 @@ published them (rotary by pairs) have other names and are refused as missing and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from megacp.convert.tables.fields import (
     EPSILON,
@@ -16,8 +16,8 @@ from megacp.convert.tables.fields import (
     TIED,
     Field,
     Fixed,
+    LayerTypes,
     Number,
-    Rope,
     Same,
     Switch,
     Theirs,
@@ -25,6 +25,7 @@ from megacp.convert.tables.fields import (
     Values,
 )
 from megacp.convert.tables.mapping import Link, Named, same
+from megacp.convert.tables.rope import Rope
 
 Linears = dict[str, tuple[tuple[str, int, int, bool], ...]]
 """Their name -> (our name, outputs, inputs, bias) of each of the linears that it holds, in order."""
@@ -68,26 +69,33 @@ def linear_links(theirs: str, ours: str, linears: Linears) -> Iterator[Link]:
 
 
 def block_links(values: Values, prefix: str, linears: Linears, norms: tuple[str, str]) -> Iterator[Link]:
-    """Links of all decoder blocks; `norms` are their names of the norms before attention and MLP."""
+    """Links of all decoder blocks; `norms` are their names of the norms of attention and MLP."""
     hidden, width = values["hidden_size"], head_width(values)
+    together = values["qk_layernorm_scope"] == "all_heads"
+    normed = {
+        "q_norm": width * (values["num_attention_heads"] if together else 1),
+        "k_norm": width * (query_groups(values) if together else 1),
+    }
     for layer in range(values["num_layers"]):
         theirs, ours = f"{prefix}.{layer}", f"layers.{layer}"
         yield same(f"{theirs}.{norms[0]}.weight", f"{ours}.attention_norm.weight", hidden)
         yield from linear_links(theirs, ours, linears)
         if values["qk_layernorm"]:
-            for name in ("q_norm", "k_norm"):
-                yield same(f"{theirs}.self_attn.{name}.weight", f"{ours}.attention.{name}.weight", width)
+            for name, size in normed.items():
+                yield same(f"{theirs}.self_attn.{name}.weight", f"{ours}.attention.{name}.weight", size)
         yield same(f"{theirs}.{norms[1]}.weight", f"{ours}.mlp_norm.weight", hidden)
 
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
-def links(values: Values) -> list[Link]:
-    """All tensors of a Llama or Qwen3; a tied head is none of them."""
+def links(
+    values: Values, linears: Callable[[Values], Linears] = decoder_linears, norms: tuple[str, str] = NORMS
+) -> list[Link]:
+    """All tensors of a text model; a tied head is none of them."""
     rows, hidden = values["vocab_size"], values["hidden_size"]
     found = [same("model.embed_tokens.weight", "embedding.weight", rows, hidden)]
-    found += block_links(values, "model.layers", decoder_linears(values), NORMS)
+    found += block_links(values, "model.layers", linears(values), norms)
     found.append(same("model.norm.weight", "final_norm.weight", hidden))
     if values["untie_embeddings_and_output_weights"]:
         found.append(same("lm_head.weight", "head.weight", rows, hidden))
@@ -104,8 +112,18 @@ class _Rows:
         """Nothing: rows are the run's, and say nothing of the model."""
 
 
-def sizes(defaults: Values, section: str = "") -> list[Field]:
-    """Rows that the three decoders share; `defaults` are the library's for this architecture."""
+class _UnsaidWidth(Same):
+    """`head_dim` where the library's class has no such field, but reads one: said where it is not what sizes say."""
+
+    def write(self, values: Values, content: Values, reasons: list[str]) -> None:
+        if self.resolved(values) != head_width_of_sizes(values):
+            super().write(values, content, reasons)
+
+
+def sizes(defaults: Values, section: str = "", rope: Rope | None = None) -> list[Field]:
+    """Rows that all decoders share; `defaults` are the library's for this architecture, without `head_dim` where its
+    class has none.
+    """
 
     def row(theirs: str, ours: str, number: Number = SIZE) -> Same:
         return Same(section + theirs, ours, defaults[theirs], number)
@@ -113,7 +131,7 @@ def sizes(defaults: Values, section: str = "") -> list[Field]:
     def heads(v: Values) -> int:
         return v["num_attention_heads"]
 
-    groups, width, of_sizes = defaults["num_key_value_heads"], defaults["head_dim"], head_width_of_sizes
+    groups, width, of_sizes = defaults["num_key_value_heads"], defaults.get("head_dim"), head_width_of_sizes
     null_heads, null_width = None if section else heads, None if width else of_sizes  # as the library's own types
     positions = "max_position_embeddings"
     return [
@@ -122,11 +140,13 @@ def sizes(defaults: Values, section: str = "") -> list[Field]:
         row("intermediate_size", "ffn_hidden_size"),
         row("num_attention_heads", "num_attention_heads"),
         Same(section + "num_key_value_heads", "num_query_groups", groups or heads, null=null_heads, absent=heads),
-        Same(section + "head_dim", "kv_channels", width or of_sizes, null=null_width, absent=head_width),
+        (Same if "head_dim" in defaults else _UnsaidWidth)(
+            section + "head_dim", "kv_channels", width or of_sizes, null=null_width, absent=head_width
+        ),
         row("vocab_size", "vocab_size"),
         Same(section + positions, positions, defaults[positions], absent=lambda v: v["seq_length"]),
         _Rows(),
-        Rope(section),
+        rope or Rope(section),
         row("rms_norm_eps", "norm_epsilon", EPSILON),
         row("initializer_range", "init_method_std", SPREAD),
         Fixed(section + "hidden_act", "silu"),
@@ -153,14 +173,21 @@ DEFAULTS: Values = {
 }
 """Of transformers' LlamaConfig; None: hidden size / heads, and as many groups as heads."""
 
+PRENORM: list[Field] = [Unsaid("norm_position", "before"), Unsaid("qk_layernorm_scope", "head")]
+"""Of blocks whose norms stand before attention and MLP."""
+TEXT_ALONE: list[Field] = [Unsaid("additional_vocab_size", 0), Unsaid("vision_num_layers", 0)]
+NO_BIASES: list[Field] = [Unsaid(name, False) for name in ("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias")]
+
 FIELDS: list[Field] = [
     *sizes(DEFAULTS),
+    LayerTypes(),
     TIED,
     Switch("attention_bias", ("add_qkv_bias", "add_attention_output_bias")),
     Switch("mlp_bias", ("add_mlp_bias",)),
+    *PRENORM,
+    *TEXT_ALONE,
     Unsaid("qk_layernorm", False),
-    Unsaid("additional_vocab_size", 0),
-    Unsaid("vision_num_layers", 0),
+    Unsaid("no_rope_freq", None),
 ]
 
 

@@ -15,6 +15,7 @@ from megacp.convert.tables.fields import (
     SIZE,
     Field,
     Fixed,
+    LayerTypes,
     Same,
     Switch,
     Theirs,
@@ -25,6 +26,7 @@ from megacp.convert.tables.fields import (
 )
 from megacp.convert.tables.llama import (
     NORMS,
+    PRENORM,
     Linears,
     block_links,
     decoder_linears,
@@ -283,6 +285,7 @@ def _connector_heads(v: Values) -> int:
 
 FIELDS: list[Field] = [
     *sizes(TEXT_DEFAULTS, "text_config."),
+    LayerTypes(section="text_config."),
     _ScaledLayers(),
     _ExtraRows(),
     Switch("text_config.attention_bias", ("add_qkv_bias",)),
@@ -312,7 +315,9 @@ FIELDS: list[Field] = [
     _InitialRange(),
     Fixed("tie_word_embeddings", False),
     Unsaid("untie_embeddings_and_output_weights", True),
+    *PRENORM,
     Unsaid("qk_layernorm", True),
+    Unsaid("no_rope_freq", None),
     Unsaid("add_attention_output_bias", False),
     Unsaid("add_mlp_bias", False),
     Unsaid("image_attention", "example"),

@@ -1,0 +1,89 @@
+"""A run that starts from a Hugging Face folder: its model by our flags, its weights by our names, its tokenizer.
+
+What a conversion would write to disk first goes from the folder to the ranks. Tokenizer and generation settings are
+kept beside the run's checkpoints, so an export finds them there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from megacp.checkpoint.weights import Weights
+from megacp.config.run import RunConfig, flatten, with_values
+from megacp.convert.conversion import refuse_other_input
+from megacp.convert.export import copy_tokenizer, keep_generation, model_dtype
+from megacp.convert.source import Loaded, read_hf
+from megacp.convert.tables.mapping import in_dtype
+from megacp.convert.tokenizer import tokenizer_files
+from megacp.convert.tower import with_tower
+from megacp.data.tokenize.tokenizer import load_tokenizer
+from megacp.models.build import DTYPES
+from megacp.training.sources import Sources
+from megacp.training.stored import with_model_of
+
+
+@dataclass(frozen=True)
+class FolderStart:
+    """What a run starts from."""
+
+    loaded: Loaded
+    weights: Weights
+
+    def keep(self, folder: Path) -> None:
+        """Put tokenizer and generation settings beside the run's checkpoints."""
+        copy_tokenizer(self.loaded, folder)
+        keep_generation(self.loaded, folder)
+
+    def require_tokenizer(self, sources: Sources, data_path: str | None) -> None:
+        """ValueError when the packs were built with another tokenizer than the folder's."""
+        ours, theirs = self.weights.tokenizer_sha256, sources.tokenizer_sha256
+        if ours and theirs and ours != theirs:
+            names = ",".join(str(self.loaded.folder / name) for name in tokenizer_files(self.loaded.folder))
+            raise ValueError(
+                f"--data-path {data_path} was built with the tokenizer {theirs[:12]}, --load-hf {self.loaded.folder} "
+                f"has {ours[:12]}: build it again with --tokenizer {names}"
+            )
+
+
+def open_start(config: RunConfig, given: Collection[str], check_sums: bool) -> tuple[RunConfig, FolderStart, str]:
+    """The config with the model of --load-hf, as far as no flag in `given` says what it is; the start; a note.
+
+    Only headers are read, and all bytes where SHA256SUMS lies in the folder and `check_sums` says so. Raises ValueError
+    for a folder that cannot be taken, and for each flag that contradicts it.
+    """
+    if importlib.util.find_spec("safetensors") is None:
+        raise ValueError("--load-hf reads weights with the package safetensors: pip install 'megacp[hf]'")
+    folder, vision = Path(str(config.checkpoint.load_hf)), config.checkpoint.vision_from_hf
+    ignored = (config.checkpoint.ignore_field or "").replace(",", " ").split()
+    loaded = _read("--load-hf", folder, ignored, check_sums)
+    try:
+        dtype = config.training.dtype if "dtype" in given else model_dtype(loaded.source)
+        files = tokenizer_files(folder)
+        sha256 = load_tokenizer(",".join(str(folder / name) for name in files), "reference").sha256 if files else ""
+    except ValueError as error:
+        raise ValueError(f"--load-hf {folder}: {error}") from error
+    stored, source, known, notes = loaded.config, loaded.source, dict[str, int](), list[str]()
+    if vision is not None:
+        tower = _read("--vision-from-hf", Path(vision), (), check_sums) if vision != "none" else None
+        both = with_tower(loaded, tower, config, given)
+        stored, source, known, notes = both.config, both.source, both.known_rows, [both.note]
+    stored = with_values(stored, {"dtype": dtype})
+    config, note = with_model_of(config, stored, folder, given, weights_only=True)
+    told = {name: [list(info.shape), str(info.dtype)] for name, info in source.infos.items()}
+    fingerprint = hashlib.sha256(json.dumps([told, flatten(stored)], sort_keys=True).encode()).hexdigest()
+    weights = Weights(folder, in_dtype(source, DTYPES[dtype]), sha256, fingerprint, known)
+    return config, FolderStart(loaded, weights), "\n".join([note, *notes])
+
+
+def _read(name: str, folder: Path, ignored: Collection[str], check_sums: bool) -> Loaded:
+    try:
+        refuse_other_input(folder, "hf")
+        return read_hf(folder, ignored=ignored, check_sums=check_sums)
+    except (ValueError, OSError) as error:
+        said = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ValueError(f"{name} {folder}: {said}") from error
