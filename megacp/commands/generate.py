@@ -29,7 +29,9 @@ from typing import TextIO
 import numpy as np
 
 from megacp.data.media.reader import LARGEST_ITEM
-from megacp.data.records.sample import Media, RecordError, decode_json
+from megacp.data.records.parts import Media
+from megacp.data.records.record import RecordError
+from megacp.data.records.sample import decode_json
 from megacp.data.tokenize.tokenizer import Tokenizer, load_tokenizer
 from megacp.files import open_own, open_regular, read_regular
 from megacp.generation.prompt import Prompt, PromptMaker

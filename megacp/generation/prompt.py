@@ -25,8 +25,10 @@ from megacp.data.media.reader import MediaReader, Part
 from megacp.data.packed.reader import Pack
 from megacp.data.packed.tables import BRANCH_DTYPE, SEGMENT_DTYPE, UNIT_DTYPE
 from megacp.data.packed.writer import SegmentUnit
+from megacp.data.records.parts import Media, SamplePart
+from megacp.data.records.record import RecordError
 from megacp.data.records.record_keys import FOR_PROMPTS
-from megacp.data.records.sample import Media, RecordError, SamplePart, parse_record
+from megacp.data.records.sample import parse_record
 from megacp.data.row_images import PackImages
 from megacp.data.tokenize.tokenizer import Tokenizer
 
