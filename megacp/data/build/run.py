@@ -41,7 +41,7 @@ from megacp.data.records.record import Refusal
 from megacp.data.tokenize.chat_template import ChatTemplate
 from megacp.data.tokenize.tokenizer import Tokenizer
 
-RECORD_RULES = 2
+RECORD_RULES = 3
 """What records mean: raised when a record becomes other tokens or weights, so that no dataset is half of each."""
 _SAMPLED_BYTES = 1 << 16
 RECORDS_OF_A_SHARD = 1024

@@ -47,6 +47,8 @@ class WrittenTalk:
             raise RecordError(f"`chat_template_kwargs.{unknown[0]}`: the chat template reads no such variable")
         self._refuse_forged()
         self._whole = self._render(self._messages)
+        if not self.text:
+            raise RecordError("the chat template writes nothing for this record")
         self._refuse_python()
         self._leaves, self._marked = self._followed()
         self._refuse_lost()

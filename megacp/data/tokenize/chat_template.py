@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +79,12 @@ class ChatTemplate:
         digest = hashlib.sha256("\n".join(added).encode()).hexdigest()
         return {"texts": dict(self.texts), "date": self.today, "special": dict(self.special), "added_tokens": digest}
 
-    @property
+    @cached_property
     def forgeable(self) -> re.Pattern[str]:
         """Finds special tokens, which only a template may write."""
         return _any_of(token.content for token in self._added if token.special)
 
-    @property
+    @cached_property
     def _added(self) -> list[Any]:
         return list(self._model.get_added_tokens_decoder().values())
 
