@@ -209,7 +209,9 @@ def answer_records(arguments: argparse.Namespace, generator: Generator, tokenize
     """Write one line of JSON for every answer, in the order of the records."""
     has_vision = generator.config.vision.vision_num_layers > 0
     rules = generator.image_rules(arguments.data_path) if has_vision else None
-    questions = read_records(arguments.input, PromptMaker(tokenizer, rules, arguments.image_root))
+    questions = read_records(
+        arguments.input, PromptMaker(tokenizer, rules, arguments.image_root, generator.by_template)
+    )
     prompts = [question.prompt for question in questions]
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.seed, tokenizer.eos_id)
     right, total, asked = 0, 0, 0
