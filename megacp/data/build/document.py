@@ -184,14 +184,17 @@ def _conversation(record: Sequence[Sequence[Part]], template: ChatTemplate) -> E
         weights = np.zeros(len(ids))
         for start, stop, weight in rendered.learned:
             # a token with one character of what is learned is learned, as in the library
-            weights[np.searchsorted(places[:, 1], start, "right") : np.searchsorted(places[:, 0], stop)] = weight
+            first, last = np.searchsorted(places[:, 1], start, "right"), np.searchsorted(places[:, 0], stop)
+            if first == last:
+                return Encoded(parts, f"the tokenizer makes no token of {rendered.text[start:stop]!r:.80}")
+            weights[first:last] = weight
         images: dict[int, tuple[int, Placed]] = {}
         for (start, stop), unit in zip(rendered.places, placed, strict=True):
-            first, last = int(np.searchsorted(places[:, 0], start)), int(np.searchsorted(places[:, 1], stop, "right"))
+            first, last = np.searchsorted(places[:, 0], start), np.searchsorted(places[:, 1], stop, "right")
             whole = first < last and (places[first, 0], places[last - 1, 1]) == (start, stop)
             if not (whole and isinstance(unit, Placed)):
                 return Encoded(parts, "the place of an image in the chat template is no whole token")
-            images[first] = last, unit
+            images[int(first)] = int(last), unit
         parts.append(_cut(ids, weights, images, len(prefix)))
         prefix = prefix if number else ids
     if len(parts) > 1 and parts[0][-1].placed is not None and any(_begins_learned(branch) for branch in parts[1:]):

@@ -23,6 +23,8 @@ from megacp.data.tokenize.chat_template import REASONING, RESERVED, ChatTemplate
 
 _LINKS = ("role", "type", "id", "index", "tool_call_id")
 """Keys that say what stands there or what belongs together: a template need not write them."""
+_WRITTEN_AS_THEY_ARE = ("system", "developer", "user")
+"""Roles whose contents a template writes word by word; it may put what a tool says into JSON."""
 _LONGEST = 60
 """Characters of a text that a message shows."""
 
@@ -52,6 +54,9 @@ class WrittenTalk:
         self._refuse_python()
         self._leaves, self._marked = self._followed()
         self._refuse_lost()
+        for i, message in enumerate(self._messages):
+            if message["role"] in _WRITTEN_AS_THEY_ARE:
+                self._refuse_unsaid(i, "content", self.text)
         self._learned = self._generated() if template.has_generation(talk.tools) else self._answers()
         self._places = [self._place(i, j, media) for i, j, media in self._media]
 
@@ -259,14 +264,15 @@ class WrittenTalk:
 
     def _refuse_unsaid(self, i: int, key: str, said: str, place: int = 0) -> int:
         """RecordError unless the words of a value stand in `said`, in order from `place` on; where they end."""
-        value = self._messages[i].get(key, "")
-        texts = [value] if isinstance(value, str) else [part["text"] for part in value if part["type"] == "text"]
+        value = self._messages[i].get(key)
+        parts = value if isinstance(value, list) else [{"text": value}]
+        texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
         for word in " ".join(texts).split():
             found = said.find(word, place)
             if found < 0:
                 shown = word if len(word) <= _LONGEST else f"{word[:_LONGEST]}..."
                 raise RecordError(
-                    f"`{self._talk.paths[i]}.{key}`: the chat template leaves {shown!r} out of what is learned"
+                    f"`{self._talk.paths[i]}.{key}`: {shown!r} would be lost: the chat template does not write it here"
                 )
             place = found + len(word)
         return place

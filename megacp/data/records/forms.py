@@ -161,7 +161,7 @@ def _with_tools(talk: Talk, record: dict[str, Any]) -> Talk:
         raise RecordError(f"`tools` must be a list of objects, found {described(tools)}")
     if not isinstance(variables, dict):
         raise RecordError(f"`chat_template_kwargs` is {described(variables)}, it must be an object")
-    return Talk(talk.messages, talk.paths, tools or None, variables)
+    return Talk(talk.messages, talk.paths, tools, variables)
 
 
 def _with_media(talk: Talk, record: dict[str, Any], where: str) -> tuple[Talk, tuple[str, ...]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,6 +150,15 @@ def test_the_image_feature_of_datasets_is_a_source_of_a_part() -> None:
 def test_what_a_form_cannot_be_is_refused_by_name(record: dict[str, Any], message: str) -> None:
     with pytest.raises(RecordError, match=message):
         parse_record(record, media=True)
+
+
+def test_every_example_of_the_page_is_a_record_that_teaches() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
+    examples = re.findall(r"^\|[^|]*\| `(\{.*\})` \|[^|]*\|$", page, re.MULTILINE)
+    assert len(examples) == 9
+    for example in examples:
+        pieces = parse_record(json.loads(example), media=True).prefix
+        assert any(piece.text and piece.weight for piece in pieces)
 
 
 def test_a_text_build_names_the_image_that_it_cannot_hold() -> None:

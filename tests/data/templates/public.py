@@ -29,8 +29,11 @@ _WORDS = [
 ]
 
 
-def write_tokenizer(folder: Path, metaspace: bool = False, **config: Any) -> Path:
-    """A tokenizer.json in a folder, with the settings beside it; `metaspace`: as Llama 2, else as GPT-2."""
+def write_tokenizer(folder: Path, metaspace: bool = False, trim_offsets: bool = False, **config: Any) -> Path:
+    """A tokenizer.json in a folder, with the settings beside it; `metaspace`: as Llama 2, else as GPT-2.
+
+    `trim_offsets`: whether the place of a token is told without its blanks, as by Llama 3's.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -41,7 +44,7 @@ def write_tokenizer(folder: Path, metaspace: bool = False, **config: Any) -> Pat
     else:
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         made.decoder = decoders.ByteLevel()
-        made.post_processor = processors.ByteLevel(trim_offsets=True)
+        made.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
         alphabet = []
     trainer = trainers.BpeTrainer(
         vocab_size=700,

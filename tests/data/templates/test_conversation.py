@@ -158,7 +158,12 @@ DROPPED = {
     "thoughts within an answer that a template takes out": (
         "deepseek_r1",
         talk(ASK, {**TELL, "content": "<think>hm</think>42"}),
-        "`messages[1].content`: the chat template leaves '<think>hm</think>42' out of what is learned",
+        "`messages[1].content`: '<think>hm</think>42' would be lost",
+    ),
+    "words of a user that a template cuts off": (
+        "{% for m in messages %}{{ m.role ~ m.content[-9:] }}{% endfor %}",
+        talk({"role": "user", "content": "first and last words"}, TELL),
+        "`messages[0].content`: 'first' would be lost",
     ),
     "a list of parts that is written as Python shows it": (
         "{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}",

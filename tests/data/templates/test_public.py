@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from megacp.data.build.document import DocumentMaker, Origin
 from megacp.data.records.record import RecordError
@@ -94,10 +97,16 @@ def made(
     return document.tokens.tolist(), weights.tolist()
 
 
-def library(folder: Path, text: str) -> Any:
+@functools.lru_cache
+def _library_of(folder: Path, config: bytes) -> Any:
     from transformers import PreTrainedTokenizerFast
 
-    found = PreTrainedTokenizerFast.from_pretrained(folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def library(folder: Path, text: str) -> Any:
+    """The library's tokenizer of a folder, with a template."""
+    found = _library_of(folder, (folder / "tokenizer_config.json").read_bytes())
     found.chat_template = text
     return found
 
@@ -157,3 +166,30 @@ def test_tools_and_calls_are_those_of_the_library(folder: Path, name: str, tmp_p
     assert made(record, template, folder) == (ids, weights)
     assert made({**record, "tools": json.dumps(TOOLS)}, template, folder) == (ids, weights)
     assert made({"messages": talk}, template, folder)[0] != ids
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.text(alphabet=" \n\ta<\u00e9\u6f22\U0001f642\u200d\"'{|", max_size=8), min_size=2, max_size=5))
+def test_any_text_has_the_ids_and_the_mask_of_the_library_or_is_refused(
+    folder: Path, name: str, tmp_path: Path, texts: list[str]
+) -> None:
+    """Would catch a border of what is learned that is off by a blank, and an offset in bytes."""
+    talk = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    template, theirs = template_of(folder, name, tmp_path), library(folder, TEMPLATES[name])
+    try:
+        found = made({"messages": talk}, template, folder)
+    except RecordError:
+        assert name == "qwen_3" or any(not each["content"].strip() for each in talk)
+    else:
+        assert found == expected(theirs, talk)
+
+
+def test_a_block_that_begins_with_a_blank_is_learned_whole(tmp_path: Path) -> None:
+    """The library learns nothing of it where a tokenizer tells places without blanks."""
+    write_tokenizer(tmp_path, trim_offsets=True)
+    template, theirs = template_of(tmp_path, "granite", tmp_path), library(tmp_path, TEMPLATES["granite"])
+    talk = [ASK, {**TELL, "content": " 42"}]
+    ids, weights = made({"messages": talk}, template, tmp_path)
+    learned = [i for i, weight in zip(ids, weights, strict=True) if weight]
+    assert theirs.decode(learned) == " 42<|end_of_text|>"
+    assert ids == expected(theirs, talk)[0] and sum(expected(theirs, talk)[1]) == 0
