@@ -278,3 +278,13 @@ def test_a_branch_that_is_no_conversation_is_refused(folder: Path) -> None:
     assert "a branch has messages and the record has none" in refusal(folder, "chatml", record)
     record = talk(ASK, branches=[{"messages": [TELL], "tools": TOOLS}])
     assert "`branches[0]`: tools and variables" in refusal(folder, "qwen_25", record)
+
+
+def test_a_branch_whose_tokens_reach_into_the_shared_messages_is_refused(folder: Path) -> None:
+    """Would catch a document that holds tokens of which no conversation consists."""
+    joined = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    question, answer = {"role": "user", "content": "The an"}, {"role": "assistant", "content": "swer is"}
+    with pytest.raises(RecordError, match=r"branches\[0\]: the tokens of the shared messages are others"):
+        document(folder, joined, talk(question, branches=[{"messages": [answer]}]))
+    tokens, _, _ = document(folder, joined, talk({**question, "content": "The "}, branches=[{"messages": [answer]}]))
+    assert tokens

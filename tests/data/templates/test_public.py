@@ -193,3 +193,43 @@ def test_a_block_that_begins_with_a_blank_is_learned_whole(tmp_path: Path) -> No
     learned = [i for i, weight in zip(ids, weights, strict=True) if weight]
     assert theirs.decode(learned) == " 42<|end_of_text|>"
     assert ids == expected(theirs, talk)[0] and sum(expected(theirs, talk)[1]) == 0
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}{% generation %}{{ m.content if m.role == 'assistant' }}{% endgeneration %}"
+        "{{ m.content if m.role == 'user' }}<|im_end|>{% endfor %}"
+    )
+    template = load_chat_template(str(tmp_path / "t.jinja"), tokenizer_at(tmp_path / "tokenizer.json"), None)
+    ids, weights = made({"messages": [ASK, {**TELL, "content": "42  "}]}, template, tmp_path)
+    assert theirs.decode([i for i, weight in zip(ids, weights, strict=True) if weight]) == "42  "
+
+
+EVERYTHING = """
+  {% set ns = namespace(count=0) %}
+    {% for m in messages %}
+      {% if m.role == 'system' %}
+        {% continue %}
+      {% endif %}
+      {% set ns.count = ns.count + 1 %}
+  {{ loop.index }}: {{ m | tojson(indent=2, sort_keys=true) }} {{ dict(a=m.content)['a'] }}
+      {% if ns.count > 3 %}
+        {{ raise_exception('too many') }}
+        {% break %}
+      {% endif %}
+    {% endfor %}
+{{ messages[0].nothing }}{{ '<b>' }}{{ [1, 2] | join(',') }}{{ ns.count }}
+"""
+
+
+def test_the_environment_is_that_of_the_library(folder: Path, tmp_path: Path) -> None:
+    """Blanks around blocks, loop controls, JSON without escapes, names that are not there."""
+    (tmp_path / "t.jinja").write_text(EVERYTHING)
+    template = load_chat_template(str(tmp_path / "t.jinja"), tokenizer_at(folder / "tokenizer.json"), None)
+    theirs = library(folder, EVERYTHING)
+    for talk in ([SYSTEM, ASK, TELL], [ASK, CALL, {**TELL_2, "reasoning": "<hm>"}]):
+        assert template.render(talk).text == theirs.apply_chat_template(talk, tokenize=False)
+    with pytest.raises(RecordError, match="refuses it: too many"):
+        template.render([ASK] * 5)
+    for unsafe in ("messages.__class__.a", "messages.append(1)", "dict.__globals__.a", "raise_exception.__code__.a"):
+        (tmp_path / "t.jinja").write_text("{{ " + unsafe + " }}{{ messages[0].content }}")
+        template = load_chat_template(str(tmp_path / "t.jinja"), tokenizer_at(folder / "tokenizer.json"), None)
+        with pytest.raises(RecordError, match="refuses it: .* is unsafe"):
+            template.render([ASK])
