@@ -305,6 +305,8 @@ def _texts(value: Any) -> Iterator[str]:
             yield key
             if key not in ("role", "type"):
                 yield from _texts(item)
-    elif isinstance(value, list):
+    elif isinstance(value, list | tuple):
         for item in value:
             yield from _texts(item)
+    elif not (value is None or isinstance(value, int | float)):  # of a table
+        raise RecordError(f"messages hold {described(value)}, which a chat template cannot write as text")

@@ -65,8 +65,8 @@ _HINTS = {
         *("conversation", "dialog", "turn", "message", "prompt", "completion", "instruction", "question", "answer"),
         *("response", "input", "output", "system"),
     ),
-    "nothing of tools is read": ("tool", "function", "call"),
-    "only `content` is read": ("reasoning", "thinking", "thought", "rationale"),
+    "nothing of tools is read without --chat-template": ("tool", "function", "call"),
+    "only `content` is read without --chat-template": ("reasoning", "thinking", "thought", "rationale"),
     "a loss weight is `weight`": ("loss", "mask", "train"),
 }
 

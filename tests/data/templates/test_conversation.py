@@ -173,6 +173,7 @@ DROPPED = {
     "an assistant without a question": ("qwen_25", talk(TELL), "what stands before it cannot be asked alone"),
     "a template that refuses": ("gemma", talk(SYSTEM, ASK, TELL), "refuses it: System role not supported"),
     "two questions in a row": ("mistral", talk(ASK, ASK_2, TELL), "roles must alternate"),
+    "bytes of a table": ("qwen_25", talk(ASK, CALL | {"note": b"x"}, TELL), "messages hold a bytes, which a chat"),
     "tools that are no list": ("qwen_25", talk(ASK, TELL, tools={"a": 1}), "`tools` must be a list of objects"),
     "tools that are no JSON": ("qwen_25", talk(ASK, TELL, tools="["), "`tools` is a string and no JSON"),
     "a weight of what a user says": ("chatml", talk({**ASK, "weight": 1}, TELL), "nothing that a user says is learned"),
