@@ -41,6 +41,8 @@ def test_the_template_of_the_data_is_that_of_the_exported_model(
     assert theirs.chat_template == texts
     found = [theirs.apply_chat_template(talk["messages"], tools=t, return_dict=False) for t in (None, TOOLS)]
     assert found == documents(tmp_path / "d")
+    back = ["--from", "hf", "--to", "megacp", "--input", str(tmp_path / "hf"), "--output", str(tmp_path / "back")]
+    assert convert.main(back) == 0
     assert convert.main([*command, "--output", str(tmp_path / "no"), "--chat-template", "messages"]) == 2
     assert "messages of the run's data were written by another template" in capsys.readouterr().err
     (tmp_path / "asked.jsonl").write_text(json.dumps(talk))

@@ -47,6 +47,7 @@ CHATML = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
+_OF_CHATML = ("<|im_start|>", "<|im_end|>")
 OURS = {"chatml": CHATML}
 """Templates that --chat-template knows by name, for tokenizers without one."""
 
@@ -168,7 +169,13 @@ def load_chat_template(choice: str, tokenizer: Tokenizer, today: str | None) -> 
     if today is not None:
         _date(today)
     settings = _settings(folder)
-    return ChatTemplate(texts, today, _named_tokens(settings), _model_of(tokenizer.files[0], settings))
+    made = ChatTemplate(texts, today, _named_tokens(settings), _model_of(tokenizer.files[0], settings))
+    if texts["default"] == CHATML and not all(made.forgeable.fullmatch(token) for token in _OF_CHATML):
+        raise ValueError(
+            f"{flag}: {tokenizer.files[0]} lacks the special tokens {', '.join(_OF_CHATML)}, and as plain text any "
+            "record could spell them"
+        )
+    return made
 
 
 def _chosen(choice: str, folder: Path) -> dict[str, str]:

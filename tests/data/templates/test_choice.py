@@ -70,6 +70,10 @@ def test_a_template_that_cannot_be_applied_is_refused_before_a_record_is_read(
     write_tokenizer(tmp_path, eos_token="<nowhere>")
     with pytest.raises(ValueError, match="name tokens that it does not have: <nowhere>"):
         texts(tmp_path, "chatml")
+    path = write_tokenizer(tmp_path)
+    path.write_text(path.read_text().replace("<|im_end|>", "<|im_stop|>"))
+    with pytest.raises(ValueError, match=r"chatml: .*tokenizer.json lacks the special tokens <\|im_start\|>"):
+        texts(tmp_path, "chatml")
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ValueError, match=r"needs the package jinja2: pip install 'megacp\[hf\]'"):
         texts(tmp_path, "chatml")
