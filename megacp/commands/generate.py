@@ -29,7 +29,9 @@ from typing import TextIO
 import numpy as np
 
 from megacp.data.media.reader import LARGEST_ITEM
-from megacp.data.records.sample import Media, RecordError, decode_json
+from megacp.data.records.parts import Media
+from megacp.data.records.record import RecordError
+from megacp.data.records.sample import decode_json
 from megacp.data.tokenize.tokenizer import Tokenizer, load_tokenizer
 from megacp.files import open_own, open_regular, read_regular
 from megacp.generation.prompt import Prompt, PromptMaker
@@ -207,7 +209,9 @@ def answer_records(arguments: argparse.Namespace, generator: Generator, tokenize
     """Write one line of JSON for every answer, in the order of the records."""
     has_vision = generator.config.vision.vision_num_layers > 0
     rules = generator.image_rules(arguments.data_path) if has_vision else None
-    questions = read_records(arguments.input, PromptMaker(tokenizer, rules, arguments.image_root))
+    questions = read_records(
+        arguments.input, PromptMaker(tokenizer, rules, arguments.image_root, generator.by_template)
+    )
     prompts = [question.prompt for question in questions]
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.seed, tokenizer.eos_id)
     right, total, asked = 0, 0, 0

@@ -104,9 +104,8 @@ def _add_build(commands: argparse._SubParsersAction[OneLineParser]) -> None:
         description="Tokenize and pack files of records. The result does not depend on --workers or on interruptions.",
     )
     what = build.add_argument_group("input and output")
-    what.add_argument(
-        "--input", nargs="+", required=True, metavar="F", help=".jsonl, .gz, .zst, .parquet or .tar files"
-    )
+    files = ".jsonl, .gz, .zst, .parquet, .arrow or .tar; a folder of save_to_disk"
+    what.add_argument("--input", nargs="+", required=True, metavar="F", help=files)
     what.add_argument("--output", required=True, metavar="DIR", help="directory of the dataset")
     what.add_argument("--overwrite", action="store_true", help="delete the dataset in DIR first, finished or not")
     what.add_argument("--text-key", default="text", metavar="KEY", help="key of plain text in a record (text)")
@@ -189,9 +188,13 @@ def _add_records(build: argparse.ArgumentParser) -> None:
     )
     records.add_argument(
         "--chat-template",
-        choices=("refuse", "ignore"),
         default="refuse",
-        help="at messages, where the tokenizer has a template for them (refuse)",
+        metavar="T",
+        help="what writes messages: auto (the tokenizer's template), its NAME or FILE.jinja; or the form of these "
+        "tools, which is refused where the tokenizer has a template unless T is ignore (refuse)",
+    )
+    records.add_argument(
+        "--chat-template-date", metavar="YYYY-MM-DD", help="the date that a template writes (needed where it does)"
     )
     records.add_argument(
         "--allow-unlearned", action="store_true", help="keep records of which nothing is learned (they are refused)"

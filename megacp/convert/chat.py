@@ -19,8 +19,10 @@ from megacp.convert.hf_files import read_json, write_json
 from megacp.convert.source import Loaded
 from megacp.data.media.geometry import TOKEN_TEXTS
 from megacp.data.records.sample import parse_record
+from megacp.data.tokenize.beside import TEMPLATE_FOLDER
 from megacp.data.tokenize.tokenizer import Tokenizer
 from megacp.generation.prompt import PromptMaker
+from megacp.training.state import stored_progress
 
 CHOICES = ("auto", "messages", "none")
 TEMPLATE_FILE = "chat_template.jinja"
@@ -240,13 +242,34 @@ def probe(tokenizer: Tokenizer, image_ids: dict[str, int]) -> list[Conversation]
     return found
 
 
+def _write_texts(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write the templates of a dataset as files."""
+    paths = {"default": folder / TEMPLATE_FILE, "tool_use": folder / TEMPLATE_FOLDER / "tool_use.jinja"}
+    for name in paths.keys() & texts.keys():
+        paths[name].parent.mkdir(exist_ok=True)
+        paths[name].write_bytes(texts[name].encode())  # newlines as they are
+    _drop_configured(folder)
+
+
+def _drop_configured(folder: Path) -> None:
+    """Take the template out of the config: which of the two a library prefers is its own choice."""
+    settings = read_json(folder / "tokenizer_config.json")
+    if settings.pop("chat_template", None) is not None:
+        write_json(folder / "tokenizer_config.json", settings)
+
+
 def write_chat_template(loaded: Loaded, folder: Path, tokenizer: Tokenizer, choice: str) -> str:
     """Write the template where there is one to write; a phrase that says which it is.
 
-    ValueError when `choice` asks for a template that this tokenizer cannot follow.
+    ValueError when `choice` asks for a template that this tokenizer cannot follow, or that training did not have.
     """
-    own = (folder / TEMPLATE_FILE).is_file() or "chat_template" in read_json(folder / "tokenizer_config.json")
     assert loaded.checkpoint is not None
+    if (texts := stored_progress(loaded.checkpoint).chat_template) is not None and choice != "none":
+        if choice != "auto":
+            raise ValueError(f"--chat-template {choice}: messages of the run's data were written by another template")
+        _write_texts(folder, texts)
+        return "that of the training data"
+    own = (folder / TEMPLATE_FILE).is_file() or "chat_template" in read_json(folder / "tokenizer_config.json")
     trained = "updates" in loaded.checkpoint.extra
     if choice == "none":
         return "the tokenizer's own" if own else "none"
@@ -266,8 +289,6 @@ def write_chat_template(loaded: Loaded, folder: Path, tokenizer: Tokenizer, choi
         raise ValueError(
             f"--chat-template {choice}: no template gives this tokenizer the ids of training: {error}"
         ) from error
-    settings = read_json(folder / "tokenizer_config.json")
-    if settings.pop("chat_template", None) is not None:  # which of the two a library prefers is its own choice
-        write_json(folder / "tokenizer_config.json", settings)
+    _drop_configured(folder)
     how = " (texts meet at a mark that tokenizer.json cuts at and drops)" if has_seam else ""
     return f"that of records with `messages`, with the ids of a build{how}"

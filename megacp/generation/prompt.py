@@ -25,8 +25,10 @@ from megacp.data.media.reader import MediaReader, Part
 from megacp.data.packed.reader import Pack
 from megacp.data.packed.tables import BRANCH_DTYPE, SEGMENT_DTYPE, UNIT_DTYPE
 from megacp.data.packed.writer import SegmentUnit
+from megacp.data.records.parts import Media, SamplePart
+from megacp.data.records.record import RecordError
 from megacp.data.records.record_keys import FOR_PROMPTS
-from megacp.data.records.sample import Media, RecordError, SamplePart, parse_record
+from megacp.data.records.sample import parse_record
 from megacp.data.row_images import PackImages
 from megacp.data.tokenize.tokenizer import Tokenizer
 
@@ -73,8 +75,15 @@ class Prompt:
 class PromptMaker:
     """Makes prompts with one tokenizer and, for images, one set of rules and one directory."""
 
-    def __init__(self, tokenizer: Tokenizer, rules: ImageRules | None = None, image_root: str | None = None) -> None:
-        self.rules = rules
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        rules: ImageRules | None = None,
+        image_root: str | None = None,
+        by_template: bool = False,
+    ) -> None:
+        """`by_template`: whether the model learned messages as a chat template writes them."""
+        self.rules, self._by_template = rules, by_template
         self._maker = DocumentMaker(tokenizer, tokenizer.eos_id is not None, rules.token_ids if rules else {})
         self._media = MediaReader(rules, image_root) if rules is not None else None
 
@@ -84,6 +93,11 @@ class PromptMaker:
         RecordError (a ValueError) says what is wrong with it.
         """
         sample = parse_record(record, media=True, accepted=FOR_PROMPTS)
+        if sample.talks and self._by_template:
+            raise RecordError(
+                "messages, which the model learned by a chat template and would be asked here in other tokens: export "
+                "it (tools/convert_checkpoint.py) and ask it with transformers, or write the prompt as a `text`"
+            )
         prefix, branches = list(sample.prefix), [list(branch) for branch in sample.branches]
         cut = [_without_answer(branch) for branch in branches or [prefix]]
         expected = tuple(answer for _, answer in cut)

@@ -94,6 +94,11 @@ class Generator:
         return first_token(self._progress, by_files)
 
     @property
+    def by_template(self) -> bool:
+        """Whether a chat template wrote the messages that the model learned."""
+        return self._progress.chat_template is not None
+
+    @property
     def has_image_rules(self) -> bool:
         """Whether the checkpoint itself says how images become tokens."""
         return self._stored_rules is not None and self.config.vision.vision_num_layers > 0

@@ -58,6 +58,11 @@ class Sources:
         return {"token": self.train.manifest.tokenizer.begins_with}
 
     @property
+    def chat_template(self) -> dict[str, Any] | None:
+        """The templates that wrote the messages of the training data, as a checkpoint keeps them."""
+        return self.train.manifest.chat_template if isinstance(self.train, PackedDataset) else None
+
+    @property
     def notes(self) -> list[str]:
         """What a run should know of its data before it starts, one line each."""
         return [
@@ -89,6 +94,8 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
                 f"documents of --data-path begin with token {first[0]}, those of --valid-data-path with {first[1]}: "
                 "build both with the same --prepend-bos"
             )
+        if valid.manifest.chat_template != train.manifest.chat_template:
+            reasons.append("--valid-data-path was built with another --chat-template than --data-path")
         if None not in (rules := (train.manifest.image_rules, valid.manifest.image_rules)) and rules[0] != rules[1]:
             reasons.append("--valid-data-path was built with other image rules than --data-path")
     if any(dataset is not None and dataset.manifest.image_rules is not None for dataset in (train, valid)):

@@ -40,6 +40,8 @@ class Progress:
     """By which images became tokens: with them a checkpoint can be asked about images without its dataset."""
     document_start: dict[str, Any] | None = None
     """`{"token": id}` that every document of the training data begins with, or `{"token": null}`; None: not known."""
+    chat_template: dict[str, Any] | None = None
+    """The templates that wrote the messages of the training data, by name; None: the house's own form, or not known."""
     health: dict[str, Any] | None = None
     """What `health.Health` remembers of earlier steps."""
 
@@ -242,6 +244,8 @@ def other_meaning(loaded: LoadedCheckpoint, progress: Progress) -> tuple[str, ..
     if None not in (starts := (stored.document_start, progress.document_start)) and starts[0] != starts[1]:
         was, now_is = (start.get("token") for start in starts if start is not None)
         notes.append(f"documents begin with token {now_is} (was {was})")
+    if None not in (texts := (stored.chat_template, progress.chat_template)) and texts[0] != texts[1]:
+        notes.append("messages of the data are written by another chat template than before")
     rules, new = stored.image_rules or {}, progress.image_rules or {}
     changed = [key for key in rules if key in new and rules[key] != new[key]]
     notes += [f"images are made with {key} {new[key]} (was {rules[key]})" for key in changed]

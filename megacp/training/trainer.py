@@ -77,6 +77,7 @@ class Trainer:
             tokenizer_sha256=sources.tokenizer_sha256,
             image_rules=sources.image_rules,
             document_start=sources.document_start,
+            chat_template=sources.chat_template,
         )
         start = starting_point(config, grid.world)
         resumed = load(self.model, self.progress, config, start) if start.path is not None else None

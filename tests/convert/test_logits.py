@@ -15,7 +15,7 @@ import torch
 from megacp.commands.convert import main
 from megacp.context_parallel.shard import LocalBatch
 from megacp.convert.logits import LogitDifference, compare, library_logits, library_model
-from megacp.data.records.sample import Media
+from megacp.data.records.parts import Media
 from megacp.data.synthetic.noise import rows_for
 from megacp.data.tokenize.tokenizer import load_tokenizer
 from megacp.generation.prompt import Prompt, PromptMaker, prompt_pixels, prompt_row

@@ -7,7 +7,7 @@ import base64
 import numpy as np
 import pytest
 
-from megacp.data.records.sample import Media
+from megacp.data.records.parts import Media
 from megacp.data.tokenize.tokenizer import load_tokenizer
 from megacp.generation.prompt import Prompt, PromptMaker, prompt_pixels
 from tests.data.media.pictures import TINY, encoded, noise, video

@@ -16,7 +16,8 @@ from megacp.data.build.spool import Spool, Stored
 from megacp.data.media.reader import Part, Placed
 from megacp.data.packed.indexed import token_dtype
 from megacp.data.packed.writer import Segment, SegmentUnit
-from megacp.data.records.sample import SamplePart
+from megacp.data.records.parts import Rendered, SamplePart
+from megacp.data.tokenize.chat_template import ChatTemplate
 from megacp.data.tokenize.tokenizer import Tokenizer
 
 
@@ -81,9 +82,15 @@ class Document(NamedTuple):
 class DocumentMaker:
     """Turns parts of records into documents."""
 
-    def __init__(self, tokenizer: Tokenizer, append_eod: bool, token_ids: dict[str, int]) -> None:
-        """`token_ids`: of the special image tokens; empty in a text build."""
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        append_eod: bool,
+        token_ids: dict[str, int],
+        template: ChatTemplate | None = None,
+    ) -> None:
+        """`token_ids`: of the special image tokens; empty in a text build. `template`: what wrote the messages."""
+        self._tokenizer, self._template = tokenizer, template
         self._special = {i: name for name, i in token_ids.items()}
         self._special_ids = np.array(sorted(self._special))
         self.num_token_ids = max([tokenizer.vocab_size, *(i + 1 for i in self._special)])
@@ -95,10 +102,19 @@ class DocumentMaker:
 
     def encode(self, records: Sequence[Sequence[Sequence[Part]]]) -> Iterator[Encoded]:
         """The ids of each record's prefix and branches, in order."""
-        pieces = [part for record in records for parts in record for part in parts if isinstance(part, SamplePart)]
+        pieces = [
+            part
+            for record in records
+            for parts in record
+            for part in parts
+            if isinstance(part, SamplePart) and not isinstance(part, Rendered)
+        ]
         encoded = iter(self._tokenizer.encode([piece.text for piece in pieces if piece.text is not None]))
         for record in records:
-            yield Encoded(self._begun([self._stretches(parts, encoded) for parts in record]))
+            if self._template is not None and isinstance(record[0][0], Rendered):
+                yield _conversation(record, self._template)
+            else:
+                yield Encoded(self._begun([self._stretches(parts, encoded) for parts in record]))
 
     def _begun(self, parts: list[list[Stretch]]) -> list[list[Stretch]]:
         """A record's prefix and branches after the token that begins every document, if its text does not have it."""
@@ -155,6 +171,53 @@ def _lengths(parts: list[list[Stretch]]) -> list[int]:
     return [sum([len(stretch.ids) for stretch in part]) for part in parts]
 
 
+def _conversation(record: Sequence[Sequence[Part]], template: ChatTemplate) -> Encoded:
+    """A record that a chat template wrote: one text, or one and several that begin with it."""
+    prefix = np.empty(0, np.int32)
+    parts: list[list[Stretch]] = []
+    for number, (rendered, *placed) in enumerate(record):
+        assert isinstance(rendered, Rendered) and rendered.text, "a template writes all of a record"
+        ids, places = template.encode(rendered.text)
+        if not np.array_equal(ids[: len(prefix)], prefix):
+            what = f"branches[{number - 1}]: the tokens of the shared messages are others once it follows them"
+            return Encoded(parts, f"{what}; make a record of each branch")
+        weights = np.zeros(len(ids))
+        for start, stop, weight in rendered.learned:
+            # a token with one character of what is learned is learned, as in the library
+            first, last = np.searchsorted(places[:, 1], start, "right"), np.searchsorted(places[:, 0], stop)
+            if first == last:
+                return Encoded(parts, f"the tokenizer makes no token of {rendered.text[start:stop]!r:.80}")
+            weights[first:last] = weight
+        images: dict[int, tuple[int, Placed]] = {}
+        for (start, stop), unit in zip(rendered.places, placed, strict=True):
+            first, last = np.searchsorted(places[:, 0], start), np.searchsorted(places[:, 1], stop, "right")
+            whole = first < last and (places[first, 0], places[last - 1, 1]) == (start, stop)
+            if not (whole and isinstance(unit, Placed)):
+                return Encoded(parts, "the place of an image in the chat template is no whole token")
+            images[int(first)] = int(last), unit
+        parts.append(_cut(ids, weights, images, len(prefix)))
+        prefix = prefix if number else ids
+    if len(parts) > 1 and parts[0][-1].placed is not None and any(_begins_learned(branch) for branch in parts[1:]):
+        return Encoded(parts[:1], "branches begin with learned text right after an image: let a text stand between")
+    return Encoded(parts)
+
+
+def _cut(ids: np.ndarray, weights: np.ndarray, images: dict[int, tuple[int, Placed]], begin: int) -> list[Stretch]:
+    """Tokens [n] from `begin` on in stretches of one weight; `images` stand for tokens from each first to its last."""
+    stretches, start = [], begin
+    while start < len(ids):
+        if start in images:
+            start, unit = images[start]
+            stretches.append(Stretch(unit.tokens, 0.0, unit))
+            continue
+        stop = min([first for first in images if first > start], default=len(ids))
+        other = np.flatnonzero(weights[start:stop] != weights[start])
+        stop = start + int(other[0]) if len(other) else stop
+        stretches.append(Stretch(ids[start:stop], float(weights[start])))
+        start = stop
+    return stretches
+
+
 def _begins_learned(part: list[Stretch]) -> bool:
     return next((stretch.weight for stretch in part if len(stretch.ids)), 0.0) > 0
 
@@ -178,9 +241,11 @@ def _predictable(parts: list[list[Stretch]]) -> list[list[Stretch]]:
 class Encoded:
     """A record's prefix and branches as stretches; made once for every record, so it counts once."""
 
-    __slots__ = ("is_guesswork", "lengths", "num_crops", "stretches")
+    __slots__ = ("is_guesswork", "lengths", "num_crops", "problem", "stretches")
 
-    def __init__(self, parts: list[list[Stretch]]) -> None:
+    def __init__(self, parts: list[list[Stretch]], problem: str | None = None) -> None:
+        self.problem = problem
+        """Why a conversation cannot be cut into tokens as its template cuts it into texts."""
         self.lengths = _lengths(parts)
         """Tokens of the prefix and of each branch."""
         self.is_guesswork = False

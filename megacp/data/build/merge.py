@@ -31,7 +31,7 @@ _BLOCK = 1 << 20
 _SHOWN = 5
 """Datasets, and differences of each, that are told at most."""
 _FLAGS = {"begins_with": " (a first token of documents: build with --prepend-bos or --no-prepend-bos)"}
-_MUST_AGREE = ("tokenizer", "seq_length", "pad_multiple", "image_rules", "cp_degrees")
+_MUST_AGREE = ("tokenizer", "seq_length", "pad_multiple", "image_rules", "cp_degrees", "chat_template")
 
 
 def _differences(name: str, first: DatasetManifest, other: DatasetManifest) -> list[str]:

@@ -36,11 +36,12 @@ from megacp.data.build.unit import (
 from megacp.data.build.workers import run_tasks
 from megacp.data.packed.manifest import MANIFEST_NAME, DatasetManifest
 from megacp.data.packed.tables import read_table
-from megacp.data.records.read import Unit, is_plain, plan_units
+from megacp.data.records.read import Unit, input_files, is_plain, plan_units
 from megacp.data.records.record import Refusal
+from megacp.data.tokenize.chat_template import ChatTemplate
 from megacp.data.tokenize.tokenizer import Tokenizer
 
-RECORD_RULES = 2
+RECORD_RULES = 3
 """What records mean: raised when a record becomes other tokens or weights, so that no dataset is half of each."""
 _SAMPLED_BYTES = 1 << 16
 RECORDS_OF_A_SHARD = 1024
@@ -101,7 +102,7 @@ def _sample_hash(path: str) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _decisive(settings: BuildSettings, tokenizer: Tokenizer) -> dict[str, Any]:
+def _decisive(settings: BuildSettings, tokenizer: Tokenizer, template: ChatTemplate | None) -> dict[str, Any]:
     """All that decides the bytes of the dataset, by the names of the flags; of images that lie in files, their root."""
     images = {}
     if settings.image_rules is not None:
@@ -114,7 +115,7 @@ def _decisive(settings: BuildSettings, tokenizer: Tokenizer) -> dict[str, Any]:
         "record_rules": RECORD_RULES,
         "ignore_keys": settings.ignore_keys,
         "context_roles": settings.context_roles,
-        "chat_template": settings.chat_template,
+        "chat_template": settings.chat_template if template is None else template.decisive,
         "allow_unlearned": settings.allow_unlearned,
         "input": [[path, os.path.getsize(path), _sample_hash(path)] for path in settings.input],
         "tokenizer": asdict(tokenizer.info()),
@@ -138,11 +139,16 @@ def build(settings: BuildSettings, stream: TextIO, overwrite: bool = False) -> B
     ValueError: settings, input, tokenizer, a refused record, a directory begun with other settings or in use.
     workers.WorkerFailed: a worker died. What is finished stays, and the next run goes on from there.
     """
+    try:
+        settings = dataclasses.replace(settings, input=input_files(settings.input))
+    except ValueError as error:
+        raise ValueError(f"--input: {error}") from error
     if found := problems(settings):
         raise ValueError("; ".join(found))
     tokenizer = settings.load_tokenizer()
     if (problem := tokenizer_problem(settings, tokenizer)) is not None:
         raise ValueError(problem)
+    template = settings.load_template(tokenizer)
     if settings.image_rules is not None:
         rules = settings.image_rules.with_token_ids(tokenizer)
         if reasons := rules.reasons():
@@ -155,18 +161,24 @@ def build(settings: BuildSettings, stream: TextIO, overwrite: bool = False) -> B
     if len(empty) < len(settings.input):
         stream.writelines(f"note: --input {path} is empty\n" for path in empty)
     with told(directory), locked(directory):
-        journal = Journal(directory, _decisive(settings, tokenizer))
+        journal = Journal(directory, _decisive(settings, tokenizer, template))
         units = plan_units(settings.input, settings.bytes_per_unit)
-        return _Build(settings, tokenizer, journal, units, stream).run()
+        return _Build(settings, (tokenizer, template), journal, units, stream).run()
 
 
 class _Build:
     """One run of a build, with the directory locked."""
 
     def __init__(
-        self, settings: BuildSettings, tokenizer: Tokenizer, journal: Journal, units: list[Unit], stream: TextIO
+        self,
+        settings: BuildSettings,
+        texts: tuple[Tokenizer, ChatTemplate | None],
+        journal: Journal,
+        units: list[Unit],
+        stream: TextIO,
     ) -> None:
-        self._settings, self._tokenizer, self._journal, self._units = settings, tokenizer, journal, units
+        self._settings, self._journal, self._units = settings, journal, units
+        self._tokenizer, self._template = texts
         self._directory = Path(settings.output)
         self._sizes = [sum(extent.stop - extent.start for extent in unit.extents) for unit in units]
         self._resumed = sum(self._is_done(unit) for unit in units)
@@ -278,7 +290,7 @@ class _Build:
         copy_tokenizer(self._tokenizer.files, self._directory)
         self._journal.settle()
         rules = self._settings.image_rules
-        decisive = json.dumps(_decisive(self._settings, self._tokenizer), sort_keys=True)
+        decisive = json.dumps(_decisive(self._settings, self._tokenizer, self._template), sort_keys=True)
         manifest = DatasetManifest(
             config_fingerprint=hashlib.sha256(decisive.encode()).hexdigest(),
             tokenizer=self._tokenizer.info(),
@@ -289,6 +301,7 @@ class _Build:
             num_rejected=len(rejected),
             image_rules=None if rules is None else rules.to_dict(),
             cp_degrees=self._settings.cp_degrees,
+            chat_template=None if self._template is None else dict(self._template.texts),
         )
         manifest.write(self._directory)
         shutil.rmtree(self._directory / ".ids", ignore_errors=True)

@@ -13,11 +13,13 @@ from megacp.data.media.geometry import ImageRules, frame_layout, image_layout
 from megacp.data.records.record import DEFAULT_MAX_RECORD_BYTES
 from megacp.data.records.record_keys import LEARNED_ROLES
 from megacp.data.records.sample import RECORD_KEYS
+from megacp.data.tokenize.chat_template import ChatTemplate, load_chat_template
 from megacp.data.tokenize.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from megacp.files import open_regular
 
 ON_ERROR = ("fail", "skip")
-CHAT_TEMPLATE = ("refuse", "ignore")
+HOUSE_FORM = ("refuse", "ignore")
+"""Of --chat-template: messages are written in the house's own form."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,9 @@ class BuildSettings:
     context_roles: tuple[str, ...] = ()
     """Roles of messages that are known beside the usual ones; nothing of them is learned."""
     chat_template: str = "refuse"
-    """What to do with messages where the tokenizer has a template for them: refuse or ignore."""
+    """What writes messages: a template (auto, a name, a file), else the house's own form (refuse, ignore)."""
+    chat_template_date: str | None = None
+    """The date that a template writes, as YYYY-MM-DD."""
     prepend_bos: bool | None = None
     """Whether a token begins every document; None: as the tokenizer's files say."""
     allow_unlearned: bool = False
@@ -74,6 +78,12 @@ class BuildSettings:
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer these settings name."""
         return load_tokenizer(self.tokenizer, self.tokenizer_engine, self.eod_token, self.prepend_bos)
+
+    def load_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
+        """The chat template that these settings name; None for the house's own form."""
+        if self.chat_template in HOUSE_FORM:
+            return None
+        return load_chat_template(self.chat_template, tokenizer, self.chat_template_date)
 
 
 def problems(settings: BuildSettings) -> list[str]:
@@ -101,8 +111,8 @@ def problems(settings: BuildSettings) -> list[str]:
         found.append(f"--on-error is {settings.on_error!r}, allowed are {', '.join(ON_ERROR)}")
     if settings.max_errors is not None and settings.on_error != "skip":
         found.append(f"--max-errors {settings.max_errors} needs --on-error skip")
-    if settings.chat_template not in CHAT_TEMPLATE:
-        found.append(f"--chat-template is {settings.chat_template!r}, allowed are {', '.join(CHAT_TEMPLATE)}")
+    if settings.chat_template in HOUSE_FORM and settings.chat_template_date is not None:
+        found.append(f"--chat-template-date {settings.chat_template_date} goes with --chat-template auto, NAME or FILE")
     if read := sorted({settings.text_key, *RECORD_KEYS} & {*settings.ignore_keys}):
         found.append(f"--ignore-keys {','.join(read)}: these keys are read, not ignored")
     if learned := sorted({*LEARNED_ROLES} & {*settings.context_roles}):

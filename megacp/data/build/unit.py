@@ -25,10 +25,12 @@ from megacp.data.packed.manifest import ShardEntry
 from megacp.data.packed.tables import FLAG_SPLIT, FLAG_TRUNCATED, padded_lengths
 from megacp.data.packed.writer import ShardWriter
 from megacp.data.records.jsonl import line_number
+from megacp.data.records.parts import Rendered, Sample, SamplePart
 from megacp.data.records.read import Extent, Unit, is_plain, read_extent
-from megacp.data.records.record import Record, Refusal
+from megacp.data.records.record import Record, RecordError, Refusal
 from megacp.data.records.record_keys import Accepted
-from megacp.data.records.sample import RecordError, SamplePart, has_messages, parse_record
+from megacp.data.records.sample import parse_record
+from megacp.data.tokenize.chat_template import ChatTemplate
 from megacp.data.tokenize.tokenizer import Tokenizer
 
 IDENTITY_DTYPE = np.dtype([("digest", "S16"), ("source", "<i4"), ("offset", "<i8"), ("line", "<i8")])
@@ -118,7 +120,9 @@ class UnitBuilder:
         self._settings = settings
         self._tokenizer = settings.load_tokenizer()
         rules = settings.image_rules
-        self._maker = DocumentMaker(self._tokenizer, settings.append_eod, rules.token_ids if rules else {})
+        self._template = settings.load_template(self._tokenizer)
+        token_ids = rules.token_ids if rules else {}
+        self._maker = DocumentMaker(self._tokenizer, settings.append_eod, token_ids, self._template)
 
     def __call__(self, task: UnitTask, position: MutableSequence[int]) -> UnitResult:
         """Write the unit's shard and identity file. `position` is set to [extent, byte offset] of the record at hand.
@@ -127,7 +131,7 @@ class UnitBuilder:
         StorageFault: the disk is full, or a file cannot be read.
         """
         with told(Path(self._settings.output)):
-            run = _UnitRun(self._settings, self._tokenizer, self._maker, task)
+            run = _UnitRun(self._settings, (self._tokenizer, self._template), self._maker, task)
             try:
                 return run.run(position)
             finally:
@@ -137,8 +141,15 @@ class UnitBuilder:
 class _UnitRun:
     """The state of one unit's build."""
 
-    def __init__(self, settings: BuildSettings, tokenizer: Tokenizer, maker: DocumentMaker, task: UnitTask) -> None:
-        self._settings, self._tokenizer, self._maker, self._task = settings, tokenizer, maker, task
+    def __init__(
+        self,
+        settings: BuildSettings,
+        texts: tuple[Tokenizer, ChatTemplate | None],
+        maker: DocumentMaker,
+        task: UnitTask,
+    ) -> None:
+        self._settings, self._maker, self._task = settings, maker, task
+        self._tokenizer, self._template = texts
         self._media: MediaReader | None = None
         self._spool: Spool | None = None
         if settings.image_rules is not None:
@@ -217,8 +228,9 @@ class _UnitRun:
     def _parse(self, extent: Extent, record: Record) -> _Entry | None:
         settings = self._settings
         try:
-            sample = parse_record(record.value, settings.text_key, self._media is not None, self._accepted)
-            self._check_template(extent, record)
+            has_media = self._media is not None
+            sample = parse_record(record.value, settings.text_key, has_media, self._accepted, self._template)
+            self._check_template(sample, extent, record)
             parts, items = self._expanded((sample.prefix, *sample.branches), record.members or {})
             if sample.identity is not None:
                 self._check_identity(sample.identity, extent, record)
@@ -228,16 +240,16 @@ class _UnitRun:
             return None
         return _Entry(extent, record.line, record.offset, parts, sample.weight, items)
 
-    def _check_template(self, extent: Extent, record: Record) -> None:
+    def _check_template(self, sample: Sample, extent: Extent, record: Record) -> None:
         """ValueError for messages that a server would write by the tokenizer's template."""
         template = self._tokenizer.chat_template
-        if template is None or self._settings.chat_template == "ignore" or not has_messages(record.value):
+        if template is None or self._settings.chat_template != "refuse" or not sample.talks:
             return
         path, line = where(extent, record.line, record.offset)
         raise ValueError(
-            f"{path}:{line}: a record with messages, and {template} has a chat template, which builds do not apply: "
+            f"{path}:{line}: a record with messages, and {template} has a chat template, which is not applied: "
             "messages are written as <|ROLE|> newline CONTENT, so a model that is served by the template is asked in "
-            "other tokens than it learns here; give --chat-template ignore if that is what you want"
+            "other tokens than it learns here; give --chat-template auto to apply it, or ignore if you want that"
         )
 
     def _expanded(
@@ -269,6 +281,8 @@ class _UnitRun:
         left = _AUDIT_CHARACTERS
         for entry in chunk:
             for piece in entry.parts[0]:
+                if isinstance(piece, Rendered):  # always by the reference
+                    continue
                 text = ((piece.text if isinstance(piece, SamplePart) else None) or "")[:left]
                 if text and self._tokenizer.disagreement([text]) is not None:
                     path, line = where(entry.extent, entry.line, entry.offset)
@@ -282,7 +296,9 @@ class _UnitRun:
 
     def _documents_of(self, chunk: list[_Entry]) -> Iterator[Document]:
         for entry, encoded in zip(chunk, self._maker.encode([entry.parts for entry in chunk]), strict=True):
-            if 0 in encoded.lengths:
+            if encoded.problem is not None:
+                self._refuse(entry.refusal(encoded.problem))
+            elif 0 in encoded.lengths:
                 self._refuse(entry.refusal("the tokenizer makes no token of a text of this record"))
             elif (name := self._maker.spelled_special_token(encoded)) is not None:
                 self._refuse(entry.refusal(f"a text of this record spells the special token {name}"))

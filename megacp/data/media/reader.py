@@ -19,7 +19,8 @@ import numpy as np
 from megacp.data.media.geometry import ImageLayout, ImageRules, frame_layout, image_layout, load_pixels
 from megacp.data.media.pixels import ImageError
 from megacp.data.media.video import sample_frames, time_text, video_info, video_pixels
-from megacp.data.records.sample import Media, RecordError, SamplePart
+from megacp.data.records.parts import Media, SamplePart
+from megacp.data.records.record import RecordError
 from megacp.files import read_regular
 
 _SHOWN_CHARACTERS = 100

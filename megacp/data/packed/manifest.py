@@ -104,6 +104,8 @@ class DatasetManifest:
     cp_degrees: tuple[int, ...] = (1, 2, 4, 8, 16)
     """CP degrees the dataset was planned for; an image dataset has a shards_cp{P}.npy for each."""
     format_version: int = FORMAT_VERSION
+    chat_template: dict[str, Any] | None = None
+    """The templates that wrote messages, by name; None = the house's own form, and then it is not written."""
 
     @property
     def num_token_ids(self) -> int:
@@ -147,6 +149,8 @@ class DatasetManifest:
         if self.tokenizer.begins_with is None:
             del tokenizer["begins_with"]
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if self.chat_template is None:
+            del own["chat_template"]
         derived = {name: getattr(self, name) for name in _DERIVED}
         return {**own, "tokenizer": tokenizer, "shards": [shard.to_json() for shard in self.shards], **derived}
 
@@ -208,6 +212,7 @@ def _parse(fields: Fields) -> DatasetManifest:
         image_rules=fields.optional_object("image_rules"),
         cp_degrees=fields.integers("cp_degrees", 1, _MOST_RANKS),
         format_version=version,
+        chat_template=_parse_template(fields.object("chat_template")) if fields.has("chat_template") else None,
     )
     _refuse_token_ids(manifest.image_rules)
     _refuse_repeated("shards", [shard.name for shard in manifest.shards])
@@ -232,6 +237,14 @@ def _parse_tokenizer(fields: Fields) -> TokenizerInfo:
     info = TokenizerInfo(fields.text("kind", PLAIN_NAME), fields.text("sha256", SHA256, _HASH), vocab_size, **ids)
     fields.done()
     return info
+
+
+def _parse_template(fields: Fields) -> dict[str, str]:
+    template = {name: fields.text(name) for name in fields.values}
+    fields.done()
+    if "default" not in template:
+        raise ValueError("`chat_template` has no template named default")
+    return template
 
 
 def _parse_shard(fields: Fields) -> ShardEntry:

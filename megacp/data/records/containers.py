@@ -1,11 +1,10 @@
-"""Reads records from Parquet files and WebDataset tars.
+"""Reads records from WebDataset tars.
 
-Key property: both give the `Record`s and `Refusal`s that JSONL gives, so nothing behind a reader knows the format.
+Key property: they are the `Record`s and `Refusal`s that JSONL gives, so nothing behind a reader knows the format.
 Rejected: the webdataset package, which pairs members by their order and skips broken archives silently.
 
-WebDataset: members of one record follow each other and share their name up to the first dot of the last component.
-`.json` is the record, `.txt` its text; all others are images and videos that the record names. Parquet: a row is a
-record, columns are its keys.
+Members of one record follow each other and share their name up to the first dot of the last component. `.json` is the
+record, `.txt` its text; all others are images and videos that the record names.
 """
 
 from __future__ import annotations
@@ -17,92 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-from megacp.data.records.record import Record, Refusal
-from megacp.data.records.sample import RecordError, decode_json
+from megacp.data.records.record import Record, RecordError, Refusal
+from megacp.data.records.sample import decode_json
 
 TEXT_MEMBERS = ("txt", "text")
 RECORD_MEMBERS = ("json",)
 _TAR_BLOCK = 512
-_ROWS, _FEW_ROWS = 16, 4
-_RECORDS_OF_A_PAGE, _LARGEST_RATIO = 4, 100
-_SMALL_COLUMN = 16 << 20
-"""Bytes of a column below which no value in it is large, however often it is repeated."""
-
-
-def read_parquet(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]:
-    """Rows of a Parquet file as records: `line` is the row from 1, `offset` the row from 0, `size` about its bytes.
-
-    ValueError when pyarrow is missing; a file that cannot be read gives a Refusal.
-    """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ValueError("reading Parquet needs the package pyarrow: pip install 'megacp[data]'") from error
-    row = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for number in range(file.num_row_groups):
-                group = file.metadata.row_group(number)
-                if (problem := _swollen(group, max_record_bytes)) is not None:
-                    yield Refusal(path, row + 1, row, f"row group {number} of {group.num_rows} rows: {problem}")
-                    row += group.num_rows
-                    continue
-                for value in _values(file, number, max_record_bytes):
-                    yield _checked_row(path, row, value, max_record_bytes)
-                    row += 1
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        yield Refusal(path, row + 1, row, f"the Parquet file is damaged or cut short ({_one_line(error)})")
-
-
-def _columns(group: Any) -> list[Any]:
-    return [group.column(i) for i in range(group.num_columns)]
-
-
-def _swollen(group: Any, max_record_bytes: int) -> str | None:
-    """Why a row group is not decompressed; None when it can be. A page of it is only read whole."""
-    for column in _columns(group):
-        packed, size = column.total_compressed_size, column.total_uncompressed_size
-        if size > _RECORDS_OF_A_PAGE * max_record_bytes and size > _LARGEST_RATIO * packed:
-            return (
-                f"{packed} bytes of column {column.path_in_schema} decompress to {size}, "
-                f"more than {_LARGEST_RATIO} times as many and {_RECORDS_OF_A_PAGE} times --max-record-bytes "
-                f"{max_record_bytes}; write it with smaller row groups, or raise the limit"
-            )
-    return None
-
-
-def _values(file: Any, number: int, max_record_bytes: int) -> Iterator[Any]:
-    """The rows of a row group, for `_checked_row`; a few are read at a time, as all may repeat one long string."""
-    largest = max((column.total_uncompressed_size for column in _columns(file.metadata.row_group(number))), default=0)
-    rows = _ROWS if largest <= _SMALL_COLUMN else _FEW_ROWS
-    for batch in file.iter_batches(batch_size=rows, row_groups=[number]):
-        if batch.nbytes <= max_record_bytes:
-            yield from batch.to_pylist()
-        else:
-            yield from (batch.slice(i, 1) for i in range(batch.num_rows))
-
-
-def _checked_row(path: str, row: int, value: Any, max_record_bytes: int) -> Record | Refusal:
-    """One row; `value`: as a dict, or as a table of one row where several together are large."""
-    size = 0 if isinstance(value, dict) else value.nbytes
-    if size <= max_record_bytes:
-        value = value if isinstance(value, dict) else value.to_pylist()[0]
-        # a null column is an absent key, and so are nulls inside structs (Parquet fills them in)
-        value = {key: item for key, item in value.items() if item is not None}
-        size = max(1, _size(value))
-    if size > max_record_bytes:
-        return Refusal(path, row + 1, row, f"a row of {size} bytes, more than --max-record-bytes {max_record_bytes}")
-    return Record(row + 1, row, size, value)
-
-
-def _size(value: Any) -> int:
-    """About the bytes of a value."""
-    if isinstance(value, str | bytes):
-        return len(value)
-    if isinstance(value, dict):
-        return sum([_size(item) for item in value.values()])
-    return sum([_size(item) for item in value]) if isinstance(value, list) else 8
 
 
 @dataclass

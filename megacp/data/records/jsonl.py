@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from megacp.data.records.record import Record, Refusal
-from megacp.data.records.sample import RecordError, decode_json
+from megacp.data.records.record import Record, RecordError, Refusal
+from megacp.data.records.sample import decode_json
 
 _BLOCK = 1 << 20
 _ZSTANDARD_STEP = 512

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megacp.data.records.containers import read_parquet, read_tar
+from megacp.data.records.columns import is_saved_dataset, read_arrow, read_parquet, saved_dataset
+from megacp.data.records.containers import read_tar
 from megacp.data.records.jsonl import COMPRESSED, read_jsonl
 from megacp.data.records.record import DEFAULT_MAX_RECORD_BYTES, Record, Refusal
 
 _CONTAINERS: dict[str, Callable[[str, int, bool], Iterator[Record | Refusal]]] = {
     ".parquet": lambda path, max_record_bytes, media: read_parquet(path, max_record_bytes),
+    ".arrow": lambda path, max_record_bytes, media: read_arrow(path, max_record_bytes),
     ".tar": read_tar,
 }
 
@@ -59,6 +61,12 @@ def plan_units(paths: Sequence[str], unit_bytes: int) -> list[Unit]:
         groups[-1].append(extent)
         filled += size
     return [Unit(i, tuple(group)) for i, group in enumerate(groups)]
+
+
+def input_files(paths: Sequence[str]) -> tuple[str, ...]:
+    """The files that --input names, those of saved datasets for their folders. ValueError for one of several splits."""
+    found = [saved_dataset(path) if is_saved_dataset(path) else (path,) for path in paths]
+    return tuple(path for files in found for path in files)
 
 
 def is_plain(path: str) -> bool:

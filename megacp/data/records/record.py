@@ -5,10 +5,15 @@ Key property: all readers give the same two types, so nothing behind them knows 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 DEFAULT_MAX_RECORD_BYTES = 64 << 20
+
+
+class RecordError(ValueError):
+    """Why one record cannot be used; the reader adds where it stands."""
 
 
 @dataclass(frozen=True)
@@ -37,3 +42,20 @@ class Record:
     value: Any
     members: dict[str, bytes] | None = None
     """Of a tar: the group's files that are neither record nor text, by their whole names (only when asked for)."""
+
+
+def text_at(value: Any, key: str) -> str:
+    """A value that stands at `key` of a record and must be a string; RecordError when it is none."""
+    if not isinstance(value, str):
+        raise RecordError(f"`{key}` is {described(value)}, it must be a string")
+    return value
+
+
+def described(value: Any) -> str:
+    """What a value of a record is, in words."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return f"a number ({value})" if math.isfinite(value) else "a number"
+    if isinstance(value, list) and not value:
+        return "an empty list"
+    return names.get(type(value), f"a {type(value).__name__}")

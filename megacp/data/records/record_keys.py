@@ -15,6 +15,8 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
+from megacp.data.records.record import RecordError
+
 LEARNED_ROLES = ("assistant",)
 CONTEXT_ROLES = ("system", "developer", "user", "tool")
 MESSAGE_KEYS = ("role", "content", "weight", "id")
@@ -63,8 +65,8 @@ _HINTS = {
         *("conversation", "dialog", "turn", "message", "prompt", "completion", "instruction", "question", "answer"),
         *("response", "input", "output", "system"),
     ),
-    "nothing of tools is read": ("tool", "function", "call"),
-    "only `content` is read": ("reasoning", "thinking", "thought", "rationale"),
+    "nothing of tools is read without --chat-template": ("tool", "function", "call"),
+    "only `content` is read without --chat-template": ("reasoning", "thinking", "thought", "rationale"),
     "a loss weight is `weight`": ("loss", "mask", "train"),
 }
 
@@ -99,7 +101,24 @@ FOR_PROMPTS = Accepted(("*",), ("*",), True)
 """Of records that are asked, from which nothing is learned: the last thing said is the answer, whatever it weighs."""
 
 
-def lost_keys(found: Mapping[str, Any], known: Iterable[str], accepted: Accepted, in_record: bool) -> str | None:
+@dataclass(frozen=True)
+class RecordRules:
+    """How records are read."""
+
+    text_key: str
+    media: bool
+    """Whether images and videos may be there."""
+    accepted: Accepted
+    has_template: bool = False
+    """Whether a chat template writes messages: it reads what it likes of them."""
+
+    def refuse_lost(self, found: Mapping[str, Any], known: Iterable[str], where: str, in_record: bool = False) -> None:
+        """RecordError for keys of `found`, which stands at `where`, that are not read."""
+        if not found.keys() <= {*known} and (lost := _lost_keys(found, known, self.accepted, in_record)):
+            raise RecordError(f"{where}: {lost}" if where else lost)
+
+
+def _lost_keys(found: Mapping[str, Any], known: Iterable[str], accepted: Accepted, in_record: bool) -> str | None:
     """A sentence about the keys of `found` that are not read; None when nothing would be lost.
 
     `in_record`: metadata may stand here, as in a record, and not in a message or a part of one.

@@ -13,7 +13,8 @@ from typing import Any
 from megacp.files import read_json, read_regular
 
 CONFIG_NAME = "tokenizer_config.json"
-_TEMPLATE_NAMES = ("chat_template.jinja", "chat_template.json")
+TEMPLATE_NAMES = ("chat_template.jinja", "chat_template.json")
+TEMPLATE_FOLDER = "additional_chat_templates"
 _OURS = b"{#- megacp's messages."
 """What a template begins with that the converter wrote: a build makes the same ids of the same messages."""
 
@@ -48,7 +49,7 @@ def read_beside(folder: Path) -> Beside:
     """What lies in a tokenizer's folder. ValueError names a file that is no JSON object."""
     config = folder / CONFIG_NAME
     values = read_object(config) if config.is_file() else {}
-    found = [folder / name for name in _TEMPLATE_NAMES if (folder / name).is_file()]
+    found = [folder / name for name in TEMPLATE_NAMES if (folder / name).is_file()]
     if found and read_regular(found[0]).startswith(_OURS):
         return Beside(config if config.is_file() else None, values, None)
     template = found[0] if found else None

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megacp.data.records.read import Extent, read_extent
-from megacp.data.records.record import Refusal
-from megacp.data.records.sample import RecordError, parse_record
+from megacp.data.records.record import RecordError, Refusal
+from megacp.data.records.sample import parse_record
 
 EOD_TOKEN = "<|endoftext|>"
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".gz", ".zst", ".parquet", ".tar")

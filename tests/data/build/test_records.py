@@ -17,7 +17,7 @@ from megacp.data.collate import collate
 from megacp.data.describe import statistics, statistics_text
 from megacp.data.packed.reader import PackedDataset
 from megacp.data.packed.verify import verify
-from megacp.data.records.sample import SamplePart
+from megacp.data.records.parts import SamplePart
 from megacp.data.tokenize.tokenizer import Tokenizer, load_tokenizer
 from megacp.generation.prompt import PromptMaker
 from tests.data.build.builds import documents, run
@@ -53,13 +53,16 @@ def test_a_role_that_nothing_is_learned_of_ends_the_build_and_a_flag_accepts_it(
 
 def test_flags_that_say_the_opposite_of_the_rules_are_refused(tmp_path: Path) -> None:
     a = write(tmp_path / "a.jsonl", TALK)
-    changes = {"ignore_keys": ("text", "weight", "x"), "context_roles": ("assistant",), "chat_template": "use"}
+    changes = {
+        "ignore_keys": ("text", "weight", "x"),
+        "context_roles": ("assistant",),
+    }
     with pytest.raises(ValueError) as error:
-        run([a], tmp_path / "d", **changes)
+        run([a], tmp_path / "d", chat_template_date="2026-01-02", **changes)
     for part in (
         "--ignore-keys text,weight: these keys are read",
         "--context-roles assistant",
-        "--chat-template is 'use'",
+        "--chat-template-date 2026-01-02 goes with --chat-template auto, NAME or FILE",
     ):
         assert part in str(error.value)
 

@@ -13,7 +13,9 @@ import pytest
 
 from megacp.data.media.geometry import frame_layout, image_layout
 from megacp.data.media.reader import MediaReader, Part, Placed, unnamed_members
-from megacp.data.records.sample import RecordError, SamplePart, parse_record
+from megacp.data.records.parts import SamplePart
+from megacp.data.records.record import RecordError
+from megacp.data.records.sample import parse_record
 from tests.data.media.pictures import TINY, encoded, noise, video
 from tests.data.streams import coded, damaged
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from megacp.data.records.parts import END, SamplePart
+from megacp.data.records.record import RecordError
 from megacp.data.records.record_keys import FOR_PROMPTS, Accepted
-from megacp.data.records.sample import END, RecordError, SamplePart, parse_record
+from megacp.data.records.sample import parse_record
 
 CORPORA: dict[str, dict[str, Any]] = {
     "web": {"dump": "CC", "url": "u", "date": "d", "file_path": "p", "language": "en", "language_score": 0.9},
@@ -39,7 +41,6 @@ LOST = {
     "reasoning_content": ("hm", "looks like content.*only `content` is read"),
     "prompt": ("a", "looks like content.*write it as `messages`"),
     "completion": ("b", "looks like content"),
-    "conversations": ([{"from": "gpt"}], "looks like content.*write it as `messages`"),
     "system": ("be kind", "looks like content"),
     "loss_weight": (0, "looks like content.*a loss weight is `weight`"),
     "input_ids": ([1, 2], "looks like content"),

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from megacp.data.records.sample import END, Media, RecordError, SamplePart, decode_json, parse_record
+from megacp.data.records.parts import END, Media, SamplePart
+from megacp.data.records.record import RecordError
+from megacp.data.records.sample import decode_json, parse_record
 
 
 def test_a_text_record_is_its_text_and_the_end_of_document() -> None:
@@ -95,7 +97,7 @@ def test_the_text_key_can_be_named() -> None:
     ("record", "message"),
     [
         (["text"], "must be a JSON object, found a list"),
-        ({}, "missing key: a record needs exactly one of `text` or `messages` or `content`, found no key"),
+        ({}, "missing key: a record needs exactly one of `text` or `messages` or `content` or .*, found no key"),
         ({"txt": "x", "id": 1}, "missing key.*found `txt`, `id`"),
         ({"text": "x", "messages": []}, "more than one content key"),
         ({"text": 3}, r"`text` is a number \(3\), it must be a string"),
