@@ -32,7 +32,7 @@ EXTRAS = {
         "trl",
         "types-PyYAML",
     ],
-    "data": ["av", "gigatoken", "pillow", "pyarrow", "zstandard"],
+    "data": ["av", "gigatoken", "jinja2", "pillow", "pyarrow", "zstandard"],
     "demo": ["matplotlib", "pillow", "scikit-learn"],
     "hf": ["huggingface_hub", "jinja2", "safetensors", "transformers"],
     "log": ["matplotlib", "tensorboard", "wandb"],

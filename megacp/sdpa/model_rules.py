@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,9 +20,10 @@ from megacp.sdpa.call_stack import ModuleCall, is_stock_model
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "global", "local"}
 _TOKENWISE_LAYERS = {"moe", "mlp", "sparse", "dense"}
 """Values of `layer_types` whose layers mix tokens by attention alone, or not at all."""
-_RECURRENT: tuple[str, ...] = ("mamba", "ssm", "rwkv", "deltanet", "deltaattention", "linearattention", "lightning")
+_RECURRENT: tuple[str, ...] = ("mamba", "rwkv", "deltanet", "deltaattention", "linearattention", "lightning")
 _RECURRENT += ("retention", "recurrentblock", "rglru", "shortconv", "hyena", "xlstm")
 """Parts of class names of layers that carry a state or a convolution along the sequence."""
+_STATE_SPACE = re.compile("SSM|Ssm(?![a-z])")  # in SeedOssModel these letters are parts of two words
 _ONE_ANSWER: tuple[str, ...] = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
 _ONE_ANSWER += ("ForPreTraining", "DoubleHeadsModel")
 """Ends of class names of models that pool the sequence into one vector."""
@@ -148,7 +150,8 @@ def watched_module(model: torch.nn.Module) -> torch.nn.Module | None:
 def recurrent_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Modules whose class is named like a layer that carries a state along the sequence."""
     for module in model.modules():
-        if any(part in type(module).__name__.lower().replace("_", "") for part in _RECURRENT):
+        name = type(module).__name__
+        if _STATE_SPACE.search(name) or any(part in name.lower().replace("_", "") for part in _RECURRENT):
             yield module
 
 

@@ -6,8 +6,6 @@ float64, so the two differ by the order of sums alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,6 +22,7 @@ from megacp.ops.rotary import inverse_frequencies
 from megacp.training.step import ParallelModel
 from tests.convert.models import MODELS
 from tests.ranks import grid, run_ranks
+from tests.reference.precision import float32_is_float64
 from tests.reference.sharding import Pieces, assemble, fill
 from tests.reference.training import AXIS_FLAGS, pieces_of_slices
 
@@ -31,16 +30,6 @@ pytest.importorskip("transformers", reason="transformers is not installed (extra
 
 TOKENS = 40
 NAMES = [name for name in MODELS if "molmo2" not in name]
-
-
-@contextmanager
-def float32_is_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Inside, the library's own float32 computations are in float64."""
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "float32", torch.float64)
-        patch.setattr(torch, "float", torch.float64)
-        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        yield
 
 
 class Tensors:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from megacp.sdpa.accelerate import shard_sequences
 from megacp.sdpa.loop import shift_labels
-from tests.ranks import run_ranks
+from tests.ranks import grid, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 SIZES: dict[str, Any] = {
@@ -29,6 +31,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TOKENS = 61  # no multiple of the ranks: rows are filled up
 STEPS: dict[str, Any] = {
     "use_cpu": True,
@@ -309,3 +312,26 @@ def test_what_would_see_one_ranks_tokens_alone_is_refused(tmp_path: Path) -> Non
     for said in run_ranks(refused, 2, str(tmp_path), timeout=120):
         for pattern, text in zip(patterns, said, strict=True):
             assert re.search(pattern, text), (pattern, text)
+
+
+def examples(rank: int, world_size: int, folder: str) -> list[str]:
+    """What the examples print on a rank."""
+    said = []
+    sizes = ["--cp-size", str(world_size), "--steps", "1", "--output", folder]
+    for name, arguments in (("hf_trainer", sizes), ("trl_sft_packed", sizes)):
+        with launched(rank, world_size), contextlib.redirect_stdout(io.StringIO()) as words:
+            with mock.patch("sys.argv", [name, *arguments]):
+                assert runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]() == 0
+            said.append(words.getvalue().splitlines()[-1].partition("ranks: ")[2] if rank == 0 else "")
+    if world_size > 1:
+        losses = runpy.run_path(str(EXAMPLES / "hf_vlm.py"))["train"](
+            grid(cp=world_size).cp, torch.device("cpu"), 1, 99
+        )
+        assert all(abs(sharded - alone) <= 1e-5 for sharded, alone in losses)
+    return said
+
+
+def test_the_examples_have_the_losses_of_one_process(tmp_path: Path) -> None:
+    """Would catch examples that no longer run."""
+    (one,) = run_ranks(examples, 1, str(tmp_path), timeout=120)
+    assert run_ranks(examples, 2, str(tmp_path), timeout=120)[0] == one and all(one)

@@ -152,7 +152,7 @@ def load_chat_template(choice: str, tokenizer: Tokenizer, today: str | None) -> 
     try:
         import jinja2
     except ImportError as error:
-        raise ValueError(f"{flag} needs the package jinja2: pip install 'megacp[hf]'") from error
+        raise ValueError(f"{flag} needs the package jinja2: pip install 'megacp[data]'") from error
     folder = tokenizer.files[0].parent
     texts = _chosen(choice, folder)
     try:
