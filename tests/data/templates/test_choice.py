@@ -75,7 +75,7 @@ def test_a_template_that_cannot_be_applied_is_refused_before_a_record_is_read(
     with pytest.raises(ValueError, match=r"chatml: .*tokenizer.json lacks the special tokens <\|im_start\|>"):
         texts(tmp_path, "chatml")
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ValueError, match=r"needs the package jinja2: pip install 'X:
+    with pytest.raises(ValueError, match=r"needs the package jinja2: pip install 'megacp\[data\]'"):
         texts(tmp_path, "chatml")
 
 
