@@ -24,6 +24,7 @@ import numpy as np
 
 from megacp.data.records.record import RecordError
 from megacp.data.tokenize.beside import TEMPLATE_FOLDER, TEMPLATE_NAMES, read_beside, read_object, text_of
+from megacp.data.tokenize.named_templates import OURS
 from megacp.data.tokenize.tokenizer import Tokenizer
 from megacp.files import read_regular
 
@@ -35,21 +36,8 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; the first is that of templates."""
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt", *_NAMED)
 """What every template is given."""
-CHATML = """\
-{%- for message in messages -%}
-    {{- '<|im_start|>' ~ message['role'] ~ '\\n' -}}
-    {%- if message['role'] == 'assistant' -%}
-        {%- generation -%}{{- message['content'] ~ '<|im_end|>' -}}{%- endgeneration -%}
-    {%- else -%}
-        {{- message['content'] ~ '<|im_end|>' -}}
-    {%- endif -%}
-    {{- '\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
-"""
-_OF_CHATML = ("<|im_start|>", "<|im_end|>")
-OURS = {"chatml": CHATML}
-"""Templates that --chat-template knows by name, for tokenizers without one."""
+_MARKS = ("<|im_start|>", "<|im_end|>")
+"""Of the templates that are known by name."""
 
 
 @dataclass(frozen=True)
@@ -170,9 +158,9 @@ def load_chat_template(choice: str, tokenizer: Tokenizer, today: str | None) -> 
         _date(today)
     settings = _settings(folder)
     made = ChatTemplate(texts, today, _named_tokens(settings), _model_of(tokenizer.files[0], settings))
-    if texts["default"] == CHATML and not all(made.forgeable.fullmatch(token) for token in _OF_CHATML):
+    if texts["default"] in OURS.values() and not all(made.forgeable.fullmatch(token) for token in _MARKS):
         raise ValueError(
-            f"{flag}: {tokenizer.files[0]} lacks the special tokens {', '.join(_OF_CHATML)}, and as plain text any "
+            f"{flag}: {tokenizer.files[0]} lacks the special tokens {', '.join(_MARKS)}, and as plain text any "
             "record could spell them"
         )
     return made

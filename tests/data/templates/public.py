@@ -6,14 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megacp.data.tokenize.named_templates import QWEN3
 from megacp.data.tokenize.tokenizer import Tokenizer, load_tokenizer
 
 TEMPLATES = {path.stem: path.read_bytes().decode() for path in sorted(Path(__file__).parent.glob("*.jinja"))}
+TEMPLATES["ours_for_qwen3"] = QWEN3
 DATED = ("llama_32", "smollm_3")
 """Those that write today's date."""
 WITHOUT_SYSTEM = ("mistral", "gemma")
-WITH_TOOLS = ("llama_32", "qwen_25", "qwen_3", "granite")
-GENERATING = ("smollm_3", "granite")
+WITH_TOOLS = ("llama_32", "qwen_25", "qwen_3", "granite", "ours_for_qwen3")
+GENERATING = ("smollm_3", "granite", "ours_for_qwen3")
 """Those with generation blocks."""
 SPECIAL = (
     *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),

@@ -14,7 +14,8 @@ from megacp.data.build.merge import merge
 from megacp.data.packed.manifest import DatasetManifest
 from megacp.data.packed.reader import PackedDataset
 from megacp.data.packed.verify import verify
-from megacp.data.tokenize.chat_template import CHATML, load_chat_template
+from megacp.data.tokenize.chat_template import load_chat_template
+from megacp.data.tokenize.named_templates import CHATML
 from megacp.data.tokenize.tokenizer import load_tokenizer
 from tests.data.build.builds import documents, files, run
 from tests.data.templates.public import TEMPLATES, tokenizer_at, write_tokenizer
@@ -30,7 +31,9 @@ def texts(folder: Path, choice: str = "auto", today: str | None = None) -> dict[
 def test_a_template_is_found_where_the_library_finds_it(tmp_path: Path) -> None:
     """Would catch a config's template that is taken although a file stands beside it."""
     write_tokenizer(tmp_path)
-    with pytest.raises(ValueError, match=f"auto: {tmp_path} has no chat template; give auto, .* chatml, or FILE.jinja"):
+    with pytest.raises(
+        ValueError, match=f"auto: {tmp_path} has no chat template; give auto, .* chatml, qwen3, or FILE.jinja"
+    ):
         texts(tmp_path)
     assert texts(tmp_path, "chatml") == {"default": CHATML}
     (tmp_path / "chat_template.json").write_text('{"chat_template": "old"}')

@@ -13,7 +13,8 @@ from megacp.data.records.parts import Rendered
 from megacp.data.records.record import RecordError
 from megacp.data.records.record_keys import Accepted
 from megacp.data.records.sample import parse_record
-from megacp.data.tokenize.chat_template import CHATML, ChatTemplate, load_chat_template
+from megacp.data.tokenize.chat_template import ChatTemplate, load_chat_template
+from megacp.data.tokenize.named_templates import CHATML
 from tests.data.templates.public import TEMPLATES, tokenizer_at, write_tokenizer
 from tests.data.templates.test_public import ASK, ASK_2, CALL, RESULT, SYSTEM, TELL, TELL_2, TOOLS, expected, library
 
@@ -89,6 +90,37 @@ def test_thoughts_before_the_last_answer_are_learned(folder: Path) -> None:
     assert learned(folder, "qwen_3", inside) == [(said, 1.0)]
     other = talk(SYSTEM, ASK, {**TELL, "thinking": "six by seven"})
     assert learned(folder, "qwen_3", other) == [(said, 1.0)]
+
+
+@pytest.mark.parametrize("prompt", [False, True])
+@pytest.mark.parametrize("number", range(8))
+def test_the_template_for_qwen3_writes_what_its_own_does(folder: Path, number: int, prompt: bool) -> None:
+    """It has generation blocks, so that every answer of a conversation is learned."""
+    thoughts, inside = {"reasoning_content": "\nhm\n"}, {"content": "<think>\nhm\n</think>\n\nyes"}
+    talks = [
+        ([ASK, TELL, ASK_2, TELL_2], {}),
+        ([SYSTEM, ASK, {**TELL, **thoughts}, ASK_2, {**TELL_2, **thoughts}], {}),
+        ([SYSTEM, ASK, {**TELL, **inside}, ASK_2, {**TELL_2, **inside}, SYSTEM], {}),
+        ([ASK, CALL, RESULT, RESULT, TELL, ASK_2], {"tools": TOOLS}),
+        ([SYSTEM, ASK, {**CALL, "content": "Let me see.", **thoughts}, RESULT, TELL], {"tools": TOOLS}),
+        ([ASK, {**CALL, "tool_calls": [*CALL["tool_calls"], {"name": "now", "arguments": "{}"}]}, RESULT], {}),
+        ([TELL], {}),
+        ([ASK, TELL], {"enable_thinking": False}),
+    ]
+    messages, options = talks[number]
+    texts = [
+        library(folder, TEMPLATES[name]).apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=prompt, **options
+        )
+        for name in ("qwen_3", "ours_for_qwen3")
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_every_answer_of_a_conversation_is_learned_by_the_template_for_qwen3(folder: Path) -> None:
+    first, second = (text for text, _ in learned(folder, "ours_for_qwen3", talk(ASK, TELL, ASK_2, TELL_2)))
+    assert first == f"{TELL['content']}<|im_end|>"
+    assert second == f"<think>\n\n</think>\n\n{TELL_2['content']}<|im_end|>"
 
 
 def test_an_earlier_answer_of_weight_zero_may_be_written_otherwise(folder: Path) -> None:

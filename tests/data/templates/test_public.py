@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ def library(folder: Path, text: str) -> Any:
 def expected(theirs: Any, messages: list[dict[str, Any]], **given: Any) -> tuple[list[int], list[float]]:
     """Ids by the library; masks by it, or character by character from its renderings of all beginnings."""
     dicts = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
-    has_blocks = "generation %}" in theirs.chat_template
+    has_blocks = re.search(r"%-? *generation *-?%", theirs.chat_template) is not None
     out = theirs.apply_chat_template(dicts, return_dict=True, return_assistant_tokens_mask=has_blocks, **given)
     whole = theirs.apply_chat_template(dicts, tokenize=False, **given)
     offsets = theirs(whole, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
