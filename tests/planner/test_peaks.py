@@ -57,7 +57,7 @@ def test_the_state_of_a_rank_is_the_planned_one(strategy: str, world: int, value
         (2, {BATCH: 2, TP: 2, **HALF, CHUNK: 128, "activation_offload": 3.0}),
         (2, {BATCH: 4, PP: 2, SHARING: "optim_grads"}),
         (4, {BATCH: 8, PP: 2, SHARING: "optim_grads_params"}),
-        (4, {BATCH: 4, SHARING: "optim_grads_params", INSTANCES: 2, **HALF}),
+        (4, {BATCH: 8, SHARING: "optim_grads_params", INSTANCES: 2, **HALF}),
         (4, {BATCH: 2, TP: 2, CP: 2, SHARING: "optim_grads_params", RECOMPUTE: "selective"}),
     ],
     ids=str,
