@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= test,data,hf,demo
+DEMO_EXTRAS ?= data,hf,demo
 PIP_ARGS ?=
 WORKERS ?= 3
 SHELL := /bin/bash
@@ -33,17 +34,25 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): setup.py constraints.txt
+# What the demos need is there a minute before what the tests need too; a module is compiled when it is first imported.
+DEMO_STAMP := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.installed-for-demos)
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-compile $(PIP_ARGS) -c constraints.txt
+
+$(VENV)/.installed-for-demos: setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[$(EXTRAS)]'
-	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt --no-deps --upgrade --target $(VENV)/guests transformer_engine
+	$(PIP_INSTALL) -e '.[$(DEMO_EXTRAS)]'
 	@touch $@
 
-demo: $(STAMP)
+$(STAMP): $(VENV)/.installed-for-demos
+	$(PIP_INSTALL) -e '.[$(EXTRAS)]'
+	$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/guests transformer_engine
+	@touch $@
+
+demo: $(DEMO_STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo_vlm.sh
 
-demo-text: $(STAMP)
+demo-text: $(DEMO_STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo_text.sh
 
 # Tests are for the CPU, where every run of one process would otherwise take a GPU that is there. Each of WORKERS takes
