@@ -178,7 +178,7 @@ def product_work(config: RunConfig) -> int:
         tile = min(t.mlp_chunk_tokens, tokens)
         weights = 3 * model.hidden_size * model.ffn_hidden_size // tp * (t.accumulation_bytes + t.element_bytes)
         widest = 2 * tile * model.ffn_hidden_size // tp
-        return tile_work(config) + (2 * residual + widest) * t.element_bytes + weights * (not config.vision.freeze_text)
+        return tile_work(config) + (2 * residual + widest) * t.element_bytes + weights * ("text" not in config.frozen_parts)
     held = 2 if t.recompute_granularity != "selective" else 3  # selective keeps no output of SwiGLU that could go
     whole = tokens * model.hidden_size if p.sequence_parallel and tp > 1 else 0  # gathered for the last product
     return (residual + whole + held * tokens * model.ffn_hidden_size // tp) * t.element_bytes
