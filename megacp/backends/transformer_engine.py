@@ -7,9 +7,9 @@ vision towers stay out of 8 bits. A row with another mask or order than its atte
 line says why. Weights stay in 16 bits: no other backend could read 8-bit ones from a checkpoint.
 
 A block's norm and qkv product are one `LayerNormLinear`, its norm and MLP one `LayerNormMLP`. Under
-`--recompute-granularity selective`, and beside low-rank pairs, they are `RMSNorm` and `Linear` apart: the fused ones store the outputs of norm and
+`--recompute-granularity selective` they are `RMSNorm` and `Linear` apart: the fused ones store the outputs of norm and
 SwiGLU, where selective recomputation puts a recipe between two steps. `LayerNormMLP(checkpoint=True)` would repeat the
-first product and its gather.
+first product and its gather. Beside low-rank pairs they are apart too, since a pair takes what the linear takes.
 
 The only file that imports transformer_engine, inside functions. Arguments go by keyword, because releases insert
 parameters in the middle; tests bind every call to the real signatures.
@@ -226,7 +226,9 @@ class TransformerEngineBackend(NativeBackend):
         if self.fp8 == "delayed":
             self.tell("fp8: delayed scales begin at 1 here, also in a resumed run: they are in no checkpoint")
         if self.lora is not None:
-            self.tell("layers: Transformer Engine's RMSNorm and Linear apart, pairs of --lora-rank take what is between")
+            self.tell(
+                "layers: Transformer Engine's RMSNorm and Linear apart, pairs of --lora-rank take what is between"
+            )
         elif self.apart:
             self.tell("layers: Transformer Engine's RMSNorm and Linear apart, --recompute-granularity is selective")
         elif config.model.norm_position == "after":

@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 
 from megacp.config.ranges import AboveZero, Fraction, NotNegative, Positive, Range
 
-
 LINEARS = ("q", "k", "v", "output", "gate", "up", "down")
 """The linears of a block, by the names that --lora-targets takes."""
 

@@ -115,7 +115,9 @@ def vision_flops(config: RunConfig, crops: int, pooled: int, window: int = WINDO
 def text_flops(config: RunConfig, tokens: int, area: int) -> float:
     """FLOPs of training of the decoder: a frozen one passes gradients through, low-rank pairs beside it are trained."""
     flops = model_flops(config.model, tokens, area)
-    return (flops.passing if "text" in config.frozen_parts else flops.training) + pair_flops(config.model, tokens).training
+    return (flops.passing if "text" in config.frozen_parts else flops.training) + pair_flops(
+        config.model, tokens
+    ).training
 
 
 def planned_images(config: RunConfig) -> tuple[int, int]:

@@ -114,7 +114,11 @@ class AdaptedLinear(nn.Module):
 
 
 def adapted(
-    linear: nn.Module, spec: LinearSpec, kind: type[ColumnPairs | RowPair], lora: LoraSpec | None, options: LinearOptions
+    linear: nn.Module,
+    spec: LinearSpec,
+    kind: type[ColumnPairs | RowPair],
+    lora: LoraSpec | None,
+    options: LinearOptions,
 ) -> nn.Module:
     """The linear with pairs of this kind where `lora` names one of its tensors, else the linear itself."""
     if lora is None or not any(name in lora.linears for name, _ in spec.outputs):

@@ -1,4 +1,4 @@
-"""Low-rank pairs: peft's own numbers on one process, the same numbers on every grid, and peft reads what is exported."""
+"""Low-rank pairs: the same numbers on every grid as on one process; tests/convert/test_lora.py has those of peft."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def one_process(name: str, groups: int) -> tuple[Any, ...]:
 
 
 def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[Any]:
-    return [train(grid(**shape), config_of({**MODELS[name], **values}, shape), steps()) for shape, name, values in cases]
+    return [
+        train(grid(**shape), config_of({**MODELS[name], **values}, shape), steps()) for shape, name, values in cases
+    ]
 
 
 def close(what: str, found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
