@@ -13,12 +13,15 @@ import torch.nn.functional as F
 
 from megacp.commands.convert import main as convert
 from megacp.config.run import RunConfig, with_values
+from megacp.convert.source import read_hf
 from megacp.convert.tables.architectures import LAYOUTS, of_config
 from megacp.convert.tables.mapping import Mapped, whole
+from megacp.train import main as train
 from megacp.training.state import Progress
 from megacp.training.step import ParallelModel
 from tests.convert.models import MODELS, save
 from tests.convert.test_exact import TOKENS, Tensors, float32_is_float64, row
+from tests.convert.test_start import trained, weights_of
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import Pieces, assemble, fill
 from tests.reference.training import AXIS_FLAGS, pieces_of_slices
@@ -182,3 +185,103 @@ def test_peft_loads_the_adapter_and_computes_what_the_folded_model_does(
     assert (found - expected).abs().max() <= 1e-10 * expected.abs().max()
     content = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (content["r"], content["lora_alpha"], content["base_model_name_or_path"]) == (RANK, ALPHA, "base")
+
+
+RANKED = ["--lora-rank", "4", "--lora-targets", "all", "--global-batch-size", "4", "--seq-length", "64"]
+SHARDED = ["--data-parallel-sharding-strategy", "optim_grads_params"]
+GRIDS = {
+    "one process": (1, []),
+    "tp x pp": (4, runs.grid_flags(tp=2, pp=2)),
+    "cp, all sharded": (2, [*runs.grid_flags(cp=2), *SHARDED]),
+}
+SEEN: dict[str, dict[str, torch.Tensor]] = {}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 in bfloat16, as a folder of the library."""
+    path = tmp_path_factory.mktemp("hf") / "tiny"
+    torch.manual_seed(0)
+    MODELS["qwen3 tied"]().to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_a_run_from_a_folder_begins_with_its_bits_and_the_same_pairs_on_any_grid(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
+    """A step at learning rate 0. Would catch a matrix A drawn by rank, or zeroed with what the folder fills."""
+    ranks, flags = GRIDS[name]
+    start = ["--load-hf", str(folder), "--save", str(tmp_path / "run"), "--lr", "0", "--train-iters", "1"]
+    trained([*start, *RANKED, *flags], ranks)
+    found, base = weights_of(tmp_path / "run"), read_hf(folder).source
+    for key in base.infos:
+        assert torch.equal(found[key], whole(base, key)), key
+    pairs = {key: value for key, value in found.items() if key not in base.infos}
+    assert len(pairs) == 3 * 7 * 2
+    for key, value in pairs.items():
+        if key.endswith("lora_B.weight"):
+            assert not value.any()
+        else:
+            bound = value.shape[1] ** -0.5
+            assert value.shape[0] == 4 and 0.8 * bound < value.abs().max() <= 1.01 * bound  # in bfloat16
+            assert 0.5 * bound < value.float().std() < 0.65 * bound
+    first = SEEN.setdefault("pairs", pairs)
+    assert first.keys() == pairs.keys() and all(torch.equal(first[key], pairs[key]) for key in pairs)
+
+
+def refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert train(flags) == 2
+    return capsys.readouterr().err
+
+
+def test_a_run_of_pairs_goes_on_on_another_grid_and_leaves_the_model_as_it_was(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch a base that decays, pairs that a resumed run draws again, and flags that would be lost in silence."""
+    run, base = str(tmp_path / "run"), str(tmp_path / "base")
+    steps = [
+        "--lr",
+        "0.01",
+        "--lr-decay-style",
+        "constant",
+        "--adam-eps",
+        "1e-4",
+        "--dtype",
+        "float64",
+        "--train-iters",
+    ]
+    assert train(["--load-hf", str(folder), "--save", run, *RANKED, *steps, "2"]) == 0
+    assert "(9.22 k trained in low-rank pairs of rank 4 on q, k, v, output, gate, up, down) in float64" in (
+        capsys.readouterr().out
+    )
+    before = weights_of(tmp_path / "run")
+    rows = ["--global-batch-size", "4", "--seq-length", "64"]
+    go_on = ["--load", run, "--save", run, *rows, *steps, "4"]
+    trained([*go_on, *runs.grid_flags(tp=2), *SHARDED], 2)
+    assert train(["--load-hf", str(folder), "--save", str(tmp_path / "whole"), *RANKED, *steps, "4"]) == 0
+    after, whole_run, start = weights_of(tmp_path / "run"), weights_of(tmp_path / "whole"), read_hf(folder).source
+    assert all(torch.equal(after[key], whole(start, key).double()) for key in start.infos), "the model has not moved"
+    moved = [key for key in after if ".lora_" in key and not torch.equal(after[key], before[key])]
+    assert len(moved) == 42
+    assert all((after[key] - whole_run[key]).abs().max() <= 1e-10 * whole_run[key].abs().max() for key in moved)
+    assert "has --lora-rank 4, this run 8" in refused([*go_on, "--lora-rank", "8"], capsys)
+    tune = ["--load", run, "--finetune", "--save", str(tmp_path / "x"), *rows]
+    assert "has --lora-rank 4, this run 0" in refused([*tune, "--lora-rank", "0"], capsys)
+    assert (
+        convert(["--from", "hf", "--to", "megacp", "--dtype", "float64", "--input", str(folder), "--output", base]) == 0
+    )
+    assert "has --lora-rank 0, this run 4" in refused(["--load", base, "--save", base, *RANKED], capsys)
+    assert train(["--load", base, "--finetune", "--save", str(tmp_path / "y"), *RANKED, *steps, "2"]) == 0
+    begun = weights_of(tmp_path / "y")
+    assert begun.keys() == before.keys() and all(torch.equal(begun[key], before[key]) for key in begun)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        convert(["--from", "megacp", "--to", "hf", "--input", run, "--output", "x", "--base-model", "name"])
+    assert "--base-model name is for --to peft" in capsys.readouterr().err
+    flags = ["--from", "megacp", "--to", "peft", "--output", str(tmp_path / "z"), "--input"]
+    assert convert([*flags, base]) == 2
+    assert "has no low-rank pairs" in capsys.readouterr().err
+    assert convert([*flags, run]) == 0
+    content = json.loads((tmp_path / "z" / "adapter_config.json").read_text())
+    assert content["base_model_name_or_path"] is None

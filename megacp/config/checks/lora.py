@@ -14,7 +14,8 @@ _FREEZE = ("freeze_vision", "freeze_connector", "freeze_text")
 def lora_reasons(config: RunConfig, world: int) -> Iterator[str]:
     """What is wrong with the pairs, or with flags of the frozen model beside them."""
     m, values = config.model, flatten(config)
-    given = [f"{flag(name)} {values[name]}" for name in ("lora_alpha", "lora_targets") if values[name] is not None]
+    given = [f"--lora-alpha {m.lora_alpha}"] if (m.lora_alpha or 0) > 0 else []
+    given += [f"--lora-targets {m.lora_targets}"] if m.lora_targets is not None else []
     if m.lora_rank == 0 and given:
         yield f"{', '.join(given)} {'act' if len(given) > 1 else 'acts'} only with --lora-rank above 0"
     if not m.lora_rank > 0:
