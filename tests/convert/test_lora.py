@@ -240,17 +240,7 @@ def test_a_run_of_pairs_goes_on_on_another_grid_and_leaves_the_model_as_it_was(
 ) -> None:
     """Would catch a base that decays, pairs that a resumed run draws again, and flags that would be lost in silence."""
     run, base = str(tmp_path / "run"), str(tmp_path / "base")
-    steps = [
-        "--lr",
-        "0.01",
-        "--lr-decay-style",
-        "constant",
-        "--adam-eps",
-        "1e-4",
-        "--dtype",
-        "float64",
-        "--train-iters",
-    ]
+    steps = "--lr 0.01 --lr-decay-style constant --adam-eps 1e-4 --dtype float64 --train-iters".split()
     assert train(["--load-hf", str(folder), "--save", run, *RANKED, *steps, "2"]) == 0
     assert "(9.22 k trained in low-rank pairs of rank 4 on q, k, v, output, gate, up, down) in float64" in (
         capsys.readouterr().out
