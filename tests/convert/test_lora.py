@@ -206,7 +206,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if "pp" in n else n for n in GRIDS])
 def test_a_run_from_a_folder_begins_with_its_bits_and_the_same_pairs_on_any_grid(
     name: str, folder: Path, tmp_path: Path
 ) -> None:
