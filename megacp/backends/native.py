@@ -32,6 +32,7 @@ from megacp.tensor_parallel.linear import (
     RowParallelLinear,
     replicated_spec,
 )
+from megacp.tensor_parallel.lora import ColumnPairs, LoraSpec, RowPair, adapted
 from megacp.tensor_parallel.norm import ColumnNorm
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -77,8 +78,11 @@ class NativeBackend:
         self.tp = grid.tp
         self.sequence_parallel = parallel.sequence_parallel and grid.tp.size > 1
         self.dtype = DTYPES[training.dtype]
-        self.vision = config.vision
-        trained = not self.vision.freeze_text
+        self.vision, self.frozen = config.vision, config.frozen_parts
+        trained = "text" not in self.frozen
+        model = config.model
+        pairs = LoraSpec(model.lora_linears, model.lora_rank, model.lora_scale)
+        self.lora = pairs if model.lora_rank else None
         self.options = LinearOptions(
             grid.tp, self.sequence_parallel, self.dtype, grid.device, trained, add_gradient=add_gradient
         )
@@ -95,10 +99,10 @@ class NativeBackend:
         self._untold: list[str] = []
 
     def column_linear(self, linear: LinearSpec) -> nn.Module:
-        return ColumnParallelLinear(linear, self.options)
+        return adapted(ColumnParallelLinear(linear, self.options), linear, ColumnPairs, self.lora, self.options)
 
     def row_linear(self, linear: LinearSpec) -> nn.Module:
-        return RowParallelLinear(linear, self.options)
+        return adapted(RowParallelLinear(linear, self.options), linear, RowPair, self.lora, self.options)
 
     def norm_column_linear(self, norm: NormSpec | None, linear: LinearSpec) -> nn.Module:
         return NormLinear(None if norm is None else self.norm(norm), self.column_linear(linear))
@@ -124,12 +128,10 @@ class NativeBackend:
         return self.options.parameter(replicated_spec(name, shape, init, self.options, std=std))
 
     def tower(self, name: Tower) -> NativeBackend:
-        frozen, multiplier = {
-            "vision": (self.vision.freeze_vision, self.vision.vision_lr_multiplier),
-            "connector": (self.vision.freeze_connector, self.vision.connector_lr_multiplier),
-        }[name]
+        multipliers = {"vision": self.vision.vision_lr_multiplier, "connector": self.vision.connector_lr_multiplier}
+        frozen, multiplier = name in self.frozen, multipliers[name]
         other = copy.copy(self)
-        other.sequence_parallel = False
+        other.sequence_parallel, other.lora = False, None
         other.options = dataclasses.replace(
             self.options, sequence_parallel=False, trained=not frozen, lr_multiplier=multiplier
         )

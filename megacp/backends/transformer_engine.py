@@ -9,7 +9,7 @@ line says why. Weights stay in 16 bits: no other backend could read 8-bit ones f
 A block's norm and qkv product are one `LayerNormLinear`, its norm and MLP one `LayerNormMLP`. Under
 `--recompute-granularity selective` they are `RMSNorm` and `Linear` apart: the fused ones store the outputs of norm and
 SwiGLU, where selective recomputation puts a recipe between two steps. `LayerNormMLP(checkpoint=True)` would repeat the
-first product and its gather.
+first product and its gather. Beside low-rank pairs they are apart too, since a pair takes what the linear takes.
 
 The only file that imports transformer_engine, inside functions. Arguments go by keyword, because releases insert
 parameters in the middle; tests bind every call to the real signatures.
@@ -45,6 +45,7 @@ from megacp.tensor_parallel.linear import (
     replicated_spec,
     row_specs,
 )
+from megacp.tensor_parallel.lora import ColumnPairs, RowPair, adapted
 
 FUSED_ATTENTION_ONLY = {"NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}
 """With these, attention that cuDNN cannot do raises instead of becoming another kernel; read when it is imported."""
@@ -209,7 +210,7 @@ class TransformerEngineBackend(NativeBackend):
         self.adamw = fused_adam
         self.fp8, self.loss_kernel = training.fp8, training.cross_entropy_fusion_impl
         self.token_multiple, self.vocab_size = FP8_MULTIPLES[self.fp8], config.model.vocab_size
-        self.apart = training.recompute_granularity == "selective"
+        self.apart = training.recompute_granularity == "selective" or self.lora is not None
         self.in_tower = False
         amax = grid.over("tp", "cp")
         self.amax_group = amax.group
@@ -224,7 +225,11 @@ class TransformerEngineBackend(NativeBackend):
             self.packed = packed_attention(config.model, grid.tp, axis, parallel.cp_comm_type, inner, grid.device)
         if self.fp8 == "delayed":
             self.tell("fp8: delayed scales begin at 1 here, also in a resumed run: they are in no checkpoint")
-        if self.apart:
+        if self.lora is not None:
+            self.tell(
+                "layers: Transformer Engine's RMSNorm and Linear apart, pairs of --lora-rank take what is between"
+            )
+        elif self.apart:
             self.tell("layers: Transformer Engine's RMSNorm and Linear apart, --recompute-granularity is selective")
         elif config.model.norm_position == "after":
             self.tell("layers: Transformer Engine's RMSNorm and Linear apart, it fuses norms before a product alone")
@@ -232,10 +237,12 @@ class TransformerEngineBackend(NativeBackend):
             self.tell("q/k norms: ours, Transformer Engine's has no sum over tp ranks")
 
     def column_linear(self, linear: LinearSpec) -> nn.Module:
-        return self._linear("column", linear, column_specs(linear, self.options))
+        layer = self._linear("column", linear, column_specs(linear, self.options))
+        return adapted(layer, linear, ColumnPairs, self.lora, self.options)
 
     def row_linear(self, linear: LinearSpec) -> nn.Module:
-        return self._linear("row", linear, row_specs(linear, self.options))
+        layer = self._linear("row", linear, row_specs(linear, self.options))
+        return adapted(layer, linear, RowPair, self.lora, self.options)
 
     def _linear(self, parallel_mode: str, linear: LinearSpec, specs: tuple[ParameterSpec, ParameterSpec]) -> nn.Module:
         layer = EngineLinear(parallel_mode, linear, self.options)

@@ -3,6 +3,7 @@
     python tools/convert_checkpoint.py --from megacp --to hf --input run/checkpoints --output model --tokenizer byte \\
         --verify
     python tools/convert_checkpoint.py --from hf --to megacp --input Qwen3-0.6B --output start --verify
+    python tools/convert_checkpoint.py --from megacp --to peft --input run/checkpoints --output adapter
     python tools/convert_checkpoint.py --from hf --to hf --input Molmo2-8B --output native --layout native
 
 Llama, Mistral, Phi-3, Qwen2, Qwen3, OLMo2, SmolLM3 and Molmo2. Everything is written to a folder beside --output, which
@@ -40,7 +41,13 @@ def arguments_parser() -> argparse.ArgumentParser:
         description="Convert checkpoints between megacp and Hugging Face folders.", allow_abbrev=False
     )
     parser.add_argument("--from", required=True, choices=("hf", "megacp"), dest="source", help="what --input is")
-    parser.add_argument("--to", required=True, choices=("hf", "megacp"), dest="target", help="what --output becomes")
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=("hf", "megacp", "peft"),
+        dest="target",
+        help="what --output becomes; of a run with --lora-rank: its pairs folded into the model (hf), or alone (peft)",
+    )
     parser.add_argument(
         "--input", required=True, type=Path, metavar="DIR", help="folder; --save of a run or one of its steps"
     )
@@ -74,6 +81,9 @@ def arguments_parser() -> argparse.ArgumentParser:
         default=[],
         metavar="NAME",
         help="a field of config.json that is not known here and does not change the model; may be given again",
+    )
+    parser.add_argument(
+        "--base-model", metavar="NAME", help="model that an adapter is for (--to peft; default: the run's --load-hf)"
     )
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the weights (default: as they are)")
     parser.add_argument(
@@ -112,6 +122,12 @@ def flag_reasons(arguments: argparse.Namespace) -> list[str]:
         reasons.append("--max-position-embeddings is for --from megacp --to hf: a Hugging Face config has its own")
     if arguments.ignore_field and arguments.source != "hf":
         reasons.append("--ignore-field is for --from hf: it names fields of a config.json")
+    if arguments.target == "peft":
+        reasons += ["--to peft is for --from megacp"] if arguments.source == "hf" else []
+        reasons += ["--verify compares whole models: give it with --to hf"] if arguments.verify else []
+        reasons += ["--tokenizer is for a whole model, not for --to peft"] if arguments.tokenizer is not None else []
+    elif arguments.base_model is not None:
+        reasons.append(f"--base-model {arguments.base_model} is for --to peft")
     if arguments.max_shard_size < 1:
         reasons.append(f"--max-shard-size {arguments.max_shard_size}: must be at least 1")
     return reasons
@@ -138,6 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         eod_token=arguments.eod_token,
         chat_template=arguments.chat_template,
         accept_ties=arguments.accept_ties,
+        base_model=arguments.base_model,
         ignored=tuple(arguments.ignore_field),
     )
     try:

@@ -12,6 +12,9 @@ from typing import Annotated, Literal
 
 from megacp.config.ranges import AboveZero, Fraction, NotNegative, Positive, Range
 
+LINEARS = ("q", "k", "v", "output", "gate", "up", "down")
+"""The linears of a block, by the names that --lora-targets takes."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -124,6 +127,38 @@ class ModelConfig:
 
     hf_model_type: str | None = None
     """The `model_type` that an exported config has (default: the first that can say these options)."""
+
+    lora_rank: NotNegative[int] = 0
+    """Rank of the low-rank pairs that are trained beside a frozen model (LoRA): y = x W + alpha / rank x A B; 0 trains
+    the model itself. It starts from --load-hf, or from --load with --finetune.
+    """
+
+    lora_alpha: AboveZero[float | None] = None
+    """Weight of the pairs over 1 / --lora-rank (default: --lora-rank, so a weight of 1, as peft's defaults of 8 and 8
+    make it)."""
+
+    lora_targets: str | None = None
+    """Linears of the decoder that get a pair: of q, k, v, output, gate, up and down those that are named, with commas
+    between, or all (default: q,v, as peft has it for most decoders)."""
+
+    @property
+    def lora_linears(self) -> tuple[str, ...]:
+        """Linears with a low-rank pair, in the order of `LINEARS`; names that are none are left out."""
+        asked = (self.lora_targets or "q,v").replace(",", " ").split() if self.lora_rank > 0 else ()
+        return tuple(name for name in LINEARS if name in asked or asked == ["all"])
+
+    @property
+    def linear_sizes(self) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of each of `LINEARS`."""
+        hidden, ffn = self.hidden_size, self.ffn_hidden_size
+        heads, groups = self.num_attention_heads * self.head_dim, self.query_groups * self.head_dim
+        attention = {"q": (hidden, heads), "k": (hidden, groups), "v": (hidden, groups), "output": (heads, hidden)}
+        return attention | {"gate": (hidden, ffn), "up": (hidden, ffn), "down": (ffn, hidden)}
+
+    @property
+    def lora_scale(self) -> float:
+        """Weight of the pairs: alpha / rank."""
+        return 1.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
 
     @property
     def head_dim(self) -> int:

@@ -61,6 +61,13 @@ class RunConfig:
         p = self.parallel
         return p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
 
+    @property
+    def frozen_parts(self) -> tuple[str, ...]:
+        """Of `text`, `vision` and `connector` those whose weights stay; beside low-rank pairs all do."""
+        v, lora = self.vision, self.model.lora_rank > 0
+        stays = {"text": v.freeze_text, "vision": v.freeze_vision, "connector": v.freeze_connector}
+        return tuple(name for name, frozen in stays.items() if frozen or lora)
+
     def data_parallel_size(self, world_size: int) -> int:
         """Data-parallel ranks in a world of `world_size`, rounded down (`checks` refuses a remainder)."""
         return world_size // self.model_ranks

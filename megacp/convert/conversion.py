@@ -13,10 +13,13 @@ from megacp.checkpoint.directory import is_step_name
 from megacp.checkpoint.manifest import MANIFEST_FILE
 from megacp.convert.export import Request, with_kept_tokenizer, with_positions, write_checkpoint, write_hf
 from megacp.convert.hf_files import new_folder
+from megacp.convert.lora import write_adapter
 from megacp.convert.source import CONFIG, Loaded, read_checkpoint, read_hf
+from megacp.convert.tables.architectures import LAYOUTS
 from megacp.convert.verify import verify
 
 WRITERS = {"hf": write_hf, "megacp": write_checkpoint}
+"""By what the output becomes, where that is a whole model."""
 
 
 class OtherModelError(Exception):
@@ -26,6 +29,10 @@ class OtherModelError(Exception):
 def convert(request: Request) -> None:
     """Do what the request says, and print it. ValueError for what cannot be done."""
     loaded = read_input(request)
+    if request.target == "peft":
+        return _export_pairs(loaded, request)
+    if loaded.pairs is not None:
+        print(f"folded into the weights: {loaded.pairs}")
     if request.target == "hf" and loaded.checkpoint is not None:
         loaded, line = with_positions(loaded, request.max_positions)
         print(line)
@@ -40,6 +47,17 @@ def convert(request: Request) -> None:
             raise OtherModelError
     size = sum(math.prod(info.shape) for info in written.values())
     print(f"{request.output}: {loaded.architecture.name}, {len(written)} tensors, {size:,} parameters")
+
+
+def _export_pairs(loaded: Loaded, request: Request) -> None:
+    """Write an adapter for the model that the run started from."""
+    if loaded.pairs is None:
+        raise ValueError(f"--to peft: {loaded.folder} has no low-rank pairs, it was trained with --lora-rank 0")
+    base = request.base_model or loaded.pairs.config.checkpoint.load_hf
+    with new_folder(request.output) as folder:
+        links = loaded.architecture.links(loaded.values, LAYOUTS[0])
+        elements = write_adapter(loaded.pairs, links, folder, base, request.dtype)
+    print(f"{request.output}: {loaded.pairs}; {elements:,} parameters beside {base or 'a model that is not named'}")
 
 
 def read_input(request: Request) -> Loaded:

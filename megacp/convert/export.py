@@ -72,6 +72,8 @@ class Request:
     """One of `chat.CHOICES`."""
     ignored: tuple[str, ...] = ()
     """Fields of a config.json that have no row and are said to change nothing."""
+    base_model: str | None = None
+    """Name or folder of the model that an adapter is for; None: the run's --load-hf."""
     accept_ties: bool = False
     """Of a Unigram tokenizer (`convert.tokenizer.refuse_difference`)."""
 

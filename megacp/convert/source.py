@@ -20,6 +20,7 @@ from megacp.checkpoint.names import MODEL, TensorBox
 from megacp.config.checks.check import check
 from megacp.config.run import RunConfig, flatten, with_values
 from megacp.convert import hf_files, processor
+from megacp.convert.lora import Pairs, folded
 from megacp.convert.tables.architectures import IGNORED_TENSORS, LAYOUTS, Architecture, of_config, of_values, token_ids
 from megacp.convert.tables.mapping import Info, Link, Mapped, Source, problems
 from megacp.convert.tables.molmo2 import TOKEN_FIELDS
@@ -80,6 +81,8 @@ class Loaded:
     checkpoint: LoadedCheckpoint | None = None
     content: Mapping[str, Any] = field(default_factory=dict)
     """The config.json it was read from."""
+    pairs: Pairs | None = None
+    """Of a checkpoint with low-rank pairs; `source` and `config` are without, the pairs folded into the weights."""
 
     @functools.cached_property
     def values(self) -> dict[str, Any]:
@@ -103,15 +106,15 @@ class Loaded:
 def read_checkpoint(path: Path, wanted: str = "auto") -> Loaded:
     """The newest whole checkpoint below `path`, or that step. ValueError names what the library cannot express."""
     loaded = load_checkpoint(path, build_grid(GridShape(), 0).world)
-    config = stored_config(loaded)
+    stored = stored_config(loaded)
+    source, config, pairs = folded(CheckpointSource(loaded), stored)
     values = flatten(config)
     architecture = of_values(values, wanted)
     architecture.config(values)  # refuses what it cannot say
-    source = CheckpointSource(loaded)
     require_all(source.infos, architecture.links(values, LAYOUTS[0]), False, loaded.path)
-    stored = stored_progress(loaded).image_rules
-    rules = ImageRules.from_dict(stored) if stored is not None else None
-    return Loaded(loaded.path, architecture, source, config, rules, loaded)
+    given = stored_progress(loaded).image_rules
+    rules = ImageRules.from_dict(given) if given is not None else None
+    return Loaded(loaded.path, architecture, source, config, rules, loaded, pairs=pairs)
 
 
 def read_hf(path: Path, wanted: str = "auto", ignored: Collection[str] = (), *, check_sums: bool = True) -> Loaded:

@@ -36,7 +36,7 @@ class ParameterSpec:
 
     pieces: tuple[TensorSlice, ...]
     init: str = "normal"
-    """`normal` (mean 0, `std`), `zeros` or `ones`."""
+    """`normal` or `uniform` (mean 0, `std`), `zeros` or `ones`."""
     std: float = 0.02
     weight_decay: bool = True
     """False for norm weights and biases."""

@@ -86,8 +86,10 @@ def stage_traffic(
     """Bytes of a rank of `stage` that holds the layers `chunks`, for microbatches of `rows` padded tokens each.
 
     `context` is its place on the cp axis (default: the first). Without recomputation, or with `selective` (which
-    repeats no message); ValueError for `full`.
+    repeats no message); ValueError for `full`, and for low-rank pairs.
     """
+    if config.model.lora_rank:
+        raise ValueError(f"--lora-rank {config.model.lora_rank}: no formula counts the messages of low-rank pairs")
     if config.training.recompute_granularity == "full":
         raise ValueError("--recompute-granularity full repeats messages of the forward pass, which no formula counts")
     dynamic = config.parallel.dynamic_context_parallel
@@ -145,7 +147,7 @@ def tensor_bytes(config: RunConfig, world_size: int, chunks: Sequence[range], ro
     partial = layers * 2 * model.head_dim * (model.qk_layernorm and model.qk_layernorm_scope == "head")
     if p.sequence_parallel:
         partial += model.hidden_size * (layers * (2 + model.add_attention_output_bias + model.add_mlp_bias) + last)
-    shard = 0 if config.vision.freeze_text else partial // sharing_ranks(config, world_size)
+    shard = 0 if "text" in config.frozen_parts else partial // sharing_ranks(config, world_size)
     return total + all_reduce_bytes(shard, tp, wide)
 
 
@@ -209,7 +211,7 @@ def embedding_bytes(config: RunConfig, world_size: int, stage: int) -> int:
     """
     model, p = config.model, config.parallel
     last = p.pipeline_model_parallel_size - 1
-    shared = not (model.untie_embeddings_and_output_weights or config.vision.freeze_text)
+    shared = not (model.untie_embeddings_and_output_weights or "text" in config.frozen_parts)
     if not shared or last == 0 or stage not in (0, last):
         return 0
     shard = embedding_parameters(model, p.tensor_model_parallel_size) // sharing_ranks(config, world_size)
@@ -240,7 +242,8 @@ def vision_tensor_bytes(config: RunConfig, rows: Sequence[RowImages]) -> int:
     tp, size = p.tensor_model_parallel_size, config.training.element_bytes
     if tp == 1:
         return 0
-    tower, connector = not v.freeze_vision, not (v.freeze_vision and v.freeze_connector)
+    frozen = config.frozen_parts
+    tower, connector = "vision" not in frozen, not {"vision", "connector"} <= set(frozen)
     narrow, wide = v.vision_hidden_size, config.model.hidden_size
     total = 0
     for row in rows:
@@ -256,8 +259,8 @@ def vision_tensor_bytes(config: RunConfig, rows: Sequence[RowImages]) -> int:
 
 def vision_context_bytes(config: RunConfig, rows: Sequence[RowImages], ranks: int) -> int:
     """Over the ranks that hold a row's tokens: features out, their gradients back unless all below is frozen."""
-    v, size = config.vision, config.training.element_bytes * config.model.hidden_size
-    trained = not (v.freeze_vision and v.freeze_connector)
+    size = config.training.element_bytes * config.model.hidden_size
+    trained = not {"vision", "connector"} <= set(config.frozen_parts)
     if config.parallel.vision_shards == "replicate":
         return 0
     if config.parallel.vision_feature_exchange == "all_gather":

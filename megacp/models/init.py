@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -25,13 +25,25 @@ def output_std(config: ModelConfig) -> float:
     return config.init_method_std / math.sqrt(2 * config.num_layers)
 
 
-def _slab(seed: int, name: str, index: int, columns: torch.Size | tuple[int, ...], rows: int) -> torch.Tensor:
-    digest = hashlib.blake2b(f"{seed}/{name}/{index}".encode(), digest_size=8).digest()
+Draw = Callable[..., torch.Tensor]
+"""`(*shape, generator=...)`: numbers of mean 0 and standard deviation 1."""
+
+
+def _uniform(*shape: int, generator: torch.Generator) -> torch.Tensor:
+    return (2.0 * torch.rand(*shape, generator=generator) - 1.0) * math.sqrt(3.0)
+
+
+DRAWS: dict[str, Draw] = {"normal": torch.randn, "uniform": _uniform}
+"""By `ParameterSpec.init`."""
+
+
+def _slab(draw: Draw, seed: int, piece: TensorSlice, index: int, rows: int) -> torch.Tensor:
+    digest = hashlib.blake2b(f"{seed}/{piece.name}/{index}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    return torch.randn(rows, *columns, generator=generator)
+    return draw(rows, *piece.global_shape[1:], generator=generator)
 
 
-def _normal(piece: TensorSlice, seed: int, std: float) -> torch.Tensor:
+def _drawn(piece: TensorSlice, seed: int, spec: ParameterSpec) -> torch.Tensor:
     """This rank's box of the global tensor, float32."""
     begin, stop = piece.offsets[0], piece.offsets[0] + piece.shape[0]
     box = torch.empty(piece.shape)
@@ -39,21 +51,21 @@ def _normal(piece: TensorSlice, seed: int, std: float) -> torch.Tensor:
     for index in range(begin // SLAB, -(-stop // SLAB)):  # slabs that overlap rows [begin, stop)
         first = index * SLAB
         rows = min(SLAB, piece.global_shape[0] - first)  # the last slab is short
-        slab = _slab(seed, piece.name, index, piece.global_shape[1:], rows)  # [rows, all columns]
+        slab = _slab(DRAWS[spec.init], seed, piece, index, rows)  # [rows, all columns]
         low, high = max(begin, first), min(stop, first + rows)  # global rows of the overlap
         box[low - begin : high - begin] = slab[(slice(low - first, high - first), *inner)]
-    return box * std
+    return box * spec.std
 
 
 def _fill(parameter: nn.Parameter, spec: ParameterSpec, seed: int) -> None:
     parameter.fill_(1.0 if spec.init == "ones" else 0.0)  # rows outside every piece stay 0
-    if spec.init == "normal":
+    if spec.init in DRAWS:
         for piece in spec.pieces:
-            piece.of(parameter).copy_(_normal(piece, seed, spec.std))
+            piece.of(parameter).copy_(_drawn(piece, seed, spec))
 
 
 @torch.no_grad()
 def initialise(parameters: Iterable[nn.Parameter], seed: int) -> None:
-    """Fill every parameter from its spec: normal, ones or zeros; the same global weights on any grid."""
+    """Fill every parameter from its spec: drawn, ones or zeros; the same global weights on any grid."""
     for parameter in parameters:
         _fill(parameter, spec_of(parameter), seed)

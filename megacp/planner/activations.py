@@ -13,7 +13,8 @@ heads, g query groups, d head width; tp' is tp with sequence parallelism, else 1
     dropout, when there is any                   2 h / tp' bytes
 
 Norms after attention and MLP keep as much: inputs of the products, and their outputs as inputs of the norms; but
-`selective` finds none of these to compute again. A layer without rotary embedding keeps q and k as they are.
+`selective` finds none of these to compute again. A layer without rotary embedding keeps q and k as they are. A frozen
+product keeps no input, unless a low-rank pair beside it does, which adds its rank a token.
 
 "Wide" is fp32, float64 in a float64 model. There is no S x S term: attention saves the log-sum-exp per row
 (FlashAttention). `selective` computes the outputs of the norms and of SwiGLU again; `full` keeps one input per block,
@@ -109,9 +110,34 @@ def layer_activations(config: RunConfig, granularity: str) -> int:
     rows, after = residual // model.hidden_size, model.norm_position == "after"
     dropout_masks = 2 * residual if model.hidden_dropout > 0 else 0
     elements = (4 if after else 4 - tiled if cheap else 2) * residual + tokens * sharded // tp
+    elements += _of_pairs(config) - sum(_left_out(config, granularity))
     wide_elements = (2 - (tiled and not after)) * rows + tokens * wide_heads // tp
     wide_elements += 2 * tokens * (model.qk_layernorm and not each_head)
     return elements * size + wide_elements * config.training.accumulation_bytes + dropout_masks
+
+
+def _of_pairs(config: RunConfig) -> int:
+    """Elements that the low-rank pairs of a layer keep: what their first product gives, `rank` a token and pair."""
+    model, tiled = config.model, config.training.mlp_chunk_tokens > 0
+    rows = residual_elements(config) // model.hidden_size
+    kept = [name for name in model.lora_linears if not (tiled and name in ("gate", "up", "down"))]
+    return model.lora_rank * sum(rows if name in ("output", "down") else tokens_per_rank(config) for name in kept)
+
+
+def _read_again(config: RunConfig, *linears: str) -> bool:
+    """Whether the backward of a product with these tensors reads its input: a frozen one does for a low-rank pair."""
+    return "text" not in config.frozen_parts or not set(linears).isdisjoint(config.model.lora_linears)
+
+
+def _left_out(config: RunConfig, granularity: str) -> tuple[int, int]:
+    """Elements that attention and the MLP of a layer do not keep, because nothing reads a product's input again."""
+    model, residual = config.model, residual_elements(config)
+    cheap, tiled = granularity != "selective", config.training.mlp_chunk_tokens > 0
+    kept = cheap or model.norm_position == "after"  # the inputs of qkv, gate and up
+    wide = tokens_per_rank(config) * model.ffn_hidden_size // config.parallel.tensor_model_parallel_size
+    attention = residual * (kept and not _read_again(config, "q", "k", "v"))
+    mlp = residual * (kept and not _read_again(config, "gate", "up"))
+    return attention, (mlp + wide * (cheap and not _read_again(config, "down"))) * (not tiled)
 
 
 def heads_group(config: RunConfig) -> int:
@@ -178,8 +204,13 @@ def product_work(config: RunConfig) -> int:
         tile = min(t.mlp_chunk_tokens, tokens)
         weights = 3 * model.hidden_size * model.ffn_hidden_size // tp * (t.accumulation_bytes + t.element_bytes)
         widest = 2 * tile * model.ffn_hidden_size // tp
-        return tile_work(config) + (2 * residual + widest) * t.element_bytes + weights * (not config.vision.freeze_text)
-    held = 2 if t.recompute_granularity != "selective" else 3  # selective keeps no output of SwiGLU that could go
+        return (
+            tile_work(config)
+            + (2 * residual + widest) * t.element_bytes
+            + weights * ("text" not in config.frozen_parts)
+        )
+    # selective keeps no output of SwiGLU that could go, nor does a frozen product
+    held = 2 if t.recompute_granularity != "selective" and _read_again(config, "down") else 3
     whole = tokens * model.hidden_size if p.sequence_parallel and tp > 1 else 0  # gathered for the last product
     return (residual + whole + held * tokens * model.ffn_hidden_size // tp) * t.element_bytes
 
@@ -193,6 +224,7 @@ def block_work(config: RunConfig) -> int:
     gone = 0
     if not config.training.mlp_chunk_tokens:
         wide = tokens_per_rank(config) * config.model.ffn_hidden_size // config.parallel.tensor_model_parallel_size
-        gone = ((2 if granularity == "selective" else 3) * wide + residual_elements(config)) * size
+        kept = (2 if granularity == "selective" else 3) * wide + residual_elements(config)
+        gone = (kept - _left_out(config, granularity)[1]) * size
     attention = attention_work(config) + residual_elements(config) * size - gone
     return again + max(product_work(config), attention)

@@ -75,6 +75,19 @@ def layer_parameters(model: ModelConfig, tp: int = 1) -> int:
     return sharded // tp + replicated
 
 
+def pair_parameters(model: ModelConfig, tp: int = 1) -> int:
+    """Parameters of the low-rank pairs of one decoder block on one tp rank; 0 without them.
+
+    Of a linear that is cut by rows, A is whole on each rank; of one that is cut by columns, B.
+    """
+    total = 0
+    for name in model.lora_linears:
+        inputs, outputs = model.linear_sizes[name]
+        cut = inputs if name in ("output", "down") else outputs
+        total += model.lora_rank * (inputs + outputs - cut + cut // tp)
+    return total
+
+
 def vocabulary_rows(model: ModelConfig, rows: int, tp: int = 1) -> int:
     """Rows of a table of `rows` on each tp rank, padding included; 0 while the vocabulary is unknown."""
     multiple = model.make_vocab_size_divisible_by
@@ -94,7 +107,8 @@ def head_parameters(model: ModelConfig, tp: int = 1) -> int:
 def model_parameters(model: ModelConfig) -> int:
     """Parameters of the whole model as a checkpoint counts them: no padding, a tied weight once."""
     rows = model.embedding_rows + model.untie_embeddings_and_output_weights * model.vocab_size
-    return model.num_layers * layer_parameters(model) + (1 + rows) * model.hidden_size
+    layer = layer_parameters(model) + pair_parameters(model)
+    return model.num_layers * layer + (1 + rows) * model.hidden_size
 
 
 def layer_flops(model: ModelConfig, tokens: int, area: int) -> Flops:
@@ -108,6 +122,11 @@ def head_flops(model: ModelConfig, tokens: int) -> Flops:
     return Flops(2.0 * tokens * model.hidden_size * model.vocab_size, 0.0)
 
 
+def pair_flops(model: ModelConfig, tokens: int) -> Flops:
+    """The forward of all low-rank pairs."""
+    return Flops(2.0 * tokens * model.num_layers * pair_parameters(model), 0.0)
+
+
 def model_flops(model: ModelConfig, tokens: int, area: int) -> Flops:
-    """The whole model's forward over `tokens` tokens; `area` is summed over their documents."""
+    """The whole model's forward over `tokens` tokens, without pairs; `area` is summed over their documents."""
     return layer_flops(model, tokens, area).times(model.num_layers) + head_flops(model, tokens)

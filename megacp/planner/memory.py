@@ -111,7 +111,7 @@ def head_gradient(config: RunConfig) -> int:
     """Bytes of the table's gradient, which the loss makes in its forward: in the dtype of sums while chunks add to it,
     so that no chunk rounds it. It cannot go to a bucket at once, because backward may scale the loss.
     """
-    if config.vision.freeze_text:
+    if "text" in config.frozen_parts:
         return 0
     each = config.training.accumulation_bytes if _loss_in_chunks(config) else config.training.element_bytes
     rows = vocabulary_rows(config.model, config.model.vocab_size, config.parallel.tensor_model_parallel_size)

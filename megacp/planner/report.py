@@ -95,6 +95,11 @@ def _heading(config: RunConfig, world_size: int) -> str:
             f"crops of {v.vision_image_size} pixels in {v.patches_per_crop} patches; connector "
             f"{human_count(parts[1])}; planned for {vision.planned_images(config)[0]:,} crops a pack"
         )
+    if m.lora_rank:
+        lines.append(
+            f"Trained: {human_count(vision.trained_parameters(config))} parameters in low-rank pairs of rank "
+            f"{m.lora_rank}, alpha {m.lora_rank * m.lora_scale:g}, on {', '.join(m.lora_linears)}; all else is frozen"
+        )
     if "auto" in (config.parallel.cp_comm_type, config.parallel.cp_layout):
         lines.append("Note: auto chooses --cp-comm-type or --cp-layout at the start of a run, on its machine and rows.")
     if m.vocab_size == 0:
@@ -165,18 +170,19 @@ def _step(config: RunConfig, world_size: int) -> str:
     t, length = config.training, config.data.seq_length
     tokens = t.global_batch_size * length
     area = t.global_batch_size * costs.causal_area(length)
-    flops = costs.model_flops(config.model, tokens, area)
+    work_of_text = vision.text_flops(config, tokens, area)
     seeing = t.global_batch_size * vision.vision_flops(config, *vision.planned_images(config))
-    share = flops.attention * (1 + costs.ATTENTION_BACKWARD) / flops.training
+    attention = costs.model_flops(config.model, tokens, area).attention
+    share = attention * (1 + costs.ATTENTION_BACKWARD) / work_of_text
     pp, plural = config.parallel.pipeline_model_parallel_size, "s" if t.micro_batch_size > 1 else ""
     work = config.num_microbatches(world_size) * config.parallel.num_virtual_stages_per_pipeline_rank
     rows = [
         ["packs", f"{t.global_batch_size:,} of {length:,} tokens = {human_count(tokens)} tokens"],
         ["microbatches", f"{config.num_microbatches(world_size):,} a rank, {t.micro_batch_size} pack{plural} each"],
         ["tokens on a rank", f"{activations.tokens_per_rank(config):,} a microbatch"],
-        ["model FLOPs", f"{human_count(flops.training, 'FLOP')} ({share:.0%} attention, one document a pack)"],
+        ["model FLOPs", f"{human_count(work_of_text, 'FLOP')} ({share:.0%} attention, one document a pack)"],
         *([["vision FLOPs", f"{human_count(seeing, 'FLOP')} (all packs with the planned crops)"]] if seeing else []),
-        ["a rank's share", f"{human_count((flops.training + seeing) / world_size, 'FLOP')}"],
+        ["a rank's share", f"{human_count((work_of_text + seeing) / world_size, 'FLOP')}"],
         ["pipeline bubble", f"{(pp - 1) / work:.1%} of the ideal time"],
         ["the whole run", f"{t.train_iters:,} steps, {human_count(tokens * t.train_iters)} tokens"],
     ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megacp.config.run import RunConfig
 from megacp.planner import vision
-from megacp.planner.costs import embedding_parameters, head_parameters, layer_parameters
+from megacp.planner.costs import embedding_parameters, head_parameters, layer_parameters, pair_parameters
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,18 @@ def chunk_parts(config: RunConfig, layers: range) -> list[GatheredPart]:
     shared = first and last and not model.untie_embeddings_and_output_weights
     table, head = embedding_parameters(model, tp), head_parameters(model, tp)
 
+    frozen, pairs = config.frozen_parts, pair_parameters(model, tp)
+
     def text(role: str, count: int) -> GatheredPart:
-        return GatheredPart(role, count, 0 if v.freeze_text else count)
+        return GatheredPart(role, count, 0 if "text" in frozen else count)
 
     found = [text("embedding", table)] if first and not shared else []
     if first and v.vision_num_layers:
         tower, connector = vision.tower_parameters(config, tp), vision.connector_parameters(config, tp)
-        trained = tower * (not v.freeze_vision) + connector * (not v.freeze_connector)
+        trained = tower * ("vision" not in frozen) + connector * ("connector" not in frozen)
         found.append(GatheredPart("vision", tower + connector, trained))
-    found += [text("block", layer_parameters(model, tp)) for _ in layers]
+    block = text("block", layer_parameters(model, tp))
+    found += [GatheredPart("block", block.parameters + pairs, block.trained + pairs) for _ in layers]
     if last:
         found.append(text("chunk", table + model.hidden_size) if shared else text("head", head))
     return found
@@ -112,7 +115,7 @@ def stage_state(config: RunConfig, chunks: Sequence[range], world_size: int, kep
     if shares_parameters(config, world_size):
         gathered, head = _gathered(config, chunks)
         block = max(part.trained for part in chunk_parts(config, max(chunks, key=len)) if part.role == "block")
-        down = _last_weight(config) * (block > 0)
+        down = min(_last_weight(config), block)
         return StateMemory(
             weights=share * wide + -(-(parameters - trained) // ranks) * size,
             gradients=share * wide,

@@ -19,7 +19,10 @@ from megacp.planner.costs import (
     causal_area,
     head_flops,
     layer_flops,
+    model_flops,
     model_parameters,
+    pair_flops,
+    pair_parameters,
 )
 
 WINDOW = 4
@@ -69,6 +72,17 @@ def run_parameters(config: RunConfig) -> int:
     return model_parameters(config.model) + tower_parameters(config) + connector_parameters(config)
 
 
+def trained_parameters(config: RunConfig) -> int:
+    """Those of them that are not frozen."""
+    pairs, frozen = config.model.num_layers * pair_parameters(config.model), config.frozen_parts
+    own = {
+        "text": model_parameters(config.model) - pairs,
+        "vision": tower_parameters(config),
+        "connector": connector_parameters(config),
+    }
+    return pairs + sum(count for name, count in own.items() if name not in frozen)
+
+
 def crop_flops(config: RunConfig) -> Flops:
     """The tower's forward over one crop."""
     v = config.vision
@@ -91,11 +105,19 @@ def pooled_flops(config: RunConfig, window: int = WINDOW) -> Flops:
 
 def vision_flops(config: RunConfig, crops: int, pooled: int, window: int = WINDOW) -> float:
     """FLOPs of training on so many crops and pooled tokens of one row, without those that frozen parts leave out."""
-    v = config.vision
+    frozen = config.frozen_parts
     tower, connector = crop_flops(config).times(crops), pooled_flops(config, window).times(pooled)
-    passing = connector.forward if v.freeze_vision else connector.passing
-    below = tower.forward if v.freeze_vision else tower.training
-    return below + (passing if v.freeze_connector else connector.training)
+    passing = connector.forward if "vision" in frozen else connector.passing
+    below = tower.forward if "vision" in frozen else tower.training
+    return below + (passing if "connector" in frozen else connector.training)
+
+
+def text_flops(config: RunConfig, tokens: int, area: int) -> float:
+    """FLOPs of training of the decoder: a frozen one passes gradients through, low-rank pairs beside it are trained."""
+    flops = model_flops(config.model, tokens, area)
+    return (flops.passing if "text" in config.frozen_parts else flops.training) + pair_flops(
+        config.model, tokens
+    ).training
 
 
 def planned_images(config: RunConfig) -> tuple[int, int]:
@@ -116,7 +138,8 @@ def run_stage_costs(config: RunConfig) -> tuple[list[float], float, float]:
     """
     model, tokens = config.model, config.data.seq_length
     parts = (layer_flops(model, tokens, causal_area(tokens)), head_flops(model, tokens))
-    layer, head = (part.passing if config.vision.freeze_text else part.training for part in parts)
+    layer, head = (part.passing if "text" in config.frozen_parts else part.training for part in parts)
+    layer += pair_flops(model, tokens).training / model.num_layers
     first = 2.0 * tokens * model.hidden_size + vision_flops(config, *planned_images(config))
     return [layer] * model.num_layers, first, head
 
@@ -149,9 +172,10 @@ def vision_activations(config: RunConfig, size: int, wide: int) -> int:
     sharers = 1 if p.vision_shards == "replicate" else p.context_parallel_size
     crops, pooled = (-(-packs * count // sharers) for count in planned_images(config))
     total = 0
-    if not (v.freeze_vision and v.freeze_connector):
+    frozen = config.frozen_parts
+    if not {"vision", "connector"} <= set(frozen):
         total += pooled * connector_activations(config) * size
-    if not v.freeze_vision and crops:
+    if "vision" not in frozen and crops:
         patches = crops * v.patches_per_crop
         kept = v.vision_num_layers * _bytes(config, granularity, size, wide)
         if granularity != "none":  # one block while its backward runs

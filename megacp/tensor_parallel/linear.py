@@ -2,9 +2,10 @@
 
 Column: `y[t, f/tp] = x W^T`, with `dx[t, h] = dy W` partial over tp. Row: `y[t, h] = x[t, f/tp] W^T` partial over tp.
 
-A column-parallel linear saves its sharded input and gathers it again in backward. The reduce-scatter of the input
-gradient runs under the weight gradient's matrix product. Several global tensors (q, k, v or gate, up) share one local
-weight and one product. Each is cut by its own heads or rows, so checkpoints never see the fusion.
+A column-parallel linear saves its sharded input and gathers it again in backward, unless its weight is frozen. The
+reduce-scatter of the input gradient runs under the weight gradient's matrix product. Several global tensors (q, k, v or
+gate, up) share one local weight and one product. Each is cut by its own heads or rows, so checkpoints never see the
+fusion.
 
 With `--gradient-accumulation-fusion` backward adds the weight gradient straight to the parameter's `main_grad`, its
 part of a gradient bucket, so it never exists beside it. A vocabulary table may be used twice and stays with autograd.
@@ -118,7 +119,7 @@ class _GatherLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, axis: Axis, add: AddGradient | None) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)  # a frozen weight asks for no input
         ctx.axis, ctx.add, ctx.weight = axis, add, weight
         return collectives.all_gather(x, axis) @ weight.t()  # [t, h] x [h, f] -> [t, f]
 

@@ -16,17 +16,15 @@ from megacp.distributed.grid import Axis, ProcessGrid
 from megacp.monitor.flops import cpu_machine_peak, cpu_peak, cuda_peak
 from megacp.monitor.log import LogTargets, RunLog
 from megacp.monitor.timers import COMPUTING, WAITING, Breakdown
-from megacp.planner.costs import model_flops
 from megacp.planner.report import human_count
-from megacp.planner.vision import run_parameters, vision_flops
+from megacp.planner.vision import run_parameters, text_flops, trained_parameters, vision_flops
 from megacp.training.rows import PlannedRow
 
 
 def row_flops(row: PlannedRow, config: RunConfig) -> float:
     """FLOPs of training on a row, attention counted by the allowed pairs of its mask, vision by its images."""
     metadata, images = row.share.plan.metadata, row.batch.vision
-    text = model_flops(config.model, int((metadata.document >= 0).sum()), int(metadata.cost.sum()))
-    total = text.passing if config.vision.freeze_text else text.training
+    total = text_flops(config, int((metadata.document >= 0).sum()), int(metadata.cost.sum()))
     if images is not None:
         total += vision_flops(config, images.num_crops, images.num_features, images.pooling.shape[1])
     return total
@@ -61,9 +59,17 @@ def heading(config: RunConfig, grid: ProcessGrid) -> str:
     shared = f" (each {ranks} of dp x cp share {what})" if what and ranks > 1 else ""
     return (
         f"{shape.world_size} ranks = pp {shape.pp} x dp {shape.dp} x cp {shape.cp} x tp {shape.tp}{shared} on "
-        f"{grid.device.type}, {human_count(run_parameters(config))} parameters in "
+        f"{grid.device.type}, {human_count(run_parameters(config))} parameters{_trained(config)} in "
         f"{training.dtype}, {training.global_batch_size} packs of up to {config.data.seq_length} tokens a step"
     )
+
+
+def _trained(config: RunConfig) -> str:
+    """How many of them are trained, where some are frozen."""
+    model, pairs = config.model, ""
+    if model.lora_rank:
+        pairs = f" in low-rank pairs of rank {model.lora_rank} on {', '.join(model.lora_linears)}"
+    return f" ({human_count(trained_parameters(config))} trained{pairs})" if config.frozen_parts else ""
 
 
 def peak_flops(config: RunConfig, grid: ProcessGrid) -> float | None:

@@ -8,6 +8,7 @@ which tie a checkpoint to a number of ranks.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -23,6 +24,7 @@ from megacp.config.run import RunConfig, flag, flatten
 from megacp.config.yaml_file import to_yaml
 from megacp.distributed.grid import Axis, patient
 from megacp.json_fields import LARGEST_COUNT, LARGEST_INT64, Fields
+from megacp.tensor_parallel.lora import is_of_a_pair
 from megacp.training.step import ParallelModel
 from megacp.training.stored import misfit, other_function, stored_config
 
@@ -149,9 +151,11 @@ def _load(model: ParallelModel, progress: Progress, config: RunConfig, start: St
     reasons += [misfit(loaded.path, name, before[name], now[name]) for name in function]
     if reasons:
         raise ValueError("\n".join(reasons))
-    model.optimizer.clear()
+    begins = start.weights_only and stored.model.lora_rank == 0  # pairs of this run are new
+    boxes = _cleared(model, is_of_a_pair if begins else None)
     state = {} if start.weights_only else model.optimizer.state_slices()
-    loaded.read(boxes_to_load(model.parameters.parameters_to_load(), state))
+    stored_boxes = [box for box in boxes if not (begins and is_of_a_pair(bare_name(box)))]
+    loaded.read(stored_boxes + boxes_to_load([], state))
     model.parameters.loaded(masters=not start.weights_only)
     if start.weights_only:
         model.optimizer.reset_masters()
@@ -163,16 +167,24 @@ def _load(model: ParallelModel, progress: Progress, config: RunConfig, start: St
 
 def load_weights(model: ParallelModel, weights: Weights, progress: Progress) -> Resumed:
     """Fill the model as `load` does with the weights of a checkpoint alone; no collective."""
-    fresh = boxes_to_load(model.parameters.parameters_held(), {}) if weights.known_rows else []
-    initial = {(box.name, box.offsets): box.tensor.clone() for box in fresh if bare_name(box) in weights.known_rows}
-    model.optimizer.clear()
-    for box in boxes_to_load(model.parameters.parameters_to_load(), {}):
-        if (box.name, box.offsets) in initial:
-            box.tensor.copy_(initial[box.name, box.offsets])
-        fill(box, weights.source, weights.known_rows.get(bare_name(box)))
+    for box in _cleared(model, lambda name: name in weights.known_rows or is_of_a_pair(name)):
+        if not is_of_a_pair(bare_name(box)):
+            fill(box, weights.source, weights.known_rows.get(bare_name(box)))
     model.parameters.loaded(masters=False)
     model.optimizer.reset_masters()
     return Resumed(progress, weights.place, (), ())
+
+
+def _cleared(model: ParallelModel, new: Callable[[str], bool] | None) -> list[TensorBox]:
+    """The boxes of all weights, zero but for those of names that are `new`: they have their initial values."""
+    held = boxes_to_load(model.parameters.parameters_held(), {}) if new else []
+    initial = {(box.name, box.offsets): box.tensor.clone() for box in held if new and new(bare_name(box))}
+    model.optimizer.clear()
+    boxes = boxes_to_load(model.parameters.parameters_to_load(), {})
+    for box in boxes:
+        if (box.name, box.offsets) in initial:
+            box.tensor.copy_(initial[box.name, box.offsets])
+    return boxes
 
 
 def stored_progress(loaded: LoadedCheckpoint) -> Progress:

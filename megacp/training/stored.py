@@ -24,6 +24,8 @@ checkpoint has no optimizer state for a tower that was.
 """
 FREEZING = {"freeze_vision", "freeze_connector", "freeze_text"}
 """What may change besides when only the weights are taken."""
+LORA = {"lora_rank", "lora_alpha", "lora_targets"}
+"""What a run adds to weights without low-rank pairs when only the weights are taken."""
 _LENGTH = "max_position_embeddings"
 """The length that a model is for may be another one, but is not lost because a flag was left out."""
 _TYPE = "hf_model_type"
@@ -54,11 +56,16 @@ def _checked(folder: Path, manifest: CheckpointManifest, text: str) -> RunConfig
 
 def other_function(before: RunConfig, now: RunConfig, weights_only: bool) -> list[str]:
     """Names of the fields in which two configs differ so that the same weights are another function."""
-    free = NOT_THE_FUNCTION | (FREEZING if weights_only else set())
+    free = NOT_THE_FUNCTION | (_new_to(before) if weights_only else set())
     old, new = flatten(before), flatten(now)
     if new[_LENGTH] is not None:
         free |= {_LENGTH}
     return [name for name in new if name not in free and _is_of_the_model(name) and old[name] != new[name]]
+
+
+def _new_to(before: RunConfig) -> set[str]:
+    """What a run may change that takes the weights of `before` alone."""
+    return FREEZING | (LORA if before.model.lora_rank == 0 else set())
 
 
 def with_stored_model(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, str]:
@@ -89,7 +96,7 @@ def with_model_of(
 
     Raises ValueError that names each flag which contradicts.
     """
-    own = set(given) | ((NOT_THE_FUNCTION | FREEZING) - {_TYPE} if weights_only else set())
+    own = set(given) | ((NOT_THE_FUNCTION | _new_to(stored)) - {_TYPE} if weights_only else set())
     before, now = flatten(stored), flatten(config)
     taken = {name: before[name] for name in now if _is_of_the_model(name) and name not in own}
     taken = {name: value for name, value in taken.items() if value != now[name]}

@@ -347,6 +347,9 @@ class Trainer:
         lines = [heading(self.config, self.grid), *(self.choice.lines() if self.choice else ()), *self.saver.notes]
         lines += self.sources.notes
         lines += [start.note] if start.note else []
+        if resumed is None and self.config.model.lora_rank:
+            rank = self.config.model.lora_rank
+            lines.append(f"--lora-rank {rank}: no --load-hf and no --load, so the frozen model is a random one")
         if resumed is not None:
             resumes = f"resumed from {resumed.path} after step {self.progress.step}"
             fresh = f"weights of {resumed.path}; this run starts at step 0 with a fresh optimizer"

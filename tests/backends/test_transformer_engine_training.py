@@ -118,6 +118,7 @@ SELECTIVE, FULL = {"recompute_granularity": "selective"}, {"recompute_granularit
 BIASES = {"add_attention_output_bias": True, "add_mlp_bias": True}
 REPLICATED = {**BIASES, "sequence_parallel": False}
 TILED = {"mlp_chunk_tokens": 24}
+PAIRS = {"lora_rank": 3, "lora_alpha": 8.0, "lora_targets": "all"}
 CASES = [
     ({}, {}, "packed"),
     ({}, SELECTIVE, "packed"),
@@ -139,6 +140,8 @@ CASES = [
     ({"tp": 2}, {**BIASES, **FULL, **TILED, "activation_offload": 1.0}, "packed"),
     ({"tp": 2}, {**REPLICATED, **SELECTIVE, **TILED}, "packed"),
     ({"tp": 2}, {**TINY, **BIASES, **TILED, "freeze_text": True}, "images"),
+    ({"tp": 2}, {**BIASES, **PAIRS}, "packed"),
+    ({"tp": 2}, {**REPLICATED, **TILED, **PAIRS, "lora_targets": "q,down"}, "packed"),
 ]
 FUSED = Counter({"LayerNormLinear": 1, "LayerNormMLP": 1, "Linear": 1, "RMSNorm": 2})
 """Of a block with q/k norms: the linear is the attention's output."""
@@ -154,7 +157,7 @@ def test_training_on_transformer_engine_is_training_on_native(
     that differ, and layers that are apart where they can be fused, or fused where recomputation needs the steps.
     """
     world = int(np.prod([*shape.values()], dtype=int))
-    selective = settings.get("recompute_granularity") == "selective"
+    selective = settings.get("recompute_granularity") == "selective" or "lora_rank" in settings
     for worst, same, found in run_ranks(differences, world, shape, settings, mask):
         assert worst < 1e-10
         assert same

@@ -103,6 +103,26 @@ CONTRADICTIONS = [
     ({"finetune": True}, 1, ["--finetune needs --load"]),
     ({"load": "a", "load_hf": "b", "dry_run": True}, 1, ["--load a and --load-hf b are two starts"]),
     ({"ignore_field": "a,b"}, 1, ["--ignore-field a,b acts only with --load-hf"]),
+    ({"lora_alpha": 16.0, "lora_targets": "q"}, 1, ["--lora-alpha 16.0, --lora-targets q act only with --lora-rank"]),
+    ({"lora_rank": 4, "lora_targets": "q,query,all"}, 1, ["--lora-targets q,query,all: query, all is none of q, k, v"]),
+    ({"lora_rank": 4, "lora_targets": "q,q"}, 1, ["--lora-targets q,q: names some linears, each once"]),
+    ({"lora_rank": 4, "lora_targets": ","}, 1, ["--lora-targets ,: names some linears"]),
+    (
+        {"lora_rank": 65, "num_query_groups": 2, "lora_targets": "all"},
+        1,
+        ["--lora-rank 65 is above the smaller width of k (64), v (64): "],
+    ),
+    ({"lora_rank": 4, "gradient_accumulation_fusion": True}, 1, ["--gradient-accumulation-fusion with --lora-rank 4"]),
+    (
+        SEES | {"lora_rank": 4, "freeze_text": True, "connector_lr_multiplier": 0.5},
+        1,
+        ["--freeze-text, --connector-lr-multiplier 0.5 with --lora-rank 4: pairs alone are trained"],
+    ),
+    (
+        {"lora_rank": 4, "vision_from_hf": "none", "load_hf": "a", "dry_run": True},
+        1,
+        ["--vision-from-hf none with --lora"],
+    ),
     ({"vision_from_hf": "none"}, 1, ["--vision-from-hf none acts only with --load-hf"]),
     (
         {"vision_shards": "replicate", "vision_feature_exchange": "all_gather"},

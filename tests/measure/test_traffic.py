@@ -140,6 +140,12 @@ def test_full_recomputation_is_refused() -> None:
         stage_traffic(config, 1, 0, [range(4)], [64])
 
 
+def test_low_rank_pairs_are_refused() -> None:
+    """Would catch a formula that silently leaves out their messages."""
+    with pytest.raises(ValueError, match="--lora-rank 4: no formula"):
+        stage_traffic(with_values(RunConfig(), {**SIZES, "lora_rank": 4}), 1, 0, [range(4)], [64])
+
+
 SEES = {
     "vision_num_layers": 2,
     "vision_hidden_size": 128,

@@ -106,3 +106,20 @@ def test_the_pipeline_is_cut_by_training_flops() -> None:
     assert len(layers) == 32 and len(set(layers)) == 1
     assert last == 3 * 2 * 64 * 4096 * 128256
     assert 0 < first < layers[0] / 100
+
+
+@pytest.mark.parametrize(
+    ("rank", "targets", "published"), [(16, "all", 41_943_040), (8, None, 3_407_872)], ids=["all", "q and v"]
+)
+def test_low_rank_pairs_of_llama_3_have_the_number_that_peft_prints(
+    rank: int, targets: str | None, published: int
+) -> None:
+    """Would catch a pair cut by the wrong side over tp, frozen weights in the work of a step, pairs left out of it."""
+    model = dataclasses.replace(LLAMA_3_8B, lora_rank=rank, lora_targets=targets)
+    config = RunConfig(model=model)
+    assert vision.trained_parameters(config) == published
+    assert vision.run_parameters(config) == 8_030_261_248 + published
+    whole, cut = (32 * costs.pair_parameters(model, tp) for tp in (1, 8))
+    assert whole == published and published / 8 < cut < published
+    plain = costs.model_flops(model, 100, 5050)
+    assert vision.text_flops(config, 100, 5050) == plain.passing + 6 * 100 * published

@@ -61,6 +61,10 @@ def kept_storages(found: dict[int, int]):
         {"num_query_groups": 2, "kv_channels": 48},
         {"hidden_dropout": 0.1},
         {"mlp_chunk_tokens": 20},
+        {"freeze_text": True},
+        {"lora_rank": 4, "norm_position": "after"},
+        {"lora_rank": 4, "lora_targets": "k,up,down"},
+        {"lora_rank": 4, "lora_targets": "output,gate", "mlp_chunk_tokens": 20},
     ],
 )
 def test_activations_equal_what_a_real_block_keeps(granularity: str, dtype: str, values: dict) -> None:

@@ -30,6 +30,7 @@ def on_ranks(function: Any, world: int, values: dict[str, Any]) -> list[tuple[in
         (4, {BATCH: 4, **HALF, "untie_embeddings_and_output_weights": True}),
         (4, {BATCH: 4, CP: 2, INSTANCES: 2, **HALF}),
         (4, {BATCH: 4, PP: 2, TP: 2, **HALF}),
+        (2, {BATCH: 2, TP: 2, **HALF, "lora_rank": 8, "lora_targets": "all"}),
     ],
     ids=str,
 )
@@ -48,7 +49,9 @@ def test_the_state_of_a_rank_is_the_planned_one(strategy: str, world: int, value
     [
         (1, {BATCH: 2}),
         (1, {BATCH: 2, "activation_offload": 0.5}),
+        (1, {BATCH: 2, RECOMPUTE: "full", "lora_rank": 8}),
         (2, {BATCH: 4, **HALF}),
+        (2, {BATCH: 4, SHARING: "optim_grads_params", **HALF, "lora_rank": 8, "lora_targets": "all"}),
         (2, {BATCH: 4, SHARING: "optim_grads"}),
         (2, {BATCH: 4, SHARING: "optim_grads_params", "untie_embeddings_and_output_weights": True}),
         (2, {BATCH: 4, SHARING: "optim_grads_params", RECOMPUTE: "full", **HALF, "seq_length": 2048}),

@@ -69,6 +69,8 @@ CASES: list[Any] = [
     pytest.param(3, {CP: 3, SHARDED: PARAMS, "freeze_text": True, **BETWEEN}, "computed", marks=SLOW),
     pytest.param(4, {CP: 2, PP: 2, SHARDED: PARAMS, "num_virtual_stages_per_pipeline_rank": 2}, "stored", marks=SLOW),
     pytest.param(4, {CP: 2, TP: 2, SHARDED: "optim_grads", "freeze_connector": True}, "stored", marks=SLOW),
+    pytest.param(2, {CP: 2, SHARDED: PARAMS, "lora_rank": 3, "lora_targets": "all", **BETWEEN}, "stored", marks=SLOW),
+    pytest.param(4, {CP: 2, TP: 2, "lora_rank": 3, "recompute_granularity": "full"}, "computed", marks=SLOW),
     pytest.param(
         4,
         {

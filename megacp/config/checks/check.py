@@ -12,6 +12,7 @@ from megacp.config.checks.activations import activation_reasons
 from megacp.config.checks.checkpoint import checkpoint_reasons, folder_reasons
 from megacp.config.checks.context import context_reasons, packs_in_a_row
 from megacp.config.checks.health import health_reasons, profile_reasons
+from megacp.config.checks.lora import lora_reasons
 from megacp.config.checks.multiples import multiple_reasons
 from megacp.config.checks.sharding import sharding_reasons
 from megacp.config.checks.vision import vision_reasons
@@ -166,6 +167,7 @@ SECTIONS = (
     health_reasons,
     profile_reasons,
     vision_reasons,
+    lora_reasons,
     sharding_reasons,
 )
 """Functions `(config, world size) -> reasons` over a config whose numbers out of range are NaN."""
