@@ -47,6 +47,7 @@ $(VENV)/.installed-for-demos: setup.py constraints.txt
 $(STAMP): $(VENV)/.installed-for-demos
 	$(PIP_INSTALL) -e '.[$(EXTRAS)]'
 	$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/guests transformer_engine
+	-@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib $(VENV)/guests  # tests have time limits
 	@touch $@
 
 demo: $(DEMO_STAMP)
