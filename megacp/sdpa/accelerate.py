@@ -17,6 +17,7 @@ loop of one's own must too: `loss = summed / counted * accelerator.num_processes
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +54,8 @@ def shard_sequences(
     start again with each document.
 
     Every process calls it. Raises ValueError for another version of the libraries, after `prepare`, and for a size that
-    does not divide the processes. So do options of a Trainer that would see one rank's tokens alone.
+    does not divide the processes. So do options of a Trainer that would see one rank's tokens alone, and a step whose
+    ranks hold other rows.
     """
     from accelerate import Accelerator
 
@@ -126,6 +128,7 @@ class _Blocks:
         self, buffers: Sequence[torch.Tensor], buffer_seq_dims: Sequence[int], no_restore_buffers: Any = None
     ) -> context_parallel:
         """A block as `Accelerator.maybe_context_parallel` asks for it."""
+        self._refuse_other_rows(buffers)
         counting = [x for x, dim in zip(buffers, buffer_seq_dims, strict=True) if dim % x.dim() == 1 and _counts(x)]
         if not counting or any(not torch.equal(x, counting[0]) for x in counting):
             raise ValueError(
@@ -159,6 +162,7 @@ class _Blocks:
             inputs["shift_labels"] = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:].contiguous()
         names = [name for name in _PAD if name in inputs]
         buffers = [inputs[name] for name in names]
+        self._refuse_other_rows(buffers)
         block = functools.partial(
             context_parallel,
             self.axis,
@@ -171,6 +175,24 @@ class _Blocks:
             layout=self.layout,
         )
         return block, inputs
+
+    def _refuse_other_rows(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Raise ValueError on all ranks of the axis where they hold other rows, as of a loader that deals to each rank.
+
+        Compares 32-bit sums of the integer tensors and their shapes: one small message a step.
+        """
+        found = 0
+        for x in (x for x in buffers if not x.is_floating_point()):
+            found = zlib.crc32(str(tuple(x.shape)).encode(), found)
+            found = zlib.crc32(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes(), found)
+        device = buffers[0].device if self.axis.backend == "nccl" else torch.device("cpu")
+        most, least = all_reduce(torch.tensor([found, -found], device=device), self.axis, "max").tolist()
+        if most != -least:
+            raise ValueError(
+                f"the {self.axis.size} ranks that share a row hold other rows: their loader must give all of them the "
+                f"same batch (a loader that dispatches, as of an IterableDataset, gives each process its own: set "
+                f"dispatch_batches=False, and let its dataset give all of them the same)"
+            )
 
 
 def _counts(x: torch.Tensor) -> bool:

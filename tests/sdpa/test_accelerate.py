@@ -288,6 +288,7 @@ def refused(rank: int, world_size: int, folder: str) -> list[str]:
     call(lambda: trainer(changes={"label_smoothing_factor": 0.1}))
     call(lambda: trainer().predict(rows(2)))
     call(lambda: trainer()._prepare_context_parallel_inputs(None, {**collate(rows(2)), "pixel_values": torch.ones(2)}))
+    call(lambda: trainer()._prepare_context_parallel_inputs(None, collate(rows(2 + rank)[-2:])))
     call(prepared)
     call(unlike_positions)
     call(lambda: shard_sequences(llama(), 2))
@@ -303,6 +304,7 @@ def test_what_would_see_one_ranks_tokens_alone_is_refused(tmp_path: Path) -> Non
         "label_smoothing_factor would shift the labels",
         "logits of a sharded sequence are of one rank's tokens",
         "nothing is known of pixel_values",
+        "the 2 ranks that share a row hold other rows",
         "comes before prepare",
         "0 of the 1 buffers look like position ids",
         "wants an Accelerator or a Trainer, got LlamaForCausalLM",
