@@ -1,16 +1,16 @@
 """The MLP half of a block over tiles of tokens: gate, up and SwiGLU exist for one tile, in forward and in backward.
 
-Key property: only the input is kept. Backward computes a tile again, takes its gradients and goes on to the next, so
-the widest activations of the model no longer grow with the row (ALST: Bekman et al., 2025). Weight gradients are summed
-over the tiles in fp32 or wider and handed to autograd once.
+Key property: only the input is kept. Backward computes a tile again, takes its gradients and goes on to the next. The
+widest activations of the model thus no longer grow with the row (ALST: Bekman et al., 2025). Weight gradients are
+summed over the tiles in fp32 or wider and handed to autograd once.
 
 Under sequence parallelism a tile is some rows of each tp rank, gathered for that tile: the bytes of a forward stay the
 same, in more calls. Gathering once outside would keep the whole row's input of the products, and its gradient, on
-every tp rank. A tile that is computed again repeats the gather, and neither the last product nor its reduction, where
-the layer can say its gradients without them.
+every tp rank. A tile that is computed again repeats the gather. It repeats neither the last product nor its reduction
+where the layer can say its gradients without them.
 
 The input is saved before the tiles are computed. A block that is itself computed again in backward thus ends there, and
-no product runs a third time (dropout behind the MLP saves its mask later, and makes it so).
+no product runs a third time. Dropout behind the MLP saves its mask later, so with it they do.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ class HeadsForSequence:
             self.inner.prepare(plan.grouped(self.axis.size), share)
 
     def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
-        """See `Transport.forward`. Keeps q, k, v and lse of each run of this rank's heads for all tokens of the group,
-        the output of its own tokens, and an empty tensor `[0, groups, d]`.
+        """See `Transport.forward`. Keeps q, k, v and lse of each run of this rank's heads, for all tokens of the group.
+        Keeps the output of its own tokens and an empty tensor `[0, groups, d]` besides.
         """
         q, k, v = qkv
         shares = head_shares(q.shape[1], k.shape[1], self.axis.size)

@@ -1,13 +1,13 @@
 """Flat parameters and gradients in buckets, summed over dp x cp while the backward pass still runs.
 
-Key property: a bucket's reduce-scatter starts as soon as its last gradient of the step is there, and buckets start
-strictly in index order, so ranks in which a parameter got no gradient launch the same collectives as all others. Every
-reduction is a plain sum (the loss is already divided by the step's global denominator). After `finish` each rank of
-dp x cp holds one slice of every summed bucket: exactly what the sharded optimizer updates.
+Key property: a bucket's reduce-scatter starts as soon as its last gradient of the step is there. Buckets start strictly
+in index order: ranks in which a parameter got no gradient launch the same collectives as all others. Every reduction is
+a plain sum (the loss is already divided by the step's global denominator). After `finish` each rank of dp x cp holds
+one slice of every summed bucket: exactly what the sharded optimizer updates.
 
-A gradient that is partial over further axes (norm weights under sequence parallelism over `tp`, the two copies of a
-tied embedding over `embedding`) is summed over them *after* the reduce-scatter, on the slice: 1 / (dp x cp) of the
-bytes, in one fused all-reduce per axis. All ranks of such an all-reduce get identical bits, so copies stay equal.
+A gradient may be partial over further axes: norm weights under sequence parallelism over `tp`, the two copies of a tied
+embedding over `embedding`. It is summed over them *after* the reduce-scatter, on the slice: 1 / (dp x cp) of the bytes,
+in one fused all-reduce per axis. All ranks of such an all-reduce get identical bits, so copies stay equal.
 
 Whole gradients (ZeRO-1) live in the buckets and are reduced once a step. Sharded ones (ZeRO-2) fill a bucket's buffer
 for one microbatch, are reduced there, and added to this rank's slice: a reduce-scatter a microbatch instead of whole

@@ -192,8 +192,10 @@ def attention_work(config: RunConfig) -> int:
 
 
 def product_work(config: RunConfig) -> int:
-    """Bytes that the MLP's backward needs at its highest, beyond what the block keeps: where SwiGLU's gradient becomes
-    that of gate and up (2 f a token / tp), from the gradient of its output (f), beside the gradient of the block (h).
+    """Bytes that the MLP's backward needs at its highest, beyond what the block keeps.
+
+    There SwiGLU's gradient becomes that of gate and up (2 f a token / tp), from the gradient of its output (f). The
+    gradient of the block (h) stands beside.
 
     Its output (f) is gone by then. Over tiles (`tile_work`) the input's gradient stands beside, and sums of the three
     weights' gradients, wide and once more in the model's dtype.

@@ -105,7 +105,7 @@ class StateMemory:
 
 def stage_state(config: RunConfig, chunks: Sequence[range], world_size: int, kept: int, whole: int) -> StateMemory:
     """The state of a rank. `kept` are the bytes of a block's activations that backward has let go of when the block
-    before it computes, `whole` those of the block that is just done; in both places its gradients may stand instead.
+    before it computes. `whole` are those of the block that is just done. In both places its gradients may stand.
     """
     size, wide = config.training.element_bytes, config.training.accumulation_bytes
     ranks, instances = sharing_ranks(config, world_size), config.parallel.num_distributed_optimizer_instances

@@ -4,9 +4,9 @@ Key property: statements are compared in the run's store before any process grou
 or timeout on one rank is then a message and not a hang. Rejected: a hash alone, which says that ranks differ but not in
 what.
 
-Only the flags in MAY_DIFFER may differ: where a machine keeps its copy of the packs and of a Hugging Face folder, whose
-fingerprints are compared instead, and how many threads read packs. All other flags act on the result, on files or on
-when ranks meet.
+Only the flags in MAY_DIFFER may differ. They say where a machine keeps its copy of the packs and of a Hugging Face
+folder, whose fingerprints are compared instead, and how many threads read packs. All other flags act on the result, on
+files or on when ranks meet.
 """
 
 from __future__ import annotations

@@ -129,9 +129,9 @@ def begin_save(model: ParallelModel, progress: Progress, config: RunConfig, back
 def load(model: ParallelModel, progress: Progress, config: RunConfig, start: Start | None = None) -> Resumed:
     """Fill the model from `start` (default: `--load`), saved by any grid. Collective over all ranks.
 
-    `progress` is that of a fresh run. Raises ValueError with all reasons when the checkpoint is of another model, also
-    one whose tensors have the same shapes, of other data or another seed: the run would be another one, or repeat some
-    samples and miss others, without saying so. Weights alone may meet any data and need no optimizer state.
+    `progress` is that of a fresh run. Raises ValueError with all reasons when the checkpoint is of another model, of
+    other data or another seed. Another model may have tensors of the same shapes. The run would be another one, or
+    repeat some samples and miss others, without saying so. Weights alone may meet any data and need no optimizer state.
     """
     start = start or Start(config.checkpoint.load, config.checkpoint.finetune)
     path = start.path

@@ -88,7 +88,7 @@ class Theirs:
     def unknown(self, harmless: frozenset[str], sections: Sequence[str]) -> list[str]:
         """Paths that no row has asked for; `harmless` are last parts of paths, `sections` are walked into.
 
-        An id of a token (`..._id`) changes no tensor's meaning, null asks for nothing, and a value of `SILENT` is what
+        An id of a token (`..._id`) changes no tensor's meaning, and null asks for nothing. A value of `SILENT` is what
         every model does without the field.
         """
         found = []

@@ -4,7 +4,7 @@ Key property: the ids of a conversation are those of `apply_chat_template(tokeni
 with the special tokens that the tokenizer's files name. Rejected: to call the library, whose import takes seconds in
 each worker, and whose `strftime_now` gives a resumed build other tokens than it began with.
 
-The blocks of `{% generation %}` are marked in the text by characters that Unicode gives to programs alone, and the
+The blocks of `{% generation %}` are marked in the text by characters that Unicode gives to programs alone. The
 marks are taken out again. So a block keeps its place also within a macro or a `set`.
 """
 

@@ -1,7 +1,7 @@
 """Our steps and those of other trainers by turns, on the same weights and tokens: speed, losses, memory.
 
-Key property: on each grid all trainers are alive at once and take turns, one step each, so a slow minute of the machine
-slows all of them; ratios are of one run. What other programs of the machine took meanwhile stands beside them.
+Key property: on each grid all trainers are alive at once and take turns, one step each. A slow minute of the machine
+slows all of them, and ratios are of one run. What other programs of the machine took meanwhile stands beside them.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Key property: wall time is split by what the system itself says of the thread: on a core, ready but without one (other
 programs), and asleep, which is waiting for other ranks. Operators are told in processor time. Both add up; the rest of
-the processor time is Python, autograd's engine and the clock itself, and the clock's part is told by plain steps taken
-by turns with clocked ones.
+the processor time is Python, autograd's engine and the clock itself. Plain steps, taken by turns with clocked ones,
+tell the clock's part.
 """
 
 from __future__ import annotations
