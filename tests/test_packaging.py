@@ -120,6 +120,7 @@ def undeclared(names: set[str], declared: set[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("command", EXTRAS_OF)
+@pytest.mark.slow
 def test_a_command_starts_with_the_requirements_alone(command: str) -> None:
     """Would catch `megacp-train --help` that ends in ModuleNotFoundError on a machine without the extras."""
     declared = {distribution(name) for name in packaging()["requires"]}
@@ -127,6 +128,7 @@ def test_a_command_starts_with_the_requirements_alone(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", EXTRAS_OF)
+@pytest.mark.slow
 def test_everything_a_command_can_import_is_in_the_requirements_or_its_extras(command: str) -> None:
     """Would catch `megacp-convert --verify` that needs a package which no extra brings."""
     tables = packaging()

@@ -93,6 +93,7 @@ PACKS = [((32,), 0), ((24, 8, 40), 0), ((19, 5, 1, 30), 0), ((11, 20), 13)]
 
 
 @pytest.mark.parametrize("lengths, padding", PACKS)
+@pytest.mark.slow
 def test_packed_attention_of_one_rank_is_the_dense_one(lengths: tuple[int, ...], padding: int) -> None:
     """Would catch wrong cumulative lengths, a wrong scale or mask, and NaN of padding that spreads."""
     found = run_ranks(packed_errors, 2 - 1, "p2p", 1, lengths, padding, "contiguous")
@@ -142,6 +143,7 @@ def dense_errors(rank: int, world: int, comm_type: str, inner: int, layout: str,
 @pytest.mark.parametrize("mask", ["causal", "no_mask"])
 @pytest.mark.parametrize("layout", ["bshd", "sbhd"])
 @pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a"])
+@pytest.mark.slow
 def test_one_long_sequence_over_two_ranks_is_the_dense_attention(comm_type: str, layout: str, mask: str) -> None:
     """Our zigzag is the order that these formats want too."""
     assert np.max(run_ranks(dense_errors, 2, comm_type, 1, layout, mask)) < TOLERANCE

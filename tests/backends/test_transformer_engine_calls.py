@@ -128,6 +128,7 @@ def test_every_entry_is_called_and_binds_by_keyword(recorded: tuple[list[Call], 
     assert {name for name, _, _ in calls} == set(TARGETS) - {"groups", "RMSNorm"}
 
 
+@pytest.mark.slow
 def test_a_keyword_that_is_renamed_over_there_is_noticed(
     recorded: tuple[list[Call], dict[str, inspect.Signature]],
 ) -> None:

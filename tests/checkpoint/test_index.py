@@ -102,6 +102,7 @@ def test_a_crafted_index_is_refused_before_anything_is_allocated(kind: str, inde
 
 
 @pytest.mark.parametrize("shape", [(20_000,), (1, 20_000), (2, 20_000), (3, 1, 20_000)])
+@pytest.mark.slow
 def test_twenty_thousand_boxes_of_one_tensor_are_checked_within_a_second(shape: tuple[int, ...]) -> None:
     """Would catch a comparison of each box with each, and a tensor without rows that no checkpoint may hold."""
     *lead, columns = shape

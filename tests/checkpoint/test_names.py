@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +24,7 @@ def ranges(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
 
 @settings(deadline=None, derandomize=True, max_examples=500)
 @given(ranges())
+@pytest.mark.slow
 def test_boxes_of_a_range_are_its_elements_in_order(case: tuple[tuple[int, ...], int, int]) -> None:
     """Would catch a range inside one row, ends at row borders, more boxes than needed, wrong dimensions."""
     shape, low, high = case

@@ -68,6 +68,7 @@ GRIDS = [{}, {"tp": 4}, {"dp": 4}, {"tp": 2, "pp": 2}, {"cp": 2, "pp": 2}, {"tp"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow
 def test_a_checkpoint_of_one_grid_loads_on_every_other_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     """Would catch tp, dp, pp or fused pieces in the file, a tied copy left empty, padding that is not zero."""
     run_ranks(_save, 4, SAVED, str(tmp_path), dtype)

@@ -77,6 +77,7 @@ _WORDS = st.sampled_from(
 
 @settings(max_examples=250)
 @given(st.lists(st.one_of(_WORDS, st.sampled_from([" ", "\n", "\n  "]), st.text(max_size=3)), max_size=20))
+@pytest.mark.slow
 def test_any_text_is_a_value_or_a_value_error(parts: list[str]) -> None:
     try:
         load_yaml("".join(parts), "a.yaml")

@@ -38,6 +38,7 @@ from tests.reference.packs import random_batch
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_heads_that_do_not_divide_by_the_ranks_are_dealt_unevenly(
     world_size: int, heads: tuple[int, int], hierarchies: list[tuple[int, int]]
 ) -> None:

@@ -362,6 +362,7 @@ def quiet(rank: int, world_size: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 7])
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.slow
 def test_the_exchange_moves_each_needed_row_once_and_ranks_agree(layout: str, stages: int) -> None:
     """Would catch a row sent twice or never, and splits that differ between sender and receiver."""
     for mask in MASKS:

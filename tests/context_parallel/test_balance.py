@@ -56,6 +56,7 @@ def test_every_token_is_dealt_once_in_equal_parts_and_alike_on_every_rank(
 
 
 @pytest.mark.parametrize("cp", [2, 8])
+@pytest.mark.slow
 def test_dealing_anew_saves_remote_rows_of_mixed_packs_within_the_limit_of_area(
     cp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,7 @@ def cases_of(world_size: int) -> list[Case]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_every_transport_sends_what_its_formula_says_to_the_byte(world_size: int) -> None:
     """Would catch a gradient sent in the wrong dtype, a K/V head that travels twice, and a rank's share of another."""
     cases = cases_of(world_size)

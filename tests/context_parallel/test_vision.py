@@ -105,6 +105,7 @@ def expected_bytes(local: LocalBatch) -> int:
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("exchange", sorted(EXCHANGES))
+@pytest.mark.slow
 def test_features_arrive_at_their_tokens_and_gradients_return(world: int, exchange: str) -> None:
     """Would catch features in the order of ranks, a starved rank that leaves others hanging, a lost gradient."""
     ranks = run_ranks(send_and_return, world, exchange)

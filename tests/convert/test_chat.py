@@ -101,6 +101,7 @@ def build_ids(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[int]
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_the_library_makes_the_ids_of_a_build(kind: str, tmp_path: Path) -> None:
     """Would catch a template whose text is right and whose tokens are not: `?` and a newline as one token."""
     make, seam = KINDS[kind]

@@ -108,6 +108,7 @@ def ours(
 @pytest.mark.parametrize(
     ("name", "targets"), [("qwen3", "all"), ("llama 3 with biases", "q,v"), ("olmo2", "k,output,up")]
 )
+@pytest.mark.slow
 def test_loss_gradients_and_steps_are_those_of_peft(name: str, targets: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch a scale left out of a gradient, a pair on another linear, and a frozen weight that is clipped."""
     values, weights, expected = peft_of(name, targets, monkeypatch)
@@ -162,6 +163,7 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("name", "targets"), [("qwen3 tied", "all"), ("phi3", "q,v,gate,up,down"), ("molmo2 native", "q,output,up")]
 )
+@pytest.mark.slow
 def test_peft_loads_the_adapter_and_computes_what_the_folded_model_does(
     name: str, targets: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +209,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if "pp" in n else n for n in GRIDS])
+@pytest.mark.slow
 def test_a_run_from_a_folder_begins_with_its_bits_and_the_same_pairs_on_any_grid(
     name: str, folder: Path, tmp_path: Path
 ) -> None:
@@ -235,6 +238,7 @@ def refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_of_pairs_goes_on_on_another_grid_and_leaves_the_model_as_it_was(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

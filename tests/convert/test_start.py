@@ -94,6 +94,7 @@ GRIDS: dict[str, tuple[int, list[str]]] = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ("tp", "pp") else []) for name in GRIDS]
 )
+@pytest.mark.slow
 def test_a_run_from_a_folder_has_the_bits_of_one_from_the_converted_checkpoint(
     name: str, folder: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -123,6 +124,7 @@ def test_joined_tensors_and_other_decoders_start_on_ranks_too(name: str, tmp_pat
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
 
 
+@pytest.mark.slow
 def test_three_commands_are_a_fine_tune_and_its_export_and_the_folder_is_read_once(
     folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,6 +216,7 @@ VLM_GRIDS: dict[str, tuple[int, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", VLM_GRIDS)
+@pytest.mark.slow
 def test_a_text_model_takes_the_tower_of_a_molmo2(name: str, folder: Path, tower: Path, tmp_path: Path) -> None:
     """A step at learning rate 0 leaves each weight as it was read, or as its seed makes it on any grid."""
     ranks, flags = VLM_GRIDS[name]
@@ -241,6 +244,7 @@ def flat_digest(found: dict[str, torch.Tensor], names: set[str]) -> list[float]:
     return [x for key in sorted(names) for x in found[key].double().flatten().tolist()]
 
 
+@pytest.mark.slow
 def test_a_new_tower_has_the_sizes_of_the_flags_and_the_run_is_exported_as_molmo2(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -258,6 +262,7 @@ def test_a_new_tower_has_the_sizes_of_the_flags_and_the_run_is_exported_as_molmo
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "molmo2"
 
 
+@pytest.mark.slow
 def test_a_tower_that_does_not_fit_is_refused(folder: Path, tower: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start = ["--load-hf", str(folder), "--vision-from-hf"]
     assert "is a qwen3, a molmo2 is needed" in refused([*start, str(folder)], capsys)

@@ -179,6 +179,7 @@ def byte_level(folder: Path) -> tuple[str, str]:
 
 @pytest.mark.parametrize("kind", ["byte", "huggingface", "gpt2"])
 @pytest.mark.parametrize("images", [False, True])
+@pytest.mark.slow
 def test_other_kinds_give_their_ids_too_and_image_tokens_theirs(kind: str, images: bool, tmp_path: Path) -> None:
     names = dict(zip(("huggingface", "gpt2"), byte_level(tmp_path), strict=True)) | {"byte": "byte"}
     original = given(names[kind])

@@ -96,6 +96,7 @@ def _sums(
 @pytest.mark.parametrize("shape", [{"dp": 2}, {"cp": 2}, {"dp": 2, "cp": 2}], ids=str)
 @pytest.mark.parametrize("bucket_elements", [1, 150, 10_000])
 @pytest.mark.parametrize("each", [False, True])
+@pytest.mark.slow
 def test_bucket_sums_equal_one_process_on_all_data(shape: dict[str, int], bucket_elements: int, each: bool) -> None:
     """Would catch an average, a bucket reduced too early, cp left out when dp is 1, ranks with unused layers that hang.
 

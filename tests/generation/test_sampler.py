@@ -229,6 +229,7 @@ def test_image_rules_come_from_the_checkpoint_or_from_the_dataset_of_the_flag(tr
 
 
 @pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.slow
 def test_prompts_begin_as_the_documents_of_training_did(
     begins: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,6 +46,7 @@ def ring(rank: int, world_size: int, mask: str) -> tuple[list[torch.Tensor], lis
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("mask", ["causal", "mixed", "one image"])
+@pytest.mark.slow
 def test_the_ring_of_dense_blocks_equals_dense_attention(mask: str, world_size: int) -> None:
     """A baseline that is wrong may be fast or slow for any reason. fp32, sums of at most 64 terms: 1e-5."""
     results = run_ranks(ring, world_size, mask)

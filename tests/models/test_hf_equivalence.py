@@ -159,6 +159,7 @@ def our_logits(
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("shape", [{}, {"tp": 2}, {"cp": 2}], ids=str)
+@pytest.mark.slow
 def test_logits_equal_those_of_transformers(name: str, shape: dict[str, int]) -> None:
     torch.manual_seed(0)
     model, values = MODELS[name]()

@@ -154,6 +154,7 @@ def of_each_granularity(shape: dict[str, int], values: Values) -> dict[str, list
 
 
 @pytest.mark.parametrize("shape", [{}, {"tp": 2}, {"cp": 2}], ids=str)
+@pytest.mark.slow
 def test_recomputation_gives_the_same_bits_of_every_gradient(shape: dict[str, int]) -> None:
     """Also with dropout: the second forward must draw the bits of the first."""
     found = of_each_granularity(shape, {"hidden_dropout": 0.2, "qk_layernorm": True, "add_mlp_bias": True})

@@ -87,6 +87,7 @@ def check(cases: list[Case], ranks: int) -> None:
         assert all(np.abs(gradients[2][key]).max() > 0 for key in gradients[2])
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one_process() -> None:
     """Would catch a pair whose gradient is not summed over tp, summed twice, or counted twice in the norm."""
     check(TWO, 2)

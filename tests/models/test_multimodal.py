@@ -107,6 +107,7 @@ def test_tp_gives_the_features_and_gradients_of_transformers(ranks: int, sequenc
 
 @pytest.mark.parametrize("granularity", ["selective", "full"])
 @pytest.mark.parametrize("shape", [{}, {"tp": 2}], ids=str)
+@pytest.mark.slow
 def test_recomputation_gives_the_same_bits(granularity: str, shape: dict[str, int]) -> None:
     state = state_of(their_model().double())
     found = []

@@ -99,6 +99,7 @@ def assert_same_bits(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     "values, asked", [({"hidden_dropout": 0.1}, 0.5), ({"qk_layernorm": True, "mlp_chunk_tokens": 20}, 4.0)]
 )
+@pytest.mark.slow
 def test_training_has_the_same_bits(late: None, recompute: str, values: dict[str, Any], asked: float) -> None:
     """Would catch a tensor of another block or view, a wait left out, and a buffer that is used again too early."""
     steps = [step_batches(3, seed) for seed in (1, 2)]
@@ -109,6 +110,7 @@ def test_training_has_the_same_bits(late: None, recompute: str, values: dict[str
 
 @RECOMPUTE
 @pytest.mark.parametrize("values", [{"hidden_dropout": 0.1}, {"qk_layernorm": True}, {"mlp_chunk_tokens": 20}])
+@pytest.mark.slow
 def test_the_bytes_are_those_that_the_planner_counts(late: None, recompute: str, values: dict[str, Any]) -> None:
     """Would catch parameters and rotary angles among them, a storage copied twice, and one that is left behind."""
     config = small(recompute_granularity=recompute, seq_length=TOKENS, activation_offload=0.5, **values)

@@ -126,6 +126,7 @@ def test_time_left_follows_the_median_step_also_of_a_resumed_run(monkeypatch: py
     assert left[0] == 60.0 * 999 and left[2] == 2.0 * 997 and left[-1] == 2.0 * 995
 
 
+@pytest.mark.slow
 def test_step_lines_have_epoch_seconds_and_time_left_after_a_resume_too(
     tmp_path: Path, packed_dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,6 +82,7 @@ def test_the_dense_reference_equals_one_row_at_a_time(heads: int, groups: int) -
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize(("heads", "groups"), HEADS)
+@pytest.mark.slow
 def test_a_kernel_over_tiles_equals_the_dense_mask_forward_and_backward(name: str, heads: int, groups: int) -> None:
     for seed in range(4):
         meta = pack(seed)

@@ -65,6 +65,7 @@ def test_tiles_cover_exactly_the_allowed_pairs_for_any_permutation_cut_into_rank
 
 @settings(max_examples=200, deadline=None)
 @given(packs())
+@pytest.mark.slow
 def test_rows_are_ordered_disjoint_and_tiles_lie_inside_the_table(meta: Metadata) -> None:
     table = tile_table(meta, meta)
     stop = 0

@@ -79,6 +79,7 @@ GRIDS = [
 
 
 @pytest.mark.parametrize("shape", GRIDS, ids=lambda shape: "_".join(f"{k}{v}" for k, v in shape.items()))
+@pytest.mark.slow
 def test_every_grid_trains_like_torch_adamw_in_one_process(shape: dict[str, int]) -> None:
     """Would catch a reduction with another factor, a parameter counted twice, decay on a norm weight, a stale gather.
 

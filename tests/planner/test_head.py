@@ -44,6 +44,7 @@ def measured(rank: int, world: int, values: dict[str, Any]) -> tuple[int, int]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("values", [{}, {"sequence_parallel": False}], ids=str)
 @pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.slow
 def test_the_measured_peak_of_the_head_is_the_planned_one(world: int, values: dict[str, Any], dtype: str) -> None:
     """Would catch logits of two chunks at once, a wide copy of the table's gradient beside it, or a copy of all hidden
     states that the plan does not know. Five percent are for numbers a token, norms and messages.

@@ -244,6 +244,7 @@ def layers_on_ranks(rank: int, world_size: int) -> dict[str, dict[str, list[Tens
     return found
 
 
+@pytest.mark.slow
 def test_recomputed_layers_go_through_the_mode_and_the_plan_is_made_once() -> None:
     """Would catch a mode that torch takes off for backward, and a plan for each layer; float64, 24 tokens."""
     whole, model = tensors(24)[0], Layers()

@@ -85,6 +85,7 @@ def on_ranks(
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize(("vocab", "multiple"), VOCABULARIES)
+@pytest.mark.slow
 def test_any_chunks_give_the_loss_and_the_gradients_of_one_process(
     world_size: int, parallel: bool, vocab: int, multiple: int, tokens: int
 ) -> None:

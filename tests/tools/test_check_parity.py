@@ -43,6 +43,7 @@ SLOW = pytest.mark.slow
         pytest.param([TP, "2", CP, "2", PP, "2", "--mask", "branches", "--model", "tiny_llama"], marks=SLOW, id="8"),
     ],
 )
+@pytest.mark.slow
 def test_grids_are_the_same_as_one_process(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Would catch any layout that trains another model, and a tool that cries wolf.
 
@@ -114,6 +115,7 @@ def with_fault(monkeypatch: pytest.MonkeyPatch, faulty: Callable[..., Any]) -> N
     [(lost_norm_gradient, [TP, "2"], "norm.weight"), (half_mask, [CP, "2"], "layers.")],
     ids=["lost_norm_gradient", "half_mask"],
 )
+@pytest.mark.slow
 def test_a_fault_in_the_ranks_is_found_and_a_parameter_named(
     faulty: Callable[..., Any],
     flags: list[str],
@@ -144,6 +146,7 @@ def test_a_fault_in_the_ranks_is_found_and_a_parameter_named(
         pytest.param(hangs_on_rank_one, "6", "rank 1 did not finish within 6 s", marks=pytest.mark.slow, id="hangs"),
     ],
 )
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_tool_with_its_own_words(
     faulty: Callable[..., Any],
     timeout: str,
@@ -283,6 +286,7 @@ def build_text(folder: Path) -> None:
     assert preprocess.main([*build, "--seq-length", "96", "--workers", "1"]) == 0
 
 
+@pytest.mark.slow
 def test_stored_packs_are_taken_when_they_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Would catch a check on random packs while the run's own packs lie there."""
     build_text(tmp_path)

@@ -69,6 +69,7 @@ def plain(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_a_model_comes_back_bit_for_bit_and_is_the_same_model_on_the_way(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,6 +28,7 @@ def read(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["llama 2", "qwen3", "molmo2 released"])
 @pytest.mark.parametrize("there", [True, False])
+@pytest.mark.slow
 def test_generation_settings_and_special_ids_come_back(name: str, there: bool, tmp_path: Path) -> None:
     """Would catch all but one end token lost, sampling settings lost, and ids that become null."""
     model = save(name, tmp_path / "a")
@@ -69,6 +70,7 @@ def test_settings_beside_the_tokenizer_go_with_a_checkpoint_of_any_run(tmp_path:
     assert read(tmp_path / "d" / "generation_config.json") == {**GENERATION, "eos_token_id": end}
 
 
+@pytest.mark.slow
 def test_forgetting_finetune_on_a_converted_model_is_told_as_such(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

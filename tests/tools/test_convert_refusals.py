@@ -138,6 +138,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.slow
 def test_a_config_that_lies_is_refused_by_its_field(kind: str, folders: Path, tmp_path: Path, capsys: Capture) -> None:
     """Would catch a conversion that hangs, ends in a traceback, or takes a default for what stands there."""
     change, message = HOSTILE[kind]

@@ -62,6 +62,7 @@ def test_prompts_with_images_and_without_are_continued(folder: Path, capsys: pyt
     assert "--- 'one'\none" in said and "--- 'two'\ntwo" in said
 
 
+@pytest.mark.slow
 def test_videos_are_seen_alone_and_beside_images_in_the_order_of_their_flags(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,6 +67,7 @@ def test_neither_help_nor_a_tiny_build_imports_torch(corpus: Path, tmp_path: Pat
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.slow
 def test_build_ends_with_one_summary_and_a_second_run_says_complete(corpus: Path, tmp_path: Path) -> None:
     first = tool(*build_args(corpus, tmp_path / "d", "--workers", 2, "--unit-bytes", 5000))
     assert first.returncode == 0, first.stderr
@@ -127,6 +128,7 @@ def test_verify_names_the_damaged_file_and_exits_with_1(corpus: Path, tmp_path: 
     assert_one_line_error(tool("stats", tmp_path / "d"))
 
 
+@pytest.mark.slow
 def test_errors_are_one_line_and_exit_with_2(corpus: Path, tmp_path: Path) -> None:
     assert_one_line_error(tool())
     assert_one_line_error(tool("build", "--input", corpus))

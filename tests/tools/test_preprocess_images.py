@@ -81,6 +81,7 @@ def test_wrong_image_flags_are_one_line_with_all_reasons(corpus: Path, tmp_path:
     assert "images need the vision build (--image-root" in text_build.stderr
 
 
+@pytest.mark.slow
 def test_an_image_build_does_not_import_torch(corpus: Path, tmp_path: Path) -> None:
     program = (
         "import runpy, sys\n"

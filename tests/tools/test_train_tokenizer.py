@@ -36,6 +36,7 @@ def corpus(tmp_path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "small.model"])
+@pytest.mark.slow
 def test_a_trained_tokenizer_is_loaded_ends_documents_and_is_repeatable(
     corpus: list[Path], tmp_path: Path, name: str
 ) -> None:

@@ -30,6 +30,7 @@ def test_every_flag_is_stated_but_those_that_may_differ() -> None:
     assert {name for name in fields() if flag(name) not in told} == set(MAY_DIFFER)
 
 
+@pytest.mark.slow
 def test_data_and_software_are_stated() -> None:
     assert stated("--seq-length", "128")["the fingerprint of --data-path"] != stated()["the fingerprint of --data-path"]
     named = "the version of megacp", "the source of megacp (sha256)", "the version of torch", "the version of Python"
@@ -59,6 +60,7 @@ def test_equal_statements_agree_also_where_machines_read_their_own_copy() -> Non
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_difference_is_told_with_its_ranks_on_every_rank(values: list[float], told: str) -> None:
     refusals = agreed([stated("--lr", str(value)) for value in values])
     assert len(set(refusals)) == 1

@@ -113,6 +113,7 @@ def test_a_run_that_torchrun_restarts_goes_on_from_its_newest_checkpoint(
 
 
 @pytest.mark.parametrize("where", [0, 1])
+@pytest.mark.slow
 def test_a_stop_asked_for_in_the_step_whose_plan_fails_saves_and_ends_as_a_failure(
     tmp_path: Path, undisturbed: Path, where: int
 ) -> None:

@@ -50,6 +50,7 @@ ODD_GRIDS = [
 
 
 @pytest.mark.parametrize(("shape", "values"), ODD_GRIDS, ids=str)
+@pytest.mark.slow
 def test_shards_of_uneven_rows_train_like_one_process(shape: dict[str, int], values: Values) -> None:
     values = {**values, "cp_layout": "balanced", "cp_comm_type": "kv_exchange", "attention_kernel": "math"}
     options = {**sharded("optim_grads_params"), **values}
@@ -86,6 +87,7 @@ def _between(rank: int, world_size: int, values: Values, shape: dict[str, int]) 
 
 
 @pytest.mark.parametrize("shape", [{"dp": 2}, {"dp": 2, "pp": 2}], ids=str)
+@pytest.mark.slow
 def test_validation_between_steps_neither_sees_old_weights_nor_leaves_them_behind(shape: dict[str, int]) -> None:
     """Would catch parameters that stay gathered after a forward without backward."""
     expected = _between(0, 1, UNTIED, {})
@@ -124,6 +126,7 @@ def _calls(rank: int, world_size: int, shape: dict[str, int], values: Values, pa
 LAYERS = 4
 
 
+@pytest.mark.slow
 def test_a_block_is_gathered_twice_a_microbatch_and_summed_once() -> None:
     """Would catch a block gathered again by recomputation, or a head freed between its forward and its backward."""
     microbatches = 3
@@ -135,6 +138,7 @@ def test_a_block_is_gathered_twice_a_microbatch_and_summed_once() -> None:
 
 
 @pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.slow
 def test_a_pipeline_gathers_when_its_schedule_says_so(virtual: int) -> None:
     """Would catch gathers in the middle of a chunk, or again for every microbatch."""
     microbatches = 4
@@ -217,6 +221,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {f"{kind}.{name}": tensor for kind in kinds for name, tensor in loaded.whole_tensors(kind)}
 
 
+@pytest.mark.slow
 def test_all_strategies_read_each_others_files_bit_for_bit(tmp_path: Path) -> None:
     """Weights, master weights, moments and updates of a bfloat16 model.
 

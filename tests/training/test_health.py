@@ -248,6 +248,7 @@ def test_a_run_all_of_whose_images_are_broken_ends(tmp_path: Path) -> None:
         assert "--max-bad-image-share 0.5" in told and committed(tmp_path / name / "out") == []
 
 
+@pytest.mark.slow
 def test_a_step_that_learns_from_no_token_is_named_and_skipped(tmp_path: Path) -> None:
     """Would catch weight decay and momentum that move weights for nothing, and a loss of 0.0 in the curve."""
     data = broken_images(tmp_path, text=False)

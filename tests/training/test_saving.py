@@ -121,6 +121,7 @@ def _clock_of_one_rank(rank: int, world_size: int, flags: Sequence[str]) -> int:
         StopSignal.reason = real  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_exit_duration_stops_all_ranks_at_one_step_and_saves(tmp_path: Path) -> None:
     """Would catch clocks of ranks that differ: the reason of one is that of all."""
     flags = [*TINY, "--train-iters", "100000", "--exit-duration", "60", "--save", str(tmp_path)]
@@ -270,6 +271,7 @@ def _skipping(rank: int, world_size: int, flags: Sequence[str], where: str) -> l
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_is_skipped_by_all_and_its_packs_are_named(tmp_path: Path, where: str) -> None:
     """Would catch ranks that part ways, and a log from which nobody can find the bad record."""
     flags = [*TINY, "--save", str(tmp_path), "--train-iters", "3"]

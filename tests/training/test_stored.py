@@ -103,6 +103,7 @@ def test_a_finetuning_takes_the_model_and_leaves_dropout_rates_and_frozen_parts(
 
 @pytest.mark.parametrize("finetune", [[], ["--finetune"]])
 @pytest.mark.parametrize("where", ["flag", "file"])
+@pytest.mark.slow
 def test_a_flag_that_is_given_and_contradicts_is_refused_by_its_name(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], finetune: list[str], where: str
 ) -> None:

@@ -31,6 +31,7 @@ from tests.training.runs import TINY, grid_flags, losses, run
     [(1, {}), (2, {"cp": 2}), pytest.param(4, {"tp": 2, "pp": 2}, marks=pytest.mark.slow)],
     ids=["one process", "cp2", "tp2 pp2"],
 )
+@pytest.mark.slow
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
     tmp_path: Path, world_size: int, sizes: dict[str, int]
 ) -> None:
@@ -157,6 +158,7 @@ def test_another_length_is_told_where_the_learning_rate_decays_over_it(
     assert "--train-iters" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_another_dtype_is_one_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Would catch a line for every tensor in place of the flag, also with --finetune."""
     run(1, [*TINY, "--save", str(tmp_path), "--train-iters", "2"])
@@ -231,6 +233,7 @@ def test_a_run_whose_minutes_end_in_the_step_whose_plan_fails_ends_as_a_failure(
     assert "stopped after --exit-duration" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_data_wait_of_a_step_counts_waiting_for_its_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first plans come 0.3 s after the step has asked for them, the others as soon as they can."""
     real_plan, real_prepared, goes_on = ParallelModel.plan, PackedLoader.prepared, threading.Event()
@@ -277,6 +280,7 @@ def test_torchrun_stops_on_sigterm_saves_and_resumes_on_another_grid(
     assert sorted(losses(tmp_path)) == list(range(1, done + 3))
 
 
+@pytest.mark.slow
 def test_a_log_file_of_dev_null_is_none_and_stays_a_device(tmp_path: Path) -> None:
     run(1, [*TINY, "--log-file", os.devnull, "--save", str(tmp_path)])
     assert Path(os.devnull).is_char_device() and not (tmp_path / "log.jsonl").exists()

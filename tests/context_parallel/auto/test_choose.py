@@ -192,6 +192,7 @@ def test_ranks_agree_whatever_their_own_files_say(tmp_path: Path, sizes: dict[st
     assert [repr(result) for result in again] == [repr(result) for result in first]
 
 
+@pytest.mark.slow
 def test_the_cost_model_decides_on_ranks_as_it_does_on_paper(tmp_path: Path) -> None:
     """Would catch numbers of one rank taken for those of all."""
     config = config_of(4, seq_length=512)

@@ -53,6 +53,7 @@ def test_the_largest_cost_is_the_optimum_and_no_rank_starves_needlessly(images: 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40)), max_size=12), st.integers(1, 8), st.booleans())
+@pytest.mark.slow
 def test_every_field_of_the_table_counted_by_hand(units: list[tuple[int, int]], ranks: int, weighed: bool) -> None:
     """Would catch pooled ranges that are derived from images, and a table that its own checker alone finds right."""
     crops, pooled = [c for c, _ in units], [p for _, p in units]

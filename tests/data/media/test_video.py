@@ -150,6 +150,7 @@ def test_an_avi_whose_header_counts_in_another_unit_is_whole_when_its_bytes_are(
 
 @pytest.mark.parametrize("count", [20, 200])
 @pytest.mark.parametrize("codec", ["libx264", "mpeg4"])
+@pytest.mark.slow
 def test_a_damaged_video_is_refused(codec: str, count: int) -> None:
     """Would catch the grey that FFmpeg fills in for blocks that it cannot decode."""
     whole = coded(40, codec, {}, "mp4", (160, 96), "yuv420p")

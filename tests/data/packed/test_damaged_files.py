@@ -57,6 +57,7 @@ def dataset_path(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "/dev/zero", "huge", "dangling"])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
 def test_what_stands_in_the_place_of_a_file_is_named_and_not_read(dataset_path: Path, name: str, kind: str) -> None:
     """Would catch a reader that waits at a pipe, or reads a device or a sparse terabyte into memory."""
     path = dataset_path / name

@@ -90,6 +90,7 @@ def test_megatron_core_reads_our_files_exactly(tmp_path: Path, dtype: str) -> No
 
 
 @pytest.mark.parametrize("multimodal", [False, True])
+@pytest.mark.slow
 def test_we_read_files_of_megatron_core_exactly_and_write_the_same_bytes(tmp_path: Path, multimodal: bool) -> None:
     import torch
 

@@ -114,6 +114,7 @@ def records(path: Path, count: int = 40) -> list[dict[str, Any]]:
     return made
 
 
+@pytest.mark.slow
 def test_a_build_by_a_template_has_the_same_bytes_for_any_number_of_workers_and_of_interruptions(
     tmp_path: Path,
 ) -> None:

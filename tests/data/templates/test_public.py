@@ -136,6 +136,7 @@ def expected(theirs: Any, messages: list[dict[str, Any]], **given: Any) -> tuple
     return out["input_ids"], weights
 
 
+@pytest.mark.slow
 def test_a_build_has_the_ids_and_the_mask_of_the_library(folder: Path, name: str, tmp_path: Path) -> None:
     """Would catch another environment of the template, a second first token, a token of the border learned or not."""
     template, theirs = template_of(folder, name, tmp_path), library(folder, TEMPLATES[name])
@@ -171,6 +172,7 @@ def test_tools_and_calls_are_those_of_the_library(folder: Path, name: str, tmp_p
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.text(alphabet=" \n\ta<\u00e9\u6f22\U0001f642\u200d\"'{|", max_size=8), min_size=2, max_size=5))
+@pytest.mark.slow
 def test_any_text_has_the_ids_and_the_mask_of_the_library_or_is_refused(
     folder: Path, name: str, tmp_path: Path, texts: list[str]
 ) -> None:
