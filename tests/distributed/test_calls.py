@@ -119,6 +119,26 @@ def test_a_rank_that_hangs_answers_with_its_stack() -> None:
     assert 'in _asked\n      raise RuntimeError("Timed out' in text, "where it failed, not where it reports that"
 
 
+def _reported(rank: int, world_size: int) -> tuple[str, float]:
+    """Rank 2 gives up first and asks; rank 0 holds the store; rank 1 hangs."""
+    place: ProcessGrid = grid(dp=world_size)
+    with Watch(place):
+        if rank == 1:
+            time.sleep(6.0)
+            return "", 0.0
+        time.sleep(0.0 if rank == 2 else 0.5)
+        text = report_failure(RuntimeError("timed out"), "step 1", place.world, 1.5)
+        return text, time.monotonic()
+
+
+@pytest.mark.slow
+def test_a_rank_leaves_no_earlier_than_the_one_that_asks_has_told() -> None:
+    """Would catch a store that goes while another rank still gathers the answers."""
+    (waited, left), _, (text, told) = run_ranks(_reported, 3)
+    assert "calls under way:" in text and "the rank that gave up first tells" in waited
+    assert left > told - 0.02, "the clock is read a moment after the store hears of it"
+
+
 def test_groups_whose_ranks_have_made_different_numbers_of_calls_are_told() -> None:
     """Would catch a hang on GPUs, where no call is under way for the host."""
     text = report({0: answer(9, []), 1: answer(9, []), 2: answer(8, [])}, [])

@@ -61,7 +61,18 @@ def _exchanged(mine: str, error: BaseException, place: str, world: Axis, seconds
         lines.append(report(answers, [rank for rank in ranks if rank not in answers]))
     elif _is_a_timeout(error) and not asks:
         lines.append("the rank that gave up first tells what all ranks were doing")
+    if asks:
+        store.set(f"{_ROOM}/told", "")
+    else:
+        _until_told(store, seconds)
     return "\n".join([mine, *lines])
+
+
+def _until_told(store: dist.Store, seconds: float) -> None:
+    """Wait for the rank that asks, if there is one: the store goes with the rank that holds it."""
+    deadline = time.monotonic() + seconds
+    while store.check([f"{_ROOM}/asked"]) and not store.check([f"{_ROOM}/told"]) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def last_words(store: dist.Store, rank: int) -> str | None:
