@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -182,9 +182,9 @@ GROUPS: dict[str, dict[str, Case]] = {
 """2 ranks on 1,024 tokens, cp 2 on 4,096, 4 ranks."""
 
 
-def step_part(name: str, quick: bool, rounds: int) -> Part:
+def step_part(name: str, sizes: Mapping[str, Value], rounds: int) -> Part:
     """Steps of each layout in a group of `GROUPS`, by turns; the first step of each warms up and is left out."""
-    sizes, group = QUICK_SIZES if quick else SIZES, GROUPS[name]
+    group = GROUPS[name]
     with ExitStack() as stack:
 
         def way(case: Case) -> Callable[[], list[StepMeasure]]:

@@ -132,11 +132,26 @@ def _reported(rank: int, world_size: int) -> tuple[str, float]:
 
 
 @pytest.mark.slow
-def test_a_rank_leaves_no_earlier_than_the_one_that_asks_has_told() -> None:
+def test_the_rank_with_the_store_leaves_no_earlier_than_others_that_ask_or_listen() -> None:
     """Would catch a store that goes while another rank still gathers the answers."""
     (waited, left), _, (text, told) = run_ranks(_reported, 3)
     assert "calls under way:" in text and "the rank that gave up first tells" in waited
     assert left > told - 0.02, "the clock is read a moment after the store hears of it"
+
+
+def _alone(rank: int, world_size: int) -> float:
+    """Seconds of the report; rank 1 fails by itself, and the others in a collective with it."""
+    place: ProcessGrid = grid(dp=world_size)
+    begun = time.monotonic()
+    error = ValueError("bad input") if rank == 1 else RuntimeError("connection closed by peer")
+    report_failure(error, "step 1", place.world, 3.0)
+    time.sleep(1.0)  # the store goes with rank 0
+    return time.monotonic() - begun - 1.0
+
+
+def test_a_failure_that_all_ranks_have_told_is_reported_at_once() -> None:
+    """Would catch ranks that wait for one that has left: every failure of a run would end seconds later."""
+    assert max(run_ranks(_alone, 3)) < 2.0
 
 
 def test_groups_whose_ranks_have_made_different_numbers_of_calls_are_told() -> None:

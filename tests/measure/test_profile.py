@@ -112,7 +112,7 @@ def test_the_table_shows_rank_0_and_the_mean() -> None:
 
 @pytest.mark.slow
 def test_the_part_of_the_benchmark_covers_every_grid() -> None:
-    part = profile_part(True, 1, TINY)
+    part = profile_part({**QUICK_SIZES, **TINY}, 1)
     assert list(part.figures["profile"]) == list(GRIDS)
     assert [len(ranks) for ranks in part.figures["profile"].values()] == [ranks for ranks, _ in GRIDS.values()]
     assert "operators without a class" not in part.table

@@ -42,10 +42,11 @@ def report_failure(error: BaseException, place: str, world: Axis, wait_seconds: 
 
 def _exchanged(mine: str, error: BaseException, place: str, world: Axis, seconds: float) -> str:
     """This rank's words and those of the others."""
-    store = run_store()
+    store, begun = run_store(), time.monotonic()
     store.set(f"{_ROOM}/stack/{world.rank}", json.dumps(frames(traceback.extract_tb(error.__traceback__))))
     store.set(f"{_ROOM}/{world.rank}", mine)
     if not _may_be_a_peers(error):
+        store.set(f"{_ROOM}/done/{world.rank}", "")
         return mine
     asks = _is_a_timeout(error) and store.add(f"{_ROOM}/asked", 1) == 1
     ranks = list(range(world.size))
@@ -61,17 +62,17 @@ def _exchanged(mine: str, error: BaseException, place: str, world: Axis, seconds
         lines.append(report(answers, [rank for rank in ranks if rank not in answers]))
     elif _is_a_timeout(error) and not asks:
         lines.append("the rank that gave up first tells what all ranks were doing")
-    if asks:
-        store.set(f"{_ROOM}/told", "")
-    else:
-        _until_told(store, seconds)
+    store.set(f"{_ROOM}/done/{world.rank}", "")
+    if world.rank == 0:  # it may hold the store
+        _until_others_are_done(store, world.size, begun + 2.8 * seconds)
     return "\n".join([mine, *lines])
 
 
-def _until_told(store: dist.Store, seconds: float) -> None:
-    """Wait for the rank that asks, if there is one: the store goes with the rank that holds it."""
-    deadline = time.monotonic() + seconds
-    while store.check([f"{_ROOM}/asked"]) and not store.check([f"{_ROOM}/told"]) and time.monotonic() < deadline:
+def _until_others_are_done(store: dist.Store, size: int, deadline: float) -> None:
+    """Wait for the ranks that have failed too and still ask or listen; those of no word are not waited for."""
+    late = list(range(1, size))
+    while late and time.monotonic() < deadline:
+        late = [rank for rank in late if last_words(store, rank) and not store.check([f"{_ROOM}/done/{rank}"])]
         time.sleep(0.05)
 
 

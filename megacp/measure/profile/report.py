@@ -12,7 +12,7 @@ from megacp.distributed.spawn import RankPool
 from megacp.measure.profile.operators import ATTENTION, CLASSES, PRODUCTS
 from megacp.measure.profile.steps import BETWEEN, RankProfile, ThreadTime, profile_rank
 from megacp.measure.report import Part
-from megacp.measure.steps import CP, PP, QUICK_SIZES, SIZES, TP
+from megacp.measure.steps import CP, PP, TP
 from megacp.monitor.timers import COMPUTING, WAITING
 from megacp.planner.report import table
 
@@ -62,12 +62,12 @@ def rank_figures(rank: RankProfile) -> dict[str, Any]:
     }
 
 
-def profile_part(quick: bool, rounds: int, changes: Mapping[str, Value] | None = None) -> Part:
-    """Clocked steps of every grid, one grid after the other; `changes` are flags beside the sizes."""
+def profile_part(sizes: Mapping[str, Value], rounds: int) -> Part:
+    """Clocked steps of every grid, one grid after the other; `sizes` are the flags that all have."""
     found: dict[str, list[dict[str, Any]]] = {}
     tokens = 0
     for name, (ranks, values) in GRIDS.items():
-        config = with_values(RunConfig(), {**(QUICK_SIZES if quick else SIZES), **(changes or {}), **values})
+        config = with_values(RunConfig(), {**sizes, **values})
         rules = MockRules(config.model.vocab_size, config.data.seq_length, "causal", seed=1)
         with RankPool(ranks) as pool:
             profiles: list[RankProfile] = pool.run(profile_rank, config, rules, rounds)
