@@ -17,6 +17,7 @@ from megacp.config.model import ModelConfig
 from megacp.config.run import RunConfig, with_values
 from megacp.convert import hf_files
 from megacp.convert.tables.mapping import Info, Link, Source, whole
+from megacp.distributed.grid import single_axis
 from megacp.ops.kernel import accumulation_dtype
 from megacp.tensor_parallel.lora import A, B, is_of_a_pair
 
@@ -88,7 +89,7 @@ def write_adapter(pairs: Pairs, links: list[Link], folder: Path, base: str | Non
             tensors[f"{_BEGIN}{module}.{end}"] = tensor.to(dtype or tensor.dtype).contiguous()
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     hf_files.write_json(folder / ADAPTER_CONFIG, _config(pairs.model, ranks, base))
-    hf_files.write_sums(folder)
+    hf_files.write_sums(folder, single_axis("world"))
     return sum(tensor.numel() for tensor in tensors.values())
 
 
