@@ -24,7 +24,7 @@ from megacp.tensor_parallel.lora import A, B, is_of_a_pair
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BEGIN = "base_model.model."
 """Of names in an adapter: peft's model around the library's."""
-WITHOUT = {"lora_rank": 0, "lora_alpha": None, "lora_targets": None}
+WITHOUT = {"lora_rank": 0, "lora_alpha": None, "lora_targets": None, "lora_dropout": 0.0}
 """The flags of a model without pairs."""
 
 
@@ -119,7 +119,7 @@ def _config(model: ModelConfig, ranks: Mapping[str, int], base: str | None) -> d
         "inference_mode": True,
         "r": model.lora_rank,
         "lora_alpha": _number(alpha),
-        "lora_dropout": 0.0,
+        "lora_dropout": model.lora_dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
