@@ -283,6 +283,14 @@ def refused(rank: int, world_size: int, folder: str) -> list[str]:
         with accelerator.maybe_context_parallel([torch.full((1, 8), 3)], [1], set()):
             pass
 
+    def other_shapes() -> None:
+        accelerator = Accelerator(cpu=True)
+        shard_sequences(accelerator, 2)
+        accelerator.prepare(llama())
+        positions = torch.arange(30).repeat(4).reshape((2, 60) if rank else (4, 30))
+        with accelerator.maybe_context_parallel([positions], [1], set()):
+            pass
+
     call(lambda: trainer(3))
     call(lambda: trainer(None))
     call(lambda: trainer(compute_loss_func=lambda outputs, labels, num_items_in_batch: 0))
@@ -292,6 +300,7 @@ def refused(rank: int, world_size: int, folder: str) -> list[str]:
     call(lambda: trainer()._prepare_context_parallel_inputs(None, collate(rows(2 + rank)[-2:])))
     call(prepared)
     call(unlike_positions)
+    call(other_shapes)
     call(lambda: shard_sequences(llama(), 2))
     return said
 
@@ -308,6 +317,7 @@ def test_what_would_see_one_ranks_tokens_alone_is_refused(tmp_path: Path) -> Non
         "the 2 ranks that share a row hold other rows",
         "comes before prepare",
         "0 of the 1 buffers look like position ids",
+        "the 2 ranks that share a row hold other rows",
         "wants an Accelerator or a Trainer, got LlamaForCausalLM",
     ]
     import re

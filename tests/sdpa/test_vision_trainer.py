@@ -91,6 +91,25 @@ def test_the_stock_trainer_trains_a_model_that_sees_on_two_ranks_as_on_one(tmp_p
         same(found, want, max(1e-12, TOLERANCE[name]))
 
 
+def of_other_rows(rank: int, world_size: int, folder: str) -> str:
+    """What is said of a step whose ranks hold other rows."""
+    from transformers import Trainer, TrainingArguments
+
+    with launched(rank, world_size):
+        arguments = TrainingArguments(folder, remove_unused_columns=False, ddp_backend="gloo", **STEPS)
+        trainer = Trainer(build("Qwen2_5_VL", "sdpa"), arguments)
+        shard_sequences(trainer, 2)
+        with pytest.raises(ValueError) as error:
+            trainer._prepare_context_parallel_inputs(None, collate(rows("Qwen2_5_VL", 2 + rank)[-2:]))
+        return str(error.value)
+
+
+def test_ranks_with_other_images_and_rows_are_refused(tmp_path: Path) -> None:
+    """Would catch a loader that deals to each rank, whose images would become those of another row."""
+    for said in run_ranks(of_other_rows, 2, str(tmp_path)):
+        assert "the 2 ranks that share a row hold other rows" in said
+
+
 def test_processes_with_rows_of_their_own_are_averaged_as_the_trainer_does(tmp_path: Path) -> None:
     """dp 2 x cp 2 is what two processes without context parallelism are; would catch a sum over dp."""
     want = run_ranks(with_images, 2, "Qwen2_5_VL", str(tmp_path), {}, timeout=120)[0]
