@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from megacp.distributed.collectives import all_reduce
-from megacp.distributed.grid import single_axis
+from megacp.distributed.grid import axis_of_mesh, single_axis
 from megacp.ops.mask import Metadata
 from megacp.sdpa.context import context_parallel
 from megacp.sdpa.loop import shift_labels, sum_gradients
@@ -223,6 +224,29 @@ def test_every_rank_may_see_all_images(name: str) -> None:
     for found in run_ranks(on_ranks, 2, name, "zigzag", False, "replicated", "p2p"):
         same(found, name)
         assert found.seen == [3 if name == "Gemma3" else 64] and found.sent == [0, 0]
+
+
+def fully_sharded(rank: int, world_size: int, name: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weights in shards of torch over the ranks that share a row, which average: the loss is times their number."""
+    mesh = dist.init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    axis, model, (batch, labels) = axis_of_mesh(mesh["cp"]), build(name, "megacp"), batch_of(name)
+    for layer in (*model.model.visual.blocks, *model.model.language_model.layers, model):
+        dist.fsdp.fully_shard(layer, mesh=mesh)
+    counted = (labels != -100).sum()
+    block = context_parallel(axis, buffers=[labels], buffer_seq_dims=[1], transport="kv_exchange")
+    with block as context, cut_multimodal(model, context):
+        logits = model(**batch, use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / counted
+        (loss * world_size).backward()
+    gradients = {key: p.grad.full_tensor() for key, p in model.named_parameters() if p.grad is not None}
+    return all_reduce(loss.detach(), axis), gradients
+
+
+@pytest.mark.slow
+def test_ranks_that_share_weights_meet_in_every_layer_of_the_tower() -> None:
+    """Three images on four ranks; would catch a rank without images that leaves the others waiting for its shards."""
+    for loss, gradients in run_ranks(fully_sharded, 4, "Qwen3VL"):
+        same(Found(loss, gradients, [], []), "Qwen3VL")
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 6))
