@@ -81,7 +81,7 @@ class NativeBackend:
         self.vision, self.frozen = config.vision, config.frozen_parts
         trained = "text" not in self.frozen
         model = config.model
-        pairs = LoraSpec(model.lora_linears, model.lora_rank, model.lora_scale)
+        pairs = LoraSpec(model.lora_linears, model.lora_rank, model.lora_scale, model.lora_dropout)
         self.lora = pairs if model.lora_rank else None
         self.options = LinearOptions(
             grid.tp, self.sequence_parallel, self.dtype, grid.device, trained, add_gradient=add_gradient

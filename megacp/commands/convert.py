@@ -1,10 +1,11 @@
-"""Checkpoints of megacp to Hugging Face folders and back, on one CPU process, tensor by tensor.
+"""Checkpoints of megacp to Hugging Face folders and back, tensor by tensor, on one CPU process or on several ranks.
 
     python tools/convert_checkpoint.py --from megacp --to hf --input run/checkpoints --output model --tokenizer byte \\
         --verify
     python tools/convert_checkpoint.py --from hf --to megacp --input Qwen3-0.6B --output start --verify
     python tools/convert_checkpoint.py --from megacp --to peft --input run/checkpoints --output adapter
     python tools/convert_checkpoint.py --from hf --to hf --input Molmo2-8B --output native --layout native
+    torchrun --nproc-per-node 4 tools/convert_checkpoint.py --from hf --to megacp --input Llama-3-70B --output start
 
 Llama, Mistral, Phi-3, Qwen2, Qwen3, OLMo2, SmolLM3 and Molmo2. Everything is written to a folder beside --output, which
 is renamed when all is well. The conversion ends at a tensor that is missing, unexpected or of another shape. So it does
@@ -15,7 +16,9 @@ found a difference, 2 refused with one message.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,16 +26,19 @@ from pathlib import Path
 import torch
 
 from megacp.checkpoint.commit import again_when_removed
-from megacp.checkpoint.pending import SaveError
 from megacp.config.arguments import OneLineParser
 from megacp.convert.chat import CHOICES
 from megacp.convert.conversion import OtherModelError, convert
 from megacp.convert.export import Request
 from megacp.convert.hf_files import MIB
 from megacp.convert.tables.architectures import ARCHITECTURES, LAYOUTS
+from megacp.distributed.grid import GridShape, single_axis
+from megacp.distributed.launch import start, stop, world_from_environment
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 DIFFERENT, REFUSED = 1, 2
+_MINUTES = 24 * 60.0
+"""For which ranks wait for one that compares or copies alone."""
 
 
 def arguments_parser() -> argparse.ArgumentParser:
@@ -157,14 +163,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         base_model=arguments.base_model,
         ignored=tuple(arguments.ignore_field),
     )
+    place = world_from_environment()
+    silent = io.StringIO()  # of the other ranks, which say the same
+    with contextlib.redirect_stdout(silent if place.rank else sys.stdout):
+        status, words = _converted(request, place.size)
+    if words and place.rank == 0:
+        print(f"error: {words}", file=sys.stderr)
+    return status
+
+
+def _converted(request: Request, ranks: int) -> tuple[int, str]:
+    """Convert on this process, or with the other ranks that torchrun has started; status, and what went wrong."""
     try:
-        again_when_removed(arguments.input, lambda: convert(request))
-    except (ValueError, OSError, SaveError) as error:
+        world = start(GridShape(dp=ranks), _MINUTES).world if ranks > 1 else single_axis("world")
+        again_when_removed(request.input, lambda: convert(request, world))
+    except (ValueError, OSError) as error:
         # a full disk names no file; what is read has been named before
-        begin = f"--output {arguments.output} cannot be written: " if isinstance(error, OSError | SaveError) else ""
-        print(f"error: {' '.join(f'{begin}{error}'.split())}", file=sys.stderr)
-        return REFUSED
+        begin = f"--output {request.output} cannot be written: " if isinstance(error, OSError) else ""
+        return REFUSED, " ".join(f"{begin}{error}".split())
     except OtherModelError:
-        print(f"error: {arguments.output} was not written: it would be another model", file=sys.stderr)
-        return DIFFERENT
-    return 0
+        return DIFFERENT, f"{request.output} was not written: it would be another model"
+    finally:
+        stop()
+    return 0, ""

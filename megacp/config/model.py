@@ -141,6 +141,9 @@ class ModelConfig:
     """Linears of the decoder that get a pair: of q, k, v, output, gate, up and down those that are named, with commas
     between, or all (default: q,v, as peft has it for most decoders)."""
 
+    lora_dropout: Fraction[float] = 0.0
+    """Dropout on what the pairs are given, in [0, 1); the frozen model is given all of it."""
+
     @property
     def lora_linears(self) -> tuple[str, ...]:
         """Linears with a low-rank pair, in the order of `LINEARS`; names that are none are left out."""

@@ -151,7 +151,9 @@ class CheckpointConfig:
     """
 
     ignore_field: str | None = None
-    """Fields of the config.json of --load-hf that are not known here and change nothing, with commas between."""
+    """Fields of the config.json of --load-hf or --vision-from-hf that are not known here and change nothing, with
+    commas between.
+    """
 
     auto_resume: bool = False
     """Go on from the newest checkpoint in --save, for runs that are restarted (torchrun --max-restarts, a job queue).

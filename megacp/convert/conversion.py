@@ -6,18 +6,27 @@ Everything is written to a folder beside the output, which is renamed when all i
 from __future__ import annotations
 
 import math
+import shutil
+import time
 from pathlib import Path
 
 from megacp.checkpoint.commit import RemovedError
 from megacp.checkpoint.directory import is_step_name
 from megacp.checkpoint.manifest import MANIFEST_FILE
 from megacp.convert.export import Request, with_kept_tokenizer, with_positions, write_checkpoint, write_hf
-from megacp.convert.hf_files import new_folder
+from megacp.convert.hf_files import check_sums, new_folder
 from megacp.convert.lora import write_adapter
+from megacp.convert.sharing import on_each, on_first
 from megacp.convert.source import CONFIG, Loaded, read_checkpoint, read_hf
 from megacp.convert.tables.architectures import LAYOUTS
+from megacp.convert.tables.mapping import in_dtype, num_bytes
 from megacp.convert.verify import verify
+from megacp.distributed.collectives import gather_objects
+from megacp.distributed.grid import Axis, single_axis
+from megacp.monitor.memory import peak_bytes
 
+_BESIDE = 1 << 20
+"""Bytes of headers and small files, at least."""
 WRITERS = {"hf": write_hf, "megacp": write_checkpoint}
 """By what the output becomes, where that is a whole model."""
 
@@ -26,11 +35,34 @@ class OtherModelError(Exception):
     """--verify has found another model; the folder is not kept."""
 
 
-def convert(request: Request) -> None:
-    """Do what the request says, and print it. ValueError for what cannot be done."""
-    loaded = read_input(request)
+def convert(request: Request, world: Axis) -> None:
+    """Do what the request says, and print it. ValueError for what cannot be done, on all ranks of `world`.
+
+    Ranks share reading, hashing and writing of weights; the result has the bytes of one process. The rest is done by
+    the first one.
+    """
+    begun = time.monotonic()
+    loaded = read_input(request, world)
     if request.target == "peft":
-        return _export_pairs(loaded, request)
+        on_first(world, lambda: _export_pairs(loaded, request))
+        return
+    loaded, request = on_each(world, lambda: _resolved(loaded, request))
+    with new_folder(request.output, world) as folder:
+        on_first(world, lambda: _refuse_small_disk(loaded, folder, request))
+        written = WRITERS[request.target](loaded, folder, request, world)
+        if request.verify and not on_first(world, lambda: _verified(loaded, folder, request)):
+            raise OtherModelError
+    size = sum(math.prod(info.shape) for info in written.values())
+    print(f"{request.output}: {loaded.architecture.name}, {len(written)} tensors, {size:,} parameters")
+    peak, ranks = (
+        max(gather_objects(peak_bytes(), world)) >> 20,
+        "one process" if world.size == 1 else f"{world.size} ranks",
+    )
+    print(f"{time.monotonic() - begun:.1f} s on {ranks}; a process held at most {peak:,} MiB, mapped files included")
+
+
+def _resolved(loaded: Loaded, request: Request) -> tuple[Loaded, Request]:
+    """Model and request with what neither says outright, and a line for each."""
     if loaded.pairs is not None:
         print(f"folded into the weights: {loaded.pairs}")
     if request.target == "hf" and loaded.checkpoint is not None:
@@ -39,14 +71,22 @@ def convert(request: Request) -> None:
         request = with_kept_tokenizer(request, loaded)
     if request.chat_template == "messages" and request.tokenizer is None:
         raise ValueError("--chat-template messages goes with --tokenizer: none lies beside the checkpoints of --input")
-    with new_folder(request.output) as folder:
-        written = WRITERS[request.target](loaded, folder, request)
-        if request.verify and not verify(
-            loaded, (read_hf if request.target == "hf" else read_checkpoint)(folder), request
-        ):
-            raise OtherModelError
-    size = sum(math.prod(info.shape) for info in written.values())
-    print(f"{request.output}: {loaded.architecture.name}, {len(written)} tensors, {size:,} parameters")
+    return loaded, request
+
+
+def _refuse_small_disk(loaded: Loaded, folder: Path, request: Request) -> None:
+    """ValueError before anything is written, where the weights do not fit."""
+    needed = sum(map(num_bytes, in_dtype(loaded.source, request.dtype).infos.values())) + _BESIDE
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise ValueError(
+            f"--output {request.output} cannot be written: it needs about {needed >> 20:,} MiB, the file system has "
+            f"{free >> 20:,} MiB free"
+        )
+
+
+def _verified(loaded: Loaded, folder: Path, request: Request) -> bool:
+    after = read_hf(folder) if request.target == "hf" else read_checkpoint(folder, single_axis("world"))
+    return verify(loaded, after, request)
 
 
 def _export_pairs(loaded: Loaded, request: Request) -> None:
@@ -54,20 +94,21 @@ def _export_pairs(loaded: Loaded, request: Request) -> None:
     if loaded.pairs is None:
         raise ValueError(f"--to peft: {loaded.folder} has no low-rank pairs, it was trained with --lora-rank 0")
     base = request.base_model or loaded.pairs.config.checkpoint.load_hf
-    with new_folder(request.output) as folder:
+    with new_folder(request.output, single_axis("world")) as folder:
         links = loaded.architecture.links(loaded.values, LAYOUTS[0])
         elements = write_adapter(loaded.pairs, links, folder, base, request.dtype)
     print(f"{request.output}: {loaded.pairs}; {elements:,} parameters beside {base or 'a model that is not named'}")
 
 
-def read_input(request: Request) -> Loaded:
-    """The model in --input. ValueError names the flag, the path and what is wrong."""
+def read_input(request: Request, world: Axis) -> Loaded:
+    """The model in --input. ValueError names the flag, the path and what is wrong. Collective over `world`."""
     path = request.input
     try:
-        refuse_other_input(path, request.source)
+        on_each(world, lambda: refuse_other_input(path, request.source))
         if request.source == "megacp":
-            return read_checkpoint(path, request.architecture)
-        return read_hf(path, request.architecture, request.ignored)
+            return read_checkpoint(path, world, request.architecture)
+        on_each(world, lambda: check_sums(path, world))
+        return on_each(world, lambda: read_hf(path, request.architecture, request.ignored, check_sums=False))
     except RemovedError:  # the caller tries again
         raise
     except (ValueError, OSError) as error:

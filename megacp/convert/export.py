@@ -12,24 +12,32 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 import megacp
-from megacp.checkpoint.commit import LoadedCheckpoint, save_checkpoint
-from megacp.checkpoint.names import MODEL, TensorBox
+from megacp.checkpoint.commit import LoadedCheckpoint
+from megacp.checkpoint.directory import CONFIG_FILE, point_and_prune
+from megacp.checkpoint.index import GlobalTensor, Index, StoredBox
+from megacp.checkpoint.manifest import MANIFEST_FILE, CheckpointManifest, FileRecord, hash_file, to_json
+from megacp.checkpoint.names import MODEL
+from megacp.checkpoint.storage import INDEX_FILE, rank_file
+from megacp.checkpoint.tensor_file import write_values
 from megacp.config.run import with_values
 from megacp.config.yaml_file import to_yaml
 from megacp.convert import hf_files, processor
 from megacp.convert.chat import write_chat_template
+from megacp.convert.sharing import SECONDS, files_of, mine, on_each, on_first
 from megacp.convert.source import Loaded, refuse_unread, require_all
 from megacp.convert.tables.architectures import LAYOUTS, token_fields, token_ids
-from megacp.convert.tables.mapping import Info, Mapped, Source, in_dtype, num_bytes, one_dtype
+from megacp.convert.tables.mapping import Info, Mapped, Source, in_dtype, num_bytes, one_dtype, whole
 from megacp.convert.tokenizer import COMPANIONS, Given, tokenizer_files, write_tokenizer
 from megacp.data.media.geometry import TOKEN_TEXTS
 from megacp.data.tokenize.tokenizer import PROBE, Tokenizer, load_tokenizer
-from megacp.distributed.grid import GridShape, build_grid
+from megacp.distributed.collectives import gather_objects
+from megacp.distributed.grid import Axis
+from megacp.files import new_file, write_new
 from megacp.training.state import first_token, stored_progress
 
 _DTYPES = ("float32", "bfloat16", "float64")
@@ -78,22 +86,6 @@ class Request:
     """Of a Unigram tokenizer (`convert.tokenizer.refuse_difference`)."""
 
 
-class Lazy:
-    """A tensor that is read when its values are needed, and not kept."""
-
-    def __init__(self, source: Source, name: str) -> None:
-        self._source, self._name = source, name
-        info = source.infos[name]
-        self.shape, self.dtype, self.nbytes = torch.Size(info.shape), info.dtype, num_bytes(info)
-
-    def numel(self) -> int:
-        """Elements."""
-        return self.shape.numel()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source.rows(self._name, 0, self.shape[0]), name)
-
-
 def with_positions(loaded: Loaded, given: int | None) -> tuple[Loaded, str]:
     """A checkpoint with the length that its model is for resolved, and a line that says where it comes from."""
     said = loaded.config.model.max_position_embeddings
@@ -105,8 +97,11 @@ def with_positions(loaded: Loaded, given: int | None) -> tuple[Loaded, str]:
     return dataclasses.replace(loaded, config=config), f"max_position_embeddings is {length}, {why}"
 
 
-def write_hf(loaded: Loaded, folder: Path, request: Request) -> dict[str, Info]:
-    """Fill an empty folder; shape and dtype of its tensors. ValueError names what the library cannot express."""
+def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dict[str, Info]:
+    """Fill an empty folder; shape and dtype of its tensors. ValueError names what the library cannot express.
+
+    Collective over `world`: each rank writes weight files of its own, the first one all else.
+    """
     architecture, layout = loaded.architecture, request.layout
     if layout != LAYOUTS[0] and not architecture.sections:
         raise ValueError(f"--layout {layout}: {architecture.name} has one layout")
@@ -117,18 +112,22 @@ def write_hf(loaded: Loaded, folder: Path, request: Request) -> dict[str, Info]:
     if architecture.sections:
         fields = token_fields(token_ids(loaded.values, loaded.rules.token_ids if loaded.rules is not None else None))
         content |= fields | {key: loaded.content[key] for key in fields if key in loaded.content}
-    special, notes = _files_beside(loaded, folder, request)
-    hf_files.write_tensors(source, folder, request.max_shard_bytes)
-    hf_files.write_json(folder / "config.json", {**content, **special})
-    if not (folder / _GENERATION).is_file():
-        hf_files.write_json(folder / _GENERATION, {key: special[key] for key in _SPECIAL if key in special})
-    written = dict(hf_files.SafetensorsFolder(folder).infos)
-    require_all(written, links, True, folder)
-    if loaded.checkpoint is not None:
-        card = _card(loaded, loaded.checkpoint, written, content["dtype"], notes)
-        (folder / hf_files.CARD).write_text(card, encoding="utf-8")
-    hf_files.write_sums(folder)
-    return written
+    special, notes = on_first(world, lambda: _files_beside(loaded, folder, request))
+    hf_files.write_tensors(source, folder, request.max_shard_bytes, world)
+
+    def complete() -> None:
+        hf_files.write_json(folder / "config.json", {**content, **special})
+        if not (folder / _GENERATION).is_file():
+            hf_files.write_json(folder / _GENERATION, {key: special[key] for key in _SPECIAL if key in special})
+        written = dict(hf_files.SafetensorsFolder(folder).infos)
+        require_all(written, links, True, folder)
+        if loaded.checkpoint is not None:
+            card = _card(loaded, loaded.checkpoint, written, content["dtype"], notes)
+            (folder / hf_files.CARD).write_text(card, encoding="utf-8")
+
+    on_first(world, complete)
+    hf_files.write_sums(folder, world)
+    return dict(source.infos)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -243,23 +242,58 @@ def _card(
     return hf_files.card(title, facts, checkpoint.config_yaml, ("megacp", loaded.architecture.name))
 
 
-def write_checkpoint(loaded: Loaded, folder: Path, request: Request) -> dict[str, Info]:
+def write_checkpoint(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dict[str, Info]:
     """Fill an empty folder with one checkpoint of step 0 without the state of a run, and the tokenizer's files beside
-    it; shape and dtype of its tensors.
+    it; shape and dtype of its tensors. Collective over `world`: each rank writes weight files of its own.
     """
     source = in_dtype(loaded.source, request.dtype)
-    config = with_values(loaded.config, {"dtype": model_dtype(source)})
+    config = to_yaml(with_values(loaded.config, {"dtype": model_dtype(source)}))
     rules = loaded.rules.to_dict() if loaded.rules is not None else None
-    sha256 = copy_tokenizer(loaded, folder)
-    keep_generation(loaded, folder)
-    boxes = [
-        TensorBox(f"{MODEL}.{name}", info.shape, (0,) * len(info.shape), cast(torch.Tensor, Lazy(source, name)))
-        for name, info in source.infos.items()
-    ]
-    extra = {"tokenizer_sha256": sha256, "image_rules": rules}
-    world = build_grid(GridShape(), 0).world
-    save_checkpoint(folder, 0, boxes, extra=extra, config_yaml=to_yaml(config), world=world)
+    step = folder / "step_0000000"
+
+    def begin() -> str:
+        step.mkdir()
+        keep_generation(loaded, folder)
+        return copy_tokenizer(loaded, folder)
+
+    extra = {"tokenizer_sha256": on_first(world, begin), "image_rules": rules}
+    index = index_of(source.infos, request.max_shard_bytes)
+    names = mine(list(index.files), world)
+    records = on_each(world, lambda: {name: _write_file(source, index, step / name) for name in names})
+    of_ranks = gather_objects(records, world)
+
+    def complete() -> None:
+        hf_files.require_seen([step / name for name in index.files])
+        written = {name: record for of_rank in of_ranks for name, record in of_rank.items()}
+        for name, content in ((INDEX_FILE, index.to_json()), (CONFIG_FILE, config.encode())):
+            write_new(step / name, content)
+            written[name] = hash_file(step / name)
+        manifest = CheckpointManifest(0, 1, 1, {}, written, extra)
+        write_new(step / MANIFEST_FILE, to_json(manifest).encode())
+        point_and_prune(step, 0)
+
+    on_first(world, complete)
     return dict(source.infos)
+
+
+def index_of(infos: Mapping[str, Info], max_bytes: int) -> Index:
+    """The index of a checkpoint whose files hold whole tensors, of at most `max_bytes` or a single larger one."""
+    filled = {f"{MODEL}.{name}": info for name, info in infos.items() if num_bytes(info)}
+    tensors = {name: GlobalTensor(info.shape, info.dtype) for name, info in filled.items()}
+    boxes = {name: StoredBox(name, (0,) * len(info.shape), info.shape) for name, info in filled.items()}
+    files = files_of(filled, max_bytes)
+    return Index(tensors, {rank_file(i): [boxes[name] for name in names] for i, names in enumerate(files)})
+
+
+def _write_file(source: Source, index: Index, path: Path) -> FileRecord:
+    with new_file(path, SECONDS) as stream:
+        stream.write(index.header(path.name))
+        for box in index.files[path.name]:
+            values = whole(source, box.name.removeprefix(f"{MODEL}."))
+            if (tuple(values.shape), values.dtype) != tuple(index.tensors[box.name]):
+                raise ValueError(f"{box.name} became {values.dtype} {tuple(values.shape)}, not as its header said")
+            write_values(stream, values)
+    return hash_file(path)
 
 
 def model_dtype(source: Source) -> str:

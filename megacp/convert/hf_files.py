@@ -1,7 +1,7 @@
 """A Hugging Face folder: safetensors read row by row and written tensor by tensor, with index, hashes and card.
 
-One tensor is in memory at a time, whatever the size of model and shards: files are mapped when read, and shards are
-planned from shapes and written in order. Pickled `.bin` files are refused, since opening one runs its code.
+One tensor is in memory at a time, whatever the size of model and shards: files are mapped when read. Shards are planned
+from shapes and dealt to the ranks that convert together. Pickled `.bin` files are refused: opening one runs its code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ import torch
 
 from megacp import files
 from megacp.checkpoint import tensor_file
+from megacp.convert.sharing import SECONDS, files_of, mine, on_each, on_first
 from megacp.convert.tables.mapping import Info, Source, num_bytes, whole
+from megacp.distributed.collectives import gather_objects
+from megacp.distributed.grid import Axis
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SUMS = "SHA256SUMS"
@@ -109,38 +112,40 @@ class SafetensorsFolder:
         return self._files[self._places[name]].get_slice(name)[start:stop]
 
 
-def write_tensors(source: Source, folder: Path, max_shard_bytes: int) -> list[Path]:
-    """Write all tensors of `source` in their order; one file, or shards with an index. A shard holds at most
-    `max_shard_bytes`, or a single larger tensor.
+def write_tensors(source: Source, folder: Path, max_shard_bytes: int, world: Axis) -> list[Path]:
+    """Write all tensors of `source` in their order; one file, or shards with an index, which comes last.
+
+    Each rank writes files of its own; all ranks return together. A shard holds at most `max_shard_bytes`, or a single
+    larger tensor.
     """
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, info in source.infos.items():
-        if shards[-1] and filled + num_bytes(info) > max_shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += num_bytes(info)
-    if len(shards) == 1:
-        _write_shard(source, shards[0], folder / SINGLE)
-        return [folder / SINGLE]
-    paths = [folder / f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    for path, names in zip(paths, shards, strict=True):
-        _write_shard(source, names, path)
+    shards = files_of(source.infos, max_shard_bytes)
+    count = len(shards)
+    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] if count > 1 else [SINGLE]
+    paths = [folder / name for name in names]
+
+    def write() -> None:
+        for path, of_file in mine(list(zip(paths, shards, strict=True)), world):
+            _write_shard(source, of_file, path)
+
+    on_each(world, write)
+    on_first(world, lambda: require_seen(paths))
+    if count == 1:
+        return paths
     infos = source.infos
     total = {
         "total_parameters": sum(math.prod(info.shape) for info in infos.values()),
         "total_size": sum(num_bytes(info) for info in infos.values()),
     }
     where = {name: path.name for path, names in zip(paths, shards, strict=True) for name in names}
-    write_json(folder / INDEX, {"metadata": total, "weight_map": dict(sorted(where.items()))})
+    if world.rank == 0:
+        write_json(folder / INDEX, {"metadata": total, "weight_map": dict(sorted(where.items()))})
     return [*paths, folder / INDEX]
 
 
 def _write_shard(source: Source, names: Sequence[str], path: Path) -> None:
     infos = source.infos
     names = sorted(names, key=lambda name: -infos[name].dtype.itemsize)  # see `tensor_file.header`
-    with path.open("xb") as stream:
+    with files.new_file(path, SECONDS) as stream:
         stream.write(tensor_file.header((name, infos[name].dtype, infos[name].shape) for name in names))
         for name in names:
             tensor = whole(source, name)
@@ -148,18 +153,39 @@ def _write_shard(source: Source, names: Sequence[str], path: Path) -> None:
             tensor_file.write_values(stream, tensor)
 
 
-def write_sums(folder: Path) -> None:
-    """SHA256SUMS of every file but the card, which people edit, as `sha256sum --check` reads it."""
-    lines = []
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (SUMS, CARD)):
-        lines.append(f"{files.sha256_of(path)[1]}  {path.relative_to(folder)}\n")
-    (folder / SUMS).write_text("".join(lines), encoding="utf-8")
+def require_seen(paths: Sequence[Path]) -> None:
+    """OSError when a file that some rank has written is not here, even after a while."""
+    for path in paths:
+        files.seen(path.stat, SECONDS)
 
 
-def check_sums(folder: Path) -> None:
+def write_sums(folder: Path, world: Axis) -> None:
+    """SHA256SUMS of every file but the card, which people edit, as `sha256sum --check` reads it.
+
+    Each rank hashes some of the files, the largest first; the first rank writes. Collective over `world`.
+    """
+
+    def by_size() -> list[Path]:
+        below = [path for path in folder.rglob("*") if path.is_file() and path.name not in (SUMS, CARD)]
+        return sorted(below, key=lambda path: (-path.stat().st_size, path))
+
+    def hashed() -> dict[Path, str]:
+        require_seen(share)
+        return {path: files.sha256_of(path)[1] for path in share}
+
+    share = mine(on_first(world, by_size), world)
+    own = on_each(world, hashed)
+    digests = {path: digest for of_rank in gather_objects(own, world) for path, digest in of_rank.items()}
+    if world.rank == 0:
+        lines = [f"{digests[path]}  {path.relative_to(folder)}\n" for path in sorted(digests)]
+        (folder / SUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def check_sums(folder: Path, world: Axis) -> None:
     """Compare with SHA256SUMS where there is one. ValueError names the files that differ, or a line that is none.
 
-    Only regular files inside the folder are hashed: a foreign list may name anything.
+    Only regular files inside the folder are hashed: a foreign list may name anything. This rank hashes its share and
+    speaks of that alone.
     """
     listed = folder / SUMS
     if not os.path.lexists(listed):
@@ -171,7 +197,7 @@ def check_sums(folder: Path) -> None:
     if not any(line.strip() for line in lines):
         raise ValueError(f"{listed} lists no file: it was cut, or is not one of this program")
     wrong = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in mine(list(enumerate(lines, start=1)), world):
         if not line.strip():
             continue
         found = _SUM.fullmatch(line.rstrip("\r"))
@@ -197,11 +223,27 @@ def _hash_problem(path: Path, name: str, digest: str) -> str | None:
 
 
 @contextmanager
-def new_folder(output: Path) -> Iterator[Path]:
+def new_folder(output: Path, world: Axis) -> Iterator[Path]:
     """A folder beside `output` that becomes it at the end of the block, and is removed when the block raises.
 
-    ValueError when `output` exists.
+    The block raises on all ranks or on none. ValueError when `output` exists.
     """
+    folder = on_first(world, lambda: _made_beside(output))
+    try:
+        yield folder
+        on_first(world, lambda: _place(folder, output))
+    except BaseException:
+        if world.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _place(folder: Path, output: Path) -> None:
+    files.sync_below(folder)
+    files.place_folder(folder, output)
+
+
+def _made_beside(output: Path) -> Path:
     if output.exists() or output.is_symlink():
         raise ValueError(f"--output {output} exists; nothing is ever written over")
     above = next(folder for folder in output.absolute().parents if os.path.lexists(folder))
@@ -213,13 +255,7 @@ def new_folder(output: Path) -> Iterator[Path]:
         folder.mkdir()
     except OSError as error:
         raise ValueError(f"--output {output} cannot be written: {error.strerror}") from error
-    try:
-        yield folder
-        files.sync_below(folder)
-        files.place_folder(folder, output)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    return folder
 
 
 def card(title: str, facts: Mapping[str, Any], config_yaml: str, tags: Sequence[str]) -> str:

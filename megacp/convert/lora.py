@@ -17,13 +17,14 @@ from megacp.config.model import ModelConfig
 from megacp.config.run import RunConfig, with_values
 from megacp.convert import hf_files
 from megacp.convert.tables.mapping import Info, Link, Source, whole
+from megacp.distributed.grid import single_axis
 from megacp.ops.kernel import accumulation_dtype
 from megacp.tensor_parallel.lora import A, B, is_of_a_pair
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BEGIN = "base_model.model."
 """Of names in an adapter: peft's model around the library's."""
-WITHOUT = {"lora_rank": 0, "lora_alpha": None, "lora_targets": None}
+WITHOUT = {"lora_rank": 0, "lora_alpha": None, "lora_targets": None, "lora_dropout": 0.0}
 """The flags of a model without pairs."""
 
 
@@ -88,7 +89,7 @@ def write_adapter(pairs: Pairs, links: list[Link], folder: Path, base: str | Non
             tensors[f"{_BEGIN}{module}.{end}"] = tensor.to(dtype or tensor.dtype).contiguous()
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     hf_files.write_json(folder / ADAPTER_CONFIG, _config(pairs.model, ranks, base))
-    hf_files.write_sums(folder)
+    hf_files.write_sums(folder, single_axis("world"))
     return sum(tensor.numel() for tensor in tensors.values())
 
 
@@ -118,7 +119,7 @@ def _config(model: ModelConfig, ranks: Mapping[str, int], base: str | None) -> d
         "inference_mode": True,
         "r": model.lora_rank,
         "lora_alpha": _number(alpha),
-        "lora_dropout": 0.0,
+        "lora_dropout": model.lora_dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,

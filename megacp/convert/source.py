@@ -21,12 +21,13 @@ from megacp.config.checks.check import check
 from megacp.config.run import RunConfig, flatten, with_values
 from megacp.convert import hf_files, processor
 from megacp.convert.lora import Pairs, folded
+from megacp.convert.sharing import on_each
 from megacp.convert.tables.architectures import IGNORED_TENSORS, LAYOUTS, Architecture, of_config, of_values, token_ids
 from megacp.convert.tables.mapping import Info, Link, Mapped, Source, problems
 from megacp.convert.tables.molmo2 import TOKEN_FIELDS
 from megacp.data.media.geometry import TOKEN_TEXTS, ImageRules
 from megacp.data.tokenize.tokenizer import load_tokenizer
-from megacp.distributed.grid import GridShape, build_grid
+from megacp.distributed.grid import Axis, single_axis
 from megacp.training.state import stored_progress
 from megacp.training.stored import stored_config
 
@@ -103,9 +104,16 @@ class Loaded:
         return ImageRules(*sizes, max_crops=2, overlap_margins=(0, 0), token_ids=ids)
 
 
-def read_checkpoint(path: Path, wanted: str = "auto") -> Loaded:
-    """The newest whole checkpoint below `path`, or that step. ValueError names what the library cannot express."""
-    loaded = load_checkpoint(path, build_grid(GridShape(), 0).world)
+def read_checkpoint(path: Path, world: Axis, wanted: str = "auto") -> Loaded:
+    """The newest whole checkpoint below `path`, or that step. ValueError names what the library cannot express.
+
+    Collective over `world`, whose ranks share the hashing.
+    """
+    loaded = load_checkpoint(path, world)
+    return on_each(world, lambda: _described(loaded, wanted))
+
+
+def _described(loaded: LoadedCheckpoint, wanted: str) -> Loaded:
     stored = stored_config(loaded)
     source, config, pairs = folded(CheckpointSource(loaded), stored)
     values = flatten(config)
@@ -123,7 +131,7 @@ def read_hf(path: Path, wanted: str = "auto", ignored: Collection[str] = (), *, 
     """
     content = hf_files.read_json(path / CONFIG)
     if check_sums:
-        hf_files.check_sums(path)
+        hf_files.check_sums(path, single_axis("world"))
     architecture = of_config(content, wanted)
     values = architecture.values(content, ignored)
     config = with_values(RunConfig(), {**values, "hf_model_type": architecture.name})

@@ -17,7 +17,9 @@ from megacp.checkpoint.weights import Weights
 from megacp.config.run import RunConfig, flatten, with_values
 from megacp.convert.conversion import refuse_other_input
 from megacp.convert.export import copy_tokenizer, keep_generation, model_dtype
-from megacp.convert.source import Loaded, read_hf
+from megacp.convert.hf_files import read_json
+from megacp.convert.source import CONFIG, Loaded, read_hf
+from megacp.convert.tables.architectures import of_config
 from megacp.convert.tables.mapping import in_dtype
 from megacp.convert.tokenizer import tokenizer_files
 from megacp.convert.tower import with_tower
@@ -59,8 +61,10 @@ def open_start(config: RunConfig, given: Collection[str], check_sums: bool) -> t
     if importlib.util.find_spec("safetensors") is None:
         raise ValueError("--load-hf reads weights with the package safetensors: pip install 'megacp[hf]'")
     folder, vision = Path(str(config.checkpoint.load_hf)), config.checkpoint.vision_from_hf
-    ignored = (config.checkpoint.ignore_field or "").replace(",", " ").split()
-    loaded = _read("--load-hf", folder, ignored, check_sums)
+    asked = (config.checkpoint.ignore_field or "").replace(",", " ").split()
+    of_tower = _unknown_of(Path(vision)) & set(asked) if vision not in (None, "none") else set()
+    of_text = [name for name in asked if name not in of_tower or name in _unknown_of(folder)]
+    loaded = _read("--load-hf", folder, of_text, check_sums)
     try:
         dtype = config.training.dtype if "dtype" in given else model_dtype(loaded.source)
         files = tokenizer_files(folder)
@@ -69,7 +73,7 @@ def open_start(config: RunConfig, given: Collection[str], check_sums: bool) -> t
         raise ValueError(f"--load-hf {folder}: {error}") from error
     stored, source, known, notes = loaded.config, loaded.source, dict[str, int](), list[str]()
     if vision is not None:
-        tower = _read("--vision-from-hf", Path(vision), (), check_sums) if vision != "none" else None
+        tower = _read("--vision-from-hf", Path(vision), of_tower, check_sums) if vision != "none" else None
         both = with_tower(loaded, tower, config, given)
         stored, source, known, notes = both.config, both.source, both.known_rows, [both.note]
     stored = with_values(stored, {"dtype": dtype})
@@ -78,6 +82,15 @@ def open_start(config: RunConfig, given: Collection[str], check_sums: bool) -> t
     fingerprint = hashlib.sha256(json.dumps([told, flatten(stored)], sort_keys=True).encode()).hexdigest()
     weights = Weights(folder, in_dtype(source, DTYPES[dtype]), sha256, fingerprint, known)
     return config, FolderStart(loaded, weights), "\n".join([note, *notes])
+
+
+def _unknown_of(folder: Path) -> set[str]:
+    """Fields of a folder's config that --ignore-field may name; none where it cannot be read, as `_read` will say."""
+    try:
+        content = read_json(folder / CONFIG)
+        return of_config(content).unknown(content)
+    except (ValueError, OSError):
+        return set()
 
 
 def _read(name: str, folder: Path, ignored: Collection[str], check_sums: bool) -> Loaded:

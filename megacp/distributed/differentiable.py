@@ -5,6 +5,7 @@
 | `copy_to` | identity | all-reduce | replicated -> used differently per rank | partial |
 | `reduce_from` | all-reduce | identity | partial -> replicated | replicated |
 | `gather_from` | all-gather | reduce-scatter | sharded -> used differently per rank | partial |
+| `gather_uneven` | all-gather | reduce-scatter | sharded, any sizes -> used differently per rank | partial |
 | `reduce_scatter_to` | reduce-scatter | all-gather | partial -> sharded | sharded |
 | `exchange` | all-to-all | all-to-all back | sharded a -> sharded b | sharded |
 
@@ -82,3 +83,12 @@ def exchange(
         lambda rows, over: collectives.all_to_all(rows, over, in_splits, out_splits),
         lambda rows, over: collectives.all_to_all(rows, over, out_splits, in_splits),
     )
+
+
+def gather_uneven(x: torch.Tensor, axis: Axis, counts: Sequence[int]) -> torch.Tensor:
+    """`[counts[rank], ...] -> [sum(counts), ...]` in axis order, used differently per rank; some ranks may have none.
+
+    A rank sends its rows to each other rank, and gets the partial gradients of them back.
+    """
+    copies = x.repeat(axis.size, *[1] * (x.dim() - 1))  # its own gradient is the sum over the copies
+    return exchange(copies, axis, [len(x)] * axis.size, counts)

@@ -21,6 +21,7 @@ from megacp.models.offload import BlockOffload, HostMemory
 from megacp.models.recompute import rerun
 from megacp.ops.dropout import dropout
 from megacp.tensor_parallel.linear import LinearSpec
+from megacp.tensor_parallel.lora import DropoutNames, LowRank
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class BlockInputs:
     rotary: tuple[torch.Tensor, torch.Tensor]
     token_names: torch.Tensor
     """int64 `[t/tp]`: names of the tokens of the residual stream on this rank."""
+    all_token_names: torch.Tensor
+    """int64 `[t]`: those of all tp ranks."""
     key: int
 
 
@@ -55,6 +58,7 @@ class Block(nn.Module):
         )
         self.precision = backend.precision if recompute == "full" else contextlib.nullcontext
         self.run = rerun(self._body, recompute)
+        self.pairs = [module for module in self.modules() if isinstance(module, LowRank)]
         self.offload: BlockOffload | None = None
         """Takes what is saved to host memory and back; None leaves it on the device."""
 
@@ -65,6 +69,8 @@ class Block(nn.Module):
         return self.offload(self.run, x, inputs, (*self.parameters(), *inputs.rotary, inputs.token_names))
 
     def _body(self, x: torch.Tensor, inputs: BlockInputs, remember: Remember) -> torch.Tensor:
+        for pairs in self.pairs:
+            pairs.names = DropoutNames(inputs.key, inputs.token_names, inputs.all_token_names)
         with self.precision():  # the block that is computed again in backward stands in no other context
             attended = self.attention_norm(self.attention(x, inputs.plan, inputs.rotary, remember))
             x = x + self._drop(attended, inputs, 2 * self.layer)

@@ -115,7 +115,7 @@ class LanguageModelChunk(nn.Module):
             x = self.embedded(batch)
         rotary = cos_sin(batch.position_ids, self.frequencies, self.backend.dtype, self.rotary_factor)
         names = slice_of(batch.token_names, self.backend.tp) if self.backend.sequence_parallel else batch.token_names
-        inputs = BlockInputs(batch.plan, rotary, names, batch.key)
+        inputs = BlockInputs(batch.plan, rotary, names, batch.token_names, batch.key)
         with self.backend.precision():
             for block in self.blocks:
                 x = block(x, inputs)

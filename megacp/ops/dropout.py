@@ -22,22 +22,30 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 @fused
-def _kept(token_names: torch.Tensor, low: torch.Tensor, high: torch.Tensor, columns: int, least: int) -> torch.Tensor:
+def _kept(
+    token_names: torch.Tensor, low: torch.Tensor, high: torch.Tensor, column: torch.Tensor, least: int
+) -> torch.Tensor:
     """`keep_mask` from the halves of the key; they are tensors, as a number would make a compiled form for each key."""
     rows = _mix((token_names * 0x9E3779B1 + low) & _MASK32) + high
-    column = torch.arange(columns, device=token_names.device) * 0x27D4EB2F
-    bits = _mix((rows[:, None] + column[None]) & _MASK32)  # [n, 1] + [1, columns] -> [n, columns]
+    bits = _mix((rows[:, None] + column[None] * 0x27D4EB2F) & _MASK32)  # [n, 1] + [1, columns] -> [n, columns]
     return bits >= least
 
 
-def keep_mask(key: int, token_names: torch.Tensor, columns: int, probability: float) -> torch.Tensor:
-    """Bool `[n, columns]`, False with `probability`; `token_names[n]` int64 names each token within its microbatch."""
+def keep_mask(key: int, token_names: torch.Tensor, columns: int, probability: float, first: int = 0) -> torch.Tensor:
+    """Bool `[n, columns]`, False with `probability`; `token_names[n]` int64 names each token within its microbatch.
+
+    `first`: the number of the first column here, where tp ranks hold parts of a row.
+    """
     low, high = (token_names.new_full((), half) for half in (key & _MASK32, key >> 32 & _MASK32))
-    return _kept(token_names, low, high, columns, int(probability * 2**32))
+    column = torch.arange(first, first + columns, device=token_names.device)
+    return _kept(token_names, low, high, column, int(probability * 2**32))
 
 
-def dropout(x: torch.Tensor, key: int, token_names: torch.Tensor, probability: float) -> torch.Tensor:
-    """`x[n, h]` with elements zeroed with `probability` and the rest scaled by `1 / (1 - probability)`."""
+def dropout(x: torch.Tensor, key: int, token_names: torch.Tensor, probability: float, first: int = 0) -> torch.Tensor:
+    """`x[n, h]` with elements zeroed with `probability` and the rest scaled by `1 / (1 - probability)`.
+
+    `first` as in `keep_mask`.
+    """
     if probability == 0.0:
         return x
-    return x * keep_mask(key, token_names, x.shape[-1], probability) / (1.0 - probability)
+    return x * keep_mask(key, token_names, x.shape[-1], probability, first) / (1.0 - probability)

@@ -110,10 +110,11 @@ def layer_activations(config: RunConfig, granularity: str) -> int:
     rows, after = residual // model.hidden_size, model.norm_position == "after"
     dropout_masks = 2 * residual if model.hidden_dropout > 0 else 0
     elements = (4 if after else 4 - tiled if cheap else 2) * residual + tokens * sharded // tp
-    elements += _of_pairs(config) - sum(_left_out(config, granularity))
+    dropped = _of_dropout(config)
+    elements += dropped + _of_pairs(config) - sum(_left_out(config, granularity))
     wide_elements = (2 - (tiled and not after)) * rows + tokens * wide_heads // tp
     wide_elements += 2 * tokens * (model.qk_layernorm and not each_head)
-    return elements * size + wide_elements * config.training.accumulation_bytes + dropout_masks
+    return elements * size + wide_elements * config.training.accumulation_bytes + dropout_masks + dropped
 
 
 def _of_pairs(config: RunConfig) -> int:
@@ -124,9 +125,22 @@ def _of_pairs(config: RunConfig) -> int:
     return model.lora_rank * sum(rows if name in ("output", "down") else tokens_per_rank(config) for name in kept)
 
 
+def _of_dropout(config: RunConfig) -> int:
+    """Elements of what the pairs of a layer are given, which their dropout makes anew; its masks have as many bytes."""
+    model, rows = config.model, tokens_per_rank(config) // config.parallel.tensor_model_parallel_size
+    if model.lora_dropout == 0:
+        return 0
+    asked, residual = set(model.lora_linears), residual_elements(config)
+    columns = sum(not asked.isdisjoint(linears) for linears in (("q", "k", "v"), ("gate", "up")))
+    return columns * residual + rows * sum(model.linear_sizes[name][0] for name in asked & {"output", "down"})
+
+
 def _read_again(config: RunConfig, *linears: str) -> bool:
-    """Whether the backward of a product with these tensors reads its input: a frozen one does for a low-rank pair."""
-    return "text" not in config.frozen_parts or not set(linears).isdisjoint(config.model.lora_linears)
+    """Whether the backward of a product with these tensors reads its input: a frozen one does for a low-rank pair, but
+    for one with dropout, which reads what is left of it.
+    """
+    pairs = set(config.model.lora_linears) if config.model.lora_dropout == 0 else set()
+    return "text" not in config.frozen_parts or not pairs.isdisjoint(linears)
 
 
 def _left_out(config: RunConfig, granularity: str) -> tuple[int, int]:

@@ -16,18 +16,26 @@ loop of one's own must too: `loss = summed / counted * accelerator.num_processes
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
+import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import Axis, axis_of_mesh
+from megacp.ops.mask import Metadata
+from megacp.sdpa.call_stack import is_stock_model
 from megacp.sdpa.context import context_parallel
 from megacp.sdpa.documents import documents_of
+from megacp.sdpa.mask import DocumentIds
+from megacp.sdpa.multimodal import cut_multimodal, has_towers
 from megacp.sdpa.transformers import register_with_transformers
 
 _PAD = {"input_ids": 0, "labels": -100, "shift_labels": -100, "attention_mask": 0, "position_ids": 0}
@@ -36,7 +44,8 @@ _PAD |= {"token_type_ids": 0}
 _OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """What collators say of packed documents for other kernels; the position ids say it too."""
 _HOOKS = ("_prepare_cp", "maybe_context_parallel", "torch_device_mesh", "parallelism_config")
-_TRAINER_HOOKS = ("_prepare_context_parallel_inputs", "prediction_step", "compute_loss_func", "label_smoother")
+_TRAINER_HOOKS: tuple[str, ...] = ("_prepare_context_parallel_inputs", "prediction_step", "compute_loss_func")
+_TRAINER_HOOKS += ("label_smoother", "_loss_shifts_labels", "model_accepts_loss_kwargs")
 
 
 def shard_sequences(
@@ -159,22 +168,44 @@ class _Blocks:
         if "position_ids" not in inputs:
             inputs["position_ids"] = torch.arange(ids.shape[1], device=ids.device).repeat(ids.shape[0], 1)
         if "labels" in inputs and "shift_labels" not in inputs:
-            inputs["shift_labels"] = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:].contiguous()
+            inputs["shift_labels"] = _shifted(inputs["labels"])
         names = [name for name in _PAD if name in inputs]
         buffers = [inputs[name] for name in names]
         self._refuse_other_rows(buffers)
-        block = functools.partial(
+        return self._block(buffers, names, documents_of(inputs["position_ids"], mask)), inputs
+
+    def of_images(self, model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[Callable[[], Any], dict[str, Any]]:
+        """A block for the inputs of a model with towers: it takes the whole batch, and labels alone are cut."""
+        inputs = {name: x for name, x in inputs.items() if name not in _OF_PACKING and x is not None}
+        if "input_ids" not in inputs or "labels" not in inputs:
+            raise ValueError(f"a sharded sequence with images has input_ids and labels [B, S], got {', '.join(inputs)}")
+        self._refuse_other_rows([x for x in inputs.values() if isinstance(x, torch.Tensor)])
+        inputs["labels"] = inputs["labels"].clone()  # the loader's stay whole
+        inputs.setdefault("shift_labels", _shifted(inputs["labels"]))
+        names = [name for name in ("labels", "shift_labels") if name in inputs]
+        block = self._block([inputs[name] for name in names], names, _documents_with_images(model, inputs))
+
+        @contextlib.contextmanager
+        def both() -> Iterator[None]:
+            with block() as context, cut_multimodal(model, context):
+                yield
+
+        return both, inputs
+
+    def _block(
+        self, buffers: list[torch.Tensor], names: Sequence[str], documents: DocumentIds
+    ) -> Callable[[], context_parallel]:
+        return functools.partial(
             context_parallel,
             self.axis,
             buffers=buffers,
             buffer_seq_dims=[1] * len(buffers),
             no_restore_buffers=buffers,
             pad_values=[_PAD[name] for name in names],
-            document_ids=documents_of(inputs["position_ids"], mask),
+            document_ids=documents,
             transport=self.transport,
             layout=self.layout,
         )
-        return block, inputs
 
     def _refuse_other_rows(self, buffers: Sequence[torch.Tensor]) -> None:
         """Raise ValueError on all ranks of the axis where they hold other rows, as of a loader that deals to each rank.
@@ -195,12 +226,52 @@ class _Blocks:
             )
 
 
+def _shifted(labels: torch.Tensor) -> torch.Tensor:
+    """Labels `[B, S]` as the Trainers' losses shift them: documents of packed rows begin without one."""
+    return torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
+
+
+def _documents_with_images(model: torch.nn.Module, inputs: Mapping[str, Any]) -> DocumentIds:
+    """The mask of rows with images. Position ids `[4, B, S]` begin with those of the text, as transformers has it.
+
+    In Gemma 3 the tokens of an image see each other: neighbours whose `token_type_ids` are 1.
+    """
+    positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+    if positions is not None and positions.dim() == 3:
+        positions = positions[0] if len(positions) == 4 else None
+    kinds = inputs.get("token_type_ids") if getattr(model.config, "model_type", "") == "gemma3" else None
+    if positions is None and mask is None and kinds is None:
+        return None
+    ids = inputs["input_ids"]
+    found = documents_of(positions, torch.ones_like(ids) if positions is None and mask is None else mask)
+    if kinds is None:
+        return found
+    document = np.broadcast_to(found.cpu().numpy(), ids.shape)
+    image = (kinds == 1).cpu().numpy()
+    begins = np.diff(image, axis=1, prepend=False) & image  # [B, S]
+    number = (begins.cumsum() * image.reshape(-1)).astype(np.int64)
+    flat = np.where(document < 0, document, document + np.arange(len(ids))[:, None] * ids.shape[1]).reshape(-1)
+    return Metadata(flat, np.zeros_like(flat), number, np.arange(len(flat)))
+
+
 def _counts(x: torch.Tensor) -> bool:
     """Whether `x[B, S]` counts up by one from 0, and starts again any number of times."""
     if x.dim() != 2 or x.is_floating_point() or x.dtype == torch.bool:
         return False
     up = x.diff(dim=1) == 1
     return bool((x[:, 0] == 0).all() and (up | (x[:, 1:] == 0)).all() and (x.shape[1] == 1 or up.any()))
+
+
+def _divides_by_what_it_is_given(trainer: Any) -> bool:
+    """Whether the model's forward hands options to the library's loss of shifted labels, though its class says not.
+
+    Qwen2.5-VL, Qwen3-VL and others say `accepts_loss_kwargs = False`: the Trainer then gives no number of tokens, takes
+    the mean of each batch, and divides by the accumulated steps. The number may be given all the same.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    forwards = [type(x).forward for x in model.modules() if is_stock_model(x)][:1]
+    hands_on = any(re.search(r"\bloss_function\([^)]*\*\*kwargs", inspect.getsource(forward)) for forward in forwards)
+    return hands_on and trainer._loss_shifts_labels
 
 
 def _shard_trainer(trainer: Any, rows: _Blocks) -> None:
@@ -211,14 +282,20 @@ def _shard_trainer(trainer: Any, rows: _Blocks) -> None:
     wrong = {"compute_loss_func": trainer.compute_loss_func, "label_smoothing_factor": trainer.label_smoother}
     if given := [name for name, value in wrong.items() if value is not None]:
         raise ValueError(f"{', '.join(given)} would shift the labels of one rank's tokens alone: leave it out")
-    if not trainer.model_accepts_loss_kwargs:
+    predict, accelerator, axis = trainer.prediction_step, trainer.accelerator, rows.axis
+    counted = not trainer.model_accepts_loss_kwargs
+    if counted and not _divides_by_what_it_is_given(trainer):
         raise ValueError(
             f"{type(trainer.model).__name__} takes no num_items_in_batch: its loss is a mean over one rank's tokens"
         )
-    predict, accelerator, axis = trainer.prediction_step, trainer.accelerator, rows.axis
 
     def prepare(model: torch.nn.Module, inputs: Mapping[str, Any]) -> tuple[Callable[[], Any], dict[str, Any]]:
-        return rows.of_inputs(dict(inputs))
+        bare = accelerator.unwrap_model(trainer.model)
+        block, found = rows.of_images(bare, dict(inputs)) if has_towers(bare) else rows.of_inputs(dict(inputs))
+        if counted and "shift_labels" in found:
+            # the Trainer takes the mean of processes, which is that of the row with its sum over these labels
+            found["num_items_in_batch"] = (found["shift_labels"] != -100).sum().double() / axis.size
+        return block, found
 
     def gather(losses: torch.Tensor) -> torch.Tensor:
         """Losses of all rows, each once; the library takes every process for one with rows of its own."""

@@ -84,11 +84,12 @@ class BatchMask:
         wide, index = (np.broadcast_to(x, (batch, x.shape[1])) for x in (values, local))
         return np.take_along_axis(wide, index, axis=1)  # [batch, s]
 
-    def misplaced(self, axes: np.ndarray, local: np.ndarray) -> str:
+    def misplaced(self, axes: np.ndarray, local: np.ndarray, images: bool = False) -> str:
         """Why int position ids `[axes, 1 or B, s]` of the tokens at `local[1 or B, s]` cannot be right, or nothing.
 
         They may count through each document or through the row, from any start. A model that is given none makes up
-        positions 0 to s - 1, which do neither. Axes that differ (images) never go back within a document.
+        positions 0 to s - 1, which do neither. Axes of a row with `images`, which may stand on another rank, leave
+        places out; they never go back within a document.
         """
         if self.whole_rule or axes.shape[-1] != local.shape[1]:
             return ""
@@ -98,7 +99,7 @@ class BatchMask:
             np.broadcast_to(x, (batch, x.shape[1])) for x in (axes[0], document, number, local)
         )
         document = document + np.where(document >= 0, np.arange(batch)[:, None] * (self.document.max() + 1), 0)
-        if not (axes == axes[:1]).all():
+        if images or not (axes == axes[:1]).all():
             return _turned_back(positions, document, local)
         real = document >= 0
         made_up = (positions == np.arange(positions.shape[1])).all()

@@ -207,7 +207,8 @@ class ContextParallel(TorchFunctionMode):
             return
         self._positions.append(position_ids)  # held, so that no other tensor takes its memory
         values = np.atleast_2d(position_ids.detach().cpu().numpy())
-        problem = self.mask.misplaced(values.reshape(-1, *values.shape[-2:]), self.local)
+        images = self.language is not None and values.ndim == 3
+        problem = self.mask.misplaced(values.reshape(-1, *values.shape[-2:]), self.local, images)
         number = rotary.number(int(values.max(initial=0)) + 1) if rotary else 0
         advice = (
             "put the position_ids of the whole sequence among the buffers, and where they restart give document_ids "

@@ -175,8 +175,9 @@ def _padding_problems(context: ContextParallel, attention_mask: torch.Tensor) ->
         return []
     real = torch.from_numpy(context.mask.of(context.mask.document, context.local) >= 0)
     given = attention_mask.cpu().bool()
-    if given.shape[1] == context.mask.length != real.shape[1]:  # made before the cut, by a model with towers
-        real = torch.from_numpy(np.broadcast_to(context.mask.document >= 0, (len(given), context.mask.length)))
+    if given.shape[1] == context.length != real.shape[1]:  # made before the cut, by a model with towers
+        whole = context.mask.document[:, : context.length] >= 0
+        real = torch.from_numpy(np.broadcast_to(whole, tuple(given.shape)))
     if given.shape[1:] == real.shape[1:] and bool((given == real).all()):
         return []
     return [

@@ -5,15 +5,17 @@ columns and B `[h, r]` is whole. Either way the only message is the narrow produ
 tp, in the place where the linear itself sends rows of full width. The frozen linear is called as it stands, so it may
 be of any backend.
 
-Global tensors of one fused linear (q, k, v) have pairs of their own, whose A are stacked to one product. Rejected: to
-add the partial products of a row linear before its own reduction, which saves a message of r columns and would open the
-linears of every backend.
+Global tensors of one fused linear (q, k, v) have pairs of their own, whose A are stacked to one product. So their
+dropout has one mask; its bits are named by token and column as all dropout here, and are those of one process.
+Rejected: to add the partial products of a row linear before its own reduction, which saves a message of r columns and
+would open the linears of every backend.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -22,6 +24,7 @@ from torch import nn
 
 from megacp.distributed.differentiable import copy_to, gather_from, reduce_from, reduce_scatter_to
 from megacp.distributed.parameter import ParameterSpec, TensorSlice
+from megacp.ops.dropout import dropout
 from megacp.tensor_parallel.linear import LinearOptions, LinearSpec
 
 A, B = "lora_A.weight", "lora_B.weight"
@@ -35,6 +38,19 @@ class LoraSpec:
     linears: tuple[str, ...]
     rank: int
     scale: float
+    dropout: float = 0.0
+    """Of what the pairs are given, in training."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DropoutNames:
+    """What the dropout bits of a microbatch are drawn from."""
+
+    key: int
+    own: torch.Tensor
+    """int64 `[t/tp]`: the tokens of the residual stream on this rank; `[t]` without sequence parallelism."""
+    whole: torch.Tensor
+    """int64 `[t]`: those of all tp ranks."""
 
 
 def is_of_a_pair(name: str) -> bool:
@@ -48,11 +64,31 @@ def _down_spec(pieces: Sequence[TensorSlice], inputs: int, partial: bool, counte
     return ParameterSpec(tuple(pieces), "uniform", 1 / math.sqrt(3 * inputs), partial_over=over, counted=counted)
 
 
-class ColumnPairs(nn.Module):
+class LowRank(nn.Module):
+    """Pairs of one linear. Their block says the names of a microbatch's dropout bits before it calls the linear."""
+
+    names: DropoutNames | None = None
+
+    def __init__(self, linear: LinearSpec, lora: LoraSpec) -> None:
+        super().__init__()
+        self.dropout = lora.dropout
+        # the odd constant spreads keys of names over all 64 bits (SplitMix64)
+        self.site = zlib.crc32(f"{linear.prefix}.{linear.outputs[0][0]}".encode()) * 0x9E3779B97F4A7C15
+
+    def dropped(self, x: torch.Tensor, whole: bool, first: int = 0) -> torch.Tensor:
+        """`x` in training, with zeros; `whole`: of all tokens, and its columns from `first` on."""
+        if self.dropout == 0.0 or not self.training:
+            return x
+        assert self.names is not None, "a block names the tokens of a microbatch"
+        tokens = self.names.whole if whole else self.names.own
+        return dropout(x, self.names.key + self.site, tokens, self.dropout, first)
+
+
+class ColumnPairs(LowRank):
     """Pairs of a column-parallel linear: adds to the columns of `y[t, f/tp]` that have one."""
 
     def __init__(self, linear: LinearSpec, lora: LoraSpec, options: LinearOptions) -> None:
-        super().__init__()
+        super().__init__(linear, lora)
         self.options, self.scale, tp, rank = options, lora.scale, options.tp, lora.rank
         self.widths = [rows // tp.size for _, rows in linear.outputs]
         self.adapted = [name in lora.linears for name, _ in linear.outputs]
@@ -70,7 +106,7 @@ class ColumnPairs(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """`x[t/tp, h]` under sequence parallelism, else `x[t, h]`."""
-        u = F.linear(x, self.down)  # all pairs at once: [.., h] -> [.., pairs r]
+        u = F.linear(self.dropped(x, whole=False), self.down)  # all pairs at once: [.., h] -> [.., pairs r]
         u = gather_from(u, self.options.tp) if self.options.sequence_parallel else copy_to(u, self.options.tp)
         pairs = zip(u.split(self.ranks, -1), self.up.split(self.rows), strict=True)
         parts = [
@@ -80,14 +116,15 @@ class ColumnPairs(nn.Module):
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
 
-class RowPair(nn.Module):
+class RowPair(LowRank):
     """The pair of a row-parallel linear, which adds to `y[t/tp, h]` (without sequence parallelism `y[t, h]`)."""
 
     def __init__(self, linear: LinearSpec, lora: LoraSpec, options: LinearOptions) -> None:
-        super().__init__()
+        super().__init__(linear, lora)
         self.options, self.scale, tp, rank = options, lora.scale, options.tp, lora.rank
         ((last, rows),) = linear.outputs
         name, local = f"{linear.prefix}.{last}", linear.in_features // tp.size
+        self.first = tp.rank * local
         piece = TensorSlice(f"{name}.{A}", (rank, linear.in_features), (0, tp.rank * local), (rank, local))
         whole = TensorSlice(f"{name}.{B}", (rows, rank), (0, 0), (rows, rank))
         over = ("tp",) if options.sequence_parallel and tp.size > 1 else ()
@@ -96,7 +133,7 @@ class RowPair(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """`x[t, f/tp]` is what the linear has multiplied."""
-        u = F.linear(x, self.down)  # [t, f/tp] -> [t, r], partial over tp
+        u = F.linear(self.dropped(x, True, self.first), self.down)  # [t, f/tp] -> [t, r], partial over tp
         u = reduce_scatter_to(u, self.options.tp) if self.options.sequence_parallel else reduce_from(u, self.options.tp)
         return torch.add(y, F.linear(u, self.up), alpha=self.scale)
 

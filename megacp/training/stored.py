@@ -18,7 +18,7 @@ from megacp.config.yaml_file import from_yaml
 from megacp.planner.vision import run_parameters
 
 NOT_THE_FUNCTION = {"make_vocab_size_divisible_by", "init_method_std", "hidden_dropout", "hf_model_type"}
-NOT_THE_FUNCTION |= {"vision_lr_multiplier", "connector_lr_multiplier", "vision_planned_crops"}
+NOT_THE_FUNCTION |= {"lora_dropout", "vision_lr_multiplier", "connector_lr_multiplier", "vision_planned_crops"}
 """Fields of the model that may change on resume: the weights still mean the same function. What is frozen may not: the
 checkpoint has no optimizer state for a tower that was.
 """

@@ -104,6 +104,12 @@ CONTRADICTIONS = [
     ({"load": "a", "load_hf": "b", "dry_run": True}, 1, ["--load a and --load-hf b are two starts"]),
     ({"ignore_field": "a,b"}, 1, ["--ignore-field a,b acts only with --load-hf"]),
     ({"lora_alpha": 16.0, "lora_targets": "q"}, 1, ["--lora-alpha 16.0, --lora-targets q act only with --lora-rank"]),
+    ({"lora_dropout": 0.1}, 1, ["--lora-dropout 0.1 acts only with --lora-rank"]),
+    (
+        {"lora_rank": 4, "lora_targets": "v,up", "lora_dropout": 0.1, "mlp_chunk_tokens": 64},
+        1,
+        ["--lora-dropout 0.1 on up with --mlp-chunk-tokens 64: a tile does not know"],
+    ),
     ({"lora_rank": 4, "lora_targets": "q,query,all"}, 1, ["--lora-targets q,query,all: query, all is none of q, k, v"]),
     ({"lora_rank": 4, "lora_targets": "q,q"}, 1, ["--lora-targets q,q: names some linears, each once"]),
     ({"lora_rank": 4, "lora_targets": ","}, 1, ["--lora-targets ,: names some linears"]),

@@ -14,6 +14,7 @@ import torch
 
 from megacp.convert import hf_files
 from megacp.convert.tables.mapping import Info, whole
+from megacp.distributed.grid import single_axis
 
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed (extra: hf)")
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +34,7 @@ class Counting:
         return torch.randn(info.shape, dtype=torch.float32)[start:stop].to(info.dtype)
 
 
+ONE = single_axis("world")
 SHAPES = {f"tensor{'x' * i}": (i + 1, 8) for i in range(6)} | {"vector": (5,)}
 ALL = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -40,7 +42,7 @@ ALL = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 @pytest.mark.parametrize("limit", [1 << 30, 100, 1])
 def test_shards_hold_each_tensor_once_and_the_library_reads_them(limit: int, tmp_path: Path) -> None:
     source = Counting(SHAPES, ALL)
-    paths = hf_files.write_tensors(source, tmp_path, limit)
+    paths = hf_files.write_tensors(source, tmp_path, limit, ONE)
     assert sorted(source.order) == sorted(SHAPES)
     found = {}
     for path in tmp_path.glob("*.safetensors"):
@@ -64,7 +66,7 @@ def test_a_folder_that_is_not_whole_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ValueError, match=r"pickled files are not read \(pytorch_model.bin\)"):
         hf_files.SafetensorsFolder(tmp_path)
-    hf_files.write_tensors(Counting(SHAPES, ALL[:1]), tmp_path, 100)
+    hf_files.write_tensors(Counting(SHAPES, ALL[:1]), tmp_path, 100, ONE)
     index = json.loads((tmp_path / hf_files.INDEX).read_text())
     first = min(tmp_path.glob("model-00001*"))
     content = first.read_bytes()
@@ -86,17 +88,17 @@ def test_a_folder_that_is_not_whole_is_refused_by_name(tmp_path: Path) -> None:
 def test_hashes_tell_which_file_was_changed(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("one")
     (tmp_path / "b").write_text("two")
-    hf_files.check_sums(tmp_path)
-    hf_files.write_sums(tmp_path)
-    hf_files.check_sums(tmp_path)
+    hf_files.check_sums(tmp_path, ONE)
+    hf_files.write_sums(tmp_path, ONE)
+    hf_files.check_sums(tmp_path, ONE)
     subprocess.run(["sha256sum", "--check", "--quiet", hf_files.SUMS], cwd=tmp_path, check=True)
     (tmp_path / "a").write_text("won")
     (tmp_path / "b").unlink()
     with pytest.raises(ValueError, match="a is not the file that was hashed; b cannot be read: No such file"):
-        hf_files.check_sums(tmp_path)
+        hf_files.check_sums(tmp_path, ONE)
     (tmp_path / hf_files.SUMS).write_text("\n")
     with pytest.raises(ValueError, match="SHA256SUMS lists no file"):
-        hf_files.check_sums(tmp_path)
+        hf_files.check_sums(tmp_path, ONE)
 
 
 def test_a_list_of_hashes_names_nothing_but_regular_files_of_its_folder(tmp_path: Path) -> None:
@@ -117,11 +119,11 @@ def test_a_list_of_hashes_names_nothing_but_regular_files_of_its_folder(tmp_path
     ):
         sums.write_text(f"{'0' * 64}  {name}\n")
         with pytest.raises(ValueError, match=message):
-            hf_files.check_sums(tmp_path)
+            hf_files.check_sums(tmp_path, ONE)
     sums.unlink()
     os.mkfifo(sums)
     with pytest.raises(ValueError, match="SHA256SUMS is a named pipe"):
-        hf_files.check_sums(tmp_path)
+        hf_files.check_sums(tmp_path, ONE)
 
 
 def test_json_is_a_regular_file_of_bounded_size_and_depth(tmp_path: Path) -> None:
@@ -197,7 +199,7 @@ def test_weights_are_regular_files_of_the_folder_that_an_index_names(tmp_path: P
     with pytest.raises(ValueError, match="model.safetensors is a named pipe"):
         hf_files.SafetensorsFolder(tmp_path)
     (tmp_path / hf_files.SINGLE).unlink()
-    hf_files.write_tensors(Counting(SHAPES, ALL[:1]), tmp_path / "..", 1 << 30)
+    hf_files.write_tensors(Counting(SHAPES, ALL[:1]), tmp_path / "..", 1 << 30, ONE)
     for name in ("../model.safetensors", "/etc/model.safetensors", "..", "a\0.safetensors", ".safetensors/x"):
         (tmp_path / hf_files.INDEX).write_text(json.dumps({"weight_map": {"vector": name}}))
         with pytest.raises(ValueError, match="no safetensors file of this folder"):
@@ -212,25 +214,25 @@ def test_sums_of_other_programs_are_read_and_the_card_may_be_edited(tmp_path: Pa
     """Would catch `sha256sum --binary` and a blank line read as another name: `Is a directory`."""
     (tmp_path / "a b").write_text("one")
     (tmp_path / "README.md").write_text("card")
-    hf_files.write_sums(tmp_path)
+    hf_files.write_sums(tmp_path, ONE)
     (tmp_path / "README.md").write_text("a better card")
-    hf_files.check_sums(tmp_path)
+    hf_files.check_sums(tmp_path, ONE)
     made = subprocess.run(["sha256sum", "--binary", "a b"], cwd=tmp_path, check=True, capture_output=True, text=True)
     (tmp_path / hf_files.SUMS).write_text(f"\n{made.stdout}\r\n\n")
-    hf_files.check_sums(tmp_path)
+    hf_files.check_sums(tmp_path, ONE)
     (tmp_path / hf_files.SUMS).write_text(made.stdout + "what is this\n")
     with pytest.raises(ValueError, match="SHA256SUMS, line 2: 'what is this' is not a sha256"):
-        hf_files.check_sums(tmp_path)
+        hf_files.check_sums(tmp_path, ONE)
     (tmp_path / hf_files.SUMS).write_text(made.stdout)
     (tmp_path / "a b").write_text("won")
     with pytest.raises(ValueError, match="a b is not the file that was hashed"):
-        hf_files.check_sums(tmp_path)
+        hf_files.check_sums(tmp_path, ONE)
 
 
 def test_one_file_beside_an_index_is_refused(tmp_path: Path) -> None:
     """The library reads the single file, whatever the index says: either may be stale."""
-    hf_files.write_tensors(Counting(SHAPES, ALL[:1]), tmp_path, 100)
-    hf_files.write_tensors(Counting(SHAPES, ALL[:1]), tmp_path, 1 << 30)
+    hf_files.write_tensors(Counting(SHAPES, ALL[:1]), tmp_path, 100, ONE)
+    hf_files.write_tensors(Counting(SHAPES, ALL[:1]), tmp_path, 1 << 30, ONE)
     with pytest.raises(ValueError, match=r"has both model\.safetensors and model\.safetensors\.index\.json"):
         hf_files.SafetensorsFolder(tmp_path)
 
@@ -244,7 +246,7 @@ def test_a_new_folder_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypa
         assert not (tmp_path / "a").exists() or synced[-1] == tmp_path.name
 
     monkeypatch.setattr("os.fsync", sync)
-    with hf_files.new_folder(tmp_path / "a") as folder:
+    with hf_files.new_folder(tmp_path / "a", ONE) as folder:
         (folder / "file").write_text("x")
         (folder / "below").mkdir()
         (folder / "below" / "other").write_text("y")
@@ -252,14 +254,14 @@ def test_a_new_folder_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypa
 
 
 def test_a_new_folder_appears_when_it_is_whole_and_leaves_nothing_when_it_fails(tmp_path: Path) -> None:
-    with hf_files.new_folder(tmp_path / "deep" / "a") as folder:
+    with hf_files.new_folder(tmp_path / "deep" / "a", ONE) as folder:
         (folder / "file").write_text("x")
         assert not (tmp_path / "deep" / "a").exists()
     assert (tmp_path / "deep" / "a" / "file").read_text() == "x"
-    with pytest.raises(KeyError), hf_files.new_folder(tmp_path / "b"):
+    with pytest.raises(KeyError), hf_files.new_folder(tmp_path / "b", ONE):
         raise KeyError
     with pytest.raises(ValueError, match="a exists; nothing is ever written over"):
-        with hf_files.new_folder(tmp_path / "deep" / "a"):
+        with hf_files.new_folder(tmp_path / "deep" / "a", ONE):
             pass
     assert [path.name for path in tmp_path.iterdir()] == ["deep"]
 
@@ -269,6 +271,7 @@ import sys, json
 from pathlib import Path
 import torch
 from megacp.convert.hf_files import SafetensorsFolder, write_tensors
+from megacp.distributed.grid import single_axis
 from megacp.convert.tables.mapping import Link, Mapped, Named
 
 def anonymous():
@@ -290,7 +293,7 @@ links = [Link((one,), (Named(f"new.{one.name}", one.shape),)) for one in side[2:
 links.append(Link(side[:2], (Named("joined", (2 * side[0].shape[0], side[0].shape[1])),)))
 torch.zeros(8).sum()
 before = anonymous()
-write_tensors(Watched(source, links, True), Path(sys.argv[2]), int(sys.argv[3]))
+write_tensors(Watched(source, links, True), Path(sys.argv[2]), int(sys.argv[3]), single_axis("world"))
 print(Watched.peak - before)
 """
 

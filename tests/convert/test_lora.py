@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ from megacp.config.run import RunConfig, with_values
 from megacp.convert.source import read_hf
 from megacp.convert.tables.architectures import LAYOUTS, of_config
 from megacp.convert.tables.mapping import Mapped, whole
+from megacp.distributed.grid import single_axis
+from megacp.ops.dropout import keep_mask
+from megacp.tensor_parallel.linear import LinearOptions, LinearSpec
+from megacp.tensor_parallel.lora import DropoutNames, LoraSpec, RowPair
 from megacp.train import main as train
 from megacp.training.state import Progress
 from megacp.training.step import ParallelModel
@@ -123,6 +128,64 @@ def test_loss_gradients_and_steps_are_those_of_peft(name: str, targets: str, mon
                 assert summed.keys() == theirs.keys()
                 for key, value in theirs.items():
                     assert np.abs(summed[key] - value).max() <= 1e-10 * np.abs(value).max(), (step, key)
+
+
+DROPPED = {"lora_targets": "all", "lora_dropout": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("shape", "flags"),
+    [
+        ({"tp": 2}, {}),
+        ({"tp": 2}, {"sequence_parallel": True, "recompute_granularity": "selective"}),
+        ({"cp": 2}, {"cp_comm_type": "kv_exchange", "cp_layout": "balanced", "recompute_granularity": "full"}),
+        ({"pp": 2}, {}),
+    ],
+)
+def test_dropout_of_pairs_has_the_bits_of_one_process_on_every_grid(
+    shape: dict[str, int], flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch bits by the place on a rank, and a mask that is drawn anew in backward."""
+    values, weights, _ = peft_of("llama 2", "all", monkeypatch)
+    values |= PAIRS | DROPPED
+    expected = ours(0, 1, {}, values, weights)
+    assert expected[0][0] != ours(0, 1, {}, {**values, "lora_dropout": 0.0}, weights)[0][0]
+    results = run_ranks(ours, 2, shape, {**values, **flags}, weights)
+    for step, (loss, *found) in enumerate(expected):
+        for rank in results:
+            assert abs(rank[step][0] - loss) <= 1e-10 * loss
+        for number, pieces in enumerate(found, 1):
+            summed, want = assemble([rank[step][number] for rank in results]), assemble([pieces])
+            assert summed.keys() == want.keys()
+            for key, value in want.items():
+                assert np.abs(summed[key] - value).max() <= 1e-10 * np.abs(value).max(), (step, key)
+
+
+def test_dropout_of_pairs_is_dropout_of_what_they_are_given() -> None:
+    """A row pair that holds the last 6 of 12 columns; would catch columns counted from 0 on every tp rank, a mask on
+    the frozen linear, and dropout in evaluation.
+    """
+    options = LinearOptions(single_axis("tp"), False, torch.float64, torch.device("cpu"))
+    linear = LinearSpec("layers.3.mlp", (("down", 8),), 6, False, 0.02)
+    pair = RowPair(linear, LoraSpec(("down",), 2, 0.5, 0.4), options)
+    pair.first = 6
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in pair.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    x, y = torch.randn(20, 6, generator=generator).double(), torch.randn(20, 8, generator=generator).double()
+    names = torch.arange(20) * 3
+    pair.names = DropoutNames(77, names[:0], names)
+    kept = keep_mask(77 + pair.site, names, 12, 0.4)[:, 6:]
+    assert 0.5 < kept.double().mean() < 0.7
+    dense = y + 0.5 * (x * kept / 0.6) @ pair.down.T @ pair.up.T
+    assert torch.allclose(pair(x, y), dense, rtol=0, atol=1e-13)
+    others = [
+        RowPair(dataclasses.replace(linear, prefix=f"layers.{i}.mlp"), LoraSpec(("down",), 2, 0.5), options).site
+        for i in range(9)
+    ]
+    assert len({*others, pair.site}) == 9, "each linear draws its own bits"
+    assert torch.allclose(pair.eval()(x, y), y + 0.5 * x @ pair.down.T @ pair.up.T, rtol=0, atol=1e-13)
 
 
 def trained_checkpoint(name: str, folder: Path, targets: str) -> Path:

@@ -270,3 +270,19 @@ def test_a_tower_that_does_not_fit_is_refused(folder: Path, tower: Path, capsys:
     assert "has --vision-num-layers 3, this run 2" in refused([*start, str(tower), "--vision-num-layers", "2"], capsys)
     assert "has one: leave the flag out" in refused(["--load-hf", str(tower), "--vision-from-hf", "none"], capsys)
     assert "acts only with --load-hf" in refused(["--vision-from-hf", "none"], capsys)
+
+
+def test_a_field_of_the_towers_folder_is_ignored_by_its_name(
+    folder: Path, tower: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch a name that is asked of the text's folder alone, and one that neither folder has."""
+    other = tmp_path / "tower"
+    shutil.copytree(tower, other)
+    content = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**content, "colour_of_the_cover": "blue"}))
+    (other / "SHA256SUMS").unlink(missing_ok=True)
+    start = ["--load-hf", str(folder), "--vision-from-hf", str(other), "--seq-length", "64"]
+    assert "colour_of_the_cover is not known" in refused(start, capsys)
+    assert "no unknown field of this name" in refused([*start, "--ignore-field", "colour_of_the_cover,x"], capsys)
+    named = ["--ignore-field", "colour_of_the_cover"]
+    assert main([*start, *named, "--save", str(tmp_path / "run"), *STEPS]) == 0

@@ -64,6 +64,8 @@ def kept_storages(found: dict[int, int]):
         {"freeze_text": True},
         {"lora_rank": 4, "norm_position": "after"},
         {"lora_rank": 4, "lora_targets": "k,up,down"},
+        {"lora_rank": 4, "lora_targets": "k,output,down", "lora_dropout": 0.1},
+        {"lora_rank": 4, "lora_targets": "all", "lora_dropout": 0.1, "recompute_granularity": "selective"},
         {"lora_rank": 4, "lora_targets": "output,gate", "mlp_chunk_tokens": 20},
     ],
 )
@@ -83,7 +85,7 @@ def test_activations_equal_what_a_real_block_keeps(granularity: str, dtype: str,
     found: dict[int, torch.UntypedStorage] = {}
     with kept_storages(found):
         x = torch.zeros(tokens, config.model.hidden_size, dtype=backend.dtype, requires_grad=True)
-        out = block(x, BlockInputs(plan, rotary, torch.arange(tokens), 1))
+        out = block(x, BlockInputs(plan, rotary, *[torch.arange(tokens)] * 2, 1))
     for tensor in shared:
         found.pop(tensor.untyped_storage().data_ptr(), None)
     assert out.requires_grad

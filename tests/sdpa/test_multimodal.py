@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from megacp.distributed.collectives import all_reduce
-from megacp.distributed.grid import single_axis
+from megacp.distributed.grid import axis_of_mesh, single_axis
 from megacp.ops.mask import Metadata
 from megacp.sdpa.context import context_parallel
 from megacp.sdpa.loop import shift_labels, sum_gradients
-from megacp.sdpa.multimodal import cut_multimodal
+from megacp.sdpa.multimodal import cut_multimodal, image_shares
 from megacp.sdpa.transformers import register_with_transformers
 from tests.ranks import grid, run_ranks
 
@@ -120,27 +123,65 @@ def reference(name: str) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), gradients_of(model)
 
 
-def on_ranks(rank: int, world_size: int, name: str, layout: str, recomputed: bool) -> tuple[Tensor, dict[str, Tensor]]:
+class Found(NamedTuple):
+    """What a rank has after backward."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    seen: list[int]
+    """Patches (images of Gemma 3) that its tower was given."""
+    sent: list[int]
+    """Bytes of features sent in the forward, and of their gradients in backward."""
+
+
+def on_ranks(
+    rank: int,
+    world_size: int,
+    name: str,
+    layout: str,
+    recomputed: bool,
+    vision: str = "auto",
+    transport: str = "kv_exchange",
+) -> Found:
     """Loss and summed gradients in a block."""
     axis, model, (batch, labels) = grid(cp=world_size).cp, build(name, "megacp"), batch_of(name)
     if recomputed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    seen, sent = list[int](), list[int]()
+    tower = model.model.vision_tower if name == "Gemma3" else model.model.visual
+
+    def look(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append(len(args[0] if args else kwargs["pixel_values"]))
+
+    tower.register_forward_pre_hook(look, with_kwargs=True)
+    axis.traffic.clear()
     counted = (labels != -100).sum()
     block = context_parallel(
         axis,
         buffers=[labels],
         buffer_seq_dims=[1],
         document_ids=rule_of(name),
-        transport="kv_exchange",
+        transport=transport,
         layout=layout,
     )
-    with block as context, cut_multimodal(model, context):
+    with block as context, cut_multimodal(model, context, vision):
         logits = model(**batch, use_cache=False).logits
         assert logits.shape[:2] == (2, TOKENS // world_size)
+        sent.append(axis.traffic.bytes_by_name["all_to_all"])
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / counted
         loss.backward()
+        sent.append(axis.traffic.bytes_by_name["all_to_all"] - sent[0])
     sum_gradients(model.parameters(), axis)
-    return all_reduce(loss.detach(), axis), gradients_of(model)
+    return Found(all_reduce(loss.detach(), axis), gradients_of(model), seen, sent)
+
+
+def same(found: Found, name: str) -> None:
+    """As on one process."""
+    want_loss, want = reference(name)
+    assert abs(found.loss - want_loss) <= 1e-12 * want_loss
+    assert found.gradients.keys() == want.keys()
+    for key, gradient in found.gradients.items():
+        assert (gradient - want[key]).abs().max() <= TOLERANCE[name] * want[key].abs().max() + 1e-15, key
 
 
 @pytest.mark.slow
@@ -148,12 +189,86 @@ def on_ranks(rank: int, world_size: int, name: str, layout: str, recomputed: boo
 @pytest.mark.parametrize("name", MODELS)
 def test_models_that_see_train_on_ranks_as_on_one(name: str, layout: str, recomputed: bool) -> None:
     """Would catch features at the wrong tokens, positions of one axis, towers that are summed twice or see a part."""
-    want_loss, want = reference(name)
-    for loss, gradients in run_ranks(on_ranks, 2, name, layout, recomputed):
-        assert abs(loss - want_loss) <= 1e-12 * want_loss
-        assert gradients.keys() == want.keys()
-        for key, gradient in gradients.items():
-            assert (gradient - want[key]).abs().max() <= TOLERANCE[name] * want[key].abs().max() + 1e-15, key
+    for found in run_ranks(on_ranks, 2, name, layout, recomputed):
+        same(found, name)
+
+
+FEATURES = {"Qwen2_5_VL": 32, "Qwen3VL": 32 * 3, "Gemma3": 32}
+"""Numbers of a token of an image: its embedding, and those that Qwen3-VL adds to two layers."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_rank_sees_its_own_images_and_sends_their_features(name: str, ranks: int) -> None:
+    """Images of 16, 32 and 16 patches (one each of Gemma 3); the fourth rank runs the smallest one for nothing.
+
+    Would catch towers that run on all images, features of another image, gradients that stay where they were made.
+    """
+    sizes, per_token = ([1, 1, 1], 0.25) if name == "Gemma3" else ([16, 32, 16], 4)
+    # the best cut of 16, 32, 16 into two ranges is either
+    shares = {2: [[0], [1, 2]] if image_shares(sizes, 2)[0] == range(1) else [[0, 1], [2]], 4: [[0], [1], [2], []]}
+    for rank, found in enumerate(run_ranks(on_ranks, ranks, name, "zigzag", False, "sharded", "p2p")):
+        same(found, name)
+        mine = sum(sizes[i] for i in shares[ranks][rank])
+        assert found.seen == [mine or min(sizes)]
+        numbers = [mine / per_token, (sum(sizes) - mine) / per_token]  # tokens sent to each other rank, and to others
+        forward, backward = numbers[0] * (ranks - 1), numbers[1]
+        assert found.sent == [forward * FEATURES[name] * 8, backward * FEATURES[name] * 8]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_every_rank_may_see_all_images(name: str) -> None:
+    """Would catch an option that does nothing."""
+    for found in run_ranks(on_ranks, 2, name, "zigzag", False, "replicated", "p2p"):
+        same(found, name)
+        assert found.seen == [3 if name == "Gemma3" else 64] and found.sent == [0, 0]
+
+
+def fully_sharded(rank: int, world_size: int, name: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weights in shards of torch over the ranks that share a row, which average: the loss is times their number."""
+    mesh = dist.init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    axis, model, (batch, labels) = axis_of_mesh(mesh["cp"]), build(name, "megacp"), batch_of(name)
+    for layer in (*model.model.visual.blocks, *model.model.language_model.layers, model):
+        dist.fsdp.fully_shard(layer, mesh=mesh)
+    counted = (labels != -100).sum()
+    block = context_parallel(axis, buffers=[labels], buffer_seq_dims=[1], transport="kv_exchange")
+    with block as context, cut_multimodal(model, context):
+        logits = model(**batch, use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / counted
+        (loss * world_size).backward()
+    gradients = {key: p.grad.full_tensor() for key, p in model.named_parameters() if p.grad is not None}
+    return all_reduce(loss.detach(), axis), gradients
+
+
+@pytest.mark.slow
+def test_ranks_that_share_weights_meet_in_every_layer_of_the_tower() -> None:
+    """Three images on four ranks; would catch a rank without images that leaves the others waiting for its shards."""
+    for loss, gradients in run_ranks(fully_sharded, 4, "Qwen3VL"):
+        same(Found(loss, gradients, [], []), "Qwen3VL")
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 6))
+def test_images_are_dealt_whole_and_evenly(sizes: list[int], ranks: int) -> None:
+    """Would catch an image that is left out, taken twice or a rank that idles while another has several."""
+    shares = image_shares(sizes, ranks)
+    assert [i for share in shares for i in share] == list(range(len(sizes)))
+    assert sum(bool(share) for share in shares) == min(ranks, len(sizes))
+    largest = max(sum(sizes[i] for i in share) for share in shares)
+    assert largest <= sum(sizes) / ranks + max(sizes)
+
+
+def test_towers_that_mix_images_are_not_sharded() -> None:
+    """Would catch statistics of a part of the images, and a method whose images cannot be told apart."""
+    model, (_, labels) = build("Gemma3", "megacp"), batch_of("Gemma3")
+    with pytest.raises(ValueError, match="vision is half; choose auto"), block_of(labels, rule_of("Gemma3")) as context:
+        with cut_multimodal(model, context, "half"):
+            pass
+    model.model.vision_tower.norm = torch.nn.BatchNorm1d(4)
+    with pytest.raises(ValueError, match="BatchNorm1d in the towers of Gemma3Model has statistics of all images"):
+        with block_of(labels, rule_of("Gemma3")) as context, cut_multimodal(model, context, "sharded"):
+            pass
 
 
 def block_of(labels: Tensor, rule: Any = None) -> Any:

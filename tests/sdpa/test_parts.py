@@ -13,7 +13,7 @@ from megacp.distributed.grid import axis_of_mesh
 from megacp.sdpa.context import context_parallel
 from megacp.sdpa.documents import documents_of
 from megacp.sdpa.loop import sum_gradients
-from tests.ranks import run_ranks
+from tests.ranks import grid, run_ranks
 from tests.sdpa.test_context import axis_of
 
 
@@ -61,20 +61,26 @@ def test_values_may_be_narrower_than_keys() -> None:
         torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
 
 
-def summed_shards(rank: int, world_size: int) -> tuple[int, float, bool]:
-    """On a mesh of dp 2 x cp 2: the axis of cp has, and the gradient of a weight that torch shards over dp."""
+def summed_shards(rank: int, world_size: int) -> tuple[list[tuple[int, ...]], float, bool]:
+    """On a mesh of dp 2 x cp 2: the ranks of both axes, and the gradient of a weight that torch shards over dp."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    axis = axis_of_mesh(mesh["cp"])
+    axis, outer = axis_of_mesh(mesh["cp"]), axis_of_mesh(mesh["dp"])
+    assert all((x.local is None) == (grid(cp=world_size).cp.local is None) for x in (axis, outer)), "slow messages"
     layer = dist.fsdp.fully_shard(torch.nn.Linear(4, 4, bias=False), mesh=mesh["dp"])
     layer.weight.grad = torch.full_like(layer.weight, 10.0**rank)
     sum_gradients(layer.parameters(), axis)
     shard = layer.weight.grad.to_local()
     with pytest.raises(ValueError, match="one dimension of a mesh"):
         axis_of_mesh(mesh)
-    return axis.rank, shard[0, 0].item(), shard.shape == (2, 4) and bool((shard == shard[0, 0]).all())
+    ranks = [(x.rank, *x.global_ranks) for x in (axis, outer)]
+    return ranks, shard[0, 0].item(), shard.shape == (2, 4) and bool((shard == shard[0, 0]).all())
 
 
 def test_an_axis_is_one_dimension_of_a_mesh_and_shards_of_torch_are_summed_over_it() -> None:
-    """Would catch sums over the ranks that hold other rows of a weight."""
-    expected = [(0, 11.0, True), (1, 11.0, True), (0, 1100.0, True), (1, 1100.0, True)]
+    """Would catch sums over the ranks that hold other rows of a weight, and a place counted along another axis."""
+    inner = [(0, 0, 1), (1, 0, 1), (0, 2, 3), (1, 2, 3)]
+    outer = [(0, 0, 2), (0, 1, 3), (1, 0, 2), (1, 1, 3)]
+    expected = [
+        ([*both], 11.0 if rank < 2 else 1100.0, True) for rank, both in enumerate(zip(inner, outer, strict=True))
+    ]
     assert run_ranks(summed_shards, 4) == expected

@@ -21,6 +21,7 @@ from megacp.config.yaml_file import to_yaml
 from megacp.convert.hf_files import write_tensors
 from megacp.convert.tables.architectures import ARCHITECTURES
 from megacp.convert.tables.mapping import Info, num_bytes
+from megacp.distributed.grid import single_axis
 from megacp.measure.parity_config import MODELS as OURS
 from megacp.training.state import Progress
 from megacp.training.step import ParallelModel
@@ -165,7 +166,7 @@ def test_rows_of_q_and_k_are_rotated_by_halves_and_another_order_is_seen(
     from megacp.convert.verify import probed
     from megacp.data.synthetic.noise import rows_for
 
-    ours, theirs = read_checkpoint(tmp_path / "b"), read_hf(tmp_path / "a")
+    ours, theirs = read_checkpoint(tmp_path / "b", single_axis("world")), read_hf(tmp_path / "a")
     (found,) = compare(probed(ours)[0], probed(theirs)[0], rows_for(ours.config, None))
     assert not found.is_small and found.difference > 1e-2 * found.largest
 
@@ -419,7 +420,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     links = ARCHITECTURES["llama"].links(ARCHITECTURES["llama"].values(content), "native")
     infos = {one.name: Info(one.shape, torch.float32) for link in links for one in link.theirs}
     assert sum(map(num_bytes, infos.values())) > 120 << 20
-    write_tensors(Zeros(infos), tmp_path / "large", 1 << 40)
+    write_tensors(Zeros(infos), tmp_path / "large", 1 << 40, single_axis("world"))
     arguments = [sys.executable, "-c", PEAK, str(tmp_path / "small"), str(tmp_path / "large")]
     done = subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True, text=True, timeout=200)
     peaks = [int(word) for word in done.stdout.rsplit("peaks", 1)[1].split()]

@@ -16,6 +16,7 @@ from megacp.convert import hf_files
 from megacp.convert.source import read_checkpoint
 from megacp.convert.tables import fields
 from megacp.convert.tables.mapping import Source, whole
+from megacp.distributed.grid import single_axis
 from tests.convert.models import save
 from tests.tools.test_convert_checkpoint import convert, saved_on_grid
 
@@ -138,7 +139,7 @@ def test_an_export_keeps_the_length_that_the_model_is_for(tmp_path: Path, capsys
 
     save("llama 2", tmp_path / "a")
     assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b") == 0
-    base = read_checkpoint(tmp_path / "b")
+    base = read_checkpoint(tmp_path / "b", single_axis("world"))
     assert base.config.model.max_position_embeddings == 256
     flags = ["--config", str(base.folder / "config.yaml"), "--global-batch-size", "1", "--train-iters", "1"]
     flags += ["--lr", "0.001", "--seq-length", "32", "--load", str(tmp_path / "b"), "--finetune"]

@@ -16,6 +16,7 @@ def lora_reasons(config: RunConfig, world: int) -> Iterator[str]:
     m, values = config.model, flatten(config)
     given = [f"--lora-alpha {m.lora_alpha}"] if (m.lora_alpha or 0) > 0 else []
     given += [f"--lora-targets {m.lora_targets}"] if m.lora_targets is not None else []
+    given += [f"--lora-dropout {m.lora_dropout}"] if m.lora_dropout > 0 else []
     if m.lora_rank == 0 and given:
         yield f"{', '.join(given)} {'act' if len(given) > 1 else 'acts'} only with --lora-rank above 0"
     if not m.lora_rank > 0:
@@ -28,6 +29,12 @@ def lora_reasons(config: RunConfig, world: int) -> Iterator[str]:
         yield f"{', '.join(said)} with {rank}: pairs alone are trained, in the decoder, and all else is frozen already"
     if config.training.gradient_accumulation_fusion:
         yield f"--gradient-accumulation-fusion with {rank}: the weights whose gradients it would fuse are frozen"
+    tiled = [name for name in m.lora_linears if name in ("gate", "up", "down")]
+    if m.lora_dropout > 0 and config.training.mlp_chunk_tokens > 0 and tiled:
+        yield (
+            f"--lora-dropout {m.lora_dropout} on {', '.join(tiled)} with --mlp-chunk-tokens "
+            f"{config.training.mlp_chunk_tokens}: a tile does not know the names of its tokens"
+        )
     if config.checkpoint.vision_from_hf is not None:
         yield (
             f"--vision-from-hf {config.checkpoint.vision_from_hf} with {rank}: rows, connector or tower that are new "

@@ -82,6 +82,13 @@ class Architecture:
             raise ValueError("config.json: " + "; ".join(reasons))
         return values
 
+    def unknown(self, content: Mapping[str, Any]) -> set[str]:
+        """Fields of a config.json without a row, by the names that --ignore-field takes."""
+        theirs = Theirs(molmo2.native_spelling(content) if self.sections else content)
+        read_fields(self.fields, theirs)
+        paths = theirs.unknown(self.harmless | GENERAL | INERT, self.sections)
+        return {name for path in paths for name in (path, path.rpartition(".")[2])}
+
     def _wrong_kinds(self, content: Mapping[str, Any]) -> list[str]:
         """Values that are no object, no list of names or no token id where one is needed."""
         sections = (*self.sections, "vit_config") if self.sections else ()

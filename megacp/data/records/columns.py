@@ -6,11 +6,14 @@ null is absent. Rejected: the datasets package, which converts a whole input int
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megacp.data.records.arrow_buffers import blocks, rows_of, swelling
 from megacp.data.records.record import Record, Refusal
 from megacp.files import read_json
 from megacp.json_fields import PLAIN_NAME
@@ -53,25 +56,70 @@ def read_arrow(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]:
     row = 0
     try:
         with pyarrow.memory_map(path) as source:
-            for batch in _batches(ipc, source):
+            swollen = _swollen_batches(ipc, source, max_record_bytes)
+            for number, batch in enumerate(_batches(ipc, source, swollen)):
+                if batch is None:
+                    rows, problem = swollen[number]
+                    yield Refusal(path, row + 1, row, f"batch {number} of {rows} rows: {problem}")
+                    row += rows
+                    continue
                 for value in _rows_of(batch, max_record_bytes):
                     yield _row(path, row, value, max_record_bytes)
                     row += 1
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, ValueError) as error:
         yield Refusal(path, row + 1, row, f"the Arrow file is damaged or cut short ({_one_line(error)})")
 
 
-def _batches(ipc: Any, source: Any) -> Iterator[Any]:
-    """Record batches of either format, which begin differently. A stream that ends without saying so is an error."""
+def _batches(ipc: Any, source: Any, swollen: Mapping[int, tuple[int, str]]) -> Iterator[Any]:
+    """Record batches of either format, which begin differently; None for one that is not decompressed.
+
+    A stream that ends without saying so is an error. It cannot be read on behind a batch that is left out.
+    """
+    source.seek(0)
     if source.read(len(_MAGIC)) == _MAGIC:
         file = ipc.open_file(source)
-        yield from (file.get_batch(number) for number in range(file.num_record_batches))
+        yield from (None if i in swollen else file.get_batch(i) for i in range(file.num_record_batches))
         return
     source.seek(0)
-    yield from ipc.open_stream(source)
+    stream = ipc.open_stream(source)
+    if swollen:
+        yield from (stream.read_next_batch() for _ in range(min(swollen)))
+        yield from (None,)
+        raise OSError("what follows that batch is not read")
+    yield from stream
     source.seek(max(0, source.size() - len(_STREAM_END)))
     if source.read() != _STREAM_END:
         raise OSError("the stream has no end")
+
+
+def _swollen_batches(ipc: Any, source: Any, max_record_bytes: int) -> dict[int, tuple[int, str]]:
+    """By number, the rows of each batch that is not decompressed, and why. ValueError for a dictionary that is not."""
+    found, number = {}, 0
+    for header, body in _messages(ipc, source):
+        try:
+            rows, largest = rows_of(header), swelling(header, body)
+        except struct.error as error:
+            raise ValueError(f"a header ends too early: {error}") from error
+        if largest is not None and _swells(*largest, max_record_bytes):
+            problem = _refusal("a buffer", *largest, max_record_bytes, "batches")
+            if rows is None:
+                raise ValueError(f"a dictionary: {problem}")
+            found[number] = rows, problem
+        number += rows is not None
+    return found
+
+
+def _messages(ipc: Any, source: Any) -> Iterator[tuple[bytes, Any]]:
+    """Header and body of each message, up to damage that the reader of batches meets too."""
+    source.seek(0)
+    whole = memoryview(source.read_buffer())
+    if whole[: len(_MAGIC)] == _MAGIC:
+        yield from blocks(whole) if whole[-len(_MAGIC) :] == _MAGIC else ()
+        return
+    source.seek(0)
+    with contextlib.suppress(OSError, ValueError):  # pyarrow's errors are one or the other
+        for message in ipc.MessageReader.open_stream(source):
+            yield message.metadata.to_pybytes(), memoryview(message.body) if message.body is not None else b""
 
 
 def _modules(name: str) -> tuple[Any, Any]:
@@ -116,13 +164,21 @@ def _swollen(group: Any, max_record_bytes: int) -> str | None:
     """Why a row group is not decompressed; None when it can be. A page of it is only read whole."""
     for column in _columns(group):
         packed, size = column.total_compressed_size, column.total_uncompressed_size
-        if size > _RECORDS_OF_A_PAGE * max_record_bytes and size > _LARGEST_RATIO * packed:
-            return (
-                f"{packed} bytes of column {column.path_in_schema} decompress to {size}, "
-                f"more than {_LARGEST_RATIO} times as many and {_RECORDS_OF_A_PAGE} times --max-record-bytes "
-                f"{max_record_bytes}; write it with smaller row groups, or raise the limit"
-            )
+        if _swells(packed, size, max_record_bytes):
+            return _refusal(f"column {column.path_in_schema}", packed, size, max_record_bytes, "row groups")
     return None
+
+
+def _swells(packed: int, size: int, max_record_bytes: int) -> bool:
+    return size > _RECORDS_OF_A_PAGE * max_record_bytes and size > _LARGEST_RATIO * packed
+
+
+def _refusal(what: str, packed: int, size: int, max_record_bytes: int, parts: str) -> str:
+    return (
+        f"{packed} bytes of {what} decompress to {size}, more than {_LARGEST_RATIO} times as many and "
+        f"{_RECORDS_OF_A_PAGE} times --max-record-bytes {max_record_bytes}; write it with smaller {parts}, or raise "
+        f"the limit"
+    )
 
 
 def _row_group(file: Any, number: int, max_record_bytes: int) -> Iterator[Any]:

@@ -125,3 +125,48 @@ def test_images_of_a_saved_dataset_are_those_of_its_bytes(tmp_path: Path) -> Non
         for name in ("images.bin", "units.npy"):
             found, expected = (tmp_path / each / "shard_00000" / name for each in (kind, "one"))
             assert found.read_bytes() == expected.read_bytes()
+
+
+def compressed(path: Path, tables: list[Any], kind: str, codec: str) -> Path:
+    """A batch of each table."""
+    opened = pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file
+    with opened(str(path), tables[0].schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
+        for table in tables:
+            writer.write_table(table)
+    return path
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+@pytest.mark.parametrize("kind", ["stream", "file"])
+def test_a_batch_that_decompresses_to_far_more_is_refused_unread(tmp_path: Path, kind: str, codec: str) -> None:
+    """4 MB of one letter in some kB; would catch a batch that is decompressed whole because nobody compared its sizes.
+
+    A stream ends there, a file has its other rows. Compressed rows of the usual kind are read.
+    """
+    small, large = pa.table({"text": ["a", None]}), pa.table({"text": ["x" * 40_000] * 100})
+    usual = compressed(tmp_path / "usual.arrow", [small, small], kind, codec)
+    assert values(read(usual, 10_000)) == [{"text": "a"}, {}] * 2
+    path = compressed(tmp_path / "a.arrow", [small, large, small], kind, codec)
+    assert path.stat().st_size < 40_000
+    found = read(path, 10_000)
+    refusals = [each for each in found if isinstance(each, Refusal)]
+    assert refusals[0].line == 3 and "batch 1 of 100 rows: " in refusals[0].reason
+    assert "decompress to 4000000, more than 100 times as many and 4 times --max-record-bytes" in refusals[0].reason
+    if kind == "file":
+        assert len(refusals) == 1 and [each.line for each in found] == [1, 2, 3, 103, 104]
+    else:
+        assert "what follows that batch is not read" in refusals[1].reason and len(found) == 4
+    assert len(values(read(path, 2_000_000))) == 104
+
+
+@pytest.mark.parametrize("kind", ["stream", "file"])
+def test_a_dictionary_that_decompresses_to_far_more_ends_the_file(tmp_path: Path, kind: str) -> None:
+    """Its values are decompressed before the first row."""
+    column = pa.DictionaryArray.from_arrays(pa.array([0, 1]), pa.array(["x" * 4_000_000, "y"]))
+    path = compressed(tmp_path / "a.arrow", [pa.table({"text": column})], kind, "zstd")
+    (refusal,) = read(path, 10_000)
+    assert (
+        isinstance(refusal, Refusal)
+        and "a dictionary: " in refusal.reason
+        and "decompress to 4000001" in refusal.reason
+    )
