@@ -7,15 +7,14 @@ the limit, and a split by line count, which reads everything twice.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from megacp.data.records.columns import is_saved_dataset, read_arrow, read_parquet, saved_dataset
 from megacp.data.records.containers import read_tar
 from megacp.data.records.jsonl import COMPRESSED, read_jsonl
 from megacp.data.records.record import DEFAULT_MAX_RECORD_BYTES, Record, Refusal
+from megacp.storage.place import expanded, place_of, size_of, suffix_of
 
 _CONTAINERS: dict[str, Callable[[str, int, bool], Iterator[Record | Refusal]]] = {
     ".parquet": lambda path, max_record_bytes, media: read_parquet(path, max_record_bytes),
@@ -47,7 +46,7 @@ def plan_units(paths: Sequence[str], unit_bytes: int) -> list[Unit]:
     """Cut input files into units of about `unit_bytes`: large plain files into ranges, small files grouped in order."""
     extents = []
     for source, path in enumerate(paths):
-        size = os.path.getsize(path)
+        size = size_of(place_of(path))
         count = -(-size // unit_bytes) if is_plain(path) else 1
         cuts = [size * i // count for i in range(count + 1)] if count else [0]
         extents += [Extent(source, path, a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
@@ -64,14 +63,18 @@ def plan_units(paths: Sequence[str], unit_bytes: int) -> list[Unit]:
 
 
 def input_files(paths: Sequence[str]) -> tuple[str, ...]:
-    """The files that --input names, those of saved datasets for their folders. ValueError for one of several splits."""
-    found = [saved_dataset(path) if is_saved_dataset(path) else (path,) for path in paths]
+    """The files that --input names: those that fit a pattern, and those of saved datasets for their folders.
+
+    ValueError for one of several splits, and for a pattern that no file fits.
+    """
+    named = [path for text in paths for path in expanded(text)]
+    found = [saved_dataset(path) if is_saved_dataset(path) else (path,) for path in named]
     return tuple(path for files in found for path in files)
 
 
 def is_plain(path: str) -> bool:
     """Whether a file is uncompressed JSONL, which byte ranges can cut and where an offset gives the line."""
-    return Path(path).suffix not in (*COMPRESSED, *_CONTAINERS)
+    return suffix_of(path) not in (*COMPRESSED, *_CONTAINERS)
 
 
 def read_extent(
@@ -83,7 +86,7 @@ def read_extent(
     beginning (finding the true one costs a pass over the file); a Refusal's is the true one. A file that is cut short
     or damaged gives a last Refusal.
     """
-    reader = _CONTAINERS.get(Path(extent.path).suffix)
+    reader = _CONTAINERS.get(suffix_of(extent.path))
     if reader is None:
         return read_jsonl(extent.path, extent.start, extent.stop, max_record_bytes)
     return reader(extent.path, max_record_bytes, media)
