@@ -18,8 +18,10 @@ from megacp.storage.url import Url, is_url
 
 Place = Path | Url
 
+CACHE = "~/.cache/megacp"
+"""Where copies of what lies at URLs are kept."""
 _BUFFER = 1 << 20
-_BLOCK = 8 << 20
+_BLOCK = 4 << 20
 """Bytes that a stream from a store asks for at a time."""
 _KEPT = 4
 """Blocks that a stream keeps: containers are read at several places by turns."""
@@ -111,6 +113,16 @@ def folders_in(place: Place) -> list[Place]:
     if isinstance(place, Url):
         return list(place.children())
     return [child for child in sorted(place.iterdir()) if child.is_dir()] if place.is_dir() else []
+
+
+def fetched(folder: Url, key: str) -> Path:
+    """A local copy of a small folder, kept under `key`, which names its content."""
+    local = Path(CACHE).expanduser() / "folders" / key
+    for child in folder.children():
+        if not (local / child.name).exists():
+            local.mkdir(parents=True, exist_ok=True)
+            files.write_atomically(local / child.name, read_content(child))
+    return local
 
 
 class _Ranges(io.RawIOBase):

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
@@ -77,12 +78,13 @@ fsspec.register_implementation("flaky", FlakyStore, clobber=True)
 
 @contextmanager
 def flaky(share: float, seed: int = 0) -> Iterator[type[FlakyStore]]:
-    """`flaky://` fails that share of its requests meanwhile."""
+    """`flaky://` fails that share of its requests meanwhile, and nobody waits before trying again."""
     FlakyStore.share, FlakyStore.rng = share, random.Random(seed)
     FlakyStore.asked.clear()
     FlakyStore.failed.clear()
     try:
-        yield FlakyStore
+        with mock.patch("time.sleep"):
+            yield FlakyStore
     finally:
         FlakyStore.share = 0.0
 

@@ -14,10 +14,9 @@ from megacp import files
 from megacp.data.packed.manifest import DatasetManifest, FileEntry
 from megacp.data.packed.stored_file import StoredFile
 from megacp.storage.blocks import BlockCache
-from megacp.storage.place import read_content
+from megacp.storage.place import CACHE, read_content
 from megacp.storage.url import Url
 
-FOLDER = "~/.cache/megacp"
 _BINS = ".bin"
 
 
@@ -43,7 +42,7 @@ class DataCache:
     """The folder of tables and the blocks of bins; one for all datasets of a run."""
 
     def __init__(self, folder: files.StrPath | None = None, gib: float = 1.0, block_mib: float = 16.0) -> None:
-        self._folder = Path(folder or FOLDER).expanduser() / "tables"
+        self._folder = Path(folder or CACHE).expanduser() / "tables"
         self._blocks = BlockCache(int(gib * 2**30), int(block_mib * 2**20))
 
     def opener(self, root: Url, manifest: DatasetManifest) -> Callable[[Url, FileEntry], StoredFile]:

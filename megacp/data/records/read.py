@@ -7,8 +7,10 @@ the limit, and a split by line count, which reads everything twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from megacp.data.records.columns import is_saved_dataset, read_arrow, read_parquet, saved_dataset
 from megacp.data.records.containers import read_tar
@@ -16,6 +18,8 @@ from megacp.data.records.jsonl import COMPRESSED, read_jsonl
 from megacp.data.records.record import DEFAULT_MAX_RECORD_BYTES, Record, Refusal
 from megacp.storage.place import expanded, place_of, size_of, suffix_of
 
+_Item = TypeVar("_Item")
+_Prepared = TypeVar("_Prepared")
 _CONTAINERS: dict[str, Callable[[str, int, bool], Iterator[Record | Refusal]]] = {
     ".parquet": lambda path, max_record_bytes, media: read_parquet(path, max_record_bytes),
     ".arrow": lambda path, max_record_bytes, media: read_arrow(path, max_record_bytes),
@@ -75,6 +79,18 @@ def input_files(paths: Sequence[str]) -> tuple[str, ...]:
 def is_plain(path: str) -> bool:
     """Whether a file is uncompressed JSONL, which byte ranges can cut and where an offset gives the line."""
     return suffix_of(path) not in (*COMPRESSED, *_CONTAINERS)
+
+
+def ahead(
+    items: Iterable[_Item], prepare: Callable[[_Item], _Prepared], count: int
+) -> Iterator[tuple[_Item, _Prepared]]:
+    """Items with what `prepare` makes of them, which it has done for `count` items more."""
+    waiting: deque[tuple[_Item, _Prepared]] = deque()
+    for item in items:
+        waiting.append((item, prepare(item)))
+        if len(waiting) > count:
+            yield waiting.popleft()
+    yield from waiting
 
 
 def read_extent(
