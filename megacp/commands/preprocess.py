@@ -107,9 +107,6 @@ def _add_build(commands: argparse._SubParsersAction[OneLineParser]) -> None:
     files = ".jsonl, .gz, .zst, .parquet, .arrow or .tar, a folder of save_to_disk; paths, URLs, patterns with *"
     what.add_argument("--input", nargs="+", required=True, metavar="F", help=files)
     what.add_argument("--output", required=True, metavar="DIR", help="directory of the dataset, or a URL")
-    what.add_argument(
-        "--work-dir", metavar="DIR", help="where a dataset for a URL is built (a folder of ~/.cache/megacp)"
-    )
     what.add_argument("--overwrite", action="store_true", help="delete the dataset in DIR first, finished or not")
     what.add_argument("--text-key", default="text", metavar="KEY", help="key of plain text in a record (text)")
     _add_records(build)
@@ -165,6 +162,7 @@ def _add_work(build: argparse.ArgumentParser) -> None:
     work = build.add_argument_group("work")
     cores = len(os.sched_getaffinity(0))
     work.add_argument("--workers", type=int, default=cores, metavar="N", help="processes (default: one for each core)")
+    work.add_argument("--work-dir", metavar="DIR", help="where a dataset for a URL is built (in ~/.cache/megacp)")
     work.add_argument(
         "--unit-bytes",
         type=int,

@@ -7,6 +7,7 @@ endpoints come from the files and variables that each library reads by itself; n
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Callable
@@ -250,6 +251,8 @@ class _Written:
             self._stream.close()
         else:
             self._stream.discard()
+            with contextlib.suppress(AttributeError):  # else fsspec sends it when the stream is forgotten
+                self._stream.closed = True
 
 
 def _client(url: Url) -> tuple[Any, str]:
