@@ -241,11 +241,11 @@ def _image_rules(args: argparse.Namespace) -> ImageRules | None:
 
 def _build(args: argparse.Namespace) -> int:
     from megacp.data.build.run import build
-    from megacp.data.build.settings import BuildSettings, with_place
+    from megacp.data.build.settings import BuildSettings
 
     given = {field.name: getattr(args, field.name) for field in fields(BuildSettings) if field.name in args}
     lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    settings = with_place(BuildSettings(**{**given, **lists, "image_rules": _image_rules(args)}), args.work_dir)
+    settings = BuildSettings(**{**given, **lists, "image_rules": _image_rules(args)})
     summary = build(settings, sys.stderr, args.overwrite)
     if summary.already_complete:
         print(f"{args.output} is already complete: {summary.manifest.num_packs:,} packs; nothing to do")

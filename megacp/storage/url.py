@@ -194,7 +194,10 @@ class Url:
             start = len(path.rstrip("/")) + 1
             return {name[start:]: int(info["size"]) for name, info in found.items() if name[start:]}
 
-        return self._do(attempt)
+        try:
+            return self._do(attempt)
+        except FileNotFoundError:
+            return {}
 
     def matches(self) -> list[Url]:
         """The objects that fit a pattern with `*`, sorted."""

@@ -21,7 +21,7 @@ from megacp.storage.url import Url
 _BUSY = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 
 
-class _Quiet(WSGIRequestHandler):
+class QuietHandler(WSGIRequestHandler):
     """No line for each request; connections are kept, as a store keeps them."""
 
     protocol_version = "HTTP/1.1"
@@ -38,21 +38,22 @@ class FaultyServer:
     share: float = 0.0
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     faults: Counter[str] = field(default_factory=Counter)
-    down: bool = False
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        kind = "down" if self.down else "sound"
-        if not self.down and self.rng.random() < self.share:
+        kind = "sound"
+        if self.rng.random() < self.share:
             kind = self.rng.choice(["busy", "cut", "gone"])
         self.faults[kind] += 1
-        if kind in ("busy", "down"):
+        if kind == "busy":
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response("503 Slow Down", [("Content-Type", "application/xml"), ("Content-Length", str(len(_BUSY)))])
-            return [_BUSY]
+            return [] if environ["REQUEST_METHOD"] == "HEAD" else [_BUSY]
         if kind == "gone":
             environ["werkzeug.socket"].shutdown(2)
             raise ConnectionResetError("cut before an answer")
-        answer = b"".join(self.application(environ, start_response))
+        parts = self.application(environ, start_response)
+        answer = b"".join(parts)
+        getattr(parts, "close", lambda: None)()
         return self._cut(answer, environ) if kind == "cut" and len(answer) > 1 else [answer]
 
     def _cut(self, answer: bytes, environ: dict[str, Any]) -> Iterator[bytes]:
@@ -73,7 +74,7 @@ class S3Server:
 def s3_server() -> Iterator[S3Server]:
     """A server with one bucket; this process's clients, and those it starts, find it by botocore's own variables."""
     faults = FaultyServer(DomainDispatcherApplication(create_backend_app))
-    server = make_server("127.0.0.1", 0, faults, threaded=True, request_handler=_Quiet)
+    server = make_server("127.0.0.1", 0, faults, threaded=True, request_handler=QuietHandler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     environment = {

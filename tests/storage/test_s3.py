@@ -26,7 +26,7 @@ def server() -> Iterator[S3Server]:
 @pytest.fixture
 def folder(server: S3Server, request: pytest.FixtureRequest) -> Url:
     """A folder of the test's own."""
-    server.faults.share, server.faults.down = 0.0, False
+    server.faults.share = 0.0
     return server.bucket / request.node.name.replace("[", "_").replace("]", "")
 
 

@@ -22,7 +22,7 @@ from megacp import files
 from megacp.data.build.faults import told
 from megacp.data.build.journal import Journal, locked, prepare_directory
 from megacp.data.build.progress import BuildProgress
-from megacp.data.build.settings import BuildSettings, problems, tokenizer_problem
+from megacp.data.build.settings import BuildSettings, problems, tokenizer_problem, with_place
 from megacp.data.build.unit import (
     IDENTITY_DTYPE,
     IMAGES_DIRECTORY,
@@ -132,6 +132,7 @@ def build(settings: BuildSettings, stream: TextIO, overwrite: bool = False) -> B
     ValueError: settings, input, tokenizer, a refused record, a directory begun with other settings or in use.
     workers.WorkerFailed: a worker died. What is finished stays, and the next run goes on from there.
     """
+    settings = with_place(settings)
     try:
         settings = dataclasses.replace(settings, input=input_files(settings.input))
     except ValueError as error:

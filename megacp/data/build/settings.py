@@ -70,6 +70,8 @@ class BuildSettings:
     """Whether a token begins every document; None: as the tokenizer's files say."""
     allow_unlearned: bool = False
     """Whether records may be there of which nothing is learned."""
+    work_dir: str | None = None
+    """Directory in which a dataset for a URL is built."""
     upload_to: str | None = None
     """URL that the dataset is sent to; `output` is the directory that the build works in."""
     image_urls: tuple[str, ...] = ()
@@ -108,18 +110,18 @@ class BuildSettings:
         return load_chat_template(self.chat_template, tokenizer, self.chat_template_date)
 
 
-def with_place(settings: BuildSettings, work_dir: str | None) -> BuildSettings:
+def with_place(settings: BuildSettings) -> BuildSettings:
     """The settings of a build whose output may be a URL, with the directory that it works in.
 
     ValueError: a directory to work in is given, and the output is one.
     """
     if is_url(settings.output):
         name = hashlib.sha256(settings.output.encode()).hexdigest()[:16]
-        directory = Path(work_dir or Path(CACHE, "builds", name)).expanduser()
+        directory = Path(settings.work_dir or Path(CACHE, "builds", name)).expanduser()
         return dataclasses.replace(settings, output=str(directory), upload_to=settings.output)
-    if work_dir is not None:
+    if settings.work_dir is not None and settings.upload_to is None:
         raise ValueError(
-            f"--work-dir {work_dir} goes with an --output that is a URL; {settings.output} is built in place"
+            f"--work-dir {settings.work_dir} goes with an --output that is a URL; {settings.output} is built in place"
         )
     return settings
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -96,13 +97,9 @@ class MediaReader:
         if self._fetcher is None:
             return
         for media in (one for piece in pieces if piece.media for one in (piece.media, *piece.media.frames)):
-            value = str(media.value)
-            if media.source != "path":
-                continue
-            if is_url(value) and self._fetcher.allows(value):
-                self._fetcher.want(value)
-            elif self._root is not None and is_url(self._root) and not is_url(value):
-                self._fetcher.want(str(Url(self._root) / value))
+            with contextlib.suppress(ImageError):  # it is told where the image is read
+                if media.source == "path" and (url := self._url(str(media.value))) is not None:
+                    self._fetcher.want(url)
 
     def _expanded(self, media: Media, members: Mapping[str, bytes], items: list[bytes]) -> list[Part]:
         if media.source == "frames":
@@ -149,10 +146,10 @@ class MediaReader:
             raise ImageError(f"{len(data)} bytes, an item may have {LARGEST_ITEM}")
         return data
 
-    def _from_path(self, media: Media, members: Mapping[str, bytes]) -> bytes:
-        value = str(media.value)
+    def _url(self, value: str) -> str | None:
+        """Where an image lies that is to be fetched; None for a path of this machine. ImageError: it is not allowed."""
         if self._fetcher is not None and is_url(value) and self._fetcher.allows(value):
-            return self._fetcher.get(value)
+            return value
         if value.startswith("data:"):
             raise ImageError("it is a data URL, which stands under `base64`")
         if "://" in value or value.startswith("file:"):
@@ -167,8 +164,14 @@ class MediaReader:
             raise ImageError("the path is absolute or no path, allowed are paths relative to --image-root")
         if ".." in PurePosixPath(value).parts:
             raise ImageError("the path climbs with `..`, allowed are paths inside of --image-root")
-        if self._fetcher is not None and is_url(self._root):
-            return self._fetcher.get(str(Url(self._root) / value))
+        return str(Url(self._root) / value) if is_url(self._root) else None
+
+    def _from_path(self, media: Media, members: Mapping[str, bytes]) -> bytes:
+        value = str(media.value)
+        if (url := self._url(value)) is not None:
+            assert self._fetcher is not None, "a root that is a URL comes with one"
+            return self._fetcher.get(url)
+        assert self._root is not None, "told above"
         path = os.path.realpath(os.path.join(self._root, value))
         if os.path.commonpath((path, self._root)) != self._root:
             raise ImageError("a symbolic link leads out of --image-root")

@@ -18,7 +18,7 @@ import zstandard
 
 from megacp.data.build.journal import JOURNAL_NAME
 from megacp.data.build.run import BuildSummary, build, kept_tokenizer
-from megacp.data.build.settings import BuildSettings, problems, with_place
+from megacp.data.build.settings import BuildSettings, problems
 from megacp.data.build.unit import BadRecord
 from megacp.data.packed.manifest import MANIFEST_NAME
 from megacp.data.packed.reader import PackedDataset
@@ -154,8 +154,8 @@ def uploaded(paths: Sequence[Path]) -> Url:
 
 def to_url(inputs: str, output: Url, work: Path, overwrite: bool = False, **changes: Any) -> BuildSummary:
     values = {"tokenizer": "byte", "seq_length": 128, "unit_bytes": 2000, **changes}
-    settings = BuildSettings(input=(inputs,), output=str(output), **values)
-    return build(with_place(settings, str(work)), io.StringIO(), overwrite)
+    settings = BuildSettings(input=(inputs,), output=str(output), work_dir=str(work), **values)
+    return build(settings, io.StringIO(), overwrite)
 
 
 def content(url: Url, leave_out: Sequence[str] = (MANIFEST_NAME, JOURNAL_NAME)) -> dict[str, bytes]:
