@@ -7,6 +7,9 @@ in a folder of its own (Makefile).
 
 The extra `processor` is what the library's AutoProcessor needs beside an exported vision model, and no code here. It
 must be of the build that torch is of, and the one of the public index is for CUDA: `all` leaves it out.
+
+The extra `store` reads and writes URLs; users add the package of their store, such as s3fs or gcsfs. The tests run
+moto's S3 server, which is a flask application.
 """
 
 from pathlib import Path
@@ -16,16 +19,21 @@ from setuptools import find_packages, setup
 EXTRAS = {
     "test": [
         "accelerate",
+        "flask",
+        "flask-cors",
+        "fsspec",
         "hypothesis",
         "import-linter",
         "matplotlib",
         "megatron-core",
+        "moto[s3]",
         "mypy",
         "peft",
         "pytest>=8",
         "pytest-timeout",
         "pytest-xdist",
         "ruff",
+        "s3fs",
         "safetensors",
         "tensorboard",
         "transformers",
@@ -37,6 +45,7 @@ EXTRAS = {
     "hf": ["huggingface_hub", "jinja2", "safetensors", "transformers"],
     "log": ["matplotlib", "tensorboard", "wandb"],
     "processor": ["torchvision"],
+    "store": ["aiohttp", "fsspec"],
     "gpu": ["transformer_engine==2.20.2", "transformer_engine_cu13==2.20.2", "transformer_engine_torch==2.20.2"],
 }
 EXTRAS["all"] = sorted({name for extra, names in EXTRAS.items() if extra not in ("gpu", "processor") for name in names})

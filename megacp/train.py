@@ -16,7 +16,6 @@ import time
 import traceback
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 from megacp.backends.apex import describe_apex
@@ -37,6 +36,7 @@ from megacp.files import raise_descriptor_limit
 from megacp.models.build import grid_shape, stage_layers
 from megacp.monitor.console import ends_with_its_reader
 from megacp.planner.report import describe
+from megacp.storage.place import place_of
 from megacp.training.agreement import AlikeError, require_agreement, require_shared_folder, statement
 from megacp.training.sources import Sources, open_sources, with_stored_length
 from megacp.training.stopping import STOPPED
@@ -225,7 +225,7 @@ def trainer_of(plan: Plan, grid: ProcessGrid) -> Trainer:
         return Trainer(plan.config, grid, plan.sources)
     trainer = Trainer(plan.config, grid, plan.sources, plan.start.weights)
     if grid.rank == 0 and plan.config.checkpoint.save is not None:
-        plan.start.keep(Path(plan.config.checkpoint.save))
+        plan.start.keep(place_of(plan.config.checkpoint.save))
     return trainer
 
 

@@ -19,11 +19,11 @@ from tests.data.media.pictures import TINY, encoded, noise
 
 ROOT = Path(__file__).resolve().parents[1]
 EXTRAS_OF = {
-    "train": {"data", "log", "gpu", "hf"},
-    "preprocess": {"data"},
-    "convert": {"data", "gpu", "hf"},
-    "generate": {"data", "gpu"},
-    "parity": {"data", "gpu"},
+    "train": {"data", "log", "gpu", "hf", "store"},
+    "preprocess": {"data", "store"},
+    "convert": {"data", "gpu", "hf", "store"},
+    "generate": {"data", "gpu", "store"},
+    "parity": {"data", "gpu", "store"},
     "plot": {"log"},
 }
 """Extras that a command may need for one of its flags or inputs; without them it starts and says what is missing."""

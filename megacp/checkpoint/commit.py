@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +24,10 @@ from megacp.checkpoint.pending import Contents, PendingCheckpoint
 from megacp.checkpoint.storage import INDEX_FILE, Payload
 from megacp.distributed.collectives import all_reduce, gather_objects
 from megacp.distributed.grid import Axis
-from megacp.files import open_regular, read_regular
+from megacp.files import StrPath
+from megacp.storage.place import Place, place_of, read_content
+from megacp.storage.retry import UnreachableError
+from megacp.storage.url import Url
 from megacp.wording import listed
 
 _log = logging.getLogger(__name__)
@@ -41,7 +43,7 @@ _TOLD = 20
 class RemovedError(ValueError):
     """A checkpoint was removed while it was read, as --keep-last of a running job does; the same on all ranks."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Place) -> None:
         super().__init__(
             f"{folder} was removed while it was read, as --keep-last of a running job does: name the directory above "
             "it instead of one step, then the newest checkpoint is taken"
@@ -50,7 +52,7 @@ class RemovedError(ValueError):
 
 
 def save_checkpoint(
-    directory: Path | str,
+    directory: StrPath | Url,
     step: int,
     boxes: Sequence[TensorBox],
     *,
@@ -59,7 +61,7 @@ def save_checkpoint(
     world: Axis,
     keep_last: int = 0,
     grid: Mapping[str, int] | None = None,
-) -> Path:
+) -> Place:
     """Write and commit one checkpoint; returns its directory. Collective over `world`, all ranks of the run.
 
     `boxes` of all ranks together hold each element of each tensor once (`names.boxes_to_save`). `extra`, `config_yaml`
@@ -67,7 +69,7 @@ def save_checkpoint(
     Raises SaveError on every rank when anything failed on any; committed checkpoints are untouched then.
     """
     contents = Contents(step, extra, config_yaml, grid or {})
-    pending = PendingCheckpoint(Path(directory), boxes, contents, world)
+    pending = PendingCheckpoint(place_of(directory), boxes, contents, world)
     final = pending.commit(keep_last)
     for note in pending.notes if world.rank == 0 else []:
         _log.warning("%s", note)
@@ -78,14 +80,14 @@ def save_checkpoint(
 class LoadedCheckpoint:
     """A verified checkpoint, ready to be read; the same one on every rank."""
 
-    path: Path
+    path: Place
     manifest: CheckpointManifest
     passed_over: tuple[str, ...]
     """What was wrong with newer checkpoints that were not taken, one line per file; empty when the newest is whole."""
     config_yaml: str
     """The resolved config it was saved with."""
     world: Axis
-    rejected: tuple[Path, ...] = ()
+    rejected: tuple[Place, ...] = ()
     """The directories of those that were passed over."""
 
     @property
@@ -168,16 +170,18 @@ class LoadedCheckpoint:
             raise ValueError(f"{self.path} cannot be read: {reason_of(error)}") from error
 
 
-def _config_of(folder: Path, manifest: CheckpointManifest) -> str:
+def _config_of(folder: Place, manifest: CheckpointManifest) -> str:
     path = folder / CONFIG_FILE
     try:
-        with open_regular(path, manifest.files[CONFIG_FILE].size):
-            return read_regular(path, MOST_CONFIG_BYTES).decode()
+        content, size = read_content(path, MOST_CONFIG_BYTES), manifest.files[CONFIG_FILE].size
+        if len(content) != size:
+            raise ValueError(f"{path} has {len(content)} bytes, expected {size}")
+        return content.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text in UTF-8") from error
 
 
-def _is_removed(folder: Path, world: Axis) -> bool:
+def _is_removed(folder: Place, world: Axis) -> bool:
     return on_rank_0(world, lambda: not folder.is_dir(), ValueError)
 
 
@@ -187,7 +191,7 @@ def _kind(name: str) -> str:
     return f"{first}.{second}" if first == "optimizer" else first
 
 
-def load_checkpoint(path: Path | str, world: Axis) -> LoadedCheckpoint:
+def load_checkpoint(path: StrPath | Url, world: Axis) -> LoadedCheckpoint:
     """Choose and verify a checkpoint: `path` is a directory of checkpoints or one step directory. Collective.
 
     In a directory, `latest` is tried first, then the others from the newest on; what is passed over is logged and
@@ -195,7 +199,7 @@ def load_checkpoint(path: Path | str, world: Axis) -> LoadedCheckpoint:
     ValueError on every rank that names the damaged files when nothing whole is left. The choice begins again when a
     running job removes what is looked at.
     """
-    root = Path(path)
+    root = place_of(path)
     for _ in range(_ATTEMPTS):
         found = _choose(root, world)
         if found is not None:
@@ -203,15 +207,15 @@ def load_checkpoint(path: Path | str, world: Axis) -> LoadedCheckpoint:
     raise RemovedError(root)
 
 
-def _choose(root: Path, world: Axis) -> LoadedCheckpoint | None:
+def _choose(root: Place, world: Axis) -> LoadedCheckpoint | None:
     """The checkpoint to load; None when the one that was looked at has been removed meanwhile."""
-    candidates: list[Path] = on_rank_0(world, lambda: _candidates(root), ValueError)
+    candidates: list[Place] = on_rank_0(world, lambda: _candidates(root), ValueError)
     if not candidates:
         raise ValueError(
             f"--load {root}: there is no committed checkpoint (no step_* directory with a {MANIFEST_FILE})"
         )
     problems: list[str] = []
-    rejected: list[Path] = []
+    rejected: list[Place] = []
     for folder in candidates:
         manifest, config, wrong = _verify(folder, world)
         if manifest is not None and not wrong:
@@ -229,7 +233,7 @@ def _choose(root: Path, world: Axis) -> LoadedCheckpoint | None:
     raise ValueError(f"--load {root}: no checkpoint is whole: {listed(problems, _TOLD, '; ')}")
 
 
-def again_when_removed(path: Path | str, action: Callable[[], _T]) -> _T:
+def again_when_removed(path: StrPath | Url, action: Callable[[], _T]) -> _T:
     """`action`, which loads from `path` and reads; from its beginning when the checkpoint was removed meanwhile.
 
     Not when `path` names that step: RemovedError then. Collective when `action` is; without other effects it must be.
@@ -238,26 +242,28 @@ def again_when_removed(path: Path | str, action: Callable[[], _T]) -> _T:
         try:
             return action()
         except RemovedError as error:
-            if error.folder == Path(path):
+            if error.folder == place_of(path):
                 raise
             _log.warning("%s was removed while it was read: taking the newest one there is now", error.folder)
     return action()
 
 
-def peek(path: Path | str) -> tuple[Path, CheckpointManifest, str] | None:
+def peek(path: StrPath | Url) -> tuple[Place, CheckpointManifest, str] | None:
     """The first step directory that would be loaded, its manifest and its config; None where there is none.
 
     One rank alone reads it, and no tensors: `load_checkpoint` may yet pass over it. Raises ValueError, which says what
     to do, where an earlier format is all there is.
     """
     earlier: FormatError | None = None
-    for folder in _candidates(Path(path)):
+    for folder in _candidates(place_of(path)):
         try:
             manifest = read_manifest(folder)
             if not damage(folder, manifest.files, [CONFIG_FILE]):
                 return folder, manifest, _config_of(folder, manifest)
         except FormatError as error:
             earlier = earlier or error
+        except UnreachableError:
+            raise
         except (OSError, ValueError, KeyError):
             continue
     if earlier is not None:
@@ -265,7 +271,7 @@ def peek(path: Path | str) -> tuple[Path, CheckpointManifest, str] | None:
     return None
 
 
-def _candidates(root: Path) -> list[Path]:
+def _candidates(root: Place) -> list[Place]:
     """What to try, in order. Damaged manifests come before older whole ones, so that they are reported."""
     if (root / MANIFEST_FILE).exists() or is_step_name(root.name):
         return [root] if root.is_dir() else []
@@ -275,18 +281,11 @@ def _candidates(root: Path) -> list[Path]:
     return [latest, *(folder for folder in others if folder != latest)] if latest in others else others
 
 
-def _verify(folder: Path, world: Axis) -> tuple[CheckpointManifest | None, str, list[str]]:
+def _verify(folder: Place, world: Axis) -> tuple[CheckpointManifest | None, str, list[str]]:
     """The manifest, the config and what is wrong; each rank hashes its share of the files."""
-    manifest: CheckpointManifest | None = None
-    wrong: list[str] = []
-    if world.rank == 0:
-        try:
-            manifest = read_manifest(folder)
-        except ValueError as error:
-            wrong = [str(error)]
-    manifest, wrong = gather_objects((manifest, wrong), world)[0]
+    manifest, problem = on_rank_0(world, lambda: _manifest_or_problem(folder), ValueError)
     if manifest is None:
-        return None, "", wrong
+        return None, "", [problem]
     needed = {INDEX_FILE, CONFIG_FILE} - set(manifest.files)
     wrong = [f"{folder / MANIFEST_FILE} does not list {name}" for name in sorted(needed)]
     wrong += _damage_of_all(folder, manifest, world)
@@ -298,15 +297,25 @@ def _verify(folder: Path, world: Axis) -> tuple[CheckpointManifest | None, str, 
         return manifest, "", [str(error)]
 
 
-def _damage_of_all(folder: Path, manifest: CheckpointManifest, world: Axis) -> list[str]:
+def _manifest_or_problem(folder: Place) -> tuple[CheckpointManifest | None, str]:
+    try:
+        return read_manifest(folder), ""
+    except UnreachableError:  # says nothing of the checkpoint: an earlier one is no answer
+        raise
+    except ValueError as error:
+        return None, str(error)
+
+
+def _damage_of_all(folder: Place, manifest: CheckpointManifest, world: Axis) -> list[str]:
     """What is wrong with the files; one that another rank sees gets a second look, since it may be seen late here."""
     names = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))[world.rank :: world.size]
-    mine = damage(folder, manifest.files, names)
-    wrong = {name: line for of_rank in gather_objects(mine, world) for name, line in of_rank.items()}
+    found = on_all_ranks(world, lambda: damage(folder, manifest.files, names), ValueError)
+    mine, wrong = found[world.rank], {name: line for of_rank in found for name, line in of_rank.items()}
     if wrong and world.size > 1:
         present = [name for name in wrong if (folder / name).exists()]
         anywhere = {name for of_rank in gather_objects(present, world) for name in of_rank}
-        mine = damage(folder, manifest.files, [name for name in mine if name in anywhere], _SECONDS)
-        again = {name: line for of_rank in gather_objects(mine, world) for name, line in of_rank.items()}
+        look = [name for name in mine if name in anywhere]
+        found = on_all_ranks(world, lambda: damage(folder, manifest.files, look, _SECONDS), ValueError)
+        again = {name: line for of_rank in found for name, line in of_rank.items()}
         wrong = {name: line for name, line in wrong.items() if name not in anywhere} | again
     return list(wrong.values())

@@ -5,7 +5,8 @@
     DIRECTORY/step_0000100.tmp-*/     being written, being deleted, or left by a crash: never read
     DIRECTORY/lock                    held by the run that writes here
 
-Key property: a name without `.tmp-` was given by a rename of something complete.
+Key property: a name without `.tmp-` was given by a rename of something complete. An object store has no rename: there
+a step is complete with its manifest, which is written last and removed first, and there is no lock.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ import secrets
 import shutil
 from collections.abc import Collection
 from pathlib import Path
+from typing import overload
 
-from megacp.checkpoint.manifest import read_manifest
-from megacp.files import open_regular, read_regular, rename, sync_folder, write_new
+from megacp.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from megacp.files import StrPath, open_regular, rename, sync_folder, write_new
+from megacp.storage.place import Place, folders_in, place_of, read_content, size_of
+from megacp.storage.retry import UnreachableError
+from megacp.storage.url import Url
 
 LATEST_FILE = "latest"
 CONFIG_FILE = "config.yaml"
@@ -34,12 +39,16 @@ def is_step_name(name: str) -> bool:
     return _STEP.fullmatch(name) is not None
 
 
-def temporary(root: Path, base: str) -> Path:
+@overload
+def temporary(root: Path, base: str) -> Path: ...
+@overload
+def temporary(root: Url, base: str) -> Url: ...
+def temporary(root: Place, base: str) -> Place:
     """A fresh name below `root` that never counts as a checkpoint."""
     return root / f"{base}.tmp-{secrets.token_hex(4)}"
 
 
-def step_folders(directory: Path) -> tuple[list[Path], list[Path]]:
+def step_folders(directory: Place) -> tuple[list[Place], list[Place]]:
     """Step directories with a whole manifest, newest first, and those whose manifest is missing or damaged."""
     whole, damaged = _listed(directory)
     for _ in range(_LOOKS):
@@ -49,35 +58,43 @@ def step_folders(directory: Path) -> tuple[list[Path], list[Path]]:
     return whole, damaged
 
 
-def _listed(directory: Path) -> tuple[list[Path], list[Path]]:
-    serials: dict[Path, int] = {}
-    damaged = []
-    for folder in sorted(directory.iterdir()) if directory.is_dir() else []:
-        if is_step_name(folder.name) and folder.is_dir():
+def _listed(directory: Place) -> tuple[list[Place], list[Place]]:
+    serials: dict[Place, int] = {}
+    damaged: list[Place] = []
+    for folder in folders_in(directory):
+        if is_step_name(folder.name):
             try:
                 serials[folder] = read_manifest(folder).serial
+            except UnreachableError:  # no reason to go on from an earlier one
+                raise
             except ValueError:
                 damaged.append(folder)
     return sorted(serials, key=lambda folder: serials[folder], reverse=True), damaged
 
 
-def committed(directory: Path | str) -> list[Path]:
+def committed(directory: StrPath | Url) -> list[Place]:
     """The committed step directories below `directory`, newest first; their payload is not verified."""
-    return step_folders(Path(directory))[0]
+    return step_folders(place_of(directory))[0]
 
 
-def traces_of_checkpoints(directory: Path | str) -> list[Path]:
-    """What says that checkpoints were committed here, whole or not: step directories and `latest`."""
-    root = Path(directory)
+def traces_of_checkpoints(directory: StrPath | Url) -> list[Place]:
+    """What says that checkpoints were committed here, whole or not: step directories and `latest`.
+
+    Where a store has no `latest`, none was: a step without a manifest is what the first save of a run has left.
+    """
+    root = place_of(directory)
     whole, damaged = step_folders(root)
     latest = root / LATEST_FILE
-    return [*whole, *damaged, *([latest] if latest.exists() else [])]
+    pointed = [latest] if latest.exists() else []
+    return [*whole, *damaged, *pointed] if isinstance(root, Path) or pointed else whole
 
 
-def latest_of(directory: Path | str) -> str | None:
+def latest_of(directory: StrPath | Url) -> str | None:
     """The name in `latest`; None where it cannot be read, or holds no name of a step directory."""
     try:
-        name = read_regular(Path(directory) / LATEST_FILE, _MOST_LATEST).decode().strip()
+        name = read_content(place_of(directory) / LATEST_FILE, _MOST_LATEST).decode().strip()
+    except UnreachableError:
+        raise
     except (OSError, ValueError):
         return None
     return name if is_step_name(name) else None
@@ -96,7 +113,7 @@ def refuse_unpointable(directory: Path | str) -> None:
         raise ValueError(f"{error}: move it away") from error
 
 
-def point_and_prune(final: Path, keep_last: int, distrusted: Collection[Path] = ()) -> list[str]:
+def point_and_prune(final: Place, keep_last: int, distrusted: Collection[Place] = ()) -> list[str]:
     """Let `latest` name the new checkpoint; when `keep_last` is above 0, remove older ones until that many are left.
 
     Only sound ones count, neither `distrusted` nor damaged ones. Distrusted ones had wrong hashes when this run looked
@@ -106,14 +123,7 @@ def point_and_prune(final: Path, keep_last: int, distrusted: Collection[Path] = 
     cannot be written.
     """
     root = final.parent
-    pointer = temporary(root, LATEST_FILE)
-    try:
-        write_new(pointer, f"{final.name}\n".encode())
-        rename(pointer, root / LATEST_FILE)
-    except OSError:
-        pointer.unlink(missing_ok=True)
-        raise
-    sync_folder(root)
+    _point(root, f"{final.name}\n".encode())
     if keep_last <= 0:
         return []
     rejected = {folder.resolve() for folder in distrusted}
@@ -133,18 +143,38 @@ def point_and_prune(final: Path, keep_last: int, distrusted: Collection[Path] = 
     return notes
 
 
-def _has_its_files(folder: Path) -> bool:
+def _point(root: Place, content: bytes) -> None:
+    """Write `latest`."""
+    if isinstance(root, Url):
+        (root / LATEST_FILE).write(content)
+        return
+    pointer = temporary(root, LATEST_FILE)
+    try:
+        write_new(pointer, content)
+        rename(pointer, root / LATEST_FILE)
+    except OSError:
+        pointer.unlink(missing_ok=True)
+        raise
+    sync_folder(root)
+
+
+def _has_its_files(folder: Place) -> bool:
     """Whether the files have the sizes of the manifest: no more than names and sizes are read."""
     try:
-        return all(
-            (folder / name).stat().st_size == record.size for name, record in read_manifest(folder).files.items()
-        )
+        return all(size_of(folder / name) == record.size for name, record in read_manifest(folder).files.items())
     except (OSError, ValueError):
         return False
 
 
-def _remove_checkpoint(folder: Path) -> list[str]:
+def _remove_checkpoint(folder: Place) -> list[str]:
     """Remove a committed checkpoint, or a link to one; why it could not be, in words."""
+    if isinstance(folder, Url):
+        try:
+            (folder / MANIFEST_FILE).unlink()  # a half-deleted one is never taken for a checkpoint
+            folder.remove_below()
+        except ValueError as error:
+            return [f"the old checkpoint could not be removed: {error}"]
+        return []
     doomed = temporary(folder.parent, folder.name)
     try:
         rename(folder, doomed)  # a half-deleted directory is never taken for a checkpoint

@@ -14,8 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megacp.files import parse_json, read_regular, seen, sha256_of
+from megacp.files import parse_json, seen
 from megacp.json_fields import LARGEST_COUNT, SHA256, Fields
+from megacp.storage.place import Place, read_content, sha256_of
+from megacp.storage.retry import UnreachableError
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 2
@@ -52,11 +54,6 @@ class CheckpointManifest:
     """Small JSON state: loader position, samples consumed, optimizer updates, seed."""
 
 
-def hash_file(path: Path) -> FileRecord:
-    """Size and sha256 of a file as it is on disk. Raises like `files.open_regular`."""
-    return FileRecord(*sha256_of(path))
-
-
 def checksum_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -77,14 +74,18 @@ def to_json(manifest: CheckpointManifest) -> str:
     return json.dumps({**content, "checksum": checksum_of(content)}, indent=1)  # no newline: each byte lost is seen
 
 
-def read_manifest(folder: Path) -> CheckpointManifest:
+def read_manifest(folder: Place) -> CheckpointManifest:
     """Read and check `manifest.json`. Raises ValueError naming the file, and the field, when it is not what it must.
 
-    It is a FormatError for a manifest that an earlier version wrote.
+    It is a FormatError for a manifest that an earlier version wrote. UnreachableError: the store is not reached.
     """
     path = folder / MANIFEST_FILE
     try:
-        text = read_regular(path, _MOST_BYTES)
+        text = read_content(path, _MOST_BYTES)
+    except FileNotFoundError as error:
+        if isinstance(folder, Path):
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+        raise ValueError(f"{folder} has no {MANIFEST_FILE}, which is uploaded last: it is half a checkpoint") from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     try:
@@ -130,8 +131,13 @@ def _record(name: str, files: Fields) -> FileRecord:
     return FileRecord(entry.integer("size", high=1 << 62), entry.text("sha256", SHA256, "64 hexadecimal digits"))
 
 
-def damage(folder: Path, files: Mapping[str, FileRecord], names: Sequence[str], seconds: float = 0.0) -> dict[str, str]:
-    """What is wrong with these files of a checkpoint, by name; one that is missing is waited for `seconds`."""
+def damage(
+    folder: Place, files: Mapping[str, FileRecord], names: Sequence[str], seconds: float = 0.0
+) -> dict[str, str]:
+    """What is wrong with these files of a checkpoint, by name; one that is missing is waited for `seconds`.
+
+    Raises UnreachableError where the store is not reached.
+    """
     problems = {}
     for name in names:
         path, record = folder / name, files[name]
@@ -141,6 +147,8 @@ def damage(folder: Path, files: Mapping[str, FileRecord], names: Sequence[str], 
                 problems[name] = f"{path} is damaged: its sha256 is not the one in the manifest"
         except OSError as error:
             problems[name] = f"{path} cannot be read: {error.strerror}"
+        except UnreachableError:
+            raise
         except ValueError as error:  # it names the file
             problems[name] = str(error)
     return problems

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import shutil
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,6 @@ from megacp.checkpoint.manifest import (
     MANIFEST_FILE,
     CheckpointManifest,
     FileRecord,
-    hash_file,
     read_manifest,
     to_json,
 )
@@ -34,7 +35,9 @@ from megacp.checkpoint.names import TensorBox
 from megacp.checkpoint.storage import PayloadError, PayloadWriter
 from megacp.distributed.collectives import gather_to_first
 from megacp.distributed.grid import Axis
-from megacp.files import place_folder, seen, write_new
+from megacp.files import place_folder, seen
+from megacp.storage.place import Place, size_of, write_content
+from megacp.storage.url import Url
 
 _BYTES_PER_BOX, _MARGIN = 1024, 1 << 20
 """What a box takes in the files besides its values (its places in header and index), and the smallest files;
@@ -66,7 +69,7 @@ class PendingCheckpoint:
     """
 
     def __init__(
-        self, root: Path, boxes: Sequence[TensorBox], contents: Contents, world: Axis, *, background: bool = False
+        self, root: Place, boxes: Sequence[TensorBox], contents: Contents, world: Axis, *, background: bool = False
     ) -> None:
         self._root, self._contents, self._world = root, contents, world
         self._error: Exception | None = None
@@ -76,7 +79,7 @@ class PendingCheckpoint:
         """What there is to say after `commit`: of old checkpoints that could not be removed, or were damaged."""
         sizes = gather_to_first(sum(b.tensor.nbytes + _BYTES_PER_BOX for b in boxes), world)
         try:
-            self._folder: Path = on_rank_0(world, lambda: self._begin(sum(sizes or [])), SaveError)
+            self._folder: Place = on_rank_0(world, lambda: self._begin(sum(sizes or [])), SaveError)
         except SaveError as failure:
             raise self._failed(failure) from failure
         try:
@@ -107,7 +110,7 @@ class PendingCheckpoint:
         """Whether this rank's thread could not write: `commit` will raise."""
         return not self.writing and self._error is not None
 
-    def commit(self, keep_last: int = 0, distrusted: Collection[Path] = ()) -> Path:
+    def commit(self, keep_last: int = 0, distrusted: Collection[Place] = ()) -> Place:
         """Wait for this rank's files, then commit those of all ranks; the checkpoint's directory.
 
         `keep_last` > 0 removes older checkpoints beyond that many, and `distrusted` ones (`point_and_prune`). Raises
@@ -116,16 +119,18 @@ class PendingCheckpoint:
         try:
             on_all_ranks(self._world, self._written, SaveError)
             records = gather_to_first(self._records, self._world)
-            final: Path = on_rank_0(self._world, lambda: self._commit(records), SaveError)
+            final: Place = on_rank_0(self._world, lambda: self._commit(records), SaveError)
         except SaveError as failure:
             self._clean()
             raise self._failed(failure) from failure
         self.notes = on_rank_0(self._world, lambda: point_and_prune(final, keep_last, distrusted), SaveError)
         return final
 
-    def _begin(self, needed: int) -> Path:
+    def _begin(self, needed: int) -> Place:
         """Refuse before anything is written, then make the folder; rank 0 only."""
         to_json(CheckpointManifest(self.step, 0, self._world.size, self._contents.grid, {}, self._contents.extra))
+        if isinstance(self._root, Url):
+            return self._free_name()  # nothing is renamed there: the manifest alone makes it a checkpoint
         place = next(folder for folder in (self._root.absolute(), *self._root.absolute().parents) if folder.exists())
         free = shutil.disk_usage(place).free
         if free < needed + _MARGIN:
@@ -147,7 +152,7 @@ class PendingCheckpoint:
             self._error = error
 
     def _write(self) -> None:
-        self._records = {path.name: hash_file(path) for path in self._payload.write(self._folder)}
+        self._records = self._payload.write(self._folder)
 
     def _written(self) -> None:
         """This rank's files are on disk; raises what kept them from it."""
@@ -158,29 +163,36 @@ class PendingCheckpoint:
         if self._error is not None:
             raise self._error
 
-    def _commit(self, of_ranks: list[dict[str, FileRecord]] | None) -> Path:
-        """Complete the written folder with config and manifest, and rename it; rank 0 only."""
+    def _commit(self, of_ranks: list[dict[str, FileRecord]] | None) -> Place:
+        """Complete the written folder with config and manifest, and rename a local one; rank 0 only."""
         assert of_ranks is not None
         self._see_all(of_ranks)
         files = {name: record for of_rank in of_ranks for name, record in of_rank.items()}
         config = self._contents.config_yaml.encode()
         if len(config) > MOST_CONFIG_BYTES:
             raise ValueError(f"the config has {len(config):,} bytes, at most {MOST_CONFIG_BYTES:,} are read again")
-        write_new(self._folder / CONFIG_FILE, config)
-        files[CONFIG_FILE] = hash_file(self._folder / CONFIG_FILE)
+        write_content(self._folder / CONFIG_FILE, config)
+        files[CONFIG_FILE] = FileRecord(len(config), hashlib.sha256(config).hexdigest())
         serial = max((read_manifest(folder).serial for folder in committed(self._root)), default=0) + 1
         manifest = CheckpointManifest(
             self.step, serial, self._world.size, self._contents.grid, files, self._contents.extra
         )
-        write_new(self._folder / MANIFEST_FILE, to_json(manifest).encode())
-        base = f"step_{self.step:07d}"
-        attempt = 1
-        final = self._root / base
-        while final.exists():
-            attempt += 1
-            final = self._root / f"{base}.{attempt}"
+        write_content(self._folder / MANIFEST_FILE, to_json(manifest).encode())
+        if isinstance(self._folder, Url):
+            return self._folder
+        final = self._free_name()
+        assert isinstance(final, Path), "both lie below the root"
         place_folder(self._folder, final)
         return final
+
+    def _free_name(self) -> Place:
+        """The first name for this step that nothing has, not even what a crash has left."""
+        base = f"step_{self.step:07d}"
+        attempt, name = 1, base
+        while (self._root / name).exists():
+            attempt += 1
+            name = f"{base}.{attempt}"
+        return self._root / name
 
     def _see_all(self, of_ranks: list[dict[str, FileRecord]]) -> None:
         """Raise SaveError naming the first rank and file that is not where rank 0 commits: its machine has another
@@ -189,7 +201,7 @@ class PendingCheckpoint:
         for rank, name, record in [(rank, *item) for rank, files in enumerate(of_ranks) for item in files.items()]:
             path, size = self._folder / name, -1
             with contextlib.suppress(OSError):
-                size = seen(path.stat).st_size
+                size = seen(partial(size_of, path))
             if size < 0:
                 raise SaveError(
                     f"rank 0 does not see {name} of rank {rank}: is {path} the same place for all machines?"
@@ -201,8 +213,13 @@ class PendingCheckpoint:
         return SaveError(f"checkpoint of step {self.step} in {self._root} was not written: {failure}")
 
     def _clean(self) -> None:
-        if self._world.rank == 0:
+        if self._world.rank != 0:
+            return
+        if isinstance(self._folder, Path):
             shutil.rmtree(self._folder, ignore_errors=True)
+            return
+        with contextlib.suppress(ValueError):  # the store is not reached; without a manifest it is no checkpoint
+            self._folder.remove_below()
 
 
 def _copied(boxes: Sequence[TensorBox]) -> list[TensorBox]:

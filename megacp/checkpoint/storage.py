@@ -13,8 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BufferedReader
-from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 
@@ -25,7 +24,8 @@ from megacp.checkpoint.names import TensorBox
 from megacp.checkpoint.tensor_file import as_bytes, write_values
 from megacp.distributed.collectives import gather_to_first
 from megacp.distributed.grid import Axis
-from megacp.files import new_file, open_regular, seen, write_new
+from megacp.files import seen
+from megacp.storage.place import Place, open_stream, write_content, write_stream
 
 INDEX_FILE = "index.json"
 _MOST_INDEX_BYTES = 1 << 28
@@ -81,21 +81,24 @@ class PayloadWriter:
             raise ValueError(f"the index has {len(self._index):,} bytes, at most {_MOST_INDEX_BYTES:,} are read again")
         read_index(self._index, {file: sum(map(index.num_bytes, boxes)) for file, boxes in index.files.items()})
 
-    def write(self, folder: Path) -> list[Path]:
-        """Write this rank's boxes, and on rank 0 the index, into a folder that all ranks share; the files on disk."""
-        path = folder / rank_file(self._rank)
-        with new_file(path, _SECONDS) as stream:
-            own = Index({box.name: tensor for box, tensor in self._stored}, {path.name: [b for b, _ in self._stored]})
-            stream.write(own.header(path.name))
-            for box, (stored, tensor) in zip(self._boxes, self._stored, strict=True):
-                values = box.tensor.detach()  # of a source that is read only now, its dtype and shape were promises
-                if (values.dtype, tuple(values.shape)) != (tensor.dtype, stored.extents):
-                    raise PayloadError(f"{box.name} became {values.dtype} {tuple(values.shape)}, not as it was stated")
-                write_values(stream, values)
-        if self._rank != 0:
-            return [path]
-        write_new(folder / INDEX_FILE, self._index)
-        return [path, folder / INDEX_FILE]
+    def write(self, folder: Place) -> dict[str, FileRecord]:
+        """Write this rank's boxes, and on rank 0 the index, into a folder that all ranks share; what was written."""
+        name = rank_file(self._rank)
+        records = {name: FileRecord(*write_stream(folder / name, self._fill, _SECONDS))}
+        if self._rank == 0:
+            write_content(folder / INDEX_FILE, self._index)
+            records[INDEX_FILE] = FileRecord(len(self._index), hashlib.sha256(self._index).hexdigest())
+        return records
+
+    def _fill(self, stream: BinaryIO) -> None:
+        name = rank_file(self._rank)
+        own = Index({box.name: tensor for box, tensor in self._stored}, {name: [box for box, _ in self._stored]})
+        stream.write(own.header(name))
+        for box, (stored, tensor) in zip(self._boxes, self._stored, strict=True):
+            values = box.tensor.detach()  # of a source that is read only now, its dtype and shape were promises
+            if (values.dtype, tuple(values.shape)) != (tensor.dtype, stored.extents):
+                raise PayloadError(f"{box.name} became {values.dtype} {tuple(values.shape)}, not as it was stated")
+            write_values(stream, values)
 
 
 class Payload:
@@ -105,13 +108,13 @@ class Payload:
     that no megacp checkpoint says, or refers to a file that `files` does not name.
     """
 
-    def __init__(self, folder: Path, files: Mapping[str, FileRecord], seconds: float = 0.0) -> None:
+    def __init__(self, folder: Place, files: Mapping[str, FileRecord], seconds: float = 0.0) -> None:
         self._folder, self._records, self._seconds = folder, files, seconds
         path = folder / INDEX_FILE
         stated = files.get(INDEX_FILE)
         if stated is None or stated.size > _MOST_INDEX_BYTES:
             raise ValueError(f"{path} is not in the manifest, or larger than any index")
-        with seen(lambda: open_regular(path, stated.size), seconds) as stream:
+        with seen(lambda: open_stream(path, stated.size), seconds) as stream:
             content = stream.read(stated.size)
         if hashlib.sha256(content).hexdigest() != stated.sha256:
             raise ValueError(f"{path} is damaged: its sha256 is not the one in the manifest")
@@ -172,7 +175,7 @@ class Payload:
         if name not in self._headers:
             self._headers[name] = self._index.header(name)
         expected = self._headers[name]
-        with seen(lambda: open_regular(path, size), self._seconds) as stream:
+        with seen(lambda: open_stream(path, size), self._seconds) as stream:
             values = sum(map(self._index.num_bytes, self._index.files[name]))
             if stream.read(len(expected)) != expected or size != len(expected) + values:
                 raise ValueError(f"{path} does not hold the tensors that {INDEX_FILE} lists")
@@ -204,7 +207,7 @@ def _shared(position: Position, wanted: TensorBox) -> _Read | None:
     return _Read(position, wanted, low, extents) if all(extent > 0 for extent in extents) else None
 
 
-def _fill(stream: BufferedReader, begin: int, read: _Read, path: Path) -> None:
+def _fill(stream: BufferedReader, begin: int, read: _Read, path: Place) -> None:
     """Read the bytes from the first shared element to the last, and copy those elements to where they are wanted."""
     (_, start, stored), wanted = read.position, read.wanted
     target = wanted.tensor.detach()

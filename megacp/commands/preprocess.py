@@ -104,9 +104,9 @@ def _add_build(commands: argparse._SubParsersAction[OneLineParser]) -> None:
         description="Tokenize and pack files of records. The result does not depend on --workers or on interruptions.",
     )
     what = build.add_argument_group("input and output")
-    files = ".jsonl, .gz, .zst, .parquet, .arrow or .tar; a folder of save_to_disk"
+    files = ".jsonl, .gz, .zst, .parquet, .arrow or .tar, a folder of save_to_disk; paths, URLs, patterns with *"
     what.add_argument("--input", nargs="+", required=True, metavar="F", help=files)
-    what.add_argument("--output", required=True, metavar="DIR", help="directory of the dataset")
+    what.add_argument("--output", required=True, metavar="DIR", help="directory of the dataset, or a URL")
     what.add_argument("--overwrite", action="store_true", help="delete the dataset in DIR first, finished or not")
     what.add_argument("--text-key", default="text", metavar="KEY", help="key of plain text in a record (text)")
     _add_records(build)
@@ -162,6 +162,7 @@ def _add_work(build: argparse.ArgumentParser) -> None:
     work = build.add_argument_group("work")
     cores = len(os.sched_getaffinity(0))
     work.add_argument("--workers", type=int, default=cores, metavar="N", help="processes (default: one for each core)")
+    work.add_argument("--work-dir", metavar="DIR", help="where a dataset for a URL is built (in ~/.cache/megacp)")
     work.add_argument(
         "--unit-bytes",
         type=int,
@@ -203,7 +204,15 @@ def _add_records(build: argparse.ArgumentParser) -> None:
 
 def _add_images(build: argparse.ArgumentParser) -> None:
     images = build.add_argument_group("images", "any of these, or --max-crops-per-pack, lets records hold images")
-    images.add_argument("--image-root", metavar="DIR", help="directory that paths of images are relative to")
+    images.add_argument("--image-root", metavar="DIR", help="directory or URL that paths of images are relative to")
+    images.add_argument(
+        "--image-urls",
+        type=_names,
+        default=(),
+        metavar="A,B",
+        help="how URLs of images may begin: https://host/ (none)",
+    )
+    images.add_argument("--image-cache", metavar="DIR", help="keep fetched images here (until the build is finished)")
     images.add_argument("--image-rules", metavar="FILE", help="YAML with the rules below by their keys; flags win")
     for flag, (key, kind, metavar, text) in IMAGE_FLAGS.items():
         if kind is None:
@@ -215,7 +224,8 @@ def _add_images(build: argparse.ArgumentParser) -> None:
 def _image_rules(args: argparse.Namespace) -> ImageRules | None:
     """The rules of the command line, unchecked; None when nothing says that there are images."""
     given = {key: getattr(args, key) for key, *_ in IMAGE_FLAGS.values() if getattr(args, key) is not None}
-    if not given and args.image_root is None and args.image_rules is None and args.max_crops_per_pack is None:
+    others = (args.image_root, args.image_rules, args.max_crops_per_pack, args.image_urls or None)
+    if not given and all(value is None for value in others):
         return None
     from megacp.data.media.geometry import ImageRules
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megacp.config.ranges import NotNegative, Positive
+from megacp.config.ranges import AboveZero, NotNegative, Positive
 
 
 @dataclass(frozen=True)
@@ -16,10 +16,11 @@ class DataConfig:
     """The training and validation packs."""
 
     data_path: str | None = None
-    """Packed dataset directory made by tools/preprocess_data.py; without it random mock packs are used."""
+    """Packed dataset directory made by tools/preprocess_data.py, or its URL (needs the extra `store`); without it
+    random mock packs are used."""
 
     valid_data_path: str | None = None
-    """Packed dataset directory for the validation loss."""
+    """Packed dataset directory, or its URL, for the validation loss."""
 
     seq_length: Positive[int] = 512
     """Tokens of one pack; a run takes those of --data-path where no flag says how many."""
@@ -41,3 +42,12 @@ class DataConfig:
     verify_data: bool = False
     """Compare the sha256 of all dataset files with their manifests before the first step; the ranks of a machine share
     its files. Without it, a pack or an image is compared with its checksum when it is read."""
+
+    data_cache_gib: NotNegative[float] = 1.0
+    """Memory of each rank, in GiB, for blocks of datasets at URLs. One that does not fit is read pack by pack."""
+
+    data_block_mib: AboveZero[float] = 16.0
+    """Size of such a block, in MiB: what is asked of the store at a time."""
+
+    data_cache_dir: str | None = None
+    """Directory that keeps the tables of datasets at URLs, for all ranks of a machine (default: ~/.cache/megacp)."""

@@ -23,6 +23,7 @@ from megacp.config.parallel import ParallelConfig
 from megacp.config.ranges import Positive, Range
 from megacp.config.training import CheckpointConfig, LogConfig, TrainingConfig
 from megacp.config.vision import VisionConfig
+from megacp.storage.url import is_url
 
 Value = bool | int | float | str | tuple[float, ...] | None
 """What a flag can hold."""
@@ -78,10 +79,11 @@ class RunConfig:
 
     @property
     def log_path(self) -> Path:
-        """The JSONL file: `log_file`, or log.jsonl beside the checkpoints, or megacp_log.jsonl."""
+        """The JSONL file: `log_file`, or log.jsonl beside the checkpoints of a local --save, or megacp_log.jsonl."""
         if self.log.log_file is not None:
             return Path(self.log.log_file)
-        return Path(self.checkpoint.save, "log.jsonl") if self.checkpoint.save else Path("megacp_log.jsonl")
+        save = self.checkpoint.save
+        return Path(save, "log.jsonl") if save and not is_url(save) else Path("megacp_log.jsonl")
 
     @property
     def profile_path(self) -> Path:

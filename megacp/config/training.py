@@ -135,10 +135,11 @@ class CheckpointConfig:
     """Where checkpoints are written and read."""
 
     save: str | None = None
-    """Directory for checkpoints; also written at the end of the run and on SIGTERM."""
+    """Directory for checkpoints, or a URL such as s3://bucket/run (needs the extra `store`); also written at the end of
+    the run and on SIGTERM."""
 
     load: str | None = None
-    """Checkpoint directory to resume from, on this or any other grid."""
+    """Checkpoint directory or URL to resume from, on this or any other grid."""
 
     load_hf: str | None = None
     """Hugging Face folder whose model, weights and tokenizer the run starts from, at step 0 with a fresh optimizer. It
@@ -191,7 +192,7 @@ class LogConfig:
     """
 
     log_file: str | None = None
-    """JSONL file with one line per step (default: log.jsonl in --save, else megacp_log.jsonl);
+    """JSONL file with one line per step (default: log.jsonl in a local --save, else megacp_log.jsonl);
     /dev/null writes none."""
 
     tensorboard_dir: str | None = None

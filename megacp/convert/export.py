@@ -20,7 +20,7 @@ import megacp
 from megacp.checkpoint.commit import LoadedCheckpoint
 from megacp.checkpoint.directory import CONFIG_FILE, point_and_prune
 from megacp.checkpoint.index import GlobalTensor, Index, StoredBox
-from megacp.checkpoint.manifest import MANIFEST_FILE, CheckpointManifest, FileRecord, hash_file, to_json
+from megacp.checkpoint.manifest import MANIFEST_FILE, CheckpointManifest, FileRecord, to_json
 from megacp.checkpoint.names import MODEL
 from megacp.checkpoint.storage import INDEX_FILE, rank_file
 from megacp.checkpoint.tensor_file import write_values
@@ -37,7 +37,7 @@ from megacp.data.media.geometry import TOKEN_TEXTS
 from megacp.data.tokenize.tokenizer import PROBE, Tokenizer, load_tokenizer
 from megacp.distributed.collectives import gather_objects
 from megacp.distributed.grid import Axis
-from megacp.files import new_file, write_new
+from megacp.files import new_file, sha256_of, write_new
 from megacp.training.state import first_token, stored_progress
 
 _DTYPES = ("float32", "bfloat16", "float64")
@@ -267,7 +267,7 @@ def write_checkpoint(loaded: Loaded, folder: Path, request: Request, world: Axis
         written = {name: record for of_rank in of_ranks for name, record in of_rank.items()}
         for name, content in ((INDEX_FILE, index.to_json()), (CONFIG_FILE, config.encode())):
             write_new(step / name, content)
-            written[name] = hash_file(step / name)
+            written[name] = FileRecord(*sha256_of(step / name))
         manifest = CheckpointManifest(0, 1, 1, {}, written, extra)
         write_new(step / MANIFEST_FILE, to_json(manifest).encode())
         point_and_prune(step, 0)
@@ -293,7 +293,7 @@ def _write_file(source: Source, index: Index, path: Path) -> FileRecord:
             if (tuple(values.shape), values.dtype) != tuple(index.tensors[box.name]):
                 raise ValueError(f"{box.name} became {values.dtype} {tuple(values.shape)}, not as its header said")
             write_values(stream, values)
-    return hash_file(path)
+    return FileRecord(*sha256_of(path))
 
 
 def model_dtype(source: Source) -> str:

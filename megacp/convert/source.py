@@ -114,15 +114,15 @@ def read_checkpoint(path: Path, world: Axis, wanted: str = "auto") -> Loaded:
 
 
 def _described(loaded: LoadedCheckpoint, wanted: str) -> Loaded:
-    stored = stored_config(loaded)
+    stored, folder = stored_config(loaded), Path(str(loaded.path))  # one of this machine, as `path` is
     source, config, pairs = folded(CheckpointSource(loaded), stored)
     values = flatten(config)
     architecture = of_values(values, wanted)
     architecture.config(values)  # refuses what it cannot say
-    require_all(source.infos, architecture.links(values, LAYOUTS[0]), False, loaded.path)
+    require_all(source.infos, architecture.links(values, LAYOUTS[0]), False, folder)
     given = stored_progress(loaded).image_rules
     rules = ImageRules.from_dict(given) if given is not None else None
-    return Loaded(loaded.path, architecture, source, config, rules, loaded, pairs=pairs)
+    return Loaded(folder, architecture, source, config, rules, loaded, pairs=pairs)
 
 
 def read_hf(path: Path, wanted: str = "auto", ignored: Collection[str] = (), *, check_sums: bool = True) -> Loaded:

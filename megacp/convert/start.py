@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from megacp.convert.tokenizer import tokenizer_files
 from megacp.convert.tower import with_tower
 from megacp.data.tokenize.tokenizer import load_tokenizer
 from megacp.models.build import DTYPES
+from megacp.storage.place import Place
+from megacp.storage.url import Url
 from megacp.training.sources import Sources
 from megacp.training.stored import with_model_of
 
@@ -36,10 +39,15 @@ class FolderStart:
     loaded: Loaded
     weights: Weights
 
-    def keep(self, folder: Path) -> None:
+    def keep(self, folder: Place) -> None:
         """Put tokenizer and generation settings beside the run's checkpoints."""
-        copy_tokenizer(self.loaded, folder)
-        keep_generation(self.loaded, folder)
+        with tempfile.TemporaryDirectory() as own:
+            local = folder if isinstance(folder, Path) else Path(own)
+            copy_tokenizer(self.loaded, local)
+            keep_generation(self.loaded, local)
+            for path in sorted(Path(own).rglob("*")):
+                if isinstance(folder, Url) and path.is_file():
+                    (folder / str(path.relative_to(local))).upload(path)
 
     def require_tokenizer(self, sources: Sources, data_path: str | None) -> None:
         """ValueError when the packs were built with another tokenizer than the folder's."""

@@ -8,17 +8,18 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megacp.data.build.document import learned_tokens
 from megacp.data.build.journal import REJECTS_NAME
-from megacp.data.packed import tables
 from megacp.data.packed.reader import Pack, PackedDataset
 from megacp.data.packed.tables import FLAG_SPLIT, FLAG_TRUNCATED
 from megacp.data.tokenize.tokenizer import Tokenizer
+from megacp.files import StrPath
+from megacp.storage.place import Place, open_stream
+from megacp.storage.url import Url
 
 _BAR = 40
 _JOINER = "\u200d"
@@ -167,14 +168,11 @@ def _joins(character: str) -> bool:
     return character == _JOINER or unicodedata.category(character) in ("Mn", "Me", "Mc")
 
 
-def statistics(directory: str | Path) -> dict[str, Any]:
+def statistics(directory: StrPath | Url) -> dict[str, Any]:
     """Counts, efficiencies, the histogram of document lengths and the reasons of refusals, as builtin types."""
     dataset = PackedDataset(directory)
     manifest = dataset.manifest
-    segments = [
-        tables.read_table(dataset.directory / shard.name / "segments.npy", tables.SEGMENT_DTYPE)
-        for shard in manifest.shards
-    ]
+    segments = [dataset.shard(number).segments for number in range(len(manifest.shards))]
     lengths = np.concatenate([table["true_length"] for table in segments]).astype(np.int64)
     flags = np.concatenate([table["flags"] for table in segments])
     places = len(dataset) * manifest.seq_length
@@ -200,7 +198,7 @@ def statistics(directory: str | Path) -> dict[str, Any]:
         "truncated": int(((flags & FLAG_TRUNCATED) > 0).sum()),
         **_image_statistics(dataset),
         "rejected": manifest.num_rejected,
-        "rejected_for": _reasons(Path(directory) / REJECTS_NAME),
+        "rejected_for": _reasons(dataset.directory / REJECTS_NAME),
     }
 
 
@@ -212,12 +210,11 @@ def _image_statistics(dataset: PackedDataset) -> dict[str, Any]:
         ("images", "videos", "image_units", "image_crops", "pooled_tokens", "most_crops_of_a_pack"), 0
     )
     size = 0
-    for shard in dataset.manifest.shards:
+    for number, shard in enumerate(dataset.manifest.shards):
         size += sum(file.size for file in shard.files if file.name == "images.bin")
         if not any(file.name == "units.npy" for file in shard.files):
             continue
-        units = tables.read_table(dataset.directory / shard.name / "units.npy", tables.UNIT_DTYPE)
-        packs = tables.read_table(dataset.directory / shard.name / "packs.npy", tables.PACK_DTYPE)
+        units, packs = dataset.shard(number).units, dataset.shard(number).packs
         last = (packs["first_unit"] + packs["num_units"] - 1)[packs["num_units"] > 0]
         totals["images"] += int((units["frame"] < 0).sum())
         totals["videos"] += int((units["frame"] == 0).sum())
@@ -228,12 +225,12 @@ def _image_statistics(dataset: PackedDataset) -> dict[str, Any]:
     return {**totals, "image_bytes": size}
 
 
-def _reasons(path: Path) -> dict[str, int]:
+def _reasons(path: Place) -> dict[str, int]:
     """How often records were refused for what; numbers and quoted words are left out so that like goes to like."""
-    if not path.is_file():
+    if not path.exists():
         return {}
     reasons: Counter[str] = Counter()
-    with open(path, encoding="utf-8") as stream:
+    with open_stream(path) as stream:
         for line in stream:
             reason = json.loads(line)["reason"].split(":")[0].split("'")[0].strip(" ,")
             reasons["".join("N" if c.isdigit() else c for c in reason)] += 1

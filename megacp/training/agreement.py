@@ -24,11 +24,21 @@ from megacp.checkpoint.directory import LATEST_FILE, temporary
 from megacp.config.run import RunConfig, flag, flatten
 from megacp.distributed.supervision.meeting import Meeting
 from megacp.distributed.supervision.restart_store import named
-from megacp.files import create_new, read_regular, seen
+from megacp.files import seen
+from megacp.storage.place import Place, place_of, read_content, write_content
 from megacp.training.sources import Sources
 from megacp.wording import listed
 
-MAY_DIFFER = ("data_path", "valid_data_path", "load_hf", "vision_from_hf", "num_workers")
+MAY_DIFFER = (
+    "data_path",
+    "valid_data_path",
+    "load_hf",
+    "vision_from_hf",
+    "num_workers",
+    "data_cache_gib",
+    "data_cache_dir",
+    "data_block_mib",
+)
 """Flags that may differ from machine to machine."""
 _LATE_SECONDS = 40.0
 """How long another machine may see a file late on NFS: its caches of names hold for 30 s."""
@@ -68,37 +78,39 @@ def require_shared_folder(meeting: Meeting, folder: str | None, seconds: float =
     """
     if folder is None or meeting.size == 1:
         return
-    token = temporary(Path(folder), LATEST_FILE)  # what a crash leaves of this name is removed with its like
+    place = place_of(folder)
+    token = temporary(place, LATEST_FILE)  # what a crash leaves of this name is removed with its like
     name, problem = "", ""
     if meeting.rank == 0:
         try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            with create_new(token) as stream:
-                stream.write(token.name.encode())
+            if isinstance(place, Path):
+                place.mkdir(parents=True, exist_ok=True)
+            write_content(token, token.name.encode())
             name = token.name
-        except OSError as error:
-            problem = f"cannot be written by rank 0 on {meeting.host}: {error.strerror or error}"
+        except (OSError, ValueError) as error:
+            problem = f"cannot be written by rank 0 on {meeting.host}: {getattr(error, 'strerror', None) or error}"
     try:
         name = meeting.told("token", name)
         if name and meeting.rank != 0:
-            problem = _unseen(Path(folder), name, seconds)
+            problem = _unseen(place, name, seconds)
         seen_by = json.dumps({"host": meeting.host, "problem": problem})
         verdict = meeting.judged("folder", seen_by, lambda values: _blind(folder, values), also=seconds)
     finally:
-        with contextlib.suppress(OSError):  # it could not be made, or the directory has gone
+        with contextlib.suppress(OSError, ValueError):  # it could not be made, or the directory has gone
             if meeting.rank == 0:
                 token.unlink()
     if verdict:
         raise AlikeError(verdict)
 
 
-def _unseen(folder: Path, name: str, seconds: float) -> str:
+def _unseen(folder: Place, name: str, seconds: float) -> str:
     """Why this rank does not see rank 0's file; empty when it does."""
 
     def look() -> bytes:
-        place = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
-        list(place.iterdir())  # has NFS ask its server instead of a cache that remembers what was missing
-        return read_regular(folder / name)
+        if isinstance(folder, Path):
+            place = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
+            list(place.iterdir())  # has NFS ask its server instead of a cache that remembers what was missing
+        return read_content(folder / name)
 
     try:
         content = seen(look, seconds)

@@ -15,6 +15,7 @@ from megacp.data.packed.manifest import FileEntry, ShardEntry
 from megacp.data.packed.verify import damaged_file
 from megacp.distributed.collectives import gather_objects
 from megacp.distributed.grid import Axis
+from megacp.storage.place import Place
 from megacp.training.sources import Sources
 from megacp.wording import listed
 
@@ -43,7 +44,7 @@ def require_sound(sources: Sources, world: Axis, between: int = _BYTES_BETWEEN_M
         raise ValueError("--verify-data found damaged files:\n" + listed(reasons, _TOLD, "\n"))
 
 
-def _share(sources: Sources, index: int, count: int) -> Iterator[tuple[Path, ShardEntry, FileEntry]]:
+def _share(sources: Sources, index: int, count: int) -> Iterator[tuple[Place, ShardEntry, FileEntry]]:
     """The files that rank `index` of the `count` on a machine reads: dealt out in turn, the largest first."""
     every = [
         (dataset.directory, entry, file)
@@ -55,7 +56,7 @@ def _share(sources: Sources, index: int, count: int) -> Iterator[tuple[Path, Sha
     return iter(every[index::count])
 
 
-def _check(files: Iterator[tuple[Path, ShardEntry, FileEntry]], limit: int) -> tuple[list[str], bool]:
+def _check(files: Iterator[tuple[Place, ShardEntry, FileEntry]], limit: int) -> tuple[list[str], bool]:
     """What is wrong with the next files of together at least `limit` bytes; whether there may be more."""
     reasons, read = [], 0
     for directory, entry, file in files:

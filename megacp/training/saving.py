@@ -10,7 +10,6 @@ on each rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from megacp.checkpoint.agree import on_rank_0
 from megacp.checkpoint.directory import refuse_unpointable, remove_leftovers
@@ -18,6 +17,8 @@ from megacp.checkpoint.lock import DirectoryLock
 from megacp.checkpoint.pending import PendingCheckpoint
 from megacp.config.run import RunConfig
 from megacp.distributed.grid import Axis
+from megacp.storage.place import Place
+from megacp.storage.url import is_url
 from megacp.training.health import UnwellError, damaged_tensors
 from megacp.training.state import Progress, begin_save, saved_boxes
 from megacp.training.step import ParallelModel
@@ -38,11 +39,11 @@ class Saver:
         self._lock: DirectoryLock | None = None
         self._step: int | None = None
         self._updates: int | None = None
-        self.newest: Path | None = None
+        self.newest: Place | None = None
         """The last checkpoint that this run has written or was resumed from; its weights are finite."""
         self.keeps_all = False
         """Whether old checkpoints stay, whatever --keep-last says: the run has just skipped a step."""
-        self.distrusted: tuple[Path, ...] = ()
+        self.distrusted: tuple[Place, ...] = ()
         """Checkpoints that were found damaged when the run looked for a start: --keep-last does not count them."""
         self.notes: list[str] = []
         """What there is to say about the directory at the start."""
@@ -50,6 +51,8 @@ class Saver:
             self.notes = on_rank_0(world, lambda: self._enter(str(config.checkpoint.save)), ValueError)
 
     def _enter(self, directory: str) -> list[str]:
+        if is_url(directory):
+            return [f"{directory} cannot be locked: a second run that saves there would not be noticed"]
         refuse_unpointable(directory)
         self._lock = DirectoryLock(directory)
         notes = [self._lock.problem] if self._lock.problem else []
@@ -57,7 +60,7 @@ class Saver:
             notes += remove_leftovers(directory)
         return notes
 
-    def resumed(self, step: int, updates: int, path: Path) -> None:
+    def resumed(self, step: int, updates: int, path: Place) -> None:
         """The run starts from this checkpoint: its step and its weights need no saving."""
         self._step, self._updates, self.newest = step, updates, path
 

@@ -20,6 +20,7 @@ from megacp.data.images import Decoder
 from megacp.data.loader import DataRank, LoaderOptions, PackSource, step_batches
 from megacp.data.media.decoding import RulesDecoder
 from megacp.data.media.geometry import ImageRules
+from megacp.data.packed.data_cache import DataCache
 from megacp.data.packed.manifest import DatasetManifest
 from megacp.data.packed.reader import PackedDataset
 from megacp.data.synthetic.images import MockDecoder
@@ -127,9 +128,10 @@ def _open_datasets(data: DataConfig) -> tuple[PackedDataset, PackedDataset | Non
     """The training and the validation packs. ValueError tells what is wrong with both."""
     opened: list[PackedDataset | None] = []
     reasons = []
+    cache = DataCache(data.data_cache_dir, data.data_cache_gib, data.data_block_mib)
     for name, path in (("--data-path", data.data_path), ("--valid-data-path", data.valid_data_path)):
         try:
-            opened.append(PackedDataset(path) if path else None)
+            opened.append(PackedDataset(path, cache) if path else None)
         except ValueError as error:
             reasons.append(f"{name} {path}: {error}")
     if reasons:

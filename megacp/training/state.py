@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, get_type_hints
 
 from megacp.checkpoint.agree import on_rank_0
@@ -24,6 +23,7 @@ from megacp.config.run import RunConfig, flag, flatten
 from megacp.config.yaml_file import to_yaml
 from megacp.distributed.grid import Axis, patient
 from megacp.json_fields import LARGEST_COUNT, LARGEST_INT64, Fields
+from megacp.storage.place import Place, place_of
 from megacp.tensor_parallel.lora import is_of_a_pair
 from megacp.training.step import ParallelModel
 from megacp.training.stored import misfit, other_function, stored_config
@@ -65,9 +65,9 @@ class Resumed:
     """What a checkpoint said: how far the run is, where that stands, and which flags are not what they were."""
 
     progress: Progress
-    path: Path
+    path: Place
     changed: tuple[str, ...]
-    rejected: tuple[Path, ...]
+    rejected: tuple[Place, ...]
     """Newer checkpoints that were damaged."""
 
 
@@ -118,7 +118,7 @@ def begin_save(model: ParallelModel, progress: Progress, config: RunConfig, back
     sizes = {name: getattr(grid.shape, name) for name in ("tp", "cp", "dp", "pp")}
     extra = asdict(progress) | {"updates": model.optimizer.updates}
     return PendingCheckpoint(
-        Path(config.checkpoint.save),
+        place_of(config.checkpoint.save),
         saved_boxes(model),
         Contents(progress.step, extra, to_yaml(config), sizes),
         patient(grid.world, 60.0 * config.checkpoint.checkpoint_timeout_minutes),
@@ -220,7 +220,7 @@ def _extra(loaded: LoadedCheckpoint) -> Fields:
     return Fields(loaded.extra, "extra", f"{_manifest_of(loaded)}: ")
 
 
-def _manifest_of(loaded: LoadedCheckpoint) -> Path:
+def _manifest_of(loaded: LoadedCheckpoint) -> Place:
     return loaded.path / MANIFEST_FILE
 
 

@@ -8,7 +8,6 @@ run, its directories and its grid into the new one.
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import Path
 
 from megacp.checkpoint.commit import LoadedCheckpoint, peek
 from megacp.checkpoint.directory import CONFIG_FILE, traces_of_checkpoints
@@ -16,6 +15,7 @@ from megacp.checkpoint.manifest import CheckpointManifest
 from megacp.config.run import RunConfig, fields, flag, flatten, with_values
 from megacp.config.yaml_file import from_yaml
 from megacp.planner.vision import run_parameters
+from megacp.storage.place import Place
 
 NOT_THE_FUNCTION = {"make_vocab_size_divisible_by", "init_method_std", "hidden_dropout", "hf_model_type"}
 NOT_THE_FUNCTION |= {"lora_dropout", "vision_lr_multiplier", "connector_lr_multiplier", "vision_planned_crops"}
@@ -39,7 +39,7 @@ def stored_config(loaded: LoadedCheckpoint) -> RunConfig:
     return _checked(loaded.path, loaded.manifest, loaded.config_yaml)
 
 
-def _checked(folder: Path, manifest: CheckpointManifest, text: str) -> RunConfig:
+def _checked(folder: Place, manifest: CheckpointManifest, text: str) -> RunConfig:
     source = str(folder / CONFIG_FILE)
     config = from_yaml(text, source=source)
     values = flatten(config)
@@ -90,7 +90,7 @@ def resumes(config: RunConfig) -> bool:
 
 
 def with_model_of(
-    config: RunConfig, stored: RunConfig, folder: Path, given: Collection[str], weights_only: bool
+    config: RunConfig, stored: RunConfig, folder: Place, given: Collection[str], weights_only: bool
 ) -> tuple[RunConfig, str]:
     """The config with the model of `stored`, read from `folder`, as far as no flag in `given` says what it is; a note.
 
@@ -107,7 +107,7 @@ def with_model_of(
     return config, f"the model is that of {folder}: {words}" if taken else ""
 
 
-def misfit(folder: Path, name: str, before: object, now: object) -> str:
+def misfit(folder: Place, name: str, before: object, now: object) -> str:
     """That a checkpoint and a run differ in a field."""
     return f"{folder} has {flag(name)} {before}, this run {now}"
 

@@ -131,7 +131,7 @@ def test_a_place_without_checkpoints_is_refused(tmp_path: Path, name: str) -> No
         load_checkpoint(tmp_path / name, WORLD)
 
 
-@pytest.mark.parametrize("call", ["PayloadWriter.write", "hash_file", "PendingCheckpoint._commit", "place_folder"])
+@pytest.mark.parametrize("call", ["PayloadWriter.write", "write_content", "PendingCheckpoint._commit", "place_folder"])
 def test_a_crash_at_any_point_before_the_rename_leaves_the_previous_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:

@@ -18,10 +18,10 @@ from megacp.checkpoint.manifest import (
     FileRecord,
     checksum_of,
     damage,
-    hash_file,
     read_manifest,
     to_json,
 )
+from megacp.files import sha256_of
 from tests.checkpoint.test_commit import WORLD, save
 from tests.test_files import odd_file
 
@@ -29,7 +29,7 @@ from tests.test_files import odd_file
 def written(folder: Path) -> CheckpointManifest:
     (folder / "data").write_bytes(b"0123456789")
     manifest = CheckpointManifest(
-        7, 3, 4, {"tp": 2, "dp": 2}, {"data": hash_file(folder / "data")}, {"samples": 12, "by": {"1": 2}}
+        7, 3, 4, {"tp": 2, "dp": 2}, {"data": FileRecord(*sha256_of(folder / "data"))}, {"samples": 12, "by": {"1": 2}}
     )
     (folder / MANIFEST_FILE).write_text(to_json(manifest))
     return manifest

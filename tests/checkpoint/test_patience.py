@@ -12,8 +12,9 @@ import pytest
 from megacp.checkpoint import pending
 from megacp.checkpoint.commit import load_checkpoint
 from megacp.checkpoint.directory import committed
+from megacp.checkpoint.manifest import FileRecord
 from megacp.checkpoint.pending import SaveError
-from megacp.checkpoint.storage import PayloadWriter
+from megacp.checkpoint.storage import PayloadWriter, rank_file
 from megacp.distributed.grid import GridShape, build_grid, patient, single_axis
 from megacp.files import seen
 from tests.checkpoint.test_pending import begin, boxes
@@ -63,18 +64,15 @@ def _elsewhere(rank: int, world_size: int, root: str, kept: int) -> str:
     world = grid(dp=world_size).world
     real = PayloadWriter.write
 
-    def write(self: PayloadWriter, folder: Path) -> list[Path]:
-        paths = real(self, folder)
+    def write(self: PayloadWriter, folder: Path) -> dict[str, FileRecord]:
+        records = real(self, folder)
         if rank == 1:
-            lost = Path(root, "machine of rank 1")
-            lost.mkdir()
-            content = paths[0].read_bytes()
-            paths[0].unlink()
+            path = folder / rank_file(1)
+            content = path.read_bytes()
+            path.unlink()
             if kept:
-                paths[0].write_bytes(content[:kept])
-            paths = [lost / paths[0].name]
-            paths[0].write_bytes(content)
-        return paths
+                path.write_bytes(content[:kept])
+        return records
 
     PayloadWriter.write = write  # type: ignore[method-assign]
     pending.seen = functools.partial(seen, seconds=0.2)  # type: ignore[attr-defined]

@@ -17,11 +17,12 @@ import torch
 
 from megacp.checkpoint import pending as module
 from megacp.checkpoint.commit import load_checkpoint, save_checkpoint
-from megacp.checkpoint.manifest import MANIFEST_FILE, checksum_of, hash_file
+from megacp.checkpoint.manifest import MANIFEST_FILE, checksum_of
 from megacp.checkpoint.names import TensorBox
 from megacp.checkpoint.pending import Contents, PendingCheckpoint, SaveError
 from megacp.checkpoint.storage import INDEX_FILE, PayloadWriter
 from megacp.distributed.grid import Axis, single_axis
+from megacp.files import sha256_of
 from tests.ranks import grid, run_ranks
 
 WORLD = single_axis("world")
@@ -40,7 +41,7 @@ def begin(root: Path, step: int, mine: list[TensorBox], world: Axis = WORLD, bac
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    return {path.name: hash_file(path).sha256 for path in folder.iterdir()}
+    return {path.name: sha256_of(path)[1] for path in folder.iterdir()}
 
 
 def _both_ways(rank: int, world_size: int, root: str) -> bool:

@@ -13,10 +13,11 @@ import safetensors.torch as safetensors
 import torch
 
 from megacp.checkpoint import storage
-from megacp.checkpoint.manifest import FileRecord, hash_file
+from megacp.checkpoint.manifest import FileRecord
 from megacp.checkpoint.names import TensorBox
 from megacp.checkpoint.storage import INDEX_FILE, Payload, PayloadError, PayloadWriter
 from megacp.distributed.grid import single_axis
+from megacp.files import sha256_of
 
 WORLD = single_axis("world")
 FILE = "rank_00000.safetensors"
@@ -32,7 +33,7 @@ def whole_box(name: str, tensor: torch.Tensor) -> TensorBox:
 
 
 def hashes(folder: Path) -> dict[str, FileRecord]:
-    return {path.name: hash_file(path) for path in folder.iterdir()}
+    return {path.name: FileRecord(*sha256_of(path)) for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from megacp.checkpoint.commit import load_checkpoint
 from megacp.checkpoint.directory import committed
-from megacp.checkpoint.manifest import hash_file
 from megacp.checkpoint.pending import PendingCheckpoint
 from megacp.distributed.grid import single_axis
+from megacp.files import sha256_of
 from tests.ranks import RankError, preload, run_ranks
 from tests.training.faulty_rank import FAULTS
 from tests.training.runs import TINY, losses, run, train_on_rank
@@ -33,7 +33,7 @@ WORLD = single_axis("world")
 
 def payload(folder: Path) -> dict[str, str]:
     """Hashes of weights, optimizer state and their index."""
-    return {path.name: hash_file(path).sha256 for path in folder.iterdir() if path.name[0] in "._"}
+    return {path.name: sha256_of(path)[1] for path in folder.iterdir() if path.name[0] in "._"}
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,11 @@ import torch
 
 from megacp.batch import PackedBatch
 from megacp.checkpoint.commit import load_checkpoint, save_checkpoint
-from megacp.checkpoint.manifest import hash_file
 from megacp.checkpoint.names import TensorBox
 from megacp.checkpoint.pending import SaveError
 from megacp.checkpoint.storage import PayloadWriter
 from megacp.distributed.grid import single_axis
+from megacp.files import sha256_of
 from megacp.models.head import OutputHead
 from megacp.monitor.log import RunLog
 from megacp.train import main
@@ -37,7 +37,7 @@ WORLD = single_axis("world")
 def payload(folder: Path) -> dict[str, str]:
     """Hashes of everything that training decides: the config names the flags of saving itself."""
     paths = [path for path in folder.iterdir() if path.name not in ("config.yaml", "manifest.json")]
-    return {path.name: hash_file(path).sha256 for path in paths}
+    return {path.name: sha256_of(path)[1] for path in paths}
 
 
 def steps(folder: Path) -> list[str]:

@@ -11,11 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megacp.config.run import RunConfig, flag, flatten
+from megacp.storage.place import place_of
+from megacp.storage.url import Url, is_url
 
 _NEED_SAVE = ("save_interval", "keep_last", "async_save", "auto_resume")
 _READ = {"data_path": "manifest.json", "valid_data_path": "manifest.json", "load": "", "load_hf": ""}
 """Directories that a run reads, with a file that is in them."""
 _WRITTEN = ("save", "tensorboard_dir", "profile_dir")
+_MAY_BE_URLS = ("data_path", "valid_data_path", "load", "save")
 
 
 def checkpoint_reasons(config: RunConfig, world: int) -> Iterator[str]:
@@ -33,14 +36,20 @@ def checkpoint_reasons(config: RunConfig, world: int) -> Iterator[str]:
     for name in ("ignore_field", "vision_from_hf"):
         if values[name] is not None and c.load_hf is None:
             yield f"{flag(name)} {values[name]} acts only with --load-hf"
-    if not c.save or config.dry_run or c.auto_resume or not any(Path(c.save).glob("step_*/manifest.json")):
+    if not c.save or config.dry_run or c.auto_resume or not _has_steps(c.save):
         return
-    folder, loaded = Path(c.save).resolve(), Path(c.load).resolve() if c.load else None
+    folder, loaded = place_of(c.save).resolve(), place_of(c.load).resolve() if c.load else None
     if loaded is None or c.finetune or folder not in (loaded, loaded.parent):
         yield (
             f"--save {c.save} holds the checkpoints of a run: choose a new directory, or go on with that run by "
             f"--load {c.save}"
         )
+
+
+def _has_steps(save: str) -> bool:
+    """Whether checkpoints were committed below --save."""
+    pattern = "step_*/manifest.json"
+    return bool((Url(save) / pattern).matches()) if is_url(save) else any(Path(save).glob(pattern))
 
 
 def folder_reasons(config: RunConfig, world: int) -> Iterator[str]:
@@ -49,13 +58,30 @@ def folder_reasons(config: RunConfig, world: int) -> Iterator[str]:
         return
     values = flatten(config)
     for name, file_inside in _READ.items():
-        if values[name]:
+        if is_url(values[name]):
+            yield from _unreachable(name, str(values[name]), file_inside)
+        elif values[name]:
             yield from _unreadable(flag(name), str(values[name]), file_inside)
     for name in _WRITTEN:
-        if values[name]:
+        if is_url(values[name]):
+            yield from _unreachable(name, str(values[name]))
+        elif values[name]:
             yield from _unwritable(flag(name), str(values[name]))
     if config.log_path.is_dir():
         yield f"--log-file {config.log_path}: is a directory, a file is needed"
+
+
+def _unreachable(name: str, url: str, file_inside: str = "") -> Iterator[str]:
+    """What is wrong with a URL: the flag takes none, it needs a package, or what is read is not there."""
+    if name not in _MAY_BE_URLS:
+        yield f"{flag(name)} {url}: is a URL, a local directory is needed"
+        return
+    try:
+        place = Url(url) / file_inside if file_inside else Url(url)
+        if not place.exists() and name != "save":
+            yield f"{flag(name)} {url}: " + (f"holds no {file_inside}" if file_inside else "nothing is there")
+    except ValueError as error:
+        yield f"{flag(name)} {error}"
 
 
 def _unreadable(name: str, path: str, file_inside: str) -> Iterator[str]:

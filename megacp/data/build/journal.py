@@ -14,20 +14,18 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from megacp import files
-from megacp.data.build.unit import UnitResult
+from megacp.data.build.unit import IMAGES_DIRECTORY, UnitResult
 from megacp.data.packed.manifest import MANIFEST_NAME, ShardEntry
+from megacp.data.packed.upload import FAILED_IMAGES_NAME, JOURNAL_NAME, REJECTS_NAME, TOKENIZER_DIRECTORY
 from megacp.data.records.record import Refusal
 from megacp.json_fields import Fields
 
-JOURNAL_NAME = "journal.jsonl"
-REJECTS_NAME = "rejects.jsonl"
-TOKENIZER_DIRECTORY = "tokenizer"
 _LOCK_NAME = ".lock"
 _LARGEST = 1 << 32
 """Bytes of a journal, which holds a line for each refused record."""
@@ -72,9 +70,9 @@ def is_dataset(directory: Path) -> bool:
 
 def remove_dataset(directory: Path) -> None:
     """Delete what builds write, and nothing else."""
-    for name in (MANIFEST_NAME, JOURNAL_NAME, REJECTS_NAME):
+    for name in (MANIFEST_NAME, JOURNAL_NAME, REJECTS_NAME, FAILED_IMAGES_NAME):
         (directory / name).unlink(missing_ok=True)
-    names = [TOKENIZER_DIRECTORY, ".ids"]
+    names = [TOKENIZER_DIRECTORY, IMAGES_DIRECTORY, ".ids"]
     names += [path.name for pattern in ("shard_*", ".shard_*.partial") for path in directory.glob(pattern)]
     for name in names:
         shutil.rmtree(directory / name, ignore_errors=True)
@@ -110,14 +108,16 @@ def _short(value: Any) -> str:
 class Journal:
     """journal.jsonl of one directory; `results` holds what is finished, by unit."""
 
-    def __init__(self, directory: Path, decisive: dict[str, Any]) -> None:
-        """Open or begin; `decisive` are the settings that decide the bytes.
+    def __init__(self, directory: Path, decisive: dict[str, Any], stored: Mapping[str, int] | None = None) -> None:
+        """Open or begin; `decisive` are the settings that decide the bytes, `stored` the bytes of files elsewhere.
 
         ValueError lists every setting that differs from those the directory was begun with.
         """
         self.path = directory / JOURNAL_NAME
         self.results: dict[int, UnitResult] = {}
         decisive = json.loads(json.dumps(decisive))  # tuples become lists, as they come back from the file
+        self.inputs = decisive.get("input", [])
+        """The identities of the input files when the build began."""
         header = {"settings": decisive}
         if not self.path.exists():
             files.write_atomically(self.path, _line(header))
@@ -137,7 +137,7 @@ class Journal:
                 "--overwrite starts again. " + "; ".join(differences)
             )
         for result in results:  # a later line replaces an earlier one
-            if result.entry is None or _is_there(directory, result.entry):
+            if result.entry is None or _is_there(directory, result.entry, stored):
                 self.results[result.unit] = result
             else:
                 self.results.pop(result.unit, None)
@@ -175,7 +175,10 @@ class Journal:
         files.write_atomically(self.path, header + b"".join(lines))
 
 
-def _is_there(directory: Path, entry: ShardEntry) -> bool:
+def _is_there(directory: Path, entry: ShardEntry, stored: Mapping[str, int] | None) -> bool:
+    """Whether all files of a shard have their size, in the directory or where they were sent."""
+    if stored is not None:
+        return all(stored.get(f"{entry.name}/{file.name}") == file.size for file in entry.files)
     paths = [(directory / entry.name / file.name, file.size) for file in entry.files]
     return all(path.is_file() and path.stat().st_size == size for path, size in paths)
 
@@ -187,6 +190,8 @@ def _line(value: dict[str, Any]) -> bytes:
 def _to_json(result: UnitResult) -> dict[str, Any]:
     values = dataclasses.asdict(result)
     values["shard"] = values.pop("entry")
+    for name in ("refusals", "dropped"):
+        values[name] = [refusal.to_json() for refusal in getattr(result, name)]
     return values
 
 
@@ -210,6 +215,7 @@ def _refusals(fields: Fields, name: str) -> tuple[Refusal, ...]:
     refusals = []
     for refusal in fields.objects(name):
         line, offset = refusal.integer("line"), refusal.integer("offset")
-        refusals.append(Refusal(refusal.text("file"), line, offset, refusal.text("reason")))
+        url = refusal.text("url") if refusal.has("url") else ""
+        refusals.append(Refusal(refusal.text("file"), line, offset, refusal.text("reason"), url))
         refusal.done()
     return tuple(refusals)

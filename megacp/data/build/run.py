@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -21,11 +20,12 @@ import numpy as np
 
 from megacp import files
 from megacp.data.build.faults import told
-from megacp.data.build.journal import REJECTS_NAME, TOKENIZER_DIRECTORY, Journal, locked, prepare_directory
+from megacp.data.build.journal import Journal, locked, prepare_directory
 from megacp.data.build.progress import BuildProgress
-from megacp.data.build.settings import BuildSettings, problems, tokenizer_problem
+from megacp.data.build.settings import BuildSettings, problems, tokenizer_problem, with_place
 from megacp.data.build.unit import (
     IDENTITY_DTYPE,
+    IMAGES_DIRECTORY,
     BadRecord,
     UnitBuilder,
     UnitResult,
@@ -36,14 +36,17 @@ from megacp.data.build.unit import (
 from megacp.data.build.workers import run_tasks
 from megacp.data.packed.manifest import MANIFEST_NAME, DatasetManifest
 from megacp.data.packed.tables import read_table
+from megacp.data.packed.upload import FAILED_IMAGES_NAME, REJECTS_NAME, TOKENIZER_DIRECTORY
+from megacp.data.records.inputs import SAMPLED_BYTES, identity, refuse_changed
 from megacp.data.records.read import Unit, input_files, is_plain, plan_units
 from megacp.data.records.record import Refusal
 from megacp.data.tokenize.chat_template import ChatTemplate
 from megacp.data.tokenize.tokenizer import Tokenizer
+from megacp.storage.place import fetched, open_input, place_of, size_of
+from megacp.storage.url import Url
 
 RECORD_RULES = 3
 """What records mean: raised when a record becomes other tokens or weights, so that no dataset is half of each."""
-_SAMPLED_BYTES = 1 << 16
 RECORDS_OF_A_SHARD = 1024
 
 
@@ -87,19 +90,9 @@ def _unit_bytes_of_images(settings: BuildSettings) -> int:
     plain = [path for path in settings.input if is_plain(path)]
     if settings.unit_bytes or not plain:
         return settings.bytes_per_unit
-    with open(plain[0], "rb") as stream:
-        data = stream.read(_SAMPLED_BYTES)
+    with open_input(plain[0]) as stream:
+        data = stream.read(SAMPLED_BYTES)
     return RECORDS_OF_A_SHARD * max(1, len(data) // max(1, data.count(b"\n")))
-
-
-def _sample_hash(path: str) -> str:
-    """sha256 of a file's first and last 64 KiB: a file that was replaced is noticed without reading all of it."""
-    size = os.path.getsize(path)
-    with open(path, "rb") as stream:
-        data = stream.read(_SAMPLED_BYTES)
-        stream.seek(max(0, size - _SAMPLED_BYTES))
-        data += stream.read()
-    return hashlib.sha256(data).hexdigest()
 
 
 def _decisive(settings: BuildSettings, tokenizer: Tokenizer, template: ChatTemplate | None) -> dict[str, Any]:
@@ -117,7 +110,7 @@ def _decisive(settings: BuildSettings, tokenizer: Tokenizer, template: ChatTempl
         "context_roles": settings.context_roles,
         "chat_template": settings.chat_template if template is None else template.decisive,
         "allow_unlearned": settings.allow_unlearned,
-        "input": [[path, os.path.getsize(path), _sample_hash(path)] for path in settings.input],
+        "input": [identity(path) for path in settings.input],
         "tokenizer": asdict(tokenizer.info()),
         "tokenizer_engine": settings.tokenizer_engine,
         "seq_length": settings.seq_length,
@@ -139,6 +132,7 @@ def build(settings: BuildSettings, stream: TextIO, overwrite: bool = False) -> B
     ValueError: settings, input, tokenizer, a refused record, a directory begun with other settings or in use.
     workers.WorkerFailed: a worker died. What is finished stays, and the next run goes on from there.
     """
+    settings = with_place(settings)
     try:
         settings = dataclasses.replace(settings, input=input_files(settings.input))
     except ValueError as error:
@@ -157,11 +151,15 @@ def build(settings: BuildSettings, stream: TextIO, overwrite: bool = False) -> B
     directory = Path(settings.output)
     with told(directory):
         prepare_directory(directory, overwrite)
-    empty = [path for path in settings.input if not os.path.getsize(path)]
+        if (upload := settings.upload) is not None:
+            upload.prepare(overwrite)
+    empty = [path for path in settings.input if not size_of(place_of(path))]
     if len(empty) < len(settings.input):
         stream.writelines(f"note: --input {path} is empty\n" for path in empty)
     with told(directory), locked(directory):
-        journal = Journal(directory, _decisive(settings, tokenizer, template))
+        journal = Journal(
+            directory, _decisive(settings, tokenizer, template), stored=upload.sizes() if upload else None
+        )
         units = plan_units(settings.input, settings.bytes_per_unit)
         return _Build(settings, (tokenizer, template), journal, units, stream).run()
 
@@ -179,7 +177,7 @@ class _Build:
     ) -> None:
         self._settings, self._journal, self._units = settings, journal, units
         self._tokenizer, self._template = texts
-        self._directory = Path(settings.output)
+        self._directory, self._upload = Path(settings.output), settings.upload
         self._sizes = [sum(extent.stop - extent.start for extent in unit.extents) for unit in units]
         self._resumed = sum(self._is_done(unit) for unit in units)
         done = sum(size for unit, size in zip(units, self._sizes, strict=True) if self._is_done(unit))
@@ -199,6 +197,8 @@ class _Build:
             self._check_refusals()
             return self._summary(manifest, time.monotonic() - started, already_complete=True)
         (self._directory / MANIFEST_NAME).unlink(missing_ok=True)  # a shard has gone: it is no finished dataset now
+        if self._upload is not None:
+            self._upload.withdraw()
         self._check_refusals()
         try:
             self._build([UnitTask(unit) for unit in self._units if not self._is_done(unit)])
@@ -214,6 +214,8 @@ class _Build:
         results = run_tasks(UnitBuilder, self._settings, tasks, self._settings.workers, _describe)
         for result in results:
             self._journal.add(result)
+            if self._upload is not None:
+                self._upload.journal()
             self._check_refusals()
             packs, tokens = (result.entry.num_packs, result.entry.num_tokens) if result.entry else (0, 0)
             size = self._sizes[result.unit]
@@ -235,7 +237,7 @@ class _Build:
         """ValueError when there is nothing in the dataset, or nothing that could be learned from it."""
         results = self._journal.results.values()
         if not any(result.entry for result in results):
-            empty = [path for path in self._settings.input if not os.path.getsize(path)]
+            empty = [path for path in self._settings.input if not size_of(place_of(path))]
             all_empty = f"; empty: {', '.join(empty)}" if empty else ""
             refused = [refusal for result in results for refusal in (*result.refusals, *result.dropped)]
             first = f"; {refused[0]}" if refused else ""
@@ -285,12 +287,15 @@ class _Build:
         """The files that make the directory a dataset, manifest last."""
         results = [self._journal.results[unit.index] for unit in self._units]
         rejected = _in_order(results, self._settings.input)
-        lines = [json.dumps(asdict(refusal), ensure_ascii=False).encode() + b"\n" for refusal in rejected]
-        files.write_atomically(self._directory / REJECTS_NAME, b"".join(lines))
+        _write_lines(self._directory / REJECTS_NAME, rejected)
+        if self._settings.fetches_images:
+            _write_lines(self._directory / FAILED_IMAGES_NAME, [refusal for refusal in rejected if refusal.url])
         copy_tokenizer(self._tokenizer.files, self._directory)
         self._journal.settle()
         rules = self._settings.image_rules
-        decisive = json.dumps(_decisive(self._settings, self._tokenizer, self._template), sort_keys=True)
+        values = _decisive(self._settings, self._tokenizer, self._template)
+        refuse_changed(values["input"], self._journal.inputs)
+        decisive = json.dumps(values, sort_keys=True)
         manifest = DatasetManifest(
             config_fingerprint=hashlib.sha256(decisive.encode()).hexdigest(),
             tokenizer=self._tokenizer.info(),
@@ -303,13 +308,21 @@ class _Build:
             cp_degrees=self._settings.cp_degrees,
             chat_template=None if self._template is None else dict(self._template.texts),
         )
+        if self._upload is not None:
+            self._upload.publish(manifest)
         manifest.write(self._directory)
-        shutil.rmtree(self._directory / ".ids", ignore_errors=True)
+        for name in (".ids", IMAGES_DIRECTORY):
+            shutil.rmtree(self._directory / name, ignore_errors=True)
         return manifest
 
     def _summary(self, manifest: DatasetManifest, seconds: float, already_complete: bool) -> BuildSummary:
         results, read = tuple(self._journal.results.values()), self._progress.read_bytes
         return BuildSummary(manifest, results, read, seconds, self._resumed, already_complete, self._tokenizer.engine)
+
+
+def _write_lines(path: Path, refusals: Sequence[Refusal]) -> None:
+    lines = [json.dumps(refusal.to_json(), ensure_ascii=False).encode() + b"\n" for refusal in refusals]
+    files.write_atomically(path, b"".join(lines))
 
 
 def _describe(task: UnitTask, position: Sequence[int]) -> str:
@@ -333,15 +346,19 @@ def copy_tokenizer(paths: Sequence[Path], directory: Path) -> None:
         files.write_atomically(target / path.name, path.read_bytes())
 
 
-def kept_tokenizer(directory: str | os.PathLike[str]) -> str:
+def kept_tokenizer(directory: files.StrPath | Url) -> str:
     """What to give to `load_tokenizer` to get the tokenizer a dataset was made with.
 
     ValueError when its files are not in DIRECTORY/tokenizer.
     """
-    manifest = DatasetManifest.read(directory)
+    manifest, place = DatasetManifest.read(directory), place_of(directory)
     if manifest.tokenizer.kind == "byte":
         return "byte"
-    folder = Path(directory) / TOKENIZER_DIRECTORY
+    folder = (
+        Path(place / TOKENIZER_DIRECTORY)
+        if isinstance(place, Path)
+        else fetched(place / TOKENIZER_DIRECTORY, manifest.tokenizer.sha256)
+    )
     names = sorted(str(path) for path in folder.glob("*") if path.name != "tokenizer_config.json")
     # vocab.json before merges.txt
     names.sort(key=lambda name: name.endswith(".txt"))

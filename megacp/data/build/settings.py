@@ -5,17 +5,23 @@ Key property: every reason is found before anything is written, and all are told
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from megacp.data.build.packing import OVERSIZE_RULES
 from megacp.data.media.geometry import ImageRules, frame_layout, image_layout
+from megacp.data.packed.upload import Upload
+from megacp.data.records.inputs import problem as input_problem
 from megacp.data.records.record import DEFAULT_MAX_RECORD_BYTES
 from megacp.data.records.record_keys import LEARNED_ROLES
 from megacp.data.records.sample import RECORD_KEYS
 from megacp.data.tokenize.chat_template import ChatTemplate, load_chat_template
 from megacp.data.tokenize.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from megacp.files import open_regular
+from megacp.storage.place import CACHE
+from megacp.storage.url import is_url
 
 ON_ERROR = ("fail", "skip")
 HOUSE_FORM = ("refuse", "ignore")
@@ -64,11 +70,29 @@ class BuildSettings:
     """Whether a token begins every document; None: as the tokenizer's files say."""
     allow_unlearned: bool = False
     """Whether records may be there of which nothing is learned."""
+    work_dir: str | None = None
+    """Directory in which a dataset for a URL is built."""
+    upload_to: str | None = None
+    """URL that the dataset is sent to; `output` is the directory that the build works in."""
+    image_urls: tuple[str, ...] = ()
+    """How URLs begin that records may name images by."""
+    image_cache: str | None = None
+    """Directory that keeps fetched images for later builds; None: inside `output`, until it is finished."""
 
     @property
     def bytes_per_unit(self) -> int:
         """unit_bytes, or at least 8 MiB and 256 packs of 4-byte tokens."""
         return self.unit_bytes or max(8 << 20, 1024 * self.seq_length)
+
+    @property
+    def upload(self) -> Upload | None:
+        """Where the dataset is sent to; None when it stays in the directory of the build."""
+        return Upload(self.upload_to, Path(self.output)) if self.upload_to is not None else None
+
+    @property
+    def fetches_images(self) -> bool:
+        """Whether images may lie at URLs."""
+        return self.image_rules is not None and (bool(self.image_urls) or is_url(self.image_root))
 
     @property
     def longest_piece(self) -> int:
@@ -86,11 +110,27 @@ class BuildSettings:
         return load_chat_template(self.chat_template, tokenizer, self.chat_template_date)
 
 
+def with_place(settings: BuildSettings) -> BuildSettings:
+    """The settings of a build whose output may be a URL, with the directory that it works in.
+
+    ValueError: a directory to work in is given, and the output is one.
+    """
+    if is_url(settings.output):
+        name = hashlib.sha256(settings.output.encode()).hexdigest()[:16]
+        directory = Path(settings.work_dir or Path(CACHE, "builds", name)).expanduser()
+        return dataclasses.replace(settings, output=str(directory), upload_to=settings.output)
+    if settings.work_dir is not None and settings.upload_to is None:
+        raise ValueError(
+            f"--work-dir {settings.work_dir} goes with an --output that is a URL; {settings.output} is built in place"
+        )
+    return settings
+
+
 def problems(settings: BuildSettings) -> list[str]:
     """Everything that is wrong with the settings and the input files, before anything is read or written."""
     found = []
     paths = settings.input
-    found += [f"--input: {reason}" for reason in map(_input_problem, paths) if reason is not None]
+    found += [f"--input: {reason}" for reason in map(input_problem, paths) if reason is not None]
     if repeated := sorted({path for path in paths if paths.count(path) > 1}):
         found.append(f"--input: given more than once: {', '.join(repeated)}")
     if not paths:
@@ -124,25 +164,6 @@ def problems(settings: BuildSettings) -> list[str]:
     return found + _image_problems(settings)
 
 
-def _input_problem(path: str) -> str | None:
-    """Why an input file cannot be read, as far as opening it tells; None when it can."""
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        return f"{path!r} is no path in UTF-8: rename it"
-    if os.path.isdir(path):
-        return f"{path} is a directory; give the files in it"
-    try:
-        open_regular(path).close()
-    except FileNotFoundError:
-        return f"no such file: {path}"
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
-    except ValueError as error:  # a pipe could be read once, and units are read by several workers
-        return str(error)
-    return None
-
-
 def tokenizer_problem(settings: BuildSettings, tokenizer: Tokenizer) -> str | None:
     """Why documents cannot begin and end as the tokenizer's files say; None when they can."""
     if settings.append_eod and tokenizer.eos_id is None:
@@ -159,10 +180,13 @@ def tokenizer_problem(settings: BuildSettings, tokenizer: Tokenizer) -> str | No
 def _image_problems(settings: BuildSettings) -> list[str]:
     rules, most, root = settings.image_rules, settings.max_crops_per_pack, settings.image_root
     if rules is None:
-        given = {"--image-root": root, "--max-crops-per-pack": most}
-        return [f"{flag} {value} needs image rules" for flag, value in given.items() if value is not None]
+        given = {"--image-root": root, "--max-crops-per-pack": most, "--image-urls": ",".join(settings.image_urls)}
+        return [f"{flag} {value} needs image rules" for flag, value in given.items() if value]
     found = rules.reasons()
-    if root is not None and not os.path.isdir(root):
+    for prefix in settings.image_urls:
+        if not is_url(prefix):
+            found.append(f"--image-urls {prefix} begins no URL; give how they begin, such as https://images.example/")
+    if root is not None and not is_url(root) and not os.path.isdir(root):
         found.append(f"--image-root {root} is not a directory")
     if most is not None and most < 1:
         found.append(f"--max-crops-per-pack is {most}, it must be at least 1")

@@ -20,19 +20,24 @@ from megacp.data.build.faults import told
 from megacp.data.build.packing import Packing, best_fit_decreasing, cut_oversize, two_budgets
 from megacp.data.build.settings import BuildSettings
 from megacp.data.build.spool import Spool, Stored
-from megacp.data.media.reader import MediaReader, Part, unnamed_members
+from megacp.data.media.fetch import ImageFetcher
+from megacp.data.media.reader import LARGEST_ITEM, MediaReader, Part, unnamed_members
 from megacp.data.packed.manifest import ShardEntry
 from megacp.data.packed.tables import FLAG_SPLIT, FLAG_TRUNCATED, padded_lengths
 from megacp.data.packed.writer import ShardWriter
 from megacp.data.records.jsonl import line_number
 from megacp.data.records.parts import Rendered, Sample, SamplePart
-from megacp.data.records.read import Extent, Unit, is_plain, read_extent
+from megacp.data.records.read import Extent, Unit, ahead, is_plain, read_extent
 from megacp.data.records.record import Record, RecordError, Refusal
 from megacp.data.records.record_keys import Accepted
 from megacp.data.records.sample import parse_record
 from megacp.data.tokenize.chat_template import ChatTemplate
 from megacp.data.tokenize.tokenizer import Tokenizer
 
+IMAGES_DIRECTORY = ".images"
+"""Of images that were fetched, while the build runs."""
+RECORDS_AHEAD = 64
+"""Records whose images are fetched ahead."""
 IDENTITY_DTYPE = np.dtype([("digest", "S16"), ("source", "<i4"), ("offset", "<i8"), ("line", "<i8")])
 _CHUNK_CHARACTERS = 1 << 20
 CHUNK_RECORDS = 4096
@@ -133,9 +138,12 @@ class UnitBuilder:
         with told(Path(self._settings.output)):
             run = _UnitRun(self._settings, (self._tokenizer, self._template), self._maker, task)
             try:
-                return run.run(position)
+                result = run.run(position)
             finally:
                 run.close()
+            if result.entry is not None and self._settings.upload is not None:
+                self._settings.upload.shard(result.entry)
+            return result
 
 
 class _UnitRun:
@@ -151,9 +159,13 @@ class _UnitRun:
         self._settings, self._maker, self._task = settings, maker, task
         self._tokenizer, self._template = texts
         self._media: MediaReader | None = None
+        self._fetcher: ImageFetcher | None = None
         self._spool: Spool | None = None
         if settings.image_rules is not None:
-            self._media = MediaReader(settings.image_rules, settings.image_root)
+            if settings.fetches_images:
+                folder = Path(settings.image_cache or Path(settings.output) / IMAGES_DIRECTORY)
+                self._fetcher = ImageFetcher(folder, settings.image_urls, LARGEST_ITEM)
+            self._media = MediaReader(settings.image_rules, settings.image_root, self._fetcher)
             self._spool = Spool(Path(settings.output))
         self._refusals: list[Refusal] = []
         self._dropped: list[Refusal] = []
@@ -195,6 +207,8 @@ class _UnitRun:
 
     def close(self) -> None:
         """Give back what it holds open."""
+        if self._fetcher is not None:
+            self._fetcher.close()
         if self._spool is not None:
             self._spool.close()
 
@@ -209,12 +223,13 @@ class _UnitRun:
         characters = 0
         for i, extent in enumerate(self._task.unit.extents):
             position[0], position[1] = i, extent.start
-            for item in read_extent(extent, self._settings.max_record_bytes, self._media is not None):
+            items = read_extent(extent, self._settings.max_record_bytes, self._media is not None)
+            for item, parsed in ahead(items, self._parsed, RECORDS_AHEAD if self._fetcher is not None else 0):
                 if isinstance(item, Refusal):
                     self._refuse(item)
                     continue
                 position[1] = item.offset
-                entry = self._parse(extent, item)
+                entry = self._entry(extent, item, parsed)
                 if entry is None:
                     continue
                 chunk.append(entry)
@@ -225,18 +240,30 @@ class _UnitRun:
         if chunk:
             yield chunk
 
-    def _parse(self, extent: Extent, record: Record) -> _Entry | None:
-        settings = self._settings
+    def _parsed(self, record: Record | Refusal) -> Sample | RecordError | None:
+        """A record as a sample, whose images are being fetched from now on; what is wrong is told in its turn."""
+        if isinstance(record, Refusal):
+            return None
         try:
             has_media = self._media is not None
-            sample = parse_record(record.value, settings.text_key, has_media, self._accepted, self._template)
+            sample = parse_record(record.value, self._settings.text_key, has_media, self._accepted, self._template)
+        except RecordError as error:
+            return error
+        if self._media is not None:
+            self._media.want(piece for text in (sample.prefix, *sample.branches) for piece in text)
+        return sample
+
+    def _entry(self, extent: Extent, record: Record, sample: Sample | RecordError | None) -> _Entry | None:
+        try:
+            if not isinstance(sample, Sample):
+                raise sample or RecordError("it was not parsed")
             self._check_template(sample, extent, record)
             parts, items = self._expanded((sample.prefix, *sample.branches), record.members or {})
             if sample.identity is not None:
                 self._check_identity(sample.identity, extent, record)
         except RecordError as error:
             path, line = where(extent, record.line, record.offset)
-            self._refuse(Refusal(path, line, record.offset, str(error)))
+            self._refuse(Refusal(path, line, record.offset, str(error), error.url))
             return None
         return _Entry(extent, record.line, record.offset, parts, sample.weight, items)
 

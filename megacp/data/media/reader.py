@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,12 +17,14 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
+from megacp.data.media.fetch import ImageFetcher
 from megacp.data.media.geometry import ImageLayout, ImageRules, frame_layout, image_layout, load_pixels
 from megacp.data.media.pixels import ImageError
 from megacp.data.media.video import sample_frames, time_text, video_info, video_pixels
 from megacp.data.records.parts import Media, SamplePart
 from megacp.data.records.record import RecordError
 from megacp.files import read_regular
+from megacp.storage.url import Url, is_url
 
 _SHOWN_CHARACTERS = 100
 """Of a path, in messages."""
@@ -53,9 +56,10 @@ Part = SamplePart | Placed
 class MediaReader:
     """Reads what records name, by one set of rules and below one directory."""
 
-    def __init__(self, rules: ImageRules, root: str | None) -> None:
-        self._rules = rules
-        self._root = None if root is None else os.path.realpath(root)
+    def __init__(self, rules: ImageRules, root: str | None, fetcher: ImageFetcher | None = None) -> None:
+        """`fetcher`: for images at URLs; a `root` that is a URL needs one."""
+        self._rules, self._fetcher = rules, fetcher
+        self._root = root if root is None or is_url(root) else os.path.realpath(root)
         self._shown_root = root
 
     def expand(
@@ -73,7 +77,7 @@ class MediaReader:
             try:
                 expanded = self._expanded(piece.media, members, items)
             except ImageError as error:
-                raise RecordError(f"{_shown(piece.media)}: {error}") from error
+                raise RecordError(f"{_shown(piece.media)}: {error}", getattr(error, "url", "")) from error
             for part in expanded:
                 last = parts[-1] if parts else None
                 # one text to the tokenizer, as it is in a written prompt
@@ -87,6 +91,15 @@ class MediaReader:
                 else:
                     parts.append(part)
         return tuple(parts)
+
+    def want(self, pieces: Iterable[SamplePart]) -> None:
+        """Have the images at URLs fetched that `expand` will read."""
+        if self._fetcher is None:
+            return
+        for media in (one for piece in pieces if piece.media for one in (piece.media, *piece.media.frames)):
+            with contextlib.suppress(ImageError):  # it is told where the image is read
+                if media.source == "path" and (url := self._url(str(media.value))) is not None:
+                    self._fetcher.want(url)
 
     def _expanded(self, media: Media, members: Mapping[str, bytes], items: list[bytes]) -> list[Part]:
         if media.source == "frames":
@@ -113,7 +126,7 @@ class MediaReader:
                 items.append(self._bytes(image, members))
                 load_pixels(items[-1], self._rules)
             except ImageError as error:
-                raise RecordError(f"{_shown(image)}: {error}") from error
+                raise RecordError(f"{_shown(image)}: {error}", getattr(error, "url", "")) from error
             units.append((i / fps, len(items) - 1, 0))  # each is a video of one frame
         return self._timed(units)
 
@@ -133,14 +146,16 @@ class MediaReader:
             raise ImageError(f"{len(data)} bytes, an item may have {LARGEST_ITEM}")
         return data
 
-    def _from_path(self, media: Media, members: Mapping[str, bytes]) -> bytes:
-        value = str(media.value)
-        if self._root is None:
-            raise ImageError("a path needs --image-root")
+    def _url(self, value: str) -> str | None:
+        """Where an image lies that is to be fetched; None for a path of this machine. ImageError: it is not allowed."""
+        if self._fetcher is not None and is_url(value) and self._fetcher.allows(value):
+            return value
         if value.startswith("data:"):
             raise ImageError("it is a data URL, which stands under `base64`")
         if "://" in value or value.startswith("file:"):
-            raise ImageError("it is a URL, allowed are paths relative to --image-root")
+            raise ImageError("it is a URL, allowed are paths relative to --image-root, and URLs by --image-urls")
+        if self._root is None:
+            raise ImageError("a path needs --image-root")
         if len(value.encode("utf-8", "replace")) > _LONGEST_PATH:
             raise ImageError(f"the path has {len(value)} characters, it may have {_LONGEST_PATH} bytes")
         if not value.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in value):
@@ -149,6 +164,14 @@ class MediaReader:
             raise ImageError("the path is absolute or no path, allowed are paths relative to --image-root")
         if ".." in PurePosixPath(value).parts:
             raise ImageError("the path climbs with `..`, allowed are paths inside of --image-root")
+        return str(Url(self._root) / value) if is_url(self._root) else None
+
+    def _from_path(self, media: Media, members: Mapping[str, bytes]) -> bytes:
+        value = str(media.value)
+        if (url := self._url(value)) is not None:
+            assert self._fetcher is not None, "a root that is a URL comes with one"
+            return self._fetcher.get(url)
+        assert self._root is not None, "told above"
         path = os.path.realpath(os.path.join(self._root, value))
         if os.path.commonpath((path, self._root)) != self._root:
             raise ImageError("a symbolic link leads out of --image-root")

@@ -19,6 +19,8 @@ from typing import Any
 
 from megacp import files
 from megacp.json_fields import LARGEST_INT32, PLAIN_NAME, SHA256, Fields
+from megacp.storage.place import place_of, read_content
+from megacp.storage.url import Url
 
 FORMAT_VERSION = 2
 CHECKSUMS_SINCE = 2
@@ -176,14 +178,15 @@ class DatasetManifest:
         files.write_atomically(Path(directory) / MANIFEST_NAME, self.to_text().encode())
 
     @staticmethod
-    def read(directory: str | os.PathLike[str]) -> DatasetManifest:
+    def read(directory: files.StrPath | Url) -> DatasetManifest:
         """Read DIRECTORY/manifest.json; ValueError names the file and what is wrong with it."""
-        path = Path(directory) / MANIFEST_NAME
+        path = place_of(directory) / MANIFEST_NAME
         try:
-            text = files.read_regular(path, _LARGEST)
+            text = read_content(path, _LARGEST)
         except (FileNotFoundError, NotADirectoryError) as error:
+            what = "build" if isinstance(path, Path) else "build, or the upload of a finished one,"
             raise ValueError(
-                f"{path}: no such file; a finished dataset has one (was the build interrupted?)"
+                f"{path}: no such file; a finished dataset has one (was the {what} interrupted?)"
             ) from error
         except OSError as error:
             raise ValueError(f"{path}: cannot be read: {error.strerror}") from error

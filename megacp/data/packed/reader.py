@@ -12,24 +12,32 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
-import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from megacp import files
 from megacp.data.media.geometry import ImageRules
-from megacp.data.packed.manifest import MANIFEST_NAME, DatasetManifest
+from megacp.data.packed.data_cache import DataCache
+from megacp.data.packed.manifest import MANIFEST_NAME, DatasetManifest, FileEntry
 from megacp.data.packed.shard import Shard
+from megacp.data.packed.stored_file import StoredFile
 from megacp.data.row_images import PackImages
+from megacp.storage.place import Place, place_of
+from megacp.storage.url import Url
 from megacp.wording import listed
 
 OPEN_SHARDS = 64
 _TOLD = 20
 """Shards whose faults one message tells."""
+_REQUESTS = 16
+"""Shards of a store that are looked at side by side."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,28 +73,40 @@ class PackedDataset:
     At most OPEN_SHARDS of its shards are open at a time: 3 descriptors each, and tables of about 60 bytes a segment.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Open manifest.json and look at every shard. ValueError lists all that is wrong with them."""
-        self.directory = Path(directory)
+    def __init__(self, directory: files.StrPath | Url, cache: DataCache | None = None) -> None:
+        """Open manifest.json and look at every shard. ValueError lists all that is wrong with them.
+
+        `cache` holds what is read of a URL; without one, small values of its own.
+        """
+        self.directory = place_of(directory)
         self.manifest = DatasetManifest.read(directory)
         self._stops = list(accumulate(entry.num_packs for entry in self.manifest.shards))
         self._image_patch = image_patch_of(self.directory, self.manifest)
         self._open: OrderedDict[int, Shard] = OrderedDict()
         self._changes = threading.Lock()
-        samples, reasons = [], []
-        for number in range(len(self.manifest.shards)):
-            try:
-                samples.append(self._shard(number, known=False).sample())
-            except ValueError as error:
-                reasons.append(str(error))
+        self._open_file: Callable[[Any, FileEntry], StoredFile] = StoredFile
+        threads = 1
+        if isinstance(self.directory, Url):
+            self._open_file = (cache or DataCache()).opener(self.directory, self.manifest)
+            threads = _REQUESTS
+        with ThreadPoolExecutor(threads) as pool:
+            looks = list(pool.map(self._look, range(len(self.manifest.shards))))
+        samples, reasons = [sample for sample, _ in looks], [reason for _, reason in looks if reason]
         if reasons:
             rest = " shards; `verify` lists all" if len(reasons) > _TOLD else ""
             raise ValueError(listed(reasons, _TOLD, "; ") + rest)
         found = json.dumps([self.manifest.fingerprint, samples])
         self.fingerprint = hashlib.sha256(found.encode()).hexdigest()
-        """Of the files on this machine's disk: the sizes of all, the content of all but the bins, and the beginnings of
-        the bins. Equal on two machines only for equal files, but for later bytes of the bins, which are compared with
-        their checksums as they are read."""
+        """Of the files on this machine's disk, or at the URL: the sizes of all, the content of all but the bins, and
+        the beginnings of the bins. Equal on two machines only for equal files, but for later bytes of the bins, which
+        are compared with their checksums as they are read."""
+
+    def _look(self, number: int) -> tuple[list[int], str]:
+        """The sample of a shard that nobody has looked at, and what is wrong with it."""
+        try:
+            return self.shard(number, known=False).sample(), ""
+        except ValueError as error:
+            return [], str(error)
 
     def __len__(self) -> int:
         """Number of packs."""
@@ -100,7 +120,7 @@ class PackedDataset:
         if not 0 <= i < len(self):
             raise IndexError(f"pack {i} of {self.directory}, which has {len(self)}")
         number = bisect.bisect_right(self._stops, i)
-        shard = self._shard(number)
+        shard = self.shard(number)
         within = i - self._stops[number] + shard.entry.num_packs
         row = shard.packs[within]
         start = int(row["first_segment"])
@@ -115,14 +135,14 @@ class PackedDataset:
         tokens, weights = shard.token_ids(within, name), shard.loss_weights(within, name)
         return Pack(i, tokens, weights, segments, branches, images, self.manifest.sources)
 
-    def _shard(self, number: int, known: bool = True) -> Shard:
+    def shard(self, number: int, known: bool = True) -> Shard:
         """An open shard; the one that was not used for longest is let go when there are too many."""
         with self._changes:
             if number in self._open:
                 self._open.move_to_end(number)
                 return self._open[number]
         entry = self.manifest.shards[number]
-        shard = Shard(self.directory / entry.name, entry, self.manifest, known=known)
+        shard = Shard(self.directory / entry.name, entry, self.manifest, self._open_file, known=known)
         with self._changes:
             self._open[number] = shard
             if len(self._open) > OPEN_SHARDS:
@@ -130,7 +150,7 @@ class PackedDataset:
         return shard
 
 
-def image_patch_of(directory: Path, manifest: DatasetManifest) -> int | None:
+def image_patch_of(directory: Place, manifest: DatasetManifest) -> int | None:
     """Token id that stands where an image feature is added; None for text. ValueError: the image rules are wrong."""
     if manifest.image_rules is None:
         return None

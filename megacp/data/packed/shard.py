@@ -7,8 +7,8 @@ bins at open, which takes as long as reading all of them.
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +18,10 @@ from megacp.data.media.shards import BOUNDARY_DTYPE
 from megacp.data.packed import tables
 from megacp.data.packed.consistency import contradictions
 from megacp.data.packed.indexed import IndexedReader
-from megacp.data.packed.manifest import CHECKSUMS_SINCE, DatasetManifest, ShardEntry
+from megacp.data.packed.manifest import CHECKSUMS_SINCE, DatasetManifest, FileEntry, ShardEntry
 from megacp.data.packed.stored_file import StoredFile, crc32
 from megacp.data.row_images import PackImages
+from megacp.storage.place import Place
 
 _TABLES = {
     "packs": tables.PACK_DTYPE,
@@ -36,12 +37,20 @@ _SAMPLE = 4096
 class Shard:
     """One open shard: its readers and tables, checked against each other and against the manifest."""
 
-    def __init__(self, directory: Path, entry: ShardEntry, manifest: DatasetManifest, *, known: bool = False) -> None:
+    def __init__(
+        self,
+        directory: Place,
+        entry: ShardEntry,
+        manifest: DatasetManifest,
+        open_file: Callable[[Any, FileEntry], StoredFile] = StoredFile,
+        *,
+        known: bool = False,
+    ) -> None:
         """ValueError lists the files of wrong size, or the contradictions between the tables, which are not looked for
-        when the shard is `known` from before.
+        when the shard is `known` from before. `open_file` opens a place below `directory`.
         """
         self.directory, self.entry = directory, entry
-        opened = _opened(directory, entry, manifest)
+        opened = _opened(directory, entry, manifest, open_file)
         self.tokens = IndexedReader(opened["tokens.idx"], opened["tokens.bin"])
         self.weights, self.images = (
             IndexedReader(opened[f"{name}.idx"], opened[f"{name}.bin"]) if f"{name}.bin" in opened else None
@@ -117,7 +126,9 @@ def _refuse_changed(data: bytes, built: int, path: files.StrPath, name: str) -> 
         )
 
 
-def _opened(directory: Path, entry: ShardEntry, manifest: DatasetManifest) -> dict[str, StoredFile]:
+def _opened(
+    directory: Place, entry: ShardEntry, manifest: DatasetManifest, open_file: Callable[[Any, FileEntry], StoredFile]
+) -> dict[str, StoredFile]:
     """All files of a shard by name. ValueError lists those that the manifest forgot or that are not as it says."""
     names = {file.name for file in entry.files}
     if absent := sorted(_required(names, manifest) - names):
@@ -125,7 +136,7 @@ def _opened(directory: Path, entry: ShardEntry, manifest: DatasetManifest) -> di
     opened, reasons = {}, []
     for file in entry.files:
         try:
-            opened[file.name] = StoredFile(os.path.join(directory, file.name), file)
+            opened[file.name] = open_file(directory / file.name, file)
         except ValueError as error:
             reasons.append(str(error))
     if reasons:

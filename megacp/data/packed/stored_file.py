@@ -38,8 +38,8 @@ class FileStatement(Protocol):
 class StoredFile:
     """An open file. It closes with its last reference, so never under a thread that still reads."""
 
-    def __init__(self, path: files.StrPath, stated: FileStatement | None = None) -> None:
-        """ValueError: `path` is not there, no regular file, or has not the stated size."""
+    def __init__(self, path: files.StrPath, stated: FileStatement | None = None, name: str | None = None) -> None:
+        """ValueError: `path` is not there, no regular file, or has not the stated size. `name`: whose copy it is."""
         try:
             stream = files.open_regular(path)
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -48,7 +48,7 @@ class StoredFile:
         except OSError as error:
             raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
         weakref.finalize(self, stream.close)
-        self.path, self._descriptor = path, stream.fileno()
+        self.path, self._descriptor = name or path, stream.fileno()
         self.size = os.fstat(self._descriptor).st_size
         self._sha256 = None if stated is None else stated.sha256
         if stated is not None and self.size != stated.size:

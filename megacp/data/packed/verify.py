@@ -6,51 +6,60 @@ are sound.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megacp import files
 from megacp.data.media.shards import boundary_reasons
+from megacp.data.packed.data_cache import DataCache
 from megacp.data.packed.manifest import DatasetManifest, FileEntry, ShardEntry
 from megacp.data.packed.reader import image_patch_of
 from megacp.data.packed.shard import Shard
 from megacp.data.packed.stored_file import StoredFile
 from megacp.data.row_images import row_units, vision_inputs
+from megacp.storage.place import Place, place_of, sha256_of
+from megacp.storage.url import Url
 from megacp.wording import listed
 
 _TOLD = 10
 """Packs that a line names."""
 
 
-def verify(directory: str | os.PathLike[str]) -> list[str]:
+def verify(directory: files.StrPath | Url) -> list[str]:
     """Everything that is wrong with a dataset, [] when it is sound: what opening checks, then every byte of it.
 
     Bytes agree with the sha256 of each file and the checksum of each pack and image. Token ids are below the vocabulary
     size, weights finite and not negative. Image tokens and boundary tables are as the units say.
     """
-    directory = Path(directory)
+    directory = place_of(directory)
+    open_file: Callable[[Any, FileEntry], StoredFile] = StoredFile
     try:
         manifest = DatasetManifest.read(directory)
         image_patch = image_patch_of(directory, manifest)
+        if isinstance(directory, Url):
+            open_file = DataCache().opener(directory, manifest)
     except ValueError as error:
         return [str(error)]
     reasons, first = [], 0
     for entry in manifest.shards:
-        reasons += _Check(directory, entry, manifest, image_patch, first).reasons()
+        reasons += _Check(directory, entry, manifest, image_patch, first, open_file).reasons()
         first += entry.num_packs
     return reasons
 
 
-def damaged_file(directory: Path, entry: ShardEntry, file: FileEntry) -> str | None:
+def damaged_file(directory: Place, entry: ShardEntry, file: FileEntry) -> str | None:
     """Why a file is not the one that was built: not there, no regular file, or of another size or sha256."""
     path = directory / entry.name / file.name
     try:
-        StoredFile(path, file)
-        found = files.sha256_of(path, file.size)[1]
+        if isinstance(path, Path):
+            StoredFile(path, file)
+        found = sha256_of(path, file.size)[1]
+    except FileNotFoundError:
+        return f"{path}: no such file, the manifest says {file.size} bytes"
     except ValueError as error:
         return str(error)
     except OSError as error:
@@ -62,11 +71,12 @@ def damaged_file(directory: Path, entry: ShardEntry, file: FileEntry) -> str | N
 class _Check:
     """The check of one shard, whose first pack is `first` in the dataset."""
 
-    directory: Path
+    directory: Place
     entry: ShardEntry
     manifest: DatasetManifest
     image_patch: int | None
     first: int
+    open_file: Callable[[Any, FileEntry], StoredFile]
 
     def reasons(self) -> list[str]:
         """One for each damaged file, or else for each contradiction in what the files hold."""
@@ -75,7 +85,7 @@ class _Check:
         if damaged and any(not name.endswith(".bin") or ": sha256 is " not in damaged[name] for name in damaged):
             return list(damaged.values())
         try:
-            shard = Shard(self.directory / self.entry.name, self.entry, self.manifest)
+            shard = Shard(self.directory / self.entry.name, self.entry, self.manifest, self.open_file)
         except (ValueError, OSError) as error:
             return [*damaged.values(), str(error)]
         if not damaged:

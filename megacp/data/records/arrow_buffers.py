@@ -22,6 +22,24 @@ class Swelling(NamedTuple):
     size: int
 
 
+class Extent:
+    """Some bytes of an open file, which are read when `bytes` asks for them; a slice is an extent too."""
+
+    def __init__(self, source: Any, start: int, size: int) -> None:
+        self._source, self._start, self._size = source, start, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, part: slice) -> Extent:
+        start, stop, _ = part.indices(self._size)
+        return Extent(self._source, self._start + start, max(0, stop - start))
+
+    def __bytes__(self) -> bytes:
+        self._source.seek(self._start)
+        return bytes(self._source.read(self._size))
+
+
 class _Table:
     """A table of a flatbuffer, by the numbers of its fields."""
 

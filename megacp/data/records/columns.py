@@ -13,10 +13,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megacp.data.records.arrow_buffers import blocks, rows_of, swelling
+from megacp.data.records.arrow_buffers import Extent, blocks, rows_of, swelling
 from megacp.data.records.record import Record, Refusal
-from megacp.files import read_json
+from megacp.files import parse_json, read_json
 from megacp.json_fields import PLAIN_NAME
+from megacp.storage.place import folders_in, open_input, place_of, read_content, suffix_of
+from megacp.storage.url import Url, is_url
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 _MAGIC = b"ARROW1"
@@ -36,7 +38,7 @@ def read_parquet(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]
     pyarrow, parquet = _modules("parquet")
     row = 0
     try:
-        with parquet.ParquetFile(path) as file:
+        with parquet.ParquetFile(open_input(path) if is_url(path) else path) as file:
             for number in range(file.num_row_groups):
                 group = file.metadata.row_group(number)
                 if (problem := _swollen(group, max_record_bytes)) is not None:
@@ -55,7 +57,7 @@ def read_arrow(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]:
     pyarrow, ipc = _modules("ipc")
     row = 0
     try:
-        with pyarrow.memory_map(path) as source:
+        with _source(pyarrow, path) as source:
             swollen = _swollen_batches(ipc, source, max_record_bytes)
             for number, batch in enumerate(_batches(ipc, source, swollen)):
                 if batch is None:
@@ -68,6 +70,10 @@ def read_arrow(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]:
                     row += 1
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError, ValueError) as error:
         yield Refusal(path, row + 1, row, f"the Arrow file is damaged or cut short ({_one_line(error)})")
+
+
+def _source(pyarrow: Any, path: str) -> Any:
+    return pyarrow.PythonFile(open_input(path), mode="r") if is_url(path) else pyarrow.memory_map(path)
 
 
 def _batches(ipc: Any, source: Any, swollen: Mapping[int, tuple[int, str]]) -> Iterator[Any]:
@@ -111,10 +117,9 @@ def _swollen_batches(ipc: Any, source: Any, max_record_bytes: int) -> dict[int, 
 
 def _messages(ipc: Any, source: Any) -> Iterator[tuple[bytes, Any]]:
     """Header and body of each message, up to damage that the reader of batches meets too."""
-    source.seek(0)
-    whole = memoryview(source.read_buffer())
-    if whole[: len(_MAGIC)] == _MAGIC:
-        yield from blocks(whole) if whole[-len(_MAGIC) :] == _MAGIC else ()
+    whole = Extent(source, 0, source.size())  # a file at a URL is not read for its headers
+    if bytes(whole[: len(_MAGIC)]) == _MAGIC:
+        yield from blocks(whole) if bytes(whole[-len(_MAGIC) :]) == _MAGIC else ()
         return
     source.seek(0)
     with contextlib.suppress(OSError, ValueError):  # pyarrow's errors are one or the other
@@ -132,6 +137,8 @@ def _modules(name: str) -> tuple[Any, Any]:
 
 def is_saved_dataset(folder: str) -> bool:
     """Whether `save_to_disk` of Hugging Face datasets wrote a folder."""
+    if is_url(folder):
+        return not suffix_of(folder) and any((Url(folder) / name).exists() for name in (_STATE, _SPLITS))
     return any((Path(folder) / name).is_file() for name in (_STATE, _SPLITS))
 
 
@@ -140,11 +147,12 @@ def saved_dataset(folder: str) -> tuple[str, ...]:
 
     ValueError for several splits, and where the files are not named.
     """
-    state = Path(folder) / _STATE
-    if not state.is_file():
-        splits = ", ".join(str(path.parent) for path in sorted(Path(folder).glob("*/state.json")))
+    place = place_of(folder)
+    state = place / _STATE
+    if not state.exists():
+        splits = ", ".join(str(child) for child in folders_in(place) if (child / _STATE).exists())
         raise ValueError(f"{folder} holds several splits; give one of {splits}")
-    content = read_json(state)
+    content = read_json(state) if isinstance(state, Path) else parse_json(read_content(state))
     files = content.get("_data_files") if isinstance(content, dict) else None
     names = [file.get("filename") for file in files or () if isinstance(file, dict)]
     if not names or not all(PLAIN_NAME.fullmatch(str(name)) for name in names):
@@ -153,7 +161,7 @@ def saved_dataset(folder: str) -> tuple[str, ...]:
         raise ValueError(
             f"{state}: rows are chosen by an indices file, which is not read; save it with a newer datasets"
         )
-    return tuple(str(Path(folder) / str(name)) for name in names)
+    return tuple(str(place / str(name)) for name in names)
 
 
 def _columns(group: Any) -> list[Any]:

@@ -9,7 +9,6 @@ record, `.txt` its text; all others are images and videos that the record names.
 
 from __future__ import annotations
 
-import os
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 
 from megacp.data.records.record import Record, RecordError, Refusal
 from megacp.data.records.sample import decode_json
+from megacp.storage.place import open_input, place_of, size_of
 
 TEXT_MEMBERS = ("txt", "text")
 RECORD_MEMBERS = ("json",)
@@ -47,7 +47,7 @@ def read_tar(path: str, max_record_bytes: int, media: bool) -> Iterator[Record |
     number = 0
     group: _Group | None = None
     try:
-        with tarfile.open(path, "r:") as archive:
+        with open_input(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
                 if member.isdir():
                     continue
@@ -142,10 +142,10 @@ def _finish(path: str, number: int, group: _Group) -> Record | Refusal:
 
 def _has_end(path: str) -> bool:
     """Whether the archive ends with a block of zeros; tarfile accepts one that is cut between members."""
-    size = os.path.getsize(path)
+    size = size_of(place_of(path))
     if size < _TAR_BLOCK:
         return False
-    with open(path, "rb") as stream:
+    with open_input(path) as stream:
         stream.seek(size - _TAR_BLOCK)
         return not any(stream.read(_TAR_BLOCK))
 

@@ -10,11 +10,12 @@ import gzip
 import io
 import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import IO, Any
 
 from megacp.data.records.record import Record, RecordError, Refusal
 from megacp.data.records.sample import decode_json
+from megacp.storage.place import open_input, suffix_of
+from megacp.storage.url import is_url
 
 _BLOCK = 1 << 20
 _ZSTANDARD_STEP = 512
@@ -66,14 +67,14 @@ class _BlockStream(io.RawIOBase):
 
 def _open_zstandard(path: str) -> IO[bytes]:
     def blocks() -> Iterator[bytes]:
-        with open(path, "rb", buffering=_BLOCK) as stream:
+        with open_input(path) as stream:
             yield from _zstandard_blocks(stream)
 
     return io.BufferedReader(_BlockStream(blocks()), _BLOCK)
 
 
 COMPRESSED: dict[str, Callable[[str], Any]] = {
-    ".gz": lambda path: gzip.open(path, "rb"),
+    ".gz": lambda path: gzip.open(open_input(path) if is_url(path) else path, "rb"),
     ".zst": _open_zstandard,
 }
 
@@ -81,7 +82,7 @@ COMPRESSED: dict[str, Callable[[str], Any]] = {
 def line_number(path: str, offset: int) -> int:
     """The 1-based number of the line that begins at byte `offset` of a plain file. Reads everything before it."""
     count, left = 1, offset
-    with open(path, "rb") as stream:
+    with open_input(path) as stream:
         while left and (block := stream.read(min(_BLOCK, left))):
             count += block.count(b"\n")
             left -= len(block)
@@ -93,8 +94,8 @@ def read_jsonl(path: str, start: int, stop: int, max_record_bytes: int) -> Itera
 
     `line` and Refusals as in `read.read_extent`.
     """
-    opener = COMPRESSED.get(Path(path).suffix)
-    with opener(path) if opener else open(path, "rb", buffering=_BLOCK) as stream:
+    opener = COMPRESSED.get(suffix_of(path))
+    with opener(path) if opener else open_input(path) as stream:
         yield from _read_lines(path, stream, start, None if opener else stop, max_record_bytes)
 
 

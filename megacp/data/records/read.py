@@ -7,16 +7,19 @@ the limit, and a split by line count, which reads everything twice.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TypeVar
 
 from megacp.data.records.columns import is_saved_dataset, read_arrow, read_parquet, saved_dataset
 from megacp.data.records.containers import read_tar
 from megacp.data.records.jsonl import COMPRESSED, read_jsonl
 from megacp.data.records.record import DEFAULT_MAX_RECORD_BYTES, Record, Refusal
+from megacp.storage.place import expanded, place_of, size_of, suffix_of
 
+_Item = TypeVar("_Item")
+_Prepared = TypeVar("_Prepared")
 _CONTAINERS: dict[str, Callable[[str, int, bool], Iterator[Record | Refusal]]] = {
     ".parquet": lambda path, max_record_bytes, media: read_parquet(path, max_record_bytes),
     ".arrow": lambda path, max_record_bytes, media: read_arrow(path, max_record_bytes),
@@ -47,7 +50,7 @@ def plan_units(paths: Sequence[str], unit_bytes: int) -> list[Unit]:
     """Cut input files into units of about `unit_bytes`: large plain files into ranges, small files grouped in order."""
     extents = []
     for source, path in enumerate(paths):
-        size = os.path.getsize(path)
+        size = size_of(place_of(path))
         count = -(-size // unit_bytes) if is_plain(path) else 1
         cuts = [size * i // count for i in range(count + 1)] if count else [0]
         extents += [Extent(source, path, a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
@@ -64,14 +67,30 @@ def plan_units(paths: Sequence[str], unit_bytes: int) -> list[Unit]:
 
 
 def input_files(paths: Sequence[str]) -> tuple[str, ...]:
-    """The files that --input names, those of saved datasets for their folders. ValueError for one of several splits."""
-    found = [saved_dataset(path) if is_saved_dataset(path) else (path,) for path in paths]
+    """The files that --input names: those that fit a pattern, and those of saved datasets for their folders.
+
+    ValueError for one of several splits, and for a pattern that no file fits.
+    """
+    named = [path for text in paths for path in expanded(text)]
+    found = [saved_dataset(path) if is_saved_dataset(path) else (path,) for path in named]
     return tuple(path for files in found for path in files)
 
 
 def is_plain(path: str) -> bool:
     """Whether a file is uncompressed JSONL, which byte ranges can cut and where an offset gives the line."""
-    return Path(path).suffix not in (*COMPRESSED, *_CONTAINERS)
+    return suffix_of(path) not in (*COMPRESSED, *_CONTAINERS)
+
+
+def ahead(
+    items: Iterable[_Item], prepare: Callable[[_Item], _Prepared], count: int
+) -> Iterator[tuple[_Item, _Prepared]]:
+    """Items with what `prepare` makes of them, which it has done for `count` items more."""
+    waiting: deque[tuple[_Item, _Prepared]] = deque()
+    for item in items:
+        waiting.append((item, prepare(item)))
+        if len(waiting) > count:
+            yield waiting.popleft()
+    yield from waiting
 
 
 def read_extent(
@@ -83,7 +102,7 @@ def read_extent(
     beginning (finding the true one costs a pass over the file); a Refusal's is the true one. A file that is cut short
     or damaged gives a last Refusal.
     """
-    reader = _CONTAINERS.get(Path(extent.path).suffix)
+    reader = _CONTAINERS.get(suffix_of(extent.path))
     if reader is None:
         return read_jsonl(extent.path, extent.start, extent.stop, max_record_bytes)
     return reader(extent.path, max_record_bytes, media)

@@ -1,0 +1,198 @@
+"""Datasets at URLs: the packs of a disk, tables kept by hash, blocks asked for once, half an upload refused."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megacp.data.describe import statistics
+from megacp.data.loader import DataRank, LoaderOptions, PackedLoader
+from megacp.data.packed.data_cache import DataCache
+from megacp.data.packed.manifest import MANIFEST_NAME
+from megacp.data.packed.reader import PackedDataset
+from megacp.data.packed.verify import verify
+from megacp.storage.blocks import BlockCache
+from megacp.storage.retry import UnreachableError
+from megacp.storage.url import Url
+from tests.data.datasets import IMAGE_RULES, random_packs, weighted_images, write_dataset
+from tests.storage.stores import flaky, memory, under_flaky
+
+
+def uploaded(folder: Path, leave_out: str = "") -> Url:
+    """A dataset of this machine, sent as it is but for one file."""
+    url = memory()
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_file() and name != leave_out:
+            (url / name).upload(path)
+    return url
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    """Two shards of 20 packs with weights and images."""
+    rng = np.random.default_rng(0)
+    shards = [weighted_images(rng, 20), weighted_images(rng, 20)]
+    write_dataset(tmp_path / "data", shards, image_rules=IMAGE_RULES)
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def caches(tmp_path: Path) -> dict[str, DataCache]:
+    """One that holds the dataset in small blocks, and one that holds nothing."""
+    blocks = DataCache(tmp_path / "cache", gib=1.0, block_mib=100 / 2**20)
+    return {"blocks": blocks, "packs": DataCache(tmp_path / "cache", gib=0.0)}
+
+
+def everything(dataset: PackedDataset) -> list[list[object]]:
+    found: list[list[object]] = []
+    for i in range(len(dataset)):
+        pack = dataset.pack(i)
+        assert pack.images is not None and pack.weights is not None
+        images = [pack.images.read(int(unit["item"])) for unit in pack.images.units]
+        found.append([pack.tokens.tolist(), pack.weights.tolist(), images, pack.segments.tolist()])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["blocks", "packs"])
+def test_packs_and_images_at_a_url_are_those_of_the_disk(local: Path, caches: dict[str, DataCache], kind: str) -> None:
+    there, here = PackedDataset(uploaded(local), caches[kind]), PackedDataset(local)
+    assert everything(there) == everything(here)
+    assert there.fingerprint == here.fingerprint
+
+
+def test_statistics_and_verify_read_a_url(local: Path) -> None:
+    url = uploaded(local)
+    assert verify(url) == []
+    assert {**statistics(url), "directory": ""} == {**statistics(local), "directory": ""}
+    bin_file = url / "shard_00001" / "tokens.bin"
+    data = bin_file.content(1 << 20)
+    bin_file.write(data[:-1] + bytes([data[-1] ^ 1]))
+    (problem,) = verify(url)
+    assert str(bin_file) in problem and "changed packs: 39" in problem
+
+
+def test_a_flipped_bit_is_told_when_its_pack_is_read(local: Path, caches: dict[str, DataCache]) -> None:
+    url = uploaded(local)
+    bin_file = url / "shard_00000" / "weights.bin"
+    data = bin_file.content(1 << 20)
+    bin_file.write(bytes([data[0] ^ 1]) + data[1:])
+    dataset = PackedDataset(url, caches["blocks"])
+    dataset.pack(1)
+    with pytest.raises(ValueError, match=rf"{bin_file}: pack 0 has the checksum"):
+        dataset.pack(0)
+
+
+@pytest.mark.parametrize("name", [MANIFEST_NAME, "shard_00001/tokens.bin", "shard_00001/segments.npy"])
+def test_half_an_upload_is_refused_by_name(local: Path, name: str) -> None:
+    url = uploaded(local, leave_out=name)
+    with pytest.raises(ValueError, match=rf"{url / name}: no such file"):
+        PackedDataset(url)
+
+
+def test_a_cut_object_is_refused_by_name(local: Path) -> None:
+    url = uploaded(local)
+    file = url / "shard_00000" / "images.bin"
+    file.write(file.content(1 << 20)[:-5])
+    with pytest.raises(ValueError, match=rf"{file}: \d+ bytes, the manifest says \d+ bytes"):
+        PackedDataset(url)
+
+
+def test_tables_are_fetched_once_for_all_ranks_and_again_when_a_copy_is_damaged(
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, fetched = uploaded(local), []
+    original = Url.content
+    monkeypatch.setattr(Url, "content", lambda self, limit: fetched.append(self.name) or original(self, limit))
+    PackedDataset(url, DataCache(tmp_path / "cache"))
+    assert "segments.npy" in fetched and not any(name.endswith(".bin") for name in fetched)
+    fetched.clear()
+    PackedDataset(url, DataCache(tmp_path / "cache"))
+    assert fetched == [MANIFEST_NAME]
+    largest = max((tmp_path / "cache").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    largest.write_bytes(b"0" * largest.stat().st_size)
+    fetched.clear()
+    assert everything(PackedDataset(url, DataCache(tmp_path / "cache"))) == everything(PackedDataset(local))
+    assert len(set(fetched)) == 2
+
+
+def test_the_loader_gives_the_batches_of_the_disk_while_the_store_fails(tmp_path: Path) -> None:
+    packs = random_packs(np.random.default_rng(1), 40)
+    write_dataset(tmp_path / "data", [packs[:25], packs[25:]])
+    url = uploaded(tmp_path / "data")
+    options = LoaderOptions(global_batch_size=4, prefetch=3, num_threads=3)
+
+    def steps(dataset: PackedDataset) -> list[list[int]]:
+        with PackedLoader(dataset, options, DataRank(), 0) as loader:
+            return [batch.tokens.tolist() for _ in range(12) for batch in loader.next_step()]
+
+    with flaky(0.1) as store:
+        found = steps(PackedDataset(under_flaky(url), DataCache(tmp_path / "cache", gib=0.0)))
+    assert sum(store.failed.values()) > 3 and found == steps(PackedDataset(tmp_path / "data"))
+
+
+DATA = bytes(range(256)) * 4
+
+
+class Counted:
+    """Reads of an object, counted by block; `gate` holds them back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[int] = []
+        self.gate, self.problem = threading.Event(), False
+        self.gate.set()
+        monkeypatch.setattr(Url, "read", lambda url, offset, count: self(offset, count))
+
+    def __call__(self, offset: int, count: int) -> bytes:
+        self.asked.append(offset)
+        self.gate.wait(10)
+        if self.problem:
+            raise UnreachableError("down")
+        return DATA[offset : offset + count]
+
+
+URL = Url("s3://bucket/bin")
+
+
+def test_reads_of_blocks_are_reads_of_the_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, cache = Counted(monkeypatch), BlockCache(1 << 20, 100)
+    for offset, count in [(0, 5), (95, 10), (0, 1024), (1000, 24), (1024, 0), (250, 300)]:
+        assert cache.read(URL, len(DATA), offset, count) == DATA[offset : offset + count]
+    assert sorted(counted.asked) == list(range(0, 1024, 100))
+
+
+def test_a_block_that_many_threads_want_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, cache = Counted(monkeypatch), BlockCache(1 << 20, 100)
+    counted.gate.clear()
+    with ThreadPoolExecutor(16) as pool:
+        reads = [pool.submit(cache.read, URL, len(DATA), 10 * i, 10) for i in range(16)]
+        while len(counted.asked) < 2:
+            pass
+        counted.gate.set()
+        assert [read.result() for read in reads] == [DATA[10 * i : 10 * i + 10] for i in range(16)]
+    assert sorted(counted.asked) == [0, 100]
+
+
+def test_the_block_that_was_not_used_for_longest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, cache = Counted(monkeypatch), BlockCache(300, 100)
+    for offset in (0, 100, 200, 0, 300, 0, 100):
+        cache.read(URL, len(DATA), offset, 10)
+    assert counted.asked == [0, 100, 200, 300, 100]
+
+
+def test_a_failed_request_is_told_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, cache = Counted(monkeypatch), BlockCache(1 << 20, 100)
+    counted.problem = True
+    with pytest.raises(UnreachableError):
+        cache.read(URL, len(DATA), 0, 10)
+    counted.problem = False
+    assert cache.read(URL, len(DATA), 0, 10) == DATA[:10]
+
+
+def test_what_does_not_fit_has_no_place() -> None:
+    cache = BlockCache(1000, 100)
+    assert cache.reserve(600) and not cache.reserve(500) and cache.reserve(400) and not cache.reserve(1)

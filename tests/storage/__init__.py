@@ -1,0 +1,1 @@
+"""Tests of places, URLs, retries and caches."""
