@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megacp.config.blend import DataPath
 from megacp.config.ranges import NotNegative, Positive
 
 
@@ -15,11 +16,12 @@ from megacp.config.ranges import NotNegative, Positive
 class DataConfig:
     """The training and validation packs."""
 
-    data_path: str | None = None
-    """Packed dataset directory made by tools/preprocess_data.py; without it random mock packs are used."""
+    data_path: DataPath | None = None
+    """Packed dataset directory made by tools/preprocess_data.py, or several with weights: `0.7 captions 0.3 text`.
+    Without it random mock packs are used."""
 
-    valid_data_path: str | None = None
-    """Packed dataset directory for the validation loss."""
+    valid_data_path: DataPath | None = None
+    """Packed dataset directory for the validation loss, or several with weights."""
 
     seq_length: Positive[int] = 512
     """Tokens of one pack; a run takes those of --data-path where no flag says how many."""
