@@ -25,6 +25,7 @@ EXTRAS = {
         "pytest>=8",
         "pytest-timeout",
         "pytest-xdist",
+        "ray",
         "ruff",
         "safetensors",
         "tensorboard",
@@ -37,6 +38,7 @@ EXTRAS = {
     "hf": ["huggingface_hub", "jinja2", "safetensors", "transformers"],
     "log": ["matplotlib", "tensorboard", "wandb"],
     "processor": ["torchvision"],
+    "ray": ["ray"],
     "gpu": ["transformer_engine==2.20.2", "transformer_engine_cu13==2.20.2", "transformer_engine_torch==2.20.2"],
 }
 EXTRAS["all"] = sorted({name for extra, names in EXTRAS.items() if extra not in ("gpu", "processor") for name in names})

@@ -30,6 +30,9 @@ class BuildProgress:
     image_bytes: int = 0
     """Stored of images and videos; those that lie in files of their own are no bytes of the input."""
 
+    cluster: str = ""
+    """On how many nodes, where there are others."""
+
     def __post_init__(self) -> None:
         self._terminal = self.stream.isatty()
         self._started = self._shown = time.monotonic()
@@ -46,6 +49,12 @@ class BuildProgress:
             self._shown = now
             self._write(f"\r\x1b[K{self.line()}" if self._terminal else f"{self.line()}\n")
 
+    def grown(self, nodes: int, cpus: int) -> None:
+        """The work is now done on so many nodes with so many CPUs."""
+        told = f"on {nodes} node{'s' if nodes != 1 else ''}, {cpus} CPU{'s' if cpus != 1 else ''}"
+        self.cluster = f"  {told}"
+        self._write(f"\r\x1b[K{told}\n" if self._terminal else f"{told}\n")
+
     def line(self) -> str:
         """The progress in one line."""
         seconds = max(self.seconds, 1e-9)
@@ -55,7 +64,7 @@ class BuildProgress:
         return (
             f"[{filled:<{_WIDTH}}] {done:4.0%}  {self.documents / seconds:,.0f} docs/s  "
             f"{rate(self.read_bytes, seconds)}  {self.tokens / seconds:,.0f} tokens/s  "
-            f"packed {self.tokens / max(1, self.places):.2%}  {timedelta(seconds=round(left))} left"
+            f"packed {self.tokens / max(1, self.places):.2%}  {timedelta(seconds=round(left))} left{self.cluster}"
         )
 
     @property

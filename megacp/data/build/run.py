@@ -7,13 +7,14 @@ the journal is built. Rejected: one stream of packs over all the input, which no
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,9 +22,18 @@ import numpy as np
 
 from megacp import files
 from megacp.data.build.faults import told
-from megacp.data.build.journal import REJECTS_NAME, TOKENIZER_DIRECTORY, Journal, locked, prepare_directory
+from megacp.data.build.journal import (
+    PARTS_DIRECTORY,
+    REJECTS_NAME,
+    TOKENIZER_DIRECTORY,
+    Journal,
+    locked,
+    prepare_directory,
+)
+from megacp.data.build.parts import BuildPart, entered, join_parts, missing_units
 from megacp.data.build.progress import BuildProgress
 from megacp.data.build.settings import BuildSettings, problems, tokenizer_problem
+from megacp.data.build.summary import BuildSummary, PartSummary
 from megacp.data.build.unit import (
     IDENTITY_DTYPE,
     BadRecord,
@@ -45,38 +55,6 @@ RECORD_RULES = 3
 """What records mean: raised when a record becomes other tokens or weights, so that no dataset is half of each."""
 _SAMPLED_BYTES = 1 << 16
 RECORDS_OF_A_SHARD = 1024
-
-
-@dataclass(frozen=True)
-class BuildSummary:
-    """What a build did."""
-
-    manifest: DatasetManifest
-    results: tuple[UnitResult, ...]
-    """Of all units."""
-    read_bytes: int
-    """Of the input, or of images where those are more; by this run."""
-    seconds: float
-    units_resumed: int
-    """Finished by an earlier run."""
-    already_complete: bool
-    """Nothing was done."""
-    tokenizer_engine: str
-
-    @property
-    def documents(self) -> int:
-        """Documents in the dataset."""
-        return sum(result.documents for result in self.results)
-
-    @property
-    def learned_tokens(self) -> int:
-        """Tokens that some token before them predicts with a loss weight."""
-        return sum(result.learned_tokens for result in self.results)
-
-    @property
-    def unlearned(self) -> int:
-        """Documents of which nothing is learned."""
-        return sum(result.unlearned for result in self.results)
 
 
 def _unit_bytes_of_images(settings: BuildSettings) -> int:
@@ -133,11 +111,49 @@ def _decisive(settings: BuildSettings, tokenizer: Tokenizer, template: ChatTempl
     }
 
 
-def build(settings: BuildSettings, stream: TextIO, overwrite: bool = False) -> BuildSummary:
+def build(
+    settings: BuildSettings, stream: TextIO, overwrite: bool = False, builds_missing: bool = True
+) -> BuildSummary:
     """Build, or finish, the dataset in settings.output; progress goes to `stream`.
 
-    ValueError: settings, input, tokenizer, a refused record, a directory begun with other settings or in use.
+    ValueError: settings, input, tokenizer, a refused record, a directory begun with other settings or in use, or units
+    that no part has built where `builds_missing` is false.
     workers.WorkerFailed: a worker died. What is finished stays, and the next run goes on from there.
+    """
+    settings, texts, decisive = _checked(settings, stream, overwrite)
+    directory = Path(settings.output)
+    with told(directory), locked(directory):
+        journal = Journal(directory, decisive)
+        join_parts(directory, decisive, journal)
+        units = plan_units(settings.input, settings.bytes_per_unit)
+        run = _Build(settings, texts, journal, units, stream)
+        if not builds_missing and (missing := run.missing()):
+            raise ValueError(missing_units(missing, directory))
+        return run.run()
+
+
+def build_part(settings: BuildSettings, stream: TextIO, part: BuildPart) -> PartSummary:
+    """Build the units of one part, beside other parts in other processes; `build` makes the dataset of them.
+
+    ValueError and WorkerFailed as `build`.
+    """
+    started = time.monotonic()
+    settings, texts, decisive = _checked(settings, stream, overwrite=False)
+    directory = Path(settings.output)
+    with told(directory), entered(directory, part, decisive) as journal:
+        units = plan_units(settings.input, settings.bytes_per_unit)
+        own = [unit for unit in units if part.holds(unit.index)]
+        resumed = _Build(settings, texts, journal, own, stream).run_part()
+        return PartSummary(part, tuple(journal.results.values()), resumed, time.monotonic() - started)
+
+
+Texts = tuple[Tokenizer, ChatTemplate | None]
+
+
+def _checked(settings: BuildSettings, stream: TextIO, overwrite: bool) -> tuple[BuildSettings, Texts, dict[str, Any]]:
+    """The settings with all that they leave open, what writes texts as tokens, and what decides the bytes.
+
+    The directory is there afterwards. ValueError.
     """
     try:
         settings = dataclasses.replace(settings, input=input_files(settings.input))
@@ -160,10 +176,7 @@ def build(settings: BuildSettings, stream: TextIO, overwrite: bool = False) -> B
     empty = [path for path in settings.input if not os.path.getsize(path)]
     if len(empty) < len(settings.input):
         stream.writelines(f"note: --input {path} is empty\n" for path in empty)
-    with told(directory), locked(directory):
-        journal = Journal(directory, _decisive(settings, tokenizer, template))
-        units = plan_units(settings.input, settings.bytes_per_unit)
-        return _Build(settings, (tokenizer, template), journal, units, stream).run()
+    return settings, (tokenizer, template), _decisive(settings, tokenizer, template)
 
 
 class _Build:
@@ -172,7 +185,7 @@ class _Build:
     def __init__(
         self,
         settings: BuildSettings,
-        texts: tuple[Tokenizer, ChatTemplate | None],
+        texts: Texts,
         journal: Journal,
         units: list[Unit],
         stream: TextIO,
@@ -180,10 +193,10 @@ class _Build:
         self._settings, self._journal, self._units = settings, journal, units
         self._tokenizer, self._template = texts
         self._directory = Path(settings.output)
-        self._sizes = [sum(extent.stop - extent.start for extent in unit.extents) for unit in units]
+        self._sizes = {unit.index: sum(extent.stop - extent.start for extent in unit.extents) for unit in units}
         self._resumed = sum(self._is_done(unit) for unit in units)
-        done = sum(size for unit, size in zip(units, self._sizes, strict=True) if self._is_done(unit))
-        self._progress = BuildProgress(stream, sum(self._sizes), done)
+        done = sum(self._sizes[unit.index] for unit in units if self._is_done(unit))
+        self._progress = BuildProgress(stream, sum(self._sizes.values()), done)
 
     def _is_done(self, unit: Unit) -> bool:
         result = self._journal.results.get(unit.index)
@@ -191,6 +204,19 @@ class _Build:
             return False
         needs_ids = result.has_ids and not (self._directory / MANIFEST_NAME).exists()
         return not needs_ids or identity_file(self._directory, unit.index).exists()
+
+    def missing(self) -> list[int]:
+        """Numbers of the units that are still to be built."""
+        return [unit.index for unit in self._units if not self._is_done(unit)]
+
+    def run_part(self) -> int:
+        """Build the units of a part and nothing else; how many were there."""
+        self._check_refusals()
+        try:
+            self._build([UnitTask(unit) for unit in self._units if not self._is_done(unit)])
+        finally:
+            self._progress.finish()
+        return self._resumed
 
     def run(self) -> BuildSummary:
         started = time.monotonic()
@@ -211,7 +237,7 @@ class _Build:
         return self._summary(manifest, time.monotonic() - started, already_complete=False)
 
     def _build(self, tasks: list[UnitTask]) -> None:
-        results = run_tasks(UnitBuilder, self._settings, tasks, self._settings.workers, _describe)
+        results = self._runner()(UnitBuilder, self._settings, tasks, self._settings.workers, _describe)
         for result in results:
             self._journal.add(result)
             self._check_refusals()
@@ -220,6 +246,14 @@ class _Build:
             files = result.entry.files if result.entry else ()
             images = sum(file.size for file in files if file.name == "images.bin")
             self._progress.add(result.documents, size, tokens, packs * self._settings.seq_length, images)
+
+    def _runner(self) -> Callable[..., Iterator[Any]]:
+        """What runs the units."""
+        if self._settings.executor == "local":
+            return run_tasks
+        from megacp.data.build.ray_workers import run_on_ray
+
+        return functools.partial(run_on_ray, address=self._settings.ray_address, grown=self._progress.grown)
 
     def _check_refusals(self) -> None:
         refusals = [refusal for result in self._journal.results.values() for refusal in result.refusals]
@@ -304,7 +338,9 @@ class _Build:
             chat_template=None if self._template is None else dict(self._template.texts),
         )
         manifest.write(self._directory)
-        shutil.rmtree(self._directory / ".ids", ignore_errors=True)
+        left = [path.name for path in self._directory.glob(".shard_*.partial")]  # by workers that were lost
+        for name in (".ids", PARTS_DIRECTORY, *left):
+            shutil.rmtree(self._directory / name, ignore_errors=True)
         return manifest
 
     def _summary(self, manifest: DatasetManifest, seconds: float, already_complete: bool) -> BuildSummary:
@@ -313,7 +349,8 @@ class _Build:
 
 
 def _describe(task: UnitTask, position: Sequence[int]) -> str:
-    extent, offset = task.unit.extents[position[0]], position[1]
+    extent = task.unit.extents[position[0]]
+    offset = position[1] if position[1] >= 0 else extent.stop
     path, line = where(extent, 0, offset)
     place = f"{path}:{line}" if line else path
     return f"while working on the records up to {place} (byte offset {offset}, unit {task.unit.index})"

@@ -8,6 +8,8 @@ all workers, which makes packs depend on who finished first.
 from __future__ import annotations
 
 import hashlib
+import os
+import platform
 from collections.abc import Iterator, MutableSequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +34,7 @@ from megacp.data.records.record_keys import Accepted
 from megacp.data.records.sample import parse_record
 from megacp.data.tokenize.chat_template import ChatTemplate
 from megacp.data.tokenize.tokenizer import Tokenizer
+from megacp.files import replacement
 
 IDENTITY_DTYPE = np.dtype([("digest", "S16"), ("source", "<i4"), ("offset", "<i8"), ("line", "<i8")])
 _CHUNK_CHARACTERS = 1 << 20
@@ -161,6 +164,8 @@ class _UnitRun:
         self._documents = self._unlearned = self._learned_tokens = 0
         self._accepted = Accepted(settings.ignore_keys, settings.context_roles)
         self._windows = 0
+        # a node that was given up may still write the same unit
+        self._owner = f"{platform.node()}-{os.getpid()}" if settings.executor == "ray" else ""
 
     def run(self, position: MutableSequence[int]) -> UnitResult:
         settings, unit = self._settings, self._task.unit
@@ -169,7 +174,7 @@ class _UnitRun:
         tokens = 0
         sizes = self._maker.num_token_ids, settings.seq_length, settings.pad_multiple
         output = Path(settings.output)
-        with ShardWriter(directory, *sizes, settings.cp_degrees) as writer, told(output, writer.temporary):
+        with ShardWriter(directory, *sizes, settings.cp_degrees, self._owner) as writer, told(output, writer.temporary):
             for number, chunk in enumerate(self._chunks(position)):
                 if number == 0:
                     self._audit(chunk)
@@ -370,4 +375,5 @@ class _UnitRun:
         if self._seen:
             path.parent.mkdir(exist_ok=True)
             rows = [(key, extent.source, offset, line) for key, (extent, line, offset) in self._seen.items()]
-            np.save(path, np.array(rows, dtype=IDENTITY_DTYPE), allow_pickle=False)
+            with replacement(path) as stream:
+                np.save(stream, np.array(rows, dtype=IDENTITY_DTYPE), allow_pickle=False)
