@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megacp.config.arguments import OneLineParser
 
 if TYPE_CHECKING:
+    from megacp.data.build.progress import BuildSummary
     from megacp.data.build.settings import BuildSettings
-    from megacp.data.build.summary import BuildSummary
     from megacp.data.media.geometry import ImageRules
 
 EXAMPLES = """examples:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,9 @@ from megacp.data.row_images import PackImages
 
 FINEST = 1_000_000
 """Most samples of a period. Weights that need more are rounded to parts of a million."""
+
+_STRIDE = 4096
+"""Samples of a period after which the counts are kept."""
 
 
 def whole_parts(weights: Sequence[Fraction]) -> list[int]:
@@ -57,14 +61,15 @@ def largest_lag(parts: Sequence[int]) -> array[int] | None:
     """The dataset of each sample of a period by megatron-core's rule; None where some share is off by a sample."""
     total = sum(parts)
     lags = [0] * len(parts)  # weight x samples - samples of the dataset, in units of 1 / total
+    seen, most = list(parts), max(parts)  # before the first sample Megatron counts one
     chosen = array("h")
-    for number in range(total):
-        seen = lags if number else parts
-        pick = seen.index(max(seen))
+    for _ in range(total):
+        pick = seen.index(most)
         chosen.append(pick)
-        lags = [lag + part for lag, part in zip(lags, parts, strict=True)]
+        lags = list(map(operator.add, lags, parts))
         lags[pick] -= total
-        if lags[pick] <= -total or max(lags) >= total:
+        seen, most = lags, max(lags)
+        if lags[pick] <= -total or most >= total:
             return None
     return chosen
 
@@ -84,7 +89,7 @@ def earliest_deadline(parts: Sequence[int]) -> array[int]:
         ]
         pick = due.index(min(due))
         chosen.append(pick)
-        lags = [lag + part for lag, part in zip(lags, parts, strict=True)]
+        lags = list(map(operator.add, lags, parts))
         lags[pick] -= total
     return chosen
 
@@ -98,8 +103,11 @@ class BlendOrder:
         self._parts = np.array(parts, np.int64)
         self._dataset = np.frombuffer(period, np.int16)  # [period]
         self._before = np.empty(len(period), np.int32)  # [period]: earlier samples of the same dataset
+        self._known = np.empty((-(-len(period) // _STRIDE), len(parts)), np.int64)  # counts before every such sample
         for number, part in enumerate(parts):
-            self._before[self._dataset == number] = np.arange(part)
+            own = self._dataset == number
+            self._before[own] = np.arange(part)
+            self._known[:, number] = np.concatenate(([0], np.cumsum(own)))[: len(period) : _STRIDE]
 
     def places(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Dataset, and number within it, of samples `start` .. `start + count - 1`; int64 [count] each."""
@@ -110,7 +118,9 @@ class BlendOrder:
     def counts(self, number: int) -> np.ndarray:
         """Samples of each dataset among the first `number`, int64 [datasets]."""
         periods, within = divmod(number, len(self._dataset))
-        return periods * self._parts + np.bincount(self._dataset[:within], minlength=len(self._parts))
+        known, rest = divmod(within, _STRIDE)
+        later = np.bincount(self._dataset[within - rest : within], minlength=len(self._parts))
+        return periods * self._parts + self._known[known] + later
 
 
 @dataclass(frozen=True)

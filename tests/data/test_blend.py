@@ -110,6 +110,14 @@ def test_any_place_is_found_at_once_and_counts_agree_with_places(parts: list[int
     assert counts.tolist() == order.counts(start + count).tolist()
 
 
+def test_counts_agree_in_a_period_of_many_samples() -> None:
+    order = BlendOrder([9_000, 2_000, 1])
+    dataset, _ = order.places(0, 11_001)
+    for number in (0, 1, 4095, 4096, 4097, 8192, 11_000, 11_001, 15_097):
+        expected = np.bincount(np.concatenate((dataset, dataset))[:number], minlength=3)
+        assert order.counts(number).tolist() == expected.tolist()
+
+
 # ---- weights
 
 

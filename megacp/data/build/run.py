@@ -22,6 +22,7 @@ import numpy as np
 
 from megacp import files
 from megacp.data.build.faults import told
+from megacp.data.build.identities import identity_file, repeated
 from megacp.data.build.journal import (
     PARTS_DIRECTORY,
     REJECTS_NAME,
@@ -31,21 +32,18 @@ from megacp.data.build.journal import (
     prepare_directory,
 )
 from megacp.data.build.parts import BuildPart, entered, join_parts, missing_units
-from megacp.data.build.progress import BuildProgress
+from megacp.data.build.progress import BuildProgress, BuildSummary, PartSummary
 from megacp.data.build.settings import BuildSettings, problems, tokenizer_problem
-from megacp.data.build.summary import BuildSummary, PartSummary
 from megacp.data.build.unit import (
-    IDENTITY_DTYPE,
+    WINDOW_DOCUMENTS,
     BadRecord,
     UnitBuilder,
     UnitResult,
     UnitTask,
-    identity_file,
     where,
 )
 from megacp.data.build.workers import run_tasks
 from megacp.data.packed.manifest import MANIFEST_NAME, DatasetManifest
-from megacp.data.packed.tables import read_table
 from megacp.data.records.read import Unit, input_files, is_plain, plan_units
 from megacp.data.records.record import Refusal
 from megacp.data.tokenize.chat_template import ChatTemplate
@@ -107,6 +105,7 @@ def _decisive(settings: BuildSettings, tokenizer: Tokenizer, template: ChatTempl
         "max_record_bytes": settings.max_record_bytes,
         "unit_bytes": settings.bytes_per_unit,
         "window_tokens": settings.window_tokens,
+        "window_documents": WINDOW_DOCUMENTS,
         "cp_degrees": settings.cp_degrees,
     }
 
@@ -289,25 +288,13 @@ class _Build:
 
         BadRecord names the first pair under on_error "fail".
         """
-        tables, owners = [], []
-        for unit in self._units:
-            if self._journal.results[unit.index].has_ids:
-                table = read_table(identity_file(self._directory, unit.index), IDENTITY_DTYPE)
-                tables.append(table)
-                owners.append(np.full(len(table), unit.index))
-        if not tables:
-            return {}
-        table, owner = np.concatenate(tables), np.concatenate(owners)
-        order = np.argsort(table["digest"], kind="stable")  # equal digests stay in the order of the input
-        keys = table["digest"][order]
-        again = np.flatnonzero(keys[1:] == keys[:-1]) + 1
+        have = [unit.index for unit in self._units if self._journal.results[unit.index].has_ids]
         found: dict[int, dict[bytes, str]] = {}
-        for i in again.tolist():
-            first = int(np.searchsorted(keys, keys[i]))
-            here, there = self._place(table[order[i]]), self._place(table[order[first]])
+        for unit, row, first in repeated({unit: identity_file(self._directory, unit) for unit in have}):
+            there = self._place(first)
             if self._settings.on_error == "fail":
-                raise BadRecord(f"{here}: duplicate id, the first is at {there}")
-            found.setdefault(int(owner[order[i]]), {})[bytes(keys[i])] = there
+                raise BadRecord(f"{self._place(row)}: duplicate id, the first is at {there}")
+            found.setdefault(unit, {})[bytes(row["digest"])] = there
         return found
 
     def _place(self, row: np.void) -> str:

@@ -7,7 +7,6 @@ all workers, which makes packs depend on who finished first.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 from collections.abc import Iterator, MutableSequence
@@ -19,6 +18,7 @@ import numpy as np
 
 from megacp.data.build.document import Document, DocumentMaker, Encoded, Origin, learned_tokens
 from megacp.data.build.faults import told
+from megacp.data.build.identities import digest, identity_file, write_identities
 from megacp.data.build.packing import Packing, best_fit_decreasing, cut_oversize, two_budgets
 from megacp.data.build.settings import BuildSettings
 from megacp.data.build.spool import Spool, Stored
@@ -34,11 +34,11 @@ from megacp.data.records.record_keys import Accepted
 from megacp.data.records.sample import parse_record
 from megacp.data.tokenize.chat_template import ChatTemplate
 from megacp.data.tokenize.tokenizer import Tokenizer
-from megacp.files import replacement
 
-IDENTITY_DTYPE = np.dtype([("digest", "S16"), ("source", "<i4"), ("offset", "<i8"), ("line", "<i8")])
 _CHUNK_CHARACTERS = 1 << 20
 CHUNK_RECORDS = 4096
+WINDOW_DOCUMENTS = 1 << 18
+"""Most documents packed at a time: tiny ones take 500 bytes each, whatever their tokens."""
 _AUDIT_CHARACTERS = 1 << 14
 _UNLEARNED = (
     "nothing of this record is learned: it has neither plain text nor words of an assistant, all weights are 0, or "
@@ -83,16 +83,6 @@ class BadRecord(ValueError):
 def shard_name(unit: int) -> str:
     """Directory name of a unit's shard."""
     return f"shard_{unit:05d}"
-
-
-def identity_file(output: str | Path, unit: int) -> Path:
-    """Where the digests of a unit's record ids are kept while the build runs."""
-    return Path(output) / ".ids" / f"{unit:05d}.npy"
-
-
-def digest(identity: str) -> bytes:
-    """A 16-byte digest of a record's id, as numpy gives it back (no zero bytes at the end)."""
-    return hashlib.blake2b(identity.encode(), digest_size=16).digest().rstrip(b"\0")
 
 
 def where(extent: Extent, line: int, offset: int) -> tuple[str, int]:
@@ -181,7 +171,7 @@ class _UnitRun:
                 for document in self._documents_of(chunk):
                     window.append(document)
                     tokens += len(document.tokens)
-                if tokens >= settings.window_tokens:
+                if tokens >= settings.window_tokens or len(window) >= WINDOW_DOCUMENTS:
                     self._flush(window, writer)
                     window, tokens = [], 0
             self._flush(window, writer)
@@ -370,10 +360,5 @@ class _UnitRun:
         return two_budgets(lengths, crops, settings.seq_length, settings.max_crops_per_pack)
 
     def _write_identities(self) -> None:
-        path = identity_file(self._settings.output, self._task.unit.index)
-        path.unlink(missing_ok=True)
-        if self._seen:
-            path.parent.mkdir(exist_ok=True)
-            rows = [(key, extent.source, offset, line) for key, (extent, line, offset) in self._seen.items()]
-            with replacement(path) as stream:
-                np.save(stream, np.array(rows, dtype=IDENTITY_DTYPE), allow_pickle=False)
+        rows = [(key, extent.source, offset, line) for key, (extent, line, offset) in self._seen.items()]
+        write_identities(identity_file(self._settings.output, self._task.unit.index), rows)
