@@ -19,7 +19,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 
@@ -148,7 +147,7 @@ class PackBlend:
             part * sum(weights) != weight * sum(self.parts) for part, weight in zip(self.parts, weights, strict=True)
         )
         """Whether weights became the nearest parts of a million."""
-        self.names = _names([one.directory for one in datasets])
+        self.names = _names([str(one.directory) for one in datasets])
         self._order = BlendOrder(self.parts)
         self._first = np.concatenate(([0], np.cumsum([len(one) for one in datasets])))  # [datasets + 1]
         patches = [image_patch_of(one.directory, one.manifest) for one in datasets]
@@ -248,10 +247,10 @@ def _no_item(number: int) -> bytes:
     raise IndexError(f"item {number} of a pack without images")
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
+def _names(folders: Sequence[str]) -> list[str]:
     """Short names: the last part of each path, the whole path where two have the same."""
-    last = [folder.name for folder in folders]
-    return [name if last.count(name) == 1 else str(folder) for name, folder in zip(last, folders, strict=True)]
+    last = [folder.rstrip("/").rpartition("/")[2] for folder in folders]
+    return [name if last.count(name) == 1 else folder for name, folder in zip(last, folders, strict=True)]
 
 
 def _seed(seed: int, number: int) -> int:
