@@ -80,7 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=OneLineParser)
     _add_build(commands)
-    _add_finish(commands)
+    parts = "make a dataset of the parts that `build --units I/N` made, with their flags; names what is missing"
+    _add_settings(commands.add_parser("finish", help=parts, description=parts))
     inspect = commands.add_parser("inspect", help="show packs: documents, lengths, loss weights, beginnings")
     inspect.add_argument("dataset")
     inspect.add_argument("--pack", type=int, nargs="+", default=[0], metavar="N", help="which packs (default: 0)")
@@ -109,15 +110,6 @@ def _add_build(commands: argparse._SubParsersAction[OneLineParser]) -> None:
     work = _add_settings(build)
     work.add_argument("--overwrite", action="store_true", help="delete the dataset in DIR first, finished or not")
     work.add_argument("--units", metavar="I/N", help="build this part alone, as one of N processes; then `finish`")
-
-
-def _add_finish(commands: argparse._SubParsersAction[OneLineParser]) -> None:
-    finish = commands.add_parser(
-        "finish",
-        help="make a dataset of the parts that `build --units I/N` built; names the units that are missing",
-        description="Make a dataset of parts. Takes the flags of their `build`, without --units.",
-    )
-    _add_settings(finish)
 
 
 def _add_settings(build: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -262,22 +254,15 @@ def _settings(args: argparse.Namespace) -> BuildSettings:
 
 
 def _build(args: argparse.Namespace) -> int:
-    from megacp.data.build.run import build
-
-    if args.units is not None:
-        return _build_part(args)
-    return _report(args, build(_settings(args), sys.stderr, args.overwrite))
-
-
-def _build_part(args: argparse.Namespace) -> int:
     from megacp.data.build.parts import BuildPart
-    from megacp.data.build.run import build_part
+    from megacp.data.build.run import build, build_part
 
+    if args.units is None:
+        return _report(args, build(_settings(args), sys.stderr, args.overwrite))
     part = BuildPart.parse(args.units)
     if args.overwrite:
         raise ValueError(f"--overwrite with --units {part} would delete what other parts have built: remove the folder")
-    summary = build_part(_settings(args), sys.stderr, part)
-    print(f"{args.output}: {summary.sentence}")
+    print(f"{args.output}: {build_part(_settings(args), sys.stderr, part).sentence}")
     return 0
 
 
