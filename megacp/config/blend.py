@@ -28,6 +28,8 @@ def weighted_folders(flag: str, path: DataPath) -> tuple[WeightedFolder, ...]:
     """The datasets that `path` names, those of weight 0 left out. ValueError lists all that is wrong."""
     if isinstance(path, str) or len(path) == 1:
         return (WeightedFolder(path if isinstance(path, str) else path[0], Fraction(1)),)
+    if not path:
+        raise ValueError(f"{flag} names no folder")
     reasons = []
     weights, folders = path[::2], path[1::2]
     misplaced = [text for text in weights if not _is_number(text)]
@@ -51,7 +53,7 @@ def weighted_folders(flag: str, path: DataPath) -> tuple[WeightedFolder, ...]:
 def path_problems(flag: str, path: DataPath | None) -> list[str]:
     """Why `path` names no datasets; empty when it does, or when nothing is given."""
     try:
-        weighted_folders(flag, path or "")
+        weighted_folders(flag, "" if path is None else path)
     except ValueError as error:
         return str(error).splitlines()
     return []

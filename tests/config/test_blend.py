@@ -39,6 +39,7 @@ def test_weights_are_exact_and_a_weight_of_zero_leaves_its_dataset_out() -> None
         (("1", "a", "nan", "c"), "--data-path: c has the weight nan, it must be at least 0"),
         (("inf", "a", "1", "c"), "--data-path: a has the weight inf, it must be at least 0"),
         (("0", "a", "0.0", "b"), "--data-path: all 2 weights are 0"),
+        ((), "--data-path names no folder"),
     ],
 )
 def test_what_is_no_blend_is_refused(path: tuple[str, ...], message: str) -> None:

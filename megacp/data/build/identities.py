@@ -16,7 +16,7 @@ import numpy as np
 from megacp.files import replacement
 
 IDENTITY_DTYPE = np.dtype([("digest", "S16"), ("source", "<i4"), ("offset", "<i8"), ("line", "<i8")])
-_AT_ONCE = 2_000_000
+_AT_ONCE = 1_000_000
 """Ids that are compared at a time, about."""
 
 
