@@ -32,6 +32,7 @@ EXTRAS = {
         "pytest>=8",
         "pytest-timeout",
         "pytest-xdist",
+        "ray",
         "ruff",
         "s3fs",
         "safetensors",
@@ -45,6 +46,7 @@ EXTRAS = {
     "hf": ["huggingface_hub", "jinja2", "safetensors", "transformers"],
     "log": ["matplotlib", "tensorboard", "wandb"],
     "processor": ["torchvision"],
+    "ray": ["ray"],
     "store": ["aiohttp", "fsspec"],
     "gpu": ["transformer_engine==2.20.2", "transformer_engine_cu13==2.20.2", "transformer_engine_torch==2.20.2"],
 }

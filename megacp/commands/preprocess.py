@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megacp.config.arguments import OneLineParser
 
 if TYPE_CHECKING:
-    from megacp.data.build.run import BuildSummary
+    from megacp.data.build.progress import BuildSummary
+    from megacp.data.build.settings import BuildSettings
     from megacp.data.media.geometry import ImageRules
 
 EXAMPLES = """examples:
@@ -28,6 +29,7 @@ EXAMPLES = """examples:
       --seq-length 32768 --oversize split --workers 16 --on-error skip --max-errors 100
   tools/preprocess_data.py build --input pairs.jsonl --output data/pairs --tokenizer tokenizer.json \\
       --seq-length 16384 --image-root photos --max-crops-per-pack 64 --cp-degrees 1,2,4,8
+  tools/preprocess_data.py build ... --units 3/16 (one of 16 processes), after all of them: finish ...
   tools/preprocess_data.py inspect data/corpus --pack 0
   tools/preprocess_data.py stats data/corpus
   tools/preprocess_data.py verify data/corpus
@@ -78,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=OneLineParser)
     _add_build(commands)
+    parts = "make a dataset of the parts that `build --units I/N` made, with their flags; names what is missing"
+    _add_settings(commands.add_parser("finish", help=parts, description=parts))
     inspect = commands.add_parser("inspect", help="show packs: documents, lengths, loss weights, beginnings")
     inspect.add_argument("dataset")
     inspect.add_argument("--pack", type=int, nargs="+", default=[0], metavar="N", help="which packs (default: 0)")
@@ -103,11 +107,17 @@ def _add_build(commands: argparse._SubParsersAction[OneLineParser]) -> None:
         help="tokenize and pack files of records; run it again to continue after an interruption",
         description="Tokenize and pack files of records. The result does not depend on --workers or on interruptions.",
     )
+    work = _add_settings(build)
+    work.add_argument("--overwrite", action="store_true", help="delete the dataset in DIR first, finished or not")
+    work.add_argument("--units", metavar="I/N", help="build this part alone, as one of N processes; then `finish`")
+
+
+def _add_settings(build: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """The flags of a build; the group of those that change nothing of its result."""
     what = build.add_argument_group("input and output")
     files = ".jsonl, .gz, .zst, .parquet, .arrow or .tar, a folder of save_to_disk; paths, URLs, patterns with *"
     what.add_argument("--input", nargs="+", required=True, metavar="F", help=files)
     what.add_argument("--output", required=True, metavar="DIR", help="directory of the dataset, or a URL")
-    what.add_argument("--overwrite", action="store_true", help="delete the dataset in DIR first, finished or not")
     what.add_argument("--text-key", default="text", metavar="KEY", help="key of plain text in a record (text)")
     _add_records(build)
     how = build.add_argument_group("tokens")
@@ -155,14 +165,18 @@ def _add_build(commands: argparse._SubParsersAction[OneLineParser]) -> None:
         help="context-parallel sizes planned for",
     )
     _add_images(build)
-    _add_work(build)
+    return _add_work(build)
 
 
-def _add_work(build: argparse.ArgumentParser) -> None:
+def _add_work(build: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     work = build.add_argument_group("work")
     cores = len(os.sched_getaffinity(0))
     work.add_argument("--workers", type=int, default=cores, metavar="N", help="processes (default: one for each core)")
     work.add_argument("--work-dir", metavar="DIR", help="where a dataset for a URL is built (in ~/.cache/megacp)")
+    work.add_argument("--executor", choices=("local", "ray"), default="local", help="what runs the units (local)")
+    work.add_argument(
+        "--ray-address", metavar="A", help="cluster of --executor ray, or auto (one that is started here)"
+    )
     work.add_argument(
         "--unit-bytes",
         type=int,
@@ -173,6 +187,7 @@ def _add_work(build: argparse.ArgumentParser) -> None:
     work.add_argument("--on-error", choices=("fail", "skip"), default="fail", help="at a bad record (fail)")
     work.add_argument("--max-errors", type=int, metavar="N", help="with skip: give up after more bad records than N")
     work.add_argument("--max-record-bytes", type=int, default=64 << 20, metavar="N", help="longest record (64 MiB)")
+    return work
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -239,34 +254,40 @@ def _image_rules(args: argparse.Namespace) -> ImageRules | None:
     return ImageRules.unchecked({**values, **given})
 
 
-def _build(args: argparse.Namespace) -> int:
-    from megacp.data.build.run import build
+def _settings(args: argparse.Namespace) -> BuildSettings:
+    """The settings of a build, unchecked."""
     from megacp.data.build.settings import BuildSettings
 
     given = {field.name: getattr(args, field.name) for field in fields(BuildSettings) if field.name in args}
     lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    settings = BuildSettings(**{**given, **lists, "image_rules": _image_rules(args)})
-    summary = build(settings, sys.stderr, args.overwrite)
-    if summary.already_complete:
-        print(f"{args.output} is already complete: {summary.manifest.num_packs:,} packs; nothing to do")
-    else:
-        print(f"{args.output}: {_summary_text(summary)}")
+    return BuildSettings(**{**given, **lists, "image_rules": _image_rules(args)})
+
+
+def _build(args: argparse.Namespace) -> int:
+    from megacp.data.build.parts import BuildPart
+    from megacp.data.build.run import build, build_part
+
+    if args.units is None:
+        return _report(args, build(_settings(args), sys.stderr, args.overwrite))
+    part = BuildPart.parse(args.units)
+    if args.overwrite:
+        raise ValueError(f"--overwrite with --units {part} would delete what other parts have built: remove the folder")
+    print(f"{args.output}: {build_part(_settings(args), sys.stderr, part).sentence}")
     return 0
 
 
-def _summary_text(summary: BuildSummary) -> str:
-    from megacp.data.build.progress import rate
+def _finish(args: argparse.Namespace) -> int:
+    from megacp.data.build.run import build
 
-    manifest = summary.manifest
-    unlearned = f" ({summary.unlearned:,} teach nothing)" if summary.unlearned else ""
-    resumed = f" ({summary.units_resumed} of {len(summary.results)} shards were there)" if summary.units_resumed else ""
-    return (
-        f"{summary.documents:,} documents{unlearned}, {manifest.num_tokens:,} tokens "
-        f"({summary.learned_tokens / max(1, manifest.num_tokens):.1%} learned) in "
-        f"{manifest.num_packs:,} packs of {manifest.seq_length:,} ({manifest.packing_efficiency:.2%} full), "
-        f"{manifest.num_rejected:,} rejected; {summary.seconds:.1f} s, {rate(summary.read_bytes, summary.seconds)}, "
-        f"tokenizer {manifest.tokenizer.kind} ({summary.tokenizer_engine}){resumed}"
-    )
+    return _report(args, build(_settings(args), sys.stderr, builds_missing=False))
+
+
+def _report(args: argparse.Namespace, summary: BuildSummary) -> int:
+    if summary.already_complete:
+        print(f"{args.output} is already complete: {summary.manifest.num_packs:,} packs; nothing to do")
+    else:
+        print(f"{args.output}: {summary.sentence}")
+    return 0
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -341,7 +362,14 @@ def _refuse_undecodable(args: argparse.Namespace) -> None:
                 raise ValueError(f"{flag}: {str(text)!r} is no path in UTF-8: rename it") from error
 
 
-COMMANDS = {"build": _build, "inspect": _inspect, "stats": _stats, "verify": _verify, "merge": _merge}
+COMMANDS = {
+    "build": _build,
+    "finish": _finish,
+    "inspect": _inspect,
+    "stats": _stats,
+    "verify": _verify,
+    "merge": _merge,
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -360,6 +388,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        again = "; run the same command again to continue" if args.command == "build" else ""
+        again = "; run the same command again to continue" if args.command in ("build", "finish") else ""
         print(f"interrupted{again}", file=sys.stderr)
         return INTERRUPTED

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megacp.config.blend import DataPath
 from megacp.config.ranges import AboveZero, NotNegative, Positive
 
 
@@ -15,12 +16,12 @@ from megacp.config.ranges import AboveZero, NotNegative, Positive
 class DataConfig:
     """The training and validation packs."""
 
-    data_path: str | None = None
-    """Packed dataset directory made by tools/preprocess_data.py, or its URL (needs the extra `store`); without it
-    random mock packs are used."""
+    data_path: DataPath | None = None
+    """Packed dataset directory made by tools/preprocess_data.py, or its URL (needs the extra `store`), or several with
+    weights: `0.7 captions 0.3 text`. Without it random mock packs are used."""
 
-    valid_data_path: str | None = None
-    """Packed dataset directory, or its URL, for the validation loss."""
+    valid_data_path: DataPath | None = None
+    """Packed dataset directory or URL for the validation loss, or several with weights."""
 
     seq_length: Positive[int] = 512
     """Tokens of one pack; a run takes those of --data-path where no flag says how many."""

@@ -25,7 +25,7 @@ from megacp.config.training import CheckpointConfig, LogConfig, TrainingConfig
 from megacp.config.vision import VisionConfig
 from megacp.storage.url import is_url
 
-Value = bool | int | float | str | tuple[float, ...] | None
+Value = bool | int | float | str | tuple[float, ...] | tuple[str, ...] | None
 """What a flag can hold."""
 
 ON_CPU: dict[str, Value] = {
@@ -106,7 +106,7 @@ class FieldInfo:
     def unknown(self) -> Value:
         """What stands for a value that the field cannot hold: NaN for numbers, "" for names, else None."""
         if self.range is None:
-            return "" if self.hint in (str, str | None) else None
+            return "" if str in parts_of(self.hint) else None
         pair = any(typing.get_origin(part) is tuple for part in (self.hint, *typing.get_args(self.hint)))
         return (math.nan, math.nan) if pair else math.nan
 
@@ -126,7 +126,9 @@ class FieldInfo:
             return f"expected a number{''.join(f' or {word}' for word in words)}, got {value!r}"
         if isinstance(value, tuple):
             told = " ".join(map(str, value))
-            return None if all(map(self.range.holds, value)) else f"got {told}, each must be {self.range}"
+            return (
+                None if all(self.range.holds(float(one)) for one in value) else f"got {told}, each must be {self.range}"
+            )
         return None if self.range.holds(value) else f"got {value}, it must be {self.range}"
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from megacp.config.blend import DataPath
 from megacp.config.run import RunConfig, Value, fields, flag, flatten, parts_of, with_values
 from megacp.config.safe_yaml import FLOAT, FLOAT_TAG, load_yaml, read_yaml_file
 
@@ -88,6 +89,9 @@ def _convert(value: Any, hint: Any) -> tuple[Value, str | None]:
     parts = parts_of(hint)
     if value is None and type(None) in parts:
         return None, None
+    if hint == DataPath | None and isinstance(value, list):
+        fits = all(type(one) in (str, int, float) for one in value)
+        return (tuple(map(str, value)), None) if fits else (None, f"expected weights and folders, got {_shown(value)}")
     hint, *words = [part for part in parts if part is not type(None)]
     if any(isinstance(value, str) and value in typing.get_args(part) for part in words):
         return value, None

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megacp.checkpoint.weights import Weights
+from megacp.config.blend import DataPath, shown_path
 from megacp.config.run import RunConfig, flatten, with_values
 from megacp.convert.conversion import refuse_other_input
 from megacp.convert.export import copy_tokenizer, keep_generation, model_dtype
@@ -49,14 +50,14 @@ class FolderStart:
                 if isinstance(folder, Url) and path.is_file():
                     (folder / str(path.relative_to(local))).upload(path)
 
-    def require_tokenizer(self, sources: Sources, data_path: str | None) -> None:
+    def require_tokenizer(self, sources: Sources, data_path: DataPath | None) -> None:
         """ValueError when the packs were built with another tokenizer than the folder's."""
         ours, theirs = self.weights.tokenizer_sha256, sources.tokenizer_sha256
         if ours and theirs and ours != theirs:
             names = ",".join(str(self.loaded.folder / name) for name in tokenizer_files(self.loaded.folder))
             raise ValueError(
-                f"--data-path {data_path} was built with the tokenizer {theirs[:12]}, --load-hf {self.loaded.folder} "
-                f"has {ours[:12]}: build it again with --tokenizer {names}"
+                f"--data-path {shown_path(data_path)} was built with the tokenizer {theirs[:12]}, "
+                f"--load-hf {self.loaded.folder} has {ours[:12]}: build it again with --tokenizer {names}"
             )
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from megacp.data.build.document import learned_tokens
-from megacp.data.build.journal import REJECTS_NAME
 from megacp.data.packed.reader import Pack, PackedDataset
 from megacp.data.packed.tables import FLAG_SPLIT, FLAG_TRUNCATED
+from megacp.data.packed.upload import REJECTS_NAME
 from megacp.data.tokenize.tokenizer import Tokenizer
 from megacp.files import StrPath
 from megacp.storage.place import Place, open_stream

@@ -23,6 +23,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from megacp.batch import PackedBatch
+from megacp.data.blend import PackBlend
 from megacp.data.collate import ATTENTION_MASKS, collate
 from megacp.data.images import ImageLoading
 from megacp.data.order import samples
@@ -34,7 +35,7 @@ Prepared = TypeVar("Prepared")
 
 
 class PackSource(Protocol):
-    """What the loader reads from: a PackedDataset, or anything else with numbered packs."""
+    """What the loader reads from: a PackedDataset, a PackBlend, or anything else with numbered packs."""
 
     def __len__(self) -> int: ...
 
@@ -101,6 +102,20 @@ def _check(source: PackSource, options: LoaderOptions, data_rank: DataRank) -> N
         raise ValueError("; ".join(reasons))
 
 
+def _chosen(source: PackSource, start: int, count: int, seed: int) -> np.ndarray:
+    """Packs of samples `start` .. `start + count - 1` of the endless order, int64 [count]."""
+    if isinstance(source, PackBlend):
+        return source.samples(start, count, seed)
+    return samples(start, count, len(source), seed)
+
+
+def _stored(source: PackSource, start: int, count: int) -> np.ndarray:
+    """As `_chosen` in stored order, each pack once: fewer than `count` at the end."""
+    if isinstance(source, PackBlend):
+        return source.stored(start, count)
+    return np.arange(start, min(start + count, len(source)))
+
+
 def _microbatches(chosen: np.ndarray, options: LoaderOptions, data_rank: DataRank) -> np.ndarray:
     """This rank's part [j, m] of a step's samples [global_batch_size]."""
     # [global_batch_size] -> [microbatch, dp rank, m] -> [microbatch, m]
@@ -121,7 +136,7 @@ def step_batches(
 
     Without `images` no pixels are decoded.
     """
-    chosen = samples(consumed, options.global_batch_size, len(source), options.seed)
+    chosen = _chosen(source, consumed, options.global_batch_size, options.seed)
     return [_batch(source, numbers, options, images) for numbers in _microbatches(chosen, options, data_rank).tolist()]
 
 
@@ -244,19 +259,25 @@ def validation_steps(
 ) -> Iterator[list[PackedBatch]]:
     """The first num_steps x global_batch_size packs in stored order, each once: the same for every evaluation.
 
-    Ends early when the dataset does. Its last step may be short of packs. Every rank still gets the same number of
-    microbatches, since ranks run in lockstep. A microbatch without a pack is pack 0 with all loss weights 0.
+    Ends early when the dataset does, or the first one of a blend. Its last step may be short of packs. Every rank still
+    gets the same number of microbatches, since ranks run in lockstep. A microbatch without a pack is pack 0 with all
+    loss weights 0.
     """
     _check(source, options, data_rank)
     size = options.global_batch_size
-    for start in range(0, min(num_steps * size, len(source)), size):
-        chosen = np.arange(start, start + size)
+    for start in range(0, num_steps * size, size):
+        found = _stored(source, start, size)
+        if not len(found):
+            return
+        chosen = np.pad(found, (0, size - len(found)), constant_values=-1)
         batches = []
         for numbers in _microbatches(chosen, options, data_rank).tolist():
-            present = [i for i in numbers if i < len(source)]
+            present = [i for i in numbers if i >= 0]
             batch = _batch(source, present or [0], options, images)
             batches.append(batch if present else _weightless(batch))
         yield batches
+        if len(found) < size:
+            return
 
 
 def _weightless(batch: PackedBatch) -> PackedBatch:

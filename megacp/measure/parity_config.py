@@ -12,6 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from megacp.config.blend import named_folders, shown_path
 from megacp.config.checks.check import require
 from megacp.config.run import ON_CPU, RunConfig, Value, fields, flag, flatten, with_values
 from megacp.data.packed.manifest import MANIFEST_NAME
@@ -128,7 +129,7 @@ class ParitySetup:
     def packs(self) -> str:
         """Which packs, in words."""
         if self.rules is None:
-            return f"packs of {self.config.data.data_path}, mask {self.config.data.attention_mask}"
+            return f"packs of {shown_path(self.config.data.data_path)}, mask {self.config.data.attention_mask}"
         return f"random packs, mask {self.rules.mask}"
 
 
@@ -216,15 +217,15 @@ def _with_packs(config: RunConfig, request: ParityRequest, notes: list[str]) -> 
     reason = None
     if request.mask is not None:
         reason = f"--mask {request.mask} draws random packs"
-    elif not Path(path, MANIFEST_NAME).is_file():
-        reason = f"it holds no {MANIFEST_NAME}"
+    elif absent := [folder for folder in named_folders(path) if not Path(folder, MANIFEST_NAME).is_file()]:
+        reason = f"{'it' if isinstance(path, str) else ' and '.join(absent)} holds no {MANIFEST_NAME}"
     elif length > MOST_ROW_TOKENS:
         reason = f"one process would hold a mask of {length:,} x {length:,}, at most {MOST_ROW_TOKENS:,} are taken"
     if reason is None:
         return config
     if "data_path" in request.given:
-        raise ValueError(f"--data-path {path}: {reason}; leave it out to check on random packs")
-    notes.append(f"random packs are used, not those of --data-path {path}: {reason}")
+        raise ValueError(f"--data-path {shown_path(path)}: {reason}; leave it out to check on random packs")
+    notes.append(f"random packs are used, not those of --data-path {shown_path(path)}: {reason}")
     return with_values(config, {"data_path": None})
 
 

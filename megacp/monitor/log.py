@@ -104,9 +104,10 @@ class RunLog:
         self.say(f"step {step}/{self._total}  validation loss {loss:.4f}  perplexity {_exp(loss):.4g}")
 
     def figures(self, kind: str, step: int, text: str, figures: Mapping[str, Number]) -> None:
-        """Report named figures of a step, which `text` says in words: kind attention or timing."""
+        """Report named figures of a step, which `text` says in words, if any: kind attention, blend or timing."""
         self._write(kind, step, figures)
-        self.say(text)
+        if text:
+            self.say(text)
 
     def note(self, step: int, text: str) -> None:
         """Report what must be found again after the run: a skipped update, a document left out."""

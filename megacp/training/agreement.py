@@ -12,7 +12,6 @@ files or on when ranks meet.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import platform
 from pathlib import Path
@@ -24,7 +23,7 @@ from megacp.checkpoint.directory import LATEST_FILE, temporary
 from megacp.config.run import RunConfig, flag, flatten
 from megacp.distributed.supervision.meeting import Meeting
 from megacp.distributed.supervision.restart_store import named
-from megacp.files import seen
+from megacp.files import seen, source_digest
 from megacp.storage.place import Place, place_of, read_content, write_content
 from megacp.training.sources import Sources
 from megacp.wording import listed
@@ -56,7 +55,7 @@ def statement(config: RunConfig, sources: Sources, device_type: str) -> dict[str
         "the fingerprint of --data-path": sources.fingerprint,
         "the fingerprint of --valid-data-path": valid,
         "the version of megacp": megacp.__version__,
-        "the source of megacp (sha256)": _source_digest(),
+        "the source of megacp (sha256)": source_digest(),
         "the version of torch": str(torch.__version__),
         "the version of Python": platform.python_version(),
         "the device": device_type,
@@ -162,12 +161,3 @@ def _places(ranks: list[int], told: list[dict[str, str]]) -> str:
     """`rank 3 (host b)`."""
     hosts = list(dict.fromkeys(told[rank]["host"] for rank in ranks))
     return f"{named(ranks)} ({'host' if len(hosts) == 1 else 'hosts'} {listed(hosts, 4)})"
-
-
-def _source_digest() -> str:
-    """sha256 over the package's Python files: one machine with an older copy would compute something else."""
-    root = Path(megacp.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]

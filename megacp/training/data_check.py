@@ -48,7 +48,7 @@ def _share(sources: Sources, index: int, count: int) -> Iterator[tuple[Place, Sh
     """The files that rank `index` of the `count` on a machine reads: dealt out in turn, the largest first."""
     every = [
         (dataset.directory, entry, file)
-        for dataset in sources.datasets.values()
+        for _, dataset in sources.datasets
         for entry in dataset.manifest.shards
         for file in entry.files
     ]

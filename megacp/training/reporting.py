@@ -5,12 +5,15 @@ Key property: nothing here changes a step.
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import torch
 
 from megacp.checkpoint.agree import on_all_ranks
 from megacp.config.run import RunConfig, flatten
+from megacp.data.blend import PackBlend
+from megacp.data.loader import PackSource
 from megacp.distributed.collectives import all_gather, barrier
 from megacp.distributed.grid import Axis, ProcessGrid
 from megacp.monitor.flops import cpu_machine_peak, cpu_peak, cuda_peak
@@ -62,6 +65,30 @@ def heading(config: RunConfig, grid: ProcessGrid) -> str:
         f"{grid.device.type}, {human_count(run_parameters(config))} parameters{_trained(config)} in "
         f"{training.dtype}, {training.global_batch_size} packs of up to {config.data.seq_length} tokens a step"
     )
+
+
+def blend_heading(source: PackSource) -> list[str]:
+    """What is blended, one line for each dataset; nothing where there is one dataset alone."""
+    if not isinstance(source, PackBlend):
+        return []
+    firsts = [0, *itertools.accumulate(len(one) for one in source.datasets)]
+    lines = [
+        f"blend: {one.name} gives {one.share:.4%} of the samples; {stop - first:,} packs, numbers {first} to {stop - 1}"
+        for one, first, stop in zip(source.shares(0), firsts, firsts[1:], strict=False)
+    ]
+    rounded = f"blend: weights are rounded to parts of {sum(source.parts):,}"
+    return [*lines, rounded] if source.is_rounded else lines
+
+
+def blend_figures(source: PackBlend, before: int, consumed: int, is_last: bool) -> tuple[str, dict[str, float]]:
+    """Shares and epochs after `consumed` samples, in words where a dataset began an epoch since `before`."""
+    shares = source.shares(consumed)
+    begun = [int(now.epoch) > int(was.epoch) for now, was in zip(shares, source.shares(before), strict=True)]
+    figures: dict[str, float] = {}
+    for one in shares:
+        figures |= {f"{one.name}/share": one.share, f"{one.name}/epoch": one.epoch}
+    told = ", ".join(f"{one.name} {one.share:.2%}, epoch {one.epoch:.2f}" for one in shares)
+    return (f"blend: after {consumed:,} samples {told}" if any(begun) or is_last else ""), figures
 
 
 def _trained(config: RunConfig) -> str:

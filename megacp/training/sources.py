@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megacp.batch import PackedBatch
+from megacp.config.blend import DataPath, weighted_folders
 from megacp.config.data import DataConfig
 from megacp.config.run import RunConfig, with_values
 from megacp.config.vision import VisionConfig
+from megacp.data.blend import PackBlend
 from megacp.data.images import Decoder
 from megacp.data.loader import DataRank, LoaderOptions, PackSource, step_batches
 from megacp.data.media.decoding import RulesDecoder
 from megacp.data.media.geometry import ImageRules
 from megacp.data.packed.data_cache import DataCache
 from megacp.data.packed.manifest import DatasetManifest
-from megacp.data.packed.reader import PackedDataset
+from megacp.data.packed.reader import OPEN_SHARDS, PackedDataset
 from megacp.data.synthetic.images import MockDecoder
 from megacp.data.synthetic.mock import MockDataset
 from megacp.training.images import mock_images
@@ -46,31 +48,36 @@ class Sources:
     """By which images became tokens, as in the manifests; None for text and mock packs."""
 
     @property
-    def datasets(self) -> dict[str, PackedDataset]:
-        """Those on disk, by flag."""
+    def datasets(self) -> list[tuple[str, PackedDataset]]:
+        """Those on disk, each with its flag."""
         both = {"--data-path": self.train, "--valid-data-path": self.valid}
-        return {name: source for name, source in both.items() if isinstance(source, PackedDataset)}
+        return [(flag, dataset) for flag, source in both.items() for dataset in _members(source)]
 
     @property
     def document_start(self) -> dict[str, Any] | None:
         """The token that begins every training document, as a checkpoint keeps it; None for mock packs."""
-        if not isinstance(self.train, PackedDataset):
-            return None
-        return {"token": self.train.manifest.tokenizer.begins_with}
+        return next(({"token": one.manifest.tokenizer.begins_with} for one in _members(self.train)), None)
 
     @property
     def chat_template(self) -> dict[str, Any] | None:
         """The templates that wrote the messages of the training data, as a checkpoint keeps them."""
-        return self.train.manifest.chat_template if isinstance(self.train, PackedDataset) else None
+        return next((one.manifest.chat_template for one in _members(self.train)), None)
 
     @property
     def notes(self) -> list[str]:
         """What a run should know of its data before it starts, one line each."""
         return [
             f"{name} {dataset.directory} was {dataset.manifest.unchecked}"
-            for name, dataset in self.datasets.items()
+            for name, dataset in self.datasets
             if dataset.manifest.unchecked
         ]
+
+
+def _members(source: PackSource | None) -> tuple[PackedDataset, ...]:
+    """The datasets on disk that a source consists of."""
+    if isinstance(source, PackBlend):
+        return source.datasets
+    return (source,) if isinstance(source, PackedDataset) else ()
 
 
 def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
@@ -82,31 +89,43 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
         known, mocked = _mock_fingerprint(config), MockDecoder(images) if images is not None else None
         return config, Sources(mock, None, known, known, decoder=mocked)
     train, valid = _open_datasets(config.data)
+    first = _members(train)[0].manifest
     if config.model.vocab_size == 0:
-        config = with_values(config, {"vocab_size": train.manifest.tokenizer.vocab_size})
-    reasons = _misfits("--data-path", str(config.data.data_path), train, config)
+        config = with_values(config, {"vocab_size": first.tokenizer.vocab_size})
+    reasons = []
+    for flag, source in (("--data-path", train), ("--valid-data-path", valid)):
+        for dataset in _members(source):
+            reasons += _misfits(flag, str(dataset.directory), dataset, config)
     if valid is not None:
-        reasons += _misfits("--valid-data-path", str(config.data.valid_data_path), valid, config)
-        if valid.manifest.tokenizer.sha256 != train.manifest.tokenizer.sha256:
-            reasons.append("--valid-data-path was built with another tokenizer than --data-path")
-        elif valid.manifest.tokenizer.begins_with != train.manifest.tokenizer.begins_with:
-            first = [dataset.manifest.tokenizer.begins_with for dataset in (train, valid)]
-            reasons.append(
-                f"documents of --data-path begin with token {first[0]}, those of --valid-data-path with {first[1]}: "
-                "build both with the same --prepend-bos"
-            )
-        if valid.manifest.chat_template != train.manifest.chat_template:
-            reasons.append("--valid-data-path was built with another --chat-template than --data-path")
-        if None not in (rules := (train.manifest.image_rules, valid.manifest.image_rules)) and rules[0] != rules[1]:
-            reasons.append("--valid-data-path was built with other image rules than --data-path")
-    if any(dataset is not None and dataset.manifest.image_rules is not None for dataset in (train, valid)):
+        reasons += _strangers(_members(train), _members(valid))
+    rules = [one.manifest.image_rules for one in (*_members(train), *_members(valid))]
+    values = next((one for one in rules if one is not None), None)
+    if values is not None:
         reasons += _missing_packages()
     if reasons:
         raise ValueError("\n".join(reasons))
-    values = train.manifest.image_rules or (valid.manifest.image_rules if valid is not None else None)
     decoder = RulesDecoder(ImageRules.from_dict(values)) if values is not None else None
-    built, tokenizer = train.manifest.fingerprint, train.manifest.tokenizer.sha256
-    return config, Sources(train, valid, train.fingerprint, built, tokenizer, decoder, values)
+    built = train.built if isinstance(train, PackBlend) else first.fingerprint
+    return config, Sources(train, valid, train.fingerprint, built, first.tokenizer.sha256, decoder, values)
+
+
+def _strangers(train: Sequence[PackedDataset], valid: Sequence[PackedDataset]) -> list[str]:
+    """In what the validation packs differ from the training packs and must not; those of a flag fit each other."""
+    reasons = []
+    one, other = train[0].manifest, valid[0].manifest
+    if other.tokenizer.sha256 != one.tokenizer.sha256:
+        reasons.append("--valid-data-path was built with another tokenizer than --data-path")
+    elif other.tokenizer.begins_with != one.tokenizer.begins_with:
+        reasons.append(
+            f"documents of --data-path begin with token {one.tokenizer.begins_with}, those of --valid-data-path with "
+            f"{other.tokenizer.begins_with}: build both with the same --prepend-bos"
+        )
+    if other.chat_template != one.chat_template:
+        reasons.append("--valid-data-path was built with another --chat-template than --data-path")
+    rules = [next((d.manifest.image_rules for d in of if d.manifest.image_rules), None) for of in (train, valid)]
+    if None not in rules and rules[0] != rules[1]:
+        reasons.append("--valid-data-path was built with other image rules than --data-path")
+    return reasons
 
 
 def with_stored_length(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, str]:
@@ -116,7 +135,7 @@ def with_stored_length(config: RunConfig, given: Collection[str]) -> tuple[RunCo
     if "seq_length" in given or config.data.data_path is None:
         return config, ""
     try:
-        length = DatasetManifest.read(config.data.data_path).seq_length
+        length = DatasetManifest.read(weighted_folders("", config.data.data_path)[0].folder).seq_length
     except ValueError:
         return config, ""
     if length == config.data.seq_length:
@@ -124,21 +143,41 @@ def with_stored_length(config: RunConfig, given: Collection[str]) -> tuple[RunCo
     return with_values(config, {"seq_length": length}), f"--seq-length {length}, as --data-path was packed"
 
 
-def _open_datasets(data: DataConfig) -> tuple[PackedDataset, PackedDataset | None]:
+def _open_datasets(data: DataConfig) -> tuple[PackedDataset | PackBlend, PackedDataset | PackBlend | None]:
     """The training and the validation packs. ValueError tells what is wrong with both."""
-    opened: list[PackedDataset | None] = []
-    reasons = []
+    opened: list[PackedDataset | PackBlend | None] = []
+    reasons: list[str] = []
     cache = DataCache(data.data_cache_dir, data.data_cache_gib, data.data_block_mib)
-    for name, path in (("--data-path", data.data_path), ("--valid-data-path", data.valid_data_path)):
+    for flag, path in (("--data-path", data.data_path), ("--valid-data-path", data.valid_data_path)):
         try:
-            opened.append(PackedDataset(path, cache) if path else None)
+            opened.append(_opened(flag, path, cache) if path else None)
         except ValueError as error:
-            reasons.append(f"{name} {path}: {error}")
+            reasons.append(str(error))
     if reasons:
         raise ValueError("\n".join(reasons))
     train, valid = opened
     assert train is not None, "asked for with a --data-path"
     return train, valid
+
+
+def _opened(flag: str, path: DataPath, cache: DataCache) -> PackedDataset | PackBlend:
+    """The packs of one flag. ValueError tells what is wrong with each dataset, then what they do not agree in."""
+    parts = weighted_folders(flag, path)
+    datasets, reasons = [], []
+    for part in parts:
+        try:
+            datasets.append(PackedDataset(part.folder, cache, max(1, OPEN_SHARDS // len(parts))))
+        except ValueError as error:
+            reasons.append(f"{flag} {part.folder}: {error}")
+    reasons += [f"{flag} {one.directory} holds no packs" for one in datasets if len(parts) > 1 and not len(one)]
+    if reasons:
+        raise ValueError("\n".join(reasons))
+    if len(datasets) == 1:
+        return datasets[0]
+    try:
+        return PackBlend(datasets, [part.weight for part in parts])
+    except ValueError as error:
+        raise ValueError("\n".join(f"{flag}: {line}" for line in str(error).splitlines())) from error
 
 
 def _missing_packages() -> list[str]:

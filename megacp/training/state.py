@@ -19,6 +19,7 @@ from megacp.checkpoint.manifest import MANIFEST_FILE
 from megacp.checkpoint.names import TensorBox, boxes_to_load, boxes_to_save
 from megacp.checkpoint.pending import Contents, PendingCheckpoint
 from megacp.checkpoint.weights import Weights, bare_name, fill
+from megacp.config.blend import shown_path
 from megacp.config.run import RunConfig, flag, flatten
 from megacp.config.yaml_file import to_yaml
 from megacp.distributed.grid import Axis, patient
@@ -26,7 +27,7 @@ from megacp.json_fields import LARGEST_COUNT, LARGEST_INT64, Fields
 from megacp.storage.place import Place, place_of
 from megacp.tensor_parallel.lora import is_of_a_pair
 from megacp.training.step import ParallelModel
-from megacp.training.stored import misfit, other_function, stored_config
+from megacp.training.stored import misfit, other_function, stored_config, words_of
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def _load(model: ParallelModel, progress: Progress, config: RunConfig, start: St
         model.optimizer.reset_masters()
         return Resumed(progress, loaded.path, other_meaning(loaded, progress), loaded.rejected)
     model.optimizer.set_updates(_extra(loaded).integer("updates", high=LARGEST_COUNT))
-    changed = tuple(f"{flag(name)} {now[name]} (was {before[name]})" for name in differing)
+    changed = tuple(f"{flag(name)} {words_of(now[name])} (was {words_of(before[name])})" for name in differing)
     return Resumed(stored_progress(loaded), loaded.path, changed, loaded.rejected)
 
 
@@ -239,7 +240,9 @@ def _other_data(loaded: LoadedCheckpoint, progress: Progress, config: RunConfig)
     stored = stored_progress(loaded)
     reasons = []
     if stored.data_fingerprint != progress.data_fingerprint:
-        reasons.append(f"{loaded.path} was trained on another dataset than --data-path {config.data.data_path}")
+        path = config.data.data_path
+        what = "other datasets or weights" if isinstance(path, tuple) else "another dataset"
+        reasons.append(f"{loaded.path} was trained on {what} than --data-path {shown_path(path)}")
     if stored.seed != progress.seed:
         reasons.append(f"{loaded.path} was trained with --seed {stored.seed}, this run has --seed {progress.seed}")
     return reasons

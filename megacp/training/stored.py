@@ -103,7 +103,7 @@ def with_model_of(
     config = with_values(config, taken)
     if wrong := other_function(stored, config, weights_only):
         raise ValueError("\n".join(misfit(folder, name, before[name], now[name]) for name in wrong))
-    words = ", ".join(f"{flag(name)} {_words(value)}" for name, value in taken.items())
+    words = ", ".join(f"{flag(name)} {words_of(value)}" for name, value in taken.items())
     return config, f"the model is that of {folder}: {words}" if taken else ""
 
 
@@ -117,5 +117,6 @@ def _is_of_the_model(name: str) -> bool:
     return name == "dtype" or fields()[name].room in ("model", "vision")
 
 
-def _words(value: object) -> str:
+def words_of(value: object) -> str:
+    """A flag's value as it is typed."""
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -15,6 +15,7 @@ from megacp.config.checks.health import profiled_ranks, profiled_steps
 from megacp.config.run import RunConfig
 from megacp.context_parallel.auto.choose import resolve_auto
 from megacp.context_parallel.auto.stopwatch import Stopwatch
+from megacp.data.blend import PackBlend
 from megacp.data.loader import PackedLoader, validation_steps
 from megacp.distributed.clock import clock_of
 from megacp.distributed.collectives import gather_objects
@@ -31,7 +32,15 @@ from megacp.training.data_check import require_sound
 from megacp.training.health import Health, StepNumbers, UnwellError, Verdict, damaged_tensors, named_packs
 from megacp.training.images import image_documents, image_loading, shard_strategies, without_bad_images
 from megacp.training.loss import RankReport, StepAgreement, agree
-from megacp.training.reporting import breakdown, heading, open_log, peak_flops, row_flops
+from megacp.training.reporting import (
+    blend_figures,
+    blend_heading,
+    breakdown,
+    heading,
+    open_log,
+    peak_flops,
+    row_flops,
+)
 from megacp.training.rows import PlannedRow
 from megacp.training.saving import Saver
 from megacp.training.sources import Sources, first_rows, loader_options
@@ -212,9 +221,15 @@ class Trainer:
                 self.watch.running = step - self.first_step in WATCHED_STEPS
             seen = StepNumbers(step, 0.0, 0.0, agreed.weight, agreed.report.image_documents, left_out)
             result = self._update(rows, agreed.denominator, seen)
+        before = self.progress.consumed_samples
         self.progress = dataclasses.replace(self.progress, step=step, consumed_samples=loader.consumed_samples)
         taken = self.timers.take()
         self._report(result, agreed, taken["step"])
+        if isinstance(self.sources.train, PackBlend):
+            is_last = step == self.config.training.train_iters
+            self.log.figures(
+                "blend", step, *blend_figures(self.sources.train, before, loader.consumed_samples, is_last)
+            )
         if self.timers.detailed:
             found = breakdown(taken, self.grid.world, self.grid.device)
             self.log.figures("timing", step, found.line(step), found.figures())
@@ -345,7 +360,7 @@ class Trainer:
     def _opening_lines(self, start: Start, resumed: Resumed | None) -> list[str]:
         """What runs where, what it starts from, and what is not as it was."""
         lines = [heading(self.config, self.grid), *(self.choice.lines() if self.choice else ()), *self.saver.notes]
-        lines += self.sources.notes
+        lines += [*blend_heading(self.sources.train), *self.sources.notes]
         lines += [start.note] if start.note else []
         if resumed is None and self.config.model.lora_rank:
             rank = self.config.model.lora_rank

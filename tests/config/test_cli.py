@@ -6,6 +6,7 @@ import pytest
 
 from megacp.config.cli import given_names, parse
 from megacp.config.run import RunConfig, fields, flag, flatten, with_values
+from megacp.config.yaml_file import from_yaml, to_yaml
 
 
 def test_no_arguments_give_the_defaults() -> None:
@@ -63,11 +64,24 @@ def test_unknown_flags_are_all_told_with_the_nearest_name() -> None:
 
 
 def test_several_paths_after_one_flag_are_refused_like_an_unknown_flag() -> None:
-    """Would catch Megatron's blend of datasets ending in another form of message than everything else."""
-    message = "^--data-path takes one value, it is followed by 4: 0.5 a 0.5 b$"
+    """Would catch a list where one folder is meant ending in another form of message than everything else."""
+    message = "^--save takes one value, it is followed by 4: 0.5 a 0.5 b$"
     with pytest.raises(ValueError, match=message):
-        parse(["--data-path", "0.5", "a", "0.5", "b", "--lr", "1e-3"])
+        parse(["--save", "0.5", "a", "0.5", "b", "--lr", "1e-3"])
     assert parse(["--data-path", "a b", "--hierarchical-context-parallel-sizes", "2", "4"]).data.data_path == "a b"
+
+
+def test_a_blend_is_weights_and_folders_on_the_command_line_and_in_yaml(tmp_path) -> None:
+    """Would catch a weight that is rounded on its way, and a single folder that became a list."""
+    blend = ("0.6", "captions", "0.4", "text")
+    config = parse(["--data-path", *blend, "--valid-data-path", "held_out", "--lr", "1e-3"])
+    assert (config.data.data_path, config.data.valid_data_path) == (blend, "held_out")
+    assert from_yaml(to_yaml(config)) == config
+    (tmp_path / "a.yaml").write_text("data_path: [0.6, captions, 0.4, text]\nvalid_data_path: held_out\n")
+    assert parse(["--config", str(tmp_path / "a.yaml"), "--lr", "1e-3"]) == config
+    (tmp_path / "a.yaml").write_text("data_path: [[0.6, captions]]\n")
+    with pytest.raises(ValueError, match="data_path: expected weights and folders, got"):
+        parse(["--config", str(tmp_path / "a.yaml")])
 
 
 @pytest.mark.parametrize("argv", [["--config"], ["--seed", "1", "--config", "--lr", "2"]])

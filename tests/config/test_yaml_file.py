@@ -29,6 +29,8 @@ def values_of(hint: typing.Any) -> st.SearchStrategy:
         return st.one_of(map(values_of, typing.get_args(hint)))
     if hint is type(None):
         return st.none()
+    if hint == tuple[str, ...]:
+        return st.lists(BY_TYPE[str]).map(tuple)
     if typing.get_origin(hint) is tuple:
         return st.tuples(*map(values_of, typing.get_args(hint)))
     if typing.get_args(hint):

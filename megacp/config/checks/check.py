@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from megacp.config.blend import path_problems, shown_path
 from megacp.config.checks.activations import activation_reasons
 from megacp.config.checks.checkpoint import checkpoint_reasons, folder_reasons
 from megacp.config.checks.context import context_reasons, packs_in_a_row
@@ -149,8 +150,10 @@ def _validation(config: RunConfig, world: int) -> Iterator[str]:
     data, interval = config.data, config.training.eval_interval
     if interval > 0 and data.valid_data_path is None:
         yield f"--eval-interval {interval} needs --valid-data-path"
+    yield from path_problems("--data-path", data.data_path)
+    yield from path_problems("--valid-data-path", data.valid_data_path)
     if data.valid_data_path and data.data_path is None:
-        yield f"--valid-data-path {data.valid_data_path} needs --data-path, packs of the same tokenizer"
+        yield f"--valid-data-path {shown_path(data.valid_data_path)} needs --data-path, packs of the same tokenizer"
 
 
 SECTIONS = (

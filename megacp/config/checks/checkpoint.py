@@ -10,13 +10,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from megacp.config.blend import named_folders
 from megacp.config.run import RunConfig, flag, flatten
 from megacp.storage.place import place_of
 from megacp.storage.url import Url, is_url
 
 _NEED_SAVE = ("save_interval", "keep_last", "async_save", "auto_resume")
-_READ = {"data_path": "manifest.json", "valid_data_path": "manifest.json", "load": "", "load_hf": ""}
-"""Directories that a run reads, with a file that is in them."""
+_READ = ("load", "load_hf")
+"""Directories that a run reads."""
 _WRITTEN = ("save", "tensorboard_dir", "profile_dir")
 _MAY_BE_URLS = ("data_path", "valid_data_path", "load", "save")
 
@@ -56,12 +57,18 @@ def folder_reasons(config: RunConfig, world: int) -> Iterator[str]:
     """Directories that are missing or cannot be written."""
     if config.dry_run:
         return
-    values = flatten(config)
-    for name, file_inside in _READ.items():
+    values, data = flatten(config), config.data
+    for name, path in (("data_path", data.data_path), ("valid_data_path", data.valid_data_path)):
+        for folder in named_folders(path):
+            if is_url(folder):
+                yield from _unreachable(name, folder, "manifest.json")
+            else:
+                yield from _unreadable(flag(name), folder, "manifest.json")
+    for name in _READ:
         if is_url(values[name]):
-            yield from _unreachable(name, str(values[name]), file_inside)
+            yield from _unreachable(name, str(values[name]))
         elif values[name]:
-            yield from _unreadable(flag(name), str(values[name]), file_inside)
+            yield from _unreadable(flag(name), str(values[name]), "")
     for name in _WRITTEN:
         if is_url(values[name]):
             yield from _unreachable(name, str(values[name]))
@@ -88,8 +95,8 @@ def _unreadable(name: str, path: str, file_inside: str) -> Iterator[str]:
     folder = Path(path)
     if not folder.exists() and len(path.replace(",", " ").split()) > 1:
         yield (
-            f"{name} {path}: does not exist; it takes one directory, no list or weighted blend of them: "
-            "tools/preprocess_data.py merge joins several"
+            f"{name} {path}: does not exist; several are given as WEIGHT FOLDER pairs, each a word of its own on the "
+            "command line or in a list"
         )
     elif not folder.is_dir():
         yield f"{name} {path}: {'is not a directory' if folder.exists() else 'does not exist'}"

@@ -26,29 +26,37 @@ from megacp.data.packed.upload import FAILED_IMAGES_NAME, JOURNAL_NAME, REJECTS_
 from megacp.data.records.record import Refusal
 from megacp.json_fields import Fields
 
+PARTS_DIRECTORY = ".parts"
+"""Of the journals and locks of a build by `--units`, until it is finished."""
 _LOCK_NAME = ".lock"
 _LARGEST = 1 << 32
 """Bytes of a journal, which holds a line for each refused record."""
 _HELD: set[Path] = set()
-"""Directories that builds of this process hold: record locks do not keep out the process that has them."""
+"""Locks that builds of this process hold: record locks do not keep out the process that has them."""
 _HELD_CHANGES = threading.Lock()
 
 
-@contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Hold DIRECTORY against other builds; ValueError when one is running, in this process or another.
+class BusyError(ValueError):
+    """Another build holds the directory."""
 
-    Dying releases it. The lock file stays: a lock on a removed file keeps out no other build.
+
+@contextmanager
+def locked(directory: Path, name: str = _LOCK_NAME) -> Iterator[None]:
+    """Hold DIRECTORY against other builds; BusyError when one is running, in this process or another.
+
+    Dying releases it. The lock file stays: a lock on a removed file keeps out no other build. `name`: of that file.
     """
-    held = directory.resolve()
+    held = directory.resolve() / name
     busy = f"{directory}: another build is writing to it; wait for it or choose another --output"
     with _HELD_CHANGES:
         if held in _HELD:
-            raise ValueError(busy)
+            raise BusyError(busy)
         try:
-            descriptor = files.lock(directory / _LOCK_NAME)
+            descriptor = files.lock(directory / name)
         except (BlockingIOError, PermissionError) as error:
-            raise ValueError(busy if _is_locked(error) else f"{directory}: cannot be locked: {error}") from error
+            if _is_locked(error):
+                raise BusyError(busy) from error
+            raise ValueError(f"{directory}: cannot be locked: {error}") from error
         _HELD.add(held)
     try:
         yield
@@ -72,7 +80,7 @@ def remove_dataset(directory: Path) -> None:
     """Delete what builds write, and nothing else."""
     for name in (MANIFEST_NAME, JOURNAL_NAME, REJECTS_NAME, FAILED_IMAGES_NAME):
         (directory / name).unlink(missing_ok=True)
-    names = [TOKENIZER_DIRECTORY, IMAGES_DIRECTORY, ".ids"]
+    names = [TOKENIZER_DIRECTORY, IMAGES_DIRECTORY, PARTS_DIRECTORY, ".ids"]
     names += [path.name for pattern in ("shard_*", ".shard_*.partial") for path in directory.glob(pattern)]
     for name in names:
         shutil.rmtree(directory / name, ignore_errors=True)
@@ -108,12 +116,20 @@ def _short(value: Any) -> str:
 class Journal:
     """journal.jsonl of one directory; `results` holds what is finished, by unit."""
 
-    def __init__(self, directory: Path, decisive: dict[str, Any], stored: Mapping[str, int] | None = None) -> None:
-        """Open or begin; `decisive` are the settings that decide the bytes, `stored` the bytes of files elsewhere.
+    def __init__(
+        self,
+        directory: Path,
+        decisive: dict[str, Any],
+        name: str = JOURNAL_NAME,
+        stored: Mapping[str, int] | None = None,
+    ) -> None:
+        """Open or begin; `decisive` are the settings that decide the bytes, `name` is that of the file.
+
+        `stored` are the bytes of files that lie elsewhere.
 
         ValueError lists every setting that differs from those the directory was begun with.
         """
-        self.path = directory / JOURNAL_NAME
+        self.path = directory / name
         self.results: dict[int, UnitResult] = {}
         decisive = json.loads(json.dumps(decisive))  # tuples become lists, as they come back from the file
         self.inputs = decisive.get("input", [])
@@ -128,7 +144,8 @@ class Journal:
         if not before.keys() & decisive.keys():
             raise ValueError(f"{directory} holds a merged dataset; nothing was overwritten, --overwrite replaces it")
         differences = _differences(before, decisive)
-        if differences and not results:  # nothing was finished, so nothing is lost
+        has_parts = any((directory / PARTS_DIRECTORY).glob("*.jsonl"))
+        if differences and not results and not has_parts:  # nothing was finished, so nothing is lost
             files.write_atomically(self.path, _line(header))
             return
         if differences:

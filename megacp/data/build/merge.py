@@ -17,7 +17,7 @@ import numpy as np
 
 from megacp import files
 from megacp.data.build.faults import told
-from megacp.data.build.journal import REJECTS_NAME, TOKENIZER_DIRECTORY, Journal, is_dataset, locked, prepare_directory
+from megacp.data.build.journal import Journal, is_dataset, locked, prepare_directory
 from megacp.data.build.run import copy_tokenizer
 from megacp.data.build.unit import shard_name
 from megacp.data.packed import tables
@@ -25,6 +25,7 @@ from megacp.data.packed.checksums import with_checksums
 from megacp.data.packed.indexed import HashedFile
 from megacp.data.packed.manifest import FORMAT_VERSION, DatasetManifest, FileEntry, ShardEntry
 from megacp.data.packed.reader import PackedDataset
+from megacp.data.packed.upload import REJECTS_NAME, TOKENIZER_DIRECTORY
 from megacp.wording import listed
 
 _BLOCK = 1 << 20

@@ -7,12 +7,13 @@ the journal is built. Rejected: one stream of packs over all the input, which no
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,22 +21,22 @@ import numpy as np
 
 from megacp import files
 from megacp.data.build.faults import told
-from megacp.data.build.journal import Journal, locked, prepare_directory
-from megacp.data.build.progress import BuildProgress
+from megacp.data.build.identities import identity_file, repeated
+from megacp.data.build.journal import PARTS_DIRECTORY, Journal, locked, prepare_directory
+from megacp.data.build.parts import BuildPart, entered, join_parts, missing_units
+from megacp.data.build.progress import BuildProgress, BuildSummary, PartSummary
 from megacp.data.build.settings import BuildSettings, problems, tokenizer_problem, with_place
 from megacp.data.build.unit import (
-    IDENTITY_DTYPE,
     IMAGES_DIRECTORY,
+    WINDOW_DOCUMENTS,
     BadRecord,
     UnitBuilder,
     UnitResult,
     UnitTask,
-    identity_file,
     where,
 )
 from megacp.data.build.workers import run_tasks
 from megacp.data.packed.manifest import MANIFEST_NAME, DatasetManifest
-from megacp.data.packed.tables import read_table
 from megacp.data.packed.upload import FAILED_IMAGES_NAME, REJECTS_NAME, TOKENIZER_DIRECTORY
 from megacp.data.records.inputs import SAMPLED_BYTES, identity, refuse_changed
 from megacp.data.records.read import Unit, input_files, is_plain, plan_units
@@ -48,38 +49,6 @@ from megacp.storage.url import Url
 RECORD_RULES = 3
 """What records mean: raised when a record becomes other tokens or weights, so that no dataset is half of each."""
 RECORDS_OF_A_SHARD = 1024
-
-
-@dataclass(frozen=True)
-class BuildSummary:
-    """What a build did."""
-
-    manifest: DatasetManifest
-    results: tuple[UnitResult, ...]
-    """Of all units."""
-    read_bytes: int
-    """Of the input, or of images where those are more; by this run."""
-    seconds: float
-    units_resumed: int
-    """Finished by an earlier run."""
-    already_complete: bool
-    """Nothing was done."""
-    tokenizer_engine: str
-
-    @property
-    def documents(self) -> int:
-        """Documents in the dataset."""
-        return sum(result.documents for result in self.results)
-
-    @property
-    def learned_tokens(self) -> int:
-        """Tokens that some token before them predicts with a loss weight."""
-        return sum(result.learned_tokens for result in self.results)
-
-    @property
-    def unlearned(self) -> int:
-        """Documents of which nothing is learned."""
-        return sum(result.unlearned for result in self.results)
 
 
 def _unit_bytes_of_images(settings: BuildSettings) -> int:
@@ -122,15 +91,55 @@ def _decisive(settings: BuildSettings, tokenizer: Tokenizer, template: ChatTempl
         "max_record_bytes": settings.max_record_bytes,
         "unit_bytes": settings.bytes_per_unit,
         "window_tokens": settings.window_tokens,
+        "window_documents": WINDOW_DOCUMENTS,
         "cp_degrees": settings.cp_degrees,
     }
 
 
-def build(settings: BuildSettings, stream: TextIO, overwrite: bool = False) -> BuildSummary:
+def build(
+    settings: BuildSettings, stream: TextIO, overwrite: bool = False, builds_missing: bool = True
+) -> BuildSummary:
     """Build, or finish, the dataset in settings.output; progress goes to `stream`.
 
-    ValueError: settings, input, tokenizer, a refused record, a directory begun with other settings or in use.
+    ValueError: settings, input, tokenizer, a refused record, a directory begun with other settings or in use, or units
+    that no part has built where `builds_missing` is false.
     workers.WorkerFailed: a worker died. What is finished stays, and the next run goes on from there.
+    """
+    settings, texts, decisive = _checked(settings, stream, overwrite)
+    directory = Path(settings.output)
+    with told(directory), locked(directory):
+        stored = _stored(settings)
+        journal = Journal(directory, decisive, stored=stored)
+        join_parts(directory, decisive, journal, stored)
+        units = plan_units(settings.input, settings.bytes_per_unit)
+        run = _Build(settings, texts, journal, units, stream)
+        if not builds_missing and (missing := run.missing()):
+            raise ValueError(missing_units(missing, directory))
+        return run.run()
+
+
+def build_part(settings: BuildSettings, stream: TextIO, part: BuildPart) -> PartSummary:
+    """Build the units of one part, beside other parts in other processes; `build` makes the dataset of them.
+
+    ValueError and WorkerFailed as `build`.
+    """
+    started = time.monotonic()
+    settings, texts, decisive = _checked(settings, stream, overwrite=False)
+    directory = Path(settings.output)
+    with told(directory), entered(directory, part, decisive, _stored(settings)) as journal:
+        units = plan_units(settings.input, settings.bytes_per_unit)
+        own = [unit for unit in units if part.holds(unit.index)]
+        resumed = _Build(settings, texts, journal, own, stream).run_part()
+        return PartSummary(part, tuple(journal.results.values()), resumed, time.monotonic() - started)
+
+
+Texts = tuple[Tokenizer, ChatTemplate | None]
+
+
+def _checked(settings: BuildSettings, stream: TextIO, overwrite: bool) -> tuple[BuildSettings, Texts, dict[str, Any]]:
+    """The settings with all that they leave open, what writes texts as tokens, and what decides the bytes.
+
+    The directory is there afterwards. ValueError.
     """
     settings = with_place(settings)
     try:
@@ -156,12 +165,12 @@ def build(settings: BuildSettings, stream: TextIO, overwrite: bool = False) -> B
     empty = [path for path in settings.input if not size_of(place_of(path))]
     if len(empty) < len(settings.input):
         stream.writelines(f"note: --input {path} is empty\n" for path in empty)
-    with told(directory), locked(directory):
-        journal = Journal(
-            directory, _decisive(settings, tokenizer, template), stored=upload.sizes() if upload else None
-        )
-        units = plan_units(settings.input, settings.bytes_per_unit)
-        return _Build(settings, (tokenizer, template), journal, units, stream).run()
+    return settings, (tokenizer, template), _decisive(settings, tokenizer, template)
+
+
+def _stored(settings: BuildSettings) -> Mapping[str, int] | None:
+    """Bytes of the files that a build to a URL has sent."""
+    return settings.upload.sizes() if settings.upload else None
 
 
 class _Build:
@@ -170,7 +179,7 @@ class _Build:
     def __init__(
         self,
         settings: BuildSettings,
-        texts: tuple[Tokenizer, ChatTemplate | None],
+        texts: Texts,
         journal: Journal,
         units: list[Unit],
         stream: TextIO,
@@ -178,10 +187,10 @@ class _Build:
         self._settings, self._journal, self._units = settings, journal, units
         self._tokenizer, self._template = texts
         self._directory, self._upload = Path(settings.output), settings.upload
-        self._sizes = [sum(extent.stop - extent.start for extent in unit.extents) for unit in units]
+        self._sizes = {unit.index: sum(extent.stop - extent.start for extent in unit.extents) for unit in units}
         self._resumed = sum(self._is_done(unit) for unit in units)
-        done = sum(size for unit, size in zip(units, self._sizes, strict=True) if self._is_done(unit))
-        self._progress = BuildProgress(stream, sum(self._sizes), done)
+        done = sum(self._sizes[unit.index] for unit in units if self._is_done(unit))
+        self._progress = BuildProgress(stream, sum(self._sizes.values()), done)
 
     def _is_done(self, unit: Unit) -> bool:
         result = self._journal.results.get(unit.index)
@@ -189,6 +198,19 @@ class _Build:
             return False
         needs_ids = result.has_ids and not (self._directory / MANIFEST_NAME).exists()
         return not needs_ids or identity_file(self._directory, unit.index).exists()
+
+    def missing(self) -> list[int]:
+        """Numbers of the units that are still to be built."""
+        return [unit.index for unit in self._units if not self._is_done(unit)]
+
+    def run_part(self) -> int:
+        """Build the units of a part and nothing else; how many were there."""
+        self._check_refusals()
+        try:
+            self._build([UnitTask(unit) for unit in self._units if not self._is_done(unit)])
+        finally:
+            self._progress.finish()
+        return self._resumed
 
     def run(self) -> BuildSummary:
         started = time.monotonic()
@@ -211,7 +233,7 @@ class _Build:
         return self._summary(manifest, time.monotonic() - started, already_complete=False)
 
     def _build(self, tasks: list[UnitTask]) -> None:
-        results = run_tasks(UnitBuilder, self._settings, tasks, self._settings.workers, _describe)
+        results = self._runner()(UnitBuilder, self._settings, tasks, self._settings.workers, _describe)
         for result in results:
             self._journal.add(result)
             if self._upload is not None:
@@ -222,6 +244,14 @@ class _Build:
             files = result.entry.files if result.entry else ()
             images = sum(file.size for file in files if file.name == "images.bin")
             self._progress.add(result.documents, size, tokens, packs * self._settings.seq_length, images)
+
+    def _runner(self) -> Callable[..., Iterator[Any]]:
+        """What runs the units."""
+        if self._settings.executor == "local":
+            return run_tasks
+        from megacp.data.build.ray_workers import run_on_ray
+
+        return functools.partial(run_on_ray, address=self._settings.ray_address, grown=self._progress.grown)
 
     def _check_refusals(self) -> None:
         refusals = [refusal for result in self._journal.results.values() for refusal in result.refusals]
@@ -257,25 +287,13 @@ class _Build:
 
         BadRecord names the first pair under on_error "fail".
         """
-        tables, owners = [], []
-        for unit in self._units:
-            if self._journal.results[unit.index].has_ids:
-                table = read_table(identity_file(self._directory, unit.index), IDENTITY_DTYPE)
-                tables.append(table)
-                owners.append(np.full(len(table), unit.index))
-        if not tables:
-            return {}
-        table, owner = np.concatenate(tables), np.concatenate(owners)
-        order = np.argsort(table["digest"], kind="stable")  # equal digests stay in the order of the input
-        keys = table["digest"][order]
-        again = np.flatnonzero(keys[1:] == keys[:-1]) + 1
+        have = [unit.index for unit in self._units if self._journal.results[unit.index].has_ids]
         found: dict[int, dict[bytes, str]] = {}
-        for i in again.tolist():
-            first = int(np.searchsorted(keys, keys[i]))
-            here, there = self._place(table[order[i]]), self._place(table[order[first]])
+        for unit, row, first in repeated({unit: identity_file(self._directory, unit) for unit in have}):
+            there = self._place(first)
             if self._settings.on_error == "fail":
-                raise BadRecord(f"{here}: duplicate id, the first is at {there}")
-            found.setdefault(int(owner[order[i]]), {})[bytes(keys[i])] = there
+                raise BadRecord(f"{self._place(row)}: duplicate id, the first is at {there}")
+            found.setdefault(unit, {})[bytes(row["digest"])] = there
         return found
 
     def _place(self, row: np.void) -> str:
@@ -311,7 +329,8 @@ class _Build:
         if self._upload is not None:
             self._upload.publish(manifest)
         manifest.write(self._directory)
-        for name in (".ids", IMAGES_DIRECTORY):
+        left = [path.name for path in self._directory.glob(".shard_*.partial")]  # by workers that were lost
+        for name in (".ids", IMAGES_DIRECTORY, PARTS_DIRECTORY, *left):
             shutil.rmtree(self._directory / name, ignore_errors=True)
         return manifest
 
@@ -326,7 +345,8 @@ def _write_lines(path: Path, refusals: Sequence[Refusal]) -> None:
 
 
 def _describe(task: UnitTask, position: Sequence[int]) -> str:
-    extent, offset = task.unit.extents[position[0]], position[1]
+    extent = task.unit.extents[position[0]]
+    offset = position[1] if position[1] >= 0 else extent.stop
     path, line = where(extent, 0, offset)
     place = f"{path}:{line}" if line else path
     return f"while working on the records up to {place} (byte offset {offset}, unit {task.unit.index})"

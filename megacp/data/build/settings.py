@@ -24,6 +24,7 @@ from megacp.storage.place import CACHE
 from megacp.storage.url import is_url
 
 ON_ERROR = ("fail", "skip")
+EXECUTORS = ("local", "ray")
 HOUSE_FORM = ("refuse", "ignore")
 """Of --chat-template: messages are written in the house's own form."""
 
@@ -46,6 +47,10 @@ class BuildSettings:
     on_error: str = "fail"
     max_errors: int | None = None
     workers: int = 1
+    executor: str = "local"
+    """Who runs the units: processes of this machine, or a Ray cluster."""
+    ray_address: str | None = None
+    """Of the cluster; None: one that is started on this machine."""
     unit_bytes: int = 0
     """0: chosen from seq_length, so that a unit fills some hundred packs."""
     window_tokens: int = 1 << 24
@@ -149,6 +154,10 @@ def problems(settings: BuildSettings) -> list[str]:
         found.append(f"--oversize is {settings.oversize!r}, allowed are {', '.join(OVERSIZE_RULES)}")
     if settings.on_error not in ON_ERROR:
         found.append(f"--on-error is {settings.on_error!r}, allowed are {', '.join(ON_ERROR)}")
+    if settings.executor not in EXECUTORS:
+        found.append(f"--executor is {settings.executor!r}, allowed are {', '.join(EXECUTORS)}")
+    if settings.ray_address is not None and settings.executor != "ray":
+        found.append(f"--ray-address {settings.ray_address} needs --executor ray")
     if settings.max_errors is not None and settings.on_error != "skip":
         found.append(f"--max-errors {settings.max_errors} needs --on-error skip")
     if settings.chat_template in HOUSE_FORM and settings.chat_template_date is not None:

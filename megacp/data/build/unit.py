@@ -7,7 +7,8 @@ all workers, which makes packs depend on who finished first.
 
 from __future__ import annotations
 
-import hashlib
+import os
+import platform
 from collections.abc import Iterator, MutableSequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 
 from megacp.data.build.document import Document, DocumentMaker, Encoded, Origin, learned_tokens
 from megacp.data.build.faults import told
+from megacp.data.build.identities import digest, identity_file, write_identities
 from megacp.data.build.packing import Packing, best_fit_decreasing, cut_oversize, two_budgets
 from megacp.data.build.settings import BuildSettings
 from megacp.data.build.spool import Spool, Stored
@@ -38,9 +40,10 @@ IMAGES_DIRECTORY = ".images"
 """Of images that were fetched, while the build runs."""
 RECORDS_AHEAD = 64
 """Records whose images are fetched ahead."""
-IDENTITY_DTYPE = np.dtype([("digest", "S16"), ("source", "<i4"), ("offset", "<i8"), ("line", "<i8")])
 _CHUNK_CHARACTERS = 1 << 20
 CHUNK_RECORDS = 4096
+WINDOW_DOCUMENTS = 1 << 18
+"""Most documents packed at a time: tiny ones take 500 bytes each, whatever their tokens."""
 _AUDIT_CHARACTERS = 1 << 14
 _UNLEARNED = (
     "nothing of this record is learned: it has neither plain text nor words of an assistant, all weights are 0, or "
@@ -85,16 +88,6 @@ class BadRecord(ValueError):
 def shard_name(unit: int) -> str:
     """Directory name of a unit's shard."""
     return f"shard_{unit:05d}"
-
-
-def identity_file(output: str | Path, unit: int) -> Path:
-    """Where the digests of a unit's record ids are kept while the build runs."""
-    return Path(output) / ".ids" / f"{unit:05d}.npy"
-
-
-def digest(identity: str) -> bytes:
-    """A 16-byte digest of a record's id, as numpy gives it back (no zero bytes at the end)."""
-    return hashlib.blake2b(identity.encode(), digest_size=16).digest().rstrip(b"\0")
 
 
 def where(extent: Extent, line: int, offset: int) -> tuple[str, int]:
@@ -173,6 +166,8 @@ class _UnitRun:
         self._documents = self._unlearned = self._learned_tokens = 0
         self._accepted = Accepted(settings.ignore_keys, settings.context_roles)
         self._windows = 0
+        # a node that was given up may still write the same unit
+        self._owner = f"{platform.node()}-{os.getpid()}" if settings.executor == "ray" else ""
 
     def run(self, position: MutableSequence[int]) -> UnitResult:
         settings, unit = self._settings, self._task.unit
@@ -181,14 +176,14 @@ class _UnitRun:
         tokens = 0
         sizes = self._maker.num_token_ids, settings.seq_length, settings.pad_multiple
         output = Path(settings.output)
-        with ShardWriter(directory, *sizes, settings.cp_degrees) as writer, told(output, writer.temporary):
+        with ShardWriter(directory, *sizes, settings.cp_degrees, self._owner) as writer, told(output, writer.temporary):
             for number, chunk in enumerate(self._chunks(position)):
                 if number == 0:
                     self._audit(chunk)
                 for document in self._documents_of(chunk):
                     window.append(document)
                     tokens += len(document.tokens)
-                if tokens >= settings.window_tokens:
+                if tokens >= settings.window_tokens or len(window) >= WINDOW_DOCUMENTS:
                     self._flush(window, writer)
                     window, tokens = [], 0
             self._flush(window, writer)
@@ -392,9 +387,5 @@ class _UnitRun:
         return two_budgets(lengths, crops, settings.seq_length, settings.max_crops_per_pack)
 
     def _write_identities(self) -> None:
-        path = identity_file(self._settings.output, self._task.unit.index)
-        path.unlink(missing_ok=True)
-        if self._seen:
-            path.parent.mkdir(exist_ok=True)
-            rows = [(key, extent.source, offset, line) for key, (extent, line, offset) in self._seen.items()]
-            np.save(path, np.array(rows, dtype=IDENTITY_DTYPE), allow_pickle=False)
+        rows = [(key, extent.source, offset, line) for key, (extent, line, offset) in self._seen.items()]
+        write_identities(identity_file(self._settings.output, self._task.unit.index), rows)

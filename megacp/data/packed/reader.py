@@ -70,10 +70,12 @@ class Pack:
 class PackedDataset:
     """A finished dataset directory, open for reading. Pack numbers run over the shards in the manifest's order.
 
-    At most OPEN_SHARDS of its shards are open at a time: 3 descriptors each, and tables of about 60 bytes a segment.
+    At most `open_shards` of them are open at a time: 3 descriptors each, and tables of about 60 bytes a segment.
     """
 
-    def __init__(self, directory: files.StrPath | Url, cache: DataCache | None = None) -> None:
+    def __init__(
+        self, directory: files.StrPath | Url, cache: DataCache | None = None, open_shards: int = OPEN_SHARDS
+    ) -> None:
         """Open manifest.json and look at every shard. ValueError lists all that is wrong with them.
 
         `cache` holds what is read of a URL; without one, small values of its own.
@@ -83,6 +85,7 @@ class PackedDataset:
         self._stops = list(accumulate(entry.num_packs for entry in self.manifest.shards))
         self._image_patch = image_patch_of(self.directory, self.manifest)
         self._open: OrderedDict[int, Shard] = OrderedDict()
+        self._most_open = open_shards
         self._changes = threading.Lock()
         self._open_file: Callable[[Any, FileEntry], StoredFile] = StoredFile
         threads = 1
@@ -145,7 +148,7 @@ class PackedDataset:
         shard = Shard(self.directory / entry.name, entry, self.manifest, self._open_file, known=known)
         with self._changes:
             self._open[number] = shard
-            if len(self._open) > OPEN_SHARDS:
+            if len(self._open) > self._most_open:
                 self._open.popitem(last=False)
         return shard
 

@@ -11,6 +11,7 @@ of a text dataset.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import os
 import shutil
 import struct
@@ -93,13 +94,15 @@ class ShardWriter:
         seq_length: int,
         pad_multiple: int = 1,
         cp_degrees: Sequence[int] = (1, 2, 4, 8, 16),
+        owner: str = "",
     ) -> None:
         """The parent of `directory` must exist; a temporary directory left by a killed build is removed.
 
-        `cp_degrees`: for which the boundary tables of image shards are written, in a shard with images.
+        `cp_degrees`: for which the boundary tables of image shards are written, in a shard with images. `owner`: who
+        writes, where another process may still write the same shard.
         """
         self.directory = Path(directory)
-        self._temporary = self.directory.with_name(f".{self.directory.name}.partial")
+        self._temporary = self.directory.with_name(f".{self.directory.name}{owner and f'.{owner}'}.partial")
         self._vocab_size, self._seq_length, self._pad_multiple = vocab_size, seq_length, pad_multiple
         shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary.mkdir()
@@ -277,8 +280,14 @@ class ShardWriter:
         files.sync_folder(self._temporary)
         self._open = False
         if self.directory.exists():
-            shutil.rmtree(self.directory)
-        files.place_folder(self._temporary, self.directory)
+            old = self._temporary.with_suffix(".old.partial")
+            shutil.rmtree(old, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):  # another owner has moved it
+                files.rename(self.directory, old)
+            files.place_folder(self._temporary, self.directory)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            files.place_folder(self._temporary, self.directory)
         listed = sorted((FileEntry(path.name, size, sha) for path, size, sha in written), key=lambda f: f.name)
         counts = (num_packs, num_segments, self._num_tokens, self._num_padded)
         return ShardEntry(self.directory.name, *counts, tuple(listed))

@@ -39,6 +39,11 @@ def files(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
+def visible(directory: Path) -> dict[str, bytes]:
+    """As `files`, without the lock that every build leaves."""
+    return {name: data for name, data in files(directory).items() if name != ".lock"}
+
+
 def documents(directory: Path) -> list[list[int]]:
     """All documents, in the order of their sources and offsets; pieces of split ones joined."""
     dataset = PackedDataset(directory)

@@ -1,0 +1,276 @@
+"""Blending: the share of every dataset at every step, megatron-core's order, epochs, resume, contradictions."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megacp.data.blend import FINEST, BlendOrder, PackBlend, earliest_deadline, largest_lag, whole_parts
+from megacp.data.loader import DataRank, LoaderOptions, step_batches, validation_steps
+from megacp.data.packed.reader import PackedDataset
+from tests.data.datasets import IMAGE_RULES, random_packs, weighted_images, write_dataset
+
+parts_of_a_blend = st.lists(st.integers(1, 60), min_size=1, max_size=9)
+
+
+def off_by(parts: list[int], dataset: np.ndarray) -> Fraction:
+    """The most samples that any share is off by after any number of samples: counted one by one, in fractions."""
+    counts, worst = [0] * len(parts), Fraction(0)
+    for number, pick in enumerate(dataset.tolist(), 1):
+        counts[pick] += 1
+        lags = [Fraction(part * number, sum(parts)) - count for part, count in zip(parts, counts, strict=True)]
+        worst = max(worst, *map(abs, lags))
+    return worst
+
+
+def megatrons(weights: list[float], count: int) -> tuple[list[int], list[int]]:
+    """megatron-core's own blend: dataset and number within it of each sample."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch and megatron at import
+        helper = pytest.importorskip("megatron.core.datasets.helpers_cpp", reason="megatron-core is not installed")
+    dataset, nth = np.zeros(count, np.int16), np.zeros(count, np.int64)
+    normal = np.array(weights, np.float64) / np.sum(np.array(weights, np.float64))
+    helper.build_blending_indices(dataset, nth, normal, len(weights), count, False)
+    return dataset.tolist(), nth.tolist()
+
+
+# ---- the rule
+
+
+@settings(max_examples=150)
+@given(parts_of_a_blend)
+def test_every_share_is_within_one_sample_of_its_weight_at_any_step(parts: list[int]) -> None:
+    """Would catch a rule that starves a dataset of small weight, and a period that does not end where it began."""
+    dataset, nth = BlendOrder(parts).places(0, 2 * sum(parts) + 3)
+    assert off_by(parts, dataset) < 1
+    for number in range(len(parts)):
+        own = nth[dataset == number]
+        assert own.tolist() == list(range(len(own)))
+
+
+@settings(max_examples=100)
+@given(st.lists(st.integers(1, 60), min_size=2, max_size=9))
+def test_the_rule_that_takes_over_keeps_tijdemans_bound(parts: list[int]) -> None:
+    chosen = np.array(earliest_deadline(parts))
+    assert off_by(parts, chosen) <= 1 - Fraction(1, 2 * len(parts) - 2)
+    assert Counter(chosen.tolist()) == dict(enumerate(parts))
+
+
+@pytest.mark.parametrize("parts", [[1, 3, 52], [100] + [1] * 100, [2, 1, 5, 5], [1] * 12 + [12 * 99]])
+def test_weights_at_which_megatrons_rule_is_off_by_a_sample_are_kept_too(parts: list[int]) -> None:
+    dataset, _ = megatrons([float(part) for part in parts], sum(parts))
+    assert off_by(parts, np.array(dataset)) >= 1 or parts == [2, 1, 5, 5]
+    assert (largest_lag(parts) is None) == (off_by(parts, np.array(dataset)) >= 1)
+    assert off_by(parts, BlendOrder(parts).places(0, 2 * sum(parts))[0]) < 1
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_the_order_is_megatron_cores_where_that_one_keeps_the_weights(data: st.DataObject) -> None:
+    """Totals of a power of two have no rounding in Megatron's floats, prime ones no ties: both have one answer."""
+    total = data.draw(st.sampled_from([2, 8, 64, 512, 3, 7, 31, 101, 499]))
+    cuts = data.draw(st.sets(st.integers(1, total - 1), max_size=min(6, total - 1)))
+    edges = [0, *sorted(cuts), total]
+    parts = np.diff(edges).tolist()
+    if total % 2 and len(set(parts)) < len(parts):
+        return  # equal weights tie, and floats break ties by their rounding
+    dataset, nth = megatrons([part / total for part in parts], total)
+    if off_by(parts, np.array(dataset)) < 1:
+        ours = BlendOrder(parts).places(0, total)
+        assert (ours[0].tolist(), ours[1].tolist()) == (dataset, nth)
+
+
+def test_a_common_blend_has_megatrons_order_and_never_another() -> None:
+    # golden: a run that resumes with a newer program must continue the same order
+    ours = BlendOrder([6, 3, 1]).places(0, 10)
+    assert ours[0].tolist() == [0, 1, 0, 2, 0, 1, 0, 0, 1, 0]
+    assert megatrons([0.6, 0.3, 0.1], 10) == (ours[0].tolist(), ours[1].tolist())
+
+
+@settings(max_examples=60)
+@given(parts_of_a_blend, st.integers(0, 10**15), st.integers(0, 40))
+def test_any_place_is_found_at_once_and_counts_agree_with_places(parts: list[int], start: int, count: int) -> None:
+    """Would catch an order that is generated from its beginning."""
+    order = BlendOrder(parts)
+    dataset, nth = order.places(start, count)
+    counts = order.counts(start)
+    assert counts.sum() == start
+    for one, number in zip(dataset.tolist(), nth.tolist(), strict=True):
+        assert number == counts[one]
+        counts[one] += 1
+    assert counts.tolist() == order.counts(start + count).tolist()
+
+
+def test_counts_agree_in_a_period_of_many_samples() -> None:
+    order = BlendOrder([9_000, 2_000, 1])
+    dataset, _ = order.places(0, 11_001)
+    for number in (0, 1, 4095, 4096, 4097, 8192, 11_000, 11_001, 15_097):
+        expected = np.bincount(np.concatenate((dataset, dataset))[:number], minlength=3)
+        assert order.counts(number).tolist() == expected.tolist()
+
+
+# ---- weights
+
+
+def test_weights_are_exact_as_typed_and_need_not_add_up_to_one() -> None:
+    assert whole_parts([Fraction("0.1"), Fraction("0.2"), Fraction("0.7")]) == [1, 2, 7]
+    assert whole_parts([Fraction(30), Fraction(70)]) == [3, 7]
+    assert whole_parts([Fraction("12.5")]) == [1]
+
+
+def test_weights_of_many_digits_become_parts_of_a_million() -> None:
+    weights = [Fraction(123_456_789), Fraction(987_654_321), Fraction(5_000)]
+    parts = whole_parts(weights)
+    assert sum(parts) == FINEST
+    assert all(
+        abs(Fraction(part, FINEST) - w / sum(weights)) < Fraction(1, FINEST)
+        for part, w in zip(parts, weights, strict=True)
+    )
+    with pytest.raises(ValueError, match="1e-09 of all weights, a dataset gets at least 1 of 1,000,000"):
+        whole_parts([Fraction(1), Fraction(10**9 + 7)])
+
+
+# ---- datasets
+
+
+def blended(folder: Path, sizes: dict[str, int], weights: list[str]) -> PackBlend:
+    """Datasets of some packs each, made in `folder` where they are not there."""
+    for number, (name, count) in enumerate(sizes.items()):
+        if not (folder / name).exists():
+            write_dataset(folder / name, [random_packs(np.random.default_rng(number), count)])
+    return PackBlend([PackedDataset(folder / name) for name in sizes], [Fraction(w) for w in weights])
+
+
+def test_an_exhausted_dataset_begins_its_next_epoch_in_a_new_order(tmp_path: Path) -> None:
+    blend = blended(tmp_path, {"large": 40, "small": 7}, ["0.5", "0.5"])
+    chosen = blend.samples(0, 84, seed=3)
+    small = [i - 40 for i in chosen.tolist() if i >= 40]
+    epochs = [small[7 * e : 7 * e + 7] for e in range(6)]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 4
+    shares = blend.shares(84)
+    assert [(one.name, one.samples, one.share, one.epoch) for one in shares] == [
+        ("large", 42, 0.5, 42 / 40),
+        ("small", 42, 0.5, 6.0),
+    ]
+
+
+def test_datasets_of_one_length_are_shuffled_apart_and_the_seed_matters(tmp_path: Path) -> None:
+    blend = blended(tmp_path, {"a": 30, "b": 30}, ["1", "1"])
+    chosen = blend.samples(0, 60, seed=3)
+    assert [i for i in chosen if i < 30] != [i - 30 for i in chosen if i >= 30]
+    assert chosen.tolist() != blend.samples(0, 60, seed=4).tolist()
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_resumed_at_any_sample_on_any_dp_size_the_order_goes_on(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Would catch samples that are repeated or skipped by a resume, and an order that depends on dp."""
+    folder = tmp_path_factory.getbasetemp() / "resumed"
+    blend = blended(folder, {"a": 5, "b": 11, "c": 3}, ["0.6", "0.3", "0.1"])
+    start, batch, seed = data.draw(st.integers(0, 300)), 8, data.draw(st.integers(0, 9))
+    options = LoaderOptions(data.draw(st.sampled_from([1, 2])), batch, seed=seed)
+    seen = []
+    for step in range(3):
+        dp = data.draw(st.sampled_from([1, 2, 4]))
+        ranks = [step_batches(blend, options, DataRank(r, dp), start + step * batch) for r in range(dp)]
+        seen += [i for microbatches in zip(*ranks, strict=True) for one in microbatches for i in one.pack_ids]
+    assert seen == blend.samples(start, 3 * batch, seed).tolist()
+
+
+def test_a_pack_keeps_its_tokens_and_has_a_number_of_its_own(tmp_path: Path) -> None:
+    blend = blended(tmp_path, {"a": 4, "b": 6}, ["1", "2"])
+    assert len(blend) == 10
+    for i in range(10):
+        dataset, number = (blend.datasets[0], i) if i < 4 else (blend.datasets[1], i - 4)
+        assert blend.pack(i).index == i
+        assert blend.pack(i).tokens.tolist() == dataset.pack(number).tokens.tolist()
+    with pytest.raises(IndexError, match="pack 10 of a blend of 10"):
+        blend.pack(10)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_validation_of_a_blend_keeps_its_shares_and_ends_with_its_first_dataset(tmp_path: Path, dp: int) -> None:
+    blend = blended(tmp_path, {"a": 100, "b": 5}, ["0.5", "0.5"])
+    options = LoaderOptions(1, 4)
+    ranks = [list(validation_steps(blend, options, DataRank(r, dp), 50)) for r in range(dp)]
+    assert {len(steps) for steps in ranks} == {3}  # 11 samples until b would come a sixth time
+    packs = sorted(
+        i for steps in ranks for batches in steps for one in batches if one.loss_weights.any() for i in one.pack_ids
+    )
+    assert packs == [0, 1, 2, 3, 4, 5, 100, 101, 102, 103, 104]
+
+
+def test_text_and_images_share_a_row(tmp_path: Path) -> None:
+    """Would catch a row of packs with and without images, which no single dataset has."""
+    rng = np.random.default_rng(0)
+    write_dataset(tmp_path / "text", [random_packs(rng, 4)])
+    write_dataset(tmp_path / "images", [weighted_images(rng, 4)], image_rules=IMAGE_RULES)
+    datasets = [PackedDataset(tmp_path / "text"), PackedDataset(tmp_path / "images")]
+    blend = PackBlend(datasets, [Fraction(1), Fraction(1)])
+    (batch,) = step_batches(blend, LoaderOptions(8, 8), DataRank(), 0)
+    assert sorted(batch.pack_ids) == list(range(8))
+    assert batch.vision is not None and batch.vision.num_crops == 4
+    (alone,) = step_batches(blend, LoaderOptions(1, 1), DataRank(), int(np.flatnonzero(blend.samples(0, 8, 0) < 4)[0]))
+    assert alone.vision is not None and alone.vision.num_crops == 0
+
+
+def changed(folder: Path, **values: Any) -> PackedDataset:
+    """The dataset of a folder with other values in its manifest."""
+    manifest = PackedDataset(folder).manifest
+    tokenizer = {key: value for key, value in values.items() if hasattr(manifest.tokenizer, key)}
+    own = {key: value for key, value in values.items() if key not in tokenizer}
+    manifest = dataclasses.replace(manifest, tokenizer=dataclasses.replace(manifest.tokenizer, **tokenizer), **own)
+    manifest.write(folder)
+    return PackedDataset(folder)
+
+
+def test_all_contradictions_of_a_blend_are_told_at_once(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for name in "abcd":
+        write_dataset(tmp_path / name, [random_packs(rng, 2)])
+    for name in "ef":
+        rules = {**IMAGE_RULES, "max_crops": 4 if name == "e" else 8}
+        write_dataset(tmp_path / name, [weighted_images(rng, 2)], image_rules=rules)
+    datasets = [
+        PackedDataset(tmp_path / "a"),
+        changed(tmp_path / "b", sha256="1" * 64, chat_template={"default": "x"}),
+        changed(tmp_path / "c", begins_with=3, seq_length=64),
+        changed(tmp_path / "d", eos_id=2),
+        PackedDataset(tmp_path / "e"),
+        PackedDataset(tmp_path / "f"),
+    ]
+    with pytest.raises(ValueError) as error:
+        PackBlend(datasets, [Fraction(1)] * 6)
+    told = str(error.value).replace(f"{tmp_path}/", "").splitlines()
+    assert told == [
+        "b was built with another tokenizer than a",
+        "b was built with another --chat-template than a",
+        "documents of a begin with token None, those of c with 3: build both with the same --prepend-bos",
+        "c was built with another --seq-length than a (64, not 32)",
+        "documents of a end with token 1, those of d with 2: build both with the same --eod-token",
+        "f was built with other image rules than e: max_crops 8, not 4",
+    ]
+
+
+def test_weights_and_content_make_the_fingerprint(tmp_path: Path) -> None:
+    """Would catch a resumed run that goes on with other weights, and one that depends on where its data lies."""
+    sizes = {"a": 4, "b": 6}
+    blend = blended(tmp_path, sizes, ["1", "2"])
+    assert blended(tmp_path, sizes, ["0.1", "0.2"]).built == blend.built
+    assert blended(tmp_path, sizes, ["1", "3"]).built != blend.built
+    assert blended(tmp_path, dict(reversed(sizes.items())), ["2", "1"]).built != blend.built
+    (tmp_path / "a").rename(tmp_path / "moved")
+    moved = PackBlend([PackedDataset(tmp_path / name) for name in ("moved", "b")], [Fraction(1), Fraction(2)])
+    assert (moved.built, moved.fingerprint) == (blend.built, blend.fingerprint)

@@ -1,0 +1,103 @@
+"""A run on a blend: what it says, how it resumes, and what it refuses before it starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megacp.config.run import RunConfig, with_values
+from megacp.data.blend import PackBlend
+from megacp.train import main
+from megacp.training.sources import open_sources
+from tests.data.datasets import random_packs, write_dataset
+from tests.training.runs import TINY, grid_flags, losses, run
+
+SIZES = {"captions": 9, "pointing": 4, "text": 30}
+FLAGS = [*TINY, "--vocab-size", "100", "--seq-length", "32"]
+
+
+def blend_flags(folder: Path, flag: str = "--data-path", weights: tuple[str, ...] = ("0.6", "0.3", "0.1")) -> list[str]:
+    """Flags of a blend of three datasets, made where they are not there."""
+    for number, (name, count) in enumerate(SIZES.items()):
+        if not (folder / name).exists():
+            write_dataset(folder / name, [random_packs(np.random.default_rng(number), count)])
+    return [flag, *(text for pair in zip(weights, map(str, map(folder.joinpath, SIZES)), strict=True) for text in pair)]
+
+
+def lines(folder: Path, kind: str) -> list[dict]:
+    """Lines of one kind of a run's log."""
+    return [row for row in map(json.loads, (folder / "log.jsonl").read_text().splitlines()) if row["kind"] == kind]
+
+
+def test_a_run_tells_the_shares_and_epochs_of_its_datasets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    run(1, [*FLAGS, *blend_flags(tmp_path), "--save", str(out), "--train-iters", "5"])
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("blend: ")]
+    assert told[:3] == [
+        "blend: captions gives 60.0000% of the samples; 9 packs, numbers 0 to 8",
+        "blend: pointing gives 30.0000% of the samples; 4 packs, numbers 9 to 12",
+        "blend: text gives 10.0000% of the samples; 30 packs, numbers 13 to 42",
+    ]
+    # pointing's 4 packs are through after 12 samples, the 9 of captions after 16
+    assert told[3:] == [
+        "blend: after 12 samples captions 58.33%, epoch 0.78, pointing 33.33%, epoch 1.00, text 8.33%, epoch 0.03",
+        "blend: after 16 samples captions 56.25%, epoch 1.00, pointing 31.25%, epoch 1.25, text 12.50%, epoch 0.07",
+        "blend: after 20 samples captions 60.00%, epoch 1.33, pointing 30.00%, epoch 1.50, text 10.00%, epoch 0.07",
+    ]
+    rows = lines(out, "blend")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert rows[-1]["captions/share"] == 0.6 and rows[-1]["text/epoch"] == 2 / 30
+
+
+@pytest.mark.slow
+def test_a_resumed_blend_repeats_the_uninterrupted_one_and_dp_changes_nothing(tmp_path: Path) -> None:
+    """Would catch a resume that begins the shares anew, and an order that hangs on the grid."""
+    flags = [*FLAGS, *blend_flags(tmp_path), *blend_flags(tmp_path, "--valid-data-path", ("1", "0", "1"))]
+    flags += ["--eval-interval", "2", "--eval-iters", "3", "--lr-decay-iters", "5"]
+    run(1, [*flags, "--save", str(tmp_path / "whole"), "--train-iters", "5"])
+    halved = [*flags, "--save", str(tmp_path / "halved")]
+    run(1, [*halved, "--train-iters", "3"])
+    run(2, [*halved, *grid_flags(), "--train-iters", "5", "--load", str(tmp_path / "halved")])
+    assert losses(tmp_path / "halved") == pytest.approx(losses(tmp_path / "whole"), rel=1e-10)
+    for kind in ("blend", "valid"):
+        whole, moved = lines(tmp_path / "whole", kind), lines(tmp_path / "halved", kind)
+        assert moved[-1].pop("kind") == whole[-1].pop("kind") == kind
+        assert moved[-1] == pytest.approx(whole[-1], rel=1e-10)
+
+
+@pytest.mark.slow
+def test_other_weights_than_the_checkpoints_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(1, [*FLAGS, *blend_flags(tmp_path), "--save", str(tmp_path / "out"), "--train-iters", "2"])
+    load = ["--load", str(tmp_path / "out")]
+    assert main([*FLAGS, *blend_flags(tmp_path, weights=("0.5", "0.4", "0.1")), *load]) == 2
+    assert "was trained on other datasets or weights than --data-path 0.5 " in capsys.readouterr().err
+
+
+def test_what_is_wrong_with_the_datasets_of_a_blend_is_told_before_the_run(tmp_path: Path) -> None:
+    words = tuple(blend_flags(tmp_path)[1:])
+    base = {"vocab_size": 0, "seq_length": 32, "data_path": words}
+    config, sources = open_sources(with_values(RunConfig(), base))
+    assert isinstance(sources.train, PackBlend) and config.model.vocab_size == 100
+    assert [flag for flag, _ in sources.datasets] == ["--data-path"] * 3
+    one = with_values(RunConfig(), {**base, "data_path": (*words[:2], "0", words[3])})
+    assert not isinstance(open_sources(one)[1].train, PackBlend)
+    with pytest.raises(ValueError) as error:
+        open_sources(with_values(RunConfig(), {**base, "seq_length": 16}))
+    assert [line.split(" was ")[0].split("/")[-1] for line in str(error.value).splitlines()] == list(SIZES)
+    (tmp_path / "captions/manifest.json").unlink()
+    shutil.rmtree(tmp_path / "pointing")
+    write_dataset(tmp_path / "pointing", [random_packs(np.random.default_rng(1), 4)], pad_multiple=4)
+    with pytest.raises(ValueError, match="--data-path .*captions: .*manifest.json: no such file"):
+        open_sources(with_values(RunConfig(), base))
+    with pytest.raises(ValueError, match=r"--data-path: .*text was built with another --pad-multiple than .* \(1, not"):
+        open_sources(with_values(RunConfig(), {**base, "data_path": words[2:]}))
+
+
+def test_a_dry_run_reads_all_datasets_of_a_blend(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FLAGS, *blend_flags(tmp_path), "--dry-run", "--world-size", "2"]) == 0
+    assert main([*FLAGS, *blend_flags(tmp_path), "--dry-run", "--seq-length", "16"]) == 2
+    assert capsys.readouterr().err.count("was packed for rows of 32 tokens") == 3
