@@ -22,8 +22,8 @@ class Swelling(NamedTuple):
     size: int
 
 
-class Extent:
-    """Some bytes of an open file, which are read when `bytes` asks for them; a slice is an extent too."""
+class LazyBytes:
+    """Some bytes of an open file, which are read when `bytes` asks for them; a slice is such bytes too."""
 
     def __init__(self, source: Any, start: int, size: int) -> None:
         self._source, self._start, self._size = source, start, size
@@ -31,9 +31,9 @@ class Extent:
     def __len__(self) -> int:
         return self._size
 
-    def __getitem__(self, part: slice) -> Extent:
+    def __getitem__(self, part: slice) -> LazyBytes:
         start, stop, _ = part.indices(self._size)
-        return Extent(self._source, self._start + start, max(0, stop - start))
+        return LazyBytes(self._source, self._start + start, max(0, stop - start))
 
     def __bytes__(self) -> bytes:
         self._source.seek(self._start)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megacp.data.records.arrow_buffers import Extent, blocks, rows_of, swelling
+from megacp.data.records.arrow_buffers import LazyBytes, blocks, rows_of, swelling
 from megacp.data.records.record import Record, Refusal
 from megacp.files import parse_json, read_json
 from megacp.json_fields import PLAIN_NAME
@@ -117,7 +117,7 @@ def _swollen_batches(ipc: Any, source: Any, max_record_bytes: int) -> dict[int, 
 
 def _messages(ipc: Any, source: Any) -> Iterator[tuple[bytes, Any]]:
     """Header and body of each message, up to damage that the reader of batches meets too."""
-    whole = Extent(source, 0, source.size())  # a file at a URL is not read for its headers
+    whole = LazyBytes(source, 0, source.size())  # a file at a URL is not read for its headers
     if bytes(whole[: len(_MAGIC)]) == _MAGIC:
         yield from blocks(whole) if bytes(whole[-len(_MAGIC) :]) == _MAGIC else ()
         return
