@@ -17,7 +17,8 @@ import pytest
 import zstandard
 
 from megacp.data.build.journal import JOURNAL_NAME
-from megacp.data.build.run import BuildSummary, build, kept_tokenizer
+from megacp.data.build.parts import BuildPart
+from megacp.data.build.run import BuildSummary, build, build_part, kept_tokenizer
 from megacp.data.build.settings import BuildSettings, problems
 from megacp.data.build.unit import BadRecord
 from megacp.data.packed.manifest import MANIFEST_NAME
@@ -182,6 +183,23 @@ def test_a_store_that_fails_one_request_in_twenty_gets_the_same_dataset(corpus: 
     with flaky(0.05) as store:
         to_url(f"{under_flaky(inputs)}/*.jsonl", under_flaky(url), tmp_path / "work")
     assert sum(store.failed.values()) > 1 and content(url) == content(sound)
+
+
+def test_parts_send_their_shards_and_finish_sends_the_manifest(corpus: list[Path], tmp_path: Path) -> None:
+    """Would catch a part that takes what it has sent for missing, and a finish that builds it again."""
+    inputs, url, whole, work = f"{uploaded(corpus)}/*.jsonl", memory(), memory(), tmp_path / "work"
+    to_url(inputs, whole, tmp_path / "whole")
+    flags: dict[str, Any] = {"tokenizer": "byte", "seq_length": 128, "unit_bytes": 2000, "work_dir": str(work)}
+    settings = BuildSettings(input=(inputs,), output=str(url), **flags)
+    first = build_part(settings, io.StringIO(), BuildPart(1, 2))
+    assert first.results and build_part(settings, io.StringIO(), BuildPart(1, 2)).units_resumed == len(first.results)
+    assert sum(name.endswith("tokens.bin") for name in url.sizes_below()) == len(first.results)
+    with pytest.raises(ValueError, match=r"lacks \d+ units"):
+        build(settings, io.StringIO(), builds_missing=False)
+    build_part(settings, io.StringIO(), BuildPart(0, 2))
+    summary = build(settings, io.StringIO(), builds_missing=False)
+    assert summary.units_resumed == len(summary.results)
+    assert content(url) == content(whole) and len(PackedDataset(url)) == len(PackedDataset(whole))
 
 
 def test_a_finished_build_does_nothing_and_a_lost_shard_is_built_again(corpus: list[Path], tmp_path: Path) -> None:
