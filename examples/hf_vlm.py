@@ -1,35 +1,27 @@
-"""A stock model of text and images trains on a sequence that ranks share: Qwen3-VL with random weights.
+"""The stock Trainer of transformers on images and text that ranks share: Qwen3-VL with random weights.
 
     torchrun --standalone --nproc-per-node 2 examples/hf_vlm.py
 
-Every rank has the whole batch, as the processor made it. The tower sees whole images, the language model the tokens of
-this rank. The losses are those of one process.
+One line is added to what a Trainer takes: `shard_sequences`. Every rank gets the whole batch, as the processor made it.
+It runs the tower on its own images, and the language model on its own tokens. On GPUs give the Trainer FSDP2 as ever.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import sys
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, Trainer, TrainingArguments
 
-from megacp.distributed.collectives import all_reduce
-from megacp.distributed.grid import Axis, GridShape
-from megacp.distributed.launch import start, stop, world_from_environment
-from megacp.sdpa.context import context_parallel
-from megacp.sdpa.loop import shift_labels, sum_gradients
-from megacp.sdpa.multimodal import cut_multimodal
-from megacp.sdpa.transformers import register_with_transformers
+from megacp.sdpa.accelerate import shard_sequences
 
 IMAGE, TOKENS_OF_IMAGE, PIXELS = 120, 16, 3 * 2 * 4 * 4
 """The image token, merged patches of an image of 8 x 8 patches, and numbers in a patch of two frames."""
 
 
-def build(device: torch.device) -> Qwen3VLForConditionalGeneration:
+def build() -> Qwen3VLForConditionalGeneration:
     """Three layers of text and two of a tower, whose features also go into the first two layers of text."""
     rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
     text: dict[str, Any] = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
@@ -37,79 +29,57 @@ def build(device: torch.device) -> Qwen3VLForConditionalGeneration:
     tower: dict[str, Any] = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4}
     tower |= {"out_hidden_size": 64, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
     ids = {"image_token_id": IMAGE, "video_token_id": 121, "vision_start_token_id": 122, "vision_end_token_id": 123}
-    torch.manual_seed(0)
-    model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=tower, **ids))
-    model.set_attn_implementation(register_with_transformers())
-    return model.to(device)
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=tower, **ids))
 
 
-def batch_of(rows: int, seq_length: int, device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """What the processor gives to the model, an image a row, and shifted labels."""
-    ids = torch.randint(0, 100, (rows, seq_length))
-    kinds = torch.zeros_like(ids)
-    kinds[:, 10 : 10 + TOKENS_OF_IMAGE] = 1
-    ids[kinds == 1] = IMAGE
-    batch = {
-        "input_ids": ids,
-        "mm_token_type_ids": kinds,
-        "pixel_values": torch.randn(rows * 64, PIXELS),
-        "image_grid_thw": torch.tensor([[1, 8, 8]] * rows),
-    }
-    labels = shift_labels(ids.masked_fill(kinds == 1, -100))
-    return {name: x.to(device) for name, x in batch.items()}, labels.to(device)
+def rows(count: int, seq_length: int) -> list[dict[str, torch.Tensor]]:
+    """What a processor makes of a text with an image each."""
+    found = []
+    for _ in range(count):
+        ids, kinds = torch.randint(0, 100, (seq_length,)), torch.zeros(seq_length, dtype=torch.long)
+        kinds[10 : 10 + TOKENS_OF_IMAGE] = 1
+        ids[kinds == 1] = IMAGE
+        patches = torch.randn(4 * TOKENS_OF_IMAGE, PIXELS)
+        found.append({"input_ids": ids, "mm_token_type_ids": kinds, "pixel_values": patches})
+    return found
 
 
-def loss_of(model: Any, batch: dict[str, torch.Tensor], labels: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """The sum over the tokens of this rank, over the tokens of all ranks."""
-    logits = model(**batch, use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / counted
-
-
-def train(axis: Axis, device: torch.device, steps: int, seq_length: int) -> list[tuple[float, float]]:
-    """Losses of each step, over the ranks and on one process; all ranks draw the same weights and data."""
-    model = build(device)
-    alone = copy.deepcopy(model)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, alone)]
-    losses = []
-    for _ in range(steps):
-        batch, labels = batch_of(2, seq_length, device)
-        counted = (labels != -100).sum()
-        one = loss_of(alone, batch, labels, counted)
-        one.backward()
-        block = context_parallel(
-            axis,
-            buffers=[labels],
-            buffer_seq_dims=[1],
-            pad_values=[-100],
-            transport="kv_exchange",
-            layout="balanced",
-        )
-        with block as context, cut_multimodal(model, context):
-            loss = loss_of(model, batch, labels, counted)
-            loss.backward()
-        sum_gradients(model.parameters(), axis)
-        losses.append((all_reduce(loss.detach(), axis).item(), one.item()))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses
+def collate(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Rows of equal length; the patches of all images end to end."""
+    found = {name: torch.stack([row[name] for row in batch]) for name in ("input_ids", "mm_token_type_ids")}
+    found["labels"] = found["input_ids"].masked_fill(found["mm_token_type_ids"] == 1, -100)
+    found["pixel_values"] = torch.cat([row["pixel_values"] for row in batch])
+    return {**found, "image_grid_thw": torch.tensor([[1, 8, 8]] * len(batch))}
 
 
 def main() -> int:
-    """Train and print; 1 when the losses are not those of one process."""
-    parser = argparse.ArgumentParser(description="A tiny Qwen3-VL of transformers under context parallelism.")
-    parser.add_argument("--steps", type=int, default=3)
+    """Train some steps and print the losses, which are those of one process."""
+    parser = argparse.ArgumentParser(description="The Trainer on a tiny Qwen3-VL over a sharded sequence.")
+    parser.add_argument("--cp-size", type=int, default=2, help="ranks that share a row; 1 leaves the Trainer as it is")
     parser.add_argument("--seq-length", type=int, default=99)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--output", default="hf_vlm_out")
     options = parser.parse_args()
-    grid = start(GridShape(cp=world_from_environment().size))
-    try:
-        losses = train(grid.cp, grid.device, options.steps, options.seq_length)
-    finally:
-        stop()
-    if grid.rank == 0:
-        for step, (sharded, alone) in enumerate(losses, 1):
-            print(f"step {step}: loss {sharded:.5f} on {grid.cp.size} ranks, {alone:.5f} on one process")
-    return int(any(abs(sharded - alone) > 1e-4 for sharded, alone in losses))
+    torch.manual_seed(0)
+    arguments = TrainingArguments(
+        options.output,
+        max_steps=options.steps,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        use_cpu=not torch.cuda.is_available(),
+        per_device_train_batch_size=2,
+    )
+    trainer = Trainer(build(), arguments, train_dataset=rows(32, options.seq_length), data_collator=collate)
+    if options.cp_size > 1:
+        shard_sequences(trainer, options.cp_size)
+    trainer.train()
+    if trainer.args.process_index == 0:
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        print(f"losses on {trainer.args.world_size} ranks: {', '.join(f'{loss:.4f}' for loss in losses)}")
+    return 0
 
 
 if __name__ == "__main__":

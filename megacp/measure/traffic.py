@@ -86,10 +86,14 @@ def stage_traffic(
     """Bytes of a rank of `stage` that holds the layers `chunks`, for microbatches of `rows` padded tokens each.
 
     `context` is its place on the cp axis (default: the first). Without recomputation, or with `selective` (which
-    repeats no message); ValueError for `full`, and for low-rank pairs.
+    repeats no message); ValueError for `full`, and for low-rank pairs over tiles or without one on q, k or v.
     """
-    if config.model.lora_rank:
-        raise ValueError(f"--lora-rank {config.model.lora_rank}: no formula counts the messages of low-rank pairs")
+    pairs, tile = config.model.lora_linears, config.training.mlp_chunk_tokens
+    if pairs and (tile or set(pairs).isdisjoint(("q", "k", "v"))):
+        raise ValueError(
+            f"--lora-targets {','.join(pairs)}, --mlp-chunk-tokens {tile}: formulas count low-rank pairs with one on "
+            "q, k or v, and without tiles"
+        )
     if config.training.recompute_granularity == "full":
         raise ValueError("--recompute-granularity full repeats messages of the forward pass, which no formula counts")
     dynamic = config.parallel.dynamic_context_parallel
@@ -121,6 +125,9 @@ def tensor_bytes(config: RunConfig, world_size: int, chunks: Sequence[range], ro
     layer), or one of the MLP's all-reduces for each tile. The loss exchanges two wide numbers a token with every peer,
     chunk by chunk: (tp - 1) 2 t w. A q/k norm over all heads sums a wide number a token for q and
     for k, each way.
+
+    Beside low-rank pairs nothing else is trained: a column linear does not gather again (8 V a layer), the embedding
+    has no backward, and the first layer's q, k and v send no gradient back. See also `pair_bytes`.
     """
     model, p = config.model, config.parallel
     tp, size, wide = p.tensor_model_parallel_size, config.training.element_bytes, config.training.accumulation_bytes
@@ -129,26 +136,45 @@ def tensor_bytes(config: RunConfig, world_size: int, chunks: Sequence[range], ro
     layers = sum(len(chunk) for chunk in chunks)
     first = any(chunk.start == 0 for chunk in chunks)
     last = any(chunk.stop == model.num_layers for chunk in chunks)
-    tile = config.training.mlp_chunk_tokens
+    tile, pairs = config.training.mlp_chunk_tokens, bool(model.lora_linears)
+    ends = 0 if pairs else first  # with pairs the embedding's message makes up for the first layer's missing one
     total = 0
     for row in rows:
         tokens = row // p.context_parallel_size
         if p.sequence_parallel:
             volume = tokens * model.hidden_size // tp * (tp - 1) * size
-            total += ((10 + (tile > 0)) * layers + 2 * first + 2 * last) * volume
+            total += ((8 if pairs else 10 + (tile > 0)) * layers + 2 * ends + 2 * last) * volume
         else:
             whole = all_reduce_bytes(tokens * model.hidden_size, tp, size)
             tiles = [min(tile, tokens - start) for start in range(0, tokens, tile)] if tile else [tokens]
             tiled = sum(all_reduce_bytes(rows * model.hidden_size, tp, size) for rows in tiles)
-            total += (2 * layers + first + last) * whole + 2 * layers * tiled
-        total += last * (tp - 1) * 2 * tokens * wide
+            total += (2 * layers + ends + last) * whole + 2 * layers * tiled
+        total += last * (tp - 1) * 2 * tokens * wide + layers * pair_bytes(config, tokens)
         if model.qk_layernorm and model.qk_layernorm_scope == "all_heads":  # q and k, forward and backward
             total += 4 * layers * all_reduce_bytes(tokens, tp, wide)
     partial = layers * 2 * model.head_dim * (model.qk_layernorm and model.qk_layernorm_scope == "head")
     if p.sequence_parallel:
         partial += model.hidden_size * (layers * (2 + model.add_attention_output_bias + model.add_mlp_bias) + last)
-    shard = 0 if "text" in config.frozen_parts else partial // sharing_ranks(config, world_size)
-    return total + all_reduce_bytes(shard, tp, wide)
+    if "text" in config.frozen_parts:
+        partial = layers * partial_of_pairs(config)
+    return total + all_reduce_bytes(partial // sharing_ranks(config, world_size), tp, wide)
+
+
+def pair_bytes(config: RunConfig, tokens: int) -> int:
+    """Over tp, of the pairs of a layer: r columns a token and pair, gathered and reduced, or all-reduced one way."""
+    model, p = config.model, config.parallel
+    tp, size, asked = p.tensor_model_parallel_size, config.training.element_bytes, set(model.lora_linears)
+    groups = [len(asked & set(names)) for names in (("q", "k", "v"), ("gate", "up"), ("output",), ("down",))]
+    if p.sequence_parallel:
+        return 2 * sum(groups) * model.lora_rank * tokens // tp * (tp - 1) * size
+    return sum(all_reduce_bytes(tokens * count * model.lora_rank, tp, size) for count in groups if count)
+
+
+def partial_of_pairs(config: RunConfig) -> int:
+    """Elements of a layer's pairs whose gradients are partial over tp: A of column linears, B of row linears."""
+    model, sizes = config.model, config.model.linear_sizes
+    rows = [sizes[name][1 if name in ("output", "down") else 0] for name in model.lora_linears]
+    return model.lora_rank * sum(rows) * config.parallel.sequence_parallel
 
 
 def context_bytes(config: RunConfig, chunks: Sequence[range], rows: Sequence[int], place: ContextPlace = FIRST) -> int:

@@ -140,10 +140,31 @@ def test_full_recomputation_is_refused() -> None:
         stage_traffic(config, 1, 0, [range(4)], [64])
 
 
-def test_low_rank_pairs_are_refused() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "values"),
+    [
+        (2, {TP: 2, "lora_targets": "all"}),
+        (2, {TP: 2, "lora_targets": "q,v,down", "sequence_parallel": False}),
+        (2, {TP: 2, "dtype": "bfloat16", "qk_layernorm": True, "recompute_granularity": "selective"}),
+        (2, {PP: 2, "lora_targets": "k,output"}),
+        (4, {TP: 2, CP: 2, "lora_targets": "q,up,output"}),
+        (4, {TP: 2, PP: 2, "lora_targets": "all"}),
+        (4, {SHARING: "optim_grads", "lora_targets": "q"}),
+    ],
+    ids=str,
+)
+def test_the_formulas_know_low_rank_pairs(world: int, values: dict[str, object]) -> None:
+    """Would catch gathers for weights that are frozen, and gradients that nobody below the first pair asks for."""
+    assert_equal(measured(world, **{"lora_rank": 64, **values}))
+
+
+def test_low_rank_pairs_beyond_the_formulas_are_refused() -> None:
     """Would catch a formula that silently leaves out their messages."""
-    with pytest.raises(ValueError, match="--lora-rank 4: no formula"):
-        stage_traffic(with_values(RunConfig(), {**SIZES, "lora_rank": 4}), 1, 0, [range(4)], [64])
+    for values in ({"lora_targets": "down"}, {"lora_targets": "q", "mlp_chunk_tokens": 24}):
+        config = with_values(RunConfig(), {**SIZES, "lora_rank": 4, **values})
+        with pytest.raises(ValueError, match="formulas count low-rank pairs with one on q, k or v"):
+            stage_traffic(config, 1, 0, [range(4)], [64])
 
 
 SEES = {

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megacp.sdpa.accelerate import shard_sequences
 from megacp.sdpa.loop import shift_labels
-from tests.ranks import grid, run_ranks
+from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 SIZES: dict[str, Any] = {
@@ -331,16 +331,11 @@ def examples(rank: int, world_size: int, folder: str) -> list[str]:
     """What the examples print on a rank."""
     said = []
     sizes = ["--cp-size", str(world_size), "--steps", "1", "--output", folder]
-    for name, arguments in (("hf_trainer", sizes), ("trl_sft_packed", sizes)):
+    for name, arguments in (("hf_trainer", sizes), ("trl_sft_packed", sizes), ("hf_vlm", sizes)):
         with launched(rank, world_size), contextlib.redirect_stdout(io.StringIO()) as words:
             with mock.patch("sys.argv", [name, *arguments]):
                 assert runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]() == 0
             said.append(words.getvalue().splitlines()[-1].partition("ranks: ")[2] if rank == 0 else "")
-    if world_size > 1:
-        losses = runpy.run_path(str(EXAMPLES / "hf_vlm.py"))["train"](
-            grid(cp=world_size).cp, torch.device("cpu"), 1, 99
-        )
-        assert all(abs(sharded - alone) <= 1e-5 for sharded, alone in losses)
     return said
 
 
