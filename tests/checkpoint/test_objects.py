@@ -148,3 +148,5 @@ def test_an_unreached_store_is_no_reason_to_load_an_earlier_one(monkeypatch: pyt
             load_checkpoint(place, WORLD)
         with pytest.raises(UnreachableError):
             peek(place)
+        with pytest.raises(UnreachableError):  # the next serial follows from all that there are
+            committed(place)

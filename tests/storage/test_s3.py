@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import s3fs
 
 from megacp.storage.place import open_stream, sha256_of
 from megacp.storage.retry import UnreachableError
@@ -62,8 +63,11 @@ def test_what_is_replaced_or_removed_is_seen_at_once(folder: Url) -> None:
     assert before.startswith("ETag ") and folder.sizes_below() == {"a": 1}
     url.write(b"2")
     assert url.version() != before
-    (folder / "b").write(b"3")
-    assert folder.sizes_below() == {"a": 1, "b": 1}
+    elsewhere = s3fs.S3FileSystem(skip_instance_cache=True)
+    elsewhere.pipe_file((folder / "b").text, b"3")
+    assert folder.sizes_below() == {"a": 1, "b": 1} and folder.children() == [folder / "a", folder / "b"]
+    elsewhere.pipe_file((folder / "b").text, b"33")
+    assert (folder / "b").size() == 2
     url.unlink()
     url.unlink()
     assert not url.exists() and [child.name for child in folder.children()] == ["b"]

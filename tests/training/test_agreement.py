@@ -104,7 +104,7 @@ def test_ranks_that_see_another_directory_are_named_by_all(tmp_path: Path) -> No
 
 
 def test_a_file_that_holds_something_else_is_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megacp.training.agreement.read_regular", lambda path: b"")
+    monkeypatch.setattr("megacp.training.agreement.read_content", lambda path: b"")
     refusals = shared([tmp_path] * 2)
     assert len(set(refusals)) == 1 and f"rank 1 on {HOST} sees another content" in refusals[0]
 

@@ -202,7 +202,9 @@ def test_parts_send_their_shards_and_finish_sends_the_manifest(corpus: list[Path
     assert content(url) == content(whole) and len(PackedDataset(url)) == len(PackedDataset(whole))
 
 
-def test_a_finished_build_does_nothing_and_a_lost_shard_is_built_again(corpus: list[Path], tmp_path: Path) -> None:
+def test_a_finished_build_does_nothing_and_a_lost_shard_is_built_again(
+    corpus: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs, url, work = f"{uploaded(corpus)}/*.jsonl", memory(), tmp_path / "work"
     to_url(inputs, url, work)
     before = content(url, ())
@@ -210,6 +212,11 @@ def test_a_finished_build_does_nothing_and_a_lost_shard_is_built_again(corpus: l
     (url / "shard_00001" / "tokens.bin").unlink()
     with pytest.raises(ValueError, match=rf"{url}/shard_00001/tokens.bin: no such file, the manifest says \d+ bytes"):
         PackedDataset(url)
+    with monkeypatch.context() as patch:
+        patch.setattr(Url, "upload", lambda self, source: (_ for _ in ()).throw(UnreachableError("down")))
+        with pytest.raises(UnreachableError):
+            to_url(inputs, url, work)
+    assert not (url / MANIFEST_NAME).exists()  # nobody takes it for a finished dataset meanwhile
     assert to_url(inputs, url, work).units_resumed > 0
     assert content(url, ()) == before
 
