@@ -100,6 +100,7 @@ def test_parts_refuse_other_settings_another_number_of_parts_and_each_other(tmp_
             busy([a], d)
 
 
+@pytest.mark.slow
 def test_a_part_waits_for_others_that_begin_with_it(tmp_path: Path) -> None:
     """Would catch an array of which all but one task are refused, as they open the directory at the same moment."""
     a = tmp_path / "a.jsonl"
