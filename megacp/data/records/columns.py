@@ -6,7 +6,6 @@ null is absent. Rejected: the datasets package, which converts a whole input int
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import struct
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from megacp.data.records.record import Record, Refusal
 from megacp.files import parse_json, read_json
 from megacp.json_fields import PLAIN_NAME
 from megacp.storage.place import folders_in, open_input, place_of, read_content, suffix_of
+from megacp.storage.retry import UnreachableError
 from megacp.storage.url import Url, is_url
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
@@ -68,6 +68,8 @@ def read_arrow(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]:
                 for value in _rows_of(batch, max_record_bytes):
                     yield _row(path, row, value, max_record_bytes)
                     row += 1
+    except UnreachableError:
+        raise
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError, ValueError) as error:
         yield Refusal(path, row + 1, row, f"the Arrow file is damaged or cut short ({_one_line(error)})")
 
@@ -122,9 +124,13 @@ def _messages(ipc: Any, source: Any) -> Iterator[tuple[bytes, Any]]:
         yield from blocks(whole) if bytes(whole[-len(_MAGIC) :]) == _MAGIC else ()
         return
     source.seek(0)
-    with contextlib.suppress(OSError, ValueError):  # pyarrow's errors are one or the other
+    try:
         for message in ipc.MessageReader.open_stream(source):
             yield message.metadata.to_pybytes(), memoryview(message.body) if message.body is not None else b""
+    except UnreachableError:
+        raise
+    except (OSError, ValueError):  # pyarrow's errors are one or the other
+        return
 
 
 def _modules(name: str) -> tuple[Any, Any]:
