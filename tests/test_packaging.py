@@ -20,7 +20,7 @@ from tests.data.media.pictures import TINY, encoded, noise
 ROOT = Path(__file__).resolve().parents[1]
 EXTRAS_OF = {
     "train": {"data", "log", "gpu", "hf", "store"},
-    "preprocess": {"data", "store"},
+    "preprocess": {"data", "ray", "store"},
     "convert": {"data", "gpu", "hf", "store"},
     "generate": {"data", "gpu", "store"},
     "parity": {"data", "gpu", "store"},
