@@ -8,7 +8,6 @@ pages in memory, then with them; the store's first epoch counts the opening, lat
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import tempfile
