@@ -299,7 +299,7 @@ class ShardWriter:
             rows["branches"] = (self._branches, tables.BRANCH_DTYPE)
         if self._images is not None:
             rows["units"] = (self._units, tables.UNIT_DTYPE)
-        found = {name: np.frombuffer(bytes(data), dtype) for name, (data, dtype) in rows.items()}
+        found = {name: np.frombuffer(data, dtype) for name, (data, dtype) in rows.items()}
         weights = None if self._weights is None else self._weights.checksums
         found["checksums"] = pack_checksums(self._tokens.checksums, weights)
         if self._images is not None:
