@@ -22,6 +22,7 @@ from pathlib import Path
 
 from megacp.convert.conversion import convert
 from megacp.convert.export import Request
+from megacp.distributed.grid import single_axis
 from megacp.measure.peers.comparison import Opponents, peers_part
 from megacp.measure.peers.grids import GRIDS, PEERS
 from megacp.measure.preprocessing import text_part
@@ -36,7 +37,7 @@ EXTRA = ("profile", "peers")
 def to_hugging_face(checkpoint: Path, folder: Path) -> None:
     """A checkpoint of ours as a Hugging Face folder; what the converter prints is no part of a benchmark."""
     with contextlib.redirect_stdout(sys.stderr):
-        convert(Request("megacp", "hf", checkpoint, folder))
+        convert(Request("megacp", "hf", checkpoint, folder), single_axis("world"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

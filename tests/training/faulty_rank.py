@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megacp.checkpoint import pending
+from megacp.checkpoint.manifest import FileRecord
 from megacp.checkpoint.pending import PendingCheckpoint
 from megacp.checkpoint.storage import PayloadWriter
 from megacp.data.loader import PackedLoader
@@ -46,13 +47,13 @@ def _in_step(happen: Callable[[], None]) -> Callable[[int], None]:
 def _kill_in_writing(step: int) -> None:
     real = PayloadWriter.write
 
-    def write(self: PayloadWriter, folder: Path) -> list[Path]:
-        if not folder.name.startswith(f"step_{step:07d}"):
-            return real(self, folder)
-        path = real(self, folder)[0]
-        os.truncate(path, path.stat().st_size // 2)
-        _die(signal.SIGKILL)
-        return [path]
+    def write(self: PayloadWriter, folder: Path) -> dict[str, FileRecord]:
+        written = real(self, folder)
+        if folder.name.startswith(f"step_{step:07d}"):
+            path = folder / next(iter(written))
+            os.truncate(path, path.stat().st_size // 2)
+            _die(signal.SIGKILL)
+        return written
 
     PayloadWriter.write = write  # type: ignore[method-assign]
 
@@ -60,7 +61,7 @@ def _kill_in_writing(step: int) -> None:
 def _slow_in_writing(step: int) -> None:
     real = PayloadWriter.write
 
-    def write(self: PayloadWriter, folder: Path) -> list[Path]:
+    def write(self: PayloadWriter, folder: Path) -> dict[str, FileRecord]:
         time.sleep(25)
         return real(self, folder)
 
