@@ -64,6 +64,7 @@ def fresh_store(store: dist.Store, rank: int, size: int, seconds: float, by_hand
                 _refuse(store, rank, size, twin)
             raise ValueError(twin)
         if told := _refusal(store, mine):
+            _let_others_read(rank)
             raise ValueError(told)
         time.sleep(0.02 * max(1.0, size / 128))
     told = f"rank {rank} on {socket.gethostname()} waited {seconds:g} s for the {size} ranks of this run to start"
@@ -93,6 +94,11 @@ def _refuse(store: dist.Store, rank: int, size: int, text: str) -> None:
     """Tell `text` to the ranks that wait now: it is for those whose words are there."""
     words = ",".join(_read(store, f"word/{other}") for other in range(size))
     store.set(f"{_ROOM}/refusal", f"{words}\n{text}")
+    _let_others_read(rank)
+
+
+def _let_others_read(rank: int) -> None:
+    """Rank 0 has the store in its process, so it leaves last."""
     if rank == 0:
         time.sleep(_LINGER)
 
