@@ -19,6 +19,7 @@ from megacp.context_parallel.transport import Transport
 from megacp.distributed.grid import Axis
 from megacp.tensor_parallel.embedding import TableSpec, VocabularyTable
 from megacp.tensor_parallel.linear import LinearSpec
+from megacp.tensor_parallel.weight_gradients import LaterWeightGradients
 
 Tower = Literal["vision", "connector"]
 AdamW = Callable[[list[dict[str, Any]], tuple[float, float], float], torch.optim.Optimizer]
@@ -51,6 +52,8 @@ class Backend(Protocol):
     """Tokens of a tp rank are a multiple of this."""
     adamw: AdamW | None
     """The fused AdamW of this backend; None leaves the choice to the optimizer."""
+    put_off: LaterWeightGradients | None
+    """Weight gradients that wait for the pipeline's schedule; None where none do."""
 
     def column_linear(self, linear: LinearSpec) -> nn.Module:
         """Module of `x[t/tp, h] -> y[t, f/tp]`, each tensor cut by rows."""

@@ -25,7 +25,6 @@ from megacp.ops.norm import layer_norm, rms_norm
 from megacp.tensor_parallel.cross_entropy import cross_entropy
 from megacp.tensor_parallel.embedding import TableSpec, VocabularyTable
 from megacp.tensor_parallel.linear import (
-    AddGradient,
     ColumnParallelLinear,
     LinearOptions,
     LinearSpec,
@@ -34,6 +33,7 @@ from megacp.tensor_parallel.linear import (
 )
 from megacp.tensor_parallel.lora import ColumnPairs, LoraSpec, RowPair, adapted
 from megacp.tensor_parallel.norm import ColumnNorm
+from megacp.tensor_parallel.weight_gradients import LaterWeightGradients, WeightGradients
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -73,7 +73,7 @@ class NativeBackend:
     token_multiple = 1
     adamw: AdamW | None = None
 
-    def __init__(self, grid: ProcessGrid, config: RunConfig, add_gradient: AddGradient | None = None) -> None:
+    def __init__(self, grid: ProcessGrid, config: RunConfig, weight_gradients: WeightGradients | None = None) -> None:
         parallel, training = config.parallel, config.training
         self.tp = grid.tp
         self.sequence_parallel = parallel.sequence_parallel and grid.tp.size > 1
@@ -84,8 +84,9 @@ class NativeBackend:
         pairs = LoraSpec(model.lora_linears, model.lora_rank, model.lora_scale, model.lora_dropout)
         self.lora = pairs if model.lora_rank else None
         self.options = LinearOptions(
-            grid.tp, self.sequence_parallel, self.dtype, grid.device, trained, add_gradient=add_gradient
+            grid.tp, self.sequence_parallel, self.dtype, grid.device, trained, weight_gradients=weight_gradients
         )
+        self.put_off = weight_gradients if isinstance(weight_gradients, LaterWeightGradients) else None
         self.rows_multiple = config.model.make_vocab_size_divisible_by
         options = TransportOptions(parallel.hierarchical_context_parallel_sizes or (), parallel.cp_exchange_stages)
         kernel = kernel_name(training.attention_kernel, grid.device.type, training.dtype)

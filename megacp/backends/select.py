@@ -13,7 +13,7 @@ from megacp.backends.transformer_engine import TransformerEngineBackend, fp8_pro
 from megacp.config.run import RunConfig
 from megacp.distributed.grid import ProcessGrid
 from megacp.ops.kernels import kernel_problem
-from megacp.tensor_parallel.linear import AddGradient, add_weight_gradient
+from megacp.tensor_parallel.weight_gradients import LaterWeightGradients, WeightGradients, add_weight_gradient
 
 
 def engine_reasons(config: RunConfig, device_type: str | None) -> list[str]:
@@ -47,21 +47,23 @@ def select_backend(config: RunConfig, grid: ProcessGrid) -> Backend:
     """
     wanted = needed_by(config)
     if config.training.transformer_impl == "native" or not (wanted or grid.device.type == "cuda"):
-        return NativeBackend(grid, config, _gradient_adder(config, grid))
+        return NativeBackend(grid, config, _weight_gradients(config, grid))
     reasons = engine_reasons(config, grid.device.type)
     if not reasons:
         return TransformerEngineBackend(grid, config)
     if wanted:
         told = [f"  - {problem}" for problem in _refused(wanted, reasons)]
         raise ValueError("\n".join(["this configuration cannot run:", *told]))
-    backend = NativeBackend(grid, config, _gradient_adder(config, grid))
+    backend = NativeBackend(grid, config, _weight_gradients(config, grid))
     backend.tell(f"layers: native, because {'; '.join(reasons)}")
     return backend
 
 
-def _gradient_adder(config: RunConfig, grid: ProcessGrid) -> AddGradient | None:
-    """How native linears add their weight gradients to the buckets."""
-    if not config.training.gradient_accumulation_fusion:
+def _weight_gradients(config: RunConfig, grid: ProcessGrid) -> WeightGradients | None:
+    """What takes the weight gradients of native linears to the buckets; None leaves them to autograd."""
+    later = config.parallel.pipeline_schedule == "zero_bubble"
+    if not (later or config.training.gradient_accumulation_fusion):
         return None
     halves = grid.device.type == "cuda" and config.training.dtype == "bfloat16"
-    return (weight_gradient_kernel() if halves else None) or add_weight_gradient
+    add = (weight_gradient_kernel() if halves else None) or add_weight_gradient
+    return LaterWeightGradients(add) if later else WeightGradients(add)

@@ -40,12 +40,12 @@ from megacp.distributed.parameter import ParameterSpec
 from megacp.tensor_parallel.linear import (
     LinearOptions,
     LinearSpec,
-    add_weight_gradient,
     column_specs,
     replicated_spec,
     row_specs,
 )
 from megacp.tensor_parallel.lora import ColumnPairs, RowPair, adapted
+from megacp.tensor_parallel.weight_gradients import WeightGradients
 
 FUSED_ATTENTION_ONLY = {"NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}
 """With these, attention that cuDNN cannot do raises instead of becoming another kernel; read when it is imported."""
@@ -89,7 +89,7 @@ def _linear_settings(bias: bool, options: LinearOptions) -> dict[str, Any]:
     """What every module with linears takes: how it is cut, whether gradients go to the buckets, dtype and device."""
     return {
         "sequence_parallel": options.sequence_parallel,
-        "fuse_wgrad_accumulation": options.add_gradient is not None and options.trained,
+        "fuse_wgrad_accumulation": options.weight_gradients is not None and options.trained,
         "tp_group": options.tp.group,
         "tp_size": options.tp.size,
         "init_method": _leave,
@@ -205,7 +205,7 @@ class TransformerEngineBackend(NativeBackend):
     def __init__(self, grid: ProcessGrid, config: RunConfig) -> None:
         training, parallel = config.training, config.parallel
         # its linears have a kernel that adds to gradients which stay; this switches it on
-        adds = add_weight_gradient if parallel.data_parallel_sharding_strategy == "optim" else None
+        adds = WeightGradients() if parallel.data_parallel_sharding_strategy == "optim" else None
         super().__init__(grid, config, adds)
         self.adamw = fused_adam
         self.fp8, self.loss_kernel = training.fp8, training.cross_entropy_fusion_impl

@@ -28,6 +28,11 @@ class ParallelConfig:
     num_virtual_stages_per_pipeline_rank: Positive[int] = 1
     """Model chunks per pipeline rank; above 1 the interleaved 1F1B schedule runs (smaller bubble, more messages)."""
 
+    pipeline_schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
+    """1f1b takes one forward and one backward in turn; zero_bubble does too, but puts weight gradients off until a
+    stage would wait for another: less idle time for more memory on the last stages (native layers).
+    """
+
     sequence_parallel: bool = True
     """Shard the activations between the linear layers over tp as well; acts only when tp is above 1."""
 

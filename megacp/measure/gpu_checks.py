@@ -27,7 +27,7 @@ from megacp.distributed.spawn import RankFailure, RankPool
 from megacp.ops.kernels import kernel_name
 from megacp.ops.mask import allowed
 from megacp.ops.tile_kernels import dense_attention
-from megacp.tensor_parallel.linear import add_weight_gradient
+from megacp.tensor_parallel.weight_gradients import add_weight_gradient
 from megacp.training.step import ParallelModel
 
 

@@ -73,6 +73,16 @@ class Parameters(Protocol):
         """It is through."""
 
 
+class PutOff(Protocol):
+    """Whoever keeps the weight gradients that backwards put off. A key is (microbatch, chunk)."""
+
+    def put_by(self, key: tuple[int, int]) -> None:
+        """Name those of the backward that has just ended."""
+
+    def add(self, key: tuple[int, int], last: bool) -> None:
+        """Compute them; `last`: the last ones of the chunk's step."""
+
+
 def links_of(grid: ProcessGrid) -> PipelineLinks:
     """The links of this rank's stage in a process grid."""
     return PipelineLinks(grid.pp, grid.pipeline_channel)
@@ -117,13 +127,15 @@ def run(
     hidden: HiddenStates,
     parameters: Parameters | None = None,
     phase: Phase = unmeasured,
+    put_off: PutOff | None = None,
 ) -> list[Tensor]:
     """Execute this stage's action list over one step; every stage calls it with its own list of the same schedule.
 
     `chunks[c]` is model chunk c of this stage, that is virtual stage `c * num_stages + stage`; `batches[i]` is
     microbatch i. The chunk of the last virtual stage returns the microbatch's scalar loss, already divided by the
     step's denominator. Parameter gradients accumulate in the parameters; `parameters` hears of every backward, and what
-    a chunk's last one makes final may be reduced while it runs. `phase` gives the context of every forward, backward
+    a chunk's last one makes final may be reduced while it runs. `put_off` is needed by a list with weight gradients
+    that wait. `phase` gives the context of every forward, backward
     and wait for another stage.
 
     Returns the detached losses in microbatch order on the rank of the last virtual stage, [] on the others. With a
@@ -131,14 +143,14 @@ def run(
     (or the process group's timeout) ends them.
     """
     trains = any(a.kind is Kind.BACKWARD for a in actions)
-    execution = _Execution(chunks, batches, links, hidden, trains, parameters, phase)
+    execution = _Execution(chunks, batches, links, hidden, trains, parameters, phase, put_off)
     assert len(batches) == len({action.microbatch for action in actions}), f"{len(batches)} batches for other actions"
     assert torch.is_grad_enabled() or not execution.trains, "a training schedule under no_grad"
-    final = {a.chunk: a for a in actions if a.kind is Kind.BACKWARD}
+    final = {(a.kind, a.chunk): a for a in actions}
     for action, posts in zip(actions, posting_plan(actions, links.lookahead), strict=True):
         for receive in posts:
             execution.post(receive)
-        execution.execute(action, final.get(action.chunk) == action)
+        execution.execute(action, final[action.kind, action.chunk] == action)
     execution.finish()
     return [execution.losses[microbatch] for microbatch in sorted(execution.losses)]
 
@@ -170,6 +182,7 @@ class _Execution:
     trains: bool
     parameters: Parameters | None
     phase: Phase
+    put_off: PutOff | None
     receiving: dict[Action, Handle] = field(default_factory=dict)
     sending: defaultdict[Channel, deque[Handle]] = field(default_factory=lambda: defaultdict(deque))
     inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # until the backward (forward if not training)
@@ -182,7 +195,7 @@ class _Execution:
     def execute(self, action: Action, last: bool) -> None:
         """Run one action; a receive waits for its message, a send only for an earlier one of its channel.
 
-        `last`: it is its chunk's last backward.
+        `last`: it is its chunk's last one of this kind.
         """
         key = (action.microbatch, action.chunk)
         match action.kind:
@@ -192,6 +205,10 @@ class _Execution:
             case Kind.BACKWARD:
                 with self.phase("backward"):
                     self.backward(key, last)
+            case Kind.WEIGHTS:
+                assert self.put_off is not None, f"{action}: nobody has put any off"
+                with self.phase("backward"):
+                    self.put_off.add(key, last)
             case Kind.RECV_FORWARD:
                 with self.phase("pipeline exchange"):
                     self.inputs[key] = self.receiving.pop(action).wait().requires_grad_(self.trains)
@@ -238,6 +255,8 @@ class _Execution:
             torch.autograd.backward([self.losses_to_go.pop(key)])
         else:
             torch.autograd.backward([self.edges.pop(key)], [self.output_gradients.pop(key)])
+        if self.put_off is not None:
+            self.put_off.put_by(key)
         if self.parameters is not None:
             self.parameters.end_backward(chunk)
         if self.place(chunk) > 0:

@@ -1,9 +1,10 @@
 """Pipeline schedules as data: pure functions from (stage, sizes) to the list of actions this stage executes in order.
 
-A schedule is only an order of forwards and backwards; the messages follow from it. Every input is received right before
-the compute that needs it; every output is sent right after the compute that made it. The runtime posts receives earlier
-than that by itself. Every stage runs its forwards in one common order, and its backwards in one common order. So the
-k-th send of a channel always meets the k-th receive: no message needs a tag.
+A schedule is only an order of computes: forwards, backwards, and weight gradients that were put off. The messages
+follow from it. Every input is received right before the compute that needs it; every output is sent right after the
+compute that made it. The runtime posts receives earlier than that by itself. Every stage runs its forwards in one
+common order, and its backwards in one common order. So the k-th send of a channel always meets the k-th receive: no
+message needs a tag.
 
 Virtual stage `v = chunk * num_stages + stage` holds the v-th part of the layers. Virtual stage 0 receives nothing in
 forward and sends nothing in backward; the last virtual stage sends nothing in forward and receives nothing in backward.
@@ -14,6 +15,7 @@ and each new one repeats the communication; a list can be simulated, counted and
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -24,6 +26,7 @@ class Kind(Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    WEIGHTS = "weight gradients"
     SEND_FORWARD = "send-forward"
     RECV_FORWARD = "recv-forward"
     SEND_BACKWARD = "send-backward"
@@ -32,7 +35,7 @@ class Kind(Enum):
     RESHARD = "reshard"
 
 
-COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD})
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHTS})
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 
@@ -43,6 +46,7 @@ class Action:
 
     SEND_FORWARD sends the output of `chunk`, RECV_FORWARD receives its input. SEND_BACKWARD sends the gradient of its
     input, RECV_BACKWARD receives that of its output.
+    WEIGHTS computes the weight gradients that BACKWARD of the same microbatch and chunk has put off.
     UNSHARD starts to gather the parameters of `chunk`, RESHARD frees them (full sharding alone).
     """
 
@@ -120,6 +124,27 @@ def interleaved_one_f_one_b(stage: int, num_stages: int, num_microbatches: int, 
     return _training_actions(stage, num_stages, num_microbatches, num_chunks)
 
 
+def zero_bubble(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:
+    """1F1B, plain or interleaved, with weight gradients that wait until a stage would be idle (ZB-H1: Qi et al. 2023).
+
+    No other stage needs them. Stage s puts those of s backwards off: the last stage hands its first gradients on
+    sooner, and has this work left while the first stages finish. With one chunk the bubble is
+    `(num_stages - 1) (forward + backward - weights) / num_microbatches` of the ideal time, where backward is without
+    weights: a third of 1F1B's when all three take as long. A stage holds `num_stages - stage` activations and what
+    `stage` backwards have put off. Any number of microbatches works. Raises ValueError on impossible sizes.
+    """
+    computes = [c for c in _training_computes(stage, num_stages, num_microbatches, num_chunks) if c.microbatch >= 0]
+    waiting: deque[Action] = deque()
+    found = []
+    for compute in computes:
+        found.append(compute)
+        if compute.kind is Kind.BACKWARD:
+            waiting.append(Action(Kind.WEIGHTS, compute.microbatch, compute.chunk))
+            if len(waiting) > stage:
+                found.append(waiting.popleft())
+    return with_messages([*found, *waiting], stage, num_stages, num_chunks)
+
+
 def forward_only(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:
     """Forwards alone, for evaluation, in the order training runs them. Raises ValueError on impossible sizes."""
     _check(stage, num_stages, num_microbatches, num_chunks)
@@ -129,7 +154,7 @@ def forward_only(stage: int, num_stages: int, num_microbatches: int, num_chunks:
 
 
 def with_messages(computes: list[Action], stage: int, num_stages: int, num_chunks: int) -> list[Action]:
-    """Any order of forwards and backwards made a full action list: each receive right before its compute, each send
+    """Any order of computes made a full action list: each receive right before its compute, each send
     right after it. Computes of negative microbatches, the missing ones of a short group, are dropped.
     """
     last = num_stages * num_chunks - 1
@@ -141,9 +166,11 @@ def with_messages(computes: list[Action], stage: int, num_stages: int, num_chunk
         if compute.kind is Kind.FORWARD:
             receive = Kind.RECV_FORWARD if place > 0 else None
             send = Kind.SEND_FORWARD if place < last else None
-        else:
+        elif compute.kind is Kind.BACKWARD:
             receive = Kind.RECV_BACKWARD if place < last else None
             send = Kind.SEND_BACKWARD if place > 0 else None
+        else:
+            receive = send = None
         if receive is not None:
             actions.append(Action(receive, compute.microbatch, compute.chunk))
         actions.append(compute)
@@ -173,6 +200,12 @@ def with_parameters(actions: list[Action]) -> list[Action]:
 
 
 def _training_actions(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Action]:
+    computes = _training_computes(stage, num_stages, num_microbatches, num_chunks)
+    return with_messages(computes, stage, num_stages, num_chunks)
+
+
+def _training_computes(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Action]:
+    """Forwards and backwards of 1F1B, plain or interleaved; missing microbatches are negative."""
     _check(stage, num_stages, num_microbatches, num_chunks)
     order = _forward_order(num_stages, num_microbatches, num_chunks)
     forwards = [Action(Kind.FORWARD, microbatch, chunk) for microbatch, chunk in order]
@@ -182,8 +215,7 @@ def _training_actions(stage: int, num_stages: int, num_microbatches: int, num_ch
     computes = forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):  # until the forwards are over
         computes += [forward, backward]
-    computes += backwards[len(forwards) - warmup :]  # of the forwards that were ahead
-    return with_messages(computes, stage, num_stages, num_chunks)
+    return computes + backwards[len(forwards) - warmup :]  # of the forwards that were ahead
 
 
 def _warmup(stage: int, num_stages: int, num_chunks: int) -> int:
@@ -234,6 +266,7 @@ def _check(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) 
 SCHEDULES: dict[str, Callable[[int, int, int, int], list[Action]]] = {
     "1f1b": one_f_one_b,
     "interleaved": interleaved_one_f_one_b,
+    "zero_bubble": zero_bubble,
     "forward_only": forward_only,
 }
 
@@ -245,6 +278,8 @@ def schedule(name: str, stage: int, num_stages: int, num_microbatches: int, num_
     return SCHEDULES[name](stage, num_stages, num_microbatches, num_chunks)
 
 
-def training_schedule_name(num_chunks: int) -> str:
-    """The schedule that trains `num_chunks` chunks a stage (--num-virtual-stages-per-pipeline-rank)."""
-    return "1f1b" if num_chunks == 1 else "interleaved"
+def training_schedule_name(num_chunks: int, asked: str = "1f1b") -> str:
+    """The schedule that trains `num_chunks` chunks a stage (--num-virtual-stages-per-pipeline-rank) where
+    --pipeline-schedule is `asked`.
+    """
+    return "interleaved" if asked == "1f1b" and num_chunks > 1 else asked

@@ -21,7 +21,12 @@ product keeps no input, unless a low-rank pair beside it does, which adds its ra
 and one block's activations while its backward runs. `--mlp-chunk-tokens` leaves of the MLP its input alone, and the
 norm's output, gate, up and SwiGLU of one tile while its backward runs. A pipeline stage holds the activations of every
 microbatch in flight: stages - stage under 1F1B (Narayanan et al. 2021), 2 (stages - stage - 1) + (chunks - 1) stages +
-1 chunks when interleaved. Blocks of `--activation-offload` keep all of this on the host, except for the input that a
+1 chunks when interleaved. `zero_bubble` adds inputs and output gradients of the products whose weight gradients
+wait, `stage` times (a microbatch and chunk each):
+
+    qkv, output, gate and up, down               2 h / tp' + 2 h + (2 a + 2 g) d / tp + 3 f / tp
+
+Blocks of `--activation-offload` keep all of this on the host, except for the input that a
 pipeline holds; on the device are at least two blocks at once: one at work, and one on its way.
 """
 
@@ -50,6 +55,23 @@ def in_flight(config: RunConfig, stage: int, world_size: int) -> int:
     before = stages - stage - 1
     warmup = before if chunks == 1 else 2 * before + (chunks - 1) * stages
     return min(warmup + 1, microbatches * chunks)
+
+
+def put_off(config: RunConfig, stage: int, world_size: int) -> int:
+    """Most backwards of a chunk whose weight gradients a stage puts off."""
+    p = config.parallel
+    if p.pipeline_schedule != "zero_bubble":
+        return 0
+    return min(stage, config.num_microbatches(world_size) * p.num_virtual_stages_per_pipeline_rank)
+
+
+def layer_put_off(config: RunConfig) -> int:
+    """Bytes that the weight gradients of one layer keep while they wait."""
+    model, p, tokens = config.model, config.parallel, tokens_per_rank(config)
+    heads = (2 * model.num_attention_heads + 2 * model.query_groups) * model.head_dim
+    sharded = tokens * (heads + 3 * model.ffn_hidden_size) // p.tensor_model_parallel_size
+    elements = 2 * residual_elements(config) + 2 * tokens * model.hidden_size + sharded
+    return elements * config.training.element_bytes * ("text" not in config.frozen_parts)
 
 
 def in_flight_rows(config: RunConfig, world_size: int) -> int:

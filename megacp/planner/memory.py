@@ -20,7 +20,9 @@ from megacp.planner.activations import (
     in_flight,
     in_flight_rows,
     layer_activations,
+    layer_put_off,
     offloaded_blocks,
+    put_off,
     residual_elements,
     tokens_per_rank,
 )
@@ -125,6 +127,17 @@ def message_bytes(config: RunConfig, stage: int, chunks: int) -> int:
     return (3 * before + 4 * after) * residual_elements(config) * config.training.element_bytes
 
 
+def _put_off(config: RunConfig, stage: int, layers: int, layer: int, world_size: int) -> int:
+    """Bytes of the weight gradients that wait, of chunks with so many layers whose activations have `layer` bytes each.
+
+    In the first block, the last to run backward, those of the blocks behind it may be more than these have freed.
+    """
+    if config.parallel.pipeline_schedule != "zero_bubble":
+        return 0
+    waiting = layer_put_off(config)
+    return put_off(config, stage, world_size) * layers * waiting + (layers - 1) * max(0, waiting - layer)
+
+
 def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_size: int) -> RankMemory:
     """Bytes on one rank of a pipeline stage that holds the layers `chunks` (one range for each model chunk)."""
     p, granularity = config.parallel, config.training.recompute_granularity
@@ -135,6 +148,7 @@ def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_s
     received = residual_elements(config) * size if any(counts) and (stage, len(chunks)) != (0, 1) else 0
     at_once = max(staying, min(2, max(map(len, chunks)))) if any(counts) else staying
     activations = held * received + ((held - 1) * staying + at_once) * layer
+    activations += _put_off(config, stage, max(map(len, chunks)), layer, world_size)
     if stage == 0:
         activations += in_flight_rows(config, world_size) * vision.vision_activations(config, size, wide)
     last = stage == p.pipeline_model_parallel_size - 1

@@ -147,6 +147,7 @@ def _stages(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]
         rows.append([str(stage), layers, " + ".join(also), f"{count:,}", str(held)])
     virtual = config.parallel.num_virtual_stages_per_pipeline_rank
     kind = "1F1B" if virtual == 1 else f"interleaved 1F1B, {virtual} chunks a stage"
+    kind += ", weight gradients put off" * (config.parallel.pipeline_schedule == "zero_bubble")
     return _section(f"Pipeline stages ({kind}; in flight: activations of a chunk held at once)", rows, left=3)
 
 
@@ -166,6 +167,13 @@ def _memory(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]
     return f"{_section(title, rows)}\n\n  phases of stage {fullest}: {peaks}"
 
 
+def _waited_for(config: RunConfig, attention: float) -> float:
+    """The part of a stage's work for one microbatch that others wait for, with a share of attention in it."""
+    if config.parallel.pipeline_schedule != "zero_bubble":
+        return 1
+    return attention + (1 - attention) / 3  # forward + backward - weights: one of a product's three
+
+
 def _step(config: RunConfig, world_size: int) -> str:
     t, length = config.training, config.data.seq_length
     tokens = t.global_batch_size * length
@@ -183,7 +191,7 @@ def _step(config: RunConfig, world_size: int) -> str:
         ["model FLOPs", f"{human_count(work_of_text, 'FLOP')} ({share:.0%} attention, one document a pack)"],
         *([["vision FLOPs", f"{human_count(seeing, 'FLOP')} (all packs with the planned crops)"]] if seeing else []),
         ["a rank's share", f"{human_count((work_of_text + seeing) / world_size, 'FLOP')}"],
-        ["pipeline bubble", f"{(pp - 1) / work:.1%} of the ideal time"],
+        ["pipeline bubble", f"{(pp - 1) / work * _waited_for(config, share):.1%} of the ideal time"],
         ["the whole run", f"{t.train_iters:,} steps, {human_count(tokens * t.train_iters)} tokens"],
     ]
     return "One step\n" + "\n".join(f"  {name:<16}  {text}" for name, text in rows)

@@ -6,15 +6,11 @@ A column-parallel linear saves its sharded input and gathers it again in backwar
 reduce-scatter of the input gradient runs under the weight gradient's matrix product. Several global tensors (q, k, v or
 gate, up) share one local weight and one product. Each is cut by its own heads or rows, so checkpoints never see the
 fusion.
-
-With `--gradient-accumulation-fusion` backward adds the weight gradient straight to the parameter's `main_grad`, its
-part of a gradient bucket, so it never exists beside it. A vocabulary table may be used twice and stays with autograd.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,17 +22,7 @@ from megacp.distributed import collectives
 from megacp.distributed.differentiable import copy_to, reduce_from, reduce_scatter_to
 from megacp.distributed.grid import Axis
 from megacp.distributed.parameter import ParameterSpec, TensorSlice, attach
-
-AddGradient = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""`(total[f, h], dy[t, f], x[t, h])`: add `dy^T x` to the total, which may be wider."""
-
-
-def add_weight_gradient(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
-    """`AddGradient` in torch: one fused product and sum where the dtypes agree, else a product that is added."""
-    if total.dtype == grad.dtype:
-        total.addmm_(grad.t(), x)
-    else:
-        total.add_(grad.t() @ x)
+from megacp.tensor_parallel.weight_gradients import WeightGradients, WeightProduct
 
 
 @dataclass(frozen=True)
@@ -69,8 +55,8 @@ class LinearOptions:
     trained: bool = True
     """False for a frozen tower: its parameters take part in the forward pass alone."""
     lr_multiplier: float = 1.0
-    add_gradient: AddGradient | None = None
-    """How linears add their weight gradients to the buckets; None leaves that to autograd."""
+    weight_gradients: WeightGradients | None = None
+    """Takes the weight gradients of linears to the buckets; None leaves that to autograd."""
 
     def parameter(self, spec: ParameterSpec, rows: int | None = None) -> nn.Parameter:
         """An uninitialised parameter that holds the pieces of a spec; `rows` counts padding behind them too."""
@@ -83,17 +69,15 @@ class LinearOptions:
         return attach(parameter, dataclasses.replace(spec, lr_multiplier=self.lr_multiplier))
 
 
-def _take_gradient(
-    weight: nn.Parameter, grad: torch.Tensor, x: torch.Tensor, add: AddGradient | None
-) -> torch.Tensor | None:
-    """`dy^T x` for autograd, or None once it was added to the weight's part of a bucket."""
-    total = getattr(weight, "main_grad", None)
-    grad, x = grad.flatten(0, -2), x.flatten(0, -2)  # [..., f] -> [t, f], [..., h] -> [t, h]
-    if add is None or total is None:
-        return grad.t() @ x  # [f, t] x [t, h] -> [f, h]
-    add(total, grad, x)
-    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # ours, on a parameter of torch
-    weight.gradient_added(weight)  # type: ignore[attr-defined]  # likewise
+def _in_bucket(weight: torch.Tensor) -> bool:
+    return getattr(weight, "main_grad", None) is not None
+
+
+def _take_gradient(product: WeightProduct, sink: WeightGradients | None) -> torch.Tensor | None:
+    """`dy^T x` for autograd, or None where the gradient goes to the weight's part of a bucket."""
+    if sink is None or not _in_bucket(product.weight):
+        return product.grad.flatten(0, -2).t() @ product.x.flatten(0, -2)  # [f, t] x [t, h] -> [f, h]
+    sink.take(product)
     return None
 
 
@@ -101,16 +85,16 @@ class _Product(torch.autograd.Function):
     """`x[..., h], W[f, h] -> y[..., f]` whose weight gradient goes to the bucket."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, add: AddGradient | None) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, sink: WeightGradients) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.add = weight, add
+        ctx.weight, ctx.sink = weight, sink
         return F.linear(x, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         dx = grad @ ctx.weight if ctx.needs_input_grad[0] else None
-        d_weight = _take_gradient(ctx.weight, grad, x, ctx.add) if ctx.needs_input_grad[1] else None
+        d_weight = _take_gradient(WeightProduct(ctx.weight, grad, x), ctx.sink) if ctx.needs_input_grad[1] else None
         return dx, d_weight, None
 
 
@@ -118,40 +102,47 @@ class _GatherLinear(torch.autograd.Function):
     """`x[t/tp, h]` sharded, `W[f, h]` -> `y[t, f]`; communication overlaps the products of backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, axis: Axis, add: AddGradient | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: nn.Parameter, axis: Axis, sink: WeightGradients | None
+    ) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)  # a frozen weight asks for no input
-        ctx.axis, ctx.add, ctx.weight = axis, add, weight
+        ctx.axis, ctx.sink, ctx.weight = axis, sink, weight
         return collectives.all_gather(x, axis) @ weight.t()  # [t, h] x [h, f] -> [t, f]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        trained = ctx.needs_input_grad[1]
-        gathering = collectives.start_all_gather(x, ctx.axis) if trained else None  # under the next product
+        trained, sink = ctx.needs_input_grad[1], ctx.sink
+        waits = sink is not None and sink.later and _in_bucket(ctx.weight)
+        # under the next product
+        gathering = collectives.start_all_gather(x, ctx.axis) if trained and not waits else None
         dx = grad @ weight  # [t, f] x [f, h] -> [t, h] partial over tp
         scattering = collectives.start_reduce_scatter(dx, ctx.axis)  # under the product of the weight gradient
         d_weight = None
         if gathering is not None:
-            d_weight = _take_gradient(ctx.weight, grad, gathering.wait(), ctx.add)
+            d_weight = _take_gradient(WeightProduct(ctx.weight, grad, gathering.wait()), sink)
+        elif trained:
+            d_weight = _take_gradient(WeightProduct(ctx.weight, grad, x, ctx.axis), sink)
         return scattering.wait(), d_weight, None, None
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, add: AddGradient | None = None) -> torch.Tensor:
-    """`x[..., h] W^T [..., f]` on this rank; `add` takes the weight gradient once the weight is in a bucket."""
-    fused = add is not None and getattr(weight, "main_grad", None) is not None
-    return _Product.apply(x, weight, add) if fused else F.linear(x, weight)
+def product(x: torch.Tensor, weight: torch.Tensor, sink: WeightGradients | None = None) -> torch.Tensor:
+    """`x[..., h] W^T [..., f]` on this rank; `sink` takes the weight gradient once the weight is in a bucket."""
+    return F.linear(x, weight) if sink is None or not _in_bucket(weight) else _Product.apply(x, weight, sink)
 
 
-def gather_linear(x: torch.Tensor, weight: torch.Tensor, axis: Axis, add: AddGradient | None = None) -> torch.Tensor:
+def gather_linear(
+    x: torch.Tensor, weight: torch.Tensor, axis: Axis, sink: WeightGradients | None = None
+) -> torch.Tensor:
     """`x[t/tp, h] sharded`, `W[f, h]` -> `x_gathered W^T [t, f]`."""
-    return product(x, weight, add) if axis.size == 1 else _GatherLinear.apply(x, weight, axis, add)
+    return product(x, weight, sink) if axis.size == 1 else _GatherLinear.apply(x, weight, axis, sink)
 
 
 def column_product(x: torch.Tensor, weight: torch.Tensor, options: LinearOptions) -> torch.Tensor:
     """`y[t, f/tp]` from `x[t/tp, h]` (sequence parallel) or `x[t, h]` (replicated)."""
     if options.sequence_parallel:
-        return gather_linear(x, weight, options.tp, options.add_gradient)
-    return product(copy_to(x, options.tp), weight, options.add_gradient)
+        return gather_linear(x, weight, options.tp, options.weight_gradients)
+    return product(copy_to(x, options.tp), weight, options.weight_gradients)
 
 
 def column_specs(linear: LinearSpec, options: LinearOptions) -> tuple[ParameterSpec, ParameterSpec]:
@@ -165,7 +156,7 @@ def column_specs(linear: LinearSpec, options: LinearOptions) -> tuple[ParameterS
         weights.append(TensorSlice(f"{name}.weight", whole, (begin, 0), local, start))
         biases.append(TensorSlice(f"{name}.bias", whole[:1], (begin,), local[:1], start))
         start += local[0]
-    fused = options.add_gradient is not None
+    fused = options.weight_gradients is not None
     return (
         ParameterSpec(tuple(weights), "normal", linear.std, fused_gradient=fused),
         ParameterSpec(tuple(biases), "zeros", weight_decay=False),
@@ -179,7 +170,7 @@ def row_specs(linear: LinearSpec, options: LinearOptions) -> tuple[ParameterSpec
     assert columns % tp.size == 0, f"{name}: {columns} columns over tp {tp.size}"
     local = columns // tp.size
     piece = TensorSlice(f"{name}.weight", (rows, columns), (0, tp.rank * local), (rows, local))
-    weight = ParameterSpec((piece,), "normal", linear.std, fused_gradient=options.add_gradient is not None)
+    weight = ParameterSpec((piece,), "normal", linear.std, fused_gradient=options.weight_gradients is not None)
     return weight, replicated_spec(f"{name}.bias", (rows,), "zeros", options)
 
 
@@ -211,7 +202,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x[t, f/tp]` to `y[t/tp, h]` under sequence parallelism, else `y[t, h]`."""
-        y = product(x, self.weight, self.options.add_gradient)  # [t, h], partial over tp
+        y = product(x, self.weight, self.options.weight_gradients)  # [t, h], partial over tp
         y = reduce_scatter_to(y, self.options.tp) if self.options.sequence_parallel else reduce_from(y, self.options.tp)
         return y if self.bias is None else y + self.bias
 
@@ -229,7 +220,8 @@ class RowParallelLinear(nn.Module):
             if self.options.sequence_parallel:
                 grad = collectives.all_gather(grad, self.options.tp)  # [t/tp, h] -> [t, h]
             if self.weight.requires_grad:
-                found[self.weight] = _take_gradient(self.weight, grad, x, self.options.add_gradient)
+                product = WeightProduct(self.weight, grad, x)
+                found[self.weight] = _take_gradient(product, self.options.weight_gradients)
             return grad @ self.weight, found
 
 

@@ -161,5 +161,5 @@ def adapted(
     if lora is None or not any(name in lora.linears for name, _ in spec.outputs):
         return linear
     # the pairs are trained; autograd takes the gradients of views of a stacked matrix
-    own = dataclasses.replace(options, trained=True, add_gradient=None)
+    own = dataclasses.replace(options, trained=True, weight_gradients=None)
     return AdaptedLinear(linear, kind(spec, lora, own))

@@ -173,12 +173,14 @@ class ParallelModel:
     def _run(self, rows: Sequence[Row], step: int, denominator: float, training: bool) -> list[torch.Tensor]:
         with self.phase("shard"):
             local = [self.shard(row, step) for row in rows]
-        name = training_schedule_name(len(self.chunks)) if training else "forward_only"
+        asked = self.config.parallel.pipeline_schedule
+        name = training_schedule_name(len(self.chunks), asked) if training else "forward_only"
         actions = schedule(name, self.grid.pp.rank, self.grid.pp.size, len(local), len(self.chunks))
         chunks: list[ModelChunk] = [partial(chunk, denominator=denominator) for chunk in self.chunks]
         if self.parameters.by_schedule:
             actions = with_parameters(actions)
-        return run(actions, chunks, local, self.links, self.hidden, self.parameters, self.phase)
+        put_off = self.backend.put_off if training else None
+        return run(actions, chunks, local, self.links, self.hidden, self.parameters, self.phase, put_off)
 
     def _total(self, losses: Sequence[torch.Tensor]) -> float:
         """Sum of all microbatch losses over dp and cp, on every rank."""

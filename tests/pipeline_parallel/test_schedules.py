@@ -32,6 +32,10 @@ def training(num_stages: int, num_microbatches: int, num_chunks: int) -> list[li
     return [schedule(name, stage, num_stages, num_microbatches, num_chunks) for stage in range(num_stages)]
 
 
+def zero_bubble(num_stages: int, num_microbatches: int, num_chunks: int) -> list[list[Action]]:
+    return [schedule("zero_bubble", stage, num_stages, num_microbatches, num_chunks) for stage in range(num_stages)]
+
+
 def evaluation(num_stages: int, num_microbatches: int, num_chunks: int) -> list[list[Action]]:
     return [schedule("forward_only", s, num_stages, num_microbatches, num_chunks) for s in range(num_stages)]
 
@@ -55,6 +59,11 @@ def test_any_sizes_end_within_the_stated_memory(size: tuple[int, int, int], rand
     for stage, peak in enumerate(result.peak_in_flight):
         assert peak <= in_flight_bound(stage, num_stages, num_microbatches, num_chunks)
     simulate(evaluation(*size), num_chunks, duration, send_window=window)
+    waiting = simulate(
+        zero_bubble(*size), num_chunks, duration, duration, weights_time=duration, message_time=0.1, send_window=window
+    )
+    assert waiting.peak_in_flight <= result.peak_in_flight
+    assert waiting.peak_put_off == tuple(min(s, num_microbatches * num_chunks - 1) for s in range(num_stages))
 
 
 def test_every_small_size_ends() -> None:
@@ -62,7 +71,9 @@ def test_every_small_size_ends() -> None:
     for num_stages in range(2, 6):
         for num_chunks in range(1, 5):
             for num_microbatches in range(1, 2 * num_stages + 2):
-                simulate(training(num_stages, num_microbatches, num_chunks), num_chunks, send_window=1)
+                size = (num_stages, num_microbatches, num_chunks)
+                for lists in (training(*size), zero_bubble(*size)):
+                    simulate(lists, num_chunks, send_window=1)
 
 
 @settings(deadline=None, derandomize=True)
@@ -70,9 +81,12 @@ def test_every_small_size_ends() -> None:
 def test_every_chunk_runs_each_microbatch_once_in_one_order(size: tuple[int, int, int]) -> None:
     """Would catch a forward left out, run twice, or gradients summed in another order."""
     _, num_microbatches, num_chunks = size
-    for actions in training(*size):
+    kinds = (Kind.FORWARD, Kind.BACKWARD)
+    lists = [(actions, kinds) for actions in training(*size)]
+    lists += [(actions, (*kinds, Kind.WEIGHTS)) for actions in zero_bubble(*size)]
+    for actions, computes in lists:
         for chunk in range(num_chunks):
-            for kind in (Kind.FORWARD, Kind.BACKWARD):
+            for kind in computes:
                 order = [a.microbatch for a in actions if a.kind is kind and a.chunk == chunk]
                 assert order == list(range(num_microbatches))
     for actions in evaluation(*size):
@@ -99,6 +113,27 @@ def test_the_bubble_of_interleaved_is_the_formula(
     """(pp - 1) / (v m) when groups are full. Would catch a wrong warm-up or order of chunks."""
     result = simulate(training(stages, groups * stages, chunks), chunks, forward, backward)
     assert result.bubble == pytest.approx((stages - 1) / (chunks * groups * stages), abs=1e-9)
+
+
+@pytest.mark.slow
+@settings(deadline=None, derandomize=True)
+@given(st.integers(2, 8), st.integers(1, 3), st.integers(1, 3), times, st.sampled_from([1.0, 1.4, 2.0]))
+def test_the_bubble_of_zero_bubble_is_the_formula(
+    stages: int, groups: int, chunks: int, weights: float, ratio: float
+) -> None:
+    """(pp - 1) (f + b - w) / (v m) when groups are full and forward and backward take at least as long as weights.
+
+    Would catch weight gradients that wait too short (1F1B's bubble) or too long (idle at the end).
+    """
+    forward = backward = weights * ratio
+    lists = zero_bubble(stages, groups * stages, chunks)
+    result = simulate(lists, chunks, forward, backward, weights_time=weights)
+    saved = (forward + backward - weights) / (forward + backward + weights)
+    assert result.bubble == pytest.approx(saved * (stages - 1) / (chunks * groups * stages), abs=1e-9)
+    assert (
+        result.makespan
+        < simulate(training(stages, groups * stages, chunks), chunks, forward, backward + weights).makespan
+    )
 
 
 @pytest.mark.slow

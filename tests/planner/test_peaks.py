@@ -13,6 +13,7 @@ from tests.ranks import run_ranks
 TP, CP, PP = "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"
 SHARING, INSTANCES = "data_parallel_sharding_strategy", "num_distributed_optimizer_instances"
 BATCH, CHUNK, RECOMPUTE = "global_batch_size", "cross_entropy_chunk_tokens", "recompute_granularity"
+WAITING = "pipeline_schedule"
 HALF = {"dtype": "bfloat16"}
 STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
 
@@ -60,6 +61,10 @@ def test_the_state_of_a_rank_is_the_planned_one(strategy: str, world: int, value
         (2, {BATCH: 2, TP: 2, **HALF, CHUNK: 128, "activation_offload": 3.0}),
         (2, {BATCH: 4, PP: 2, SHARING: "optim_grads"}),
         (4, {BATCH: 8, PP: 2, SHARING: "optim_grads_params"}),
+        (2, {BATCH: 4, PP: 2, WAITING: "zero_bubble"}),
+        (4, {BATCH: 4, PP: 4, WAITING: "zero_bubble", "num_layers": 4}),
+        (4, {BATCH: 4, PP: 2, TP: 2, WAITING: "zero_bubble", RECOMPUTE: "selective"}),
+        (2, {BATCH: 4, PP: 2, WAITING: "zero_bubble", RECOMPUTE: "full"}),
         (4, {BATCH: 8, SHARING: "optim_grads_params", INSTANCES: 2, **HALF}),
         (4, {BATCH: 2, TP: 2, CP: 2, SHARING: "optim_grads_params", RECOMPUTE: "selective"}),
     ],

@@ -39,6 +39,7 @@ class Simulation:
     makespan: float
     busy: tuple[float, ...]  # time spent in forwards and backwards
     peak_in_flight: tuple[int, ...]  # most (microbatch, chunk) forwarded and not yet backwarded at once
+    peak_put_off: tuple[int, ...]  # most whose weight gradients wait for an action of their own
 
     @property
     def bubble(self) -> float:
@@ -66,6 +67,8 @@ class _Stage:
     busy: float = 0.0
     peak: int = 0
     held: set[tuple[int, int]] = field(default_factory=set)  # forwards whose backward has not run
+    put_off: set[tuple[int, int]] = field(default_factory=set)  # backwards whose weight gradients have not run
+    peak_put_off: int = 0
     done: set[Action] = field(default_factory=set)
 
 
@@ -82,17 +85,23 @@ def simulate(
     forward_time: Seconds = 1.0,
     backward_time: Seconds = 1.0,
     *,
+    weights_time: Seconds = 1.0,
     message_time: float = 0.0,
     send_window: int | None = None,
 ) -> Simulation:
     """Execute the lists of all stages (`stages[i]` is stage i's list) until they end.
 
+    `backward_time` is without weight gradients where these have actions of their own, `weights_time` each.
     `send_window` is the most messages of a channel sent and not yet received before the next send waits; None for no
     limit. Raises DeadlockError when nobody can go on, ScheduleError when a message meets the wrong receive, is never
     received, an action runs twice or before what it needs, or a (microbatch, chunk) lacks a forward.
     """
     run = _Run(
-        num_chunks, forward_time, backward_time, message_time, send_window, [_Stage(actions) for actions in stages]
+        num_chunks,
+        {Kind.FORWARD: forward_time, Kind.BACKWARD: backward_time, Kind.WEIGHTS: weights_time},
+        message_time,
+        send_window,
+        [_Stage(actions) for actions in stages],
     )
     while sum(run.advance(stage) for stage in range(len(stages))):
         pass
@@ -101,14 +110,14 @@ def simulate(
         makespan=max(stage.clock for stage in run.stages),
         busy=tuple(stage.busy for stage in run.stages),
         peak_in_flight=tuple(stage.peak for stage in run.stages),
+        peak_put_off=tuple(stage.peak_put_off for stage in run.stages),
     )
 
 
 @dataclass
 class _Run:
     num_chunks: int
-    forward_time: Seconds
-    backward_time: Seconds
+    times: dict[Kind, Seconds]
     message_time: float
     send_window: int | None
     stages: list[_Stage]
@@ -144,15 +153,21 @@ class _Run:
         place = virtual_stage(stage, len(self.stages), action.chunk)
         key = (action.microbatch, action.chunk)
         if action.kind in COMPUTE:
-            given = self.forward_time if action.kind is Kind.FORWARD else self.backward_time
+            given = self.times[action.kind]
             duration = given(place, action.microbatch) if callable(given) else given
             state.clock += duration
             state.busy += duration
             if action.kind is Kind.FORWARD:
                 state.held.add(key)
                 state.peak = max(state.peak, len(state.held))
-            else:
+            elif action.kind is Kind.BACKWARD:
                 state.held.discard(key)
+                # with an action of their own weight gradients wait for it, if only for a moment
+                state.put_off |= {key} if Action(Kind.WEIGHTS, *key) in state.actions else set()
+            else:
+                state.put_off.discard(key)
+                # counted after the next of them: one that follows its backward at once has not waited
+                state.peak_put_off = max(state.peak_put_off, len(state.put_off))
             return
         channel = channel_of(action, stage, len(self.stages))
         stream = self.streams[channel]
@@ -188,6 +203,8 @@ class _Run:
                 return [Kind.RECV_FORWARD] if place > 0 else []
             case Kind.BACKWARD:
                 return [Kind.FORWARD] + ([Kind.RECV_BACKWARD] if place < last else [])
+            case Kind.WEIGHTS:
+                return [Kind.BACKWARD]
             case Kind.SEND_FORWARD | Kind.RECV_BACKWARD:
                 return [Kind.FORWARD]
             case Kind.SEND_BACKWARD:
@@ -208,7 +225,7 @@ class _Run:
                 raise ScheduleError(
                     f"{len(stream.sent) - len(stream.taken)} messages of the {channel} are never received"
                 )
-        for kind in (Kind.FORWARD, Kind.BACKWARD):
+        for kind in COMPUTE:
             seen = [
                 {a.microbatch for a in state.done if a.kind is kind and a.chunk == chunk}
                 for state in self.stages

@@ -11,7 +11,8 @@ import torch
 from megacp.backends import apex
 from megacp.config.run import RunConfig, with_values
 from megacp.data.synthetic.mock import MockRules, mock_batch
-from megacp.tensor_parallel.linear import add_weight_gradient, product
+from megacp.tensor_parallel.linear import product
+from megacp.tensor_parallel.weight_gradients import WeightGradients, add_weight_gradient
 from megacp.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
 
@@ -100,7 +101,7 @@ def test_halves_are_added_to_a_float32_total() -> None:
 
 def test_a_weight_outside_of_buckets_gets_its_gradient_from_autograd() -> None:
     weight, x = torch.nn.Parameter(torch.randn(4, 3)), torch.randn(6, 3)
-    product(x, weight, add_weight_gradient).sum().backward()
+    product(x, weight, WeightGradients()).sum().backward()
     torch.testing.assert_close(weight.grad, torch.ones(6, 4).t() @ x)
 
 

@@ -61,6 +61,7 @@ CASES: list[Any] = [
         8, {CP: 8, "cp_layout": "zigzag_document", "vision_feature_exchange": "all_gather"}, "computed", marks=SLOW
     ),
     pytest.param(8, {CP: 2, TP: 2, PP: 2}, "stored", marks=SLOW),
+    pytest.param(4, {CP: 2, PP: 2, "pipeline_schedule": "zero_bubble", **BETWEEN}, "stored", marks=SLOW),
     pytest.param(4, {CP: 4, "vision_shards": "longest_first"}, "stored", marks=SLOW),
     pytest.param(8, {CP: 2, TP: 2, PP: 2, "vision_shards": "replicate"}, "stored", marks=SLOW),
     pytest.param(8, {CP: 4, TP: 2, "cp_comm_type": "all_gather"}, "uniform", marks=SLOW),

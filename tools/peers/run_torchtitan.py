@@ -39,7 +39,7 @@ def job(work: Work) -> JobConfig:
     config.parallelism.tensor_parallel_degree = work.axes["tp"]
     config.parallelism.pipeline_parallel_degree = work.axes["pp"]
     config.parallelism.context_parallel_degree = work.axes["cp"]
-    config.parallelism.pipeline_parallel_schedule = "1F1B"
+    config.parallelism.pipeline_parallel_schedule = work.options.get("schedule", "1F1B")
     config.parallelism.pipeline_parallel_microbatch_size = work.options.get("microbatch", 1)
     config.activation_checkpoint.mode = "none"
     config.optimizer.lr, config.optimizer.eps = values["lr"], values["eps"]

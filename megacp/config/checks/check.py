@@ -15,6 +15,7 @@ from megacp.config.checks.context import context_reasons, packs_in_a_row
 from megacp.config.checks.health import health_reasons, profile_reasons
 from megacp.config.checks.lora import lora_reasons
 from megacp.config.checks.multiples import multiple_reasons
+from megacp.config.checks.pipeline import pipeline_reasons
 from megacp.config.checks.sharding import sharding_reasons
 from megacp.config.checks.vision import vision_reasons
 from megacp.config.model import no_rope_pattern
@@ -47,17 +48,9 @@ def require(config: RunConfig, world_size: int, also: Sequence[str] = ()) -> Non
 
 
 def _grid(config: RunConfig, world: int) -> Iterator[str]:
-    p, layers, asked = config.parallel, config.model.num_layers, config.world_size
+    asked = config.world_size
     if asked is not None and not config.dry_run and differ(asked, world):
         yield f"--world-size {asked} acts only with --dry-run; this run has {world} ranks from its launcher"
-    pp, virtual = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
-    if layers < pp * virtual:
-        yield (
-            f"--num-layers {layers} is fewer than {pp * virtual} stages (--pipeline-model-parallel-size {pp} x "
-            f"--num-virtual-stages-per-pipeline-rank {virtual}): every stage needs a layer"
-        )
-    if virtual > 1 and pp == 1:
-        yield f"--num-virtual-stages-per-pipeline-rank {virtual} needs --pipeline-model-parallel-size above 1"
 
 
 def _model(config: RunConfig, world: int) -> Iterator[str]:
@@ -159,6 +152,7 @@ def _validation(config: RunConfig, world: int) -> Iterator[str]:
 SECTIONS = (
     multiple_reasons,
     _grid,
+    pipeline_reasons,
     _model,
     _rows,
     _schedule,

@@ -41,7 +41,8 @@ GRIDS: dict[str, Grid] = {
     "one process": Grid(1, {}, 1.15),
     "dp 2": Grid(2, {}, 1.05),
     "tp 2": Grid(2, {TP: 2}, 1.4),
-    "pp 2": Grid(2, {PP: 2}, 1.15),
+    "pp 2": Grid(2, {PP: 2}, None),
+    "pp 2, zero bubble": Grid(2, {PP: 2, "pipeline_schedule": "zero_bubble"}, 1.15),
     "cp 2": Grid(2, {CP: 2}, 1.5),
     "cp 4": Grid(4, {CP: 4}, 1.5),
     "tp 2 x cp 2": Grid(4, {TP: 2, CP: 2}, 2.0),
@@ -78,11 +79,16 @@ PEERS: dict[str, Peer] = {
         {
             **_ONE,
             "dp 2": {"data": "replicate", "microbatch": 1},
-            **{grid: {} for grid in ("tp 2", "pp 2", "cp 2", "cp 4", "tp 2 x cp 2", "cp 2, long")},
+            **{grid: {} for grid in ("tp 2", "pp 2", "pp 2, zero bubble", "cp 2", "cp 4", "tp 2 x cp 2", "cp 2, long")},
         },
     ),
     "torchtitan FSDP2": Peer(
         "run_torchtitan.py", ("torchtitan", "transformers", "safetensors"), {"dp 2": {"data": "shard"}}
+    ),
+    "torchtitan zero bubble": Peer(
+        "run_torchtitan.py",
+        ("torchtitan", "transformers", "safetensors"),
+        {"pp 2, zero bubble": {"schedule": "InterleavedZeroBubble"}},
     ),
     "Accelerate": Peer(
         "run_accelerate.py",

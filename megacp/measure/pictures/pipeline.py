@@ -13,13 +13,16 @@ from megacp.measure.pictures import style
 from megacp.pipeline_parallel.schedules import COMPUTE, SENDS, Action, Kind, channel_of, schedule
 
 STAGES, MICROBATCHES, CHUNKS = 4, 8, 2
-_FORWARD, _BACKWARD = 1.0, 2.0
-"""Time of a whole stage for one microbatch; a chunk takes its share."""
+_TIMES = {Kind.FORWARD: 1.0, Kind.BACKWARD: 1.0, Kind.WEIGHTS: 1.0}
+"""Time of a whole stage for one microbatch; a chunk takes its share. A backward takes the weights' too unless these
+have actions of their own.
+"""
 _COLORS = {
     (Kind.FORWARD, 0): style.SKY,
     (Kind.FORWARD, 1): style.BLUE,
     (Kind.BACKWARD, 0): style.lighter(style.ORANGE, 0.35),
     (Kind.BACKWARD, 1): style.VERMILION,
+    (Kind.WEIGHTS, 0): style.lighter(style.GREEN, 0.35),
 }
 
 
@@ -35,6 +38,8 @@ class Span:
 def walk(stages: Sequence[Sequence[Action]], num_chunks: int) -> list[list[Span]]:
     """When each stage computes what, where a message takes no time and a receive waits for its send."""
     spans: list[list[Span]] = [[] for _ in stages]
+    apart = any(action.kind is Kind.WEIGHTS for actions in stages for action in actions)
+    times = _TIMES if apart else {**_TIMES, Kind.BACKWARD: _TIMES[Kind.BACKWARD] + _TIMES[Kind.WEIGHTS]}
     clock, following = [0.0] * len(stages), [0] * len(stages)
     messages: dict[object, list[float]] = {}
     moved = True
@@ -44,7 +49,7 @@ def walk(stages: Sequence[Sequence[Action]], num_chunks: int) -> list[list[Span]
             while following[stage] < len(actions):
                 action = actions[following[stage]]
                 if action.kind in COMPUTE:
-                    length = (_FORWARD if action.kind is Kind.FORWARD else _BACKWARD) / num_chunks
+                    length = times[action.kind] / num_chunks
                     spans[stage].append(Span(action, clock[stage], clock[stage] + length))
                     clock[stage] += length
                 elif action.kind in SENDS:
@@ -86,20 +91,33 @@ def _draw_chart(axes: Axes, spans: Sequence[Sequence[Span]], longest: float, tit
 
 
 def draw_pipeline() -> Figure:
-    """1F1B above interleaved 1F1B, with the same work a stage."""
-    figure, (above, below) = style.plt.subplots(2, 1, figsize=(13.6, 6.6))
-    charts = {}
-    for name, chunks in (("1f1b", 1), ("interleaved", CHUNKS)):
-        charts[name] = walk([schedule(name, s, STAGES, MICROBATCHES, chunks) for s in range(STAGES)], chunks)
+    """1F1B, interleaved 1F1B and zero bubble one below the other, with the same work a stage."""
+    figure, places = style.plt.subplots(3, 1, figsize=(13.6, 9.4))
+    schedules = {
+        "1f1b": (1, "1F1B, one chunk a stage: idle {idle:.1%} of the work"),
+        "interleaved": (
+            CHUNKS,
+            f"interleaved 1F1B, --num-virtual-stages-per-pipeline-rank {CHUNKS}: idle {{idle:.1%}}",
+        ),
+        "zero_bubble": (1, "--pipeline-schedule zero_bubble, weight gradients wait: idle {idle:.1%}"),
+    }
+    charts = {
+        name: walk([schedule(name, s, STAGES, MICROBATCHES, chunks) for s in range(STAGES)], chunks)
+        for name, (chunks, _) in schedules.items()
+    }
     longest = max(stage[-1].stop for spans in charts.values() for stage in spans)
-    share = {name: bubble(spans) for name, spans in charts.items()}
-    flag = "--num-virtual-stages-per-pipeline-rank"
-    _draw_chart(above, charts["1f1b"], longest, f"1F1B, one chunk a stage: idle {share['1f1b']:.1%} of the work")
-    title = f"interleaved 1F1B, {flag} {CHUNKS}: idle {share['interleaved']:.1%}"
-    _draw_chart(below, charts["interleaved"], longest, title)
-    style.title(figure, f"{MICROBATCHES} microbatches through {STAGES} stages", 0.955)
-    figure.subplots_adjust(left=0.065, right=0.985, top=0.855, bottom=0.115, hspace=0.32)
-    names = ("forward, chunk 0", "forward, chunk 1", "backward, chunk 0", "backward, chunk 1", "idle")
+    for axes, (name, spans) in zip(places, charts.items(), strict=True):
+        _draw_chart(axes, spans, longest, schedules[name][1].format(idle=bubble(spans)))
+    style.title(figure, f"{MICROBATCHES} microbatches through {STAGES} stages", 0.97)
+    figure.subplots_adjust(left=0.065, right=0.985, top=0.9, bottom=0.08, hspace=0.3)
+    names = (
+        "forward, chunk 0",
+        "forward, chunk 1",
+        "backward, chunk 0",
+        "backward, chunk 1",
+        "weight gradients",
+        "idle",
+    )
     handles = [Rectangle((0, 0), 1, 1, color=color) for color in (*_COLORS.values(), style.PALE)]
     figure.legend(handles, names, loc="lower center", ncol=len(names), frameon=False, fontsize=10.5)
     return figure

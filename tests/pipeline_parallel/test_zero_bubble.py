@@ -1,0 +1,173 @@
+"""`--pipeline-schedule zero_bubble` on ranks: weight gradients that wait are those of 1F1B, no bucket goes early."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megacp.config.run import RunConfig, with_values
+from megacp.data.synthetic.mock import MockRules, mock_batch
+from megacp.tensor_parallel.linear import gather_linear
+from megacp.tensor_parallel.weight_gradients import LaterWeightGradients, WeightProduct
+from megacp.training.step import ParallelModel
+from tests.ranks import grid, run_ranks
+
+NAMES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "chunks": "num_virtual_stages_per_pipeline_rank",
+}
+SIZES: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "vocab_size": 64,
+    "make_vocab_size_divisible_by": 8,
+    "seq_length": 64,
+    "add_qkv_bias": True,
+    "add_mlp_bias": True,
+    "untie_embeddings_and_output_weights": False,
+    "dtype": "float64",
+    "ddp_bucket_size": 2000,
+}
+MICROBATCHES = 5
+
+
+def config_of(shape: dict[str, int], settings: dict[str, Any], asked: str) -> RunConfig:
+    sizes = {NAMES[key]: size for key, size in shape.items() if key in NAMES}
+    return with_values(RunConfig(), {**SIZES, **sizes, **settings, "pipeline_schedule": asked})
+
+
+def step(
+    rank: int, world: int, shape: dict[str, int], settings: dict[str, Any], asked: str
+) -> tuple[float, list[np.ndarray], list[int]]:
+    """Loss and summed gradients of microbatches of several lengths, twice the same step, this rank's slices; and the
+    buckets that are under way when `finish` begins.
+    """
+    model = ParallelModel(config_of(shape, settings, asked), grid(**{k: n for k, n in shape.items() if k != "chunks"}))
+    dp = shape.get("dp", 1)
+    first = (rank // (shape.get("tp", 1) * shape.get("cp", 1))) % dp * MICROBATCHES
+    batches = [
+        mock_batch([first + i], MockRules(SIZES["vocab_size"], 64 + 32 * (i % 3), mask="mixed"))
+        for i in range(MICROBATCHES)
+    ]
+    finish, parameters, under_way = model.parameters.finish, model.parameters, []
+
+    def counted() -> None:
+        under_way.append(len(parameters._pending))  # type: ignore[attr-defined]
+        finish()
+
+    parameters.finish = counted  # type: ignore[method-assign]
+    for _ in range(2):  # the second step begins with what the first has left
+        parameters.zero()
+        loss = model.gradients(batches, 1, 100.0)
+    return loss, [parameters.grad_shard(i).numpy().copy() for i in range(len(parameters.shards))], under_way
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "settings"),
+    [
+        ({"pp": 2}, {}),
+        ({"pp": 4}, {"recompute_granularity": "selective"}),
+        ({"pp": 2, "chunks": 2}, {"recompute_granularity": "full"}),
+        ({"pp": 2, "tp": 2}, {}),
+        ({"pp": 2, "tp": 2}, {"sequence_parallel": False, "hidden_dropout": 0.1}),
+        ({"pp": 2, "cp": 2}, {"cp_comm_type": "a2a"}),
+        ({"pp": 2, "dp": 2}, {}),
+        ({"pp": 3}, {"activation_offload": 1.0}),
+        ({"pp": 2}, {"qk_layernorm": True, "norm_position": "after"}),
+    ],
+)
+def test_gradients_are_those_of_1f1b(shape: dict[str, int], settings: dict[str, Any]) -> None:
+    """Would catch a product that is lost, computed twice or with another microbatch's input, and a bucket that is
+    reduced before the weight gradients that still wait.
+
+    float64, with the same products: only the order of two sums differs.
+    """
+    world = int(np.prod([n for name, n in shape.items() if name != "chunks"]))
+    plain = run_ranks(step, world, shape, settings, "1f1b")
+    waiting = run_ranks(step, world, shape, settings, "zero_bubble")
+    for (loss, expected, _), (found_loss, found, _) in zip(plain, waiting, strict=True):
+        assert found_loss == loss
+        for a, b in zip(expected, found, strict=True):
+            np.testing.assert_allclose(b, a, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.slow
+def test_buckets_are_reduced_while_the_last_weight_gradients_run() -> None:
+    """Would catch a bucket that nobody tells: its reduction would wait for the end of the step."""
+    for _, _, under_way in run_ranks(step, 4, {"pp": 2, "dp": 2}, {}, "zero_bubble"):
+        assert min(under_way) > 2
+
+
+def products(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """The gradient of a weight over two microbatches, whose inputs tp ranks share: put off, and by autograd."""
+    tp = grid(tp=world).tp
+    generator = torch.Generator().manual_seed(rank)
+    weight = torch.nn.Parameter(torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(9)))
+    inputs = [torch.randn(3, 4, dtype=torch.float64, generator=generator) for _ in range(2)]
+    for x in inputs:
+        gather_linear(x, weight, tp).square().sum().backward()
+    expected = weight.grad
+    assert expected is not None
+    weight.grad, told = None, []
+    weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
+    weight.gradient_added = lambda weight: told.append(len(told))  # type: ignore[attr-defined]
+    later = LaterWeightGradients()
+    for number, x in enumerate(inputs):
+        gather_linear(x, weight, tp, later).square().sum().backward()
+        assert weight.grad is None
+        later.put_by((number, 0))
+    assert not weight.main_grad.any()  # type: ignore[attr-defined]
+    later.add((0, 0), last=False)
+    assert not told
+    later.add((1, 0), last=True)
+    return weight.main_grad.detach(), expected, told  # type: ignore[attr-defined]
+
+
+def test_an_input_that_tp_ranks_share_is_gathered_when_its_product_comes() -> None:
+    for found, expected, told in run_ranks(products, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        assert told == [0]
+
+
+def test_a_weight_with_several_products_is_told_once_after_the_last() -> None:
+    """Would catch a bucket that is reduced after the first of two uses in one microbatch."""
+    weight, told = torch.nn.Parameter(torch.zeros(2, 2)), []
+    weight.main_grad = torch.zeros(2, 2)  # type: ignore[attr-defined]
+    weight.gradient_added = lambda weight: told.append(weight.main_grad.sum().item())  # type: ignore[attr-defined]
+    later = LaterWeightGradients()
+    for _ in range(3):
+        later.take(WeightProduct(weight, torch.ones(1, 2), torch.ones(1, 2)))
+    later.put_by((0, 0))
+    later.add((0, 0), last=True)
+    assert told == [12.0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "--pipeline-schedule zero_bubble needs --pipeline-model-parallel-size above 1"),
+        ({"pipeline_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads"}, "keeps none"),
+        ({"pipeline_model_parallel_size": 2, "lora_rank": 4}, "--lora-rank 4"),
+        ({"pipeline_model_parallel_size": 2, "mlp_chunk_tokens": 64}, "--mlp-chunk-tokens 64"),
+        (
+            {"pipeline_model_parallel_size": 2, "transformer_impl": "transformer_engine", "dtype": "bfloat16"},
+            "which native layers alone do",
+        ),
+    ],
+)
+def test_what_cannot_wait_is_refused_by_name(settings: dict[str, Any], expected: str) -> None:
+    from megacp.backends.select import backend_problems
+    from megacp.config.checks.check import check
+
+    config = with_values(RunConfig(), {**SIZES, **settings, "pipeline_schedule": "zero_bubble"})
+    found = [*check(config, 2), *backend_problems(config, None)]
+    assert any(expected in reason for reason in found), found
