@@ -17,6 +17,7 @@ from megacp.config.run import RunConfig, fields, flag, with_values
 GOOD = with_values(RunConfig(), {"vocab_size": 64})
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+WAITING = "pipeline_schedule"
 V = "num_virtual_stages_per_pipeline_rank"
 DYNAMIC = {"dynamic_context_parallel": True, "cp_comm_type": "kv_exchange", "cp_layout": "balanced"}
 SIZES = "hierarchical_context_parallel_sizes"
@@ -49,6 +50,14 @@ CONTRADICTIONS = [
         1,
         ["--gradient-accumulation-fusion", "--data-parallel-sharding-strategy optim_grads"],
     ),
+    ({WAITING: "zero_bubble"}, 1, ["--pipeline-schedule zero_bubble needs --pipeline-model-parallel-size above 1"]),
+    (
+        {PP: 2, WAITING: "zero_bubble", "data_parallel_sharding_strategy": "optim_grads"},
+        2,
+        ["--pipeline-schedule zero_bubble", "--data-parallel-sharding-strategy optim_grads keeps none"],
+    ),
+    ({PP: 2, WAITING: "zero_bubble", "lora_rank": 4}, 2, ["--pipeline-schedule zero_bubble with --lora-rank 4"]),
+    ({PP: 2, WAITING: "zero_bubble", "mlp_chunk_tokens": 64}, 2, ["zero_bubble with --mlp-chunk-tokens 64"]),
     ({"eval_interval": 2}, 1, ["--eval-interval 2", "--valid-data-path"]),
     ({"valid_data_path": "x", "dry_run": True}, 1, ["--valid-data-path x needs --data-path"]),
     ({"additional_vocab_size": 128}, 1, ["--additional-vocab-size 128", "--untie-embeddings-and-output-weights"]),

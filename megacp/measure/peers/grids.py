@@ -13,6 +13,7 @@ from typing import Any
 from megacp.config.run import Value
 from megacp.measure.steps import CP, LONG, PP, QUICK_SIZES, SIZES, TP
 
+CHUNKS = "num_virtual_stages_per_pipeline_rank"
 SAME: dict[str, Value] = {
     "untie_embeddings_and_output_weights": True,
     "weight_decay": 0.0,
@@ -42,7 +43,7 @@ GRIDS: dict[str, Grid] = {
     "dp 2": Grid(2, {}, 1.05),
     "tp 2": Grid(2, {TP: 2}, 1.4),
     "pp 2": Grid(2, {PP: 2}, None),
-    "pp 2, zero bubble": Grid(2, {PP: 2, "pipeline_schedule": "zero_bubble"}, 1.15),
+    "pp 2, zero bubble": Grid(2, {PP: 2, CHUNKS: 2, "pipeline_schedule": "zero_bubble"}, 1.15),
     "cp 2": Grid(2, {CP: 2}, 1.5),
     "cp 4": Grid(4, {CP: 4}, 1.5),
     "tp 2 x cp 2": Grid(4, {TP: 2, CP: 2}, 2.0),

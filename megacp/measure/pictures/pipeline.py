@@ -13,6 +13,7 @@ from megacp.measure.pictures import style
 from megacp.pipeline_parallel.schedules import COMPUTE, SENDS, Action, Kind, channel_of, schedule
 
 STAGES, MICROBATCHES, CHUNKS = 4, 8, 2
+_CHUNKS_FLAG = "--num-virtual-stages-per-pipeline-rank"
 _TIMES = {Kind.FORWARD: 1.0, Kind.BACKWARD: 1.0, Kind.WEIGHTS: 1.0}
 """Time of a whole stage for one microbatch; a chunk takes its share. A backward takes the weights' too unless these
 have actions of their own.
@@ -95,10 +96,7 @@ def draw_pipeline() -> Figure:
     figure, places = style.plt.subplots(3, 1, figsize=(13.6, 9.4))
     schedules = {
         "1f1b": (1, "1F1B, one chunk a stage: idle {idle:.1%} of the work"),
-        "interleaved": (
-            CHUNKS,
-            f"interleaved 1F1B, --num-virtual-stages-per-pipeline-rank {CHUNKS}: idle {{idle:.1%}}",
-        ),
+        "interleaved": (CHUNKS, f"interleaved 1F1B, {_CHUNKS_FLAG} {CHUNKS}: idle {{idle:.1%}}"),
         "zero_bubble": (1, "--pipeline-schedule zero_bubble, weight gradients wait: idle {idle:.1%}"),
     }
     charts = {
@@ -110,14 +108,8 @@ def draw_pipeline() -> Figure:
         _draw_chart(axes, spans, longest, schedules[name][1].format(idle=bubble(spans)))
     style.title(figure, f"{MICROBATCHES} microbatches through {STAGES} stages", 0.97)
     figure.subplots_adjust(left=0.065, right=0.985, top=0.9, bottom=0.08, hspace=0.3)
-    names = (
-        "forward, chunk 0",
-        "forward, chunk 1",
-        "backward, chunk 0",
-        "backward, chunk 1",
-        "weight gradients",
-        "idle",
-    )
+    names = [f"{kind.value}, chunk {chunk}" for kind, chunk in _COLORS if kind is not Kind.WEIGHTS]
+    names += ["weight gradients", "idle"]
     handles = [Rectangle((0, 0), 1, 1, color=color) for color in (*_COLORS.values(), style.PALE)]
     figure.legend(handles, names, loc="lower center", ncol=len(names), frameon=False, fontsize=10.5)
     return figure
