@@ -5,22 +5,25 @@ the outer axis of a hierarchy (`a2a+p2p`). A K/V head goes to every rank that ha
 other. All that goes to a rank is one message, a row of elements for each token. It is written once where it is sent,
 and once where it has arrived. Backward sends gradients only, because the head-sharded tensors are kept. The output is
 not one of them: kernels use its dot product with its gradient alone, one number a head, which travels with the
-gradient. Rejected: expanding K/V to all query heads, and padding heads to a multiple of the ranks.
+gradient. Where autograd differentiates the kernel, that keeps its output and no dot products travel. Rejected:
+expanding K/V to all query heads, and padding heads to a multiple of the ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from megacp.context_parallel.local import LocalAttention
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.sizes import AttentionSizes, HeadRun, HeadShare, head_shares
 from megacp.context_parallel.transport import KeysToQueries, Tensors
 from megacp.distributed.collectives import start_all_to_all
-from megacp.distributed.grid import Axis
+from megacp.distributed.grid import Axis, single_axis
 from megacp.ops.compiled import fused
-from megacp.ops.kernel import QKV, accumulation_dtype
+from megacp.ops.kernel import QKV, WholeKernel, accumulation_dtype
 
 
 class HeadsForSequence:
@@ -51,15 +54,13 @@ class HeadsForSequence:
             out, (*saved, _, lse) = self.inner.forward(part, whole, scale)
             outs.append(out)
             kept += [*saved, lse]
-        width = v.shape[2]
-        arrived = self._to_tokens(outs, plan, [[_width(share.heads) * width] for share in shares])
-        out = torch.cat([heads for (heads,) in arrived], 1).unflatten(1, (-1, width))  # [t, heads * d] -> [t, heads, d]
+        out = self._output_to_tokens(outs, plan, shares)
         return out, (*kept, out, k.new_empty(0, *k.shape[1:]))
 
     def backward(self, kept: Tensors, dout: torch.Tensor, plan: AttentionPlan, scale: float) -> QKV:
         """See `Transport.backward`."""
         *saved, out, empty = kept
-        (groups, width), wide = empty.shape[1:], accumulation_dtype(dout.dtype)
+        groups = empty.shape[1]
         shares = head_shares(dout.shape[1], groups, self.axis.size)
         runs, whole = shares[self.axis.rank].runs, plan.grouped(self.axis.size)
         mine, dots = self._to_heads([(dout, "heads"), (dot_products(out, dout), "heads")], plan, shares)
@@ -72,14 +73,32 @@ class HeadsForSequence:
         ]
         # a K/V head on several ranks has partial gradients, which are summed in the accumulation dtype
         copied = sum(_width(share.groups) for share in shares) > groups
-        dtype = wide if copied else dout.dtype
         dqs, dks, dvs = zip(*found, strict=True)
+        dtype = accumulation_dtype(dout.dtype) if copied else dout.dtype
         leaving = [dq.to(dout.dtype) for dq in dqs] + [x.to(dtype) for x in (*dks, *dvs)]
-        keys = width * dtype.itemsize // dout.dtype.itemsize  # columns of a K/V head
+        return self._gradients_to_tokens(leaving, plan, shares, groups)
+
+    def _output_to_tokens(
+        self, outs: Sequence[torch.Tensor], plan: AttentionPlan, shares: Sequence[HeadShare]
+    ) -> torch.Tensor:
+        """`[size * t, heads, d]` of each run of this rank's heads -> `[t, all heads, d]`."""
+        width = outs[0].shape[2]
+        arrived = self._to_tokens(outs, plan, [[_width(share.heads) * width] for share in shares])
+        return torch.cat([heads for (heads,) in arrived], 1).unflatten(1, (-1, width))
+
+    def _gradients_to_tokens(
+        self, leaving: Sequence[torch.Tensor], plan: AttentionPlan, shares: Sequence[HeadShare], groups: int
+    ) -> QKV:
+        """Gradients `[size * t, share, d]` of this rank's queries, then keys, then values, those of queries in the
+        narrower dtype -> `dq[t, heads, d]`, `dk, dv[t, groups, d]` in the accumulation dtype.
+        """
+        width, narrow, dtype = leaving[0].shape[2], leaving[0].dtype, leaving[-1].dtype
+        keys = width * dtype.itemsize // narrow.itemsize  # columns of a K/V head
         counts = [[_width(share.heads) * width, *[_width(share.groups) * keys] * 2] for share in shares]
         dqs, dks, dvs = zip(*self._to_tokens(leaving, plan, counts), strict=True)
-        dq = torch.cat(dqs, 1).view(dout.shape)  # [t, share of heads * d] of each rank -> [t, heads, d]
-        dk, dv = (_sum(x, shares, dtype, dout.new_empty(len(dout), groups, width, dtype=wide)) for x in (dks, dvs))
+        dq = torch.cat(dqs, 1).unflatten(1, (-1, width))  # [t, share of heads * d] of each rank -> [t, heads, d]
+        wide = accumulation_dtype(narrow)
+        dk, dv = (_sum(x, shares, dtype, dq.new_empty(len(dq), groups, width, dtype=wide)) for x in (dks, dvs))
         return dq, dk, dv
 
     def _to_heads(
@@ -118,6 +137,62 @@ class HeadsForSequence:
         sizes = [tokens * sum(count) for count in counts]
         arrived = start_all_to_all(message.view(-1), self.axis, [message.numel() // size] * size, sizes).take()
         return [x.view(tokens, -1).split(list(count), 1) for x, count in zip(arrived.split(sizes), counts, strict=True)]
+
+
+class WholeHeadsForSequence(HeadsForSequence):
+    """Transport `a2a` with a kernel that autograd differentiates: no attention is computed again.
+
+    Its output stays on both sides of the swap: the kernel's backward reads it here, the next layer's there.
+    """
+
+    def __init__(self, axis: Axis, kernel: WholeKernel) -> None:
+        super().__init__("a2a", axis, LocalAttention(single_axis("cp_outer"), kernel))
+        self.kernel = kernel
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
+    ) -> torch.Tensor:
+        """Differentiable attention: `q[t, heads, d]`, `k, v[t, groups, d]` -> `out[t, heads, d]`."""
+        shares = head_shares(q.shape[1], k.shape[1], self.axis.size)
+        table = plan.grouped(self.axis.size).table_of_row
+        mine = _ToHeads.apply(self, plan, shares, q, k, v)
+        counts = _counts(shares[self.axis.rank].runs)
+        queries, keys, values = (x.split(of_runs, 1) for x, of_runs in zip(mine, counts, strict=True))
+        parts = zip(queries, keys, values, strict=True)
+        outs = [self.kernel.whole(*of_run, table, scale) for of_run in parts]
+        return _ToTokens.apply(self, plan, shares, *outs)
+
+
+class _ToHeads(torch.autograd.Function):
+    """`q, k, v` of this rank's tokens -> of its heads."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, transport: HeadsForSequence, plan: AttentionPlan, shares: Sequence[HeadShare], *qkv: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.transport, ctx.plan, ctx.shares, ctx.groups = transport, plan, shares, qkv[1].shape[1]
+        return tuple(transport._to_heads(list(zip(qkv, ("heads", "groups", "groups"), strict=True)), plan, shares))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        found = ctx.transport._gradients_to_tokens(grads, ctx.plan, ctx.shares, ctx.groups)
+        return None, None, None, *(x.to(grad.dtype) for x, grad in zip(found, grads, strict=True))
+
+
+class _ToTokens(torch.autograd.Function):
+    """The outputs of this rank's heads -> of its tokens."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, transport: HeadsForSequence, plan: AttentionPlan, shares: Sequence[HeadShare], *outs: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.transport, ctx.plan, ctx.shares, ctx.heads = transport, plan, shares, [out.shape[1] for out in outs]
+        return transport._output_to_tokens(outs, plan, shares)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (mine,) = ctx.transport._to_heads([(grads[0].contiguous(), "heads")], ctx.plan, ctx.shares)
+        return None, None, None, *mine.split(ctx.heads, 1)
 
 
 @fused

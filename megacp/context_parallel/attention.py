@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megacp.context_parallel.a2a import HeadsForSequence
+from megacp.context_parallel.a2a import HeadsForSequence, WholeHeadsForSequence
 from megacp.context_parallel.all_gather import AllGatherAttention
 from megacp.context_parallel.kv_exchange import KVExchange
 from megacp.context_parallel.local import DenseAttention, LocalAttention, WholeAttention
@@ -53,7 +53,7 @@ def core_attention(
     """Softmax attention under the plan's mask: `q[t, heads, d]`, `k, v[t, groups, d]` -> `out[t, heads, d]`."""
     # kernels and messages take the last dim as dense; a transposed view would be read past its end
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    if isinstance(transport, WholeAttention):
+    if isinstance(transport, WholeAttention | WholeHeadsForSequence):
         return transport.attend(q, k, v, plan, scale)
     return _CoreAttention.apply(q, k, v, transport, plan, scale)
 
@@ -69,6 +69,8 @@ class TransportOptions:
 
 
 def _a2a(axis: Axis, kernel: Kernel, options: TransportOptions) -> Transport:
+    if isinstance(kernel, WholeKernel):
+        return WholeHeadsForSequence(axis, kernel)
     return HeadsForSequence("a2a", axis, LocalAttention(single_axis("cp_outer"), kernel))
 
 

@@ -140,7 +140,11 @@ def key_messages(sizes: AttentionSizes) -> KeyMessages:
 
 @dataclass(frozen=True)
 class HeadMessages:
-    """Bytes that one rank sends in each exchange of heads for sequence, to all others together."""
+    """Bytes that one rank sends in each exchange of heads for sequence, to all others together.
+
+    Where a kernel is differentiated by autograd (FlexAttention under `a2a`), no dot products travel, and dk and dv go
+    in the model's dtype.
+    """
 
     to_heads: int
     """q, k, v of its tokens: t d s (heads + 2 groups) of every other rank, replicated K/V heads counted."""

@@ -113,6 +113,16 @@ def offloaded_blocks(config: RunConfig, chunks: Sequence[range]) -> list[int]:
     return counts
 
 
+def _differentiates_itself(config: RunConfig) -> bool:
+    """Whether attention is one call of FlexAttention, which keeps its output and computes nothing again."""
+    return _flex(config) and (config.parallel.context_parallel_size == 1 or config.parallel.cp_comm_type == "a2a")
+
+
+def _flex(config: RunConfig) -> bool:
+    kernel = config.training.attention_kernel
+    return kernel in ("flex", "flex_flash") or (kernel == "auto" and config.training.dtype != "float64")
+
+
 def layer_activations(config: RunConfig, granularity: str) -> int:
     """Bytes one layer keeps for the backward of one microbatch on one rank, under a recompute granularity."""
     model, p = config.model, config.parallel
@@ -125,6 +135,8 @@ def layer_activations(config: RunConfig, granularity: str) -> int:
     fused = heads + 2 * groups if model.qk_layernorm else groups  # inputs of the q/k norms, else v alone
     sharded = (fused + 2 * heads + groups) * head_dim  # and rotated q and k, and the output
     sharded += int((key_value_share(config) - 1) * 2 * groups * head_dim)
+    if _differentiates_itself(config) and heads_group(config) > 1:
+        sharded += heads * head_dim  # the output on both sides of the swap
     tiled = config.training.mlp_chunk_tokens > 0
     sharded += (3 if cheap else 2) * model.ffn_hidden_size * (not tiled)
     each_head = model.qk_layernorm and model.qk_layernorm_scope == "head"
@@ -206,7 +218,8 @@ def attention_work(config: RunConfig) -> int:
 
     p2p holds the K/V at hand and the next, with their gradients likewise; all_gather holds the whole row's, and so may
     kv_exchange under a mask that needs all of them; a2a holds the row's keys for its own heads. The kernel `flex`,
-    which `auto` takes on CUDA, computes the output again and holds it and its gradient, each also in the wide dtype;
+    which `auto` takes on CUDA, computes the output of one part among several again and holds it and its gradient, each
+    also in the wide dtype;
     `math`, which `auto` takes there for float64, the scores, weights and their gradients of one block of queries.
     """
     model, p = config.model, config.parallel
@@ -217,7 +230,7 @@ def attention_work(config: RunConfig) -> int:
     queries = tokens * model.num_attention_heads * model.head_dim // tp
     kernel, double = config.training.attention_kernel, config.training.dtype == "float64"
     scores = part = 0
-    if kernel in ("flex", "flex_flash") or (kernel == "auto" and not double):
+    if _flex(config) and not _differentiates_itself(config):
         part = 2 * queries * (size + wide)
     if kernel == "math" or (kernel == "auto" and double):
         keys = tokens * (1 if p.cp_comm_type == "p2p" else cp)

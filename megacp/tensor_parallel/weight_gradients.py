@@ -87,7 +87,6 @@ class LaterWeightGradients(WeightGradients):
         """Name what the backward has found that has just ended."""
         self._waiting[key], self._found = self._found, []
 
-    @torch.no_grad()
     def add(self, key: tuple[int, int], last: bool) -> None:
         """Compute what waits under a name. `last`: buckets hear that the gradients of these weights are final."""
         products = deque(self._waiting.pop(key))

@@ -11,16 +11,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megacp.context_parallel.a2a import HeadsForSequence, dot_products, stand_in
+from megacp.context_parallel.a2a import HeadsForSequence, WholeHeadsForSequence, dot_products, stand_in
 from megacp.context_parallel.layout import LAYOUTS
 from megacp.context_parallel.local import LocalAttention
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.shard import shard_batch
-from megacp.context_parallel.sizes import head_shares
+from megacp.context_parallel.sizes import AttentionSizes, head_messages, head_shares
 from megacp.distributed.grid import single_axis
+from megacp.ops.flex import FlexKernel
 from megacp.ops.kernel import QKV
 from megacp.ops.tile_kernels import MathKernel
-from tests.context_parallel.test_attention import Case, compare, on_ranks
+from tests.context_parallel.test_attention import DIM, Case, attend, batch_of, compare, on_ranks, qkv_and_gradient
+from tests.ops.test_flex import dense
 from tests.ranks import grid, run_ranks
 from tests.reference.packs import random_batch
 
@@ -46,6 +48,50 @@ def test_heads_that_do_not_divide_by_the_ranks_are_dealt_unevenly(
     cases = [Case("a2a", "balanced", mask, heads=heads) for mask in ("holes", "causal")]
     cases += [Case("a2a+p2p", layout, "holes", heads=heads, hierarchy=h) for h in hierarchies for layout in LAYOUTS]
     compare(run_ranks(on_ranks, world_size, cases), cases, 1e-12)
+
+
+class Once:
+    """`flex_attention` in float64, differentiated by autograd; counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[bool] = []
+
+    def __call__(self, *qkv: torch.Tensor, **options: object) -> torch.Tensor:
+        self.calls.append(torch.is_grad_enabled())
+        return dense(*qkv, **options)
+
+
+def whole_on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[tuple[list, list[bool], int]]:
+    """As `on_ranks`, by a kernel that autograd differentiates, with its calls and the bytes sent."""
+    found, cp = [], grid(cp=world_size).cp
+    for case in cases:
+        batch = shard_batch(batch_of(case), cp, LAYOUTS[case.layout])
+        kernel = Once()
+        cp.traffic.clear()
+        transport = WholeHeadsForSequence(cp, FlexKernel(kernel, 8))
+        results = attend(batch, transport, qkv_and_gradient(case, batch.num_tokens * world_size))
+        sent = cp.traffic.total
+        found.append(([(batch.plan.local, results)], kernel.calls, sent))
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "heads"), [(2, (4, 2)), (3, (8, 4)), (4, (6, 2))], ids=str)
+def test_a_kernel_that_autograd_differentiates_runs_once(world_size: int, heads: tuple[int, int]) -> None:
+    """Would catch a backward that makes the forward again, dot products that nobody needs, and gradients of replicated
+    K/V heads that are not summed. 6 heads of 2 groups over 4 ranks are dealt unevenly, and a rank may have two runs.
+    """
+    cases = [Case("a2a", "balanced", mask, heads=heads) for mask in ("holes", "causal")]
+    ranks = run_ranks(whole_on_ranks, world_size, cases)
+    for number, case in enumerate(cases):
+        compare([rank[number][0] for rank in ranks], [case], 1e-12)
+        for rank, found in enumerate(ranks):
+            _, calls, sent = found[number]
+            shares = head_shares(*heads, world_size)
+            assert calls == [True] * len(shares[rank].runs)
+            tokens = len(found[number][0][0][0])
+            messages = head_messages(AttentionSizes(tokens, *heads, DIM, 8, 8), world_size, rank)
+            dots = tokens * 8 * (heads[0] - len(range(heads[0])[shares[rank].heads]))
+            assert sent == sum(dataclasses.astuple(messages)) - dots
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1), (6, 2), (5, 5), (28, 4)], ids=str)

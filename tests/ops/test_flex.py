@@ -7,6 +7,7 @@ The kernel itself is tested in tests/gpu.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, FlexKernelOptions, flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from megacp.context_parallel.a2a import WholeHeadsForSequence
 from megacp.context_parallel.attention import core_attention, select_transport
 from megacp.context_parallel.local import LocalAttention, WholeAttention
 from megacp.context_parallel.plan import AttentionPlan
@@ -314,10 +316,13 @@ def test_a_row_whose_keys_are_all_here_is_computed_once(full: bool) -> None:
     assert calls.made[-4:] == [("TRITON", True)] * 4, "parts are merged by their lse"
 
 
-def test_on_cuda_one_rank_takes_the_whole_row_at_once() -> None:
+def test_on_cuda_a_rank_with_all_keys_takes_the_whole_row_at_once() -> None:
     device = torch.device("cuda")
     assert isinstance(select_transport("p2p", "auto", single_axis("cp"), device), WholeAttention)
     assert not isinstance(select_transport("p2p", "math", single_axis("cp"), device), WholeAttention)
+    two = dataclasses.replace(single_axis("cp"), size=2, global_ranks=(0, 1))
+    assert isinstance(select_transport("a2a", "auto", two, device), WholeHeadsForSequence)
+    assert not isinstance(select_transport("a2a", "math", two, device), WholeHeadsForSequence)
 
 
 def test_flash_attention_4_is_refused_where_it_is_not_installed_or_too_narrow(monkeypatch: pytest.MonkeyPatch) -> None:

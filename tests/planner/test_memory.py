@@ -208,8 +208,13 @@ def test_auto_is_planned_as_the_kernel_that_a_gpu_takes() -> None:
     for dtype, kernel in (("bfloat16", "flex"), ("float32", "flex"), ("float64", "math")):
         found = [activations.attention_work(config_of(attention_kernel=name, dtype=dtype)) for name in ("auto", kernel)]
         assert found[0] == found[1]
-    flex, flash = (activations.attention_work(config_of(attention_kernel=name)) for name in ("flex", "flash"))
-    assert flex - flash == 2 * 1024 * config_of().model.hidden_size * (4 + 4)
+    hidden = config_of().model.hidden_size
+    for values, again in (({}, 0), ({CP: 2}, 1), ({CP: 2, "cp_comm_type": "a2a"}, 0)):
+        flex, flash = (config_of(attention_kernel=name, **values) for name in ("flex", "flash"))
+        work = activations.attention_work(flex) - activations.attention_work(flash)
+        assert work == again * 2 * 512 * hidden * (4 + 4), "only a part among several is computed again"
+        kept = activations.layer_activations(flex, "none") - activations.layer_activations(flash, "none")
+        assert kept == (512 * hidden * 4 if "cp_comm_type" in values else 0), "the output on both sides of the swap"
 
 
 def test_offloaded_blocks_leave_two_of_them_on_the_device() -> None:
