@@ -196,15 +196,26 @@ class ProcessGrid:
         return [axis for axis in (*axes, *parts) if axis.group is not None]
 
 
-URGENT = ("cp", "cp_inner", "cp_outer", "pp", "pp_forward", "pp_backward")
+CHANNELS = ("pp_forward", "pp_backward")
+"""Axes that carry a pipeline's messages."""
+CHANNEL_CTAS = 4
+"""Most thread blocks that a pipeline's message takes from the layers under it: its peer needs it a compute later. Not
+measured.
+"""
+URGENT = ("cp", "cp_inner", "cp_outer", "pp", *CHANNELS)
 """Axes whose messages the next kernel waits for. Those of gradients and parameters have a whole backward's time."""
 
 
 def group_options(name: str) -> Any:
-    """Options of an axis' process group: under NCCL, messages of `URGENT` axes go before kernels that are queued."""
+    """Options of an axis' process group: under NCCL, messages of `URGENT` axes go before kernels that are queued, and
+    those of `CHANNELS` take few thread blocks.
+    """
     if name not in URGENT or dist.get_backend() != "nccl":
         return None
-    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if name in CHANNELS:
+        options.config.max_ctas = CHANNEL_CTAS
+    return options
 
 
 def connect(grid: ProcessGrid) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacp.distributed.collectives import all_reduce
-from megacp.distributed.grid import AXES, Axis, GridShape, build_grid, connect, group_options, single_axis
+from megacp.distributed.grid import AXES, CHANNEL_CTAS, Axis, GridShape, build_grid, connect, group_options, single_axis
 from tests.ranks import grid, run_ranks
 from tests.reference import grid as reference
 
@@ -135,11 +135,16 @@ def test_all_ranks_of_every_axis_meet_once_and_nothing_is_counted() -> None:
 
 
 def test_nccl_gets_urgent_streams_for_what_the_next_kernel_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch a ring behind gradients that have time, and options that gloo does not know."""
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=lambda **given: given), raising=False)
+    """Would catch a ring behind gradients that have time, a pipeline's message that takes many thread blocks, and options that gloo does not know."""
+
+    def options(**given: bool) -> SimpleNamespace:
+        return SimpleNamespace(given=given, config=SimpleNamespace(max_ctas=None))
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
     names = ("tp", "cp", "dp", "pp", "pp_forward", "cp_dp", "cp_inner", "world")
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     assert [name for name in names if group_options(name)] == ["cp", "pp", "pp_forward", "cp_inner"]
-    assert group_options("cp") == {"is_high_priority_stream": True}
+    assert group_options("cp").given == {"is_high_priority_stream": True}
+    assert [group_options(name).config.max_ctas for name in ("cp", "pp", "pp_forward")] == [None, None, CHANNEL_CTAS]
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
     assert not any(map(group_options, names))

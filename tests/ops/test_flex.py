@@ -320,7 +320,7 @@ def test_on_cuda_a_rank_with_all_keys_takes_the_whole_row_at_once() -> None:
     device = torch.device("cuda")
     assert isinstance(select_transport("p2p", "auto", single_axis("cp"), device), WholeAttention)
     assert not isinstance(select_transport("p2p", "math", single_axis("cp"), device), WholeAttention)
-    two = dataclasses.replace(single_axis("cp"), size=2, global_ranks=(0, 1))
+    two = dataclasses.replace(single_axis("cp"), size=2, global_ranks=(0, 1), group=object())
     assert isinstance(select_transport("a2a", "auto", two, device), WholeHeadsForSequence)
     assert not isinstance(select_transport("a2a", "math", two, device), WholeHeadsForSequence)
 
