@@ -135,7 +135,9 @@ def test_all_ranks_of_every_axis_meet_once_and_nothing_is_counted() -> None:
 
 
 def test_nccl_gets_urgent_streams_for_what_the_next_kernel_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch a ring behind gradients that have time, a pipeline's message that takes many thread blocks, and options that gloo does not know."""
+    """Would catch a ring behind gradients that have time, a pipeline that takes many thread blocks, and options that
+    gloo does not know.
+    """
 
     def options(**given: bool) -> SimpleNamespace:
         return SimpleNamespace(given=given, config=SimpleNamespace(max_ctas=None))
