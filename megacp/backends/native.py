@@ -20,11 +20,13 @@ from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.shard import row_axis
 from megacp.context_parallel.sizes import attention_sizes
 from megacp.distributed.grid import ProcessGrid
+from megacp.distributed.symmetric_memory import SymmetricMemory
 from megacp.ops.kernels import kernel_name
 from megacp.ops.norm import layer_norm, rms_norm
 from megacp.tensor_parallel.cross_entropy import cross_entropy
 from megacp.tensor_parallel.embedding import TableSpec, VocabularyTable
 from megacp.tensor_parallel.linear import (
+    PLAIN,
     ColumnParallelLinear,
     LinearOptions,
     LinearSpec,
@@ -84,7 +86,13 @@ class NativeBackend:
         pairs = LoraSpec(model.lora_linears, model.lora_rank, model.lora_scale, model.lora_dropout)
         self.lora = pairs if model.lora_rank else None
         self.options = LinearOptions(
-            grid.tp, self.sequence_parallel, self.dtype, grid.device, trained, weight_gradients=weight_gradients
+            grid.tp,
+            self.sequence_parallel,
+            self.dtype,
+            grid.device,
+            trained,
+            weight_gradients=weight_gradients,
+            products=SymmetricMemory() if parallel.async_tensor_parallel else PLAIN,
         )
         self.put_off = weight_gradients if isinstance(weight_gradients, LaterWeightGradients) else None
         self.rows_multiple = config.model.make_vocab_size_divisible_by

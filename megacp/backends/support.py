@@ -64,6 +64,8 @@ def layer_reasons(
         yield f"--fp8 {t.fp8}: {eight_bits}"
     if config.parallel.pipeline_schedule == "zero_bubble":
         yield "--pipeline-schedule zero_bubble puts weight gradients off, which native layers alone do"
+    if config.parallel.async_tensor_parallel:
+        yield "--async-tensor-parallel is for native layers' products"
     if t.dtype != "bfloat16":
         yield f"Transformer Engine's layers are for --dtype bfloat16, this run has {t.dtype}"
     if t.fp8 == "delayed" and t.recompute_granularity == "full":

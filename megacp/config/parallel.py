@@ -36,6 +36,11 @@ class ParallelConfig:
     sequence_parallel: bool = True
     """Shard the activations between the linear layers over tp as well; acts only when tp is above 1."""
 
+    async_tensor_parallel: bool = False
+    """Products of native layers run piece by piece beside their messages over tp, through torch's symmetric memory:
+    CUDA, sequence parallelism, and tp ranks that NVLink joins. Never run yet.
+    """
+
     cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p", "kv_exchange", "auto"] = "p2p"
     """How attention crosses the cp ranks: p2p passes keys and values around a ring, all_gather collects them at once,
     a2a swaps tokens for heads, a2a+p2p does that inside groups with a ring between them, kv_exchange sends each rank

@@ -19,10 +19,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from megacp.distributed import collectives
-from megacp.distributed.differentiable import copy_to, reduce_from, reduce_scatter_to
+from megacp.distributed.differentiable import copy_to, reduce_from
 from megacp.distributed.grid import Axis
 from megacp.distributed.parameter import ParameterSpec, TensorSlice, attach
+from megacp.tensor_parallel.products import Plain, Products
 from megacp.tensor_parallel.weight_gradients import WeightGradients, WeightProduct
+
+PLAIN = Plain()
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class LinearOptions:
     lr_multiplier: float = 1.0
     weight_gradients: WeightGradients | None = None
     """Takes the weight gradients of linears to the buckets; None leaves that to autograd."""
+    products: Products = PLAIN
+    """How products and the messages of sequence parallelism go together."""
 
     def parameter(self, spec: ParameterSpec, rows: int | None = None) -> nn.Parameter:
         """An uninitialised parameter that holds the pieces of a spec; `rows` counts padding behind them too."""
@@ -103,11 +108,11 @@ class _GatherLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: nn.Parameter, axis: Axis, sink: WeightGradients | None
+        ctx: Any, x: torch.Tensor, weight: nn.Parameter, axis: Axis, sink: WeightGradients | None, products: Products
     ) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)  # a frozen weight asks for no input
-        ctx.axis, ctx.sink, ctx.weight = axis, sink, weight
-        return collectives.all_gather(x, axis) @ weight.t()  # [t, h] x [h, f] -> [t, f]
+        ctx.axis, ctx.sink, ctx.weight, ctx.products = axis, sink, weight, products
+        return products.gather_product(x, weight.t(), axis)[1]  # [t, h] x [h, f] -> [t, f]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -116,14 +121,35 @@ class _GatherLinear(torch.autograd.Function):
         waits = sink is not None and sink.later and _in_bucket(ctx.weight)
         # under the next product
         gathering = collectives.start_all_gather(x, ctx.axis) if trained and not waits else None
-        dx = grad @ weight  # [t, f] x [f, h] -> [t, h] partial over tp
-        scattering = collectives.start_reduce_scatter(dx, ctx.axis)  # under the product of the weight gradient
+        # [t, f] x [f, h] -> [t, h] partial over tp; its sum is under way under the product of the weight gradient
+        scattering = ctx.products.product_scatter(grad, weight, ctx.axis)
         d_weight = None
         if gathering is not None:
             d_weight = _take_gradient(WeightProduct(ctx.weight, grad, gathering.wait()), sink)
         elif trained:
             d_weight = _take_gradient(WeightProduct(ctx.weight, grad, x, ctx.axis), sink)
-        return scattering.wait(), d_weight, None, None
+        return scattering.wait(), d_weight, None, None, None
+
+
+class _ScatterLinear(torch.autograd.Function):
+    """`x[t, f/tp]`, `W[h, f/tp]` -> `y[t/tp, h]`, the sum over tp of `x W^T`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: nn.Parameter, axis: Axis, sink: WeightGradients | None, products: Products
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.axis, ctx.sink, ctx.weight, ctx.products = axis, sink, weight, products
+        return products.product_scatter(x, weight.t(), axis).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        whole, dx = ctx.products.gather_product(grad, weight, ctx.axis)  # [t, h] and [t, f/tp]
+        d_weight = None
+        if ctx.needs_input_grad[1]:
+            d_weight = _take_gradient(WeightProduct(ctx.weight, whole, x), ctx.sink)
+        return dx if ctx.needs_input_grad[0] else None, d_weight, None, None, None
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, sink: WeightGradients | None = None) -> torch.Tensor:
@@ -132,16 +158,26 @@ def product(x: torch.Tensor, weight: torch.Tensor, sink: WeightGradients | None 
 
 
 def gather_linear(
-    x: torch.Tensor, weight: torch.Tensor, axis: Axis, sink: WeightGradients | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    axis: Axis,
+    sink: WeightGradients | None = None,
+    products: Products = PLAIN,
 ) -> torch.Tensor:
     """`x[t/tp, h] sharded`, `W[f, h]` -> `x_gathered W^T [t, f]`."""
-    return product(x, weight, sink) if axis.size == 1 else _GatherLinear.apply(x, weight, axis, sink)
+    return product(x, weight, sink) if axis.size == 1 else _GatherLinear.apply(x, weight, axis, sink, products)
+
+
+def scatter_linear(x: torch.Tensor, weight: torch.Tensor, options: LinearOptions) -> torch.Tensor:
+    """`x[t, f/tp]`, `W[h, f/tp]` -> `y[t/tp, h]`, the sum over tp of `x W^T`."""
+    tp, sink = options.tp, options.weight_gradients
+    return product(x, weight, sink) if tp.size == 1 else _ScatterLinear.apply(x, weight, tp, sink, options.products)
 
 
 def column_product(x: torch.Tensor, weight: torch.Tensor, options: LinearOptions) -> torch.Tensor:
     """`y[t, f/tp]` from `x[t/tp, h]` (sequence parallel) or `x[t, h]` (replicated)."""
     if options.sequence_parallel:
-        return gather_linear(x, weight, options.tp, options.weight_gradients)
+        return gather_linear(x, weight, options.tp, options.weight_gradients, options.products)
     return product(copy_to(x, options.tp), weight, options.weight_gradients)
 
 
@@ -202,8 +238,11 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x[t, f/tp]` to `y[t/tp, h]` under sequence parallelism, else `y[t, h]`."""
-        y = product(x, self.weight, self.options.weight_gradients)  # [t, h], partial over tp
-        y = reduce_scatter_to(y, self.options.tp) if self.options.sequence_parallel else reduce_from(y, self.options.tp)
+        options = self.options
+        if options.sequence_parallel:
+            y = scatter_linear(x, self.weight, options)
+        else:
+            y = reduce_from(product(x, self.weight, options.weight_gradients), options.tp)  # [t, h]
         return y if self.bias is None else y + self.bias
 
     def gradients(

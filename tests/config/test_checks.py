@@ -50,6 +50,7 @@ CONTRADICTIONS = [
         1,
         ["--gradient-accumulation-fusion", "--data-parallel-sharding-strategy optim_grads"],
     ),
+    ({"async_tensor_parallel": True}, 1, ["--async-tensor-parallel", "--tensor-model-parallel-size above 1"]),
     ({WAITING: "zero_bubble"}, 1, ["--pipeline-schedule zero_bubble needs --pipeline-model-parallel-size above 1"]),
     (
         {PP: 2, WAITING: "zero_bubble", "data_parallel_sharding_strategy": "optim_grads"},

@@ -1,4 +1,4 @@
-"""Contradictions of what data-parallel ranks share: fused gradients, and groups that hold copies of one another."""
+"""Contradictions of what ranks share: fused gradients, groups that hold copies of one another, hidden messages."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ def sharding_reasons(config: RunConfig, world: int) -> Iterator[str]:
         yield (
             f"--gradient-accumulation-fusion adds to whole gradients that stay, --data-parallel-sharding-strategy "
             f"{strategy} keeps none: give one of them"
+        )
+    if p.async_tensor_parallel and (p.tensor_model_parallel_size == 1 or not p.sequence_parallel):
+        yield (
+            "--async-tensor-parallel hides the messages of sequence parallelism: give --tensor-model-parallel-size "
+            "above 1, and not --no-sequence-parallel"
         )
     if world % ranks > 0:
         return
