@@ -15,6 +15,7 @@ from megacp.tensor_parallel.linear import gather_linear
 from megacp.tensor_parallel.weight_gradients import LaterWeightGradients, WeightProduct
 from megacp.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
+from tests.tensor_parallel.test_fused_gradient import SIZES as TINY
 
 NAMES = {
     "tp": "tensor_model_parallel_size",
@@ -22,21 +23,7 @@ NAMES = {
     "cp": "context_parallel_size",
     "chunks": "num_virtual_stages_per_pipeline_rank",
 }
-SIZES: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 32,
-    "ffn_hidden_size": 48,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "vocab_size": 64,
-    "make_vocab_size_divisible_by": 8,
-    "seq_length": 64,
-    "add_qkv_bias": True,
-    "add_mlp_bias": True,
-    "untie_embeddings_and_output_weights": False,
-    "dtype": "float64",
-    "ddp_bucket_size": 2000,
-}
+SIZES: dict[str, Any] = {**TINY, "num_layers": 4, "untie_embeddings_and_output_weights": False}
 MICROBATCHES = 5
 
 

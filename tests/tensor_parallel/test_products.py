@@ -16,21 +16,9 @@ from megacp.data.synthetic.mock import MockRules, mock_batch
 from megacp.distributed import symmetric_memory
 from megacp.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
+from tests.tensor_parallel.test_fused_gradient import SIZES as TINY
 
-SIZES: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "ffn_hidden_size": 48,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "vocab_size": 64,
-    "make_vocab_size_divisible_by": 8,
-    "seq_length": 64,
-    "add_qkv_bias": True,
-    "add_mlp_bias": True,
-    "dtype": "float64",
-    "tensor_model_parallel_size": 2,
-}
+SIZES: dict[str, Any] = {**TINY, "tensor_model_parallel_size": 2}
 
 
 def model_of(settings: dict[str, Any]) -> ParallelModel:
