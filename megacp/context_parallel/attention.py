@@ -18,7 +18,7 @@ from megacp.context_parallel.kv_exchange import KVExchange
 from megacp.context_parallel.local import DenseAttention, LocalAttention, WholeAttention
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.ring import RingAttention
-from megacp.context_parallel.transport import Transport
+from megacp.context_parallel.transport import Attend, Transport
 from megacp.distributed.grid import Axis, single_axis, split_axis
 from megacp.ops.kernel import Kernel, WholeKernel
 from megacp.ops.kernels import select_kernel
@@ -53,8 +53,9 @@ def core_attention(
     """Softmax attention under the plan's mask: `q[t, heads, d]`, `k, v[t, groups, d]` -> `out[t, heads, d]`."""
     # kernels and messages take the last dim as dense; a transposed view would be read past its end
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    if isinstance(transport, WholeAttention | WholeHeadsForSequence):
-        return transport.attend(q, k, v, plan, scale)
+    attend: Attend | None = getattr(transport, "attend", None)
+    if attend is not None:
+        return attend(q, k, v, plan, scale)
     return _CoreAttention.apply(q, k, v, transport, plan, scale)
 
 

@@ -7,7 +7,7 @@ for backward. Rejected: one fixed set of saved tensors, under which heads-for-se
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Protocol
 
 import torch
@@ -27,8 +27,15 @@ Visits = Generator[Visit, torch.Tensor | None, torch.Tensor | None]
 gradient of this rank's keys and values, `[t, 2, groups, d]`. In forward both are None."""
 
 
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionPlan, float], torch.Tensor]
+"""Differentiable attention: `q[t, heads, d]`, `k, v[t, groups, d]`, plan, scale -> `out[t, heads, d]`."""
+
+
 class Transport(Protocol):
-    """Attention over the tokens of a cp axis; tensors are sharded over it by the plan."""
+    """Attention over the tokens of a cp axis; tensors are sharded over it by the plan.
+
+    One with a kernel that autograd differentiates has `attend: Attend` besides, which is then called instead.
+    """
 
     name: str
 

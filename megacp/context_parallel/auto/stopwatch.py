@@ -14,7 +14,7 @@ import torch
 from megacp.context_parallel.auto.predict import PassSeconds
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.sizes import AttentionSizes
-from megacp.context_parallel.transport import Tensors, Transport
+from megacp.context_parallel.transport import Attend, Tensors, Transport
 from megacp.distributed.clock import clock_of
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import Axis
@@ -31,6 +31,11 @@ class Stopwatch:
         self.running = False
         self._transport, self._device, self._clock = transport, device, clock_of(device)
         self._passes: tuple[list[Any], list[Any]] = ([], [])  # (begin, end) of every forward, of every backward
+
+    @property
+    def attend(self) -> Attend | None:
+        """See `Transport`; while it is running the passes are apart, which costs such a transport a second forward."""
+        return None if self.running else getattr(self._transport, "attend", None)
 
     def prepare(self, plan: AttentionPlan, sizes: AttentionSizes) -> None:
         """See `Transport.prepare`."""

@@ -62,3 +62,18 @@ def test_a_stopped_watch_counts_nothing_and_a_running_one_the_mean_of_each_pass(
     watch.running = False
     attend(watch)
     assert watch.slowest(world) == PassSeconds(1.0, 3.0)
+
+
+class OneCall(SlowTransport):
+    """Differentiated by autograd."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: object) -> torch.Tensor:
+        return 2 * q + 3 * k + 4 * v
+
+
+def test_a_stopped_watch_leaves_a_transport_to_autograd() -> None:
+    """Would catch attention that is computed again in every backward of a run, because it was once measured."""
+    watch = Stopwatch(OneCall(), CPU)
+    assert [grad.unique().tolist() for grad in attend(watch)[1:]] == [[2.0], [3.0], [4.0]]
+    watch.running = True
+    assert all(map(torch.equal, attend(watch), attend(SlowTransport())))
