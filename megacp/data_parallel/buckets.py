@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
+from megacp.data_parallel.arrivals import Arrivals
 from megacp.data_parallel.layout import BucketPlan, ParameterSlice, Slot, plan_buckets, slices_of
 from megacp.data_parallel.shards import ParameterShard, ShardedParameters
 from megacp.distributed.collectives import Pending, gather_into, start_reduce_scatter
@@ -97,7 +98,8 @@ class FlatBuckets(ShardedParameters):
     """Gradients of the local model chunks, accumulated and reduced in buckets over `reduce_axis` (dp x cp).
 
     `partial_axes` maps the names that appear in `ParameterSpec.partial_over` to their axes. Build it once the weights
-    are on their device. With `each_microbatch` gradients are reduced after every backward and kept as slices.
+    are on their device. With `each_microbatch` gradients are reduced after every backward and kept as slices. With
+    `parts`, modules that together run all of the chunks, updated parameters arrive while parts before them compute.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class FlatBuckets(ShardedParameters):
         *,
         each_microbatch: bool = False,
         instances: int = 1,
+        parts: Sequence[nn.Module] = (),
     ) -> None:
         super().__init__(reduce_axis, partial_axes, instances)
         plans = plan_buckets(chunks, self.axis.size, bucket_elements)
@@ -119,6 +122,8 @@ class FlatBuckets(ShardedParameters):
         missing = {name for b in self.buckets for name in b.plan.partial_over} - set(partial_axes)
         assert not missing, f"no axis was given for {sorted(missing)}"
         self._each_microbatch = each_microbatch
+        self._arrivals, self._ahead = Arrivals(), len(parts) > 0
+        self._arrivals.before_forward(parts, {s.parameter: i for i, b in enumerate(self.buckets) for s in b.plan.slots})
         for index, bucket in enumerate(self.buckets):
             for number, slot in enumerate(bucket.plan.slots):
                 parameter = slot.parameter
@@ -197,7 +202,8 @@ class FlatBuckets(ShardedParameters):
         """Nothing: parameters stay whole."""
 
     def release(self) -> None:
-        """Nothing: parameters stay whole."""
+        """Parameters stay whole; those under way arrive."""
+        self._arrivals.wait_for_all()
 
     def start_backward(self, chunk: int, last: bool) -> None:
         """From now on gradients of this chunk are to be reduced: complete buckets at once."""
@@ -218,6 +224,7 @@ class FlatBuckets(ShardedParameters):
     def finish(self) -> None:
         """Reduce what is left and wait for everything; afterwards `grad_shard` holds this rank's summed slices."""
         assert self._shards is None, "finish was called twice without zero"
+        self._arrivals.wait_for_all()  # of parts that no microbatch has used
         while self._to_launch:
             self._launch()
         self._collect(0)
@@ -240,9 +247,11 @@ class FlatBuckets(ShardedParameters):
         """Send every rank's updated slice to all ranks of dp x cp, where they belong."""
         if self.axis.size == 1:
             return
-        under_way = [gather_into(bucket.parameters, bucket.parameter_shard, self.axis) for bucket in self.buckets]
-        for pending in under_way:
-            pending.wait()
+        for index in reversed(range(len(self.buckets))):  # the order of the forward
+            bucket = self.buckets[index]
+            self._arrivals.start(index, gather_into(bucket.parameters, bucket.parameter_shard, self.axis))
+        if not self._ahead:
+            self._arrivals.wait_for_all()
 
     def parameter_slices(self) -> list[ParameterSlice]:
         everything = (*self.buckets, *self.frozen)
@@ -250,6 +259,7 @@ class FlatBuckets(ShardedParameters):
 
     def parameters_held(self) -> list[ParameterSlice]:
         """All local parameters, whole, frozen ones included."""
+        self._arrivals.wait_for_all()
         everything = (*self.buckets, *self.frozen)
         return [part for bucket in everything for part in slices_of(bucket.plan, 0, bucket.parameters)]
 
@@ -260,5 +270,6 @@ class FlatBuckets(ShardedParameters):
         """Nothing is left to do: the parameters themselves were filled."""
 
     def clear(self) -> None:
+        self._arrivals.wait_for_all()
         for bucket in (*self.buckets, *self.frozen):
             bucket.parameters.zero_()

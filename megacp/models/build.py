@@ -6,6 +6,8 @@ unequal numbers of layers where the head costs more than a layer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from megacp.backends.native import DTYPES
@@ -93,5 +95,19 @@ def build_sharded(config: RunConfig, grid: ProcessGrid) -> tuple[list[LanguageMo
         parallel.ddp_bucket_size,
         each_microbatch=strategy != "optim",
         instances=instances,
+        parts=_parts(chunks) if grid.device.type == "cuda" else (),  # CPU ranks send with the cores that compute
     )
     return chunks, buckets
+
+
+def _parts(chunks: Sequence[LanguageModelChunk]) -> list[nn.Module]:
+    """Modules that run all of the chunks, in the order of the forward; a whole chunk stands behind its parts.
+
+    A table that embeds and ends the model is thus the embedding's.
+    """
+    parts: list[nn.Module] = []
+    for chunk in chunks:
+        named = dict(chunk.named_children())
+        parts += [named[name] for name in ("embedding", "vision") if name in named]
+        parts += [*chunk.blocks, *([chunk.head] if chunk.is_last else []), chunk]
+    return parts
