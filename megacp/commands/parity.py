@@ -86,7 +86,7 @@ def _heading(setup: ParitySetup) -> str:
     lines = [
         f"parity of {setup.world_size} ranks = pp {p.pipeline_model_parallel_size} x dp {dp} x "
         f"cp {p.context_parallel_size} x tp {p.tensor_model_parallel_size} with one process",
-        f"  layout  virtual stages {p.num_virtual_stages_per_pipeline_rank}, "
+        f"  layout  virtual stages {p.num_virtual_stages_per_pipeline_rank}, schedule {p.pipeline_schedule}, "
         f"sequence parallel {'on' if p.sequence_parallel else 'off'}, {_context(p)}, "
         f"recompute {t.recompute_granularity}, sharding {p.data_parallel_sharding_strategy}",
         f"  model   {setup.model or 'of the config'}: {human_count(run_parameters(setup.config))} parameters, "

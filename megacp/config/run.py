@@ -33,6 +33,7 @@ ON_CPU: dict[str, Value] = {
     "transformer_impl": "native",
     "fp8": "off",
     "cross_entropy_fusion_impl": "native",
+    "async_tensor_parallel": False,
 }
 """Replacements of choices that only a GPU can run."""
 

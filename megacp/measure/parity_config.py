@@ -284,6 +284,7 @@ def one_process(config: RunConfig, world_size: int) -> RunConfig:
             "pipeline_model_parallel_size": 1,
             "context_parallel_size": 1,
             "num_virtual_stages_per_pipeline_rank": 1,
+            "pipeline_schedule": "1f1b",
             "recompute_granularity": "none",
             "activation_offload": 0.0,
             "mlp_chunk_tokens": 0,
