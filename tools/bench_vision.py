@@ -3,7 +3,7 @@
     python tools/bench_vision.py [--quick] [--json FILE] [--only loads bytes preprocessing packs]
 
 Loads and bytes are counted from the tables and routes of training for 2 to 16 ranks, bytes also on 2 and 4 real ranks.
-Preprocessing is the real build on photos made here, medians of runs with 1 and 2 workers that take turns.
+Preprocessing is the real build on photos and videos made here, medians of runs with 1 and 2 workers that take turns.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import functools
 import sys
 from collections.abc import Sequence
 
-from megacp.measure.preprocessing import photo_part
+from megacp.measure.preprocessing import media_part
 from megacp.measure.report import benchmark_parser, run_parts
 from megacp.measure.vision import byte_part, load_part, pack_part
 
-PARTS = {"loads": load_part, "bytes": byte_part, "preprocessing": photo_part, "packs": pack_part}
+PARTS = {"loads": load_part, "bytes": byte_part, "preprocessing": media_part, "packs": pack_part}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -141,8 +141,13 @@ class NativeBackend:
         frozen, multiplier = name in self.frozen, multipliers[name]
         other = copy.copy(self)
         other.sequence_parallel, other.lora = False, None
+        sink = self.options.weight_gradients
         other.options = dataclasses.replace(
-            self.options, sequence_parallel=False, trained=not frozen, lr_multiplier=multiplier
+            self.options,
+            sequence_parallel=False,
+            trained=not frozen,
+            lr_multiplier=multiplier,
+            weight_gradients=sink and sink.at_once(),  # on the first stage, for whose gradients nobody waits
         )
         return other
 

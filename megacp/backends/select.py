@@ -13,6 +13,7 @@ from megacp.backends.transformer_engine import TransformerEngineBackend, fp8_pro
 from megacp.config.run import RunConfig
 from megacp.distributed.grid import ProcessGrid
 from megacp.ops.kernels import kernel_problem
+from megacp.pipeline_parallel.schedules import puts_off
 from megacp.tensor_parallel.weight_gradients import LaterWeightGradients, WeightGradients, add_weight_gradient
 
 
@@ -63,9 +64,10 @@ def select_backend(config: RunConfig, grid: ProcessGrid) -> Backend:
 
 def _weight_gradients(config: RunConfig, grid: ProcessGrid) -> WeightGradients | None:
     """What takes the weight gradients of native linears to the buckets; None leaves them to autograd."""
-    later = config.parallel.pipeline_schedule == "zero_bubble"
-    if not (later or config.training.gradient_accumulation_fusion):
+    asked = config.parallel.pipeline_schedule == "zero_bubble"
+    if not (asked or config.training.gradient_accumulation_fusion):
         return None
+    later = asked and puts_off(grid.pp.rank, config.parallel.num_virtual_stages_per_pipeline_rank)
     halves = grid.device.type == "cuda" and config.training.dtype == "bfloat16"
     add = (weight_gradient_kernel() if halves else None) or add_weight_gradient
     return LaterWeightGradients(add) if later else WeightGradients(add)

@@ -9,9 +9,12 @@ import itertools
 import math
 
 from megacp.config.checks.check import check
-from megacp.config.run import RunConfig, with_values
+from megacp.config.run import RunConfig, Value, with_values
 
 _SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+
+_ONE_TP_RANK: dict[str, Value] = {"async_tensor_parallel": False}
+_ONE_STAGE: dict[str, Value] = {"num_virtual_stages_per_pipeline_rank": 1, "pipeline_schedule": "1f1b"}
 
 
 def largest_grid(config: RunConfig, world_size: int) -> tuple[RunConfig, int]:
@@ -19,7 +22,8 @@ def largest_grid(config: RunConfig, world_size: int) -> tuple[RunConfig, int]:
 
     The given tp, cp and pp stay where any number of replicas of them fits the world and the global batch. Else they
     shrink to divisors: most ranks first, then most ranks of one model (least memory a rank), then largest tp, cp, pp.
-    Instances of the sharded optimizer shrink with the replicas that they divide.
+    Instances of the sharded optimizer shrink with the replicas that they divide. One stage has one chunk and no
+    schedule of its own, and one tp rank no messages to hide.
     Where nothing fits, the config comes back as it was: its checks say why.
     """
     if not config.parallel.allow_smaller_grid or not check(config, world_size):
@@ -30,7 +34,9 @@ def largest_grid(config: RunConfig, world_size: int) -> tuple[RunConfig, int]:
     shapes = itertools.product(*divisors)
     found = []
     for shape in shapes:
-        smaller = with_values(config, dict(zip(_SIZES, shape, strict=True)))
+        tp, _, pp = shape
+        alone = {**(_ONE_TP_RANK if tp == 1 else {}), **(_ONE_STAGE if pp == 1 else {})}
+        smaller = with_values(config, {**dict(zip(_SIZES, shape, strict=True)), **alone})
         for replicas in range(world_size // smaller.model_ranks, 0, -1):
             ranks = replicas * smaller.model_ranks
             instances = math.gcd(replicas, max(1, config.parallel.num_distributed_optimizer_instances))

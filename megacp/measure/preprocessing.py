@@ -1,4 +1,4 @@
-"""Speed of `tools/preprocess_data.py build` on text and on photos with 1 and 2 workers, start-up included.
+"""Speed of `tools/preprocess_data.py build` on text, photos and videos with 1 and 2 workers, start-up included.
 
 The real command runs in its own process; the numbers of workers take turns and medians are shown. Text is also made
 tokens as Megatron does it, where megatron-core is installed. Ours also packs, hashes and syncs what it writes.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import megacp
-from megacp.data.synthetic.records import write_photos, write_text
+from megacp.data.synthetic.records import write_photos, write_text, write_videos
 from megacp.measure.report import Goal, Part, Seconds, take_turns, timed
 from megacp.planner.report import table
 
@@ -36,7 +36,9 @@ TEXT_GOALS = ((SAME_ENGINE, PLAIN, 1.3), (ANY_ENGINE, BATCHED, 1.0))
 """Ours, theirs, and the least ratio."""
 PEER = Path(__file__).parents[2] / "tools" / "peers" / "preprocess_megatron.py"
 UNITS = 4
-"""Parts of the photos' records that workers take."""
+"""Parts of the records of media that workers take."""
+MEDIA = {"photos": (write_photos, 16, 300), "videos": (write_videos, 2, 96)}
+"""Who writes a folder of that name and its records, and how many: quick, and else."""
 
 
 def text_part(quick: bool) -> Part:
@@ -75,27 +77,35 @@ def text_part(quick: bool) -> Part:
     return Part({"preprocess": found}, goals, table(rows))
 
 
-def photo_part(quick: bool) -> Part:
-    """Images and megabytes per second, and images per processor second."""
-    count, rounds = (16, 1) if quick else (300, 3)
-    with tempfile.TemporaryDirectory() as name:
-        records = write_photos(Path(name), count)
-        megabytes = sum(file.stat().st_size for file in [records, *(Path(name) / "photos").iterdir()]) / 1e6
+def media_part(quick: bool) -> Part:
+    """Photos and videos: files and megabytes per second, and files per processor second."""
+    rounds = 1 if quick else 3
+    parts = [_media(name, *sizes, quick, rounds) for name, sizes in MEDIA.items()]
+    return Part(
+        {key: value for part in parts for key, value in part.figures.items()}, table="\n".join(p.table for p in parts)
+    )
+
+
+def _media(name: str, write: Callable[[Path, int], Path], small: int, large: int, quick: bool, rounds: int) -> Part:
+    count = small if quick else large
+    with tempfile.TemporaryDirectory() as folder:
+        records = write(Path(folder), count)
+        megabytes = sum(file.stat().st_size for file in [records, *(Path(folder) / name).iterdir()]) / 1e6
         flags = ["--tokenizer", "byte", "--unit-bytes", -(-records.stat().st_size // UNITS), "--seq-length", 16384]
-        flags += ["--image-root", records.parent / "photos", "--max-crops-per-pack", 128]
+        flags += ["--image-root", records.parent / name, "--max-crops-per-pack", 128]
         seconds = take_turns({f"{n} workers": _build(records, n, *flags) for n in WORKERS}, rounds)
-    rows = [[f"{count} photos, {megabytes:.1f} MB", "images/s", "MB/s", "images/CPU s"]]
+    rows = [[f"{count} {name}, {megabytes:.1f} MB", f"{name}/s", "MB/s", f"{name}/CPU s"]]
     for way, times in seconds.items():
         wall, cpu = (statistics.median(getattr(one, clock) for one in times) for clock in ("wall", "cpu"))
         rows.append([way, *(f"{speed:.1f}" for speed in (count / wall, megabytes / wall, count / cpu))])
     by_workers = list(zip(WORKERS, seconds.values(), strict=True))
     found = {
-        "images": count,
+        "files": count,
         "megabytes": megabytes,
         "seconds": {workers: [one.wall for one in times] for workers, times in by_workers},
         "cpu_seconds": {workers: [one.cpu for one in times] for workers, times in by_workers},
     }
-    return Part({"preprocessing": found}, table=table(rows))
+    return Part({name: found}, table=table(rows))
 
 
 def _way(name: str, workers: int) -> str:

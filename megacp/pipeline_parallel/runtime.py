@@ -76,6 +76,9 @@ class Parameters(Protocol):
 class PutOff(Protocol):
     """Whoever keeps the weight gradients that backwards put off. A key is (microbatch, chunk)."""
 
+    def begin(self) -> None:
+        """A step begins: nothing waits."""
+
     def put_by(self, key: tuple[int, int]) -> None:
         """Name those of the backward that has just ended."""
 
@@ -147,6 +150,8 @@ def run(
     assert len(batches) == len({action.microbatch for action in actions}), f"{len(batches)} batches for other actions"
     assert torch.is_grad_enabled() or not execution.trains, "a training schedule under no_grad"
     final = {(a.kind, a.chunk): a for a in actions}
+    if put_off is not None:
+        put_off.begin()
     for action, posts in zip(actions, posting_plan(actions, links.lookahead), strict=True):
         for receive in posts:
             execution.post(receive)

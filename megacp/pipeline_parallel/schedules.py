@@ -131,9 +131,12 @@ def zero_bubble(stage: int, num_stages: int, num_microbatches: int, num_chunks: 
     sooner, and has this work left while the first stages finish. With one chunk the bubble is
     `(num_stages - 1) (forward + backward - weights) / num_microbatches` of the ideal time, where backward is without
     weights: a third of 1F1B's when all three take as long. A stage holds `num_stages - stage` activations and what
-    `stage` backwards have put off. Any number of microbatches works. Raises ValueError on impossible sizes.
+    `stage` backwards have put off. On stage 0 a backward that hands nothing on has its weight gradients inside. Any
+    number of microbatches works. Raises ValueError on impossible sizes.
     """
     computes = [c for c in _training_computes(stage, num_stages, num_microbatches, num_chunks) if c.microbatch >= 0]
+    if not puts_off(stage, num_chunks):
+        return with_messages(computes, stage, num_stages, num_chunks)
     waiting: deque[Action] = deque()
     found = []
     for compute in computes:
@@ -143,6 +146,11 @@ def zero_bubble(stage: int, num_stages: int, num_microbatches: int, num_chunks: 
             if len(waiting) > stage:
                 found.append(waiting.popleft())
     return with_messages([*found, *waiting], stage, num_stages, num_chunks)
+
+
+def puts_off(stage: int, num_chunks: int) -> bool:
+    """Whether a stage of `zero_bubble` has weight gradients that wait: where some backward hands a gradient on."""
+    return stage > 0 or num_chunks > 1
 
 
 def forward_only(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:

@@ -37,6 +37,7 @@ from collections.abc import Sequence
 
 from megacp.config.run import RunConfig
 from megacp.context_parallel.sizes import head_shares
+from megacp.pipeline_parallel.schedules import puts_off
 
 MATH_BLOCK = 1024
 """Query rows of one block of the `math` kernel."""
@@ -60,7 +61,7 @@ def in_flight(config: RunConfig, stage: int, world_size: int) -> int:
 def put_off(config: RunConfig, stage: int, world_size: int) -> int:
     """Most backwards of a chunk whose weight gradients a stage puts off."""
     p = config.parallel
-    if p.pipeline_schedule != "zero_bubble":
+    if p.pipeline_schedule != "zero_bubble" or not puts_off(stage, p.num_virtual_stages_per_pipeline_rank):
         return 0
     return min(stage, config.num_microbatches(world_size) * p.num_virtual_stages_per_pipeline_rank)
 

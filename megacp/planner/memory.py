@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megacp.config.run import RunConfig
+from megacp.pipeline_parallel.schedules import puts_off
 from megacp.planner import vision
 from megacp.planner.activations import (
     block_work,
@@ -127,15 +128,17 @@ def message_bytes(config: RunConfig, stage: int, chunks: int) -> int:
     return (3 * before + 4 * after) * residual_elements(config) * config.training.element_bytes
 
 
-def _put_off(config: RunConfig, stage: int, layers: int, layer: int, world_size: int) -> int:
-    """Bytes of the weight gradients that wait, of chunks with so many layers whose activations have `layer` bytes each.
+def _put_off(config: RunConfig, stage: int, layers: int, freed: int, world_size: int) -> int:
+    """Bytes of the weight gradients that wait, of chunks with so many layers.
 
-    In the first block, the last to run backward, those of the blocks behind it may be more than these have freed.
+    In the first block, the last to run backward, those of the blocks behind it may be more than the `freed` bytes of
+    activations that these had on the device.
     """
-    if config.parallel.pipeline_schedule != "zero_bubble":
+    p = config.parallel
+    if p.pipeline_schedule != "zero_bubble" or not puts_off(stage, p.num_virtual_stages_per_pipeline_rank):
         return 0
     waiting = layer_put_off(config)
-    return put_off(config, stage, world_size) * layers * waiting + (layers - 1) * max(0, waiting - layer)
+    return put_off(config, stage, world_size) * layers * waiting + max(0, (layers - 1) * waiting - freed)
 
 
 def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_size: int) -> RankMemory:
@@ -148,7 +151,7 @@ def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_s
     received = residual_elements(config) * size if any(counts) and (stage, len(chunks)) != (0, 1) else 0
     at_once = max(staying, min(2, max(map(len, chunks)))) if any(counts) else staying
     activations = held * received + ((held - 1) * staying + at_once) * layer
-    activations += _put_off(config, stage, max(map(len, chunks)), layer, world_size)
+    activations += _put_off(config, stage, max(map(len, chunks)), (at_once - 1) * layer, world_size)
     if stage == 0:
         activations += in_flight_rows(config, world_size) * vision.vision_activations(config, size, wide)
     last = stage == p.pipeline_model_parallel_size - 1

@@ -58,6 +58,10 @@ class WeightGradients:
     def __init__(self, add: AddGradient = add_weight_gradient) -> None:
         self._add = add
 
+    def at_once(self) -> WeightGradients:
+        """The same without waiting."""
+        return WeightGradients(self._add) if self.later else self
+
     def take(self, product: WeightProduct) -> None:
         """Deal with the gradient of a weight that has a `main_grad`; `x` is whole unless they wait."""
         self.compute(product.weight, product.grad, product.x)
@@ -76,12 +80,17 @@ class LaterWeightGradients(WeightGradients):
 
     def __init__(self, add: AddGradient = add_weight_gradient) -> None:
         super().__init__(add)
-        self._found: list[WeightProduct] = []
-        self._waiting: dict[tuple[int, int], list[WeightProduct]] = {}
+        self._found: list[WeightProduct]
+        self._waiting: dict[tuple[int, int], list[WeightProduct]]
+        self.begin()
 
     def take(self, product: WeightProduct) -> None:
         """Put a product by; it keeps `dy` and `x`, and nothing of the graph behind them."""
         self._found.append(dataclasses.replace(product, grad=product.grad.detach(), x=product.x.detach()))
+
+    def begin(self) -> None:
+        """A step begins; what one that failed has left is dropped."""
+        self._found, self._waiting = [], {}
 
     def put_by(self, key: tuple[int, int]) -> None:
         """Name what the backward has found that has just ended."""

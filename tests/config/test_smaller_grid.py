@@ -52,6 +52,18 @@ def test_instances_of_the_optimizer_follow_the_replicas() -> None:
         assert (ranks, config.parallel.num_distributed_optimizer_instances) == (replicas, instances)
 
 
+def test_what_an_axis_of_one_rank_cannot_have_goes_with_it() -> None:
+    """Would catch a run that cannot go on because one stage has no schedule, no chunks and one tp rank no messages."""
+    sizes = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--async-tensor-parallel"]
+    asked = [*sizes, "--pipeline-schedule", "zero_bubble", "--num-virtual-stages-per-pipeline-rank", "2"]
+    for world, taken in ((4, (2, True, "zero_bubble", 2)), (2, (1, True, "1f1b", 1)), (1, (1, False, "1f1b", 1))):
+        config, ranks = largest_grid(parse([*MODEL, *asked, "--global-batch-size", "12"]), world)
+        p = config.parallel
+        stages, schedule = p.pipeline_model_parallel_size, p.pipeline_schedule
+        assert (ranks, check(config, ranks)) == (world, [])
+        assert (stages, p.async_tensor_parallel, schedule, p.num_virtual_stages_per_pipeline_rank) == taken
+
+
 @pytest.mark.slow
 def test_every_world_has_a_grid_that_its_checks_accept() -> None:
     for world in range(1, 25):

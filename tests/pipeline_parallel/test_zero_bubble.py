@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.backends.select import backend_problems
+from megacp.backends.select import backend_problems, select_backend
 from megacp.config.run import RunConfig, with_values
 from megacp.data.synthetic.mock import MockRules, mock_batch
+from megacp.measure.parity_config import MODELS
 from megacp.tensor_parallel.linear import gather_linear
 from megacp.tensor_parallel.weight_gradients import LaterWeightGradients, WeightProduct
 from megacp.training.step import ParallelModel
@@ -93,6 +94,45 @@ def test_buckets_are_reduced_while_the_last_weight_gradients_run() -> None:
     """Would catch a bucket that nobody tells: its reduction would wait for the end of the step."""
     for _, _, under_way in run_ranks(step, 4, {"pp": 2, "dp": 2}, {}, "zero_bubble"):
         assert min(under_way) > 2
+
+
+def after_a_failure(rank: int, world: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Gradients of a step, plain and behind one whose backward has failed half way on the last stage's rank."""
+    model = ParallelModel(config_of({"pp": 2}, {"num_virtual_stages_per_pipeline_rank": 2}, "zero_bubble"), grid(pp=2))
+    batch, sink = mock_batch([0], MockRules(SIZES["vocab_size"], 64)), model.backend.put_off
+    assert sink is not None
+    found = []
+    for failed in (False, True):
+        if failed:
+            weight = next(p for p in model.chunks[0].parameters() if hasattr(p, "main_grad"))
+            sink.take(WeightProduct(weight, torch.ones(3, weight.shape[0]), torch.ones(3, weight.shape[1])))
+            sink.put_by((0, 1))
+            sink.take(WeightProduct(weight, torch.ones(3, weight.shape[0]), torch.ones(3, weight.shape[1])))
+        model.parameters.zero()
+        model.gradients([batch], 1, 100.0)
+        found.append([model.parameters.grad_shard(i).numpy().copy() for i in range(len(model.parameters.shards))])
+    return found[0], found[1]
+
+
+@pytest.mark.slow
+def test_a_step_knows_nothing_of_one_that_failed() -> None:
+    """Would catch products of a backward that ended in an exception in the gradients of the next step."""
+    for expected, found in run_ranks(after_a_failure, 2):
+        for a, b in zip(expected, found, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def sinks(rank: int, world: int) -> list[bool]:
+    """Whether gradients wait: of the backend, of its vision tower."""
+    values = {**MODELS["tiny_vlm"], "pipeline_model_parallel_size": world, "pipeline_schedule": "zero_bubble"}
+    backend = select_backend(with_values(RunConfig(), values), grid(pp=world))
+    options = (backend.options, backend.tower("vision").options)  # type: ignore[attr-defined]
+    return [option.weight_gradients.later for option in options]
+
+
+def test_nothing_waits_where_nobody_is_waited_for() -> None:
+    """Would catch a first stage, or a tower on it, that keeps inputs of products for nothing."""
+    assert run_ranks(sinks, 2) == [[False, False], [True, False]]
 
 
 def products(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:

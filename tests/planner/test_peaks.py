@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 TP, CP, PP = "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"
 SHARING, INSTANCES = "data_parallel_sharding_strategy", "num_distributed_optimizer_instances"
 BATCH, CHUNK, RECOMPUTE = "global_batch_size", "cross_entropy_chunk_tokens", "recompute_granularity"
-WAITING = "pipeline_schedule"
+WAITING, CHUNKS = "pipeline_schedule", "num_virtual_stages_per_pipeline_rank"
 HALF = {"dtype": "bfloat16"}
 STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
 
@@ -65,6 +65,8 @@ def test_the_state_of_a_rank_is_the_planned_one(strategy: str, world: int, value
         (4, {BATCH: 4, PP: 4, WAITING: "zero_bubble", "num_layers": 4}),
         (4, {BATCH: 4, PP: 2, TP: 2, WAITING: "zero_bubble", RECOMPUTE: "selective"}),
         (2, {BATCH: 4, PP: 2, WAITING: "zero_bubble", RECOMPUTE: "full"}),
+        (2, {BATCH: 4, PP: 2, WAITING: "zero_bubble", "activation_offload": 1.0}),
+        (2, {BATCH: 4, PP: 2, WAITING: "zero_bubble", CHUNKS: 2, "activation_offload": 2.0, "num_layers": 8}),
         (4, {BATCH: 8, SHARING: "optim_grads_params", INSTANCES: 2, **HALF}),
         (4, {BATCH: 2, TP: 2, CP: 2, SHARING: "optim_grads_params", RECOMPUTE: "selective"}),
     ],

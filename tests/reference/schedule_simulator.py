@@ -91,7 +91,8 @@ def simulate(
 ) -> Simulation:
     """Execute the lists of all stages (`stages[i]` is stage i's list) until they end.
 
-    `backward_time` is without weight gradients where these have actions of their own, `weights_time` each.
+    `backward_time` is without weight gradients where these have actions of their own on some stage, `weights_time`
+    each; a backward of such lists without that action takes both.
     `send_window` is the most messages of a channel sent and not yet received before the next send waits; None for no
     limit. Raises DeadlockError when nobody can go on, ScheduleError when a message meets the wrong receive, is never
     received, an action runs twice or before what it needs, or a (microbatch, chunk) lacks a forward.
@@ -102,6 +103,7 @@ def simulate(
         message_time,
         send_window,
         [_Stage(actions) for actions in stages],
+        any(action.kind is Kind.WEIGHTS for actions in stages for action in actions),
     )
     while sum(run.advance(stage) for stage in range(len(stages))):
         pass
@@ -121,6 +123,8 @@ class _Run:
     message_time: float
     send_window: int | None
     stages: list[_Stage]
+    apart: bool
+    """Weight gradients have a time of their own, also inside of a backward."""
     streams: dict[Channel, _Stream] = field(default_factory=dict)
 
     def advance(self, stage: int) -> int:
@@ -153,8 +157,9 @@ class _Run:
         place = virtual_stage(stage, len(self.stages), action.chunk)
         key = (action.microbatch, action.chunk)
         if action.kind in COMPUTE:
-            given = self.times[action.kind]
-            duration = given(place, action.microbatch) if callable(given) else given
+            inside = action.kind is Kind.BACKWARD and Action(Kind.WEIGHTS, *key) not in state.actions
+            parts = [self.times[action.kind]] + [self.times[Kind.WEIGHTS]] * (inside and self.apart)
+            duration = sum(given(place, action.microbatch) if callable(given) else given for given in parts)
             state.clock += duration
             state.busy += duration
             if action.kind is Kind.FORWARD:
@@ -230,6 +235,7 @@ class _Run:
                 {a.microbatch for a in state.done if a.kind is kind and a.chunk == chunk}
                 for state in self.stages
                 for chunk in range(self.num_chunks)
+                if kind is not Kind.WEIGHTS or any(a.kind is kind for a in state.actions)
             ]
             if any(microbatches != seen[0] for microbatches in seen):
                 raise ScheduleError(f"not every chunk runs the {kind.value} of the same microbatches")

@@ -43,3 +43,25 @@ def write_photos(folder: Path, count: int) -> Path:
         lines.append(json.dumps(record) + "\n")
     (folder / "photos.jsonl").write_text("".join(lines), encoding="utf-8")
     return folder / "photos.jsonl"
+
+
+def write_videos(folder: Path, count: int) -> Path:
+    """MP4 files of 8 s in which light moves, 640 x 360 pixels 24 times a second, and the JSONL that names them."""
+    import av
+
+    rng = np.random.default_rng(0)
+    (folder / "videos").mkdir()
+    lines = []
+    for number in range(count):
+        still = rng.integers(0, 256, (9, 16, 3), dtype=np.uint8).repeat(40, 0).repeat(40, 1)
+        with av.open(str(folder / "videos" / f"{number}.mp4"), "w") as output:
+            track = output.add_stream("mpeg4", rate=24)
+            track.width, track.height, track.pix_fmt = 640, 360, "yuv420p"
+            for time in range(8 * 24):
+                pixels = np.roll(still, 2 * time, axis=1)
+                output.mux(track.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+            output.mux(track.encode())
+        record = {"content": [{"type": "video", "path": f"{number}.mp4"}], "branches": ["what moves? light"]}
+        lines.append(json.dumps(record) + "\n")
+    (folder / "videos.jsonl").write_text("".join(lines), encoding="utf-8")
+    return folder / "videos.jsonl"

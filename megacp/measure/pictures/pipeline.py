@@ -39,8 +39,8 @@ class Span:
 def walk(stages: Sequence[Sequence[Action]], num_chunks: int) -> list[list[Span]]:
     """When each stage computes what, where a message takes no time and a receive waits for its send."""
     spans: list[list[Span]] = [[] for _ in stages]
-    apart = any(action.kind is Kind.WEIGHTS for actions in stages for action in actions)
-    times = _TIMES if apart else {**_TIMES, Kind.BACKWARD: _TIMES[Kind.BACKWARD] + _TIMES[Kind.WEIGHTS]}
+    whole = {**_TIMES, Kind.BACKWARD: _TIMES[Kind.BACKWARD] + _TIMES[Kind.WEIGHTS]}
+    times = [_TIMES if any(action.kind is Kind.WEIGHTS for action in actions) else whole for actions in stages]
     clock, following = [0.0] * len(stages), [0] * len(stages)
     messages: dict[object, list[float]] = {}
     moved = True
@@ -50,7 +50,7 @@ def walk(stages: Sequence[Sequence[Action]], num_chunks: int) -> list[list[Span]
             while following[stage] < len(actions):
                 action = actions[following[stage]]
                 if action.kind in COMPUTE:
-                    length = times[action.kind] / num_chunks
+                    length = times[stage][action.kind] / num_chunks
                     spans[stage].append(Span(action, clock[stage], clock[stage] + length))
                     clock[stage] += length
                 elif action.kind in SENDS:
