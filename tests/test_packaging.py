@@ -144,6 +144,7 @@ def test_every_command_of_the_wheel_is_known_here() -> None:
     assert all(f'"{name}"' in text for name in commands)
 
 
+@pytest.mark.slow
 def test_the_rules_see_what_is_missing() -> None:
     """Would catch a walk that follows nothing: torch is reached through rooms, transformers inside functions."""
     assert "torch" in third_party("megacp.train", late=False)

@@ -87,6 +87,7 @@ def losses_and_gradients(rank: int, world: int, parallel: bool) -> float:
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "parallel"), [(1, False), (2, False), (2, True)])
 def test_its_loss_over_chunks_is_ours(world: int, parallel: bool) -> None:
     """Would catch a gradient that misses the weights, and an image's id that its kernel reads."""

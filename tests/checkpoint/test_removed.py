@@ -146,6 +146,7 @@ def _seen_late(rank: int, world_size: int, root: str) -> tuple[float, float]:
         os.open = real
 
 
+@pytest.mark.slow
 def test_files_that_one_rank_sees_late_are_waited_for(tmp_path: Path) -> None:
     """Would catch a checkpoint that counts as damaged because one machine's list of names is a second old."""
     assert run_ranks(_seen_late, 2, str(tmp_path)) == [(1.0, 1.0)] * 2

@@ -64,6 +64,7 @@ def test_a_config_that_is_no_regular_file_is_refused_by_its_kind(tmp_path: Path,
         parse(["--config", str(path)])
 
 
+@pytest.mark.slow
 def test_a_long_value_is_shown_in_part() -> None:
     with pytest.raises(ValueError) as error:
         from_yaml("seed: [" + "1, " * 20_000 + "1]\n" + "x" * 100_000 + ": 1")

@@ -46,6 +46,7 @@ def both_ways(given: Path, start: Path, again: Path, limit: int = LIMIT, **more:
     return [there, Request("megacp", "hf", start, again, max_shard_bytes=limit, **more)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_ranks_leave_the_bytes_of_one_process(ranks: int, tmp_path: Path) -> None:
     """Four files on 2, 3 and 8 ranks; would catch a file per rank, an index of some files, a hash of another."""

@@ -272,6 +272,7 @@ def test_a_tower_that_does_not_fit_is_refused(folder: Path, tower: Path, capsys:
     assert "acts only with --load-hf" in refused(["--vision-from-hf", "none"], capsys)
 
 
+@pytest.mark.slow
 def test_a_field_of_the_towers_folder_is_ignored_by_its_name(
     folder: Path, tower: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

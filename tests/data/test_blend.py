@@ -46,6 +46,7 @@ def megatrons(weights: list[float], count: int) -> tuple[list[int], list[int]]:
 # ---- the rule
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(parts_of_a_blend)
 def test_every_share_is_within_one_sample_of_its_weight_at_any_step(parts: list[int]) -> None:
@@ -57,6 +58,7 @@ def test_every_share_is_within_one_sample_of_its_weight_at_any_step(parts: list[
         assert own.tolist() == list(range(len(own)))
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(st.lists(st.integers(1, 60), min_size=2, max_size=9))
 def test_the_rule_that_takes_over_keeps_tijdemans_bound(parts: list[int]) -> None:

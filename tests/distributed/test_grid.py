@@ -39,6 +39,7 @@ def test_coordinates_and_rank_of_are_inverse(shape: GridShape, data: st.DataObje
     assert all(0 <= place[name] < getattr(shape, name) for name in AXES)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(shapes(), subsets())
 def test_groups_partition_the_ranks_and_equal_megatrons_order(shape: GridShape, axes: tuple[str, ...]) -> None:

@@ -67,6 +67,7 @@ def test_one_rank_needs_no_process_group_and_gets_its_threads() -> None:
         assert pool.run(total, 5) == [(0, 2)]
 
 
+@pytest.mark.slow
 def test_a_raise_is_reported_and_ends_the_pool() -> None:
     """Would catch a tool that waits for the ranks that wait for the broken one."""
     begin = time.monotonic()
@@ -80,6 +81,7 @@ def test_a_raise_is_reported_and_ends_the_pool() -> None:
     assert time.monotonic() - begin < 30
 
 
+@pytest.mark.slow
 def test_a_hang_is_reported_with_the_place_where_it_hangs() -> None:
     """Would catch a hang that ends without a word about where."""
     with RankPool(2) as pool:

@@ -36,6 +36,7 @@ def test_the_same_flags_give_the_same_bytes_and_another_seed_others(tmp_path: Pa
     assert first["train.jsonl"] != files(made(tmp_path / "c", "--seed", "1"))["train.jsonl"]
 
 
+@pytest.mark.slow
 def test_no_scan_is_in_training_and_held_out(tmp_path: Path) -> None:
     folder = made(tmp_path, "--records", "800")
     train_scans, held_out = scans(folder / "train.jsonl"), scans(folder / "held_out.jsonl")

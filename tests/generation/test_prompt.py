@@ -28,6 +28,7 @@ def of_record(*kinds: str) -> Prompt:
     return PromptMaker(load_tokenizer("byte"), TINY).of_record(record)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [("video",), ("image", "video"), ("video", "image"), ("video", "video")])
 def test_given_media_have_the_tokens_and_pixels_of_a_record(kinds: tuple[str, ...]) -> None:
     """Would catch frames that are sampled by another rule, and two videos of one file taken for one."""

@@ -59,6 +59,7 @@ def test_the_ring_of_dense_blocks_equals_dense_attention(mask: str, world_size: 
         assert (found - expected[index]).abs().max() <= 1e-5 * expected[index].abs().max(), name
 
 
+@pytest.mark.slow
 def test_the_ring_of_dense_blocks_computes_and_masks_no_more_than_it_says() -> None:
     """A causal row: earlier ranks' blocks and one masked diagonal. One image: every block, no mask."""
     for rank, (_, visited, masks) in enumerate(run_ranks(ring, 4, "causal")):

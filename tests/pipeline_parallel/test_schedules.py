@@ -66,6 +66,7 @@ def test_any_sizes_end_within_the_stated_memory(size: tuple[int, int, int], rand
     assert waiting.peak_put_off == tuple(min(s, num_microbatches * num_chunks - 1) for s in range(num_stages))
 
 
+@pytest.mark.slow
 def test_every_small_size_ends() -> None:
     """Exhaustive where the property test draws: short groups are the rare case."""
     for num_stages in range(2, 6):

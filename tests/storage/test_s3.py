@@ -85,6 +85,7 @@ def test_a_failed_stream_leaves_no_object(folder: Url) -> None:
     assert not (folder / "a").exists()
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_one_request_in_twenty_and_cuts_connections_gives_the_same_bytes(
     server: S3Server, folder: Url, tmp_path: Path
 ) -> None:

@@ -44,6 +44,7 @@ def test_ranks_of_a_peer_train_step_by_step(work: dict[str, Any], tmp_path: Path
             assert steps[0].tokens == 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fails", "words"),
     [

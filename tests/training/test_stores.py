@@ -72,6 +72,7 @@ def train(server: S3Server, world_size: int, flags: Sequence[str]) -> None:
     assert run_ranks(_on_rank, world_size, server.environment, flags) == [0] * world_size
 
 
+@pytest.mark.slow
 def test_a_build_into_a_failing_store_has_the_files_of_a_disk(data: tuple[Path, Url]) -> None:
     here, there = data
     sizes = {name: size for name, size in there.sizes_below().items() if name.startswith("shard_")}

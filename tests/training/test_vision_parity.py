@@ -111,6 +111,7 @@ def test_a_grid_trains_the_vision_language_model_like_one_process(world: int, va
         assert not comparison.beyond(TOLERANCES["float64"]), comparison
 
 
+@pytest.mark.slow
 def test_the_rows_hold_what_the_comparison_is_about() -> None:
     """Would catch rows without images, which any vision code passes, and a tower whose gradients are nothing."""
     setup = setup_of(1, {})

@@ -115,6 +115,7 @@ def test_we_read_files_of_megatron_core_exactly_and_write_the_same_bytes(tmp_pat
     assert (tmp_path / "t.idx").read_bytes() == (tmp_path / "o.idx").read_bytes() + bytes(modes)
 
 
+@pytest.mark.slow
 def test_megatron_core_reads_a_packed_shard_document_by_document(tmp_path: Path) -> None:
     theirs = megatron()
     rng = np.random.default_rng(0)

@@ -55,6 +55,7 @@ def told(late: Callable[[], object], seconds: float) -> tuple[list[str], float]:
     return words, time.monotonic() - begun
 
 
+@pytest.mark.slow
 def test_a_rank_that_failed_is_told_at_once_with_its_reason(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its words are left where `report_failure` leaves them."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -82,5 +83,6 @@ def test_a_slow_rank_that_lives_is_waited_for(store: dist.Store) -> None:
     assert told(late, 20.0)[0] == ["", ""]
 
 
+@pytest.mark.slow
 def test_a_rank_beyond_the_limit_is_named_with_its_host(store: dist.Store) -> None:
     assert told(lambda: None, 1.0)[0] == ["rank 2 (on node7) still writing files after 1 s"] * 2

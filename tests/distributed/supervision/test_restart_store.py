@@ -70,12 +70,14 @@ def _at_once(joins: Sequence[Callable[[], str]]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_ranks_that_never_come_are_named_by_all_others() -> None:
     store = dist.HashStore()
     found = _at_once([partial(_joins, store, rank, 4, 0.5) for rank in (0, 2)])
     assert all("for the 4 ranks of this run to start: no word from ranks 1, 3" in text for text in found)
 
 
+@pytest.mark.slow
 def test_another_world_size_is_told() -> None:
     store = dist.HashStore()
     found = _at_once([partial(_joins, store, 0, 2, 0.6), partial(_joins, store, 1, 3, 0.4)])
@@ -83,6 +85,7 @@ def test_another_world_size_is_told() -> None:
     assert all(found)
 
 
+@pytest.mark.slow
 def test_a_rank_number_given_twice_by_hand_ends_all_at_once() -> None:
     """Would catch ranks that wait for the timeout, and one of the two that trains alone with the others."""
     store = dist.HashStore()
