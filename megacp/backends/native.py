@@ -26,7 +26,6 @@ from megacp.ops.norm import layer_norm, rms_norm
 from megacp.tensor_parallel.cross_entropy import cross_entropy
 from megacp.tensor_parallel.embedding import TableSpec, VocabularyTable
 from megacp.tensor_parallel.linear import (
-    PLAIN,
     ColumnParallelLinear,
     LinearOptions,
     LinearSpec,
@@ -35,6 +34,7 @@ from megacp.tensor_parallel.linear import (
 )
 from megacp.tensor_parallel.lora import ColumnPairs, LoraSpec, RowPair, adapted
 from megacp.tensor_parallel.norm import ColumnNorm
+from megacp.tensor_parallel.products import PLAIN
 from megacp.tensor_parallel.weight_gradients import LaterWeightGradients, WeightGradients
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}

@@ -22,10 +22,8 @@ from megacp.distributed import collectives
 from megacp.distributed.differentiable import copy_to, reduce_from
 from megacp.distributed.grid import Axis
 from megacp.distributed.parameter import ParameterSpec, TensorSlice, attach
-from megacp.tensor_parallel.products import Plain, Products
+from megacp.tensor_parallel.products import PLAIN, Products
 from megacp.tensor_parallel.weight_gradients import WeightGradients, WeightProduct
-
-PLAIN = Plain()
 
 
 @dataclass(frozen=True)

@@ -32,3 +32,7 @@ class Plain:
     def product_scatter(self, a: torch.Tensor, b: torch.Tensor, axis: Axis) -> Pending:
         """See `Products.product_scatter`."""
         return collectives.start_reduce_scatter(a @ b, axis)
+
+
+PLAIN: Products = Plain()
+"""Of all linears but those of `--async-tensor-parallel`."""

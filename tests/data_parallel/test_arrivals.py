@@ -13,6 +13,9 @@ from megacp.config.run import RunConfig, with_values
 from megacp.data.synthetic.mock import MockRules, mock_batch
 from megacp.data_parallel.arrivals import Arrivals
 from megacp.data_parallel.buckets import FlatBuckets
+from megacp.distributed.grid import single_axis
+from megacp.distributed.parameter import ParameterSpec, TensorSlice, attach
+from megacp.measure.parity_config import MODELS
 from megacp.models import build
 from megacp.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
@@ -23,6 +26,7 @@ SHAPES: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"dp": 2}, {"data_parallel_sharding_strategy": "optim_grads", "recompute_granularity": "full"}),
     ({"dp": 2, "pp": 2}, {"num_virtual_stages_per_pipeline_rank": 2, "num_layers": 4}),
     ({"cp": 2}, {"dtype": "float32", "untie_embeddings_and_output_weights": True}),
+    ({"dp": 2}, {**MODELS["tiny_vlm"], "vocab_size": 64, "seq_length": 64}),  # its rows have no image
 ]
 
 
@@ -108,3 +112,19 @@ def test_a_part_waits_for_its_own_buckets_alone() -> None:
         whole(torch.zeros(1, 2))
     once = ["bucket 0", "bucket 2", "bucket 3", "first", "bucket 1", "second"]
     assert seen == [*once, "first", "second"]
+
+
+def test_a_part_that_no_microbatch_used_has_arrived_when_the_next_gradients_are_summed() -> None:
+    """Would catch a gather that nobody ever waits for, under which the next update writes."""
+    seen: list[str] = []
+    used, unused = (nn.Linear(2, 2, bias=False) for _ in range(2))
+    model = nn.ModuleList([used, unused])
+    for number, part in enumerate(model):
+        attach(part.weight, ParameterSpec((TensorSlice(f"{number}", (2, 2), (0, 0), (2, 2)),), "normal", 1.0))
+    flat = FlatBuckets([model], single_axis("dp_cp"), {}, 4, parts=[used, unused])
+    for bucket in range(len(flat.buckets)):
+        flat._arrivals.start(bucket, Gather(f"bucket {bucket}", seen))  # type: ignore[arg-type]
+    used(torch.ones(1, 2)).sum().backward()
+    assert seen == ["bucket 1"]
+    flat.finish()
+    assert seen == ["bucket 1", "bucket 0"]

@@ -280,3 +280,16 @@ def test_two_blocks_are_whole_at_once_and_two_chunks_of_a_pipeline() -> None:
     virtual = config_of(**flags, **{PP: 2, "num_virtual_stages_per_pipeline_rank": 2})
     first = memory.stage_memory(virtual, 0, [range(0, 2), range(4, 6)], 4)
     assert first.gathered == first.gathered_head == 4 * (4 * block + table)
+
+
+def test_blocks_on_the_host_free_nothing_for_weight_gradients_that_wait() -> None:
+    """Would catch a plan that takes activations away which were never on the device. Four layers on the last stage."""
+    layers, stages = range(4, 8), {PP: 2, "num_layers": 8, "global_batch_size": 4}
+    for offload, on_device in ((0.0, 4), (4.0, 2)):
+        plain, waiting = (
+            config_of(**stages, activation_offload=offload, pipeline_schedule=name) for name in ("1f1b", "zero_bubble")
+        )
+        found = [memory.stage_memory(config, 1, [layers], 2).activations for config in (plain, waiting)]
+        one, kept = activations.layer_put_off(waiting), activations.layer_activations(waiting, "none")
+        assert found[1] - found[0] == 4 * one + max(0, 3 * one - (on_device - 1) * kept)
+        assert (found[1] - found[0] > 4 * one) == (on_device == 2)

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 
+from megacp.distributed.supervision import restart_store
 from megacp.distributed.supervision.restart_store import fresh_store, named
 
 
@@ -107,3 +108,18 @@ def test_a_rank_that_a_launcher_has_replaced_leaves_the_others_alone() -> None:
 def test_many_ranks_are_counted_and_not_listed() -> None:
     assert named([3]) == "rank 3"
     assert named(list(range(20))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, and 4 more"
+
+
+def test_a_refused_rank_0_leaves_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a first rank that takes the store away before the others have read why. It heard it from them."""
+    left: list[int] = []
+    monkeypatch.setattr(restart_store, "_LINGER", 0.6)
+    store = dist.HashStore()
+
+    def joins(rank: int) -> str:
+        message = _joins(store, rank, 3)
+        left.append(rank)
+        return message
+
+    _at_once([partial(joins, rank) for rank in (0, 1, 1)])
+    assert left == [1, 1, 0]
