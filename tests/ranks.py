@@ -8,8 +8,11 @@ already imported, so a fresh pool costs tenths of a second. Rejected: torchrun p
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import multiprocessing
+import os
+import signal
 import sys
 from collections.abc import Callable
 from multiprocessing import forkserver
@@ -36,8 +39,8 @@ def grid(tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1) -> Any:
 POOLS, THREADS = 2, 100
 """Pools kept alive, and threads of a rank from which on its pool is made anew.
 
-Every gloo group has a thread that wakes up a hundred times a second: hundreds of groups in idle ranks, left by the
-grids of earlier tests, would take the cores from the test that runs.
+Every gloo group has a thread that wakes up a hundred times a second, and grids of earlier tests leave tens of them.
+Ranks that have nothing to do are therefore stopped.
 """
 
 _pools: dict[int, RankPool] = {}  # the one used last stands last
@@ -48,6 +51,12 @@ def _close_all() -> None:
     for pool in _pools.values():
         pool.close()
     _pools.clear()
+
+
+def _signal(pool: RankPool, number: signal.Signals) -> None:
+    for process in pool._processes:
+        with contextlib.suppress(ProcessLookupError):  # `run` says which rank has died
+            os.kill(process.pid or 0, number)
 
 
 def _threads(pool: RankPool) -> int:
@@ -83,9 +92,12 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         pool = None
     while len(_pools) >= POOLS:
         _pools.pop(next(iter(_pools))).close()
-    _pools[world_size] = pool or RankPool(world_size)
+    pool = _pools[world_size] = pool or RankPool(world_size)
     try:
-        return _pools[world_size].run(function, *args, timeout=timeout)
+        _signal(pool, signal.SIGCONT)
+        results = pool.run(function, *args, timeout=timeout)
+        _signal(pool, signal.SIGSTOP)
+        return results
     except BaseException:
         _pools.pop(world_size).close()
         raise

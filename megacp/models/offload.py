@@ -4,9 +4,9 @@ Key property: whole storages travel, once a block, whatever views of them are sa
 as they were. What autograd holds instead of a tensor is the only owner: what it lets go of, early or late, is gone here
 too, and its host buffer serves the next block.
 
-Forward: a copy begins where a tensor is saved, and the device's memory is let go when the next block is done. Backward:
-when a block begins, the storages of the block before it come back. On CUDA both directions have a stream of their own,
-host buffers are pinned, and events order the copies. On the CPU the same lines make plain copies.
+Forward: a copy begins where a tensor is saved, and the device's memory is let go when the next block is done, or begins
+its backward. Backward: when a block begins, the storages of the block before it come back. On CUDA both directions have
+a stream of their own, host buffers are pinned, and events order the copies. On the CPU the same lines make plain copies.
 
 Parameters stay, and what all blocks share (rotary angles, names of tokens, plans), small tensors, and a pipeline's
 received input, which the schedule holds anyway. Rejected: copies tensor by tensor, which save the attention output
@@ -82,6 +82,13 @@ class HostMemory:
     def __post_init__(self) -> None:
         self.away, self.back = Lane(self.device), Lane(self.device)
         self.latest: Passage | None = None
+
+    def leave_before(self, passage: Passage) -> None:
+        """The backward of `passage` begins: what the last block of a later microbatch saved leaves for it now, not with
+        the next forward."""
+        if self.latest is not None and self.latest is not passage:
+            self.latest.leave()
+            self.latest = None
 
     def take(self, size: int) -> HostBuffer:
         """The smallest free buffer of `size` to twice as many bytes, or a new one: rows of a run differ in length."""
@@ -211,6 +218,8 @@ class BlockOffload:
         out = run(x, inputs, hooks=(passage.pack, passage.unpack) if passage else None)
         if passage:
             passage.close()
+            if out.requires_grad:
+                out.register_hook(lambda grad: memory.leave_before(passage))
         previous, memory.latest = memory.latest, passage
         if previous:
             previous.leave()  # its copies had the time of this block

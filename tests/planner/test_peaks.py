@@ -61,6 +61,7 @@ def test_the_state_of_a_rank_is_the_planned_one(strategy: str, world: int, value
         (2, {BATCH: 2, TP: 2, **HALF, CHUNK: 128, "activation_offload": 3.0}),
         (2, {BATCH: 4, PP: 2, SHARING: "optim_grads"}),
         (4, {BATCH: 8, PP: 2, SHARING: "optim_grads_params"}),
+        (2, {BATCH: 4, PP: 2, "activation_offload": 4.0, "num_layers": 8}),
         (2, {BATCH: 4, PP: 2, WAITING: "zero_bubble"}),
         (4, {BATCH: 4, PP: 4, WAITING: "zero_bubble", "num_layers": 4}),
         (4, {BATCH: 4, PP: 2, TP: 2, WAITING: "zero_bubble", RECOMPUTE: "selective"}),
