@@ -81,6 +81,8 @@ class ContextParallel(TorchFunctionMode):
         """Above 0 while a part runs that has nothing to do with the sequence: then the block is not there."""
         self.agreement = Agreement(axis)
         """Tells all ranks what one rank has seen."""
+        self._attend = torch.compiler.disable(self.attend)
+        """A graph of torch.compile breaks here: plans and messages are not to be traced, nor compiled by themselves."""
         self._choice = transport
         self._positions: deque[torch.Tensor] = deque(maxlen=8)
         self._configs: list[Any] = []
@@ -111,9 +113,7 @@ class ContextParallel(TorchFunctionMode):
         if self.outside:
             return None if func is current_context else func(*args, **kwargs)
         if func is _SDPA:
-            # a graph of torch.compile breaks here: plans and messages are not to be traced
-            attend = torch.compiler.disable(self.attend) if torch.compiler.is_compiling() else self.attend
-            return attend(*args, **kwargs)
+            return self._attend(*args, **kwargs)
         if func is current_context:
             return self
         if func in _ENGINE:

@@ -71,6 +71,9 @@ class _Stage:
     peak_put_off: int = 0
     done: set[Action] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        self.puts_off = {(a.microbatch, a.chunk) for a in self.actions if a.kind is Kind.WEIGHTS}
+
 
 def in_flight_bound(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> int:
     """Most (microbatch, chunk) activations that a stage holds at once in training: its warm-up, and one more."""
@@ -157,7 +160,7 @@ class _Run:
         place = virtual_stage(stage, len(self.stages), action.chunk)
         key = (action.microbatch, action.chunk)
         if action.kind in COMPUTE:
-            inside = action.kind is Kind.BACKWARD and Action(Kind.WEIGHTS, *key) not in state.actions
+            inside = action.kind is Kind.BACKWARD and key not in state.puts_off
             parts = [self.times[action.kind]] + [self.times[Kind.WEIGHTS]] * (inside and self.apart)
             duration = sum(given(place, action.microbatch) if callable(given) else given for given in parts)
             state.clock += duration
@@ -168,7 +171,7 @@ class _Run:
             elif action.kind is Kind.BACKWARD:
                 state.held.discard(key)
                 # with an action of their own weight gradients wait for it, if only for a moment
-                state.put_off |= {key} if Action(Kind.WEIGHTS, *key) in state.actions else set()
+                state.put_off |= {key} & state.puts_off
             else:
                 state.put_off.discard(key)
                 # counted after the next of them: one that follows its backward at once has not waited

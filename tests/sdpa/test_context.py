@@ -260,22 +260,25 @@ def test_recomputed_layers_go_through_the_mode_and_the_plan_is_made_once() -> No
         torch.testing.assert_close(result[transport]["summed"], expected, rtol=1e-11, atol=1e-11)
 
 
-def compiled_on_ranks(rank: int, world_size: int) -> list[list[Tensor]]:
-    """Gradients of a model in a block, plain and compiled."""
+def compiled_on_ranks(rank: int, world_size: int) -> tuple[list[list[Tensor]], int]:
+    """Gradients of a model in a block, plain and compiled, and the functions that the compiler took up."""
     whole, model = tensors(24)[0], Layers()
     found = []
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     for called in (model, torch.compile(model, backend="eager")):
         with context_parallel(grid(cp=world_size).cp, buffers=[whole], buffer_seq_dims=[2]):
             called(whole).square().sum().backward()
         found.append(gradients_of(model))
-    return found
+    return found, torch._dynamo.utils.counters["frames"]["total"]
 
 
 @pytest.mark.slow
 def test_a_compiled_model_trains_in_a_block_as_a_plain_one_does() -> None:
-    """Would catch a compiler that traces plans and messages, which ends in an error of its own."""
-    for plain, compiled in run_ranks(compiled_on_ranks, 2):
+    """Would catch a compiler that traces plans and messages: it ends in an error, or takes a hundred functions."""
+    for (plain, compiled), functions in run_ranks(compiled_on_ranks, 2):
         torch.testing.assert_close(compiled, plain, rtol=1e-12, atol=1e-12)  # float64, the same operations
+        assert functions < 20, functions
 
 
 def test_a_layer_recomputed_outside_of_the_block_is_noticed() -> None:
