@@ -22,6 +22,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def what_stays_is_walked_once() -> Iterator[None]:
+    """The collector need not look in later files at what the tests of a file have imported and cached."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def no_wait_for_disks() -> Iterator[None]:
     """No test cuts the power, and thousands of files would wait some milliseconds each."""
