@@ -30,11 +30,11 @@ def config_of(**values: Any) -> RunConfig:
 def measured(rank: int, world: int, values: dict[str, Any]) -> tuple[int, int]:
     """Most bytes of norm, loss and their backward with the hidden states that go in, and the planned ones."""
     here = grid(tp=world)
-    config = config_of(**values, **{TP: world})
+    config = config_of(**{"seq_length": 2048, "vocab_size": 4096, TP: world, **values})
     (chunk,) = build_chunks(config, here)
     rules = MockRules(config.model.vocab_size, config.data.seq_length)
-    batch = shard_batch(mock_batch([0], rules).with_padding_to(4096), single_axis("cp"), LAYOUTS["contiguous"])
-    tokens = 4096 // (world if config.parallel.sequence_parallel else 1)
+    batch = shard_batch(mock_batch([0], rules).with_padding_to(2048), single_axis("cp"), LAYOUTS["contiguous"])
+    tokens = 2048 // (world if config.parallel.sequence_parallel else 1)
     hidden = torch.randn(tokens, 192).to(next(chunk.parameters()).dtype).requires_grad_()
     peak = peak_bytes_of(lambda: chunk.head(hidden, Target(batch.labels, batch.loss_weights, 7.0)).backward())
     assert hidden.grad is not None
