@@ -37,11 +37,14 @@ def losses(folder: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows if row["kind"] == "train"}
 
 
-def train_on_rank(rank: int, world_size: int, flags: Sequence[str]) -> int:
-    """Run `main`'s work on the pool's process group, whose store may hold the last words of an earlier test."""
+def train_on_rank(rank: int, world_size: int, asked: Sequence[str] | RunConfig) -> int:
+    """Run `main`'s work on the pool's process group, whose store may hold the last words of an earlier test.
+
+    `asked` is flags, or what they say: to read them costs each rank as much as a tiny step.
+    """
     if world_size > 1:
         run_store().delete_key(f"megacp_failure/{rank}")
-    config, sources = prepare(parse(flags), world_size)
+    config, sources = prepare(asked if isinstance(asked, RunConfig) else parse(asked), world_size)
     shape = grid_shape(config, world_size)
     place = grid(tp=shape.tp, cp=shape.cp, dp=shape.dp, pp=shape.pp)
     return Trainer(config, place, sources).run()
@@ -49,7 +52,7 @@ def train_on_rank(rank: int, world_size: int, flags: Sequence[str]) -> int:
 
 def run(world_size: int, flags: Sequence[str]) -> None:
     """Train on `world_size` ranks; every rank must finish."""
-    results = run_ranks(train_on_rank, world_size, flags) if world_size > 1 else [main(flags)]
+    results = run_ranks(train_on_rank, world_size, parse(flags)) if world_size > 1 else [main(flags)]
     assert results == [0] * world_size
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from megacp.checkpoint.commit import load_checkpoint
 from megacp.config.cli import parse
-from megacp.config.run import with_values
+from megacp.config.run import RunConfig, with_values
 from megacp.distributed.grid import single_axis
 from megacp.models.build import grid_shape
 from megacp.train import prepare
@@ -53,9 +52,9 @@ def flags_of(case: Case) -> list[str]:
     return [*TINY, *grid_flags(**{axis: size for axis, size in case[0].items() if axis != "dp"}), *case[1]]
 
 
-def _read_and_write_again(rank: int, world_size: int, flags: Sequence[str], target: str) -> int:
+def _read_and_write_again(rank: int, world_size: int, asked: RunConfig, target: str) -> int:
     """Load `--load` on this grid and save it from there; the optimizer's count of updates."""
-    config, sources = prepare(parse(flags), world_size)
+    config, sources = prepare(asked, world_size)
     shape = grid_shape(config, world_size)
     model = ParallelModel(config, grid(tp=shape.tp, cp=shape.cp, dp=shape.dp, pp=shape.pp))
     for part in model.parameters.parameters_held():
@@ -93,7 +92,7 @@ def test_state_is_equal_bit_for_bit_after_any_change_of_grid(
 ) -> None:
     """Would catch a moment, a fused piece or a tied copy that a grid reads or writes at another place."""
     source, target = checkpoint_of(before, checkpoints), tmp_path / "again"
-    arguments = ([*flags_of(after), "--load", str(source)], str(target))
+    arguments = (parse([*flags_of(after), "--load", str(source)]), str(target))
     world = ranks(after)
     updates = (
         run_ranks(_read_and_write_again, world, *arguments) if world > 1 else [_read_and_write_again(0, 1, *arguments)]
