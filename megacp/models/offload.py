@@ -6,7 +6,7 @@ too, and its host buffer serves the next block.
 
 Forward: a copy begins where a tensor is saved, and the device's memory is let go when the next block is done, or begins
 its backward. Backward: when a block begins, the storages of the block before it come back. On CUDA both directions have
-a stream of their own, host buffers are pinned, and events order the copies. On the CPU the same lines make plain copies.
+a stream of their own, host buffers are pinned, and events order the copies. A CPU makes plain copies by the same lines.
 
 Parameters stay, and what all blocks share (rotary angles, names of tokens, plans), small tensors, and a pipeline's
 received input, which the schedule holds anyway. Rejected: copies tensor by tensor, which save the attention output

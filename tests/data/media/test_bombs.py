@@ -1,4 +1,4 @@
-"""Small files that decompress to much more than may be held: read in little memory or refused, and nothing else lost."""
+"""Small files that decompress to more than may be held: read in little memory or refused, and nothing else lost."""
 
 from __future__ import annotations
 
