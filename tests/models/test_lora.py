@@ -46,8 +46,8 @@ FOUR: list[Case] = [
 
 
 def steps() -> list[list[Any]]:
-    """Three: B is zero in the first, so A has a gradient from the second on."""
-    return [step_batches(4, seed) for seed in (1, 2, 3)]
+    """Two: B is zero in the first, so A has a gradient from the second on."""
+    return [step_batches(4, seed) for seed in (1, 2)]
 
 
 @functools.cache
@@ -79,12 +79,12 @@ def check(cases: list[Case], ranks: int) -> None:
         for found_reports, _, _, found_validation in (rank[number] for rank in results):
             np.testing.assert_allclose(found_reports, reports, rtol=TOLERANCE, err_msg=what)
             np.testing.assert_allclose(found_validation, validation, rtol=TOLERANCE, err_msg=what)
-        for step in range(3):
+        for step in range(2):
             found = assemble(rank[number][1][step] for rank in results)
             close(f"step {step + 1} gradient, {what}", found, gradients[step])
         close(f"weight, {what}", assemble(rank[number][2] for rank in results), weights)
         assert all(".lora_" in key for key in gradients[0]), "the model itself has no gradient"
-        assert all(np.abs(gradients[2][key]).max() > 0 for key in gradients[2])
+        assert all(np.abs(gradients[1][key]).max() > 0 for key in gradients[1])
 
 
 @pytest.mark.slow

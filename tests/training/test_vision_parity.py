@@ -15,6 +15,7 @@ import pytest
 
 from megacp.config.run import RunConfig, with_values
 from megacp.data.loader import DataRank
+from megacp.data.synthetic.mock import MockRules
 from megacp.distributed.grid import single_axis
 from megacp.measure.parity import TOLERANCES, StepTrace, assemble, compare, microbatches, train_rank
 from megacp.measure.parity_config import ParityRequest, ParitySetup, prepare
@@ -94,9 +95,13 @@ def setup_of(world: int, values: dict[str, Any]) -> ParitySetup:
     return prepare(config, ParityRequest(frozenset(values), model="tiny_vlm", mask="mixed", world_size=world))
 
 
-@functools.cache
 def one_process(setup: ParitySetup) -> list[StepTrace]:
-    (traces,) = run_ranks(train_rank, 1, setup.reference, setup.rules, 2, "uniform")
+    return _one_process(setup.reference, setup.rules)
+
+
+@functools.cache
+def _one_process(config: RunConfig, rules: MockRules) -> list[StepTrace]:
+    (traces,) = run_ranks(train_rank, 1, config, rules, 2, "uniform")
     return traces
 
 
