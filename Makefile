@@ -16,6 +16,8 @@ STAMP := $(VENV)/.installed
 GPU_TESTS := tests/gpu tests/training/test_cuda.py tests/distributed/test_clock.py tests/monitor/test_memory.py
 # Several ranks share few cores: one thread each.
 export OMP_NUM_THREADS ?= 1
+# Hundreds of processes start: without files of compiled modules each would compile the source again, for a second.
+unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo 'make setup      create $(VENV) with everything the tests and the demo need (done by the targets below)'

@@ -14,7 +14,11 @@ from megacp.commands import convert, generate, preprocess
 from megacp.train import main as train
 from tests.data.build.builds import files
 
-pytest.importorskip("sklearn", reason="the digit scans are inside scikit-learn (extra `demo`)")
+
+@pytest.fixture(autouse=True, scope="module")
+def the_scans() -> None:
+    """Asked for by the first test: every process that collects tests would pay a second for the import."""
+    pytest.importorskip("sklearn", reason="the digit scans are inside scikit-learn (extra `demo`)")
 
 
 def made(folder: Path, *more: str) -> Path:

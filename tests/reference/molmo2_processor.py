@@ -6,22 +6,31 @@ smoothing is torch's bilinear interpolation, `normalize` subtracts and divides.
 
 from __future__ import annotations
 
+import functools
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-import transformers.models.molmo2.image_processing_molmo2 as images  # "from molmo2 import" gives a stand-in
-import transformers.models.molmo2.processing_molmo2 as texts
-import transformers.models.molmo2.video_processing_molmo2 as videos
 
 from megacp.data.media.geometry import ImageRules
+
+
+@functools.cache
+def _library(kind: str, name: str) -> Any:
+    """A class of the library, from its own file: the package gives a stand-in. Imported where it is used, because that
+    takes a second, and every process that collects tests reads this file.
+    """
+    return getattr(importlib.import_module(f"transformers.models.molmo2.{kind}_molmo2"), name)
 
 
 class _Backend:
     """What the processors' functions call `self` or `backend`."""
 
-    _build_overlapping_crops = images.Molmo2ImageProcessor._build_overlapping_crops
+    def _build_overlapping_crops(self, *arguments: Any, **options: Any) -> Any:
+        build = _library("image_processing", "Molmo2ImageProcessor")._build_overlapping_crops
+        return build(self, *arguments, **options)
 
     def resize(self, image: torch.Tensor, size: Any, resample: Any, antialias: bool) -> torch.Tensor:
         assert image.is_floating_point() and not antialias and int(resample) == 2, "bilinear"
@@ -60,7 +69,7 @@ def process_image(pixels: np.ndarray, rules: ImageRules) -> tuple[np.ndarray, np
     """uint8 [h, w, 3] -> patches, pooling indices, [low rows, low columns, high rows, high columns]."""
     # a copy in channels-first order, as the library makes it from an array
     batch = torch.from_numpy(pixels.copy()).permute(2, 0, 1).contiguous()[None]
-    grid, patches, pooling = images.Molmo2ImageProcessor._image_batch_to_patches_and_grids(
+    grid, patches, pooling = _library("image_processing", "Molmo2ImageProcessor")._image_batch_to_patches_and_grids(
         _Backend(),
         batch,
         max_crops=rules.max_crops,
@@ -75,7 +84,7 @@ def process_image(pixels: np.ndarray, rules: ImageRules) -> tuple[np.ndarray, np
 def process_video(frames: np.ndarray, rules: ImageRules) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """uint8 [t, h, w, 3] -> patches [t, N, d], pooling indices of one frame, [rows, columns]."""
     batch = torch.from_numpy(frames.copy()).permute(0, 3, 1, 2).contiguous()
-    grid, patches, pooling = videos.Molmo2VideoProcessor._build_video_patches(
+    grid, patches, pooling = _library("video_processing", "Molmo2VideoProcessor")._build_video_patches(
         _Backend(),
         batch,
         image_pooling_h=rules.video_pooling[0],
@@ -89,7 +98,7 @@ def sampled_frames(num_frames: int, fps: float, rules: ImageRules) -> list[int]:
     """Numbers of the frames that the video processor takes."""
     metadata = SimpleNamespace(fps=fps, duration=num_frames / fps, total_num_frames=num_frames)
     processor = SimpleNamespace(max_fps=rules.video_fps, num_frames=rules.max_frames)
-    found = videos.Molmo2VideoProcessor.sample_frames(processor, metadata)  # type: ignore[arg-type]
+    found = _library("video_processing", "Molmo2VideoProcessor").sample_frames(processor, metadata)  # type: ignore[arg-type]
     return found.tolist()
 
 
@@ -106,12 +115,12 @@ def _texts(rules: ImageRules) -> Any:
 
 def image_text(grid: list[int], rules: ImageRules) -> str:
     """The tokens of an image, by their texts, for [low rows, low columns, high rows, high columns]."""
-    return texts.Molmo2Processor.replace_image_token(_texts(rules), {"image_grids": [grid]}, 0)
+    return _library("processing", "Molmo2Processor").replace_image_token(_texts(rules), {"image_grids": [grid]}, 0)
 
 
 def video_text(grid: list[int], times: list[float], rules: ImageRules) -> str:
     """The tokens of a video with the times between, by their texts, for [frames, rows, columns]."""
-    return texts.Molmo2Processor.get_video_string(_texts(rules), torch.tensor(grid), times)
+    return _library("processing", "Molmo2Processor").get_video_string(_texts(rules), torch.tensor(grid), times)
 
 
 def interpolated(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
