@@ -80,10 +80,20 @@ def remove_dataset(directory: Path) -> None:
     """Delete what builds write, and nothing else."""
     for name in (MANIFEST_NAME, JOURNAL_NAME, REJECTS_NAME, FAILED_IMAGES_NAME):
         (directory / name).unlink(missing_ok=True)
-    names = [TOKENIZER_DIRECTORY, IMAGES_DIRECTORY, PARTS_DIRECTORY, ".ids"]
-    names += [path.name for pattern in ("shard_*", ".shard_*.partial") for path in directory.glob(pattern)]
-    for name in names:
+    for path in (directory / TOKENIZER_DIRECTORY, *directory.glob("shard_*")):
+        shutil.rmtree(path, ignore_errors=True)
+    remove_leftovers(directory)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Delete what is of use to a build alone, and what killed builds and lost workers were just writing."""
+    for name in (IMAGES_DIRECTORY, PARTS_DIRECTORY, ".ids"):
         shutil.rmtree(directory / name, ignore_errors=True)
+    for path in [*directory.glob(".*.partial"), *(directory / TOKENIZER_DIRECTORY).glob(".*.partial")]:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def prepare_directory(directory: Path, overwrite: bool) -> None:

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -22,12 +21,11 @@ import numpy as np
 from megacp import files
 from megacp.data.build.faults import told
 from megacp.data.build.identities import identity_file, repeated
-from megacp.data.build.journal import PARTS_DIRECTORY, Journal, locked, prepare_directory
+from megacp.data.build.journal import Journal, locked, prepare_directory, remove_leftovers
 from megacp.data.build.parts import BuildPart, entered, join_parts, missing_units
 from megacp.data.build.progress import BuildProgress, BuildSummary, PartSummary
 from megacp.data.build.settings import BuildSettings, problems, tokenizer_problem, with_place
 from megacp.data.build.unit import (
-    IMAGES_DIRECTORY,
     WINDOW_DOCUMENTS,
     BadRecord,
     UnitBuilder,
@@ -217,6 +215,7 @@ class _Build:
         if (self._directory / MANIFEST_NAME).exists() and self._resumed == len(self._units):
             manifest = DatasetManifest.read(self._directory)
             self._check_refusals()
+            remove_leftovers(self._directory)
             return self._summary(manifest, time.monotonic() - started, already_complete=True)
         (self._directory / MANIFEST_NAME).unlink(missing_ok=True)  # a shard has gone: it is no finished dataset now
         if self._upload is not None:
@@ -329,9 +328,7 @@ class _Build:
         if self._upload is not None:
             self._upload.publish(manifest)
         manifest.write(self._directory)
-        left = [path.name for path in self._directory.glob(".shard_*.partial")]  # by workers that were lost
-        for name in (".ids", IMAGES_DIRECTORY, PARTS_DIRECTORY, *left):
-            shutil.rmtree(self._directory / name, ignore_errors=True)
+        remove_leftovers(self._directory)
         return manifest
 
     def _summary(self, manifest: DatasetManifest, seconds: float, already_complete: bool) -> BuildSummary:

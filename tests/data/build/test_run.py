@@ -45,6 +45,23 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> Non
     assert files(tmp_path / "one") == files(tmp_path / "two") == files(tmp_path / "three")
 
 
+@pytest.mark.parametrize("finished", [False, True])
+def test_what_a_killed_build_was_just_writing_is_gone_when_the_next_one_ends(tmp_path: Path, finished: bool) -> None:
+    """Would catch parts of a journal, a manifest or a tokenizer that stay in the dataset for ever."""
+    a = tmp_path / "a.jsonl"
+    write_records(a, 30)
+    run([a], tmp_path / "whole")
+    if finished:
+        run([a], tmp_path / "d")
+    left = [".journal.jsonl.c8d21ca78463.partial", ".shard_00007.partial/tokens.bin"]
+    left += [".manifest.json.0011aabbccdd.partial", "tokenizer/.tokenizer.json.ab.partial"] if finished else []
+    for name in left:
+        (tmp_path / "d" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "d" / name).write_bytes(b"{")
+    assert run([a], tmp_path / "d").already_complete == finished
+    assert files(tmp_path / "d") == files(tmp_path / "whole")
+
+
 class _Killed(BaseException):
     """Stands for a kill: nothing may catch it."""
 
