@@ -22,8 +22,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays, and the collector need not walk it in every test."""
+    """What is imported by now stays: the collector need not walk it in every test, nor look often at what is new."""
     gc.freeze()
+    gc.set_threshold(50_000)
     gc.enable()
 
 

@@ -33,6 +33,7 @@ from tests.reference.training import AXIS_FLAGS, pieces_of_slices
 from tests.training import runs
 
 pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+peft = pytest.importorskip("peft", reason="peft is not installed (extra: test)")
 
 # peft asks a model of transformers for an attribute by its old name
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
@@ -54,14 +55,8 @@ def our_name(name: str) -> str:
     return ".".join(["layers", parts[place + 1], kind, ours, *parts[place + 4 :]])
 
 
-def import_peft() -> Any:
-    """Where it is used: it takes seconds, which every process that collects tests would pay."""
-    return pytest.importorskip("peft", reason="peft is not installed (extra: test)")
-
-
 def peft_of(name: str, targets: str, patch: pytest.MonkeyPatch) -> tuple[dict[str, Any], dict[str, torch.Tensor], Any]:
     """Our values, all weights at the start, and what each of the steps of peft and torch's AdamW makes."""
-    peft = import_peft()
     torch.manual_seed(0)
     names = list(MODULES) if targets == "all" else targets.split(",")
     with float32_is_float64(patch):
@@ -247,7 +242,7 @@ def test_peft_loads_the_adapter_and_computes_what_the_folded_model_does(
     with float32_is_float64(monkeypatch):
         base, merged = (auto.from_pretrained(tmp_path / which, dtype=torch.float64) for which in ("hf", "folded"))
         plain, expected = (model.eval()(input_ids=tokens).logits for model in (base, merged))
-        tuned = import_peft().PeftModel.from_pretrained(base, tmp_path / "adapter")
+        tuned = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
         found = tuned(input_ids=tokens).logits
     held = {key for key in tuned.state_dict() if ".lora_" in key}
     assert len(held) == len(_tensors(tmp_path / "adapter" / "adapter_model.safetensors")), "peft has made more pairs"

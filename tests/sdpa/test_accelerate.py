@@ -21,6 +21,9 @@ from megacp.sdpa.accelerate import shard_sequences
 from megacp.sdpa.loop import shift_labels
 from tests.ranks import run_ranks
 
+for library in ("accelerate", "peft", "transformers.trainer", "trl"):  # ranks then find them imported
+    pytest.importorskip(library, reason=f"{library} is not installed (extra: test)")
+
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
