@@ -95,6 +95,19 @@ def _cached(kind: str, folder: Path) -> Tokenizer:
     return _LOADED.setdefault(kind, load(kind, folder))
 
 
+@pytest.mark.parametrize("kind", ["huggingface", "gpt2"])
+def test_many_texts_at_once_have_the_ids_of_each_alone(folder: Path, kind: str) -> None:
+    """Would catch texts of another call, a lost order, and special tokens that a call of many adds."""
+    tokenizer = load(kind, folder, "reference")
+    texts = [f"{number} {text}" if number % 7 else text for number, text in enumerate([*PROBE] * 12)]
+    assert len(texts) > 128
+    found = tokenizer.encode(texts)
+    assert len(found) == len(texts) and {ids.dtype for ids in found} == {np.dtype(np.int32)}
+    for text, ids in zip(texts, found, strict=True):
+        np.testing.assert_array_equal(ids, tokenizer.encode_reference(text), err_msg=repr(text))
+    assert tokenizer.encode([]) == []
+
+
 @pytest.mark.parametrize("engine", ["auto", "reference"])
 @pytest.mark.parametrize("kind", ["byte", "gpt2", "huggingface"])
 def test_a_lone_surrogate_is_no_text_of_any_kind(folder: Path, kind: str, engine: str) -> None:

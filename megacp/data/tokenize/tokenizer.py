@@ -43,6 +43,9 @@ PROBE = (
     "A" * 300 + "ab" * 100 + "!?" * 60,
 )
 
+_TEXTS_A_CALL = 64
+"""Texts given to the `tokenizers` package at once: it shares them among threads, and holds all about each token."""
+
 
 class Tokenizer(abc.ABC):
     """What every kind offers. Ids are 0 .. vocab_size - 1; eos_id, bos_id and pad_id are None where there is none."""
@@ -78,9 +81,13 @@ class Tokenizer(abc.ABC):
         ValueError when a text cannot be UTF-8 (a lone surrogate).
         """
         try:
-            return [self.encode_reference(text) for text in texts]
+            return self._encode_references(texts)
         except TypeError as error:  # the word of tokenizers for a lone surrogate
             raise ValueError(f"a text is not valid Unicode: {error}") from error
+
+    def _encode_references(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode_reference` of each text."""
+        return [self.encode_reference(text) for text in texts]
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its text; None when there is none, or the kind's files do not name tokens by text."""
@@ -216,6 +223,15 @@ class _PackageTokenizer(_Accelerated):
     def encode_reference(self, text: str) -> np.ndarray:
         """int32 [n]."""
         return np.array(self._model.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def _encode_references(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Some texts a call, which the package shares among threads, and without offsets, which nobody reads here."""
+        found: list[np.ndarray] = []
+        for start in range(0, len(texts), _TEXTS_A_CALL):
+            some = list(texts[start : start + _TEXTS_A_CALL])
+            for encoding in self._model.encode_batch_fast(some, add_special_tokens=False):
+                found.append(np.array(encoding.ids, dtype=np.int32))
+        return found
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Special tokens are shown."""
