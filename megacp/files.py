@@ -53,8 +53,9 @@ def open_regular(path: StrPath, size: int | None = None) -> BufferedReader:
 def read_regular(path: StrPath, limit: int = TEXT_LIMIT) -> bytes:
     """The whole content of a regular file. Raises like `open_regular`, and ValueError above `limit` bytes."""
     with open_regular(path) as stream:
-        content = stream.read(limit + 1)
-    if len(content) > limit:
+        # one more byte, as the file may be growing
+        content = stream.read(limit + 1) if os.fstat(stream.fileno()).st_size <= limit else None
+    if content is None or len(content) > limit:
         raise ValueError(f"{os.fspath(path)} has more than {limit:,} bytes, the most that is read of such a file")
     return content
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import hashlib
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 
 from megacp.data.packed.manifest import TokenizerInfo
 from megacp.data.tokenize.beside import Surroundings, both_ways, read_beside, read_object, surroundings, text_of
+from megacp.data.tokenize.gpt2_files import byte_level_bpe, merge_pairs
 from megacp.data.tokenize.newer_characters import has_newer_characters
 
 ENGINES = ("auto", "reference")
@@ -287,11 +288,11 @@ class GPT2Tokenizer(_PackageTokenizer):
 
     def __init__(self, vocabulary: Path, merges: Path, engine: str) -> None:
         """ValueError when a file is not what its place says."""
-        ids, pairs = read_object(vocabulary), list(_merge_pairs(merges))
+        ids, pairs = read_object(vocabulary), list(merge_pairs(merges))
         if not ids or not all(type(i) is int and i >= 0 for i in ids.values()):
             raise ValueError(f"{vocabulary}: expected an object of token: id")
         try:
-            self._model = _byte_level_bpe(ids, pairs)
+            self._model = byte_level_bpe(ids, pairs)
         except ValueError as error:
             raise ValueError(f"{vocabulary}, {merges}: {error}") from error
         self.files = (vocabulary, merges)
@@ -301,35 +302,8 @@ class GPT2Tokenizer(_PackageTokenizer):
         self._accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_json(self._model.to_str()), ())
 
 
-def _byte_level_bpe(ids: dict[str, int], merges: list[tuple[str, str]]) -> Any:
-    """A `tokenizers.Tokenizer`. ValueError when a byte or the result of a merge is missing from the vocabulary."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    needed = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in merges)]
-    if missing := [token for token in needed if token not in ids]:
-        shown = ", ".join(map(repr, missing[:5]))
-        raise ValueError(f"vocabulary and merges do not belong together: {len(missing)} tokens missing ({shown})")
-    try:
-        tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges))
-    except Exception as error:  # an id beyond 32 bits, a half of a merge that is no token
-        raise ValueError(f"no byte-level BPE ({error})") from error
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
 def _hash_files(*paths: Path) -> str:
     return hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in paths)).hexdigest()
-
-
-def _merge_pairs(path: Path) -> Iterator[tuple[str, str]]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")):
-        line = line.rstrip("\r")
-        if line and not (number == 0 and line.startswith("#version")):
-            left, space, right = line.partition(" ")
-            if not space or " " in right:
-                raise ValueError(f"{path}: expected two tokens and a space on a line, found {line!r}")
-            yield left, right
 
 
 @dataclass(frozen=True)
