@@ -71,7 +71,7 @@ setup(
         "pyyaml>=6",
         "regex",
         "sentencepiece",
-        "tokenizers",
+        "tokenizers>=0.20",
         "torch>=2.11",
         "tqdm",
         "tyro>=1.0",

@@ -81,8 +81,10 @@ class ContextParallel(TorchFunctionMode):
         """Above 0 while a part runs that has nothing to do with the sequence: then the block is not there."""
         self.agreement = Agreement(axis)
         """Tells all ranks what one rank has seen."""
-        self._attend = torch.compiler.disable(self.attend)
-        """A graph of torch.compile breaks here: plans and messages are not to be traced, nor compiled by themselves."""
+        self._attend = torch.compiler.disable(ContextParallel.attend)
+        """A graph of torch.compile breaks here: plans and messages are neither traced nor compiled by themselves. It is
+        not bound to this object, which would then wait for the garbage collector.
+        """
         self._choice = transport
         self._positions: deque[torch.Tensor] = deque(maxlen=8)
         self._configs: list[Any] = []
@@ -113,7 +115,7 @@ class ContextParallel(TorchFunctionMode):
         if self.outside:
             return None if func is current_context else func(*args, **kwargs)
         if func is _SDPA:
-            return self._attend(*args, **kwargs)
+            return self._attend(self, *args, **kwargs)
         if func is current_context:
             return self
         if func in _ENGINE:

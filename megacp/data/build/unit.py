@@ -34,6 +34,7 @@ from megacp.data.records.record import Record, RecordError, Refusal
 from megacp.data.records.record_keys import Accepted
 from megacp.data.records.sample import parse_record
 from megacp.data.tokenize.chat_template import ChatTemplate
+from megacp.data.tokenize.threads import one_thread
 from megacp.data.tokenize.tokenizer import Tokenizer
 
 IMAGES_DIRECTORY = ".images"
@@ -116,6 +117,8 @@ class UnitBuilder:
 
     def __init__(self, settings: BuildSettings) -> None:
         self._settings = settings
+        if settings.workers > 1 or settings.executor != "local":
+            one_thread()  # workers have a core each
         self._tokenizer = settings.load_tokenizer()
         rules = settings.image_rules
         self._template = settings.load_template(self._tokenizer)
