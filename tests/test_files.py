@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,18 @@ def odd_file(kind: str, path: Path) -> None:
         path.mkdir()
     elif kind == "a device":
         path.symlink_to("/dev/zero")
+
+
+def test_a_file_above_the_limit_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "huge").touch()
+    os.truncate(tmp_path / "huge", 1 << 40)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="huge has more than 67,108,864 bytes"):
+            files.read_regular(tmp_path / "huge")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("kind", ["a named pipe", "a directory", "a device"])

@@ -7,6 +7,7 @@ Rejected: replacing torch's functions for the whole process, which another model
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -59,6 +60,14 @@ def current_context() -> ContextParallel | None:
     return handle_torch_function(current_context, (probe,)) if has_torch_function_unary(probe) else None
 
 
+@functools.cache
+def _untraced_attend() -> Callable[..., torch.Tensor]:
+    """`ContextParallel.attend`, at which a graph of torch.compile breaks: plans and messages are neither traced nor
+    compiled by themselves. Made once, because torch keeps the frame that asks for it.
+    """
+    return torch.compiler.disable(ContextParallel.attend)
+
+
 class ContextParallel(TorchFunctionMode):
     """State of a block: which rank holds which tokens, the plans that were made, and how a call is answered."""
 
@@ -81,10 +90,7 @@ class ContextParallel(TorchFunctionMode):
         """Above 0 while a part runs that has nothing to do with the sequence: then the block is not there."""
         self.agreement = Agreement(axis)
         """Tells all ranks what one rank has seen."""
-        self._attend = torch.compiler.disable(ContextParallel.attend)
-        """A graph of torch.compile breaks here: plans and messages are neither traced nor compiled by themselves. It is
-        not bound to this object, which would then wait for the garbage collector.
-        """
+        self._attend = _untraced_attend()
         self._choice = transport
         self._positions: deque[torch.Tensor] = deque(maxlen=8)
         self._configs: list[Any] = []

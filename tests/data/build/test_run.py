@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from megacp.data.packed.tables import FLAG_SPLIT, FLAG_TRUNCATED
 from megacp.data.packed.verify import verify
 from megacp.data.records.record import Record
 from megacp.data.tokenize.tokenizer import load_tokenizer
-from tests.data.build.builds import documents, expected, files, run, write_records
+from tests.data.build.builds import documents, expected, files, run, settings, write_records
 
 
 def test_every_document_is_stored_once_and_whole(tmp_path: Path) -> None:
@@ -60,6 +61,19 @@ def test_what_a_killed_build_was_just_writing_is_gone_when_the_next_one_ends(tmp
         (tmp_path / "d" / name).write_bytes(b"{")
     assert run([a], tmp_path / "d").already_complete == finished
     assert files(tmp_path / "d") == files(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"), [({}, None), ({"workers": 2}, "false"), ({"executor": "ray"}, "false")]
+)
+def test_workers_beside_others_have_a_thread_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: str | None
+) -> None:
+    """Would catch as many threads as cores in every one of as many workers as cores."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "x")  # so that what the builder sets is taken back
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM")
+    UnitBuilder(settings([tmp_path / "a.jsonl"], tmp_path / "d", **changes))
+    assert os.environ.get("TOKENIZERS_PARALLELISM") == expected
 
 
 class _Killed(BaseException):
