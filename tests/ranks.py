@@ -85,11 +85,12 @@ def _threads(pool: RankPool) -> int:
 
 @functools.cache
 def preload() -> None:
-    """Start the process that ranks are forked from, with all modules of the tests that this process has imported.
+    """Start the process that ranks are forked from, with the tests' modules that this process has imported and that
+    use ranks.
 
     hypothesis alone costs each rank half a second, transformers another one. None of them starts a thread.
     """
-    tests = sorted(name for name in sys.modules if name.startswith("tests."))
+    tests = sorted(name for name, found in sys.modules.items() if name[:6] == "tests." and "run_ranks" in dir(found))
     multiprocessing.set_forkserver_preload([*preloaded(), *tests])
     forkserver.ensure_running()
 

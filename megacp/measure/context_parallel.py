@@ -139,7 +139,7 @@ def layout_goals(entry: dict[str, Any]) -> list[Goal]:
 
 def memory_part(quick: bool) -> Part:
     """Over one process: what attention keeps on all ranks, and the most a model allocates on the fullest, times cp."""
-    row, long = mixed_row(1_024 if quick else 4_096), mixed_row(1_024 if quick else 8_192)
+    row, long = mixed_row(512 if quick else 4_096), mixed_row(512 if quick else 8_192)
     layers = 2 if quick else 8
     found: dict[str, Any] = {"tokens": len(row), "layers": layers, "tokens_of_attention": len(long)}
     goals = []
@@ -165,7 +165,7 @@ def memory_part(quick: bool) -> Part:
 
 def time_part(quick: bool) -> Part:
     """Total work against a dense mask on one process, and against a ring of dense blocks."""
-    rounds, length, part = (1, 2_048, 512) if quick else (3, 8_192, 2_048)
+    rounds, length, part = (1, 1_024, 256) if quick else (3, 8_192, 2_048)
     mixed = [mixed_row(length, seed) for seed in range(1 if quick else 3)]
     rings = {"causal": [causal_row(2 * part)], "mixed": [mixed_row(2 * part, seed) for seed in range(len(mixed))]}
     short = [branched_row(length // 64, *SHORT)]

@@ -156,7 +156,7 @@ def test_every_factorization_of_four_ranks_equals_one_process(shape: Shape) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", shapes(4), ids=name_of)
 def test_more_options_on_four_ranks_equal_one_process(shape: Shape) -> None:
-    check(shape, 4, done=2)
+    check(shape, 3, done=2)
 
 
 @pytest.mark.slow
@@ -167,7 +167,7 @@ def test_every_factorization_of_eight_ranks_equals_one_process(shape: Shape) -> 
 
 def test_the_design_covers_every_option_on_every_axis_it_acts_on() -> None:
     cases = [
-        (shape, case) for n, count in ((2, 2), (4, 4), (8, 1)) for shape in shapes(n) for case in cases_of(shape, count)
+        (shape, case) for n, count in ((2, 2), (4, 3), (8, 1)) for shape in shapes(n) for case in cases_of(shape, count)
     ]
     wanted = {
         "recompute_granularity": ("none", "selective", "full"),
