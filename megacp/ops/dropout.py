@@ -26,7 +26,8 @@ def _kept(
     token_names: torch.Tensor, low: torch.Tensor, high: torch.Tensor, column: torch.Tensor, least: int
 ) -> torch.Tensor:
     """`keep_mask` from the halves of the key; they are tensors, as a number would make a compiled form for each key."""
-    rows = _mix((token_names * 0x9E3779B1 + low) & _MASK32) + high
+    rows = _mix((token_names * 0x9E3779B1 + low) & _MASK32)  # [n], of the low halves
+    rows = _mix((rows + (token_names >> 32) * 0x85EBCA77 + high) & _MASK32)  # a pack's number is in both
     bits = _mix((rows[:, None] + column[None] * 0x27D4EB2F) & _MASK32)  # [n, 1] + [1, columns] -> [n, columns]
     return bits >= least
 

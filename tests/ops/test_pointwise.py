@@ -144,6 +144,9 @@ def test_dropout_bits_are_uncorrelated_between_tokens_columns_and_keys() -> None
         "next column": keep_mask(7, places, 257, 0.5)[:, 1:],
         "low bits of the key": keep_mask(8, places, 256, 0.5),
         "high bits of the key": keep_mask(7 + (1 << 32), places, 256, 0.5),
+        "next pack": keep_mask(7, places + (1 << 24), 256, 0.5),
+        "256 packs further": keep_mask(7, places + (256 << 24), 256, 0.5),
+        "a million packs further": keep_mask(7, places + (1 << 44), 256, 0.5),
     }
     for name, other in others.items():
         assert abs((base * (other.double() * 2 - 1)).mean()) < 5 / math.sqrt(256_000), name
