@@ -32,7 +32,7 @@ _STYLE = (
 def read_answers(path: Path) -> list[dict[str, Any]]:
     """The lines of `path`, each with its `question`. ValueError names the line that cannot be used."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().splitlines()  # of bytes: a text has further ends of lines
     except OSError as error:
         raise ValueError(f"--answers {path}: {error.strerror}") from error
     answers = []

@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 from megacp.config.arguments import OneLineParser
-from megacp.data.tokenize.training import JSONL_SUFFIXES, train
+from megacp.data.records.record_keys import Accepted
+from megacp.data.tokenize.training import RECORD_SUFFIXES, train
 
 EXAMPLES = """examples:
   tools/train_tokenizer.py --input corpus.jsonl --output tokenizer.json --vocab-size 4096
@@ -27,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--input", nargs="+", required=True, metavar="F", help=f"records ({', '.join(JSONL_SUFFIXES)}), or plain text"
+        "--input", nargs="+", required=True, metavar="F", help=f"records ({', '.join(RECORD_SUFFIXES)}), or plain text"
     )
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="tokenizer.json or NAME.model")
     parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="at least 257 for .json")
@@ -36,17 +37,22 @@ def _parser() -> argparse.ArgumentParser:
         "--symbols", nargs="+", default=[], metavar="TEXT", help="texts that are one token each, such as '<|user|>'"
     )
     parser.add_argument("--max-mib", type=float, default=256, metavar="N", help="stop after so much text (256)")
+    for name, what in (("ignore-keys", "unknown keys of records to leave out"), ("context-roles", "further roles")):
+        parser.add_argument(f"--{name}", type=_names, default=(), metavar="A,B", help=f"{what}, as for a build")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE")
     return parser
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
 
 
 def main(argv: list[str] | None = None) -> int:
     """Train; returns the exit code, 2 for an error."""
     args = _parser().parse_args(argv)
     try:
-        size = train(
-            args.input, args.output, args.vocab_size, args.symbols, args.text_key, args.max_mib, args.overwrite
-        )
+        records = args.text_key, Accepted(args.ignore_keys, args.context_roles)
+        size = train(args.input, args.output, args.vocab_size, args.symbols, records, args.max_mib, args.overwrite)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

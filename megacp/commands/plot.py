@@ -16,18 +16,18 @@ def read_curves(path: Path) -> dict[str, tuple[list[int], list[float]]]:
     """Steps and losses by kind (`train`, `valid`). Raises ValueError naming the file when it holds none."""
     curves: dict[str, tuple[list[int], list[float]]] = {"train": ([], []), "valid": ([], [])}
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().splitlines()  # of bytes: a text has further ends of lines
     except OSError as error:
         raise ValueError(f"--log {path}: {error.strerror}") from error
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            if row["kind"] in ("attention", "note", "timing"):
+            if row["kind"] in ("attention", "blend", "note", "timing"):
                 continue
             steps, losses = curves[row["kind"]]
             steps.append(int(row["step"]))
             losses.append(float(row["loss"]))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"--log {path}:{number} is no line of a training log: {error!r}") from error
     if not curves["train"][0]:
         raise ValueError(f"--log {path} holds no training step")

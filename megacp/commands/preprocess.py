@@ -297,6 +297,9 @@ def _inspect(args: argparse.Namespace) -> int:
     from megacp.data.tokenize.tokenizer import load_tokenizer
     from megacp.monitor.console import ends_with_its_reader
 
+    for name in ("characters", "documents"):
+        if (value := getattr(args, name)) < 0:
+            raise ValueError(f"--{name} is {value}, it must be at least 0")
     dataset = PackedDataset(args.dataset)
     tokenizer = load_tokenizer(args.tokenizer or kept_tokenizer(args.dataset), engine="reference")
     if tokenizer.sha256 != dataset.manifest.tokenizer.sha256:

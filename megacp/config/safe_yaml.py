@@ -57,7 +57,14 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_SIXTIES_OR_EIGHTS = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)\Z")
+"""`010` and `1:30`, which YAML 1.1 would read as 8 and 90; here they are strings, which no number takes."""
+
+
 _Loader.add_implicit_resolver(FLOAT_TAG, FLOAT, list("-+.0123456789"))
+# it goes first: the first form that fits decides
+for _first in "-+0123456789":
+    _Loader.yaml_implicit_resolvers[_first].insert(0, ("tag:yaml.org,2002:str", _SIXTIES_OR_EIGHTS))
 
 
 def load_yaml(text: str | bytes, source: str) -> Any:

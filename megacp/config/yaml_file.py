@@ -96,6 +96,8 @@ def _convert(value: Any, hint: Any) -> tuple[Value, str | None]:
     if any(isinstance(value, str) and value in typing.get_args(part) for part in words):
         return value, None
     choices = typing.get_args(hint)
+    if isinstance(value, bool) and (word := "on" if value else "off") in choices:  # YAML 1.1 reads off as false
+        return word, None
     if typing.get_origin(hint) is tuple:
         fits = isinstance(value, (list, tuple)) and len(value) == len(choices) and all(type(x) is int for x in value)
         return (tuple(value), None) if fits else (None, f"expected {len(choices)} whole numbers, got {_shown(value)}")

@@ -31,7 +31,7 @@ class Sink(Protocol):
     """Whether it may be written again after an error."""
 
     def write(self, kind: str, step: int, figures: Mapping[str, Number | None]) -> None:
-        """Record named figures of a step; `kind` is train, valid, attention or timing."""
+        """Record named figures of a step; `kind` is train, valid, blend, attention or timing."""
 
     def note(self, step: int, text: str) -> None:
         """Record what happened in a step, in words."""

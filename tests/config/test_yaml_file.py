@@ -59,6 +59,12 @@ def test_keys_may_be_spelled_like_flags_and_exponents_are_numbers() -> None:
     assert type(config.training.weight_decay) is float
 
 
+def test_a_word_that_yaml_reads_as_a_truth_is_the_word() -> None:
+    assert from_yaml("fp8: off").training.fp8 == "off"
+    with pytest.raises(ValueError, match="fp8: got True, allowed are off, delayed"):
+        from_yaml("fp8: on")
+
+
 def test_an_empty_file_says_nothing() -> None:
     """Would catch a file of comments alone that is refused."""
     assert from_yaml("") == from_yaml("# only a comment") == RunConfig()
@@ -72,6 +78,8 @@ def test_an_empty_file_says_nothing() -> None:
         ("lr: true", "lr: expected a number, got True (bool)"),
         ("lr: 1" + "0" * 400, "lr: expected a number, got 1000"),
         ("num_layers: 2.0", "num_layers: expected a whole number, got 2.0 (float)"),
+        ("num_layers: 010", "num_layers: expected a whole number, got '010' (str)"),
+        ("num_layers: 1:30", "num_layers: expected a whole number, got '1:30' (str)"),
         ("num_layers: null", "num_layers: expected a whole number, got None (NoneType)"),
         ("sequence_parallel: 1", "sequence_parallel: expected true or false, got 1 (int)"),
         ("data_path: 7", "data_path: expected a string (quote it), got 7 (int)"),

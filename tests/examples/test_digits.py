@@ -89,7 +89,7 @@ def test_only_exact_answers_count_and_single_scans_stand_alone(
     (tmp_path / "a.png").write_bytes(b"picture")
     lines = [
         answer("1", "which digits?", "3", "3", ["a.png"]),
-        answer("2", "which digits?", "3", "3 ", ["a.png"]),
+        answer("2", "which digits?", "3", "3 \u2028", ["a.png"]).replace("\\u2028", "\u2028"),
         answer("3", "which digits?", "3 4", "3 4", ["a.png", "a.png"]),
         answer("3", "how many are even?", "1", "<b>", ["a.png", "a.png"]),
     ]

@@ -13,6 +13,7 @@ def write(path: Path) -> None:
     log.note(1, "all ranks skipped the update")
     log.figures("attention", 1, "attention", {"measured": 1.0})
     log.figures("timing", 1, "timing", {"data_mean": 1.0})
+    log.figures("blend", 1, "blend", {"a": 1.0})
     log.validation(1, 2.5)
     log.close()
     with path.open("a") as file:
@@ -35,7 +36,7 @@ def test_a_line_of_another_file_is_named(tmp_path: Path, line: str, capsys: pyte
     with (tmp_path / "log.jsonl").open("a") as file:
         file.write(line + "\n")
     assert main(["--log", str(tmp_path / "log.jsonl"), "--output", str(tmp_path / "loss.png")]) == 2
-    assert "log.jsonl:7 is no line of a training log" in capsys.readouterr().err
+    assert "log.jsonl:8 is no line of a training log" in capsys.readouterr().err
 
 
 def test_a_log_without_a_training_step_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,7 +73,11 @@ def test_build_ends_with_one_summary_and_a_second_run_says_complete(corpus: Path
     assert first.returncode == 0, first.stderr
     assert first.stdout.count("\n") == 1 and "300 documents" in first.stdout and "tokenizer byte" in first.stdout
     second = tool(*build_args(corpus, tmp_path / "d", "--unit-bytes", 5000))
-    assert second.returncode == 0 and "already complete" in second.stdout
+    assert second.returncode == 0 and "already complete" in second.stdout and "note" not in second.stderr
+    later = (tmp_path / "d" / "manifest.json").stat().st_mtime + 60
+    os.utime(corpus, (later, later))
+    third = tool(*build_args(corpus, tmp_path / "d", "--unit-bytes", 5000))
+    assert third.returncode == 0 and f"note: --input {corpus} was written after what was built of it" in third.stderr
 
 
 def test_inspect_stats_verify_and_merge(corpus: Path, tmp_path: Path) -> None:
@@ -91,6 +95,8 @@ def test_inspect_stats_verify_and_merge(corpus: Path, tmp_path: Path) -> None:
     assert tool("verify", tmp_path / "a", tmp_path / "both").returncode == 0
     assert_one_line_error(tool("merge", tmp_path / "a", tmp_path / "b", "--output", tmp_path / "both"))
     assert_one_line_error(tool("inspect", tmp_path / "a", "--pack", 10**6))
+    for flag in ("--characters", "--documents"):
+        assert f"{flag} is -2, it must be at least 0" in tool("inspect", tmp_path / "a", flag, -2).stderr
 
 
 def test_verify_tells_one_line_a_file_and_what_an_older_dataset_cannot_tell(tmp_path: Path) -> None:
@@ -136,6 +142,14 @@ def test_errors_are_one_line_and_exit_with_2(corpus: Path, tmp_path: Path) -> No
     assert_one_line_error(tool(*build_args(corpus, tmp_path / "d"), "--tokenizer", "gpt-5"))
     assert_one_line_error(tool(*build_args(corpus, tmp_path / "d"), "--cp-degrees", "1,x"))
     assert_one_line_error(tool("stats", tmp_path))
+    for wrong in (("--unit-bytes", -5), ("--on-error", "skip", "--max-errors", -3)):
+        failed = tool(*build_args(corpus, tmp_path / "d"), *wrong)
+        assert_one_line_error(failed)
+        assert f"{wrong[-2]} is {wrong[-1]}, it must be at least" in failed.stderr
+    other = corpus.parent / ".." / corpus.parent.name / corpus.name
+    again = tool(*build_args(corpus, tmp_path / "d"), "--input", corpus, other)
+    assert_one_line_error(again)
+    assert "--input: given more than once" in again.stderr
     assert not (tmp_path / "d").exists()
     with open(corpus, "a") as stream:
         stream.write("{broken\n")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megacp.data.tokenize.tokenizer import load_tokenizer
+from megacp.data.tokenize.training import in_pieces
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,6 +68,36 @@ def test_symbols_are_one_token_each_and_records_with_images_give_their_text(tmp_
     assert tokenizer.decode(ids) == text and len(ids) < 40
     spelt = [tokenizer.decode([i]) for i in ids]
     assert [spelt.count(symbol) for symbol in symbols] == [1, 1], spelt
+
+
+@pytest.mark.slow
+def test_a_text_longer_than_sentencepiece_takes_is_learned(tmp_path: Path) -> None:
+    """Would catch a whole file that is left out without a word."""
+    (tmp_path / "a.txt").write_text("zebra quagga okapi\n" * 70_000)
+    (tmp_path / "b.txt").write_text("the cat sat on the mat\n" * 20)
+    more = ["--output", tmp_path / "small.model", "--vocab-size", 300]
+    done = train("--input", tmp_path / "a.txt", tmp_path / "b.txt", *more)
+    assert done.returncode == 0, done.stderr
+    assert len(load_tokenizer(str(tmp_path / "small.model")).encode(["zebra quagga okapi"])[0]) < 10
+
+
+@pytest.mark.parametrize("text", ["", "abc", "one two\nthree " * 9, "x" * 100, "\u00e9\U0001f600" * 30, "a " * 50])
+def test_pieces_are_the_text_and_short(text: str) -> None:
+    pieces = list(in_pieces(text, 40))
+    assert "".join(pieces) == text and all(0 < len(piece.encode()) <= 40 for piece in pieces)
+    assert all(piece[-1] in "\n " for piece in pieces[:-1]) or not set(text) & set("\n ")
+
+
+def test_records_are_records_by_any_of_their_suffixes_and_may_hold_what_a_build_leaves_out(tmp_path: Path) -> None:
+    """Would catch JSON's own marks as tokens, and records that a build takes and this tool does not."""
+    record = json.dumps({"text": "seven and two " * 20, "strange": "lost"}) + "\n"
+    (tmp_path / "a.JSON").write_text(record)
+    arguments = ["--input", tmp_path / "a.JSON", "--output", tmp_path / "t.json", "--vocab-size", 280]
+    refused = train(*arguments)
+    assert refused.returncode == 2 and "--ignore-keys strange" in refused.stderr
+    done = train(*arguments, "--ignore-keys", "strange")
+    assert done.returncode == 0, done.stderr
+    assert load_tokenizer(str(tmp_path / "t.json")).token_id('":') is None
 
 
 @pytest.mark.slow

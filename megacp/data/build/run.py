@@ -36,7 +36,7 @@ from megacp.data.build.unit import (
 from megacp.data.build.workers import run_tasks
 from megacp.data.packed.manifest import MANIFEST_NAME, DatasetManifest
 from megacp.data.packed.upload import FAILED_IMAGES_NAME, REJECTS_NAME, TOKENIZER_DIRECTORY
-from megacp.data.records.inputs import SAMPLED_BYTES, identity, refuse_changed
+from megacp.data.records.inputs import SAMPLED_BYTES, identity, notes_of_newer, refuse_changed
 from megacp.data.records.read import Unit, input_files, is_plain, plan_units
 from megacp.data.records.record import Refusal
 from megacp.data.tokenize.chat_template import ChatTemplate
@@ -44,20 +44,21 @@ from megacp.data.tokenize.tokenizer import Tokenizer
 from megacp.storage.place import fetched, open_input, place_of, size_of
 from megacp.storage.url import Url
 
-RECORD_RULES = 3
+RECORD_RULES = 4
 """What records mean: raised when a record becomes other tokens or weights, so that no dataset is half of each."""
 RECORDS_OF_A_SHARD = 1024
 
 
 def _unit_bytes_of_images(settings: BuildSettings) -> int:
-    """Input bytes of a shard: about 1024 records, told from the beginning of the first plain file.
+    """Input bytes of a shard: about 1024 records, told from the beginning of the first plain file that is not empty.
 
     A record that names a file is far smaller than its image, so the rule for text would put all into one shard.
     """
-    plain = [path for path in settings.input if is_plain(path)]
-    if settings.unit_bytes or not plain:
+    plain = (path for path in settings.input if is_plain(path) and size_of(place_of(path)))
+    first = None if settings.unit_bytes else next(plain, None)
+    if first is None:
         return settings.bytes_per_unit
-    with open_input(plain[0]) as stream:
+    with open_input(first) as stream:
         data = stream.read(SAMPLED_BYTES)
     return RECORDS_OF_A_SHARD * max(1, len(data) // max(1, data.count(b"\n")))
 
@@ -184,7 +185,7 @@ class _Build:
     ) -> None:
         self._settings, self._journal, self._units = settings, journal, units
         self._tokenizer, self._template = texts
-        self._directory, self._upload = Path(settings.output), settings.upload
+        self._directory, self._upload, self._stream = Path(settings.output), settings.upload, stream
         self._sizes = {unit.index: sum(extent.stop - extent.start for extent in unit.extents) for unit in units}
         self._resumed = sum(self._is_done(unit) for unit in units)
         done = sum(self._sizes[unit.index] for unit in units if self._is_done(unit))
@@ -212,6 +213,10 @@ class _Build:
 
     def run(self) -> BuildSummary:
         started = time.monotonic()
+        if self._resumed:
+            built = self._directory / MANIFEST_NAME
+            notes = notes_of_newer(self._settings.input, built if built.exists() else self._journal.path)
+            self._stream.writelines(notes)
         if (self._directory / MANIFEST_NAME).exists() and self._resumed == len(self._units):
             manifest = DatasetManifest.read(self._directory)
             self._check_refusals()

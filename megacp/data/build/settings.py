@@ -136,7 +136,8 @@ def problems(settings: BuildSettings) -> list[str]:
     found = []
     paths = settings.input
     found += [f"--input: {reason}" for reason in map(input_problem, paths) if reason is not None]
-    if repeated := sorted({path for path in paths if paths.count(path) > 1}):
+    files = [path if is_url(path) else os.path.realpath(path) for path in paths]
+    if repeated := sorted({path for path, file in zip(paths, files, strict=True) if files.count(file) > 1}):
         found.append(f"--input: given more than once: {', '.join(repeated)}")
     if not paths:
         found.append("--input needs at least one file")
@@ -148,6 +149,10 @@ def problems(settings: BuildSettings) -> list[str]:
         "--window-tokens": settings.window_tokens,
     }
     found += [f"{flag} is {value}, it must be at least 1" for flag, value in least.items() if value < 1]
+    if settings.unit_bytes < 0:
+        found.append(f"--unit-bytes is {settings.unit_bytes}, it must be at least 1, or 0 for a size that fits")
+    if settings.max_errors is not None and settings.max_errors < 0:
+        found.append(f"--max-errors is {settings.max_errors}, it must be at least 0")
     if settings.pad_multiple >= 1 and settings.seq_length % settings.pad_multiple:
         found.append(f"--seq-length {settings.seq_length} is not a multiple of --pad-multiple {settings.pad_multiple}")
     if settings.oversize not in OVERSIZE_RULES:

@@ -21,6 +21,10 @@ _SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "obser
 """Roles of ShareGPT by the names that it has for them; others are the same."""
 _PLACE = re.compile(r"<(image|video)>")
 """What stands in a text for the next of a record's images or videos."""
+_UNFILLED = re.compile(r"^<image>|<image>$", re.MULTILINE)
+"""A place at the edge of a line, where no image is named; amid a line it may be a word about images."""
+IMAGE_AS_TEXT = "<image>"
+"""Of --ignore-keys: such a place is learned as text."""
 _ALPACA = (
     "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the request."
     "\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
@@ -144,6 +148,8 @@ def said_by(record: dict[str, Any], rules: RecordRules, own_keys: tuple[str, ...
     read = (*form.keys, *form.beside, *own_keys)
     if isinstance(said, Talk):
         said, media_keys = _with_media(said, given, where)
+        if rules.media and not media_keys and not {IMAGE_AS_TEXT, "*"} & {*rules.accepted.ignore_keys}:
+            _refuse_unfilled(said)
         read += media_keys + (_OF_TEMPLATES if rules.has_template else ())
     rules.refuse_lost(given, read, f"`{where}`" if where else "", in_record=True)
     return _with_tools(said, given) if isinstance(said, Talk) and rules.has_template else said
@@ -194,6 +200,22 @@ def _with_media(talk: Talk, record: dict[str, Any], where: str) -> tuple[Talk, t
                 part.update(_source(kind, given[kind].pop(0)))
     messages = [{**m, "content": c} if "content" in m else m for m, (c, _) in zip(talk.messages, split, strict=True)]
     return Talk(messages, talk.paths), tuple(keys)
+
+
+def _refuse_unfilled(talk: Talk) -> None:
+    """RecordError where messages have a place for an image and nothing names one, which would be learned blind."""
+    contents = [message.get("content") for message in talk.messages]
+    parts = [content if isinstance(content, list) else [{"text": content}] for content in contents]
+    parts = [[part for part in each if isinstance(part, dict)] for each in parts]
+    if any(part.get("type") in MEDIA_TYPES for each in parts for part in each):
+        return
+    for message, path, each in zip(talk.messages, talk.paths, parts, strict=True):
+        texts = [text for part in each if isinstance(text := part.get("text"), str)]
+        if message.get("role") not in LEARNED_ROLES and any(map(_UNFILLED.search, texts)):
+            raise RecordError(
+                f"`{path}` has a place <image> and the record names no image; name it as `image` or `images`, or give "
+                f"--ignore-keys '{IMAGE_AS_TEXT}' to learn it as text"
+            )
 
 
 def _source(kind: str, value: Any) -> dict[str, Any]:

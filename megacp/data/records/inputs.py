@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from megacp.files import open_regular
@@ -32,6 +34,17 @@ def _sample_hash(path: str, size: int) -> str:
         stream.seek(max(0, size - SAMPLED_BYTES))
         data += stream.read()
     return hashlib.sha256(data).hexdigest()
+
+
+def notes_of_newer(paths: Sequence[str], built: Path) -> Iterator[str]:
+    """A line for each local input that was written after the file `built`, as its middle may have changed unseen."""
+    since = built.stat().st_mtime
+    for path in paths:
+        if not is_url(path) and os.stat(path).st_mtime > since:
+            yield (
+                f"note: --input {path} was written after what was built of it, with equal size, beginning and end; "
+                "if it changed, --overwrite starts again\n"
+            )
 
 
 def problem(path: str) -> str | None:

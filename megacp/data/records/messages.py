@@ -12,6 +12,9 @@ from megacp.data.records.parts import END, MEDIA_TYPES, SamplePart, media_at
 from megacp.data.records.record import RecordError, described, text_at
 from megacp.data.records.record_keys import LEARNED_ROLES, MESSAGE_KEYS, RecordRules
 
+MOST_WEIGHT = 1e12
+"""Of a record, a branch and a message: the three times each other are finite in float32."""
+
 
 @dataclass(frozen=True)
 class Talk:
@@ -113,6 +116,6 @@ def weight_of(record: dict[str, Any], key: str) -> float:
         return 1.0
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise RecordError(f"`{key}` is {described(weight)}, it must be a number")
-    if not 0.0 <= weight <= 1e30:  # also refuses NaN; the upper bound keeps float32 finite
-        raise RecordError(f"`{key}` is {weight}, it must be a finite number >= 0")
+    if not 0.0 <= weight <= MOST_WEIGHT:  # also refuses NaN
+        raise RecordError(f"`{key}` is {weight}, it must be a number from 0 to {MOST_WEIGHT:g}")
     return float(weight)

@@ -11,16 +11,19 @@ from pathlib import Path
 
 from megacp.data.records.read import Extent, read_extent
 from megacp.data.records.record import RecordError, Refusal
+from megacp.data.records.record_keys import Accepted
 from megacp.data.records.sample import parse_record
 
 EOD_TOKEN = "<|endoftext|>"
-JSONL_SUFFIXES = (".jsonl", ".ndjson", ".gz", ".zst", ".parquet", ".tar")
+RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".gz", ".zst", ".parquet", ".arrow", ".tar")
+_LONGEST_SENTENCE = 1 << 20
+"""Bytes of a text that SentencePiece takes; it leaves longer ones out without a word."""
 
 
-def texts(paths: list[str], text_key: str) -> Iterator[str]:
+def texts(paths: list[str], text_key: str, accepted: Accepted) -> Iterator[str]:
     """The texts of records, or of whole plain-text files, in order. ValueError at the first that cannot be read."""
     for source, path in enumerate(paths):
-        if Path(path).suffix not in JSONL_SUFFIXES:
+        if Path(path).suffix.lower() not in RECORD_SUFFIXES:
             try:
                 yield Path(path).read_text(encoding="utf-8")
             except UnicodeDecodeError as error:
@@ -30,7 +33,7 @@ def texts(paths: list[str], text_key: str) -> Iterator[str]:
             if isinstance(item, Refusal):
                 raise ValueError(str(item))
             try:
-                sample = parse_record(item.value, text_key, media=True)  # only the text of a record is read
+                sample = parse_record(item.value, text_key, media=True, accepted=accepted)  # only its text is read
             except RecordError as error:
                 raise ValueError(f"{path}:{item.line}: {error}") from error
             for part in (sample.prefix, *sample.branches):
@@ -48,6 +51,19 @@ def limited(stream: Iterator[str], max_bytes: int) -> Iterator[str]:
             yield text
     if left == max_bytes:
         raise ValueError("--input: the files hold no text")
+
+
+def in_pieces(text: str, most: int) -> Iterator[str]:
+    """`text` in pieces of at most `most` bytes of UTF-8, cut behind a line, else behind a space, where one is near."""
+    start, step = 0, max(1, most // 4)  # a character has at most four bytes
+    while len(text) - start > step:
+        stop = start + step
+        behind = [text.rfind(mark, start, stop) + 1 for mark in "\n "]  # 0 where there is none
+        stop = next((place for place in behind if place), stop)
+        yield text[start:stop]
+        start = stop
+    if start < len(text):
+        yield text[start:]
 
 
 def train_bpe(stream: Iterator[str], output: Path, vocab_size: int, symbols: Sequence[str]) -> int:
@@ -86,7 +102,7 @@ def train_sentencepiece(stream: Iterator[str], output: Path, vocab_size: int, sy
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=stream,
+            sentence_iterator=(piece for text in stream for piece in in_pieces(text, _LONGEST_SENTENCE)),
             model_writer=model,
             vocab_size=vocab_size,
             model_type="bpe",
@@ -97,7 +113,7 @@ def train_sentencepiece(stream: Iterator[str], output: Path, vocab_size: int, sy
             remove_extra_whitespaces=False,
             num_threads=1,
             minloglevel=2,
-            max_sentence_length=1 << 20,
+            max_sentence_length=_LONGEST_SENTENCE,
         )
     except RuntimeError as error:
         raise ValueError(f"--vocab-size {vocab_size}: {' '.join(str(error).split())}") from error
@@ -113,11 +129,14 @@ def train(
     output: Path,
     vocab_size: int,
     symbols: Sequence[str],
-    text_key: str,
+    records: tuple[str, Accepted],
     max_mib: float,
     overwrite: bool,
 ) -> int:
-    """Train on the texts of `inputs` by the suffix of `output`; the vocabulary's size. ValueError names the flag."""
+    """Train on the texts of `inputs` by the suffix of `output`; the vocabulary's size. ValueError names the flag.
+
+    `records`: the key of a record's plain text, and what else records may hold.
+    """
     if output.suffix not in TRAINERS:
         raise ValueError(f"--output is '{output}', it must end in one of {', '.join(TRAINERS)}")
     if output.exists() and not overwrite:
@@ -125,5 +144,5 @@ def train(
     if absent := [path for path in inputs if not Path(path).is_file()]:
         raise ValueError(f"--input: no such file: {', '.join(absent)}")
     output.parent.mkdir(parents=True, exist_ok=True)
-    stream = limited(texts(inputs, text_key), int(max_mib * (1 << 20)))
+    stream = limited(texts(inputs, *records), int(max_mib * (1 << 20)))
     return TRAINERS[output.suffix](stream, output, vocab_size, symbols)

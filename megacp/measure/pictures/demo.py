@@ -43,10 +43,10 @@ class Answer:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        lines = path.read_bytes().splitlines()  # of bytes: a text has further ends of lines
     except OSError as error:
         raise ValueError(f"--demo: {path}: {error.strerror}; `make demo` writes it") from error
-    return [json.loads(line) for line in text.splitlines()]
+    return [json.loads(line) for line in lines]
 
 
 def read_answers(demo: Path) -> list[Answer]:

@@ -185,7 +185,11 @@ def test_a_shard_holds_so_many_records_that_several_workers_have_work(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build_module, "RECORDS_OF_A_SHARD", 10)
-    assert 3 <= len(run(corpus, tmp_path / "d", unit_bytes=0).results) <= 5
+    whole = len(run(corpus, tmp_path / "d", unit_bytes=0).results)
+    (tmp_path / "empty.jsonl").touch()
+    more = {**VISION, "image_root": str(corpus.parent / "images"), "unit_bytes": 0}
+    after_nothing = builds.run([tmp_path / "empty.jsonl", corpus], tmp_path / "e", **more).results
+    assert 3 <= whole <= 5 and len([result for result in after_nothing if result.documents]) == whole
     text = tmp_path / "t.jsonl"
     builds.write_records(text, 40)
     assert len(builds.run([text], tmp_path / "t", unit_bytes=0).results) == 1  # the rule for text is as it was

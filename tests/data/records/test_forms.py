@@ -179,3 +179,21 @@ def test_a_form_is_chosen_by_ignoring_the_keys_of_the_other() -> None:
     assert parse_record({"output": "b", "instruction": "a"}, "output", accepted=Accepted(("instruction",))) == (
         parse_record({"text": "b"})
     )
+
+
+@pytest.mark.parametrize("text", ["<image>\nWhat is shown?", "What is shown?\n<image>", "<image> What?"])
+@pytest.mark.parametrize("images", [{}, {"images": []}, {"image": None}])
+def test_a_place_for_an_image_that_nothing_names_is_refused_where_images_may_be(
+    text: str, images: dict[str, Any]
+) -> None:
+    """Would catch an answer about a picture that is learned without the picture."""
+    record = {**images, "conversations": [{"from": "human", "value": text}, TURNS[1]]}
+    with pytest.raises(RecordError, match=re.escape("`conversations[0]` has a place <image> and the record names no")):
+        parse_record(record, media=True)
+    kept = parse_record(record, media=True, accepted=Accepted(("<image>",)))
+    assert text in str(kept.prefix[1].text) and parse_record(record) == kept
+
+
+def test_a_word_about_images_is_no_place_for_one() -> None:
+    said = [{**ASK, "content": "what does <image> mean in SVG?"}, {**TELL, "content": "<image>\n</image>"}]
+    assert parse_record({"messages": said}, media=True) == parse_record({"messages": said})

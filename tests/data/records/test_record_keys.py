@@ -136,7 +136,7 @@ def test_a_message_has_a_weight_of_its_own() -> None:
     assert [piece.weight for piece in pieces] == [0.0, 2.0, 2.0]
 
 
-@pytest.mark.parametrize(("weight", "message"), [(1, "nothing that a user says is learned"), (-1, "a finite number")])
+@pytest.mark.parametrize(("weight", "message"), [(1, "nothing that a user says is learned"), (-1, "a number from 0")])
 def test_a_weight_that_cannot_be_is_refused(weight: float, message: str) -> None:
     with pytest.raises(RecordError, match=rf"`messages\[0\].weight` is {weight}.*{message}"):
         parse_record({"messages": [{"role": "user", "content": "?", "weight": weight}]})
