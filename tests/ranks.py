@@ -37,11 +37,11 @@ def grid(tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1) -> Any:
     return build_grid(GridShape(tp=tp, cp=cp, dp=dp, pp=pp), rank)
 
 
-POOLS, THREADS = 2, 100
+POOLS, THREADS = 2, 300
 """Pools kept alive, and threads of a rank from which on its pool is made anew.
 
-Every gloo group has a thread that wakes up a hundred times a second, and grids of earlier tests leave tens of them.
-Ranks that have nothing to do are therefore stopped.
+Every gloo group has two, and grids of earlier tests leave tens of them. Ranks that have nothing to do are stopped: the
+world's group has one more, which wakes up a hundred times a second.
 """
 
 _pools: dict[int, RankPool] = {}  # the one used last stands last

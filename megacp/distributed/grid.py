@@ -15,7 +15,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megacp.distributed import neighbours
 from megacp.distributed.calls import Calls
+from megacp.distributed.groups import new_group
 from megacp.distributed.neighbours import NearChannel, Neighbours
 
 AXES = ("tp", "cp", "dp", "pp")
@@ -196,28 +196,6 @@ class ProcessGrid:
         return [axis for axis in (*axes, *parts) if axis.group is not None]
 
 
-CHANNELS = ("pp_forward", "pp_backward")
-"""Axes that carry a pipeline's messages."""
-CHANNEL_CTAS = 4
-"""Most thread blocks that a pipeline's message takes from the layers under it: its peer needs it a compute later. Not
-measured.
-"""
-URGENT = ("cp", "cp_inner", "cp_outer", "pp", *CHANNELS)
-"""Axes whose messages the next kernel waits for. Those of gradients and parameters have a whole backward's time."""
-
-
-def group_options(name: str) -> Any:
-    """Options of an axis' process group: under NCCL, messages of `URGENT` axes go before kernels that are queued, and
-    those of `CHANNELS` take few thread blocks.
-    """
-    if name not in URGENT or dist.get_backend() != "nccl":
-        return None
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    if name in CHANNELS:
-        options.config.max_ctas = CHANNEL_CTAS
-    return options
-
-
 def connect(grid: ProcessGrid) -> None:
     """Let all ranks of every axis meet once: NCCL makes a group's connections at its first collective, for seconds."""
     for axis in grid.with_groups():  # in one order on all ranks
@@ -243,16 +221,12 @@ def build_grid(
 
     near = _neighbours(rank)
 
-    def new_group(members: tuple[int, ...], name: str = "") -> dist.ProcessGroup:
-        options = group_options(name)
-        return dist.new_group(list(members), timeout=timeout, use_local_synchronization=True, pg_options=options)
-
     def axis(name: str, members: tuple[int, ...]) -> Axis:
         if len(members) == 1:
             return single_axis(name, rank)
-        group = new_group(members, name)
+        group = new_group(members, name, timeout)
         local = near.channel(name, members, timeout) if near is not None else None
-        return Axis(name, len(members), members.index(rank), members, group, dist.get_backend(group), local=local)
+        return Axis(name, len(members), members.index(rank), members, group, dist.get_backend(), local=local)
 
     combinations = (("tp",), ("cp",), ("dp",), ("pp",), ("cp", "dp"), ("tp", "cp"))
     axes: dict[tuple[str, ...], Axis] = {
@@ -267,7 +241,7 @@ def build_grid(
     }
     if len(stages) > 1 and rank not in ends:
         # torch names a locally synchronised group after how many this rank has made: all ranks must make equally many.
-        new_group((rank,))
+        new_group((rank,), "", timeout)
     embedding = axis("embedding", ends) if rank in ends and len(stages) > 1 else single_axis("embedding", rank)
     world = axis("world", tuple(range(shape.world_size)))
     return ProcessGrid(shape, rank, torch.device(device), axes, embedding, channels, world)
@@ -334,7 +308,7 @@ def _part_of(axis: Axis, name: str, members: tuple[int, ...]) -> Axis:
     mine = axis.global_ranks[axis.rank]
     name, group, local = f"{axis.name}_{name}", None, None
     if len(members) > 1:
-        group = dist.new_group(list(members), use_local_synchronization=True, pg_options=group_options(name))
+        group = new_group(members, name)
     if axis.local is not None:
         timeout = datetime.timedelta(seconds=axis.local.seconds)
         local = axis.local.neighbours.channel(name, members, timeout)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from itertools import combinations
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacp.distributed.collectives import all_reduce
-from megacp.distributed.grid import AXES, CHANNEL_CTAS, Axis, GridShape, build_grid, connect, group_options, single_axis
+from megacp.distributed.grid import AXES, Axis, GridShape, build_grid, connect, single_axis, split_axis
+from megacp.distributed.groups import CHANNEL_CTAS, group_options
 from tests.ranks import grid, run_ranks
 from tests.reference import grid as reference
 
@@ -133,6 +136,34 @@ def _connected(rank: int, world_size: int, shape: dict[str, int]) -> int:
 def test_all_ranks_of_every_axis_meet_once_and_nothing_is_counted() -> None:
     """Would catch an order in which ranks wait for one another for ever: middle stages have no embedding."""
     assert run_ranks(_connected, 6, {"pp": 3, "cp": 2}) == [0] * 6
+
+
+def _loops() -> int:
+    """Threads of this process that look after connections of gloo."""
+    return sum(path.read_text().strip() == "gloo_tcp_loop" for path in Path("/proc/self/task").glob("*/comm"))
+
+
+def _loops_and_sums(rank: int, world_size: int) -> tuple[int, int, list[float], set[str]]:
+    before = _loops()
+    made = build_grid(GridShape(tp=2, cp=2), rank)
+    axes = [axis for axis in (*made.all_axes(), *split_axis(made.world, 2)) if axis.size > 1]
+    sums = [torch.full((3,), float(rank)) for _ in axes]
+    for axis, x in zip(axes, sums, strict=True):
+        dist.all_reduce(x, group=axis.group)
+        gathered: list[object] = [None] * axis.size
+        dist.all_gather_object(gathered, rank, group=axis.group)
+        assert gathered == list(axis.global_ranks)
+        dist.barrier(group=axis.group)
+    errors = [x[0].item() - sum(axis.global_ranks) for axis, x in zip(axes, sums, strict=True)]
+    return before, _loops(), errors, {axis.backend for axis in axes}
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
+def test_all_groups_of_a_grid_share_one_thread_of_connections() -> None:
+    """Would catch ranks that wake up a thousand times a second while they wait."""
+    for before, after, errors, backends in run_ranks(_loops_and_sums, 4):
+        assert after == before and backends == {"gloo"}
+        assert len(errors) > 4 and not any(errors)
 
 
 def test_nccl_gets_urgent_streams_for_what_the_next_kernel_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
