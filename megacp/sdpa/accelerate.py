@@ -6,9 +6,10 @@
     accelerator = Accelerator(...)                         # a loop of one's own
     shard_sequences(accelerator, cp_size=2)                # before prepare()
 
-Key property: only objects of the caller are changed, two methods of this accelerator and two of this trainer, where
-Accelerate plugs in its own context parallelism. So loading, FSDP2 or DDP, clipping, logging and checkpoints are
-theirs. Rejected: a Trainer class of our own, which would have to follow theirs.
+Key property: only objects of the caller are changed: the state and two methods of this accelerator, two methods of this
+trainer. Accelerate plugs in its own context parallelism there. transformers learns the name of an attention. So
+loading, FSDP2 or DDP, clipping, logging and checkpoints are theirs, and other Accelerators and Trainers of the process
+stay as they are. Rejected: a Trainer class of our own, which would have to follow theirs.
 
 Both FSDP2 and DDP take the mean of gradients over all processes. The Trainers multiply their loss by that number; a
 loop of one's own must too: `loss = summed / counted * accelerator.num_processes`, `counted` over all batches of a step.
@@ -17,6 +18,7 @@ loop of one's own must too: `loss = summed / counted * accelerator.num_processes
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import re
@@ -85,7 +87,11 @@ def shard_sequences(
 
 
 def _set_size(accelerator: Any, cp_size: int | None) -> None:
-    """Give the accelerator a mesh with an axis `cp`, unless it has one."""
+    """Give the accelerator a mesh with an axis `cp`, unless it has one.
+
+    All Accelerators of a process share the attributes of one state; this one gets a copy. What else of Accelerate asks
+    the shared state (optimizers, schedulers, autocast) wants devices, dtypes and processes, which are the same in both.
+    """
     from accelerate import ParallelismConfig
 
     world, found = accelerator.num_processes, accelerator.parallelism_config
@@ -102,6 +108,7 @@ def _set_size(accelerator: Any, cp_size: int | None) -> None:
     if found is not None and (found.tp_enabled or found.sp_enabled):
         raise ValueError("shard_sequences shares ranks with data parallelism alone, this Accelerator has tp or sp")
     config = ParallelismConfig(cp_size=cp_size, dp_shard_size=world // cp_size)
+    accelerator.state = copy.copy(accelerator.state)
     accelerator.state.parallelism_config = config
     accelerator.state.device_mesh = config.get_device_mesh(accelerator.device.type)
 

@@ -56,7 +56,7 @@ STEPS: dict[str, Any] = {
 
 @contextlib.contextmanager
 def launched(rank: int, world_size: int) -> Iterator[None]:
-    """The environment of torchrun, and none of what Accelerate remembers."""
+    """The environment of torchrun, and none of what Accelerate remembers of the processes of an earlier world."""
     from accelerate.state import AcceleratorState
 
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
@@ -268,11 +268,10 @@ def refused(rank: int, world_size: int, folder: str) -> list[str]:
         return found
 
     def call(function: Any) -> None:
-        with launched(rank, world_size):
-            try:
-                function()
-            except ValueError as error:
-                said.append(str(error))
+        try:
+            function()
+        except ValueError as error:
+            said.append(str(error))
 
     def prepared() -> None:
         accelerator = Accelerator(cpu=True)
@@ -294,17 +293,19 @@ def refused(rank: int, world_size: int, folder: str) -> list[str]:
         with accelerator.maybe_context_parallel([positions], [1], set()):
             pass
 
-    call(lambda: trainer(3))
-    call(lambda: trainer(None))
-    call(lambda: trainer(compute_loss_func=lambda outputs, labels, num_items_in_batch: 0))
-    call(lambda: trainer(changes={"label_smoothing_factor": 0.1}))
-    call(lambda: trainer().predict(rows(2)))
-    call(lambda: trainer()._prepare_context_parallel_inputs(None, {**collate(rows(2)), "pixel_values": torch.ones(2)}))
-    call(lambda: trainer()._prepare_context_parallel_inputs(None, collate(rows(2 + rank)[-2:])))
-    call(prepared)
-    call(unlike_positions)
-    call(other_shapes)
-    call(lambda: shard_sequences(llama(), 2))
+    with launched(rank, world_size):
+        call(lambda: trainer(3))
+        call(lambda: trainer(None))
+        call(lambda: trainer(compute_loss_func=lambda outputs, labels, num_items_in_batch: 0))
+        call(lambda: trainer(changes={"label_smoothing_factor": 0.1}))
+        call(lambda: trainer().predict(rows(2)))
+        images = {**collate(rows(2)), "pixel_values": torch.ones(2)}
+        call(lambda: trainer()._prepare_context_parallel_inputs(None, images))
+        call(lambda: trainer()._prepare_context_parallel_inputs(None, collate(rows(2 + rank)[-2:])))
+        call(prepared)
+        call(unlike_positions)
+        call(other_shapes)
+        call(lambda: shard_sequences(llama(), 2))
     return said
 
 
@@ -328,6 +329,48 @@ def test_what_would_see_one_ranks_tokens_alone_is_refused(tmp_path: Path) -> Non
     for said in run_ranks(refused, 2, str(tmp_path), timeout=120):
         for pattern, text in zip(patterns, said, strict=True):
             assert re.search(pattern, text), (pattern, text)
+
+
+def beside(rank: int, world_size: int, folder: str) -> tuple[list[Any], list[list[int]]]:
+    """What this rank gets from Accelerators and from a Trainer that have nothing to do with one that is sharded."""
+    from accelerate import Accelerator
+    from transformers import Trainer, TrainingArguments
+
+    seen: list[Tensor] = []
+
+    class Watched(Trainer):
+        def training_step(self, model: Any, inputs: dict[str, Tensor], *rest: Any) -> Tensor:
+            seen.append(inputs["input_ids"])
+            return super().training_step(model, inputs, *rest)
+
+    def trainer() -> Any:
+        arguments = TrainingArguments(folder, remove_unused_columns=False, ddp_backend="gloo", **STEPS)
+        return Watched(llama(), arguments, train_dataset=rows(13), data_collator=collate)
+
+    def dealt(accelerator: Any) -> list[list[int]]:
+        assert accelerator.parallelism_config is None and accelerator.torch_device_mesh is None
+        accelerator.prepare(torch.nn.Linear(2, 2))
+        loader = torch.utils.data.DataLoader(torch.arange(8), batch_size=2)
+        return [batch.tolist() for batch in accelerator.prepare(loader)]
+
+    with launched(rank, world_size):
+        ours, before = Accelerator(cpu=True), Accelerator(cpu=True)
+        shard_sequences(ours, 2)
+        found = [dealt(before), dealt(Accelerator(cpu=True))]
+        ours, plain = trainer(), trainer()
+        shard_sequences(ours, 2)
+        plain.train()
+        untouched = torch.cat(seen).tolist()
+        ours.train()  # nor has the plain one undone it
+        assert all(2 * x.shape[1] < TOKENS + 8 for x in seen[3:]), "its rows were cut"
+    return found, untouched
+
+
+def test_other_accelerators_and_trainers_of_the_process_stay_as_they_are(tmp_path: Path) -> None:
+    """Would catch Accelerate's state, which they share, told of the ranks of this one: all would get the same rows."""
+    (first, rows_of_0), (second, rows_of_1) = run_ranks(beside, 2, str(tmp_path), timeout=120)
+    assert first == [[[0, 1], [4, 5]]] * 2 and second == [[[2, 3], [6, 7]]] * 2
+    assert len(rows_of_0) == 6 and not any(row in rows_of_1 for row in rows_of_0)
 
 
 def examples(rank: int, world_size: int, folder: str) -> list[str]:
