@@ -47,7 +47,7 @@ def remote_rows(metadata: Metadata, indices: np.ndarray) -> int:
     """
     place, prefix = metadata.order, metadata.branch == 0
     of_document = metadata.document + 1  # [T] group numbers; padding is 0
-    of_branch = _code(of_document, metadata.branch)
+    of_branch = _groups(_code(of_document, metadata.branch))
     span_of_document = _groups(_code(of_document, metadata.span))
     span_of_branch = _groups(_code(of_branch, metadata.span))
     real, has_span = metadata.document >= 0, metadata.span != 0

@@ -99,12 +99,12 @@ def _rule(q: Metadata, k: Metadata, device: torch.device, size: int) -> Callable
     """The rule of ops/mask.py for one pair of indices, over int32 tensors on the device, in whole blocks of tokens.
 
     Keys of no document or no span get values that no query has, which leaves one comparison for each. Tokens that fill
-    up the last block have no document.
+    up the last block have no document. Raises ValueError for numbers that an int32 does not hold.
     """
 
     def tensors(nobody: int, *columns: np.ndarray) -> list[torch.Tensor]:
         fill = (0, padded(len(columns[0]), size) - len(columns[0]))
-        return [to_device(np.pad(x.astype(np.int32), fill, constant_values=nobody), device) for x in columns]
+        return [to_device(np.pad(_narrow(x), fill, constant_values=nobody), device) for x in columns]
 
     q_document, q_branch, q_span, q_place = tensors(-1, q.document, q.branch, q.span, q.order)
     k_document, k_branch, k_span, k_place = tensors(
@@ -121,6 +121,16 @@ def _rule(q: Metadata, k: Metadata, device: torch.device, size: int) -> Callable
         return (k_document[j] == q_document[i]) & same_branch & seen
 
     return rule
+
+
+def _narrow(values: np.ndarray) -> np.ndarray:
+    least, most = int(values.min(initial=0)), int(values.max(initial=0))
+    if least < _NOBODY or most > np.iinfo(np.int32).max:
+        raise ValueError(
+            f"--attention-kernel flex holds documents, branches, spans and places in an int32, got {least} to {most}: "
+            f"number them from 0, or choose math"
+        )
+    return values.astype(np.int32)
 
 
 def _lists(cover: BlockCover, full: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

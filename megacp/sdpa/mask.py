@@ -24,7 +24,8 @@ DocumentIds = torch.Tensor | Metadata | None
 class BatchMask:
     """Document, branch and span of batch rows of S tokens: int64 arrays `[rows, S]`.
 
-    One row stands for any number of equal ones. Documents are numbered from 0 over all rows, padding is -1.
+    One row stands for any number of equal ones. Documents are numbered from 0 over all rows, padding is -1. Branches
+    and spans are numbered from 1, 0 is none.
     """
 
     document: np.ndarray
@@ -128,7 +129,7 @@ def batch_mask_problems(document_ids: DocumentIds, length: int) -> list[str]:
             return [f"Metadata has {tokens} tokens, the buffers have {length} in a row: give one row or all of them"]
         if not np.array_equal(document_ids.order, np.arange(tokens)):
             return ["Metadata.order must be 0, 1, 2, ...: tokens are given in their own order and permuted here"]
-        return _number_problems(document_ids.document)
+        return _metadata_problems(document_ids)
     if not isinstance(document_ids, torch.Tensor) or document_ids.dtype not in (torch.int64, torch.int32, torch.int16):
         kind = document_ids.dtype if isinstance(document_ids, torch.Tensor) else type(document_ids).__name__
         return [f"document_ids must be an int tensor or a Metadata, got {kind}"]
@@ -144,12 +145,12 @@ def batch_mask(document_ids: DocumentIds, length: int) -> BatchMask:
         zeros = np.zeros((1, length), np.int64)
         return BatchMask(zeros, zeros, zeros)
     if isinstance(document_ids, Metadata):
-        fields = (document_ids.document, document_ids.branch, document_ids.span)
-        document, branch, span = (np.asarray(x, np.int64).reshape(-1, length) for x in fields)
-        return BatchMask(_numbered(document), branch, span, whole_rule=True)
-    document = document_ids.detach().cpu().numpy().astype(np.int64).reshape(-1, length)
+        fields = ((document_ids.document, PADDING), (document_ids.branch, 0), (document_ids.span, 0))
+        document, branch, span = (_numbered(np.asarray(x).reshape(-1, length), none) for x, none in fields)
+        return BatchMask(document, branch, span, whole_rule=True)
+    document = _numbered(document_ids.detach().cpu().numpy().reshape(-1, length), PADDING)
     zeros = np.zeros_like(document)
-    return BatchMask(_numbered(document), zeros, zeros)
+    return BatchMask(document, zeros, zeros)
 
 
 def _number_problems(document: np.ndarray) -> list[str]:
@@ -157,11 +158,23 @@ def _number_problems(document: np.ndarray) -> list[str]:
     return [f"document numbers must be at least {PADDING} (padding), got {low}"] if low < PADDING else []
 
 
-def _numbered(document: np.ndarray) -> np.ndarray:
-    """The same documents numbered 0, 1, 2, ..., because layouts count them."""
-    real = document >= 0
-    numbered = np.full_like(document, PADDING)
-    numbered[real] = np.unique(document[real], return_inverse=True)[1].reshape(-1)
+def _metadata_problems(metadata: Metadata) -> list[str]:
+    """What is wrong with the lengths and the numbers of documents, branches and spans."""
+    fields = {name: np.asarray(getattr(metadata, name)) for name in ("document", "branch", "span")}
+    unlike = [f"Metadata.{name} is {x.shape}" for name, x in fields.items() if x.shape != (len(metadata),)]
+    if unlike:
+        return [f"{', '.join(unlike)}, Metadata.order is ({len(metadata)},): give a number for each token"]
+    none = "0 means none; group ids of transformers, -1 for text, go up by 1"
+    lows = [(name, int(fields[name].min())) for name in ("branch", "span")]
+    negative = [f"Metadata.{name} must be at least 0 ({none}), got {low}" for name, low in lows if low < 0]
+    return _number_problems(fields["document"]) + negative
+
+
+def _numbered(values: np.ndarray, none: int) -> np.ndarray:
+    """Numbers above `none` as `none + 1, none + 2, ...`, in their order: layouts count them and kernels narrow them."""
+    given = values > none
+    numbered = np.full(values.shape, none, np.int64)
+    numbered[given] = np.unique(values[given], return_inverse=True)[1].reshape(-1) + none + 1
     return numbered
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -39,6 +41,13 @@ def test_remote_rows_are_those_of_the_dense_mask(cp: int, tokens: int, documents
     assert remote_rows(meta, indices) == sum(
         int(keys.sum() - keys[rows].sum()) for keys, rows in zip(seen, indices, strict=True)
     )
+
+
+def test_branches_of_large_numbers_cost_no_memory_for_the_numbers_between() -> None:
+    """Would catch an array as long as the largest number."""
+    meta = metadata(random_batch(np.random.default_rng(0), 64, documents=3, branches=True, images=True))
+    wide = dataclasses.replace(meta, branch=10**15 * meta.branch.astype(np.int64))
+    assert meta.branch.any() and np.array_equal(deal_balanced(wide, 4), deal_balanced(meta, 4))
 
 
 @settings(max_examples=60, deadline=None)

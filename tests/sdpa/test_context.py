@@ -21,6 +21,7 @@ from megacp.ops.mask import Metadata
 from megacp.ops.tile_kernels import dense_attention
 from megacp.sdpa.context import context_parallel, current_context
 from megacp.sdpa.loop import shift_labels, sum_gradients
+from megacp.sdpa.mask import batch_mask, batch_mask_problems
 from tests.ranks import grid, run_ranks
 from tests.reference.attention import visible
 from tests.reference.packs import random_batch
@@ -75,7 +76,7 @@ def row_metadata(mask: str, tokens: int) -> list[Metadata]:
 
 
 def as_argument(mask: str, rows: list[Metadata]) -> Tensor | Metadata | None:
-    """The same as a caller would say it; documents have large numbers that fall along the row."""
+    """The same as a caller would say it; numbers of documents, branches and spans are large and fall along the row."""
     if mask == "one document":
         return None
     documents = np.stack([np.where(row.document >= 0, 10**12 - 7 * row.document.astype(np.int64), -1) for row in rows])
@@ -85,8 +86,9 @@ def as_argument(mask: str, rows: list[Metadata]) -> Tensor | Metadata | None:
         return torch.from_numpy(documents)
     if mask == "video":
         return rows[0]
-    fields = ([getattr(row, name) for row in rows] for name in ("document", "branch", "span"))
-    return Metadata(*map(np.concatenate, fields), np.arange(len(rows) * len(rows[0])))
+    fields = (np.concatenate([getattr(row, name) for row in rows]).astype(np.int64) for name in ("branch", "span"))
+    wide = (np.where(x > 0, 10**18 - 7 * x, 0) for x in fields)
+    return Metadata(documents.reshape(-1), *wide, np.arange(documents.size))
 
 
 def tensors(tokens: int) -> list[Tensor]:
@@ -281,7 +283,16 @@ def test_arguments_that_do_not_fit_are_refused_with_numbers() -> None:
     zeros = np.zeros(50, np.int64)
     refused("Metadata has 50 tokens, the buffers have 48", document_ids=Metadata(zeros, zeros, zeros, np.arange(50)))
     zeros = zeros[:48]
+    places = np.arange(48)
     refused("order must be 0, 1, 2", document_ids=Metadata(zeros, zeros, zeros, zeros))
+    refused(
+        r"document.*got -3; .*branch must be at least 0 \(0 means none.*got -2; .*span must be at least 0 .*got -1",
+        document_ids=Metadata(zeros - 3, zeros - 2, np.where(places < 9, 0, -1), places),
+    )
+    refused(
+        r"Metadata.branch is \(40,\), Metadata.span is \(2, 24\), Metadata.order is \(48,\): give a number for each",
+        document_ids=Metadata(zeros, zeros[:40], zeros.reshape(2, 24), places),
+    )
     refused("A x B = --context-parallel-size 2, got none.*built once, with select_transport", transport="a2a+p2p")
     rows = torch.stack([torch.arange(48) // 20, torch.arange(48) // 7])
     refused(
@@ -291,6 +302,19 @@ def test_arguments_that_do_not_fit_are_refused_with_numbers() -> None:
         document_ids=rows,
         layout="balanced",
     )
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_documents_branches_and_spans_may_have_any_numbers(dtype: type) -> None:
+    """Would catch memory for as many branches as the largest number says, and numbers that a kernel cuts off."""
+    small = np.array([[0, 0, 1, 2, 0, 3], [0, 1, 1, 0, 2, 2]])
+    wide = np.where(small > 0, 2**62 + 2**33 * small, 0).astype(dtype).reshape(-1)
+    ids = Metadata(2**62 + np.arange(12).astype(dtype) // 6, wide, wide, np.arange(12))
+    assert not batch_mask_problems(ids, 6)
+    rows = batch_mask(ids, 6)
+    assert rows.document.tolist() == [[0] * 6, [1] * 6]
+    for found in (rows.branch, rows.span):
+        assert found.dtype == np.int64 and found.tolist() == small.tolist()
 
 
 def test_calls_that_cannot_be_taken_over_are_refused() -> None:
