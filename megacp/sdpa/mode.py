@@ -200,7 +200,8 @@ class ContextParallel(TorchFunctionMode):
     def check_config(self, config: Any) -> None:
         """Refuse a text config with layers that this block does not shard; each config once."""
         if self.axis.size > 1 and not any(config is known for known in self._configs):
-            refuse(config_problems(config, self.mask.length))
+            # padding is behind the row, but `zigzag_document` puts it between the tokens that a model counts here
+            refuse(config_problems(config, max(self.length, self.places.shape[2])))
             self._configs.append(config)
 
     def check_positions(self, position_ids: torch.Tensor | None, rotary: RotaryLength | None = None) -> None:

@@ -162,10 +162,11 @@ def _sees_its_neighbour(function: Callable[..., Any], batch: int, length: int, k
 
 
 def _refuse_window(context: ContextParallel, window: int | None) -> None:
-    if window and window < context.mask.length:  # some configs say 0 where there is none
+    """Tokens of a row stand in front of a layout's padding, so a window as long as the row leaves none of them out."""
+    if window and window < context.length:  # some configs say 0 where there is none
         raise ValueError(
-            f"a sliding (or chunked) window of {window} tokens in a sequence of {context.mask.length} is not supported "
-            f"in a context_parallel block: switch it off in the model's config"
+            f"a sliding (or chunked) window of {window} tokens in a sequence of {context.length} is not supported in a "
+            f"context_parallel block: switch it off in the model's config"
         )
 
 

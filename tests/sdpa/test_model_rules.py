@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from megacp.sdpa.loop import shift_labels, sum_gradients
 from megacp.sdpa.mask import batch_mask
 from megacp.sdpa.transformers import register_with_transformers
 from tests.ranks import grid, run_ranks
+from tests.sdpa.test_context import TWO
 
 TOKENS, VOCAB = 48, 61
 TEXT: dict[str, Any] = {
@@ -45,6 +47,7 @@ LINEAR: dict[str, Any] = {
     "linear_value_head_dim": 8,
 }
 SCAN: dict[str, Any] = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1}
+LLAMA4: dict[str, Any] = {**EXPERTS, "head_dim": 8, "intermediate_size_mlp": 48, "no_rope_layers": [0, 1]}
 LONGROPE: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4}
 LONGROPE |= {"long_factor": [3.0] * 4, "original_max_position_embeddings": 30}
 NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -59,7 +62,7 @@ class Case(NamedTuple):
     attention: str = "megacp"
     layout: str = "zigzag"
     use: str = ""
-    """Of: no positions, packed, axes, checkpoint, twice, model."""
+    """Of: no positions, packed, axes, checkpoint, twice, model, filled up."""
 
 
 MIXING = "layers of type|conv1d on .* runs along this rank's 24 tokens"
@@ -84,6 +87,10 @@ FAST = [
     Case("Llama", "", {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 48}}, layout="contiguous"),
     Case("Mistral", STOCK, {"sliding_window": 32}, "sdpa", "contiguous"),
     Case("Mistral", "window of 32 tokens in a sequence of 48", {"sliding_window": 32}, layout="contiguous"),
+    Case("Mistral", "", {"sliding_window": 47}, use="filled up"),
+    Case("Mistral", "window of 46 tokens in a sequence of 47", {"sliding_window": 46}, use="filled up"),
+    Case("Llama4", "", {**LLAMA4, "floor_scale": 48, "attention_chunk_size": 47}, use="filled up"),
+    Case("Llama4", r"from 47 tokens on \(attn_temperature_\w+\): 47", {**LLAMA4, "floor_scale": 47}, use="filled up"),
     Case("Llama", EAGER, attention="eager"),
     Case("Qwen2VL", FORGOTTEN, use="no positions"),
     Case("Qwen2VL", "", use="axes"),
@@ -105,7 +112,7 @@ MORE = [
     Case("GraniteMoeHybrid", MIXING, {**EXPERTS, **SCAN, "layer_types": ["linear_attention", "full_attention"]}),
     Case("RecurrentGemma", MIXING, {"num_hidden_layers": 3}),
     Case("Mamba2", MIXING, {"num_heads": 4, "head_dim": 16, "expand": 2, "n_groups": 1, "state_size": 8}),
-    Case("Llama4", FORGOTTEN, {**EXPERTS, "head_dim": 8, "intermediate_size_mlp": 48}, use="no positions"),
+    Case("Llama4", FORGOTTEN, LLAMA4, use="no positions"),
     Case("GPT2", FORGOTTEN, use="no positions"),
     Case("GPT2", ""),
     Case("Falcon", "attn_mask .* is of this rank's tokens alone", {"multi_query": False}, "sdpa"),
@@ -148,9 +155,10 @@ def build(case: Case) -> Any:
 
 
 def tokens(case: Case) -> tuple[Tensor, Tensor]:
-    """Token ids `[2, 48]` and their position ids; `packed`: documents of 20 tokens."""
-    ids = torch.randint(3, VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(2))
-    positions = torch.arange(TOKENS)[None].expand(2, -1)
+    """Token ids `[2, 48]` (`filled up`: 47) and their position ids; `packed`: documents of 20 tokens."""
+    length = TOKENS - 1 if case.use == "filled up" else TOKENS
+    ids = torch.randint(3, VOCAB, (2, length), generator=torch.Generator().manual_seed(2))
+    positions = torch.arange(length)[None].expand(2, -1)
     positions = positions % 20 if "packed" in case.use else positions.clone()
     return ids, positions[None].repeat(3, 1, 1) if "axes" in case.use else positions
 
@@ -185,6 +193,7 @@ def in_a_block(case: Case, axis: Any) -> list[Tensor]:
         axis,
         buffers=[ids, positions, labels],
         buffer_seq_dims=[1, -1, 1],
+        pad_values=[0, 0, -100],
         layout=case.layout,
         model=net if "model" in case.use else None,
     )
@@ -232,6 +241,23 @@ def test_stock_models_that_would_be_wrong_are_refused_and_right_ones_are_exact()
 def test_more_stock_models_that_would_be_wrong_are_refused() -> None:
     """Would catch a kind of layer, of rope or of attention that only some families have."""
     check(MORE)
+
+
+def test_a_model_that_scales_by_the_place_on_a_rank_counts_the_padding_between_its_tokens() -> None:
+    """Would catch scales of 16 tokens on a rank for a row of 8, which `zigzag_document` fills up to 32."""
+    block = context_parallel(
+        TWO,
+        buffers=[torch.zeros(8)],
+        buffer_seq_dims=[0],
+        pad_values=[0],
+        document_ids=torch.arange(8),
+        layout="zigzag_document",
+    )
+    config = {"model_type": "llama4_text", "attn_temperature_tuning": True}
+    with pytest.raises(ValueError, match="no scaled_dot_product_attention was called"), block as context:
+        context.check_config(SimpleNamespace(**config, floor_scale=17))
+        with pytest.raises(ValueError, match=r"from 16 tokens on \(attn_temperature_tuning\): 16 tokens are not"):
+            context.check_config(SimpleNamespace(**config, floor_scale=16))
 
 
 @pytest.mark.parametrize("kind", ["Falcon", "GPTJ", "GPTNeo", "Bloom", "Mpt"])
