@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megacp.ops.flex import FlexKernel, flash_problem
-from megacp.ops.kernel import Kernel
+from megacp.ops.kernel import Kernel, accumulation_dtype
 from megacp.ops.tile_kernels import FlashKernel, MathKernel
 
 
@@ -64,10 +64,22 @@ def kernel_name(name: str, device_type: str, dtype: str = "float32") -> str:
     return name
 
 
+def auto_kernel(device_type: str, dtype: torch.dtype) -> str:
+    """What auto means for tensors of a dtype, also of one that is no `--dtype`: the kernel must add up as wide."""
+    return kernel_name("auto", device_type, str(accumulation_dtype(dtype)).removeprefix("torch."))
+
+
+def dtype_problem(kernel: Kernel, dtype: torch.dtype) -> str | None:
+    """Why a kernel that was built is not exact for tensors of `dtype`; None when it is."""
+    if isinstance(kernel, FlexKernel) and accumulation_dtype(dtype) == torch.float64:
+        return f"--attention-kernel flex adds up in float32, the tensors are {str(dtype)[6:]}; choose auto or math"
+    return None
+
+
 def select_kernel(name: str, device: torch.device) -> Kernel:
     """The kernel of a `--attention-kernel` value; raises ValueError where it is unknown or cannot run.
 
-    It knows no dtype: for a float64 model `kernel_name` must have resolved `auto` before.
+    It knows no dtype: for a float64 model `kernel_name` or `auto_kernel` must have resolved `auto` before.
     """
     chosen = kernel_name(name, device.type)
     if chosen not in KERNELS:

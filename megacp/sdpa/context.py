@@ -113,7 +113,8 @@ class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
         mask, places = _dealt(rows, self.axis.size, self.layout, self.pad_values is not None)
         refuse(held.row_problems(mask.rows) if len(places) > 1 else [])
         context = ContextParallel(self.axis, mask, places, self.transport, held.length)
-        context.transport_on(held.tensors[0].device)  # what is wrong with the choice shows here
+        # what is wrong with the choice shows here
+        context.transport_on(held.tensors[0].device, torch.get_default_dtype())
         with held.cut(places[:, self.axis.rank]), _watched(self.model, context), context:
             yield context
         if not context.plans:

@@ -23,6 +23,7 @@ from megacp.context_parallel.sizes import AttentionSizes
 from megacp.context_parallel.transport import Tensors, Transport
 from megacp.distributed.grid import Axis
 from megacp.ops.kernel import QKV
+from megacp.ops.kernels import auto_kernel, dtype_problem
 from megacp.sdpa.agreement import Agreement
 from megacp.sdpa.buffers import part_of
 from megacp.sdpa.call import (
@@ -94,7 +95,7 @@ class ContextParallel(TorchFunctionMode):
         self._choice = transport
         self._positions: deque[torch.Tensor] = deque(maxlen=8)
         self._configs: list[Any] = []
-        self._transports: dict[torch.device, Transport] = {}
+        self._transports: dict[tuple[torch.device, str], Transport] = {}
 
     @property
     def local(self) -> np.ndarray:
@@ -155,7 +156,8 @@ class ContextParallel(TorchFunctionMode):
             to = torch.get_autocast_dtype(kind)
             query, key, value = (x if x.dtype == torch.float64 else x.to(to) for x in (query, key, value))
         ill_shaped = shape_problems(query, key, value, bool(options.get("enable_gqa", False)))
-        alike = dropout_problems(dropout_p) + (ill_shaped or self._token_problems(query, key, is_causal))
+        alike = dropout_problems(dropout_p) + _kernel_problems(self._choice, query.dtype)
+        alike += ill_shaped or self._token_problems(query, key, is_causal)
         refuse(alike + mask_problems(attn_mask) if alike else [])
         self._ask_the_callers()
         self.agreement.settle(mask_problems(attn_mask), query.device)
@@ -171,21 +173,22 @@ class ContextParallel(TorchFunctionMode):
             q,
             k,
             v,
-            transport=self.transport_on(query.device),
+            transport=self.transport_on(query.device, query.dtype),
             plan=plan,
             scale=width**-0.5 if scale is None else float(scale),
         )
         out = (out if back is None else out.index_select(0, back))[..., : value.shape[-1]]
         return out.unflatten(0, (batch, tokens)).transpose(1, 2)  # [B * s, H, D] -> [B, H, s, D]
 
-    def transport_on(self, device: torch.device) -> Transport:
-        """The transport with a kernel for `device`, built once."""
-        if device not in self._transports:
+    def transport_on(self, device: torch.device, dtype: torch.dtype) -> Transport:
+        """The transport for tensors of `dtype` on `device`: the caller's, or one that is built once for each kernel."""
+        kernel = auto_kernel(device.type, dtype)
+        if (device, kernel) not in self._transports:
             inner = self._choice
             if isinstance(inner, str):
-                inner = _named_transport(inner, self.axis, device)
-            self._transports[device] = _OutsideMode(inner)
-        return self._transports[device]
+                inner = _named_transport(inner, kernel, self.axis, device)
+            self._transports[device, kernel] = _OutsideMode(inner)
+        return self._transports[device, kernel]
 
     def check_model_calls(self, calls: list[ModuleCall]) -> None:
         """Refuse calls of transformers models, outermost first, that would not see the whole sequence."""
@@ -327,9 +330,19 @@ class _OutsideMode:
             return self.inner.backward(kept, dout, plan, scale)
 
 
-def _named_transport(name: str, axis: Axis, device: torch.device) -> Transport:
+def _kernel_problems(transport: str | Transport, dtype: torch.dtype) -> list[str]:
+    """Why the kernel of a transport that the caller built cannot take tensors of `dtype`."""
+    inner: Any = transport
+    while hasattr(inner, "inner"):  # of a hierarchy
+        inner = inner.inner
+    kernel = getattr(inner, "kernel", None)
+    problem = None if kernel is None else dtype_problem(kernel, dtype)
+    return [problem] if problem else []
+
+
+def _named_transport(name: str, kernel: str, axis: Axis, device: torch.device) -> Transport:
     try:
-        return select_transport(name, "auto", axis, device)
+        return select_transport(name, kernel, axis, device)
     except ValueError as error:
         raise ValueError(
             f"context_parallel: {error}. A transport with options is built once, with select_transport({name!r}, "

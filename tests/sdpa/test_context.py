@@ -17,8 +17,9 @@ from torch import Tensor
 from megacp.context_parallel.attention import TRANSPORTS, TransportOptions, select_transport
 from megacp.context_parallel.layout import LAYOUTS
 from megacp.distributed.grid import Axis, single_axis
+from megacp.ops.flex import FlexKernel
 from megacp.ops.mask import Metadata
-from megacp.ops.tile_kernels import dense_attention
+from megacp.ops.tile_kernels import MathKernel, dense_attention
 from megacp.sdpa.context import context_parallel, current_context
 from megacp.sdpa.loop import shift_labels, sum_gradients
 from megacp.sdpa.mask import batch_mask, batch_mask_problems
@@ -347,6 +348,25 @@ def test_calls_that_cannot_be_taken_over_are_refused() -> None:
     with no_attention(), short, pytest.raises(ValueError, match="one token on a rank and is_causal=False"):
         sdpa(*[torch.zeros(1, 1, 1, 8)] * 3)
     assert torch.equal(sdpa(q, q, q, torch.ones(24, 24, dtype=torch.bool)), q), "the mode is still on"
+
+
+def test_on_cuda_a_float64_model_gets_the_kernel_that_adds_up_in_float64() -> None:
+    """Would catch FlexAttention, which adds up in float32, for every model on CUDA."""
+    cuda = torch.device("cuda")
+    with no_attention(), context_parallel(TWO, buffers=[torch.zeros(48)], buffer_seq_dims=[0]) as context:
+        kernels = [context.transport_on(cuda, dtype).inner.kernel for dtype in (torch.float64, torch.bfloat16)]
+        assert [type(kernel) for kernel in kernels] == [MathKernel, FlexKernel]
+        assert context.transport_on(cuda, torch.float32) is context.transport_on(cuda, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["p2p", "a2a"])
+def test_a_callers_transport_whose_kernel_is_too_narrow_is_refused(name: str) -> None:
+    """Would catch float64 summed in float32 by a transport that was built before its tensors were known."""
+    transport = select_transport(name, "flex", TWO, torch.device("cuda"))
+    q, x = torch.zeros(1, 2, 24, 8, dtype=torch.float64), torch.zeros(48)
+    with no_attention(), context_parallel(TWO, buffers=[x], buffer_seq_dims=[0], transport=transport):
+        with pytest.raises(ValueError, match="--attention-kernel flex adds up in float32, the tensors are float64"):
+            F.scaled_dot_product_attention(q, q, q, is_causal=True)
 
 
 def too_few_heads(rank: int, world_size: int) -> None:
