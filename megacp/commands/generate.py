@@ -8,7 +8,8 @@
 
 A prompt stands as it is written, after all images and videos in the order of their flags. The frames of a video are
 those of a build with these image rules. Records are those of preprocess_data.py: the model answers in place of the last
-message of an assistant in a record or branch, which stands as `expected` beside its `answer`.
+message of an assistant in a record or branch, which stands as `expected` beside its `answer`. Where the last message is
+another's, the header of an assistant's stands behind it, as the exported chat template writes it.
 """
 
 from __future__ import annotations

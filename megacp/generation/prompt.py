@@ -90,6 +90,7 @@ class PromptMaker:
     def of_record(self, record: Any) -> Prompt:
         """A record as for preprocess_data.py, whose last learned text, if there is text before, is what to answer.
 
+        Where the last message is not an assistant's, the header of an assistant's stands behind it.
         RecordError (a ValueError) says what is wrong with it.
         """
         sample = parse_record(record, media=True, accepted=FOR_PROMPTS)

@@ -57,7 +57,7 @@ def from_messages(talk: Talk, rules: RecordRules) -> list[SamplePart]:
         role, content = role_of(message, where, rules), message["content"]
         rules.refuse_lost(message, MESSAGE_KEYS, f"`{where}`")
         learned = message_weight(message, role, where, rules)
-        pieces.append(SamplePart(("\n" if i else "") + f"<|{role}|>\n", 0.0))
+        pieces.append(_header(role, first=not i))
         if isinstance(content, list):
             said = from_content(content, f"{where}.content", rules)
             pieces += [SamplePart(piece.text, learned * piece.weight, piece.media) for piece in said]
@@ -66,6 +66,16 @@ def from_messages(talk: Talk, rules: RecordRules) -> list[SamplePart]:
         if role in LEARNED_ROLES:
             pieces.append(replace(END, weight=learned))
     return pieces
+
+
+def _header(role: str, first: bool) -> SamplePart:
+    return SamplePart(("" if first else "\n") + f"<|{role}|>\n", 0.0)
+
+
+def asking(talk: Talk) -> list[SamplePart]:
+    """The header of the answer that messages ask for; none where the last one is an assistant's."""
+    answered = talk.messages[-1]["role"] in LEARNED_ROLES
+    return [] if answered else [_header(LEARNED_ROLES[0], first=False)]
 
 
 def message_weight(message: dict[str, Any], role: str, where: str, rules: RecordRules) -> float:

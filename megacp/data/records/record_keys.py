@@ -82,6 +82,8 @@ class Accepted:
 
     ignore_weights: bool = False
     """Whether `weight` of messages and branches counts as 1."""
+    asks: bool = False
+    """Whether an assistant's header follows messages that end with another's: no text of it is learned."""
 
     def role_problem(self, role: str) -> str | None:
         """Why a role cannot be used; None when it can."""
@@ -97,7 +99,7 @@ class Accepted:
 
 
 NOTHING_MORE = Accepted()
-FOR_PROMPTS = Accepted(("*",), ("*",), True)
+FOR_PROMPTS = Accepted(("*",), ("*",), True, True)
 """Of records that are asked, from which nothing is learned: the last thing said is the answer, whatever it weighs."""
 
 

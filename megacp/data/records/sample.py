@@ -38,7 +38,7 @@ from typing import Any
 
 from megacp.data.records.conversation import WrittenTalk
 from megacp.data.records.forms import Said, plain_text, said_by
-from megacp.data.records.messages import Talk, from_messages, weight_of
+from megacp.data.records.messages import Talk, asking, from_messages, weight_of
 from megacp.data.records.parts import Sample, SamplePart
 from megacp.data.records.record import RecordError, described
 from megacp.data.records.record_keys import NOTHING_MORE, Accepted, RecordRules
@@ -80,10 +80,11 @@ def _plain(said: Said, branches: list[tuple[Said, float]], rules: RecordRules) -
     """A record in the house's own form."""
     pieces = _pieces(said, rules)
     if not branches:
-        return Sample(_ended(pieces))
+        return Sample(_ended([*pieces, *_asked(said, rules)]))
     joined = []
     for branch, weight in branches:
-        each = _joined(pieces, _ended(_pieces(branch, rules)), isinstance(said, Talk) and isinstance(branch, Talk))
+        whole = _ended([*_pieces(branch, rules), *_asked(branch, rules)])
+        each = _joined(pieces, whole, isinstance(said, Talk) and isinstance(branch, Talk))
         joined.append(each if weight == 1.0 else tuple(replace(p, weight=p.weight * weight) for p in each))
     return Sample(tuple(pieces), tuple(joined))
 
@@ -106,6 +107,11 @@ def _templated(said: Said, branches: list[tuple[Said, float]], template: ChatTem
 
 def _pieces(said: Said, rules: RecordRules) -> list[SamplePart]:
     return from_messages(said, rules) if isinstance(said, Talk) else said
+
+
+def _asked(said: Said, rules: RecordRules) -> list[SamplePart]:
+    """What stands before the answer, where a record is a question."""
+    return asking(said) if rules.accepted.asks and isinstance(said, Talk) else []
 
 
 def _ended(pieces: list[SamplePart]) -> tuple[SamplePart, ...]:
