@@ -23,7 +23,7 @@ from fractions import Fraction
 import numpy as np
 
 from megacp.data.order import samples
-from megacp.data.packed.manifest import DatasetManifest
+from megacp.data.packed.manifest import DatasetManifest, other_ends
 from megacp.data.packed.reader import Pack, PackedDataset, image_patch_of
 from megacp.data.packed.tables import UNIT_DTYPE
 from megacp.data.row_images import PackImages
@@ -215,7 +215,9 @@ def contradictions(manifests: Sequence[tuple[str, DatasetManifest]]) -> list[str
     """All in which datasets of one run differ and must not, each dataset beside the first of its kind."""
     reasons = []
     where, first = manifests[0]
-    for name, other in manifests[1:]:
+    alike = [pair for pair in manifests if pair[1].tokenizer.sha256 == first.tokenizer.sha256]
+    ending, said = next((pair for pair in alike if pair[1].document_end is not None), manifests[0])
+    for name, other in manifests:
         if other.tokenizer.sha256 != first.tokenizer.sha256:
             reasons.append(f"{name} was built with another tokenizer than {where}")
         elif other.tokenizer.begins_with != first.tokenizer.begins_with:
@@ -223,10 +225,10 @@ def contradictions(manifests: Sequence[tuple[str, DatasetManifest]]) -> list[str
                 f"documents of {where} begin with token {first.tokenizer.begins_with}, those of {name} with "
                 f"{other.tokenizer.begins_with}: build both with the same --prepend-bos"
             )
-        elif other.tokenizer.eos_id != first.tokenizer.eos_id:
+        elif ends := other_ends(said, other):
             reasons.append(
-                f"documents of {where} end with token {first.tokenizer.eos_id}, those of {name} with "
-                f"{other.tokenizer.eos_id}: build both with the same --eod-token"
+                f"documents of {ending} end with token {ends[0]}, those of {name} with {ends[1]}: build both with the "
+                "same --eod-token and --append-eod"
             )
         for field, flag in _BUILD_FLAGS.items():
             a, b = getattr(first, field), getattr(other, field)

@@ -23,7 +23,7 @@ from megacp.data.loader import DataRank, LoaderOptions, PackSource, step_batches
 from megacp.data.media.decoding import RulesDecoder
 from megacp.data.media.geometry import ImageRules
 from megacp.data.packed.data_cache import DataCache
-from megacp.data.packed.manifest import DatasetManifest
+from megacp.data.packed.manifest import DatasetManifest, known_end, other_ends
 from megacp.data.packed.reader import OPEN_SHARDS, PackedDataset
 from megacp.data.synthetic.images import MockDecoder
 from megacp.data.synthetic.mock import MockDataset
@@ -57,6 +57,12 @@ class Sources:
     def document_start(self) -> dict[str, Any] | None:
         """The token that begins every training document, as a checkpoint keeps it; None for mock packs."""
         return next(({"token": one.manifest.tokenizer.begins_with} for one in _members(self.train)), None)
+
+    @property
+    def document_end(self) -> dict[str, int | None] | None:
+        """The token that ends every training document, as a checkpoint keeps it; None: mock packs, or not known."""
+        members = _members(self.train)
+        return known_end([one.manifest for one in members]) if members else None
 
     @property
     def chat_template(self) -> dict[str, Any] | None:
@@ -120,12 +126,23 @@ def _strangers(train: Sequence[PackedDataset], valid: Sequence[PackedDataset]) -
             f"documents of --data-path begin with token {one.tokenizer.begins_with}, those of --valid-data-path with "
             f"{other.tokenizer.begins_with}: build both with the same --prepend-bos"
         )
+    elif ends := other_ends(*(_saying_end(of) for of in (train, valid))):
+        reasons.append(
+            f"documents of --data-path end with token {ends[0]}, those of --valid-data-path with {ends[1]}: build both "
+            "with the same --eod-token and --append-eod"
+        )
     if other.chat_template != one.chat_template:
         reasons.append("--valid-data-path was built with another --chat-template than --data-path")
     rules = [next((d.manifest.image_rules for d in of if d.manifest.image_rules), None) for of in (train, valid)]
     if None not in rules and rules[0] != rules[1]:
         reasons.append("--valid-data-path was built with other image rules than --data-path")
     return reasons
+
+
+def _saying_end(datasets: Sequence[PackedDataset]) -> DatasetManifest:
+    """Of datasets that end documents alike one that says how, else the first."""
+    manifests = [one.manifest for one in datasets]
+    return next((one for one in manifests if one.document_end is not None), manifests[0])
 
 
 def with_stored_length(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, str]:

@@ -262,9 +262,48 @@ def test_all_contradictions_of_a_blend_are_told_at_once(tmp_path: Path) -> None:
         "b was built with another --chat-template than a",
         "documents of a begin with token None, those of c with 3: build both with the same --prepend-bos",
         "c was built with another --seq-length than a (64, not 32)",
-        "documents of a end with token 1, those of d with 2: build both with the same --eod-token",
+        "documents of a end with token 1, those of d with 2: build both with the same --eod-token and --append-eod",
         "f was built with other image rules than e: max_crops 8, not 4",
     ]
+
+
+ONE, NONE = {"token": 1}, {"token": None}
+
+
+@pytest.mark.parametrize(
+    ("ends", "told"),
+    [
+        ([ONE, ONE], ""),
+        ([NONE, NONE], ""),
+        ([ONE, NONE], "documents of a end with token 1, those of b with None"),
+        ([None, ONE, NONE], "documents of b end with token 1, those of c with None"),
+        ([None, NONE, None, NONE], ""),
+    ],
+)
+def test_documents_of_a_blend_end_alike_where_datasets_say_how(
+    tmp_path: Path, ends: list[dict[str, int | None] | None], told: str
+) -> None:
+    """Would catch texts without an end beside texts with one, and a dataset of before that is refused for its age."""
+    for name in "abcd"[: len(ends)]:
+        write_dataset(tmp_path / name, [random_packs(np.random.default_rng(0), 2)])
+    datasets = [changed(tmp_path / name, document_end=end) for name, end in zip("abcd", ends, strict=False)]
+    try:
+        PackBlend(datasets, [Fraction(1)] * len(ends))
+        found = ""
+    except ValueError as error:
+        found = str(error).replace(f"{tmp_path}/", "")
+    assert found == (told and f"{told}: build both with the same --eod-token and --append-eod")
+
+
+def test_end_tokens_of_datasets_that_do_not_say_are_those_of_their_tokenizers(tmp_path: Path) -> None:
+    for name in "abc":
+        write_dataset(tmp_path / name, [random_packs(np.random.default_rng(0), 2)])
+    old, other = PackedDataset(tmp_path / "a"), changed(tmp_path / "c", eos_id=2)
+    for one, two in ((old, changed(tmp_path / "b", eos_id=2, document_end={"token": 2})), (other, old)):
+        with pytest.raises(ValueError, match="end with token [12], those of .* with [12]: build both"):
+            PackBlend([one, two], [Fraction(1)] * 2)
+    neither = changed(tmp_path / "b", eos_id=1, document_end=NONE)
+    PackBlend([neither, changed(tmp_path / "c", eos_id=2, document_end=NONE)], [Fraction(1)] * 2)
 
 
 def test_weights_and_content_make_the_fingerprint(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,33 @@ def test_what_is_wrong_with_both_datasets_is_told_at_once_and_notes_name_older_o
     first, second = str(error.value).splitlines()
     assert first.startswith(f"--data-path {tmp_path / 'older'}: ") and "tokens.bin: no such file" in first
     assert second.startswith(f"--valid-data-path {tmp_path / 'newer'}: ")
+
+
+@pytest.mark.parametrize(
+    ("ends", "told"),
+    [
+        ([(1, {"token": 1}), (1, {"token": None})], "end with token 1, those of --valid-data-path with None"),
+        ([(1, {"token": 1}), (2, {"token": 2})], "end with token 1, those of --valid-data-path with 2"),
+        ([(1, None), (2, None)], "end with token 1, those of --valid-data-path with 2"),
+        ([(1, None), (1, {"token": None})], ""),
+        ([(1, {"token": None}), (2, {"token": None})], ""),
+    ],
+)
+def test_validation_documents_end_as_those_of_training(
+    tmp_path: Path, ends: list[tuple[int, dict[str, int | None] | None]], told: str
+) -> None:
+    """Would catch a validation loss on an end token that was never learned."""
+    for name, (eos, end) in zip("ab", ends, strict=True):
+        manifest = write_dataset(tmp_path / name, [random_packs(np.random.default_rng(0), 3)])
+        tokenizer = dataclasses.replace(manifest.tokenizer, eos_id=eos)
+        dataclasses.replace(manifest, tokenizer=tokenizer, document_end=end).write(tmp_path / name)
+    paths = {"data_path": str(tmp_path / "a"), "valid_data_path": str(tmp_path / "b")}
+    config = with_values(RunConfig(), {**paths, "vocab_size": 0, "seq_length": 32})
+    if not told:
+        assert open_sources(config)[1].document_end == ends[0][1]
+        return
+    with pytest.raises(ValueError, match=f"^documents of --data-path {told}: build both with the same --eod-token"):
+        open_sources(config)
 
 
 def check_on_a_rank(rank: int, world_size: int, directory: str, between: int) -> str:

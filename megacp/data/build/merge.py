@@ -23,7 +23,7 @@ from megacp.data.build.unit import shard_name
 from megacp.data.packed import tables
 from megacp.data.packed.checksums import with_checksums
 from megacp.data.packed.indexed import HashedFile
-from megacp.data.packed.manifest import FORMAT_VERSION, DatasetManifest, FileEntry, ShardEntry
+from megacp.data.packed.manifest import FORMAT_VERSION, DatasetManifest, FileEntry, ShardEntry, known_end
 from megacp.data.packed.reader import PackedDataset
 from megacp.data.packed.upload import REJECTS_NAME, TOKENIZER_DIRECTORY
 from megacp.wording import listed
@@ -31,7 +31,10 @@ from megacp.wording import listed
 _BLOCK = 1 << 20
 _SHOWN = 5
 """Datasets, and differences of each, that are told at most."""
-_FLAGS = {"begins_with": " (a first token of documents: build with --prepend-bos or --no-prepend-bos)"}
+_FLAGS = {
+    "begins_with": " (a first token of documents: build with --prepend-bos or --no-prepend-bos)",
+    "token": " (a last token of documents: build with the same --append-eod and --eod-token)",
+}
 _MUST_AGREE = ("tokenizer", "seq_length", "pad_multiple", "image_rules", "cp_degrees", "chat_template")
 
 
@@ -44,6 +47,13 @@ def _differences(name: str, first: DatasetManifest, other: DatasetManifest) -> l
         return [f"{name} {_short(b)}, not {_short(a)}"]
     keys = sorted(key for key in {*a, *b} if a.get(key) != b.get(key))
     return [f"{name}.{key} {_short(b.get(key))}, not {_short(a.get(key))}{_FLAGS.get(key, '')}" for key in keys]
+
+
+def _all_differences(manifests: Sequence[DatasetManifest], other: DatasetManifest) -> list[str]:
+    """In words in what a dataset differs from the first one and must not."""
+    found = [text for name in _MUST_AGREE for text in _differences(name, manifests[0], other)]
+    saying = next((one for one in manifests if one.document_end is not None), other)
+    return found + (_differences("document_end", saying, other) if other.document_end is not None else [])
 
 
 def _short(value: Any) -> str:
@@ -62,11 +72,10 @@ def merge(inputs: Sequence[str], output: str, overwrite: bool = False) -> Datase
     if directory.resolve() in [Path(path).resolve() for path in inputs]:
         raise ValueError(f"--output {output} is one of the datasets to merge")
     manifests = [PackedDataset(path).manifest for path in inputs]
-    first = manifests[0]
     mismatches = [
         f"{path} has {listed(found, _SHOWN)}"
         for path, manifest in zip(inputs[1:], manifests[1:], strict=True)
-        if (found := [text for name in _MUST_AGREE for text in _differences(name, first, manifest)])
+        if (found := _all_differences(manifests, manifest))
     ]
     if mismatches:
         raise ValueError(f"these datasets cannot be merged with {inputs[0]}: {listed(mismatches, _SHOWN, '; ')}")
@@ -102,6 +111,7 @@ def _merged(
             sources=tuple(source for manifest in manifests for source in manifest.sources),
             shards=tuple(shards),
             num_rejected=sum(manifest.num_rejected for manifest in manifests),
+            document_end=known_end(manifests),
             format_version=FORMAT_VERSION,
         )
         result.write(directory)

@@ -329,6 +329,7 @@ class _Build:
             image_rules=None if rules is None else rules.to_dict(),
             cp_degrees=self._settings.cp_degrees,
             chat_template=None if self._template is None else dict(self._template.texts),
+            document_end={"token": self._tokenizer.eos_id if self._settings.append_eod else None},
         )
         if self._upload is not None:
             self._upload.publish(manifest)

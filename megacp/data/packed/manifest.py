@@ -108,6 +108,8 @@ class DatasetManifest:
     format_version: int = FORMAT_VERSION
     chat_template: dict[str, Any] | None = None
     """The templates that wrote messages, by name; None = the house's own form, and then it is not written."""
+    document_end: dict[str, int | None] | None = None
+    """`{"token": id}` that every document ends with, or `{"token": null}`; None = not known, and then not written."""
 
     @property
     def num_token_ids(self) -> int:
@@ -151,8 +153,9 @@ class DatasetManifest:
         if self.tokenizer.begins_with is None:
             del tokenizer["begins_with"]
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        if self.chat_template is None:
-            del own["chat_template"]
+        for name in ("chat_template", "document_end"):
+            if own[name] is None:
+                del own[name]
         derived = {name: getattr(self, name) for name in _DERIVED}
         return {**own, "tokenizer": tokenizer, "shards": [shard.to_json() for shard in self.shards], **derived}
 
@@ -196,6 +199,24 @@ class DatasetManifest:
             raise ValueError(f"{path}: {error}") from error
 
 
+def other_ends(one: DatasetManifest, other: DatasetManifest) -> tuple[int | None, int | None] | None:
+    """With which tokens the documents of two datasets end where they end otherwise; None where they end alike.
+
+    A dataset that does not say counts by the end token of its tokenizer.
+    """
+    if one.document_end is not None and other.document_end is not None:
+        ends = one.document_end["token"], other.document_end["token"]
+    else:
+        ends = one.tokenizer.eos_id, other.tokenizer.eos_id
+    return ends if ends[0] != ends[1] else None
+
+
+def known_end(manifests: Sequence[DatasetManifest]) -> dict[str, int | None] | None:
+    """With what the documents of datasets end that end alike, as `document_end`; None where one does not say."""
+    ends = [one.document_end for one in manifests]
+    return None if None in ends else ends[0]
+
+
 _DERIVED = ("num_packs", "num_segments", "num_tokens", "packing_efficiency")
 
 
@@ -203,10 +224,10 @@ def _parse(fields: Fields) -> DatasetManifest:
     version = fields.integer("format_version", 0)
     if not 1 <= version <= FORMAT_VERSION:
         raise ValueError(f"format_version {version}, this program reads 1 to {FORMAT_VERSION}")
-    seq_length = fields.integer("seq_length", 1, LARGEST_INT32)
+    seq_length, tokenizer = fields.integer("seq_length", 1, LARGEST_INT32), _parse_tokenizer(fields.object("tokenizer"))
     manifest = DatasetManifest(
         config_fingerprint=fields.text("config_fingerprint", SHA256, _HASH),
-        tokenizer=_parse_tokenizer(fields.object("tokenizer")),
+        tokenizer=tokenizer,
         seq_length=seq_length,
         pad_multiple=fields.integer("pad_multiple", 1, seq_length),
         sources=fields.texts("sources"),
@@ -216,6 +237,7 @@ def _parse(fields: Fields) -> DatasetManifest:
         cp_degrees=fields.integers("cp_degrees", 1, _MOST_RANKS),
         format_version=version,
         chat_template=_parse_template(fields.object("chat_template")) if fields.has("chat_template") else None,
+        document_end=_parse_end(fields, tokenizer.vocab_size),
     )
     _refuse_token_ids(manifest.image_rules)
     _refuse_repeated("shards", [shard.name for shard in manifest.shards])
@@ -248,6 +270,15 @@ def _parse_template(fields: Fields) -> dict[str, str]:
     if "default" not in template:
         raise ValueError("`chat_template` has no template named default")
     return template
+
+
+def _parse_end(fields: Fields, vocab_size: int) -> dict[str, int | None] | None:
+    if not fields.has("document_end"):
+        return None
+    end = fields.object("document_end")
+    token = end.optional_integer("token", 0, vocab_size - 1)
+    end.done()
+    return {"token": token}
 
 
 def _parse_shard(fields: Fields) -> ShardEntry:

@@ -193,6 +193,17 @@ def test_documents_begin_as_the_post_processor_begins_a_text(folder: Path, tmp_p
         merge([str(tmp_path / name) for name in ("d", "none")], str(tmp_path / "both"))
 
 
+@pytest.mark.parametrize("eod", ["</s>", "<sep>", None])
+def test_a_dataset_keeps_what_ends_its_documents(folder: Path, tmp_path: Path, eod: str | None) -> None:
+    """Would catch an end token that only the flags of the build knew."""
+    a = write(tmp_path / "a.jsonl", {"text": "a b"})
+    path = str(folder / "tokenizer.json")
+    run([a], tmp_path / "d", tokenizer=path, eod_token=eod, append_eod=eod is not None)
+    expected = None if eod is None else load_tokenizer(path).token_id(eod)
+    assert PackedDataset(tmp_path / "d").manifest.document_end == {"token": expected}
+    assert eod is None or documents(tmp_path / "d")[0][-1] == expected
+
+
 def test_weights_of_one_stay_unstored_where_documents_begin_with_a_token(folder: Path, tmp_path: Path) -> None:
     a = write(tmp_path / "a.jsonl", {"text": "a b"})
     run([a], tmp_path / "d", tokenizer=str(folder / "tokenizer.json"))

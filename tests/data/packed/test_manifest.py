@@ -29,12 +29,27 @@ def test_manifest_round_trips_and_its_text_is_canonical(dataset_path: Path) -> N
     assert dataclasses.replace(manifest, seq_length=33).fingerprint != manifest.fingerprint
 
 
+@pytest.mark.parametrize("end", [None, {"token": 1}, {"token": None}])
+def test_what_ends_documents_comes_back_and_is_not_written_where_it_is_not_known(
+    dataset_path: Path, end: dict[str, int | None] | None
+) -> None:
+    """Would catch a dataset of before whose checksum is another once it is read."""
+    manifest = dataclasses.replace(DatasetManifest.read(dataset_path), document_end=end)
+    manifest.write(dataset_path)
+    assert DatasetManifest.read(dataset_path) == manifest
+    assert ("document_end" in json.loads((dataset_path / "manifest.json").read_text())) == (end is not None)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"format_version": 3}, "format_version 3, this program reads 1 to 2"),
         ({"num_tokens": 1}, "`num_tokens` is 1, but the shards add up to"),
         ({"colour": 1}, "unknown fields: 'colour'"),
+        ({"document_end": 1}, "`document_end` is 1, it must be an object"),
+        ({"document_end": {}}, "`document_end.token` is missing"),
+        ({"document_end": {"token": 100}}, "`document_end.token` is 100, it must be null or an integer of 0 to 99"),
+        ({"document_end": {"token": 1, "x": 1}}, "unknown fields of `document_end`: 'x'"),
         ({"tokenizer": {"kind": "byte"}}, "`tokenizer.vocab_size` is missing"),
         ({"shards": 3}, "`shards` is 3, it must be a list"),
         ({"shards": [3]}, r"`shards\[0\]` is 3, it must be an object"),
