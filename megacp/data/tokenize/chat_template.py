@@ -156,14 +156,22 @@ def load_chat_template(choice: str, tokenizer: Tokenizer, today: str | None) -> 
         raise ValueError(f"--chat-template-date {today}: the template of {flag} writes no date")
     if today is not None:
         _date(today)
-    settings = _settings(folder)
-    made = ChatTemplate(texts, today, _named_tokens(settings), _model_of(tokenizer.files[0], settings))
+    made = template_of(texts, tokenizer, today)
     if texts["default"] in OURS.values() and not all(made.forgeable.fullmatch(token) for token in _MARKS):
         raise ValueError(
             f"{flag}: {tokenizer.files[0]} lacks the special tokens {', '.join(_MARKS)}, and as plain text any "
             "record could spell them"
         )
     return made
+
+
+def template_of(texts: Mapping[str, str], tokenizer: Tokenizer, today: str | None) -> ChatTemplate:
+    """Templates by name, for the tokenizer of a tokenizer.json and the settings beside it; they may write `today`.
+
+    ValueError: the settings name tokens that it does not have.
+    """
+    settings = _settings(tokenizer.files[0].parent)
+    return ChatTemplate(texts, today, _named_tokens(settings), _model_of(tokenizer.files[0], settings))
 
 
 def _chosen(choice: str, folder: Path) -> dict[str, str]:
