@@ -64,7 +64,7 @@ def arguments_parser() -> argparse.ArgumentParser:
         metavar="KIND_OR_PATH",
         help="the run's tokenizer, as given to preprocess_data.py build; `none` leaves it out",
     )
-    parser.add_argument("--eod-token", metavar="TEXT", help="as given to preprocess_data.py build")
+    parser.add_argument("--eod-token", metavar="TEXT", help="as given to a build (default: that of training)")
     parser.add_argument(
         "--chat-template",
         choices=CHOICES,

@@ -122,6 +122,7 @@ def load(arguments: argparse.Namespace) -> tuple[Generator, Tokenizer]:
             f"the model was trained with {generator.config.model.embedding_rows}"
         )
     tokenizer.begins_with = generator.first_token(tokenizer.begins_with)
+    tokenizer.eos_id = generator.last_token(tokenizer.eos_id)
     return generator, tokenizer
 
 
@@ -181,9 +182,23 @@ def opened(path: Path) -> TextIO:
         return os.fdopen(open_own(path, os.O_WRONLY | os.O_TRUNC), "w", encoding="utf-8")
 
 
-def spoken(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
+def sampling_of(arguments: argparse.Namespace, generator: Generator, tokenizer: Tokenizer) -> Sampling:
+    """How answers are made; a line on stderr where nothing is known to end those of a chat template."""
+    ends = generator.template_ends(tokenizer)
+    if generator.by_template and not ends:
+        print(
+            f"note: {generator.path}: the chat template of training is not known to end answers with a special token; "
+            f"they may go on to --max-new-tokens {arguments.max_new_tokens}",
+            file=sys.stderr,
+        )
+    if tokenizer.eos_id is not None:
+        ends = (*ends, tokenizer.eos_id)
+    return Sampling(arguments.max_new_tokens, arguments.temperature, arguments.seed, ends)
+
+
+def spoken(tokenizer: Tokenizer, tokens: np.ndarray, ends: Sequence[int]) -> str:
     """An answer as text, without the token that ends it."""
-    return tokenizer.decode(tokens[:-1] if len(tokens) and tokens[-1] == tokenizer.eos_id else tokens)
+    return tokenizer.decode(tokens[:-1] if len(tokens) and int(tokens[-1]) in ends else tokens)
 
 
 def answer_prompts(arguments: argparse.Namespace, generator: Generator, tokenizer: Tokenizer) -> None:
@@ -199,11 +214,11 @@ def answer_prompts(arguments: argparse.Namespace, generator: Generator, tokenize
             prompts.append(maker.of_texts(texts, media))
         except RecordError as error:
             raise ValueError(str(error) if "`--" in str(error) else f"{name}: {error}") from error
-    sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.seed, tokenizer.eos_id)
+    sampling = sampling_of(arguments, generator, tokenizer)
     print(f"{generator.path} after step {generator.step}")
     new = (tokens for answers in generator.answer(prompts, sampling, names) for tokens in answers)
     for text, tokens in zip(arguments.prompt, new, strict=True):
-        print(f"--- {text!r}\n{text}{spoken(tokenizer, tokens)}")
+        print(f"--- {text!r}\n{text}{spoken(tokenizer, tokens, sampling.ends)}")
 
 
 def answer_records(arguments: argparse.Namespace, generator: Generator, tokenizer: Tokenizer) -> None:
@@ -214,14 +229,14 @@ def answer_records(arguments: argparse.Namespace, generator: Generator, tokenize
         arguments.input, PromptMaker(tokenizer, rules, arguments.image_root, generator.by_template)
     )
     prompts = [question.prompt for question in questions]
-    sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.seed, tokenizer.eos_id)
+    sampling = sampling_of(arguments, generator, tokenizer)
     right, total, asked = 0, 0, 0
     with opened(arguments.output) as stream:
         given = generator.answer(prompts, sampling, [question.place for question in questions])
         for question, prompt, answers in zip(questions, prompts, given, strict=True):
             for text, expected, tokens in zip(prompt.questions, prompt.expected, answers, strict=True):
                 line = {"id": question.name, "images": prompt.images, "prompt": text, "expected": expected}
-                line["answer"] = spoken(tokenizer, tokens)
+                line["answer"] = spoken(tokenizer, tokens, sampling.ends)
                 right += expected is not None and line["answer"] == expected
                 asked += expected is not None
                 total += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,14 @@ from megacp.convert.sharing import SECONDS, files_of, mine, on_each, on_first
 from megacp.convert.source import Loaded, refuse_unread, require_all
 from megacp.convert.tables.architectures import LAYOUTS, token_fields, token_ids
 from megacp.convert.tables.mapping import Info, Mapped, Source, in_dtype, num_bytes, one_dtype, whole
-from megacp.convert.tokenizer import COMPANIONS, Given, tokenizer_files, write_tokenizer
+from megacp.convert.tokenizer import COMPANIONS, Given, drop_mapped_end, tokenizer_files, write_tokenizer
 from megacp.data.media.geometry import TOKEN_TEXTS
+from megacp.data.records.answer_ends import answer_ends
 from megacp.data.tokenize.tokenizer import PROBE, Tokenizer, load_tokenizer
 from megacp.distributed.collectives import gather_objects
 from megacp.distributed.grid import Axis
 from megacp.files import new_file, sha256_of, write_new
-from megacp.training.state import first_token, stored_progress
+from megacp.training.state import Progress, first_token, last_token, stored_progress
 
 _DTYPES = ("float32", "bfloat16", "float64")
 _NOT_COPIED = ("config.json", hf_files.INDEX, hf_files.SUMS)
@@ -145,22 +146,63 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> tuple[dict[
     if loaded.rules is not None:
         processor.write_processor(loaded.rules.to_dict(), folder)
     tokenizer = given_tokenizer(loaded, loaded.checkpoint, request)
+    progress = stored_progress(loaded.checkpoint)
     ids: dict[str, int | None] = dict.fromkeys(_SPECIAL)  # else the library takes its own, 1 and 2 for a Llama
     notes = {"chat template": "none"}
     if tokenizer is not None:
         positions = loaded.config.model.max_position_embeddings or loaded.config.data.seq_length
         names = write_tokenizer(given_files(loaded, tokenizer, request.accept_ties), folder, positions, PROBE)
         ids = {f"{name}_token_id": i for name, i in names.items()}
+        if progress.document_end is not None and progress.chat_template is None:
+            drop_mapped_end(folder)
         notes = {"chat template": write_chat_template(loaded, folder, tokenizer, request.chat_template)}
         notes |= _other_beginning(tokenizer)
+    ids["eos_token_id"] = last_token(progress, ids["eos_token_id"])
+    ends, told = _ends(progress, tokenizer)
+    notes |= told
     for name, words in notes.items():
         print(f"{name}: {words}")
     said = _generation_of(loaded, tokenizer)
     missing = {key: i for key, i in ids.items() if said.get(key) is None and (i is not None or not said)}
     chosen = {"eos_token_id": ids["eos_token_id"]} if request.eod_token is not None else {}
     generation = {**said, **missing, **chosen}
+    special = {key: generation.get(key) if i is None else i for key, i in ids.items()}
+    if ends:
+        generation["eos_token_id"] = special["eos_token_id"] = _with_ends(generation.get("eos_token_id"), ends)
     hf_files.write_json(folder / _GENERATION, generation)
-    return {key: generation.get(key) if i is None else i for key, i in ids.items()}, notes
+    return special, notes
+
+
+def _ends(progress: Progress, tokenizer: Tokenizer | None) -> tuple[list[int], dict[str, str]]:
+    """The tokens that ended answers and documents of training, as far as that is known, and a note on those of answers.
+
+    ValueError as `answer_ends`.
+    """
+    own = last_token(progress, None)
+    documents = [] if own is None else [own]
+    if progress.chat_template is None or tokenizer is None:
+        return documents, {}
+    answers = answer_ends(progress.chat_template, tokenizer)
+    shown = ", ".join(_shown(tokenizer, i) for i in answers)
+    unknown = (
+        "not known: the chat template has learned no special token behind an answer; set eos_token_id in "
+        f"{_GENERATION}, or the model generates to its limit"
+    )
+    return [*answers, *documents], {"end of answers": shown or unknown}
+
+
+def _with_ends(said: Any, ends: Sequence[int]) -> int | list[int]:
+    """`eos_token_id`, an id or a list of ids or None, as one that has all `ends`; it stays where it has them."""
+    before = said if isinstance(said, list) else [] if said is None else [said]
+    if set(ends) <= set(before):
+        return said
+    found = list(dict.fromkeys([*ends, *before]))
+    return found[0] if len(found) == 1 else found
+
+
+def _shown(tokenizer: Tokenizer, i: int | None) -> str:
+    """A token in words."""
+    return "none" if i is None else f"{tokenizer.decode([i])!r} (id {i})"
 
 
 def with_kept_tokenizer(request: Request, loaded: Loaded) -> Request:
@@ -177,7 +219,11 @@ def with_kept_tokenizer(request: Request, loaded: Loaded) -> Request:
 
 
 def given_tokenizer(loaded: Loaded, checkpoint: LoadedCheckpoint, request: Request) -> Tokenizer | None:
-    """The tokenizer of a checkpoint, beginning texts as training did. ValueError for another one or none."""
+    """The tokenizer of a checkpoint, beginning and ending texts as training did.
+
+    ValueError for another one or none, or another end token. Where a chat template wrote the messages, the end token
+    stays that of the files: a template may write it.
+    """
     given, expected = request.tokenizer, checkpoint.extra.get("tokenizer_sha256", "")
     if given is None and expected:
         raise ValueError(
@@ -192,7 +238,18 @@ def given_tokenizer(loaded: Loaded, checkpoint: LoadedCheckpoint, request: Reque
     rows = loaded.config.model.embedding_rows
     if tokenizer.vocab_size > rows:
         raise ValueError(f"--tokenizer {given} has {tokenizer.vocab_size} ids, the model has {rows} rows")
-    tokenizer.begins_with = first_token(stored_progress(checkpoint), tokenizer.begins_with)
+    progress = stored_progress(checkpoint)
+    tokenizer.begins_with = first_token(progress, tokenizer.begins_with)
+    end = last_token(progress, tokenizer.eos_id)
+    if request.eod_token is not None and end != tokenizer.eos_id:
+        raise ValueError(
+            f"--eod-token {request.eod_token!r} (id {tokenizer.eos_id}) is not what ended the documents that "
+            f"{checkpoint.path} was trained on, which was {_shown(tokenizer, end)}: leave it out"
+        )
+    if progress.chat_template is None:
+        tokenizer.eos_id = end
+    elif progress.document_end is not None:
+        tokenizer.eos_id = load_tokenizer(given, engine="reference").eos_id
     return tokenizer
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from megacp.convert.hf_files import read_json, write_json
 from megacp.convert.sentencepiece import CONTROL, USER_DEFINED, Model, are_tied, fast_tokenizer, parse
+from megacp.data.tokenize.beside import text_of
 from megacp.data.tokenize.tokenizer import Tokenizer
 from megacp.files import read_regular
 
@@ -196,6 +197,15 @@ def write_tokenizer(given: Given, folder: Path, max_length: int, probe: Sequence
     write_json(folder / "tokenizer_config.json", config)
     refuse_difference(given, lambda text: tokenizer.encode(text, add_special_tokens=False).ids, probe)
     return names
+
+
+def drop_mapped_end(folder: Path) -> None:
+    """Take the end token out of special_tokens_map.json, which a library prefers, where the config names another."""
+    path = folder / "special_tokens_map.json"
+    named = read_json(path) if path.is_file() else {}
+    end = read_json(folder / "tokenizer_config.json").get("eos_token")
+    if "eos_token" in named and text_of(named["eos_token"]) != end:
+        write_json(path, {name: token for name, token in named.items() if name != "eos_token"})
 
 
 def refuse_difference(given: Given, encode: Callable[[str], Sequence[int]], probe: Sequence[str]) -> None:

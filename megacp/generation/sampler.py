@@ -24,13 +24,15 @@ from megacp.context_parallel.layout import select_layout
 from megacp.context_parallel.shard import shard_batch
 from megacp.data.media.geometry import ImageRules
 from megacp.data.packed.manifest import DatasetManifest
+from megacp.data.records.answer_ends import answer_ends
+from megacp.data.tokenize.tokenizer import Tokenizer
 from megacp.distributed.grid import GridShape, build_grid
 from megacp.distributed.parameter import spec_of
 from megacp.generation.prompt import Prompt, PromptPart, prompt_pixels, prompt_row
 from megacp.models.build import build_chunks
 from megacp.models.language import LanguageModelChunk
 from megacp.training.sources import image_misfits
-from megacp.training.state import first_token, stored_progress
+from megacp.training.state import first_token, last_token, stored_progress
 from megacp.training.stored import stored_config
 
 _ONE_PROCESS: dict[str, Value] = {
@@ -56,8 +58,8 @@ class Sampling:
     """0 takes the likeliest token."""
     seed: int = 0
     """Answer number i of a call draws from seed + i, however prompts share rows."""
-    eos: int | None = None
-    """The token that ends an answer; it is part of it."""
+    ends: tuple[int, ...] = ()
+    """The tokens that end an answer; the one that does is part of it."""
 
 
 class Generator:
@@ -93,6 +95,18 @@ class Generator:
     def first_token(self, by_files: int | None) -> int | None:
         """The token id that begins a prompt, see `state.first_token`."""
         return first_token(self._progress, by_files)
+
+    def last_token(self, by_files: int | None) -> int | None:
+        """The token id that ended the documents of training, see `state.last_token`."""
+        return last_token(self._progress, by_files)
+
+    def template_ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """The token ids with which the chat template of training ends answers; none without one, or not known.
+
+        ValueError as `answer_ends`.
+        """
+        texts = self._progress.chat_template
+        return () if texts is None else answer_ends(texts, tokenizer)
 
     @property
     def by_template(self) -> bool:
@@ -192,7 +206,7 @@ class Generator:
             for i in sorted(going):
                 flat[i].append(_choose(logits[i], sampling.temperature, generators[i]))
                 full = not sliding[i] and lengths[i] + len(flat[i]) >= limit
-                if flat[i][-1] == sampling.eos or len(flat[i]) == sampling.count or full:
+                if flat[i][-1] in sampling.ends or len(flat[i]) == sampling.count or full:
                     going.discard(i)
         return [[np.array(answer, np.int64) for answer in of_prompt] for of_prompt in answers]
 

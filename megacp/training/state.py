@@ -43,6 +43,8 @@ class Progress:
     """By which images became tokens: with them a checkpoint can be asked about images without its dataset."""
     document_start: dict[str, Any] | None = None
     """`{"token": id}` that every document of the training data begins with, or `{"token": null}`; None: not known."""
+    document_end: dict[str, Any] | None = None
+    """`{"token": id}` that every document of the training data ends with, or `{"token": null}`; None: not known."""
     chat_template: dict[str, Any] | None = None
     """The templates that wrote the messages of the training data, by name; None: the house's own form, or not known."""
     health: dict[str, Any] | None = None
@@ -211,10 +213,22 @@ def first_token(progress: Progress, by_files: int | None) -> int | None:
     """
     if not (progress.tokenizer_sha256 and progress.data_fingerprint):  # an import has its tokenizer's and no data's
         return by_files
-    token = (progress.document_start or {}).get("token")  # datasets of before had none
+    return _token(progress.document_start or {}, "document_start")  # datasets of before had none
+
+
+def last_token(progress: Progress, by_files: int | None) -> int | None:
+    """The token id that ended the documents of training; None is none.
+
+    `by_files`: that of the tokenizer's own files, for weights whose training is not known to have ended them otherwise.
+    """
+    return by_files if progress.document_end is None else _token(progress.document_end, "document_end")
+
+
+def _token(kept: dict[str, Any], name: str) -> int | None:
+    token = kept.get("token")
     if token is None or (type(token) is int and token >= 0):
         return token
-    raise ValueError(f"the checkpoint's document_start has token {token!r:.80}, no token id")
+    raise ValueError(f"the checkpoint's {name} has token {token!r:.80}, no token id")
 
 
 def _extra(loaded: LoadedCheckpoint) -> Fields:
@@ -256,9 +270,13 @@ def other_meaning(loaded: LoadedCheckpoint, progress: Progress) -> tuple[str, ..
     if before and progress.tokenizer_sha256 and before != progress.tokenizer_sha256:
         now = progress.tokenizer_sha256[:12]
         notes.append(f"the tokenizer, now {now} (was {before[:12]}): do ids still mean the same?")
-    if None not in (starts := (stored.document_start, progress.document_start)) and starts[0] != starts[1]:
-        was, now_is = (start.get("token") for start in starts if start is not None)
-        notes.append(f"documents begin with token {now_is} (was {was})")
+    pairs = {
+        "begin": (stored.document_start, progress.document_start),
+        "end": (stored.document_end, progress.document_end),
+    }
+    for what, (was, now_is) in pairs.items():
+        if was is not None and now_is is not None and was != now_is:
+            notes.append(f"documents {what} with token {now_is.get('token')} (was {was.get('token')})")
     if None not in (texts := (stored.chat_template, progress.chat_template)) and texts[0] != texts[1]:
         notes.append("messages of the data are written by another chat template than before")
     rules, new = stored.image_rules or {}, progress.image_rules or {}

@@ -86,6 +86,7 @@ class Trainer:
             tokenizer_sha256=sources.tokenizer_sha256,
             image_rules=sources.image_rules,
             document_start=sources.document_start,
+            document_end=sources.document_end,
             chat_template=sources.chat_template,
         )
         start = starting_point(config, grid.world)

@@ -26,7 +26,7 @@ from megacp.generation.prompt import Prompt, PromptMaker, prompt_pixels, prompt_
 from megacp.generation.sampler import Generator, Sampling
 from megacp.measure.parity_config import MODELS
 from megacp.train import main
-from megacp.training.state import Progress, first_token, other_meaning
+from megacp.training.state import Progress, first_token, last_token, other_meaning
 from megacp.training.stored import stored_config
 from tests.data.build.builds import run as build
 from tests.data.media.pictures import TINY
@@ -160,7 +160,7 @@ def test_an_answer_does_not_depend_on_what_shares_its_row(generator: Generator, 
 def test_an_answer_ends_with_the_end_token_and_long_text_slides(generator: Generator) -> None:
     maker = PromptMaker(load_tokenizer("byte"))
     (free,) = generator.answer([maker.of_texts(["ab"])], Sampling(8))
-    (ended,) = generator.answer([maker.of_texts(["ab"])], Sampling(8, eos=int(free[0][2])))
+    (ended,) = generator.answer([maker.of_texts(["ab"])], Sampling(8, ends=(-1, int(free[0][2]))))
     assert ended[0].tolist() == free[0].tolist()[: free[0].tolist().index(free[0][2]) + 1]
     text = "0123456789" * 60
     (long,) = generator.answer([maker.of_texts([text])], Sampling(2))
@@ -205,6 +205,9 @@ def test_finetuning_tells_what_images_meant_before(trained: Path, tmp_path: Path
     loaded = load_checkpoint(trained / "run", single_axis("world"))
     assert other_meaning(loaded, progress) == ("images are made with image_pooling [1, 1] (was [2, 2])",)
     assert other_meaning(loaded, Progress(image_rules=TINY.to_dict())) == other_meaning(loaded, Progress()) == ()
+    ended = Progress(document_end={"token": None})
+    assert other_meaning(loaded, ended) == ("documents end with token None (was 256)",)
+    assert other_meaning(loaded, Progress(document_end={"token": 256})) == ()
 
 
 def test_image_rules_come_from_the_checkpoint_or_from_the_dataset_of_the_flag(trained: Path, tmp_path: Path) -> None:
@@ -274,3 +277,12 @@ def test_what_is_known_of_the_first_token_decides() -> None:
     for wrong in (-1, "3", True, 1.5):
         with pytest.raises(ValueError, match="document_start has token"):
             first_token(dataclasses.replace(trained, document_start={"token": wrong}), 7)
+
+
+def test_what_is_known_of_the_last_token_decides() -> None:
+    assert last_token(Progress(tokenizer_sha256="a", data_fingerprint="b"), 7) == 7  # before a dataset said it
+    assert last_token(Progress(document_end={"token": 3}), 7) == 3
+    assert last_token(Progress(document_end={"token": None}), 7) is None
+    for wrong in (-1, "3", True, 1.5):
+        with pytest.raises(ValueError, match="document_end has token"):
+            last_token(Progress(document_end={"token": wrong}), 7)
