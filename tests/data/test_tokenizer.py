@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megacp.data.build.settings import BuildSettings, tokenizer_problem
 from megacp.data.tokenize.newer_characters import has_newer_characters
 from megacp.data.tokenize.tokenizer import PROBE, Tokenizer, load_tokenizer
 
@@ -262,6 +263,87 @@ def test_tokenizer_config_and_eod_token_name_the_end_of_document(folder: Path, t
         load_tokenizer(str(path), eod_token="<none>")
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<stop>"}}')
     assert load_tokenizer(str(path)).eos_id == 0
+
+
+def spelled(folder: Path, merged: bool, **added: bool) -> Path:
+    """Files of both kinds with `</s>`, `<s>` and `<pad>` in their vocabulary, results of merges or not.
+
+    added: which of them, by `eos`, `bos` and `pad`, tokenizer.json has as added tokens, and whether as special ones.
+    """
+    names = {"eos": "</s>", "bos": "<s>", "pad": "<pad>"}
+    pieces, merges = list(byte_characters()), list[tuple[str, str]]()
+    for name in names.values():
+        parts = [name[: i + 1] for i in range(1, len(name))]
+        pieces += [part for part in parts if merged and part not in pieces] or [name]
+        merges += [(part[:-1], part[-1]) for part in parts if merged and (part[:-1], part[-1]) not in merges]
+    ids = {piece: i for i, piece in enumerate(pieces)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(ids, merges))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    for name, special in added.items():
+        made.add_tokens([tokenizers.AddedToken(names[name], special=special)])
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "vocab.json").write_text(json.dumps(ids))
+    (folder / "merges.txt").write_text("".join(f"{a} {b}\n" for a, b in merges))
+    return folder / "tokenizer.json"
+
+
+def special_ids(path: Path) -> tuple[int | None, int | None, int | None]:
+    tokenizer = load_tokenizer(str(path))
+    return tokenizer.eos_id, tokenizer.bos_id, tokenizer.pad_id
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_word_of_the_vocabulary_is_no_special_token_by_its_spelling(merged: bool, tmp_path: Path) -> None:
+    """Qwen2's vocabulary has `<s>` as a word: would catch documents that silently begin with it."""
+    assert special_ids(spelled(tmp_path, merged)) == (None, None, None)
+    with pytest.raises(ValueError, match="--prepend-bos: .* does not say which token begins a document"):
+        load_tokenizer(str(tmp_path / "tokenizer.json"), prepend_bos=True)
+    path = spelled(tmp_path, merged, eos=True, bos=False, pad=True)
+    ids = json.loads((tmp_path / "vocab.json").read_text())
+    assert special_ids(path) == (ids["</s>"], None, ids["<pad>"]), "an added token that is not special is none"
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    assert special_ids(path) == (ids["</s>"], ids["<s>"], ids["<pad>"]), "a name in the settings counts as it is"
+
+
+def test_a_null_in_the_settings_says_that_there_is_none(tmp_path: Path) -> None:
+    path = spelled(tmp_path, False, eos=True, bos=True, pad=True)
+    assert None not in special_ids(path)
+    for name in ("eos", "bos", "pad"):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({f"{name}_token": None}))
+        assert [i is None for i in special_ids(path)] == [name == other for other in ("eos", "bos", "pad")]
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": null}')
+    settings = BuildSettings(input=("a",), output="b", tokenizer=str(path), seq_length=8)
+    assert "name it with --eod-token, or give" in str(tokenizer_problem(settings, load_tokenizer(str(path))))
+    assert tokenizer_problem(settings, load_tokenizer(str(path), eod_token="</s>")) is None
+
+
+def test_gpt2_files_end_documents_with_a_token_that_no_merge_makes(tmp_path: Path) -> None:
+    names = f"{tmp_path}/vocab.json,{tmp_path}/merges.txt"
+    spelled(tmp_path, True)
+    assert load_tokenizer(names).eos_id is None
+    ids = json.loads((tmp_path / "vocab.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<pad>"}')
+    assert load_tokenizer(names).eos_id == ids["<pad>"], "as the settings say"
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    spelled(tmp_path, False)
+    assert load_tokenizer(names).eos_id == 256
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": null}')
+    assert load_tokenizer(names).eos_id is None and load_tokenizer(names, eod_token="</s>").eos_id == 256
+
+
+def test_a_sentencepiece_model_names_its_special_tokens_itself(tmp_path: Path) -> None:
+    """Pieces that are spelled like special tokens are none."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([line for text in CORPUS for line in text.splitlines() if line]),
+        model_prefix=str(tmp_path / "sp"),
+        vocab_size=400,
+        model_type="bpe",
+        bos_id=-1,
+        eos_id=-1,
+        user_defined_symbols=["<s>", "</s>", "<pad>"],
+        minloglevel=2,
+    )
+    assert special_ids(tmp_path / "sp.model") == (None, None, None)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ Key property: both are read from files and never guessed, so that a model is ser
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,24 @@ def text_of(token: Any) -> str | None:
     """The text of a token as a config names it, by itself or in an object; None when it names none."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
+
+
+def chosen_token(
+    values: Mapping[str, Any],
+    key: str,
+    names: Sequence[str],
+    find: Callable[[str], int | None],
+    special: Mapping[str, int],
+) -> int | None:
+    """The id of the token that a config names under `key`; None when it names none, as a null does.
+
+    Only where the config is silent, the first of `names` that is a key of `special` counts: a word of a vocabulary may
+    be spelled the same. find: the id of any token by its text.
+    """
+    if key in values:
+        text = text_of(values[key])
+        return None if text is None else find(text)
+    return next((special[name] for name in names if name in special), None)
 
 
 def read_beside(folder: Path) -> Beside:

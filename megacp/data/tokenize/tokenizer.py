@@ -19,7 +19,15 @@ from typing import Any
 import numpy as np
 
 from megacp.data.packed.manifest import TokenizerInfo
-from megacp.data.tokenize.beside import Surroundings, both_ways, read_beside, read_object, surroundings, text_of
+from megacp.data.tokenize.beside import (
+    Surroundings,
+    both_ways,
+    chosen_token,
+    read_beside,
+    read_object,
+    surroundings,
+    text_of,
+)
 from megacp.data.tokenize.gpt2_files import byte_level_bpe, merge_pairs
 from megacp.data.tokenize.newer_characters import has_newer_characters
 
@@ -243,7 +251,8 @@ class HuggingFaceTokenizer(_PackageTokenizer):
     """A Hugging Face `tokenizer.json`; the `tokenizers` package is the reference.
 
     Special tokens written in a text are recognised, as that package does. The file does not say which token ends a
-    document: a `tokenizer_config.json` beside it does, or one of EOS_NAMES, or `eod_token`.
+    document: a `tokenizer_config.json` beside it does, where null is none, or `eod_token`. Where the config is silent,
+    the first of EOS_NAMES that is a special added token counts. Tokens of BOS_NAMES and PAD_NAMES are found likewise.
     """
 
     kind = "huggingface"
@@ -263,25 +272,24 @@ class HuggingFaceTokenizer(_PackageTokenizer):
         beside = read_beside(path.parent)
         self.files = (path,) if beside.config is None else (path, beside.config)
         self.sha256 = _hash_files(path)
-        settings = beside.values
-        self.eos_id = self._special(settings.get("eos_token"), EOS_NAMES)
-        self.bos_id = self._special(settings.get("bos_token"), BOS_NAMES)
-        self.pad_id = self._special(settings.get("pad_token"), PAD_NAMES)
+        added = self._model.get_added_tokens_decoder()
+        special = {token.content: i for i, token in added.items() if token.special}
+        self.eos_id, self.bos_id, self.pad_id = (
+            chosen_token(beside.values, key, names, self.token_id, special)
+            for key, names in (("eos_token", EOS_NAMES), ("bos_token", BOS_NAMES), ("pad_token", PAD_NAMES))
+        )
         self.surroundings = Surroundings(*surroundings(*both_ways(self._model)))
-        added = (token.content for token in self._model.get_added_tokens_decoder().values())
-        self._accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_json(text), added)
-
-    def _special(self, named: Any, names: tuple[str, ...]) -> int | None:
-        token = text_of(named)
-        candidates = names if token is None else (token,)
-        return next((i for i in map(self._model.token_to_id, candidates) if i is not None), None)
+        symbols = (token.content for token in added.values())
+        self._accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_json(text), symbols)
 
 
 class GPT2Tokenizer(_PackageTokenizer):
     """GPT-2's byte-level BPE from `vocab.json` and `merges.txt`. Special tokens in a text stay plain text.
 
     Every byte string has an encoding. The files are those published with Radford et al. 2019: each byte is written as
-    one printable character, and `merges.txt` lists pairs from first to last merged.
+    one printable character, and `merges.txt` lists pairs from first to last merged. A `tokenizer_config.json` beside
+    them says which token ends a document, where null is none. Where it is silent, the first of EOS_NAMES counts that no
+    merge makes: what a merge makes is a word.
     """
 
     kind = "gpt2"
@@ -298,7 +306,9 @@ class GPT2Tokenizer(_PackageTokenizer):
         self.files = (vocabulary, merges)
         self.sha256 = _hash_files(vocabulary, merges)
         self.vocab_size = max(ids.values()) + 1
-        self.eos_id = next((ids[name] for name in EOS_NAMES if name in ids), None)
+        apart = ids.keys() - {left + right for left, right in pairs}
+        special = {name: ids[name] for name in EOS_NAMES if name in apart}
+        self.eos_id = chosen_token(read_beside(vocabulary.parent).values, "eos_token", EOS_NAMES, ids.get, special)
         self._accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_json(self._model.to_str()), ())
 
 
