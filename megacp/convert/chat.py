@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,14 @@ from megacp.convert.hf_files import read_json, write_json
 from megacp.convert.source import Loaded
 from megacp.data.media.geometry import TOKEN_TEXTS
 from megacp.data.records.sample import parse_record
-from megacp.data.tokenize.beside import TEMPLATE_FOLDER
+from megacp.data.tokenize.beside import TEMPLATE_FOLDER, TEMPLATE_NAMES
+from megacp.data.tokenize.chat_template import templates_of
 from megacp.data.tokenize.tokenizer import Tokenizer
 from megacp.generation.prompt import PromptMaker
 from megacp.training.state import stored_progress
 
 CHOICES = ("auto", "messages", "none")
-TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FILE, _OLDER_FILE = TEMPLATE_NAMES
 SEAM = "\ue000\ue001"
 """Two private characters, which no text has side by side."""
 PLACEHOLDERS = {"image": "<|image|>", "video": "<|video|>"}
@@ -243,19 +244,27 @@ def probe(tokenizer: Tokenizer, image_ids: dict[str, int]) -> list[Conversation]
 
 
 def _write_texts(folder: Path, texts: Mapping[str, str]) -> None:
-    """Write the templates of a dataset as files."""
+    """Write the templates of a dataset as files, in place of the tokenizer's own of these uses."""
+    _drop_own(folder)
     paths = {"default": folder / TEMPLATE_FILE, "tool_use": folder / TEMPLATE_FOLDER / "tool_use.jinja"}
     for name in paths.keys() & texts.keys():
         paths[name].parent.mkdir(exist_ok=True)
         paths[name].write_bytes(texts[name].encode())  # newlines as they are
-    _drop_configured(folder)
 
 
-def _drop_configured(folder: Path) -> None:
-    """Take the template out of the config: which of the two a library prefers is its own choice."""
+def _drop_own(folder: Path) -> None:
+    """Take out what a library may choose unasked beside TEMPLATE_FILE; templates that are asked for by name stay."""
     settings = read_json(folder / "tokenizer_config.json")
     if settings.pop("chat_template", None) is not None:
         write_json(folder / "tokenizer_config.json", settings)
+    (folder / _OLDER_FILE).unlink(missing_ok=True)
+    (folder / TEMPLATE_FOLDER / "tool_use.jinja").unlink(missing_ok=True)
+
+
+def _lost(before: Collection[str], folder: Path) -> str:
+    """Words on templates of the tokenizer that are no longer there; empty when all are."""
+    names = sorted(set(before).difference(templates_of(folder)))
+    return f"; the tokenizer's own {', '.join(names)} left out, which training did not have" if names else ""
 
 
 def write_chat_template(loaded: Loaded, folder: Path, tokenizer: Tokenizer, choice: str) -> str:
@@ -267,9 +276,10 @@ def write_chat_template(loaded: Loaded, folder: Path, tokenizer: Tokenizer, choi
     if (texts := stored_progress(loaded.checkpoint).chat_template) is not None and choice != "none":
         if choice != "auto":
             raise ValueError(f"--chat-template {choice}: messages of the run's data were written by another template")
+        before = templates_of(folder)
         _write_texts(folder, texts)
-        return "that of the training data"
-    own = (folder / TEMPLATE_FILE).is_file() or "chat_template" in read_json(folder / "tokenizer_config.json")
+        return f"that of the training data{_lost(before, folder)}"
+    own = bool(templates_of(folder))
     trained = "updates" in loaded.checkpoint.extra
     if choice == "none":
         return "the tokenizer's own" if own else "none"
@@ -281,7 +291,7 @@ def write_chat_template(loaded: Loaded, folder: Path, tokenizer: Tokenizer, choi
     images = loaded.rules.token_ids if loaded.rules is not None else {}
     media = TOKEN_TEXTS["image_start"] + TOKEN_TEXTS["image_end"]
     try:
-        special = Special(tokenizer.eos_id, tokenizer.begins_with)
+        special, before = Special(tokenizer.eos_id, tokenizer.begins_with), templates_of(folder)
         has_seam = write_template(folder, special, probe(tokenizer, images), media)
     except ValueError as error:
         if choice == "auto":
@@ -289,6 +299,6 @@ def write_chat_template(loaded: Loaded, folder: Path, tokenizer: Tokenizer, choi
         raise ValueError(
             f"--chat-template {choice}: no template gives this tokenizer the ids of training: {error}"
         ) from error
-    _drop_configured(folder)
+    _drop_own(folder)
     how = " (texts meet at a mark that tokenizer.json cuts at and drops)" if has_seam else ""
-    return f"that of records with `messages`, with the ids of a build{how}"
+    return f"that of records with `messages`, with the ids of a build{how}{_lost(before, folder)}"

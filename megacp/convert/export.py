@@ -32,7 +32,14 @@ from megacp.convert.sharing import SECONDS, files_of, mine, on_each, on_first
 from megacp.convert.source import Loaded, refuse_unread, require_all
 from megacp.convert.tables.architectures import LAYOUTS, token_fields, token_ids
 from megacp.convert.tables.mapping import Info, Mapped, Source, in_dtype, num_bytes, one_dtype, whole
-from megacp.convert.tokenizer import COMPANIONS, Given, drop_mapped_end, tokenizer_files, write_tokenizer
+from megacp.convert.tokenizer import (
+    Given,
+    copy_companions,
+    copy_templates,
+    token_notes,
+    tokenizer_files,
+    write_tokenizer,
+)
 from megacp.data.media.geometry import TOKEN_TEXTS
 from megacp.data.records.answer_ends import answer_ends
 from megacp.data.tokenize.tokenizer import PROBE, Tokenizer, load_tokenizer
@@ -141,6 +148,7 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> tuple[dict[
         for path in sorted(loaded.folder.iterdir()):
             if path.is_file() and path.name not in _NOT_COPIED and not path.name.endswith(_NOT_COPIED_SUFFIXES):
                 shutil.copyfile(path, folder / path.name)
+        copy_templates(loaded.folder, folder)
         kept = (*_SPECIAL, "use_cache", "pretraining_tp")
         return {key: loaded.content[key] for key in kept if key in loaded.content}, {}
     if loaded.rules is not None:
@@ -151,12 +159,11 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> tuple[dict[
     notes = {"chat template": "none"}
     if tokenizer is not None:
         positions = loaded.config.model.max_position_embeddings or loaded.config.data.seq_length
-        names = write_tokenizer(given_files(loaded, tokenizer, request.accept_ties), folder, positions, PROBE)
+        given = given_files(loaded, tokenizer, request.accept_ties)
+        names = write_tokenizer(given, folder, positions, PROBE)
         ids = {f"{name}_token_id": i for name, i in names.items()}
-        if progress.document_end is not None and progress.chat_template is None:
-            drop_mapped_end(folder)
         notes = {"chat template": write_chat_template(loaded, folder, tokenizer, request.chat_template)}
-        notes |= _other_beginning(tokenizer)
+        notes |= _other_beginning(tokenizer) | token_notes(given, folder)
     ids["eos_token_id"] = last_token(progress, ids["eos_token_id"])
     ends, told = _ends(progress, tokenizer)
     notes |= told
@@ -273,7 +280,8 @@ def _generation_of(loaded: Loaded, tokenizer: Tokenizer | None) -> dict[str, Any
 def given_files(loaded: Loaded, tokenizer: Tokenizer, ties: bool) -> Given:
     """A tokenizer with the image tokens of a model, as `convert.tokenizer` takes it."""
     images = loaded.rules.token_ids if loaded.rules is not None else {}
-    return Given(tokenizer, {TOKEN_TEXTS[name]: i for name, i in images.items()}, ties)
+    templated = loaded.checkpoint is not None and stored_progress(loaded.checkpoint).chat_template is not None
+    return Given(tokenizer, {TOKEN_TEXTS[name]: i for name, i in images.items()}, ties, templated)
 
 
 def _card(
@@ -382,9 +390,10 @@ def copy_tokenizer(loaded: Loaded, folder: Path) -> str:
         return ""
     refuse_unread(loaded.folder)
     tokenizer = load_tokenizer(",".join(str(loaded.folder / name) for name in names), engine="reference")
-    for name in (*names, "tokenizer_config.json", *COMPANIONS):
+    for name in (*names, "tokenizer_config.json"):
         if (loaded.folder / name).is_file():
             shutil.copyfile(loaded.folder / name, folder / name)
+    copy_companions(loaded.folder, folder)
     rows = loaded.config.model.embedding_rows
     if tokenizer.vocab_size > rows:
         raise ValueError(f"{loaded.folder}: the tokenizer has {tokenizer.vocab_size} ids, the model has {rows} rows")

@@ -9,6 +9,7 @@ Original files are copied byte for byte where nothing has to be added: a tokeniz
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -18,20 +19,23 @@ from typing import Any
 
 from megacp.convert.hf_files import read_json, write_json
 from megacp.convert.sentencepiece import CONTROL, USER_DEFINED, Model, are_tied, fast_tokenizer, parse
-from megacp.data.tokenize.beside import text_of
+from megacp.data.tokenize.beside import OLDER_NAME, TEMPLATE_FOLDER, TEMPLATE_NAMES, settings_of, text_of
 from megacp.data.tokenize.tokenizer import Tokenizer
-from megacp.files import read_regular
+from megacp.files import read_regular, write_atomically
 
 CLASS = "PreTrainedTokenizerFast"
 BYTE_EOS = "<|endoftext|>"
 _FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
-COMPANIONS = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
+_COMPANIONS = (*TEMPLATE_NAMES, OLDER_NAME, "added_tokens.json")
 """Files that may lie beside a tokenizer and go with it."""
 LARGEST = 512 << 20
 """Bytes of a tokenizer's file."""
-_KEPT = {"chat_template", "extra_special_tokens", "additional_special_tokens", "padding_side", "truncation_side"}
-_KEPT |= {"model_input_names", "add_bos_token", "add_eos_token"}
+_KEPT = {"chat_template", "padding_side", "truncation_side", "model_input_names"}
 """Settings of a tokenizer_config.json that mean the same beside CLASS."""
+_NAMING = ("_token", "_special_tokens")
+"""How further ones end, which name special tokens or say where one is added."""
+_RESOLVED = ("eos_token", "bos_token", "pad_token")
+"""Those that are named by their ids in the run."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,8 @@ class Given:
     """Further tokens that are found in a text, by text: those of images."""
     accept_ties: bool = False
     """Whether a text may get other tokens that are as likely to the model (see `refuse_difference`)."""
+    templated: bool = False
+    """Whether a chat template wrote the run's messages: words that the settings name were special tokens to it."""
 
     @property
     def file(self) -> Path:
@@ -52,6 +58,13 @@ class Given:
     def encode(self, text: str) -> list[int]:
         """The ids of the run."""
         return self.tokenizer.encode_reference(text).tolist()
+
+    @functools.cached_property
+    def added(self) -> frozenset[str]:
+        """Texts of the added tokens of a tokenizer.json; none for other kinds."""
+        if self.tokenizer.kind != "huggingface":
+            return frozenset()
+        return frozenset(token["content"] for token in read_json(self.file, LARGEST).get("added_tokens", []))
 
     def sentencepiece(self) -> Model | None:
         """The SentencePiece model; None for other kinds."""
@@ -159,11 +172,80 @@ def _beginning(text: str | None, i: int) -> dict[str, Any]:
     return {"type": "TemplateProcessing", "single": one, "pair": [*one, *two], "special_tokens": special}
 
 
+def _texts(value: Any) -> list[str]:
+    """Texts of the tokens that a setting names: one, a list, or an object of names."""
+    one = not isinstance(value, list | dict) or "content" in value
+    found = [value] if one else value.values() if isinstance(value, dict) else value
+    return [text for text in map(text_of, found) if text is not None]
+
+
+def _named(given: Given) -> dict[str, Any]:
+    """The settings beside the original that name special tokens; none for a tokenizer without files."""
+    settings = settings_of(given.file.parent) if given.tokenizer.files else {}
+    return {key: value for key, value in settings.items() if key.endswith(_NAMING)}
+
+
+def _words(given: Given) -> dict[str, list[str]]:
+    """Tokens that settings name and that are no added tokens, by setting: plain text to a run without a template."""
+    found = {key: [text for text in _texts(value) if text not in given.added] for key, value in _named(given).items()}
+    return {key: words for key, words in found.items() if words}
+
+
+def _settings(given: Given) -> dict[str, Any]:
+    """The settings that go with a tokenizer.json; tokens are named by their texts, for the file has their flags."""
+    words = {} if given.templated else _words(given)
+    kept = {k: v for k, v in settings_of(given.file.parent).items() if k in _KEPT}
+    for key, value in _named(given).items():
+        left = words.get(key, ())
+        if isinstance(value, list):
+            kept[key] = [text_of(each) or each for each in value if text_of(each) not in left]
+        elif isinstance(value, dict) and "content" not in value:
+            kept[key] = {name: text_of(each) or each for name, each in value.items() if text_of(each) not in left}
+        elif not left:
+            kept[key] = text_of(value) or value
+    return kept
+
+
+def token_notes(given: Given, folder: Path) -> dict[str, str]:
+    """Notes for the card: named tokens that an export in `folder` leaves out, and plain words that it names."""
+    if given.tokenizer.kind != "huggingface" or given.templated:
+        return {}
+    written = read_json(folder / "tokenizer_config.json")
+    own = {key: written[key] for key in _RESOLVED if written[key] is not None}
+    named = [f"{key} {text!r}" for key, text in own.items() if text not in given.added]
+    left = [f"{key} {text!r}" for key, texts in _words(given).items() if key not in own for text in texts]
+    notes = {}
+    if left:
+        notes["special tokens left out"] = f"{', '.join(left)}: plain text to tokenizer.json, not to the library"
+    if named:
+        notes["special tokens in a text"] = f"{', '.join(named)}: plain text in training, special to the library"
+    return notes
+
+
+def copy_companions(source: Path, folder: Path, without: Sequence[str] = ()) -> None:
+    """Copy what lies beside a tokenizer, but for the files named in `without`."""
+    for name in _COMPANIONS:
+        if name not in without and (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    copy_templates(source, folder)
+
+
+def copy_templates(source: Path, folder: Path) -> None:
+    """Copy the folder of further chat templates, and print what in it is none. ValueError for a huge one."""
+    entries = sorted((source / TEMPLATE_FOLDER).iterdir()) if (source / TEMPLATE_FOLDER).is_dir() else []
+    for path in entries:
+        if path.suffix != ".jinja" or not path.is_file():
+            print(f"{path} is left out: it is no template, a regular file *.jinja")
+            continue
+        (folder / TEMPLATE_FOLDER).mkdir(exist_ok=True)
+        write_atomically(folder / TEMPLATE_FOLDER / path.name, read_regular(path))
+
+
 def write_tokenizer(given: Given, folder: Path, max_length: int, probe: Sequence[str]) -> dict[str, int | None]:
-    """Write tokenizer.json, tokenizer_config.json and the COMPANIONS of the original; ids of eos, bos and pad by name.
+    """Write tokenizer.json, tokenizer_config.json and the companions of the original; ids of eos, bos and pad by name.
 
     A tokenizer.json of the run keeps its post-processor, and so its hash; one that is made here begins texts as
-    documents of training began.
+    documents of training began. An older list of special tokens becomes settings.
 
     ValueError when the original cannot be expressed, or a text of `probe` gets other ids.
     """
@@ -186,26 +268,14 @@ def write_tokenizer(given: Given, folder: Path, max_length: int, probe: Sequence
     assert not wrong, f"tokens did not get their ids: {wrong}"
     config: dict[str, Any] = {"tokenizer_class": CLASS, "clean_up_tokenization_spaces": False}
     config |= {"model_max_length": max_length, "model_input_names": ["input_ids", "attention_mask"]}
-    config |= {f"{name}_token": _text_of(tokenizer, i, name) for name, i in names.items()}
+    config |= dict.fromkeys(_RESOLVED)
     if copied:
-        beside = given.file.parent
-        before = beside / "tokenizer_config.json"
-        config |= {k: v for k, v in (read_json(before) if before.is_file() else {}).items() if k in _KEPT}
-        for name in COMPANIONS:
-            if (beside / name).is_file():
-                shutil.copyfile(beside / name, folder / name)
+        config |= _settings(given)
+        copy_companions(given.file.parent, folder, without=(OLDER_NAME,))
+    config |= {f"{name}_token": _text_of(tokenizer, i, name) for name, i in names.items() if i is not None}
     write_json(folder / "tokenizer_config.json", config)
     refuse_difference(given, lambda text: tokenizer.encode(text, add_special_tokens=False).ids, probe)
     return names
-
-
-def drop_mapped_end(folder: Path) -> None:
-    """Take the end token out of special_tokens_map.json, which a library prefers, where the config names another."""
-    path = folder / "special_tokens_map.json"
-    named = read_json(path) if path.is_file() else {}
-    end = read_json(folder / "tokenizer_config.json").get("eos_token")
-    if "eos_token" in named and text_of(named["eos_token"]) != end:
-        write_json(path, {name: token for name, token in named.items() if name != "eos_token"})
 
 
 def refuse_difference(given: Given, encode: Callable[[str], Sequence[int]], probe: Sequence[str]) -> None:
@@ -235,11 +305,8 @@ def refuse_difference(given: Given, encode: Callable[[str], Sequence[int]], prob
 
 def symbol_texts(given: Given, model: Model | None) -> list[str]:
     """Texts around each symbol that a text may spell, and names that look like one."""
-    if given.tokenizer.kind == "huggingface":
-        added = [token["content"] for token in read_json(given.file, LARGEST).get("added_tokens", [])]
-        return [f"a{text}b {text} {text}{text}" for text in added]
     if model is None:
-        return []
+        return [f"a{text}b {text} {text}{text}" for text in sorted(given.added)]
     found = [
         text
         for symbol in model.of_kind(USER_DEFINED)[:200]

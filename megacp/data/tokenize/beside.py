@@ -13,6 +13,7 @@ from typing import Any
 from megacp.files import read_json, read_regular
 
 CONFIG_NAME = "tokenizer_config.json"
+OLDER_NAME = "special_tokens_map.json"
 TEMPLATE_NAMES = ("chat_template.jinja", "chat_template.json")
 TEMPLATE_FOLDER = "additional_chat_templates"
 _OURS = b"{#- megacp's messages."
@@ -74,6 +75,15 @@ def read_beside(folder: Path) -> Beside:
     if template is None and values.get("chat_template"):
         template = config
     return Beside(config if config.is_file() else None, values, template)
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """What the library takes for the tokenizer's settings: an older file counts where the config lists no tokens.
+
+    ValueError names a file that is no JSON object.
+    """
+    values, older = read_beside(folder).values, folder / OLDER_NAME
+    return {**values, **read_object(older)} if "added_tokens_decoder" not in values and older.is_file() else values
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,14 @@ from typing import Any
 import numpy as np
 
 from megacp.data.records.record import RecordError
-from megacp.data.tokenize.beside import TEMPLATE_FOLDER, TEMPLATE_NAMES, read_beside, read_object, text_of
+from megacp.data.tokenize.beside import (
+    TEMPLATE_FOLDER,
+    TEMPLATE_NAMES,
+    read_beside,
+    read_object,
+    settings_of,
+    text_of,
+)
 from megacp.data.tokenize.named_templates import OURS
 from megacp.data.tokenize.tokenizer import Tokenizer
 from megacp.files import read_regular
@@ -170,7 +177,7 @@ def template_of(texts: Mapping[str, str], tokenizer: Tokenizer, today: str | Non
 
     ValueError: the settings name tokens that it does not have.
     """
-    settings = _settings(tokenizer.files[0].parent)
+    settings = settings_of(tokenizer.files[0].parent)
     return ChatTemplate(texts, today, _named_tokens(settings), _model_of(tokenizer.files[0], settings))
 
 
@@ -208,13 +215,6 @@ def templates_of(folder: Path) -> dict[str, str]:
     if not isinstance(texts, dict) or not all(isinstance(text, str) for pair in texts.items() for text in pair):
         raise ValueError(f"{folder}: `chat_template` is neither a text nor a list of names and templates")
     return texts
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    """What the library takes for the tokenizer's settings: an older file counts where the config lists no tokens."""
-    values = read_beside(folder).values
-    older = folder / "special_tokens_map.json"
-    return {**values, **read_object(older)} if "added_tokens_decoder" not in values and older.is_file() else values
 
 
 def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
