@@ -1,8 +1,8 @@
 """Tokenizer files of a Hugging Face folder, from each kind of tokenizer that a run can have been trained with.
 
-The files are refused unless they give the ids of the original on every text of a probe. They name the class
-`PreTrainedTokenizerFast`, which runs `tokenizer.json` as it is: the library rebuilds other classes from parts, and a
-Unigram model named a Llama tokenizer silently gets other ids.
+The files are refused unless they give the ids of the original on every text of a probe, also by the library if it is
+there. They name the class `PreTrainedTokenizerFast`, which runs `tokenizer.json` as it is: the library rebuilds
+other classes from parts, and a Unigram model named a Llama tokenizer silently gets other ids.
 
 Original files are copied byte for byte where nothing has to be added: a tokenizer keeps its hash on a round trip.
 """
@@ -10,6 +10,7 @@ Original files are copied byte for byte where nothing has to be added: a tokeniz
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from typing import Any
 from megacp.convert.hf_files import read_json, write_json
 from megacp.convert.sentencepiece import CONTROL, USER_DEFINED, Model, are_tied, fast_tokenizer, parse
 from megacp.data.tokenize.beside import OLDER_NAME, TEMPLATE_FOLDER, TEMPLATE_NAMES, settings_of, text_of
-from megacp.data.tokenize.tokenizer import Tokenizer
+from megacp.data.tokenize.tokenizer import BOS_NAMES, EOS_NAMES, PAD_NAMES, Tokenizer
 from megacp.files import read_regular, write_atomically
 
 CLASS = "PreTrainedTokenizerFast"
@@ -36,6 +37,8 @@ _NAMING = ("_token", "_special_tokens")
 """How further ones end, which name special tokens or say where one is added."""
 _RESOLVED = ("eos_token", "bos_token", "pad_token")
 """Those that are named by their ids in the run."""
+_NAMES = ("<unk>", "[UNK]", "<mask>", "[MASK]", "[CLS]", "[SEP]", *EOS_NAMES, *BOS_NAMES, *PAD_NAMES)
+"""Texts that are special tokens to one tokenizer and words to another."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +278,20 @@ def write_tokenizer(given: Given, folder: Path, max_length: int, probe: Sequence
     config |= {f"{name}_token": _text_of(tokenizer, i, name) for name, i in names.items() if i is not None}
     write_json(folder / "tokenizer_config.json", config)
     refuse_difference(given, lambda text: tokenizer.encode(text, add_special_tokens=False).ids, probe)
+    if importlib.util.find_spec("transformers") is not None:
+        refuse_difference(given, _library_encoder(folder), ())
     return names
+
+
+def _library_encoder(folder: Path) -> Callable[[str], Sequence[int]]:
+    """How CLASS encodes a text, reading a folder; nothing is added to it. ValueError when it cannot read it."""
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        library = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, model_max_length=1 << 30)
+    except Exception as error:  # settings of a foreign folder may fail anywhere in it
+        raise ValueError(f"the transformers library does not read the exported tokenizer: {error}") from error
+    return lambda text: library.encode(text, add_special_tokens=False)
 
 
 def refuse_difference(given: Given, encode: Callable[[str], Sequence[int]], probe: Sequence[str]) -> None:
@@ -304,17 +320,31 @@ def refuse_difference(given: Given, encode: Callable[[str], Sequence[int]], prob
 
 
 def symbol_texts(given: Given, model: Model | None) -> list[str]:
-    """Texts around each symbol that a text may spell, and names that look like one."""
+    """Texts around each symbol that a text may spell, and around names that look like one."""
+    apart = _special_to_the_library(given, model)
+    around = (f"a{name}b {name}{name} <b>{name}1</b>" for name in _NAMES)
+    names = [text for text in around if not any(word in text for word in apart)]
     if model is None:
-        return [f"a{text}b {text} {text}{text}" for text in sorted(given.added)]
+        return names + [f"a{text}b {text} {text}{text}" for text in sorted(given.added)]
     found = [
         text
         for symbol in model.of_kind(USER_DEFINED)[:200]
         for text in (symbol, f"a{symbol}b", f" {symbol} {symbol}{symbol}  word {symbol}")
     ]
-    controls = set(model.of_kind(CONTROL))
-    names = ["<unk>", "<0x41>", "a <0x0A> b", "\u2581", " \u2581\u2581 a\u2581", "a \u2581"]
-    return found + [text for text in names if text not in controls]
+    spelled = ["<unk>", "<0x41>", "a <0x0A> b", "\u2581", " \u2581\u2581 a\u2581", "a \u2581"]
+    return [*found, *names, *(text for text in spelled if text not in apart)]
+
+
+def _special_to_the_library(given: Given, model: Model | None) -> set[str]:
+    """Texts that are plain to the run, and special to the library because files or flags say that they are."""
+    if model is not None:
+        return set(model.of_kind(CONTROL))
+    run = given.tokenizer
+    if not run.files:
+        return {BYTE_EOS}
+    words = {text for key, texts in _words(given).items() if given.templated or key in _RESOLVED for text in texts}
+    ends = {name for name in {*_NAMES} - given.added if run.eos_id is not None and run.token_id(name) == run.eos_id}
+    return {text for text in words | ends if text}
 
 
 def tokenizer_files(folder: Path) -> tuple[str, ...]:

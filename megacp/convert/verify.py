@@ -146,7 +146,8 @@ def verify(before: Loaded, after: Loaded, request: Request) -> bool:
     for difference in found:
         print(f"verify: {difference}")
     if before.checkpoint is not None and request.tokenizer not in (None, "none"):
-        own = given_files(before, load_tokenizer(request.tokenizer, engine="reference"), request.accept_ties)
+        tokenizer = load_tokenizer(request.tokenizer, engine="reference", eod_token=request.eod_token)
+        own = given_files(before, tokenizer, request.accept_ties)
         refuse_difference(own, library_encoder(after.folder), PROBE)
         print(f"verify: {len(PROBE)} texts get the ids of --tokenizer from the library's AutoTokenizer")
     return not held and not others and all(difference.is_small for difference in found)
