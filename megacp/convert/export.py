@@ -160,8 +160,7 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> tuple[dict[
     if tokenizer is not None:
         positions = loaded.config.model.max_position_embeddings or loaded.config.data.seq_length
         given = given_files(loaded, tokenizer, request.accept_ties)
-        names = write_tokenizer(given, folder, positions, PROBE)
-        ids = {f"{name}_token_id": i for name, i in names.items()}
+        ids = {f"{name}_token_id": i for name, i in write_tokenizer(given, folder, positions, PROBE).items()}
         notes = {"chat template": write_chat_template(loaded, folder, tokenizer, request.chat_template)}
         notes |= _other_beginning(tokenizer) | token_notes(given, folder)
     ids["eos_token_id"] = last_token(progress, ids["eos_token_id"])
@@ -280,8 +279,9 @@ def _generation_of(loaded: Loaded, tokenizer: Tokenizer | None) -> dict[str, Any
 def given_files(loaded: Loaded, tokenizer: Tokenizer, ties: bool) -> Given:
     """A tokenizer with the image tokens of a model, as `convert.tokenizer` takes it."""
     images = loaded.rules.token_ids if loaded.rules is not None else {}
-    templated = loaded.checkpoint is not None and stored_progress(loaded.checkpoint).chat_template is not None
-    return Given(tokenizer, {TOKEN_TEXTS[name]: i for name, i in images.items()}, ties, templated)
+    progress = stored_progress(loaded.checkpoint) if loaded.checkpoint is not None else Progress()
+    named = progress.chat_template is not None, progress.document_end is not None
+    return Given(tokenizer, {TOKEN_TEXTS[name]: i for name, i in images.items()}, ties, *named)
 
 
 def _card(

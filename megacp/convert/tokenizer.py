@@ -52,6 +52,8 @@ class Given:
     """Whether a text may get other tokens that are as likely to the model (see `refuse_difference`)."""
     templated: bool = False
     """Whether a chat template wrote the run's messages: words that the settings name were special tokens to it."""
+    end_known: bool = False
+    """Whether the run says with which token its documents end, or that they have none: settings do not decide then."""
 
     @property
     def file(self) -> Path:
@@ -200,6 +202,8 @@ def _settings(given: Given) -> dict[str, Any]:
     kept = {k: v for k, v in settings_of(given.file.parent).items() if k in _KEPT}
     for key, value in _named(given).items():
         left = words.get(key, ())
+        if key == "eos_token" and given.end_known and not given.templated:
+            continue
         if isinstance(value, list):
             kept[key] = [text_of(each) or each for each in value if text_of(each) not in left]
         elif isinstance(value, dict) and "content" not in value:
