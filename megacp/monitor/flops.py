@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -74,12 +75,17 @@ def _fastest_product(dtype: str, threads: int) -> float:
             return 2 * size**3 / best
 
 
-def cpu_machine_peak(one_rank: float, ranks: int, threads: int, cores: int) -> float:
-    """FLOP/s of all ranks of one machine together: ranks beyond its cores add nothing.
+def cpu_run_peak(one_rank: float, threads: int, places: Sequence[tuple[str, frozenset[int]]]) -> float:
+    """FLOP/s of all ranks of a run together: on each machine, ranks beyond its cores add nothing.
 
-    `one_rank` is a rank's `cpu_peak` with `threads` threads, measured while the other ranks wait.
+    `one_rank` is a rank's `cpu_peak` with `threads` threads, measured while the other ranks wait. `places` are, for
+    each rank, the name of its machine and the cores that it may use there.
     """
-    return one_rank * min(ranks, max(1, cores // threads))
+    total = 0.0
+    for machine in {name for name, _ in places}:
+        own = [cores for name, cores in places if name == machine]
+        total += one_rank * min(len(own), max(1, len(frozenset[int]().union(*own)) // threads))
+    return total
 
 
 def utilisation(model_flops: float, seconds: float, peak: float | None) -> float | None:

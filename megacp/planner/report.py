@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from megacp.config.checks.idle import idle_notes
 from megacp.config.run import RunConfig
 from megacp.planner import activations, costs, memory, vision
 from megacp.planner.states import stage_parameters
@@ -104,7 +105,7 @@ def _heading(config: RunConfig, world_size: int) -> str:
         lines.append("Note: auto chooses --cp-comm-type or --cp-layout at the start of a run, on its machine and rows.")
     if m.vocab_size == 0:
         lines.append("Note: --vocab-size is 0 (the dataset's tokenizer decides): embedding and head count as 0 below.")
-    return "\n".join(lines)
+    return "\n".join([*lines, *idle_notes(config)])
 
 
 def _grid(config: RunConfig, world_size: int) -> str:

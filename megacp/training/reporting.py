@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import platform
 
 import torch
 
@@ -14,9 +15,9 @@ from megacp.checkpoint.agree import on_all_ranks
 from megacp.config.run import RunConfig, flatten
 from megacp.data.blend import PackBlend
 from megacp.data.loader import PackSource
-from megacp.distributed.collectives import all_gather, barrier
+from megacp.distributed.collectives import all_gather, barrier, gather_objects
 from megacp.distributed.grid import Axis, ProcessGrid
-from megacp.monitor.flops import cpu_machine_peak, cpu_peak, cuda_peak
+from megacp.monitor.flops import cpu_peak, cpu_run_peak, cuda_peak
 from megacp.monitor.log import LogTargets, RunLog
 from megacp.monitor.timers import COMPUTING, WAITING, Breakdown
 from megacp.planner.report import human_count
@@ -105,9 +106,11 @@ def peak_flops(config: RunConfig, grid: ProcessGrid) -> float | None:
     if grid.device.type == "cuda":
         one = cuda_peak(grid.device, dtype)
         peak = one * grid.world.size if one is not None else None
-    elif grid.rank == 0:
-        threads, cores = torch.get_num_threads(), os.cpu_count() or 1
-        peak = cpu_machine_peak(cpu_peak(dtype), grid.world.size, threads, cores)
+    else:
+        cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        places = gather_objects((platform.node(), frozenset(cores)), grid.world)
+        if grid.rank == 0:
+            peak = cpu_run_peak(cpu_peak(dtype), torch.get_num_threads(), places)
     barrier(grid.world)
     return peak
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from megacp.batch import PackedBatch
 from megacp.checkpoint.weights import Weights
 from megacp.config.checks.health import profiled_ranks, profiled_steps
+from megacp.config.checks.idle import idle_notes
 from megacp.config.run import RunConfig
 from megacp.context_parallel.auto.choose import resolve_auto
 from megacp.context_parallel.auto.stopwatch import Stopwatch
@@ -361,7 +362,7 @@ class Trainer:
     def _opening_lines(self, start: Start, resumed: Resumed | None) -> list[str]:
         """What runs where, what it starts from, and what is not as it was."""
         lines = [heading(self.config, self.grid), *(self.choice.lines() if self.choice else ()), *self.saver.notes]
-        lines += [*blend_heading(self.sources.train), *self.sources.notes]
+        lines += [*blend_heading(self.sources.train), *self.sources.notes, *idle_notes(self.config)]
         lines += [start.note] if start.note else []
         if resumed is None and self.config.model.lora_rank:
             rank = self.config.model.lora_rank

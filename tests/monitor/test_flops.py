@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megacp.monitor.flops import cpu_machine_peak, cpu_peak, cuda_peak, gpu_peak, utilisation
+from megacp.monitor.flops import cpu_peak, cpu_run_peak, cuda_peak, gpu_peak, utilisation
 
 
 @pytest.mark.parametrize(
@@ -47,10 +47,13 @@ def test_a_cpu_is_measured_and_float64_is_not_faster() -> None:
 
 def test_ranks_beyond_the_cores_add_nothing_to_a_machine() -> None:
     """Would catch a utilisation that halves when 8 ranks share 2 cores at full speed."""
-    assert cpu_machine_peak(10.0, ranks=8, threads=1, cores=2) == 20.0
-    assert cpu_machine_peak(10.0, ranks=1, threads=1, cores=2) == 10.0
-    assert cpu_machine_peak(20.0, ranks=1, threads=2, cores=2) == 20.0
-    assert cpu_machine_peak(20.0, ranks=2, threads=4, cores=2) == 20.0
+    two = ("a", frozenset((0, 1)))
+    assert cpu_run_peak(10.0, 1, [two] * 8) == 20.0
+    assert cpu_run_peak(10.0, 1, [two]) == 10.0
+    assert cpu_run_peak(20.0, 2, [two]) == 20.0
+    assert cpu_run_peak(20.0, 4, [two] * 2) == 20.0
+    assert cpu_run_peak(10.0, 1, [*[two] * 3, *[("b", two[1])] * 3]) == 40.0, "two machines"
+    assert cpu_run_peak(10.0, 1, [("a", frozenset((core,))) for core in range(4)]) == 40.0, "a core for each rank"
 
 
 def test_utilisation_is_work_over_what_could_be_done() -> None:
