@@ -42,7 +42,7 @@ class StepRecord:
     consumed_samples: int
     """Packs seen by the run so far."""
     epoch: float
-    """Passes over the dataset so far."""
+    """Passes over the dataset so far; of a blend, its samples over the packs of all its datasets."""
     seconds_left: float
     """Until the last step, by the median time from step to step."""
 

@@ -7,6 +7,7 @@ steps of every candidate, which takes minutes where there are dozens, and varies
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -177,8 +178,9 @@ def _machine(config: RunConfig, grid: ProcessGrid) -> tuple[Machine, list[str]]:
 
 
 def machine_key(setup: Setup, grid: ProcessGrid) -> str:
-    """Names everything that the constants depend on."""
+    """Names everything that the constants depend on. All ranks call it together."""
     device = setup.device.type
+    spread = max(gather_objects(len({*gather_objects(platform.node(), grid.cp)}), grid.world))
     name = torch.cuda.get_device_name(setup.device) if device == "cuda" else torch.backends.cpu.get_cpu_capability()
     shape = grid.shape
     parts = {
@@ -186,6 +188,7 @@ def machine_key(setup: Setup, grid: ProcessGrid) -> str:
         "threads": torch.get_num_threads(),
         "backend": grid.cp.backend,
         "ranks": f"tp {shape.tp} cp {shape.cp} dp {shape.dp} pp {shape.pp}",
+        "machines of a cp group": spread,
         "kernel": type(setup.kernel).__name__,
         "dtype": str(setup.dtype).removeprefix("torch."),
         "heads": f"{setup.heads}/{setup.groups} of {setup.dim}",

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -210,6 +211,18 @@ def test_the_cost_model_decides_on_ranks_as_it_does_on_paper(tmp_path: Path) -> 
 def key_on_rank(rank: int, world_size: int, config: RunConfig) -> str:
     over = grid(cp=world_size)
     return auto.machine_key(auto._setup(config, over), over)
+
+
+def key_of_machines(rank: int, world_size: int, config: RunConfig, machines: int) -> str:
+    with mock.patch.object(auto.platform, "node", lambda: f"machine {rank % machines}"):
+        return key_on_rank(rank, world_size, config)
+
+
+@pytest.mark.slow
+def test_constants_of_one_machine_are_not_those_of_ranks_on_two() -> None:
+    """Would catch messages through a network that are planned at the speed of memory."""
+    keys = [run_ranks(key_of_machines, 2, config_of(2), machines) for machines in (1, 2)]
+    assert [len({*of_ranks}) for of_ranks in keys] == [1, 1] and keys[0][0] != keys[1][0]
 
 
 def test_a_report_shows_the_best_the_chosen_and_the_default() -> None:
