@@ -109,7 +109,7 @@ def _line(c: StepComparison) -> str:
     return (
         f"step {c.step}  loss {c.loss:.6f} off by {c.loss_difference:.1e}  grad norm {c.grad_norm:.4f} off by "
         f"{c.grad_norm_difference:.1e}  gradients {c.gradient.value:.1e} ({c.gradient.name})  "
-        f"parameters {c.parameter.value:.1e} ({c.parameter.name})"
+        f"updates {c.update.value:.1e} ({c.update.name})  parameters {c.parameter.value:.1e} ({c.parameter.name})"
     )
 
 

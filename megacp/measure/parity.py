@@ -6,6 +6,9 @@ alone would look right under half of all gradient mistakes.
 
 Differences are relative: largest error of a tensor over its largest value. Tensors below a thousandth of the model's
 largest take that thousandth instead, since their noise comes from the large ones.
+
+Key property: each update, the parameters after a step minus those before, is held against the update of the one
+process. Beside the parameters themselves a missing or wrong update is as small as the learning rate.
 """
 
 from __future__ import annotations
@@ -53,6 +56,8 @@ class Box:
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     values: np.ndarray
+    rounding: np.ndarray | float = 0.0
+    """What may be missing of each value, or too much, by the rounding of what it was computed from."""
 
     @property
     def slices(self) -> tuple[slice, ...]:
@@ -68,8 +73,21 @@ class StepTrace:
     grad_norm: float
     gradients: tuple[Box, ...]
     """Its slices of the summed gradients, before clipping."""
+    before: tuple[Box, ...]
+    """All its parameters before the update."""
     parameters: tuple[Box, ...]
-    """All its parameters after the update."""
+    """The same after it."""
+    spacing: float
+    """Distance from 1 to the next number of the parameters' dtype."""
+
+    @property
+    def updates(self) -> list[Box]:
+        """What the step added to the parameters. Old and new value round by half a spacing, on both sides compared."""
+        found = []
+        for old, new in zip(self.before, self.parameters, strict=True):
+            rounding = 2 * self.spacing * np.maximum(np.abs(old.values), np.abs(new.values))
+            found.append(Box(new.name, new.global_shape, new.offsets, new.values - old.values, rounding))
+        return found
 
 
 @dataclass(frozen=True)
@@ -91,6 +109,7 @@ class StepComparison:
     grad_norm: float
     grad_norm_difference: float
     gradient: Difference
+    update: Difference
     parameter: Difference
 
     def beyond(self, tolerance: float) -> list[str]:
@@ -99,6 +118,7 @@ class StepComparison:
             "the loss": self.loss_difference,
             "the gradient norm": self.grad_norm_difference,
             f"the gradient of {self.gradient.name}": self.gradient.value,
+            f"the update of {self.update.name}": self.update.value,
             f"the parameter {self.parameter.name}": self.parameter.value,
         }
         return [f"{what} by {value:.1e}" for what, value in figures.items() if not value <= tolerance]
@@ -133,14 +153,18 @@ def train_rank(
     packs = open_sources(config)[1] if rules is None else rules
     decoder = packs.decoder if isinstance(packs, Sources) else mock_decoder(packs)
     loading = image_loading(config, grid, model.rows, decoder, strategy)
-    traces = []
+    spacing = torch.finfo(getattr(torch, config.training.dtype)).eps
+    traces: list[StepTrace] = []
+    before = _boxes(model.parameters.parameters_held())
     for step in range(1, steps + 1):
         batches = microbatches(config, packs, step, model.rows, loading)
         agreed = agree(batches, grid, replica=model.rows.data_rank.index)
         loss = model.gradients(batches, step, agreed.denominator)
         gradients = _boxes(model.parameters.gradient_slices())
         report = model.optimizer.step(learning_rate(step, model.schedule))
-        traces.append(StepTrace(loss, report.grad_norm, gradients, _boxes(model.parameters.parameters_held())))
+        after = _boxes(model.parameters.parameters_held())
+        traces.append(StepTrace(loss, report.grad_norm, gradients, before, after, spacing))
+        before = after
     return traces
 
 
@@ -190,7 +214,8 @@ def largest_difference(reference: Mapping[str, np.ndarray], ranks: Sequence[Sequ
         if box.name not in reference or box.global_shape != reference[box.name].shape:
             return Difference(math.inf, f"{box.name} (the one process has no tensor of this name and shape)")
         covered[box.name][box.slices] = True
-        error = float(np.abs(box.values - reference[box.name][box.slices]).max(initial=0.0))
+        distance = np.abs(box.values - reference[box.name][box.slices])
+        error = float((distance - box.rounding).max(initial=0.0))
         errors[box.name] = max(errors[box.name], error if math.isfinite(error) else math.inf)
     for name, held in covered.items():
         if not held.all():
@@ -220,6 +245,7 @@ def compare(reference: Sequence[StepTrace], ranks: Sequence[Sequence[StepTrace]]
                 grad_norm=expected.grad_norm,
                 grad_norm_difference=_relative((trace.grad_norm for trace in seen), expected.grad_norm),
                 gradient=largest_difference(assemble(expected.gradients), [trace.gradients for trace in seen]),
+                update=largest_difference(assemble(expected.updates), [trace.updates for trace in seen]),
                 parameter=largest_difference(assemble(expected.parameters), [trace.parameters for trace in seen]),
             )
         )

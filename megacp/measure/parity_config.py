@@ -28,10 +28,23 @@ MAX_PARAMETERS = 20_000_000
 _DEFAULT_VOCABULARY = 211
 _ROW, _ROW_OF_CONFIG = 64, 256
 """Tokens of a row: of the named models, and the most that is left of a config's."""
-_EPSILONS = {"float64": 1e-4, "float32": 1e-4, "bfloat16": 1e-2}
+_EPSILONS = {"float64": 1e-4, "float32": 1e-2, "bfloat16": 1e-2}
 """Least epsilon of AdamW: with 1e-8 its first update is the gradient's sign, and a gradient that is all rounding would
 make a whole update of it.
 """
+_RATE, _DECAY = 1e-2, 10.0
+"""Learning rate, and least weight decay: a tenth of a decayed weight goes with each update, far more than bfloat16
+rounds. So a parameter in a wrong group is seen, and one without an update.
+"""
+_SCHEDULE: dict[str, Value] = {
+    "lr_decay_style": "constant",
+    "lr_warmup_iters": 0,
+    "lr_decay_iters": None,
+    "lr_wsd_decay_iters": None,
+}
+"""A run's first updates may be smaller than rounding: its warm-up is set aside, and the decay that goes with it."""
+_OPTIMIZER = {"adam_eps", "lr", "min_lr", "weight_decay", *_SCHEDULE}
+"""Flags whose change is told without a config, too."""
 _SET_ASIDE: dict[str, Value] = {
     "valid_data_path": None,
     "eval_interval": 0,
@@ -176,7 +189,7 @@ def prepare(config: RunConfig, request: ParityRequest) -> ParitySetup:
         if name in request.given or before[name] == value:
             continue
         config = with_values(config, {name: value})
-        if request.has_config or name == "adam_eps":
+        if request.has_config or name in _OPTIMIZER:
             notes.append(f"{flag(name)} {value} instead of {before[name]} (as a flag yours is kept)")
     require(config, world_size)
     rules = None
@@ -271,7 +284,16 @@ def _smaller(config: RunConfig, world_size: int, request: ParityRequest) -> dict
         "seq_length": -(-length // step) * step,
         "global_batch_size": min(batch, t.global_batch_size) if request.has_config else batch,
         "adam_eps": max(t.adam_eps, _EPSILONS[dtype]),
+        **_updates(config, request),
     }
+
+
+def _updates(config: RunConfig, request: ParityRequest) -> dict[str, Value]:
+    """A rate and a decay whose updates are seen beside rounding; of a schedule that flags shape nothing is changed."""
+    t = config.training
+    shape = {} if request.given & set(_SCHEDULE) else _SCHEDULE
+    rate = max(_RATE, t.min_lr) if "min_lr" in request.given else _RATE
+    return {"lr": rate, "min_lr": 0.0, "weight_decay": max(t.weight_decay, _DECAY), **shape}
 
 
 def one_process(config: RunConfig, world_size: int) -> RunConfig:

@@ -19,8 +19,10 @@ from megacp.config.cli import parse
 from megacp.config.run import RunConfig, with_values
 from megacp.data.synthetic.mock import MockRules
 from megacp.distributed import spawn
-from megacp.measure.parity import Box, StepTrace, compare, largest_difference, train_rank
-from megacp.measure.parity_config import MAX_PARAMETERS, ParityRequest, prepare
+from megacp.measure.parity import TOLERANCES, Box, StepTrace, compare, largest_difference, train_rank
+from megacp.measure.parity_config import MAX_PARAMETERS, ParityRequest, ParitySetup, prepare
+from megacp.optim import sharded
+from megacp.optim.adamw import FlatAdamW, SliceRule
 from megacp.planner.vision import run_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -302,6 +304,52 @@ def one_rank_traces() -> list[StepTrace]:
     config = with_values(RunConfig(), {"num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 16, "vocab_size": 31})
     config = with_values(config, {"num_attention_heads": 2, "seq_length": 16, "global_batch_size": 2})
     return train_rank(0, 1, config, MockRules(31, 16, ragged=True), 1)
+
+
+def schedule_of_a_run(folder: Path, flags: list[str]) -> ParitySetup:
+    """A tiny model with a tower under a config whose first update is 1e-7."""
+    path = folder / "run.yaml"
+    path.write_text("lr: 2.0e-5\nlr_warmup_iters: 200\ntrain_iters: 10000\nvision_lr_multiplier: 0.5\n")
+    own, rest = tool._arguments(["--config", str(path), "--model", "tiny_vlm", "--seq-length", "32", *flags])
+    return tool._setup(own, rest)
+
+
+def no_update(self: FlatAdamW, gradients: Any, lr: float, scale: float = 1.0) -> None:
+    """An optimizer that forgets to update."""
+
+
+UPDATE_FAULTS = {
+    "no update": (FlatAdamW, "update", no_update),
+    "wrong decay": (sharded, "SliceRule", lambda decayed, multiplier: SliceRule(not decayed, multiplier)),
+    "no multiplier": (sharded, "SliceRule", lambda decayed, multiplier: SliceRule(decayed)),
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("fault", UPDATE_FAULTS)
+def test_a_fault_of_the_update_is_found_whatever_the_schedule_and_the_precision(
+    fault: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch a comparison of parameters beside which an update during the warm-up is less than rounding."""
+    setup = schedule_of_a_run(tmp_path, ["--dtype", dtype])
+    assert any(note.startswith("--lr-warmup-iters 0 instead of 200") for note in setup.notes)
+    right = train_rank(0, 1, setup.reference, setup.rules, 1)
+    assert not compare(right, [right])[0].beyond(TOLERANCES[dtype])
+    monkeypatch.setattr(*UPDATE_FAULTS[fault])
+    wrong = train_rank(0, 1, setup.config, setup.rules, 1)
+    assert "the update of" in "".join(compare(right, [wrong])[0].beyond(TOLERANCES[dtype]))
+
+
+def test_a_schedule_given_by_flags_is_kept_and_its_missing_update_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch a check of a first update of 1e-7 that takes none for the same."""
+    setup = schedule_of_a_run(tmp_path, ["--dtype", "float32", "--lr", "2e-5", "--lr-warmup-iters", "200"])
+    assert (setup.config.training.lr, setup.config.training.lr_warmup_iters) == (2e-5, 200)
+    right = train_rank(0, 1, setup.reference, setup.rules, 1)
+    monkeypatch.setattr(*UPDATE_FAULTS["no update"])
+    wrong = train_rank(0, 1, setup.config, setup.rules, 1)
+    assert "the update of" in "".join(compare(right, [wrong])[0].beyond(TOLERANCES["float32"]))
 
 
 def test_a_changed_missing_or_unknown_element_is_a_difference() -> None:
