@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megacp.config.cli import parse
+from megacp.config.cli import given_flags, parse
 from megacp.config.parallel import ParallelConfig
 from megacp.config.run import flatten
 from megacp.context_parallel.auto.choose import is_auto
@@ -64,9 +64,8 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _setup(own: argparse.Namespace, rest: Sequence[str]) -> ParitySetup:
-    names = {argument.partition("=")[0] for argument in rest if argument.startswith("--")}
-    given = frozenset(name[2:].replace("-", "_").removeprefix("no_") for name in names)
-    request = ParityRequest(given, "--config" in names, own.model, own.mask, own.nproc)
+    has_config = any(argument.partition("=")[0] == "--config" for argument in rest)
+    request = ParityRequest(given_flags(rest), has_config, own.model, own.mask, own.nproc)
     return prepare(parse(rest, prog="megacp-parity"), request)
 
 

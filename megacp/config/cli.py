@@ -39,12 +39,17 @@ def parse(argv: Sequence[str], prog: str = "python -m megacp.train") -> RunConfi
 
 def given_names(argv: Sequence[str]) -> frozenset[str]:
     """The fields that flags or YAML files of a command line set, whatever the value; ValueError as `parse`."""
-    names: set[str] = set()
-    for flags, path in _segments([argument for argument in argv if argument not in _HELP]):
-        plain = {text.partition("=")[0][2:].replace("-", "_") for text in flags if text.startswith("--")}
-        names |= {name if name in fields() else name.removeprefix("no_") for name in plain}
-        names |= set(values_of_file(path)) if path else set()
-    return frozenset(names)
+    paths = [path for _, path in _segments([argument for argument in argv if argument not in _HELP]) if path]
+    return given_flags(argv).union(*map(values_of_file, paths))
+
+
+def given_flags(argv: Sequence[str]) -> frozenset[str]:
+    """The fields that flags of a command line set, files aside; ValueError for a `--config` without a path."""
+    segments = _segments([argument for argument in argv if argument not in _HELP])
+    plain = {
+        text.partition("=")[0][2:].replace("-", "_") for flags, _ in segments for text in flags if text.startswith("--")
+    }
+    return frozenset(name if name in fields() else name.removeprefix("no_") for name in plain)
 
 
 def _segments(arguments: Sequence[str]) -> list[tuple[list[str], str]]:

@@ -352,6 +352,13 @@ def test_a_schedule_given_by_flags_is_kept_and_its_missing_update_found(
     assert "the update of" in "".join(compare(right, [wrong])[0].beyond(TOLERANCES["float32"]))
 
 
+def test_a_flag_whose_name_begins_with_no_is_kept_beside_a_named_model() -> None:
+    """Would catch --no-rope-freq read as the opposite of a flag that does not exist, and lost without a word."""
+    own, rest = tool._arguments(["--model", "tiny_smollm3", "--no-rope-freq", "4", "--no-sequence-parallel"])
+    config = tool._setup(own, rest).config
+    assert (config.model.no_rope_freq, config.parallel.sequence_parallel) == ("4", False)
+
+
 def test_a_changed_missing_or_unknown_element_is_a_difference() -> None:
     """Would catch a comparison that looks only at what both sides have."""
     (trace,) = one_rank_traces()
