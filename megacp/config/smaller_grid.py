@@ -23,7 +23,7 @@ def largest_grid(config: RunConfig, world_size: int) -> tuple[RunConfig, int]:
     The given tp, cp and pp stay where any number of replicas of them fits the world and the global batch. Else they
     shrink to divisors: most ranks first, then most ranks of one model (least memory a rank), then largest tp, cp, pp.
     Instances of the sharded optimizer shrink with the replicas that they divide. One stage has one chunk and no
-    schedule of its own, and one tp rank no messages to hide.
+    schedule of its own, and one tp rank no messages to hide. A transport's groups and stages shrink with cp.
     Where nothing fits, the config comes back as it was: its checks say why.
     """
     if not config.parallel.allow_smaller_grid or not check(config, world_size):
@@ -40,7 +40,8 @@ def largest_grid(config: RunConfig, world_size: int) -> tuple[RunConfig, int]:
         for replicas in range(world_size // smaller.model_ranks, 0, -1):
             ranks = replicas * smaller.model_ranks
             instances = math.gcd(replicas, max(1, config.parallel.num_distributed_optimizer_instances))
-            fitting = with_values(smaller, {"num_distributed_optimizer_instances": instances})
+            dependent = {"num_distributed_optimizer_instances": instances, **_transport(config, shape[1], replicas)}
+            fitting = with_values(smaller, dependent)
             if not check(fitting, ranks):
                 found.append(((shape == given, ranks, smaller.model_ranks, shape), fitting, ranks))
                 break
@@ -48,3 +49,17 @@ def largest_grid(config: RunConfig, world_size: int) -> tuple[RunConfig, int]:
         return config, world_size
     _, chosen, ranks = max(found, key=lambda candidate: candidate[0])
     return chosen, ranks
+
+
+def _transport(config: RunConfig, cp: int, replicas: int) -> dict[str, Value]:
+    """What a transport can have of its sizes on `cp` ranks; sizes that were wrong for the given cp stay wrong."""
+    p, sizes = config.parallel, config.parallel.hierarchical_context_parallel_sizes
+    others = cp * (replicas if p.dynamic_context_parallel else 1) - 1
+    changed: dict[str, Value] = {}
+    fits = p.dynamic_context_parallel or p.cp_exchange_stages < p.context_parallel_size
+    if p.cp_comm_type == "kv_exchange" and fits:
+        changed["cp_exchange_stages"] = min(p.cp_exchange_stages, max(1, others))
+    if p.cp_comm_type == "a2a+p2p" and sizes is not None and sizes[0] * sizes[1] == p.context_parallel_size:
+        group = math.gcd(sizes[0], cp)
+        changed["hierarchical_context_parallel_sizes"] = (group, cp // group) if cp > 1 else None
+    return changed

@@ -64,6 +64,43 @@ def test_what_an_axis_of_one_rank_cannot_have_goes_with_it() -> None:
         assert (stages, p.async_tensor_parallel, schedule, p.num_virtual_stages_per_pipeline_rank) == taken
 
 
+CP, STAGES, GROUPS = "--context-parallel-size", "--cp-exchange-stages", "--hierarchical-context-parallel-sizes"
+KEYS, HEADS = ["--cp-comm-type", "kv_exchange"], ["--cp-comm-type", "a2a+p2p"]
+DYNAMIC = [*KEYS, "--cp-layout", "balanced", "--dynamic-context-parallel"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "taken"),
+    [
+        ([*KEYS, STAGES, "3"], 4, (4, 4, 3, None)),
+        ([*KEYS, STAGES, "3"], 2, (2, 2, 1, None)),
+        ([*KEYS, STAGES, "3"], 1, (1, 1, 1, None)),
+        ([*DYNAMIC, STAGES, "4"], 6, (4, 4, 3, None)),  # cp as given, though cp 2 x dp 3 would use two ranks more
+        ([*DYNAMIC, STAGES, "4"], 4, (4, 4, 3, None)),
+        ([*HEADS, GROUPS, "2", "2"], 4, (4, 4, 1, (2, 2))),
+        ([*HEADS, GROUPS, "2", "2"], 2, (2, 2, 1, (2, 1))),
+        ([*HEADS, GROUPS, "1", "4"], 2, (2, 2, 1, (1, 2))),
+        ([*HEADS, GROUPS, "2", "2"], 1, (1, 1, 1, None)),
+    ],
+)
+def test_groups_and_stages_of_a_transport_follow_the_context_axis(
+    flags: list[str], world: int, taken: tuple[int, int, int, tuple[int, int] | None]
+) -> None:
+    """Would catch a run that cannot go on because fewer cp ranks have fewer messages, or smaller groups."""
+    config, ranks = largest_grid(parse([*MODEL, CP, "4", "--global-batch-size", "12", *flags]), world)
+    p = config.parallel
+    assert check(config, ranks) == []
+    found = (ranks, p.context_parallel_size, p.cp_exchange_stages, p.hierarchical_context_parallel_sizes)
+    assert found == taken
+
+
+@pytest.mark.parametrize("flags", [[*KEYS, STAGES, "5"], [*HEADS, GROUPS, "2", "3"], [*HEADS, STAGES, "2"]])
+def test_sizes_of_a_transport_that_never_fitted_are_left_to_the_checks(flags: list[str]) -> None:
+    """Would catch a mistyped size that is made right without a word."""
+    config = parse([*MODEL, CP, "4", "--global-batch-size", "12", *flags])
+    assert largest_grid(config, 4) == (config, 4)
+
+
 @pytest.mark.slow
 def test_every_world_has_a_grid_that_its_checks_accept() -> None:
     for world in range(1, 25):
