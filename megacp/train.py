@@ -81,7 +81,7 @@ def dry_run(config: RunConfig) -> str:
         config, _ = prepare(config, world_size)
     else:
         require(config, world_size, backend_problems(config, None))
-    return f"{describe(config, world_size, stage_layers(config))}\n\n{describe_apex()}"
+    return f"{describe(config, world_size, stage_layers(config, world_size))}\n\n{describe_apex()}"
 
 
 def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:

@@ -100,7 +100,9 @@ class Subject:
             tuple(row_images(batch.vision) for batch in local if batch.vision is not None),
         )
         rows, stage = [plan.indices.size for plan in plans], self.grid.pp.rank
-        return stage_traffic(self.config, self.world_size, stage, stage_layers(self.config)[stage], rows, place)
+        return stage_traffic(
+            self.config, self.world_size, stage, stage_layers(self.config, self.world_size)[stage], rows, place
+        )
 
 
 def row_images(vision: LocalVision) -> RowImages:

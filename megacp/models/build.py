@@ -1,7 +1,7 @@
 """From a config and a grid to this rank's model chunks, cut by cost and filled with the run's initial weights.
 
-The layers of a stage are a pure function of the config, so the dry run prints the stages that a run builds. Stages hold
-unequal numbers of layers where the head costs more than a layer.
+The layers of a stage are a pure function of config and world size, so the dry run prints the stages that a run builds.
+Stages hold unequal numbers of layers where the head costs more than a layer.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def grid_shape(config: RunConfig, world_size: int) -> GridShape:
     )
 
 
-def stage_layers(config: RunConfig) -> list[list[range]]:
+def stage_layers(config: RunConfig, world_size: int) -> list[list[range]]:
     """`[stage][chunk]` -> the global layers of that chunk; cut by the FLOPs of training on one causal pack."""
     num_stages = config.parallel.pipeline_model_parallel_size
     num_chunks = config.parallel.num_virtual_stages_per_pipeline_rank
-    ranges = partition(*run_stage_costs(config), num_stages * num_chunks)
+    ranges = partition(*run_stage_costs(config, world_size), num_stages * num_chunks)
     return stages(ranges, num_stages, num_chunks)
 
 
@@ -66,11 +66,11 @@ def build_chunks(config: RunConfig, grid: ProcessGrid, shards: FullShards | None
             made=shard,
             loss_chunk_tokens=loss_chunk_tokens(config),
         )
-        for layers in stage_layers(config)[grid.pp.rank]
+        for layers in stage_layers(config, grid.world.size)[grid.pp.rank]
     ]
     for chunk in chunks if shards is None else ():
         initialise(chunk.parameters(), seed)
-    counts = offloaded_blocks(config, stage_layers(config)[grid.pp.rank])
+    counts = offloaded_blocks(config, stage_layers(config, grid.world.size)[grid.pp.rank])
     offload_blocks([chunk.blocks for chunk in chunks], counts, grid.device)
     return chunks
 

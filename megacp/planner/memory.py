@@ -153,7 +153,7 @@ def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_s
     activations = held * received + ((held - 1) * staying + at_once) * layer
     activations += _put_off(config, stage, max(map(len, chunks)), (at_once - 1) * layer, world_size)
     if stage == 0:
-        activations += in_flight_rows(config, world_size) * vision.vision_activations(config, size, wide)
+        activations += in_flight_rows(config, world_size) * vision.vision_activations(config, size, wide, world_size)
     last = stage == p.pipeline_model_parallel_size - 1
     shared = p.pipeline_model_parallel_size == 1 and not config.model.untie_embeddings_and_output_weights
     return RankMemory(

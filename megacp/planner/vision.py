@@ -13,6 +13,7 @@ and its MLP 3 f / tp.
 
 from __future__ import annotations
 
+from megacp.config.checks.context import packs_in_a_row
 from megacp.config.run import RunConfig
 from megacp.planner.costs import (
     Flops,
@@ -130,9 +131,19 @@ def planned_images(config: RunConfig) -> tuple[int, int]:
     return crops, min(length, crops * pooled)
 
 
-def run_stage_costs(config: RunConfig) -> tuple[list[float], float, float]:
+def encoders(config: RunConfig, world_size: int) -> tuple[int, int]:
+    """For each pack of a microbatch: packs whose images some ranks encode together, and how many ranks these are.
+
+    With dynamic context parallelism and `--vision-shards replicate` each rank encodes the packs of all dp ranks alone.
+    """
+    p = config.parallel
+    replicates = p.vision_shards == "replicate"
+    return (packs_in_a_row(config, world_size), 1) if replicates else (1, p.context_parallel_size)
+
+
+def run_stage_costs(config: RunConfig, world_size: int) -> tuple[list[float], float, float]:
     """Costs that cut a pipeline into stages, for one causal pack: FLOPs of training of each decoder layer, of embedding
-    and vision, and of final norm, head and loss.
+    and vision, and of final norm, head and loss. Text is dealt over cp ranks; vision that is not counts as often more.
 
     The embedding multiplies nothing; it is counted as one operation per element written, forward and backward.
     """
@@ -140,7 +151,9 @@ def run_stage_costs(config: RunConfig) -> tuple[list[float], float, float]:
     parts = (layer_flops(model, tokens, causal_area(tokens)), head_flops(model, tokens))
     layer, head = (part.passing if "text" in config.frozen_parts else part.training for part in parts)
     layer += pair_flops(model, tokens).training / model.num_layers
-    first = 2.0 * tokens * model.hidden_size + vision_flops(config, *planned_images(config))
+    factor, sharers = encoders(config, world_size)
+    seeing = vision_flops(config, *planned_images(config)) * factor * config.parallel.context_parallel_size / sharers
+    first = 2.0 * tokens * model.hidden_size + seeing
     return [layer] * model.num_layers, first, head
 
 
@@ -163,13 +176,13 @@ def connector_activations(config: RunConfig) -> int:
     return (2 * WINDOW + 3) * v.vision_hidden_size + sharded // tp
 
 
-def vision_activations(config: RunConfig, size: int, wide: int) -> int:
+def vision_activations(config: RunConfig, size: int, wide: int, world_size: int) -> int:
     """Bytes that vision keeps for the backward of one microbatch on a rank of the first stage; `size` and `wide` are
     those of the model's dtype and of statistics. A frozen tower keeps nothing.
     """
     v, granularity = config.vision, config.training.recompute_granularity
-    packs, p = config.training.micro_batch_size, config.parallel
-    sharers = 1 if p.vision_shards == "replicate" else p.context_parallel_size
+    factor, sharers = encoders(config, world_size)
+    packs = config.training.micro_batch_size * factor
     crops, pooled = (-(-packs * count // sharers) for count in planned_images(config))
     total = 0
     frozen = config.frozen_parts

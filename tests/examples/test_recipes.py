@@ -42,7 +42,8 @@ def test_a_recipe_runs_and_fits_the_gpus_it_names(model: str, grid: str) -> None
     head = (EXAMPLES / "recipes" / model / f"{grid}.yaml").read_text().splitlines()[0]
     (gib,) = re.findall(r"(\d+) GiB", head)
     needed = max(
-        stage_memory(config, stage, chunks, GRIDS[grid]).total for stage, chunks in enumerate(stage_layers(config))
+        stage_memory(config, stage, chunks, GRIDS[grid]).total
+        for stage, chunks in enumerate(stage_layers(config, GRIDS[grid]))
     )
     assert needed <= 0.9 * float(gib) * 2**30, head
 

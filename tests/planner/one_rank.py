@@ -164,7 +164,7 @@ def _rows(model: ParallelModel, world: int, step: int) -> list[Any]:
 
 def _planned(model: ParallelModel, world: int) -> RankMemory:
     stage = model.grid.pp.rank
-    return stage_memory(model.config, stage, stage_layers(model.config)[stage], world)
+    return stage_memory(model.config, stage, stage_layers(model.config, world)[stage], world)
 
 
 @contextlib.contextmanager

@@ -102,7 +102,7 @@ def test_long_rows_cost_more_than_six_times_parameters_times_tokens() -> None:
 def test_the_pipeline_is_cut_by_training_flops() -> None:
     """Would catch a head that costs nothing."""
     config = RunConfig(model=LLAMA_3_8B, data=DataConfig(seq_length=64))
-    layers, first, last = vision.run_stage_costs(config)
+    layers, first, last = vision.run_stage_costs(config, 1)
     assert len(layers) == 32 and len(set(layers)) == 1
     assert last == 3 * 2 * 64 * 4096 * 128256
     assert 0 < first < layers[0] / 100

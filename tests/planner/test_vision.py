@@ -89,24 +89,41 @@ def test_the_first_stage_gets_fewer_layers_for_its_tower() -> None:
     """Would catch a cut that does not know of vision, or one that a frozen tower weighs down like a trained one."""
     sizes = {"num_layers": 36, "num_attention_heads": 32, "num_query_groups": 8, "kv_channels": 128, PP: 4}
     counts = [
-        len(stage_layers(config(**sizes, **extra))[0][0])
+        len(stage_layers(config(**sizes, **extra), 4)[0][0])
         for extra in ({"vision_num_layers": 0}, {"freeze_vision": True}, {})
     ]
     assert counts == sorted(counts, reverse=True) and len(set(counts)) == 3
     fewer = config(**sizes, vision_planned_crops=1)
-    assert len(stage_layers(fewer)[0][0]) > counts[2]
-    report = describe(fewer, 4, stage_layers(fewer))
+    assert len(stage_layers(fewer, 4)[0][0]) > counts[2]
+    report = describe(fewer, 4, stage_layers(fewer, 4))
     assert "embedding + vision" in report and "planned for 1 crops a pack" in report and "vision FLOPs" in report
 
 
 def test_replicated_images_are_kept_whole_by_each_rank() -> None:
     """Would catch a plan that divides by cp what every rank encodes."""
     cp = "context_parallel_size"
-    whole = vision.vision_activations(config(vision_planned_crops=8), 4, 4)
+    whole = vision.vision_activations(config(vision_planned_crops=8), 4, 4, 4)
     assert (
-        vision.vision_activations(config(**{cp: 4}, vision_planned_crops=8, vision_shards="replicate"), 4, 4) == whole
+        vision.vision_activations(config(**{cp: 4}, vision_planned_crops=8, vision_shards="replicate"), 4, 4, 4)
+        == whole
     )
-    assert vision.vision_activations(config(**{cp: 4}, vision_planned_crops=8), 4, 4) < whole / 3
+    assert vision.vision_activations(config(**{cp: 4}, vision_planned_crops=8), 4, 4, 4) < whole / 3
+
+
+def test_replicated_images_of_a_dynamic_row_are_those_of_all_its_packs() -> None:
+    """Would catch a plan for one pack's images on a rank that encodes those of dp packs."""
+    dynamic = {"dynamic_context_parallel": True, "cp_comm_type": "kv_exchange", "cp_layout": "balanced"}
+    row = {"context_parallel_size": 2, "vision_planned_crops": 8}
+    replicated = {"vision_shards": "replicate"}
+    plain, all_packs = (config(**row, **replicated, **values) for values in ({}, dynamic))
+    kept = [vision.vision_activations(one, 4, 4, 8) for one in (plain, all_packs)]
+    assert kept[1] == 4 * kept[0]
+    dealt = [vision.vision_activations(config(**row, **values), 4, 4, 8) for values in ({}, dynamic)]
+    assert dealt[0] == dealt[1] == kept[0] / 2
+    embedding = 2 * plain.data.seq_length * plain.model.hidden_size
+    firsts = [vision.run_stage_costs(one, 8)[1] - embedding for one in (config(**row, **dynamic), plain, all_packs)]
+    assert [first / firsts[0] for first in firsts] == pytest.approx([1, 2, 8])
+    assert vision.run_stage_costs(all_packs, 8)[0] == vision.run_stage_costs(plain, 8)[0]
 
 
 @pytest.mark.parametrize("granularity", ["none", "selective", "full"])
@@ -141,7 +158,9 @@ def test_memory_counts_vision_on_the_first_stage_and_frozen_parts_once() -> None
     assert (first[0].gradients - first[1].gradients, first[0].optimizer - first[1].optimizer) == (4 * tower, 8 * tower)
     counts = [stage_parameters(config, chunks, trained=True) for config in (plain, frozen)]
     assert counts[0] - counts[1] == tower
-    held = 2 * vision.vision_activations(plain, 4, 4)
+    held = 2 * vision.vision_activations(plain, 4, 4, 4)
     assert first[0].activations - first[2].activations == held > first[1].activations - first[2].activations > 0
     half = config(**sizes, context_parallel_size=2)
-    assert vision.vision_activations(half, 4, 4) == pytest.approx(vision.vision_activations(plain, 4, 4) / 2, rel=0.02)
+    assert vision.vision_activations(half, 4, 4, 4) == pytest.approx(
+        vision.vision_activations(plain, 4, 4, 4) / 2, rel=0.02
+    )
