@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megacp.config.ranges import AboveZero, Fraction, NotNegative, Positive, Range
+from megacp.config.ranges import MAX_LAYERS, AboveZero, Fraction, NotNegative, Positive, Range
 
 LINEARS = ("q", "k", "v", "output", "gate", "up", "down")
 """The linears of a block, by the names that --lora-targets takes."""
@@ -20,7 +20,7 @@ LINEARS = ("q", "k", "v", "output", "gate", "up", "down")
 class ModelConfig:
     """Sizes and options of the decoder. Head counts and sizes are global, before tensor parallelism."""
 
-    num_layers: Positive[int] = 4
+    num_layers: Annotated[int, Range(1, MAX_LAYERS)] = 4
     """Decoder blocks."""
 
     hidden_size: Positive[int] = 256

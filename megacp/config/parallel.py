@@ -9,20 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megacp.config.ranges import AboveZero, Positive
+from megacp.config.ranges import AboveZero, Count, Positive
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """The grid of ranks. Data parallelism takes what remains: dp = world size / (tp x pp x cp)."""
 
-    tensor_model_parallel_size: Positive[int] = 1
+    tensor_model_parallel_size: Count[int] = 1
     """Ranks that share each linear layer, the vocabulary and the attention heads (tp)."""
 
-    pipeline_model_parallel_size: Positive[int] = 1
+    pipeline_model_parallel_size: Count[int] = 1
     """Ranks that share the layers of the model, in stages (pp)."""
 
-    context_parallel_size: Positive[int] = 1
+    context_parallel_size: Count[int] = 1
     """Ranks that share the tokens of each row (cp)."""
 
     num_virtual_stages_per_pipeline_rank: Positive[int] = 1

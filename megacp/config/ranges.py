@@ -11,6 +11,9 @@ from typing import Annotated, TypeVar
 
 T = TypeVar("T")
 
+MAX_LAYERS = 4096
+"""Layers of a model: pipelines are cut exactly, in a time that grows with the square of them."""
+
 
 @dataclass(frozen=True)
 class Range:
@@ -29,10 +32,13 @@ class Range:
 
     def __str__(self) -> str:
         low = f"{'above' if self.low_open else 'at least'} {self.low:g}"
-        return low if self.high == math.inf else f"{low} and {'below' if self.high_open else 'at most'} {self.high:g}"
+        high = f"{'below' if self.high_open else 'at most'} {self.high:.10g}"
+        return low if self.high == math.inf else f"{low} and {high}"
 
 
 Positive = Annotated[T, Range(1)]
+Count = Annotated[T, Range(1, 1_000_000)]
+"""Ranks, or packs of a step: each has objects of its own, and more would fill the memory before a message."""
 NotNegative = Annotated[T, Range(0)]
 AboveZero = Annotated[T, Range(0, low_open=True)]
 Fraction = Annotated[T, Range(0, 1, high_open=True)]

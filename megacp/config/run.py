@@ -20,7 +20,7 @@ from megacp.config.data import DataConfig
 from megacp.config.health import HealthConfig
 from megacp.config.model import ModelConfig
 from megacp.config.parallel import ParallelConfig
-from megacp.config.ranges import Positive, Range
+from megacp.config.ranges import Count, Range
 from megacp.config.training import CheckpointConfig, LogConfig, TrainingConfig
 from megacp.config.vision import VisionConfig
 from megacp.storage.url import is_url
@@ -54,7 +54,7 @@ class RunConfig:
     dry_run: bool = False
     """Check the configuration, print grid, stages and memory, and stop; needs one process and no GPU."""
 
-    world_size: Positive[int | None] = None
+    world_size: Count[int | None] = None
     """World size to check with --dry-run (default: tp x pp x cp)."""
 
     @property

@@ -9,7 +9,7 @@ import itertools
 import math
 
 from megacp.config.checks.check import check
-from megacp.config.run import RunConfig, Value, with_values
+from megacp.config.run import RunConfig, Value, fields, flatten, with_values
 
 _SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 
@@ -28,8 +28,11 @@ def largest_grid(config: RunConfig, world_size: int) -> tuple[RunConfig, int]:
     """
     if not config.parallel.allow_smaller_grid or not check(config, world_size):
         return config, world_size
+    values = flatten(config)
+    if any(info.problem(values[name]) for name, info in fields().items()):
+        return config, world_size  # no grid makes a number right, and a mistyped one may be huge
     given = tuple(getattr(config.parallel, name) for name in _SIZES)
-    most = [min(size, world_size) for size in given]  # a mistyped size may be huge
+    most = [min(size, world_size) for size in given]
     divisors = ([d for d in range(high, 0, -1) if size % d == 0] for size, high in zip(given, most, strict=True))
     shapes = itertools.product(*divisors)
     found = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megacp.config.ranges import AboveZero, Fraction, NotNegative, Positive, Range
+from megacp.config.ranges import AboveZero, Count, Fraction, NotNegative, Positive, Range
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class TrainingConfig:
     micro_batch_size: Positive[int] = 1
     """Packs that one rank group computes at once, concatenated to one row."""
 
-    global_batch_size: Positive[int] = 8
+    global_batch_size: Count[int] = 8
     """Packs per optimizer step over all data-parallel ranks and microbatches."""
 
     train_iters: Positive[int] = 100

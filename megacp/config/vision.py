@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megacp.config.ranges import AboveZero, NotNegative, Positive, Range
+from megacp.config.ranges import MAX_LAYERS, AboveZero, Positive, Range
 
 
 @dataclass(frozen=True)
 class VisionConfig:
     """Sizes of the ViT that encodes crops and of the connector that pools its patches; the defaults are Molmo2's."""
 
-    vision_num_layers: NotNegative[int] = 0
+    vision_num_layers: Annotated[int, Range(0, MAX_LAYERS)] = 0
     """Blocks of the vision tower; 0 trains a language model without one. Molmo2 has 25."""
 
     vision_hidden_size: Positive[int] = 1152

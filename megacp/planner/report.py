@@ -6,7 +6,7 @@ The text is as long for 4,096 ranks as for 8: rows that only continue a pattern 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megacp.config.checks.idle import idle_notes
 from megacp.config.run import RunConfig
@@ -71,12 +71,17 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
 
 
 def _section(title: str, rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A title and its table; of a long one the first and the last rows, and between them how many are left out."""
+    """A title and its table, of a long one `_ends`."""
     head, *body = rows
-    if len(body) > 2 * _SHOWN + 2:
-        gap = [f"... {len(body) - 2 * _SHOWN} more", *[""] * (len(head) - 1)]
-        body = [*body[:_SHOWN], gap, *body[-_SHOWN:]]
-    return f"{title}\n{table([head, *body], left)}"
+    return f"{title}\n{table([head, *_ends(len(body), body.__getitem__, len(head))], left)}"
+
+
+def _ends(count: int, row: Callable[[int], Sequence[str]], width: int) -> list[Sequence[str]]:
+    """All rows; of many the first and the last, which alone are made, and between them how many are left out."""
+    if count <= 2 * _SHOWN + 2:
+        return [row(index) for index in range(count)]
+    gap = [f"... {count - 2 * _SHOWN} more", *[""] * (width - 1)]
+    return [*map(row, range(_SHOWN)), gap, *map(row, range(count - _SHOWN, count))]
 
 
 def _heading(config: RunConfig, world_size: int) -> str:
@@ -112,9 +117,9 @@ def _grid(config: RunConfig, world_size: int) -> str:
     rows = [["axis", "size", "stride", "group of rank 0"]]
     stride = 1
     for name, size in _axes(config, world_size):
-        members = [str(stride * index) for index in range(size)]
-        shown = members if size <= 8 else [*members[:4], "...", members[-1]]
-        rows.append([name, str(size), str(stride), " ".join(shown)])
+        members = range(0, stride * size, stride)
+        shown = list(members) if size <= 8 else [*members[:4], "...", members[-1]]
+        rows.append([name, str(size), str(stride), " ".join(map(str, shown))])
         stride *= size
     width = max(len(row[3]) for row in rows)
     return _section("Grid (tp varies fastest, pp slowest)", [[*row[:3], row[3].ljust(width)] for row in rows])
@@ -124,14 +129,16 @@ def _rank_order(config: RunConfig, world_size: int) -> str:
     """One row per tp group: its ranks and their index on the other axes."""
     axes = _axes(config, world_size)
     tp = axes[0][1]
-    rows = [["ranks", "pp", "dp", "cp", "tp"]]
-    for first in range(0, world_size, tp):
-        place, rest = {}, first // tp
+    head = ["ranks", "pp", "dp", "cp", "tp"]
+
+    def row(group: int) -> list[str]:
+        place, rest = {}, group
         for name, size in axes[1:]:
             rest, place[name] = divmod(rest, size)
-        span, inside = (f"{low}" if tp == 1 else f"{low}-{low + tp - 1}" for low in (first, 0))
-        rows.append([span, str(place["pp"]), str(place["dp"]), str(place["cp"]), inside])
-    return _section("Rank order", rows)
+        span, inside = (f"{low}" if tp == 1 else f"{low}-{low + tp - 1}" for low in (group * tp, 0))
+        return [span, str(place["pp"]), str(place["dp"]), str(place["cp"]), inside]
+
+    return f"Rank order\n{table([head, *_ends(world_size // tp, row, len(head))])}"
 
 
 def _stages(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]]) -> str:

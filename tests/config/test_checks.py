@@ -288,6 +288,24 @@ def test_a_number_out_of_range_is_named(name: str) -> None:
     assert [reason for reason in reasons if reason.startswith(f"{flag(name)}: got -1, it must be")] == reasons
 
 
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("num_layers", 4096),
+        ("vision_num_layers", 4096),
+        ("global_batch_size", 1_000_000),
+        ("world_size", 1_000_000),
+        *((name, 1_000_000) for name in (TP, PP, CP)),
+    ],
+)
+def test_a_count_that_would_fill_the_memory_is_refused_with_its_most(name: str, most: int) -> None:
+    """Would catch a list of as many layers, ranks or packs before the message."""
+    for value in (most + 1, 2**40):
+        reasons = check(with_values(GOOD, {name: value, "dry_run": True}), 1)
+        assert any(f"{flag(name)}: got {value}, it must be" in text and f"at most {most}" in text for text in reasons)
+    assert fields()[name].problem(most) is None
+
+
 def test_every_number_has_a_range_and_every_range_a_number() -> None:
     """Would catch a new field without a range."""
     kinds = (int, float, int | Literal["auto"], int | None, float | None, tuple[int, int], tuple[int, int] | None)

@@ -112,7 +112,9 @@ def test_a_mistyped_size_is_left_to_the_checks_at_once() -> None:
     """Would catch a walk over all numbers up to 2^40 before the message."""
     config = parse([*MODEL, "--tensor-model-parallel-size", str(2**40 - 1)])
     assert largest_grid(config, 0) == (config, 0)
-    assert largest_grid(config, 2)[1] <= 2
+    assert largest_grid(config, 2) == (config, 2)
+    config = parse([*MODEL, "--dry-run", "--world-size", str(10**8), "--num-query-groups", "3"])
+    assert largest_grid(config, 10**8) == (config, 10**8)
 
 
 def test_without_the_flag_nothing_changes() -> None:
