@@ -47,7 +47,7 @@ EXTRAS = {
     "log": ["matplotlib", "tensorboard", "wandb"],
     "processor": ["torchvision"],
     "ray": ["ray"],
-    "store": ["aiohttp", "fsspec"],
+    "store": ["aiohttp", "yarl", "fsspec"],
     "gpu": ["transformer_engine==2.20.2", "transformer_engine_cu13==2.20.2", "transformer_engine_torch==2.20.2"],
 }
 EXTRAS["all"] = sorted({name for extra, names in EXTRAS.items() if extra not in ("gpu", "processor") for name in names})

@@ -41,6 +41,10 @@ class UnreachableError(ValueError):
     """An object that cannot be read or written, however often it was tried; the message names it."""
 
 
+class RedirectError(ValueError):
+    """A server names another place for an object, where none but the asked one may be read."""
+
+
 @dataclass(frozen=True)
 class RetryRule:
     """How often an action is tried, and the seconds between: they double, up to the most."""
@@ -62,13 +66,16 @@ RULE = RetryRule()
 def retried(action: Callable[[], _T], what: str, rule: RetryRule = RULE) -> _T:
     """`action`, again while it fails in a way that passes; `what` names the object in the log and in errors.
 
-    FileNotFoundError names the object. UnreachableError: anything else, or the last attempt failed, too.
+    FileNotFoundError names the object. RedirectError: as `action` raised it, or made another error from it.
+    UnreachableError: anything else, or the last attempt failed, too.
     """
     for failures in range(1, rule.attempts + 1):
         try:
             return action()
         except Exception as error:
             passes = may_pass(error)
+            if refusal := next((one for one in _chain(error) if isinstance(one, RedirectError)), None):
+                raise refusal from error if refusal is not error else None
             if isinstance(error, FileNotFoundError) and not passes:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), what) from error
             if isinstance(error, ValueError) and not passes:

@@ -14,10 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import unquote
 
-from megacp.storage.retry import retried
+from megacp.storage.retry import RedirectError, retried
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+_CLIMBS = re.compile(r"(^|[/\\])\.\.($|[/\\;])")
+"""A step upwards as any server may read it: some take a backslash for a slash, and end a name at a semicolon."""
 _LOCAL = ("file", "local")
 _HTTP = ("http", "https")
 _PACKAGES = {
@@ -85,6 +88,19 @@ class Url:
         """The folder that it is in."""
         return Url(self.text.rsplit("/", 1)[0])
 
+    def lies_in(self, folder: Url) -> bool:
+        """Whether it is `folder`, or below it, as the client reads both; a path that climbs lies nowhere.
+
+        ValueError: one of them is no plain URL.
+        """
+        (place, path), (other, start) = _parts(self), _parts(folder)
+        names, first = path.split("/"), start.split("/")
+        return (
+            (self.scheme, place) == (folder.scheme, other)
+            and names[: len(first)] == first
+            and _CLIMBS.search(unquote(path)) is None
+        )
+
     def resolve(self) -> Url:
         """Itself: there are no links."""
         return self
@@ -138,14 +154,17 @@ class Url:
 
         return self._do(attempt)
 
-    def content(self, limit: int) -> bytes:
-        """All of an object. ValueError above `limit` bytes."""
-        info = self.info()
+    def content(self, limit: int, redirects: bool = True) -> bytes:
+        """All of an object. ValueError above `limit` bytes, RedirectError where a web server names another place.
+
+        `redirects`: read it there instead, wherever that is.
+        """
+        info = self._do(lambda fs, path: fs.info(path), redirects)
         if info["type"] == "directory":
             raise ValueError(f"{self} is a directory")
         if (info.get("size") or 0) > limit:
             raise ValueError(f"{self} has {info['size']:,} bytes, more than {limit:,}, the most that is read of it")
-        data: bytes = self._do(lambda fs, path: fs.cat_file(path))
+        data: bytes = self._do(lambda fs, path: fs.cat_file(path), redirects)
         if len(data) > limit:
             raise ValueError(f"{self} has {len(data):,} bytes, more than {limit:,}, the most that is read of it")
         return data
@@ -225,8 +244,8 @@ class Url:
         except FileNotFoundError:
             return
 
-    def _do(self, action: Callable[[Any, str], Any]) -> Any:
-        fs, path = _client(self)
+    def _do(self, action: Callable[[Any, str], Any], redirects: bool = True) -> Any:
+        fs, path = _client(self, redirects)
         return retried(lambda: action(fs, path), self.text)
 
 
@@ -258,7 +277,32 @@ class _Written:
                 self._stream.closed = True
 
 
-def _client(url: Url) -> tuple[Any, str]:
+def _parts(url: Url) -> tuple[tuple[object, ...], str]:
+    """Where the store of a URL is, and the path there without a slash at its end; ValueError where it names none."""
+    if url.scheme not in _HTTP:
+        place, slash, path = url.text.partition("://")[2].partition("/")
+        if not place:
+            raise ValueError(f"{url} names no bucket")
+        return (place,), (slash + path).rstrip("/")
+    try:
+        import yarl  # aiohttp reads URLs by it
+    except ImportError as error:
+        raise ValueError(f"{url}: {url.scheme}:// needs the package aiohttp: pip install aiohttp") from error
+    read = yarl.URL(url.text)
+    if not read.host:
+        raise ValueError(f"{url} names no host")
+    return (read.host, read.port, read.user, read.password), read.raw_path.rstrip("/")
+
+
+async def _refuse_redirect(response: Any) -> None:
+    """Of a session that follows none: its answer would pass for the object's content."""
+    if 300 <= response.status < 400:
+        response.close()
+        place = str(response.headers.get("Location", "nowhere"))
+        raise RedirectError(f"the server redirects to {place:.200} (status {response.status}), which is not followed")
+
+
+def _client(url: Url, redirects: bool) -> tuple[Any, str]:
     """The file system of a URL and the path in it. ValueError says which package is missing."""
     scheme = url.scheme
     try:
@@ -266,7 +310,10 @@ def _client(url: Url) -> tuple[Any, str]:
     except ImportError as error:
         raise ValueError(f"{url}: URLs need the package fsspec: pip install 'megacp[store]'") from error
     try:
-        options = {"client_kwargs": {"timeout": _timeout()}} if scheme in _HTTP else {}
+        options: dict[str, Any] = {"client_kwargs": {"timeout": _timeout()}} if scheme in _HTTP else {}
+        if options and not redirects:
+            options["client_kwargs"]["raise_for_status"] = _refuse_redirect
+            options["allow_redirects"] = False
         return fsspec.core.url_to_fs(url.text, use_listings_cache=False, **options)
     except ImportError as error:
         package = _PACKAGES.get(scheme)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megacp.data.build.packing import OVERSIZE_RULES
+from megacp.data.media.fetch import prefix_problem
 from megacp.data.media.geometry import ImageRules, frame_layout, image_layout
 from megacp.data.packed.upload import Upload
 from megacp.data.records.inputs import problem as input_problem
@@ -198,8 +199,8 @@ def _image_problems(settings: BuildSettings) -> list[str]:
         return [f"{flag} {value} needs image rules" for flag, value in given.items() if value]
     found = rules.reasons()
     for prefix in settings.image_urls:
-        if not is_url(prefix):
-            found.append(f"--image-urls {prefix} begins no URL; give how they begin, such as https://images.example/")
+        if problem := prefix_problem(prefix):
+            found.append(f"--image-urls {prefix} {problem}")
     if root is not None and not is_url(root) and not os.path.isdir(root):
         found.append(f"--image-root {root} is not a directory")
     if most is not None and most < 1:

@@ -36,6 +36,7 @@ from megacp.data.records.sample import parse_record
 from megacp.data.tokenize.chat_template import ChatTemplate
 from megacp.data.tokenize.threads import one_thread
 from megacp.data.tokenize.tokenizer import Tokenizer
+from megacp.storage.url import is_url
 
 IMAGES_DIRECTORY = ".images"
 """Of images that were fetched, while the build runs."""
@@ -160,7 +161,8 @@ class _UnitRun:
         if settings.image_rules is not None:
             if settings.fetches_images:
                 folder = Path(settings.image_cache or Path(settings.output) / IMAGES_DIRECTORY)
-                self._fetcher = ImageFetcher(folder, settings.image_urls, LARGEST_ITEM)
+                root = settings.image_root if is_url(settings.image_root) else None
+                self._fetcher = ImageFetcher(folder, settings.image_urls, LARGEST_ITEM, root)
             self._media = MediaReader(settings.image_rules, settings.image_root, self._fetcher)
             self._spool = Spool(Path(settings.output))
         self._refusals: list[Refusal] = []

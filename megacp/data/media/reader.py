@@ -164,7 +164,13 @@ class MediaReader:
             raise ImageError("the path is absolute or no path, allowed are paths relative to --image-root")
         if ".." in PurePosixPath(value).parts:
             raise ImageError("the path climbs with `..`, allowed are paths inside of --image-root")
-        return str(Url(self._root) / value) if is_url(self._root) else None
+        if not is_url(self._root):
+            return None
+        url = str(Url(self._root) / value)
+        assert self._fetcher is not None, "a root that is a URL comes with one"
+        if not self._fetcher.is_of_root(url):
+            raise ImageError("the path climbs with escaped dots, allowed are paths inside of --image-root")
+        return url
 
     def _from_path(self, media: Media, members: Mapping[str, bytes]) -> bytes:
         value = str(media.value)
