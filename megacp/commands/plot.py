@@ -22,7 +22,7 @@ def read_curves(path: Path) -> dict[str, tuple[list[int], list[float]]]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            if row["kind"] in ("attention", "blend", "note", "timing"):
+            if row["kind"] in ("attention", "blend", "note", "run", "timing"):
                 continue
             steps, losses = curves[row["kind"]]
             steps.append(int(row["step"]))

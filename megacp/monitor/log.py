@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megacp.monitor.console import Console, warn
-from megacp.monitor.sinks import JsonlSink, Number, Sink, TensorBoardSink, WandbSink
+from megacp.monitor.sinks import JsonlSink, Number, RunPlaces, Sink, TensorBoardSink, WandbSink
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ class LogTargets:
     wandb_project: str | None = None
     log_interval: int = 1
     """Steps between console lines; files get every step."""
+    places: RunPlaces = RunPlaces()
+    """By which the JSONL file of an earlier part of this run is known."""
 
 
 class RunLog:
@@ -81,7 +83,7 @@ class RunLog:
             if targets.wandb_project:
                 self._sinks.append(WandbSink(targets.wandb_project, settings or {}))
             if targets.jsonl:
-                self._sinks.append(JsonlSink(targets.jsonl, resume_step, self.say))
+                self._sinks.append(JsonlSink(targets.jsonl, resume_step, self.say, targets.places))
         except BaseException:
             self.close()
             raise

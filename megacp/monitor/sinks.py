@@ -1,15 +1,18 @@
 """Places that the figures of a run are written to: a JSONL file, TensorBoard, Weights & Biases.
 
 Key property: the JSONL file holds each step once, also after a resume: lines past the resumed step are cut off first.
-It holds whole lines only: one that does not fit on the disk is taken back.
+That is done to the log of the resumed run alone: one of another run is moved aside. The file holds whole lines only:
+one that does not fit on the disk is taken back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +21,8 @@ from megacp.files import open_own, parse_json, rename, replacement
 
 Number = int | float
 
+LOG_NAME = "log.jsonl"
+"""Of the file in a folder of checkpoints: it belongs to the run that saves there."""
 LONGEST_LINE = 1 << 20
 """Bytes of a line of the JSONL file: a longer one was written by nobody here."""
 
@@ -40,6 +45,16 @@ class Sink(Protocol):
         """Flush and end."""
 
 
+@dataclass(frozen=True)
+class RunPlaces:
+    """By which a log is known as that of a run: its folders of checkpoints, as absolute paths or URLs."""
+
+    save: str | None = None
+    """Where this run saves."""
+    resumed: str | None = None
+    """Where the checkpoint lies that it goes on from."""
+
+
 class JsonlSink:
     """One JSON object a line: `{"kind": "train", "step": 3, "loss": ...}`, in the file at once.
 
@@ -48,23 +63,38 @@ class JsonlSink:
 
     lasting = True
 
-    def __init__(self, path: Path, resume_step: int = 0, say: Callable[[str], None] = lambda text: None) -> None:
-        """Open for appending. A resumed run drops lines past `resume_step`; a fresh one moves an old file aside.
+    def __init__(
+        self,
+        path: Path,
+        resume_step: int = 0,
+        say: Callable[[str], None] = lambda text: None,
+        places: RunPlaces = RunPlaces(),
+    ) -> None:
+        """Open for appending. A resumed run drops lines of its log past `resume_step`; another file is moved aside.
 
-        `say` is told of a damaged file. Raises ValueError where a link or no regular file stands.
+        `say` is told of a damaged file, and of another run's. Raises ValueError where a link or no regular file stands.
         """
         self.name = str(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open_own(path, os.O_WRONLY | os.O_APPEND)
-        if os.fstat(self._file).st_size == 0:
-            return
-        os.close(self._file)
-        if resume_step > 0:
-            if aside := truncate_after(path, resume_step):
-                say(f"{path} holds lines that no run writes: it is now {aside}, its sound lines are in a new {path}")
-        else:
-            rename(path, _free_name(path))
-        self._file = open_own(path, os.O_WRONLY | os.O_APPEND)
+        before: str | None = None
+        if os.fstat(self._file).st_size > 0:
+            os.close(self._file)
+            before = _owner(path)
+            if resume_step > 0 and before is not None and before == places.resumed:
+                if aside := truncate_after(path, resume_step):
+                    say(
+                        f"{path} holds lines that no run writes: it is now {aside}, its sound lines are in a new {path}"
+                    )
+            else:
+                aside, before = _free_name(path), None
+                rename(path, aside)
+                if resume_step > 0:
+                    say(f"{path} is not known as the log of {places.resumed}: it is now {aside}")
+            self._file = open_own(path, os.O_WRONLY | os.O_APPEND)
+        if places.save is not None and places.save != (before or _folder_of(path)):
+            with contextlib.suppress(OSError):  # a log that does not name its run is moved aside, not cut
+                self._line("run", resume_step, {"save": places.save})
 
     def write(self, kind: str, step: int, figures: Mapping[str, Number | None]) -> None:
         """Append one line."""
@@ -183,6 +213,21 @@ def _lines(stream: BufferedReader) -> Iterator[bytes | None]:
             whole = rest.endswith(b"\n")
             line = b""
         yield line or None
+
+
+def _folder_of(path: Path) -> str | None:
+    """The folder of checkpoints that a log belongs to by its place; None where the place does not say."""
+    return str(path.resolve().parent) if path.name == LOG_NAME else None
+
+
+def _owner(path: Path) -> str | None:
+    """Where the run saves that a log belongs to: what its last line of kind run says, else its folder."""
+    owner = _folder_of(path)
+    with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
+        for row in map(_row, _lines(file)):
+            if row is not None and row.get("kind") == "run":
+                owner = str(row.get("save"))
+    return owner
 
 
 def _row(line: bytes | None) -> dict[str, Any] | None:

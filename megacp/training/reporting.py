@@ -19,9 +19,11 @@ from megacp.distributed.collectives import all_gather, barrier, gather_objects
 from megacp.distributed.grid import Axis, ProcessGrid
 from megacp.monitor.flops import cpu_peak, cpu_run_peak, cuda_peak
 from megacp.monitor.log import LogTargets, RunLog
+from megacp.monitor.sinks import RunPlaces
 from megacp.monitor.timers import COMPUTING, WAITING, Breakdown
 from megacp.planner.report import human_count
 from megacp.planner.vision import run_parameters, text_flops, trained_parameters, vision_flops
+from megacp.storage.place import Place, place_of
 from megacp.training.rows import PlannedRow
 
 
@@ -34,12 +36,19 @@ def row_flops(row: PlannedRow, config: RunConfig) -> float:
     return total
 
 
-def open_log(config: RunConfig, grid: ProcessGrid, step: int) -> RunLog:
-    """The log of this rank of a run that has done `step` steps; ValueError on all ranks when rank 0 cannot open it."""
+def open_log(config: RunConfig, grid: ProcessGrid, step: int, resumed: Place | None) -> RunLog:
+    """The log of this rank of a run that has done `step` steps; ValueError on all ranks when rank 0 cannot open it.
+
+    `resumed`: the checkpoint that it goes on from.
+    """
     targets, log = LogTargets(), config.log
     if grid.rank == 0:
         path = None if str(config.log_path) == os.devnull else config.log_path  # --log-file /dev/null: no file
-        targets = LogTargets(True, path, log.tensorboard_dir, log.wandb_project, log.log_interval)
+        save = config.checkpoint.save
+        places = RunPlaces(
+            str(place_of(save).resolve()) if save else None, str(resumed.resolve().parent) if resumed else None
+        )
+        targets = LogTargets(True, path, log.tensorboard_dir, log.wandb_project, log.log_interval, places)
     settings, opened = flatten(config), list[RunLog]()
 
     def opens() -> None:

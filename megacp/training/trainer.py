@@ -106,7 +106,7 @@ class Trainer:
         self.fault: Exception | None = None  # of the plans of the step under way
         self.first_step = self.progress.step + 1
         self.trace = self._trace()
-        self.log = open_log(config, grid, self.progress.step)
+        self.log = open_log(config, grid, self.progress.step, resumed.path if resumed is not None else None)
         for line in self._opening_lines(start, resumed):
             self.log.say(line)
         self.rows = self.model.rows

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megacp.monitor.log import LogTargets, RunLog, StepRecord, duration, step_line
-from megacp.monitor.sinks import JsonlSink, truncate_after
+from megacp.monitor.sinks import JsonlSink, RunPlaces, truncate_after
 
 
 def record(step: int, **changes) -> StepRecord:
@@ -39,7 +39,8 @@ def rows(path: Path) -> list[dict]:
 
 
 def run(path: Path, steps: range, resume_step: int = 0) -> None:
-    log = RunLog(LogTargets(jsonl=path), total_steps=10, resume_step=resume_step)
+    targets = LogTargets(jsonl=path, places=RunPlaces(str(path.parent), str(path.parent) if resume_step else None))
+    log = RunLog(targets, total_steps=10, resume_step=resume_step)
     for step in steps:
         log.step(record(step))
     log.close()
@@ -126,6 +127,38 @@ def test_a_fresh_run_moves_the_old_log_aside(tmp_path) -> None:
         run(path, steps)
     counts = {p.name: len(rows(p)) for p in tmp_path.iterdir()}
     assert counts == {"log.1.jsonl": 1, "log.2.jsonl": 2, "log.jsonl": 3}
+
+
+def test_a_resumed_run_moves_the_log_of_another_run_aside(tmp_path) -> None:
+    """Would catch lines of another run that are cut off, and a file that mixes two runs."""
+    path, said = tmp_path / "shared.jsonl", list[str]()
+    for save, resumed, step in ((None, None, 0), (None, "/runs/a", 2)):
+        sink = JsonlSink(path, step, said.append, RunPlaces(save, resumed))
+        for number in range(step + 1, 6):
+            sink.write("train", number, {"loss": 1.0})
+        sink.close()
+    assert [row["step"] for row in rows(tmp_path / "shared.1.jsonl")] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in rows(path)] == [3, 4, 5]
+    assert said == [f"{path} is not known as the log of /runs/a: it is now {tmp_path / 'shared.1.jsonl'}"]
+
+
+def test_a_log_outside_of_its_checkpoints_says_whose_it_is(tmp_path) -> None:
+    """Would catch a run whose --log-file is moved aside, or doubles steps, at each of its own resumes."""
+    path = tmp_path / "shared.jsonl"
+    for save, resumed, step in (("s3://a", None, 0), ("s3://a", "s3://a", 2), ("s3://b", "s3://a", 3)):
+        sink = JsonlSink(path, step, places=RunPlaces(save, resumed))
+        sink.write("train", step + 1, {"loss": 1.0})
+        sink.close()
+    found = [(row["kind"], row["step"], row.get("save")) for row in rows(path)]
+    assert found == [
+        ("run", 0, "s3://a"),
+        ("train", 1, None),
+        ("train", 3, None),
+        ("run", 3, "s3://b"),
+        ("train", 4, None),
+    ]
+    JsonlSink(path, 2, places=RunPlaces("s3://a", "s3://a")).close()
+    assert [row["step"] for row in rows(tmp_path / "shared.1.jsonl")] == [0, 1, 3, 3, 4]
 
 
 def test_every_line_is_in_the_file_at_once(tmp_path) -> None:
@@ -328,7 +361,8 @@ def test_a_damaged_log_stays_under_another_name_and_a_new_one_goes_on(tmp_path, 
     lines = path.read_bytes().splitlines(keepends=True)
     whole = b"".join([lines[0], damage, *lines[1:]])
     path.write_bytes(whole)
-    log = RunLog(LogTargets(console=True, jsonl=path), total_steps=10, resume_step=3)
+    targets = LogTargets(console=True, jsonl=path, places=RunPlaces(resumed=str(tmp_path)))
+    log = RunLog(targets, total_steps=10, resume_step=3)
     log.step(record(4))
     log.close()
     assert [row["step"] for row in rows(path)] == [1, 2, 3, 4]
