@@ -17,7 +17,7 @@ from megacp.checkpoint.lock import DirectoryLock
 from megacp.checkpoint.pending import PendingCheckpoint
 from megacp.config.run import RunConfig
 from megacp.distributed.grid import Axis
-from megacp.storage.place import Place
+from megacp.storage.place import Place, place_of
 from megacp.storage.url import is_url
 from megacp.training.health import UnwellError, damaged_tensors
 from megacp.training.state import Progress, begin_save, saved_boxes
@@ -61,8 +61,11 @@ class Saver:
         return notes
 
     def resumed(self, step: int, updates: int, path: Place) -> None:
-        """The run starts from this checkpoint: its step and its weights need no saving."""
-        self._step, self._updates, self.newest = step, updates, path
+        """The run starts from this checkpoint; where it lies in --save, its step and its weights need no saving."""
+        self.newest = path
+        save = self._config.checkpoint.save
+        if save is not None and path.resolve().parent == place_of(save).resolve():
+            self._step, self._updates = step, updates
 
     @property
     def save_state(self) -> int:

@@ -372,4 +372,7 @@ class Trainer:
             fresh = f"weights of {resumed.path}; this run starts at step 0 with a fresh optimizer"
             lines.append(fresh if start.weights_only else resumes)
             lines += [f"changed since the checkpoint: {change}" for change in resumed.changed]
+            if self.config.training.train_iters <= (step := self.progress.step):
+                last = self.config.training.train_iters
+                lines.append(f"--train-iters {last} is not above step {step} of the checkpoint: nothing is trained")
         return lines
