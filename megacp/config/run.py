@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import types
 import typing
 from collections.abc import Mapping
@@ -83,13 +84,27 @@ class RunConfig:
         """The JSONL file: `log_file`, or log.jsonl beside the checkpoints of a local --save, or megacp_log.jsonl."""
         if self.log.log_file is not None:
             return Path(self.log.log_file)
-        save = self.checkpoint.save
-        return Path(save, "log.jsonl") if save and not is_url(save) else Path("megacp_log.jsonl")
+        return self._local_save / "log.jsonl" if self._local_save else Path("megacp_log.jsonl")
 
     @property
     def profile_path(self) -> Path:
-        """The folder for traces: `profile_dir`, or the folder `profile` beside the JSONL file."""
-        return Path(self.log.profile_dir) if self.log.profile_dir else self.log_path.parent / "profile"
+        """The folder for traces: `profile_dir`, or the folder `profile` beside the JSONL file.
+
+        Without that file it lies in a local --save, else in the working directory.
+        """
+        if self.log.profile_dir:
+            return Path(self.log.profile_dir)
+        return ((self._local_save or Path()) if self.writes_no_log else self.log_path.parent) / "profile"
+
+    @property
+    def writes_no_log(self) -> bool:
+        """Whether --log-file is /dev/null: there is no JSONL file."""
+        return str(self.log_path) == os.devnull
+
+    @property
+    def _local_save(self) -> Path | None:
+        save = self.checkpoint.save
+        return Path(save) if save and not is_url(save) else None
 
 
 @dataclass(frozen=True)

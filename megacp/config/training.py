@@ -208,4 +208,4 @@ class LogConfig:
     """Ranks that write a trace with --profile, as 0,3 or all."""
 
     profile_dir: str | None = None
-    """Folder for traces (default: profile beside the JSONL file)."""
+    """Folder for traces (default: profile beside the JSONL file; without one in a local --save, else here)."""

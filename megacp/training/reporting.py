@@ -43,7 +43,7 @@ def open_log(config: RunConfig, grid: ProcessGrid, step: int, resumed: Place | N
     """
     targets, log = LogTargets(), config.log
     if grid.rank == 0:
-        path = None if str(config.log_path) == os.devnull else config.log_path  # --log-file /dev/null: no file
+        path = None if config.writes_no_log else config.log_path
         save = config.checkpoint.save
         places = RunPlaces(
             str(place_of(save).resolve()) if save else None, str(resumed.resolve().parent) if resumed else None

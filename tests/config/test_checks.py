@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -404,6 +406,21 @@ def test_validation_packs_without_training_packs_are_refused(tmp_path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
     (reason,) = check(with_values(GOOD, {"valid_data_path": str(tmp_path), "data_path": None}), 1)
     assert "--valid-data-path" in reason and "--data-path" in reason
+
+
+def test_traces_never_lie_in_the_folder_of_the_null_device(tmp_path) -> None:
+    """Would catch a trace that is written into /dev/profile, and a folder that nobody has looked at."""
+    null = {"log_file": os.devnull, "profile": "1:2"}
+    save, other = str(tmp_path / "save"), str(tmp_path / "other")
+    assert with_values(GOOD, {**null, "save": save}).profile_path == Path(save, "profile")
+    for values in (null, {**null, "save": "s3://bucket/run"}):
+        assert with_values(GOOD, values).profile_path == Path("profile")
+    assert with_values(GOOD, {**null, "save": save, "profile_dir": other}).profile_path == Path(other)
+    logged = {"profile": "1:2", "log_file": str(tmp_path / "log.jsonl")}
+    assert with_values(GOOD, logged).profile_path == tmp_path / "profile"
+    (tmp_path / "profile").write_text("")
+    reasons = check(with_values(GOOD, logged), 1)
+    assert reasons == [f"--profile-dir {tmp_path / 'profile'}: is a file, a directory is needed"]
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_run(tmp_path, monkeypatch) -> None:

@@ -56,11 +56,11 @@ def test_a_trace_ends_with_the_run_and_one_that_cannot_be_written_ends_nothing(t
         "steps_3_4_rank_1.json",
     ]
     folder = tmp_path / "b"
-    folder.mkdir()
-    (folder / "profile").write_text("in the way")
+    for rank in (0, 1):
+        (folder / "profile" / f"steps_3_4_rank_{rank}.json" / "in the way").mkdir(parents=True)
     assert run_ranks(train_on_rank, 2, [*base, "--save", str(folder)]) == [0, 0]
     told = [row["text"] for row in rows(folder, "note")]
-    assert told == [f"the trace could not be written: rank {rank}: File exists" for rank in (0, 1)]
+    assert told == [f"the trace could not be written: rank {rank}: Is a directory" for rank in (0, 1)]
 
 
 def test_no_profiler_exists_outside_of_its_steps(tmp_path: Path) -> None:

@@ -74,6 +74,8 @@ def folder_reasons(config: RunConfig, world: int) -> Iterator[str]:
             yield from _unreachable(name, str(values[name]))
         elif values[name]:
             yield from _unwritable(flag(name), str(values[name]))
+    if config.log.profile and not config.log.profile_dir:
+        yield from _unwritable(flag("profile_dir"), str(config.profile_path))
     if config.log_path.is_dir():
         yield f"--log-file {config.log_path}: is a directory, a file is needed"
 
