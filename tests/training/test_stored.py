@@ -158,7 +158,16 @@ def test_a_crafted_value_of_the_run_is_refused_with_file_and_field(
 
 
 CONFIGS = {
-    "layers without end": ("num_layers: 4", "num_layers: 1000000000", "describes [0-9,]* parameters, all files of the"),
+    "layers without end": (
+        "num_layers: 4",
+        "num_layers: 1000000000",
+        "num_layers: got 1000000000, it must .* at most 4096",
+    ),
+    "layers that no file holds": (
+        "num_layers: 4",
+        "num_layers: 4000",
+        "describes [0-9,]* parameters, all files of the",
+    ),
     "layers below zero": ("num_layers: 4", "num_layers: -4", "config.yaml: num_layers: got -4, it must be at least 1"),
     "layers in words": ("num_layers: 4", "num_layers: four", "config.yaml: num_layers: expected a whole number"),
     "laughs": ("num_layers: 4", "num_layers: &a [*a]", "config.yaml: not valid YAML in line [0-9]*: the alias"),
