@@ -21,11 +21,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo 'make setup      create $(VENV) with everything the tests and the demo need (done by the targets below)'
-	@echo 'make demo       train a model that sees on 8 CPU ranks, ask it about digits it never saw (6 minutes on two cores)'
+	@echo 'make demo       train a model that sees on 8 CPU ranks, ask it about digits it never saw (4 minutes on two cores)'
 	@echo 'make demo-text  train a language model on 8 CPU ranks, stop it, resume it on another grid, sample text (2 minutes)'
 	@echo 'make test       all tests but the long faults and the fences (8 minutes on two quiet cores)'
 	@echo 'make test-fast  the tests that take less than half a second each (90 seconds on two quiet cores)'
-	@echo 'make test-faults  kills, full disks, lost ranks and damaged files at random moments (11 minutes)'
+	@echo 'make test-faults  kills, full disks, lost ranks and damaged files at random moments (7 minutes)'
 	@echo 'make test-gpu   the tests that need an NVIDIA GPU, with PYTHON as it is'
 	@echo 'make check      lint, layer contract, fences, types'
 	@echo 'make format     format and repair what a tool can'
