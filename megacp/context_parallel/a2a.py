@@ -22,6 +22,7 @@ from megacp.context_parallel.sizes import AttentionSizes, HeadRun, HeadShare, he
 from megacp.context_parallel.transport import KeysToQueries, Tensors
 from megacp.distributed.collectives import start_all_to_all
 from megacp.distributed.grid import Axis, single_axis
+from megacp.large_blocks import empty
 from megacp.ops.compiled import fused
 from megacp.ops.kernel import QKV, WholeKernel, accumulation_dtype
 
@@ -110,7 +111,7 @@ class HeadsForSequence:
         # [rank][tensor]: this rank's tokens with that rank's heads, [t, columns]
         outgoing = [[_columns(x[:, getattr(share, kind)], dtype) for x, kind in tensors] for share in shares]
         sizes = [sum(x.numel() for x in columns) for columns in outgoing]
-        message = first.new_empty(sum(sizes), dtype=dtype)
+        message = empty((sum(sizes),), first, dtype)
         for columns, block in zip(outgoing, message.split(sizes), strict=True):
             torch.cat(columns, 1, out=block.view(len(first), -1))
         arrived = start_all_to_all(message, self.axis, sizes, [sizes[self.axis.rank]] * size).take()
@@ -129,7 +130,7 @@ class HeadsForSequence:
         """
         size, dtype = self.axis.size, tensors[0].dtype
         rows = [_columns(x, dtype) for x in tensors]
-        message = rows[0].new_empty(len(rows[0]), sum(x.shape[1] for x in rows))
+        message = empty((len(rows[0]), sum(x.shape[1] for x in rows)), rows[0])
         order = plan.departure(size, message.device)
         for x, columns in zip(rows, message.split([x.shape[1] for x in rows], 1), strict=True):
             torch.index_select(x, 0, order, out=columns)

@@ -14,6 +14,7 @@ from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.transport import KeysToQueries, Visits
 from megacp.distributed.collectives import reduce_scatter, start_all_gather
 from megacp.distributed.grid import Axis
+from megacp.large_blocks import empty
 from megacp.ops.kernel import Kernel
 from megacp.ops.mask import TileTable, tile_table
 
@@ -57,7 +58,7 @@ class AllGatherAttention(KeysToQueries):
         theirs = yield *(x.index_select(0, places) for x in gathered.take().unbind(1)), others
         if mine is None or theirs is None:
             return None
-        row = theirs.new_empty(len(plan.metadata), *theirs.shape[1:])  # gradients of all keys, in rank order
+        row = empty((len(plan.metadata), *theirs.shape[1:]), theirs)  # gradients of all keys, in rank order
         row[places] = theirs
         row[plan.cp_rank * len(mine) : (plan.cp_rank + 1) * len(mine)] = mine
         return reduce_scatter(row, self.axis)  # [T, 2, groups, d] -> [t, 2, groups, d]

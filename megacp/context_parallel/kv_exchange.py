@@ -18,6 +18,7 @@ from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.transport import KeysToQueries, Visits
 from megacp.distributed.collectives import start_all_to_all
 from megacp.distributed.grid import Axis
+from megacp.large_blocks import empty
 from megacp.ops.kernel import Kernel
 from megacp.ops.mask import TileTable, tile_table
 
@@ -110,7 +111,7 @@ class KVExchange(KeysToQueries):
             assert coming is not None
             theirs = yield *(x.index_select(0, rows) for x in coming.take().unbind(1)), stage.table
             if theirs is not None:
-                leaving = torch.empty_like(theirs)
+                leaving = empty(theirs.shape, theirs)
                 leaving[rows] = theirs  # back to the order of arrival
                 returning.append(start_all_to_all(leaving, self.axis, stage.in_splits, stage.out_splits))
                 del theirs, leaving  # no longer needed here while the next stage is computed

@@ -14,6 +14,7 @@ import torch
 
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.sizes import AttentionSizes
+from megacp.large_blocks import zeros
 from megacp.ops.calls import Widths
 from megacp.ops.kernel import QKV, Kernel, Saved, accumulation_dtype, empty_partial
 from megacp.ops.mask import TileTable
@@ -89,7 +90,7 @@ class KeysToQueries(ABC):
         """See `Transport.backward`."""
         q, k, v, out, lse = kept
         saved, wide = Saved(q, out, lse, dout), accumulation_dtype(q.dtype)
-        dq, dkv = torch.zeros_like(q, dtype=wide), None
+        dq, dkv = zeros(q.shape, q, wide), None
         visits = self.visits(k, v, plan)
         while True:
             try:
@@ -97,6 +98,6 @@ class KeysToQueries(ABC):
             except StopIteration as end:
                 dk, dv = end.value.unbind(1)  # [t, 2, groups, d] -> [t, groups, d] twice
                 return dq, dk, dv
-            dkv = keys.new_zeros(len(keys), 2, *keys.shape[1:], dtype=wide)
+            dkv = zeros((len(keys), 2, *keys.shape[1:]), keys, wide)
             dk, dv = dkv.unbind(1)
             self.kernel.attend_backward(saved, (keys, values), table, scale, (dq, dk, dv))

@@ -19,6 +19,7 @@ from megacp.distributed.calls import Call
 from megacp.distributed.grid import Axis
 from megacp.distributed.neighbours import NearChannel, Operation
 from megacp.distributed.p2p import local_channel
+from megacp.large_blocks import empty
 
 # torch 2.13 renames these two; older releases know only the second name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -67,7 +68,7 @@ def _count(axis: Axis, name: str, elements: int, x: torch.Tensor) -> None:
 
 def _exchange(x: torch.Tensor, axis: Axis, name: str) -> Pending:
     """Even all-to-all of contiguous `x[size * n, ...]`, on behalf of the collective `name`."""
-    out = torch.empty_like(x)
+    out = empty(x.shape, x)
     call = axis.calls.begin(name, x)
     if (channel := local_channel(x, axis)) is not None:
         return Pending(
@@ -91,7 +92,7 @@ def _sum_blocks(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
     """Sum of at least two blocks in rank order, halves accumulated in fp32."""
     first, second, *others = blocks
     halves = first.dtype in _HALVES
-    total = first.float() + second.float() if halves else first + second
+    total = first.float() + second.float() if halves else torch.add(first, second, out=empty(first.shape, first))
     for block in others:
         total += block
     return total.to(first.dtype)
@@ -104,10 +105,10 @@ def start_all_gather(x: torch.Tensor, axis: Axis) -> Pending:
         return _done(x)
     _count(axis, "all_gather", x.numel() * (axis.size - 1), x)
     if (channel := local_channel(x, axis)) is not None:
-        return _gather_locally(x.new_empty(x.shape[0] * axis.size, *x.shape[1:]), x, axis, channel)
+        return _gather_locally(empty((x.shape[0] * axis.size, *x.shape[1:]), x), x, axis, channel)
     if axis.backend == "gloo" and x.numel() <= _SMALL_GATHER:
         return _exchange(x.repeat(axis.size, *[1] * (x.dim() - 1)), axis, "all_gather")
-    out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
+    out = empty((x.shape[0] * axis.size, *x.shape[1:]), x)
     call = axis.calls.begin("all_gather", x)
     return Pending(_all_gather_single(out, x, group=axis.group, async_op=True), lambda: out, call)
 
@@ -153,7 +154,7 @@ def _start_sum(x: torch.Tensor, axis: Axis) -> Pending:
     blocks = list(x.tensor_split(axis.size))
     mine = blocks.pop(axis.rank)
     others = [rank for rank in axis.global_ranks if rank != axis.global_ranks[axis.rank]]
-    arriving = list(x.new_empty(mine.shape[0] * len(others), *x.shape[1:]).tensor_split(len(others)))
+    arriving = list(empty((mine.shape[0] * len(others), *x.shape[1:]), x).tensor_split(len(others)))
     call = axis.calls.begin("reduce_scatter", x)
     work = channel.start(list(zip(others, blocks, strict=True)), list(zip(others, arriving, strict=True)))
     return Pending(work, lambda: _sum_blocks([*arriving[: axis.rank], mine, *arriving[axis.rank :]]), call)
@@ -208,7 +209,7 @@ def start_all_to_all(
     _count(axis, "all_to_all", x.numel() // max(x.shape[0], 1) * (x.shape[0] - kept), x)
     if in_splits is None or out_splits is None:
         return _exchange(x, axis, "all_to_all")
-    out = x.new_empty(sum(out_splits), *x.shape[1:])
+    out = empty((sum(out_splits), *x.shape[1:]), x)
     call = axis.calls.begin("all_to_all", x)
     if (channel := local_channel(x, axis)) is not None:
         blocks = out.split(list(out_splits)), x.split(list(in_splits))

@@ -24,11 +24,12 @@ import torch.distributed as dist
 from megacp.distributed.grid import GridShape, ProcessGrid, build_grid, connect
 from megacp.distributed.supervision.meeting import Meeting, within
 from megacp.distributed.supervision.restart_store import fresh_store
+from megacp.large_blocks import BLOCKS, LARGE, reuse_large_blocks
 
 _M_TRIM_THRESHOLD, _FREE_TOP = -1, 64 << 20
-_M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 4 << 20
+_M_MMAP_THRESHOLD = -3
 """glibc's names of two options (malloc.h). The free bytes at the heap's end from which on it gives them back; and the
-bytes from which on a block gets a map of its own.
+bytes from which on an allocation gets a map of its own.
 """
 _FROZEN_SECONDS = 60.0
 """Beyond all deadlines: then a store that answers nothing is given up."""
@@ -105,24 +106,28 @@ def set_defaults(values: Mapping[str, str]) -> None:
 
 
 def steady_heap() -> None:
-    """Give large CPU tensors memory maps of their own, so that a long run does not grow.
+    """Give large CPU tensors memory maps of their own, so that a long run does not grow; those of our own functions are
+    used again (`large_blocks`).
 
     gloo keeps small blocks between the large outputs of collectives; in glibc's heap the freed outputs then cannot be
     used again and a rank grows by about one output a call. The end of the heap stays, up to some MiB: to set one option
     fixes the other one at 128 KiB, and most pages of a step would be given back and cleared anew. A no-op where the C
     library has no `mallopt`.
     """
+    reuse_large_blocks()
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
+        mallopt(_M_MMAP_THRESHOLD, LARGE)
         mallopt(_M_TRIM_THRESHOLD, _FREE_TOP)
 
 
 def trim_heap() -> None:
     """Give free pages of the C library's heap back; a training loop on CPU calls it now and then.
 
-    It does for smaller tensors what `steady_heap` does for large ones. A no-op where there is no `malloc_trim`.
+    It does for smaller tensors what `steady_heap` does for large ones, and large blocks that nobody needed since the
+    last call go back too. The heap stays as it is where there is no `malloc_trim`.
     """
+    BLOCKS.release()
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)

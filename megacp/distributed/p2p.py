@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megacp.distributed.calls import Call
 from megacp.distributed.grid import Axis
 from megacp.distributed.neighbours import NearChannel
+from megacp.large_blocks import empty
 
 
 def through_host(x: torch.Tensor, axis: Axis) -> bool:
@@ -117,7 +118,7 @@ def start_shift(x: torch.Tensor, axis: Axis) -> Shift:
     x = x.contiguous()
     device = x.device if through_host(x, axis) else None
     sent = x if device is None else x.cpu()
-    received = torch.empty_like(sent)
+    received = empty(sent.shape, sent)
     target, source = (axis.global_ranks[(axis.rank + step) % axis.size] for step in (1, -1))
     axis.traffic.add("ring", x.numel() * x.element_size())
     if (channel := local_channel(x, axis)) is not None:

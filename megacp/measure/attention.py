@@ -24,6 +24,7 @@ from megacp.context_parallel.shard import mask_metadata, shard_batch
 from megacp.distributed.collectives import barrier
 from megacp.distributed.grid import Axis, GridShape, build_grid
 from megacp.distributed.p2p import start_shift
+from megacp.large_blocks import BLOCKS
 from megacp.measure.layouts import GROUPS, HEADS, WIDTH
 from megacp.measure.report import Seconds, timed
 from megacp.models.build import grid_shape
@@ -103,7 +104,7 @@ def activation_peak(rank: int, world_size: int, config: RunConfig, batch: Packed
     model.parameters.zero()
     gc.collect()  # cycles of earlier calls would be freed inside and lower the peak
     cpu = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu], profile_memory=True, acc_events=False) as profile:
+    with BLOCKS.paused(), torch.profiler.profile(activities=[cpu], profile_memory=True, acc_events=False) as profile:
         model.gradients([batch], 1, 1.0)
     events = profile.profiler.kineto_results.events()
     changes = [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns()) if event.name() == "[memory]"]

@@ -13,13 +13,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megacp.large_blocks import empty
 from megacp.ops.compiled import fused
 
 
-@fused
-def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+def _formula(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate).mul_(up)
+
+
+def _by_passes(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return torch.ops.aten.silu.out(gate, out=empty(gate.shape, gate)).mul_(up)
+
+
+_swiglu = fused(_formula, _by_passes)
 
 
 def _backward_formula(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
@@ -30,7 +38,7 @@ def _backward_formula(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor
 def _backward_by_passes(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     """The formula written to halves of its result: no other tensor, and no copy of the halves."""
     gate, up = gate_up.chunk(2, -1)
-    result = torch.empty_like(gate_up)
+    result = empty(gate_up.shape, gate_up)
     for_gate, for_up = result.chunk(2, -1)
     torch.mul(grad, up, out=for_gate)
     torch.ops.aten.silu_backward.grad_input(for_gate, gate, grad_input=for_gate)

@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from megacp.large_blocks import zeros
 from megacp.ops.calls import Allowed, Widths, table_calls
 from megacp.ops.mask import TileTable
 from megacp.ops.merge import merge_into
@@ -56,7 +57,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def empty_partial(q: torch.Tensor) -> Partial:
     """The result of having seen no key: out 0, lse -inf."""
     dtype = accumulation_dtype(q.dtype)
-    return Partial(torch.zeros_like(q, dtype=dtype), torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device))
+    return Partial(zeros(q.shape, q, dtype), torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device))
 
 
 class Kernel(Protocol):

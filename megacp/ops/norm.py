@@ -11,17 +11,28 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megacp.large_blocks import empty
 from megacp.ops.compiled import fused
 from megacp.ops.kernel import accumulation_dtype
 
 
-@fused
-def _norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _formula(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The result, and the scale of each row `[..., 1]`."""
     wide = x.to(accumulation_dtype(x.dtype))
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = torch.rsqrt(length.square() / x.shape[-1] + epsilon)
     return (wide * scale).to(x.dtype).mul_(weight), scale
+
+
+def _by_passes(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The formula in the memory of its result where that is as wide."""
+    wide = x.to(accumulation_dtype(x.dtype))
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = torch.rsqrt(length.square() / x.shape[-1] + epsilon)
+    return torch.mul(wide, scale, out=empty(x.shape, wide)).to(x.dtype).mul_(weight), scale
+
+
+_norm = fused(_formula, _by_passes)
 
 
 def _backward_formula(
@@ -44,7 +55,7 @@ def _backward_by_passes(
     `d_weight = (grad * x)^T scale`, and `dx = grad * weight * scale - x * ((grad * x) weight) * scale^3 / h`.
     """
     wide, wide_x, wide_weight = (t.to(scale.dtype) for t in (grad, x, weight))
-    product = wide * wide_x
+    product = torch.mul(wide, wide_x, out=empty(x.shape, wide))
     d_weight = product.flatten(0, -2).t() @ scale.flatten()  # [h, n] x [n] -> [h]
     inward = (product @ wide_weight).unsqueeze(-1) * scale**3 / x.shape[-1]  # [..., 1]
     dx = torch.mul(wide, wide_weight, out=product).mul_(scale).addcmul_(wide_x, inward, value=-1)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megacp.large_blocks import empty
 from megacp.ops.compiled import fused
 
 
@@ -102,7 +103,7 @@ def _rotation_by_passes(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, s
         torch.cat([cos, cos], -1),
         torch.cat([sin * -sign, sin * sign], -1),
     )  # [n, 1, d/2] -> [n, 1, d]
-    return torch.cat([second, first], -1).mul_(whole_sin).addcmul_(x, whole_cos)
+    return torch.cat([second, first], -1, out=empty(x.shape, x)).mul_(whole_sin).addcmul_(x, whole_cos)
 
 
 _rotate = fused(_rotation_formula, _rotation_by_passes)

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from megacp.distributed import collectives
 from megacp.distributed.grid import Axis
+from megacp.large_blocks import empty, product, zeros
 from megacp.tensor_parallel.cross_entropy import wide_dtype
 
 LossKernel = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
@@ -70,14 +71,14 @@ class _ChunkedLoss(torch.autograd.Function):
         for_x, for_weight = (wanted and with_gradients for wanted in ctx.needs_input_grad[:2])
         tokens, wide = x_all.shape[0], wide_dtype(x.dtype)
         step = options.chunk_tokens or max(tokens, 1)
-        dx = torch.empty_like(x_all) if for_x else None
-        d_weight = torch.zeros_like(weight, dtype=wide if tokens > step else None) if for_weight else None
+        dx = empty(x_all.shape, x_all) if for_x else None
+        d_weight = zeros(weight.shape, weight, wide if tokens > step else None) if for_weight else None
         weights = target.weights.to(wide)
         scale = weights / target.denominator if for_x or for_weight else None
         losses = torch.empty(tokens, dtype=wide, device=x.device)
         for start in range(0, tokens, step):
             part = slice(start, start + step)
-            logits = x_all[part] @ weight.t()  # [c, h] x [h, rows] -> [c, rows]
+            logits = product(x_all[part], weight.t())  # [c, h] x [h, rows] -> [c, rows]
             losses[part] = options.kernel(
                 logits[:, : options.true_rows],
                 target.labels[part],

@@ -22,6 +22,8 @@ from megacp.distributed import collectives
 from megacp.distributed.differentiable import copy_to, reduce_from
 from megacp.distributed.grid import Axis
 from megacp.distributed.parameter import ParameterSpec, TensorSlice, attach
+from megacp.large_blocks import product as large_product
+from megacp.large_blocks import takes_block
 from megacp.tensor_parallel.products import PLAIN, Products
 from megacp.tensor_parallel.weight_gradients import WeightGradients, WeightProduct
 
@@ -79,26 +81,31 @@ def _in_bucket(weight: torch.Tensor) -> bool:
 def _take_gradient(product: WeightProduct, sink: WeightGradients | None) -> torch.Tensor | None:
     """`dy^T x` for autograd, or None where the gradient goes to the weight's part of a bucket."""
     if sink is None or not _in_bucket(product.weight):
-        return product.grad.flatten(0, -2).t() @ product.x.flatten(0, -2)  # [f, t] x [t, h] -> [f, h]
+        return large_product(product.grad.flatten(0, -2).t(), product.x.flatten(0, -2))  # [f, t] x [t, h] -> [f, h]
     sink.take(product)
     return None
 
 
 class _Product(torch.autograd.Function):
-    """`x[..., h], W[f, h] -> y[..., f]` whose weight gradient goes to the bucket."""
+    """`x[..., h], W[f, h] -> y[..., f]`, in memory that is used again; `sink` as in `product`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, sink: WeightGradients) -> torch.Tensor:
-        ctx.save_for_backward(x)
+    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, sink: WeightGradients | None) -> torch.Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)  # a frozen weight asks for no input
         ctx.weight, ctx.sink = weight, sink
-        return F.linear(x, weight)
+        return _rows_product(x, weight.t())
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        dx = grad @ ctx.weight if ctx.needs_input_grad[0] else None
+        x, weight = ctx.saved_tensors
+        dx = _rows_product(grad, weight) if ctx.needs_input_grad[0] else None
         d_weight = _take_gradient(WeightProduct(ctx.weight, grad, x), ctx.sink) if ctx.needs_input_grad[1] else None
         return dx, d_weight, None
+
+
+def _rows_product(x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`x[..., h] b[h, f] -> [..., f]`."""
+    return large_product(x.flatten(0, -2), b).view(*x.shape[:-1], -1)
 
 
 class _GatherLinear(torch.autograd.Function):
@@ -152,7 +159,8 @@ class _ScatterLinear(torch.autograd.Function):
 
 def product(x: torch.Tensor, weight: torch.Tensor, sink: WeightGradients | None = None) -> torch.Tensor:
     """`x[..., h] W^T [..., f]` on this rank; `sink` takes the weight gradient once the weight is in a bucket."""
-    return F.linear(x, weight) if sink is None or not _in_bucket(weight) else _Product.apply(x, weight, sink)
+    ours = (sink is not None and _in_bucket(weight)) or takes_block((*x.shape[:-1], weight.shape[0]), x)
+    return _Product.apply(x, weight, sink) if ours else F.linear(x, weight)
 
 
 def gather_linear(

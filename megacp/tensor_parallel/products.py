@@ -9,6 +9,7 @@ import torch
 from megacp.distributed import collectives
 from megacp.distributed.collectives import Pending
 from megacp.distributed.grid import Axis
+from megacp.large_blocks import product
 
 
 class Products(Protocol):
@@ -27,11 +28,11 @@ class Plain:
     def gather_product(self, x: torch.Tensor, b: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Products.gather_product`."""
         whole = collectives.all_gather(x, axis)
-        return whole, whole @ b
+        return whole, product(whole, b)
 
     def product_scatter(self, a: torch.Tensor, b: torch.Tensor, axis: Axis) -> Pending:
         """See `Products.product_scatter`."""
-        return collectives.start_reduce_scatter(a @ b, axis)
+        return collectives.start_reduce_scatter(product(a, b), axis)
 
 
 PLAIN: Products = Plain()

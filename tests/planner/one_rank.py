@@ -25,6 +25,7 @@ from megacp.data.synthetic.mock import MockRules, mock_batch
 from megacp.data_parallel.buckets import FlatBuckets
 from megacp.distributed import collectives
 from megacp.distributed.grid import Axis
+from megacp.large_blocks import BLOCKS
 from megacp.models.build import stage_layers
 from megacp.planner.memory import RankMemory, stage_memory
 from megacp.training.step import ParallelModel
@@ -185,7 +186,7 @@ def _only_what_comes() -> Iterator[None]:
 @_only_what_comes()
 def step_peak(rank: int, world: int, values: dict[str, Any]) -> tuple[int, RankMemory]:
     """Most bytes that a rank holds in its second step, of those allocated since before the model was built."""
-    with _as_under_nccl(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+    with BLOCKS.paused(), _as_under_nccl(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         model = _model(_config(values), world)
         model.train(_rows(model, world, 1), 1, 1000.0)
         rows = _rows(model, world, 2)

@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 from torch.profiler import ProfilerActivity, profile
 
+from megacp.large_blocks import BLOCKS
+
 
 def peak_bytes_of(work: Callable[[], object]) -> int:
     """Most bytes held at once over those held before; what operations make inside and let go counts too."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+    with BLOCKS.paused(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         kept = work()
     del kept
     events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]

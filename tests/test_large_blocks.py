@@ -1,0 +1,165 @@
+"""Large blocks: none is written while a tensor can be read, no more is held than was in use, results are the same."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megacp.config.run import RunConfig, with_values
+from megacp.data.synthetic.mock import MockRules
+from megacp.large_blocks import BLOCKS, LARGE, LargeBlocks, empty, product, takes_block, zeros
+from megacp.measure.steps import QUICK_SIZES, Subject
+from tests.ranks import run_ranks
+from tests.reference.allocations import peak_bytes_of
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def blocks() -> Iterator[LargeBlocks]:
+    """Those of this process, turned on for one test."""
+    gc.collect()
+    BLOCKS.active = True
+    yield BLOCKS
+    BLOCKS.active, BLOCKS.smallest = False, LARGE
+
+
+def floats(mib: int) -> tuple[int]:
+    return (mib * MIB // 4,)
+
+
+@pytest.mark.parametrize("hold", [lambda x: x[5:9], lambda x: x.view(-1, 2).t(), lambda x: x.detach(), lambda x: (x,)])
+def test_a_block_is_free_only_when_the_last_view_of_its_tensor_is_gone(hold) -> None:
+    blocks = LargeBlocks()
+    x = blocks.empty(floats(4), torch.float32)
+    address, held = x.data_ptr(), hold(x)
+    del x
+    other = blocks.empty(floats(4), torch.float32)
+    assert other.data_ptr() != address and blocks.used == blocks.held == 8 * MIB
+    del held
+    assert blocks.used == 4 * MIB
+    assert blocks.empty(floats(4), torch.float32).data_ptr() == address
+
+
+def test_what_autograd_saves_keeps_its_block_until_backward_is_done() -> None:
+    blocks, x = LargeBlocks(), torch.ones(floats(4), requires_grad=True)
+    factor = blocks.empty(floats(4), torch.float32).fill_(3.0)
+    y = (x * factor).sum()
+    del factor
+    assert blocks.used == 4 * MIB
+    y.backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 3.0))
+    del y
+    assert blocks.used == 0
+
+
+def test_no_more_is_held_than_was_in_use_at_once_whatever_sizes_come() -> None:
+    """Would catch free blocks of one size that stay beside those of another: a peak that grows."""
+    blocks = LargeBlocks()
+    for mib in (64, 5, 9, 33, 64, 7):
+        first = blocks.empty(floats(mib), torch.float32)
+        second = blocks.empty(floats(6), torch.float32)
+        assert blocks.used <= blocks.held <= 70 * MIB
+        del first, second
+    assert blocks.used == 0 and 0 < blocks.held <= 70 * MIB
+
+
+def test_what_was_not_needed_between_two_calls_goes_back_to_the_system() -> None:
+    blocks = LargeBlocks()
+    del (many := [blocks.empty(floats(4), torch.float32) for _ in range(8)])[:]
+    blocks.release()
+    assert blocks.held == 32 * MIB  # they were needed a moment ago
+    kept = blocks.empty(floats(4), torch.float32)
+    blocks.release()
+    assert blocks.held == 4 * MIB == kept.nbytes and not many
+
+
+def test_sizes_are_few_and_at_most_an_eighth_too_large() -> None:
+    sizes = {}
+    for size in range(4 * MIB, 64 * MIB, MIB // 3):
+        blocks = LargeBlocks()
+        x = blocks.empty((size,), torch.uint8)
+        assert x.nbytes == size <= blocks.held <= size * 9 // 8
+        sizes[blocks.held] = size
+    assert len(sizes) <= 33
+
+
+def test_threads_take_and_let_go_at_once() -> None:
+    """Would catch counts that lose an update, or one block for two tensors."""
+    blocks, wrong = LargeBlocks(), []
+
+    def work(number: int) -> None:
+        for turn in range(60):
+            x = blocks.empty((4096 * (1 + turn % 3),), torch.int64).fill_(number * 1000 + turn)
+            y = x[::7]
+            del x
+            if not bool((y == number * 1000 + turn).all()):
+                wrong.append((number, turn))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and blocks.used == 0 and blocks.held > 0
+
+
+def test_small_tensors_and_processes_that_are_no_ranks_use_none(blocks: LargeBlocks) -> None:
+    like = torch.ones(2, dtype=torch.float64)
+    assert takes_block((LARGE // 8,), like) and not takes_block((LARGE // 8 - 1,), like)
+    assert not takes_block((LARGE // 8,), like, torch.float32)
+    blocks.active = False
+    assert not takes_block((LARGE,), like)
+
+
+def test_torch_hears_of_large_tensors_where_blocks_are_paused(blocks: LargeBlocks) -> None:
+    """Would catch peaks that are measured without what stands in blocks."""
+    like = torch.ones(1)
+    assert peak_bytes_of(lambda: empty(floats(8), like)) == 8 * MIB
+    assert blocks.active and takes_block(floats(8), like)
+
+
+def test_values_and_dtypes_are_those_of_torch(blocks: LargeBlocks) -> None:
+    blocks.smallest = 1
+    a, b = torch.randn(30, 5, dtype=torch.float64), torch.randn(7, 5, dtype=torch.float64)
+    del (used := [empty((30, 7), a).fill_(torch.nan)])[:]  # what comes next finds other values in its block
+    assert torch.equal(zeros((30, 7), a), torch.zeros(30, 7, dtype=torch.float64)) and not used
+    assert torch.equal(product(a, b.t()), a @ b.t())
+    made = empty((2, 3, 4), a, torch.bfloat16)
+    assert made.shape == (2, 3, 4) and made.dtype == torch.bfloat16 and made.is_contiguous()
+
+
+def trained(rank: int, world_size: int, smallest: int, values: dict) -> tuple[list[float], list[torch.Tensor], int]:
+    """Losses of four steps, the weights after them, and the bytes that blocks hold."""
+    BLOCKS.smallest = smallest
+    config = with_values(RunConfig(), {**QUICK_SIZES, "dtype": "float64", "seq_length": 64, **values})
+    subject = Subject(rank, world_size, config, MockRules(config.model.vocab_size, 64, "mixed", seed=1))
+    losses = []
+    for _ in range(4):
+        losses.append(subject.measure().loss)
+        BLOCKS.release()
+    return losses, [p.detach().clone() for chunk in subject.model.chunks for p in chunk.parameters()], BLOCKS.held
+
+
+CASES = {
+    "one process": (1, {}),
+    "selective recomputation": (1, {"recompute_granularity": "selective"}),
+    "tp x cp": (4, {"tensor_model_parallel_size": 2, "context_parallel_size": 2}),
+    "a2a": (2, {"context_parallel_size": 2, "cp_comm_type": "a2a"}),
+    "zero bubble": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zero_bubble"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_with_all_its_results_in_blocks_has_the_same_bits(case: str) -> None:
+    """Would catch a block that is given away too early anywhere in a step, and blocks that pile up."""
+    ranks, values = CASES[case]
+    plain = run_ranks(trained, ranks, 1 << 40, values)
+    reused = run_ranks(trained, ranks, 512, values)
+    for (losses, weights, none), (same, others, held) in zip(plain, reused, strict=True):
+        assert losses == same and none == 0 < held
+        assert all(torch.equal(x, y) for x, y in zip(weights, others, strict=True))
