@@ -22,6 +22,7 @@ from typing import Any
 
 from megacp.distributed.spawn import RankFailure as RankError
 from megacp.distributed.spawn import RankPool, preloaded
+from megacp.large_blocks import BLOCKS, LARGE
 
 __all__ = ["RankError", "grid", "preload", "run_ranks"]
 
@@ -95,6 +96,12 @@ def preload() -> None:
     forkserver.ensure_running()
 
 
+def _half_in_blocks(rank: int, world_size: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Odd ranks keep all but the smallest results in blocks that are used again, where others keep none so small."""
+    BLOCKS.smallest = 256 if rank % 2 else LARGE
+    return function(rank, world_size, *args)
+
+
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
     """Run `function(rank, world_size, *args)` on every rank; results in rank order.
 
@@ -114,7 +121,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     pool = _pools[world_size] = pool or _guarded(RankPool(world_size))
     try:
         _signal(pool, signal.SIGCONT)
-        results = pool.run(function, *args, timeout=timeout)
+        results = pool.run(_half_in_blocks, function, *args, timeout=timeout)
         _signal(pool, signal.SIGSTOP)
         return results
     except BaseException:
