@@ -133,16 +133,23 @@ def test_values_and_dtypes_are_those_of_torch(blocks: LargeBlocks) -> None:
     assert made.shape == (2, 3, 4) and made.dtype == torch.bfloat16 and made.is_contiguous()
 
 
-def trained(rank: int, world_size: int, smallest: int, values: dict) -> tuple[list[float], list[torch.Tensor], int]:
-    """Losses of four steps, the weights after them, and the bytes that blocks hold."""
+def trained(
+    rank: int, world_size: int, smallest: int, values: dict
+) -> tuple[list[float], list[torch.Tensor], list[int]]:
+    """Losses of four steps, the weights after them, and the bytes of blocks that each step left."""
     BLOCKS.smallest = smallest
+    gc.collect()
+    BLOCKS.release()
+    BLOCKS.release()  # what earlier tests needed in this rank
+    others = BLOCKS.held
     config = with_values(RunConfig(), {**QUICK_SIZES, "dtype": "float64", "seq_length": 64, **values})
     subject = Subject(rank, world_size, config, MockRules(config.model.vocab_size, 64, "mixed", seed=1))
-    losses = []
+    losses, held = [], []
     for _ in range(4):
         losses.append(subject.measure().loss)
         BLOCKS.release()
-    return losses, [p.detach().clone() for chunk in subject.model.chunks for p in chunk.parameters()], BLOCKS.held
+        held.append(BLOCKS.held - others)
+    return losses, [p.detach().clone() for chunk in subject.model.chunks for p in chunk.parameters()], held
 
 
 CASES = {
@@ -161,5 +168,5 @@ def test_a_run_with_all_its_results_in_blocks_has_the_same_bits(case: str) -> No
     plain = run_ranks(trained, ranks, 1 << 40, values)
     reused = run_ranks(trained, ranks, 512, values)
     for (losses, weights, none), (same, others, held) in zip(plain, reused, strict=True):
-        assert losses == same and none == 0 < held
+        assert losses == same and not any(none) and 0 < held[3] <= held[1]
         assert all(torch.equal(x, y) for x, y in zip(weights, others, strict=True))
