@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -11,9 +14,11 @@ import torch
 
 from megacp.config.run import RunConfig, with_values
 from megacp.data.synthetic.mock import MockRules
+from megacp.distributed.collectives import all_reduce
 from megacp.large_blocks import BLOCKS, LARGE, LargeBlocks, empty, product, takes_block, zeros
 from megacp.measure.steps import QUICK_SIZES, Subject
-from tests.ranks import run_ranks
+from megacp.tensor_parallel.linear import product as linear_product
+from tests.ranks import grid, run_ranks
 from tests.reference.allocations import peak_bytes_of
 
 MIB = 1 << 20
@@ -128,9 +133,97 @@ def test_values_and_dtypes_are_those_of_torch(blocks: LargeBlocks) -> None:
     a, b = torch.randn(30, 5, dtype=torch.float64), torch.randn(7, 5, dtype=torch.float64)
     del (used := [empty((30, 7), a).fill_(torch.nan)])[:]  # what comes next finds other values in its block
     assert torch.equal(zeros((30, 7), a), torch.zeros(30, 7, dtype=torch.float64)) and not used
-    assert torch.equal(product(a, b.t()), a @ b.t())
+    with torch.no_grad():
+        assert torch.equal(product(a, b.t()), a @ b.t())
     made = empty((2, 3, 4), a, torch.bfloat16)
     assert made.shape == (2, 3, 4) and made.dtype == torch.bfloat16 and made.is_contiguous()
+
+
+def test_what_a_signal_raises_while_tensors_die_is_not_lost() -> None:
+    """Would catch Python code that runs where a tensor dies: what a signal raises there is only printed."""
+    blocks, raised, lost = LargeBlocks(), [], 0
+
+    def interrupt(*_: object) -> None:
+        raised.append(1)
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for turn in range(1, 101):
+            with contextlib.suppress(InterruptedError):
+                signal.setitimer(signal.ITIMER_REAL, 0.0005)
+                while len(raised) < turn:
+                    blocks.empty((8,), torch.float32)
+                lost += 1
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    blocks.release()
+    assert lost == 0 == blocks.used
+
+
+def test_of_free_blocks_the_smallest_that_is_enough_goes_first() -> None:
+    """Would catch a large block that is given away for a small one, and cleared again in the next step."""
+    blocks = LargeBlocks()
+    del (some := [blocks.empty(floats(mib), torch.float32) for mib in (64, 8, 16)])[:]
+    kept = blocks.empty(floats(6), torch.float32)
+    assert blocks.held == (64 + 16 + 6) * MIB and kept.nbytes == 6 * MIB and not some
+
+
+def test_blocks_that_a_program_ceases_to_need_go_back_without_a_call() -> None:
+    blocks = LargeBlocks()
+    del (large := [blocks.empty(floats(4), torch.float32) for _ in range(8)])[:]
+    for _ in range(2 * 4096):
+        blocks.empty((8,), torch.float32)
+    assert blocks.held < 2 * 4 * MIB and not large
+
+
+def test_a_forked_process_has_no_free_blocks_and_a_lock_of_its_own(blocks: LargeBlocks) -> None:
+    kept = blocks.empty(floats(4), torch.float32).fill_(3)
+    blocks.empty(floats(8), torch.float32)
+    free = blocks.held - blocks.used
+    with blocks._lock:
+        child = os.fork()
+    if child == 0:
+        thread = threading.Thread(target=blocks.empty, args=((8,), torch.float32), daemon=True)
+        thread.start()
+        thread.join(20)
+        os._exit(thread.is_alive() or not bool((kept == 3).all()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert free >= 8 * MIB and blocks.held == blocks.used
+
+
+def test_a_tensor_that_is_too_large_is_refused_by_torch_and_counts_for_nothing(blocks: LargeBlocks) -> None:
+    held, used = blocks.held, blocks.used
+    with pytest.raises(RuntimeError, match="allocate"):
+        empty((1 << 60,), torch.ones(1))
+    assert blocks.held <= held and blocks.used == used
+
+
+def test_large_products_are_those_of_torch_in_value_dtype_and_derivatives(blocks: LargeBlocks) -> None:
+    """Would catch operators that write to a block where autocast, autograd or a compiler would have chosen others."""
+    x, weight = torch.randn(6, 5, 8, dtype=torch.float64), torch.nn.Parameter(torch.randn(7, 8, dtype=torch.float64))
+    x.requires_grad_()
+    blocks.smallest = 1
+    assert torch.autograd.gradcheck(linear_product, (x, weight))
+    assert torch.autograd.gradgradcheck(linear_product, (x, weight))
+    with torch.no_grad():
+        assert torch.equal(product(x, weight.t()), x @ weight.t())
+        a, b = torch.randn(4, 8), torch.randn(8, 3)
+        for dtype in (torch.float32, torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16):
+                assert product(a.to(dtype), b).dtype == torch.bfloat16
+        assert torch.equal(torch.compile(product, fullgraph=True, backend="eager")(a, b), a @ b)
+
+
+def _summed(rank: int, world_size: int) -> torch.Tensor:
+    x = torch.full((4, 3), float(rank + 1), requires_grad=True)
+    return all_reduce(x, grid(dp=world_size).dp)
+
+
+def test_a_sum_over_ranks_takes_tensors_that_require_gradients() -> None:
+    """Would catch an operator that refuses them, as those do that write to a given tensor."""
+    for total in run_ranks(_summed, 2):
+        assert torch.equal(total, torch.full((4, 3), 3.0)) and not total.requires_grad
 
 
 def trained(

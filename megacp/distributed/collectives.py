@@ -90,7 +90,7 @@ def _among_neighbours(
 
 def _sum_blocks(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
     """Sum of at least two blocks in rank order, halves accumulated in fp32."""
-    first, second, *others = blocks
+    first, second, *others = (block.detach() for block in blocks)
     halves = first.dtype in _HALVES
     total = first.float() + second.float() if halves else torch.add(first, second, out=empty(first.shape, first))
     for block in others:

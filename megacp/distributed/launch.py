@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megacp.distributed.grid import GridShape, ProcessGrid, build_grid, connect
 from megacp.distributed.supervision.meeting import Meeting, within
 from megacp.distributed.supervision.restart_store import fresh_store
-from megacp.large_blocks import BLOCKS, LARGE, reuse_large_blocks
+from megacp.large_blocks import LARGE, reuse_large_blocks
 
 _M_TRIM_THRESHOLD, _FREE_TOP = -1, 64 << 20
 _M_MMAP_THRESHOLD = -3
@@ -124,10 +124,8 @@ def steady_heap() -> None:
 def trim_heap() -> None:
     """Give free pages of the C library's heap back; a training loop on CPU calls it now and then.
 
-    It does for smaller tensors what `steady_heap` does for large ones, and large blocks that nobody needed since the
-    last call go back too. The heap stays as it is where there is no `malloc_trim`.
+    It does for smaller tensors what `steady_heap` does for large ones. A no-op where there is no `malloc_trim`.
     """
-    BLOCKS.release()
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)

@@ -93,19 +93,14 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, sink: WeightGradients | None) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)  # a frozen weight asks for no input
         ctx.weight, ctx.sink = weight, sink
-        return _rows_product(x, weight.t())
+        return large_product(x, weight.t())
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dx = _rows_product(grad, weight) if ctx.needs_input_grad[0] else None
+        dx = large_product(grad, weight) if ctx.needs_input_grad[0] else None
         d_weight = _take_gradient(WeightProduct(ctx.weight, grad, x), ctx.sink) if ctx.needs_input_grad[1] else None
         return dx, d_weight, None
-
-
-def _rows_product(x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`x[..., h] b[h, f] -> [..., f]`."""
-    return large_product(x.flatten(0, -2), b).view(*x.shape[:-1], -1)
 
 
 class _GatherLinear(torch.autograd.Function):

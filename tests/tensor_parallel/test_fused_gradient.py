@@ -105,6 +105,16 @@ def test_a_weight_outside_of_buckets_gets_its_gradient_from_autograd() -> None:
     torch.testing.assert_close(weight.grad, torch.ones(6, 4).t() @ x)
 
 
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0, 3), (2, 5, 3)])
+def test_a_weight_in_a_bucket_takes_any_number_of_rows(shape: tuple[int, ...]) -> None:
+    weight, x = torch.nn.Parameter(torch.randn(4, 3)), torch.randn(shape, requires_grad=True)
+    weight.main_grad, weight.gradient_added = torch.zeros(4, 3), lambda _: None
+    y = product(x, weight, WeightGradients())
+    assert torch.equal(y, x @ weight.t())
+    y.sum().backward()
+    assert x.grad is not None and x.grad.shape == shape
+
+
 class Kernel:
     """In the place of apex's extension."""
 
