@@ -42,7 +42,7 @@ from megacp.storage.url import Url
 _BYTES_PER_BOX, _MARGIN = 1024, 1 << 20
 """What a box takes in the files besides its values (its places in header and index), and the smallest files;
 generous, since the disk must not be full afterwards either."""
-_ALIGNED = 64
+_ALIGNED, _BLOCK = 64, 1 << 30
 """Bytes at multiples of which the values of a box begin in the block of copies."""
 
 
@@ -222,15 +222,36 @@ class PendingCheckpoint:
             self._folder.remove_below()
 
 
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _blocks(sizes: Sequence[int]) -> list[list[int]]:
+    """Places of neighbours that share a block of `_BLOCK` bytes; one that is larger has its own.
+
+    One block for all would take up to twice their bytes: pinned memory comes in powers of two.
+    """
+    found: list[list[int]] = []
+    filled = 0
+    for i, size in enumerate(map(_aligned, sizes)):
+        if not found or filled + size > _BLOCK:
+            found.append([])
+            filled = 0
+        found[-1].append(i)
+        filled += size
+    return found
+
+
 def _copied(boxes: Sequence[TensorBox]) -> list[TensorBox]:
-    """The boxes with values of their own, on the CPU; those of a GPU in one pinned block, which is allocated once."""
-    starts = np.cumsum([0, *(-(-box.tensor.nbytes // _ALIGNED) * _ALIGNED for box in boxes)]).tolist()
-    on_gpu = any(box.tensor.is_cuda for box in boxes)
-    block = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=on_gpu)
-    copies = []
-    for box, start in zip(boxes, starts, strict=False):
-        own = block[start : start + box.tensor.nbytes].view(box.tensor.dtype).view(box.tensor.shape)
-        copies.append(dataclasses.replace(box, tensor=own.copy_(box.tensor.detach(), non_blocking=on_gpu)))
+    """The boxes with values of their own, on the CPU; those of a GPU in pinned blocks, which are allocated once."""
+    on_gpu, copies = any(box.tensor.is_cuda for box in boxes), []
+    for group in _blocks([box.tensor.nbytes for box in boxes]):
+        starts = np.cumsum([0, *(_aligned(boxes[i].tensor.nbytes) for i in group)]).tolist()
+        block = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=on_gpu)
+        for i, start in zip(group, starts, strict=False):
+            tensor = boxes[i].tensor
+            own = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copies.append(dataclasses.replace(boxes[i], tensor=own.copy_(tensor.detach(), non_blocking=on_gpu)))
     if on_gpu:
         torch.cuda.synchronize()
     return copies

@@ -13,7 +13,7 @@ import datetime
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -191,15 +191,22 @@ class ProcessGrid:
 
     def with_groups(self) -> list[Axis]:
         """The axes with a process group, also those that `split_axis` has made of others since."""
-        axes = self.all_axes()
-        parts = [part for axis in axes for pair in list(axis.parts.values()) for part in pair]
-        return [axis for axis in (*axes, *parts) if axis.group is not None]
+        return [axis for axis in (*self.all_axes(), *self.split_axes()) if axis.group is not None]
+
+    def split_axes(self) -> list[Axis]:
+        """What `split_axis` has made of axes, in one order on all ranks."""
+        return [part for axis in self.all_axes() for pair in list(axis.parts.values()) for part in pair]
 
 
-def connect(grid: ProcessGrid) -> None:
-    """Let all ranks of every axis meet once: NCCL makes a group's connections at its first collective, for seconds."""
-    for axis in grid.with_groups():  # in one order on all ranks
-        dist.all_reduce(torch.zeros(1, device=grid.device), group=axis.group)
+def connect(axes: Sequence[Axis], device: torch.device) -> None:
+    """Let all ranks of every axis meet once; all ranks call it with axes in one order.
+
+    NCCL makes a group's connections at its first collective, for seconds, and may wait for the device meanwhile. Beside
+    messages under way ranks could then wait for one another.
+    """
+    for axis in axes:
+        if axis.group is not None:
+            dist.all_reduce(torch.zeros(1, device=device), group=axis.group)
 
 
 def build_grid(

@@ -21,8 +21,10 @@ CHANNEL_CTAS = 4
 """Most thread blocks that a pipeline's message takes from the layers under it: its peer needs it a compute later. Not
 measured.
 """
-URGENT = ("cp", "cp_inner", "cp_outer", "pp", *CHANNELS)
-"""Axes whose messages the next kernel waits for. Those of gradients and parameters have a whole backward's time."""
+URGENT = ("tp", "cp", "cp_inner", "cp_outer", "pp", *CHANNELS)
+"""Axes whose messages the next kernel waits for: those of tp would else stand behind a product that fills the GPU.
+Those of gradients and parameters have a whole backward's time.
+"""
 _SHARED = "megacp_gloo"
 """Name by which torch knows gloo groups that share connections; what users see of them is `gloo`."""
 _DEVICES = ["cpu", "cuda"]

@@ -168,7 +168,7 @@ def join(meeting: Meeting, shape: GridShape, timeout_minutes: float = 10.0) -> P
         dist.init_process_group(backend, store=meeting.store, rank=meeting.rank, world_size=size, timeout=timeout)
     grid = build_grid(shape, meeting.rank, device, timeout)
     if device.type == "cuda":  # gloo has made its connections with the groups
-        connect(grid)
+        connect(grid.all_axes(), device)
     return grid
 
 

@@ -5,6 +5,7 @@ Each part runs alone, so one that fails or does not fit is a line of the report 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import platform
@@ -135,10 +136,11 @@ def run(
                 torch._dynamo.reset()  # else the next part gets graphs that this one compiled
                 results = check()
                 entry["results"] = results if isinstance(results, list) else [results]
-                _clean()
             except Exception as error:  # a part that fails must not take the others with it
                 entry["error"] = f"{type(error).__name__}: {error}"
                 traceback.print_exc()
+            with contextlib.suppress(Exception):  # a device that a kernel has broken refuses this too
+                _clean()
         entry["seconds"] = time.monotonic() - started
         print(f"{name}: {entry['error'] or 'done'} ({entry['seconds']:.0f} s)", flush=True)
         found.append(entry)

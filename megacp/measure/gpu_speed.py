@@ -62,16 +62,20 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
+CALLS, _WARM_UP = 5, 2
+"""Calls of what is timed, and those that do not count."""
+
+
 def seconds_of(call: Callable[[], object], device: str) -> float:
-    """Mean seconds of three calls after two that warm it up."""
+    """Mean seconds of the last calls of `CALLS`; the first ones warm it up."""
 
     def several(count: int) -> None:
         for _ in range(count):
             call()
         _wait(device)
 
-    several(2)
-    return timed(lambda: several(3))[1].wall / 3
+    several(_WARM_UP)
+    return timed(lambda: several(CALLS - _WARM_UP))[1].wall / (CALLS - _WARM_UP)
 
 
 def training_speed(device: str, tokens: int, recompute: str, layers: str, settings: Mapping[str, Value]) -> Figure:
@@ -85,7 +89,8 @@ def training_speed(device: str, tokens: int, recompute: str, layers: str, settin
     model = ParallelModel(config, build_grid(GridShape(), 0, device))
     batch = mock_batch([0], MockRules(config.model.vocab_size, tokens, mask="causal"))
     steps = iter(range(1, 100))
-    seconds = seconds_of(lambda: model.train([batch], next(steps), batch.weight_sum), device)
+    planned = [model.plan(batch) for _ in range(CALLS)]  # by the loader's threads in a run; the plan's tables are made
+    seconds = seconds_of(lambda: model.train([planned.pop()], next(steps), batch.weight_sum), device)
     area = int(mask_metadata(batch).cost.sum())
     flops = model_flops(config.model, int((batch.document >= 0).sum()), area).training
     on_gpu = torch.device(device).type == "cuda"

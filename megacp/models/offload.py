@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megacp.ops.to_device import pinned_bytes
+
 SMALLEST = 2048
 """Bytes of the smallest storage that travels: statistics of few rows cost more calls than they free."""
 
@@ -95,8 +97,10 @@ class HostMemory:
         place = bisect.bisect_left(self.free, size, key=lambda buffer: buffer.size)
         if place < len(self.free) and self.free[place].size <= 2 * size:
             return self.free.pop(place)
+        on_gpu = self.device.type == "cuda"
+        size = pinned_bytes(size) if on_gpu else size
         self.allocated += size
-        return HostBuffer(torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda"))
+        return HostBuffer(torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu))
 
     def give(self, buffer: HostBuffer) -> None:
         """Take back a buffer that nothing waits in any more."""

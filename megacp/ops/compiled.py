@@ -30,15 +30,23 @@ def whole_graph(
     function: Callable[Arguments, Result], backend: str | Callable = "inductor"
 ) -> Callable[Arguments, Result]:
     """The function as one graph, in up to `FORMS` forms; a function that cannot be compiled raises."""
-    return torch.compile(function, fullgraph=True, backend=backend, **_limit())
-
-
-def _limit() -> dict[str, Any]:
-    """`FORMS` as torch takes it: of one function, or (before 2.13) of all; never per call, which leaks and costs."""
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        return {"recompile_limit": FORMS}
-    torch._dynamo.config.recompile_limit = FORMS
-    return {}
+        limit: dict[str, Any] = {"recompile_limit": FORMS}  # torch's stubs do not know it
+        return torch.compile(function, fullgraph=True, backend=backend, **limit)
+    graph = torch.compile(function, fullgraph=True, backend=backend)
+
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
+        _raise_limit()
+        return graph(*args, **options)
+
+    return call
+
+
+def _raise_limit() -> None:
+    """Before 2.13 torch has one limit for all functions, and 2.12 one for each thread, as autograd's on CUDA."""
+    if torch._dynamo.config.recompile_limit != FORMS:
+        torch._dynamo.config.recompile_limit = FORMS  # not at each call: what is set leaks and costs
 
 
 def is_compiled(x: torch.Tensor) -> bool:

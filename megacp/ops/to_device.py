@@ -19,6 +19,11 @@ def to_device(values: np.ndarray | torch.Tensor, device: torch.device | str) -> 
     return pinned(tensor, device).to(device, non_blocking=True)
 
 
+def pinned_bytes(size: int) -> int:
+    """What pinned memory of `size` bytes takes: torch's allocator rounds up to a power of two."""
+    return 1 << max(0, size - 1).bit_length()
+
+
 def pinned(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """A tensor of the host in memory that `device` copies from; in other threads than the first, of its context."""
     if torch.device(device).type != "cuda" or tensor.is_pinned():

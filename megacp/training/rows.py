@@ -8,13 +8,18 @@ document may have and must be created for all of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+
+import torch
 
 from megacp.batch import PackedBatch
 from megacp.config.run import RunConfig
 from megacp.context_parallel.shard import LocalBatch, row_axis
 from megacp.data.loader import DataRank
 from megacp.distributed.grid import Axis, ProcessGrid
+from megacp.pipeline_parallel.runtime import ModelChunk
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,27 @@ class PlannedRow:
     def pack_ids(self) -> tuple[int, ...]:
         """Numbers of its packs."""
         return self.batch.pack_ids
+
+
+class Arrivals:
+    """Microbatches on the device from their first chunk of this stage to their last.
+
+    So pixels of a whole step never stand on it at once. What backward needs of them autograd holds.
+    """
+
+    def __init__(self, device: torch.device, key: int, chunks: Sequence[ModelChunk]) -> None:
+        self._device, self._key, self._chunks = device, key, chunks
+        self._here: dict[int, LocalBatch] = {}
+
+    def chunks(self) -> list[ModelChunk]:
+        """The chunks, for microbatches on the host."""
+        return [partial(self._enter, number) for number in range(len(self._chunks))]
+
+    def _enter(self, number: int, entry: torch.Tensor | None, share: LocalBatch) -> torch.Tensor:
+        batch = self._here.pop(id(share), None) or share.to(self._device, self._key)
+        if number < len(self._chunks) - 1:
+            self._here[id(share)] = batch
+        return self._chunks[number](entry, batch)
 
 
 def rows_of(config: RunConfig, grid: ProcessGrid) -> Rows:

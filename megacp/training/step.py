@@ -20,15 +20,15 @@ from megacp.config.run import RunConfig
 from megacp.context_parallel.layout import select_layout
 from megacp.context_parallel.shard import LocalBatch, shard_batch
 from megacp.distributed.collectives import all_reduce
-from megacp.distributed.grid import ProcessGrid
+from megacp.distributed.grid import ProcessGrid, connect
 from megacp.models.build import build_sharded
 from megacp.monitor.timers import Phase, unmeasured
 from megacp.optim.lr_schedule import LrSchedule, learning_rate
 from megacp.optim.sharded import ShardedAdamW
-from megacp.pipeline_parallel.runtime import HiddenStates, ModelChunk, links_of, open_channels, run
+from megacp.pipeline_parallel.runtime import HiddenStates, links_of, open_channels, run
 from megacp.pipeline_parallel.schedules import schedule, training_schedule_name, with_parameters
 from megacp.training.health import Suspects, Verdict, finite_only, suspects
-from megacp.training.rows import PlannedRow, rows_of
+from megacp.training.rows import Arrivals, PlannedRow, rows_of
 
 Judge = Callable[[float, float], Verdict]
 """(loss, gradient norm) of a step, equal on all ranks, to what becomes of it."""
@@ -82,6 +82,7 @@ class ParallelModel:
         self.links = links_of(grid)
         self.hidden = HiddenStates(self._hidden_shape, self.backend.dtype, grid.device)
         open_channels(self.links, len(self.chunks), grid.device)
+        connect(grid.split_axes(), grid.device)
 
     def _hidden_shape(self, batch: LocalBatch) -> tuple[int, int]:
         return batch.num_tokens // self.sharded_tokens, self.config.model.hidden_size
@@ -103,11 +104,16 @@ class ParallelModel:
         return PlannedRow(batch, share)
 
     def shard(self, row: Row, step: int) -> LocalBatch:
-        """This rank's share of a microbatch on its device; its dropout key names seed, step and packs, not ranks."""
-        planned = row if isinstance(row, PlannedRow) else self.plan(row)
+        """This rank's share of a microbatch on its device."""
+        return self._planned(row).share.to(self.grid.device, self._key(step))
+
+    def _planned(self, row: Row) -> PlannedRow:
+        return row if isinstance(row, PlannedRow) else self.plan(row)
+
+    def _key(self, step: int) -> int:
+        """What dropout is derived from: it names seed and step, not ranks; `token_names` name the packs."""
         text = f"{self.config.training.seed}/{step}"
-        key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-        return planned.share.to(self.grid.device, key)
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
     def _refuse_foreign_ids(self, batch: PackedBatch) -> None:
         """An id outside the tables would be looked up on no tp rank and silently become a zero row."""
@@ -172,15 +178,17 @@ class ParallelModel:
 
     def _run(self, rows: Sequence[Row], step: int, denominator: float, training: bool) -> list[torch.Tensor]:
         with self.phase("shard"):
-            local = [self.shard(row, step) for row in rows]
+            shares = [self._planned(row).share for row in rows]
         asked = self.config.parallel.pipeline_schedule
         name = training_schedule_name(len(self.chunks), asked) if training else "forward_only"
-        actions = schedule(name, self.grid.pp.rank, self.grid.pp.size, len(local), len(self.chunks))
-        chunks: list[ModelChunk] = [partial(chunk, denominator=denominator) for chunk in self.chunks]
+        actions = schedule(name, self.grid.pp.rank, self.grid.pp.size, len(shares), len(self.chunks))
+        arrivals = Arrivals(
+            self.grid.device, self._key(step), [partial(c, denominator=denominator) for c in self.chunks]
+        )
         if self.parameters.by_schedule:
             actions = with_parameters(actions)
         put_off = self.backend.put_off if training else None
-        return run(actions, chunks, local, self.links, self.hidden, self.parameters, self.phase, put_off)
+        return run(actions, arrivals.chunks(), shares, self.links, self.hidden, self.parameters, self.phase, put_off)
 
     def _total(self, losses: Sequence[torch.Tensor]) -> float:
         """Sum of all microbatch losses over dp and cp, on every rank."""

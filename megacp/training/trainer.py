@@ -54,8 +54,11 @@ STEPS_BETWEEN_TRIMS = 10
 step."""
 
 
-WATCHED_STEPS = range(1, 5)
-"""Steps after the first one of a run in which core attention is timed, where a prediction chose its transport."""
+WATCHED_STEPS = range(1, 6)
+"""Steps after the first one of a run in which core attention is timed, where a prediction chose its transport.
+
+The first of them does not count where others follow: kernels of passes that are apart are compiled in it.
+"""
 
 
 class Trainer:
@@ -315,6 +318,8 @@ class Trainer:
         if step == self.config.training.train_iters or step - self.first_step == WATCHED_STEPS[-1]:
             measured = self.watch.slowest(self.grid.world)
             self.log.figures("attention", step, self.choice.compared(measured), self.choice.figures(measured))
+        elif step - self.first_step == WATCHED_STEPS[0]:
+            self.watch.forget()
 
     def _validate(self) -> None:
         assert self.sources.valid is not None

@@ -36,6 +36,18 @@ def boxes(world: Axis = WORLD, rows: int = 4) -> list[TensorBox]:
     return [TensorBox(name, shape, place, values + i) for i, name in enumerate(("model.w", "optimizer.exp_avg.w"))]
 
 
+def test_boxes_share_blocks_and_a_large_one_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a copy in another tensor's memory, and one block for all, which takes up to twice their bytes."""
+    monkeypatch.setattr(module, "_BLOCK", 256)
+    assert module._blocks([64, 65, 65, 1000, 1, 0, 192]) == [[0, 1], [2], [3], [4, 5, 6]]
+    values = [torch.arange(n, dtype=torch.int64) for n in (8, 9, 9, 125, 1, 0, 24)]
+    boxes = [TensorBox(f"t{i}", tuple(x.shape), (0,), x) for i, x in enumerate(values)]
+    copies = module._copied(boxes)
+    assert [c.name for c in copies] == [b.name for b in boxes]
+    for copy, value in zip(copies, values, strict=True):
+        assert torch.equal(copy.tensor, value) and (copy.tensor.data_ptr() != value.data_ptr() or not len(value))
+
+
 def begin(root: Path, step: int, mine: list[TensorBox], world: Axis = WORLD, background: bool = True):
     return PendingCheckpoint(root, mine, Contents(step, {"at": step}, "a: 1\n"), world, background=background)
 

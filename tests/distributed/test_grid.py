@@ -129,7 +129,7 @@ def test_every_group_of_a_grid_reaches_exactly_its_members(shape: dict[str, int]
 
 def _connected(rank: int, world_size: int, shape: dict[str, int]) -> int:
     made = grid(**shape)
-    connect(made)
+    connect(made.with_groups(), made.device)
     return sum(axis.traffic.total for axis in made.all_axes())
 
 
@@ -177,7 +177,7 @@ def test_nccl_gets_urgent_streams_for_what_the_next_kernel_waits_for(monkeypatch
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
     names = ("tp", "cp", "dp", "pp", "pp_forward", "cp_dp", "cp_inner", "world")
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    assert [name for name in names if group_options(name)] == ["cp", "pp", "pp_forward", "cp_inner"]
+    assert [name for name in names if group_options(name)] == ["tp", "cp", "pp", "pp_forward", "cp_inner"]
     assert group_options("cp").given == {"is_high_priority_stream": True}
     assert [group_options(name).config.max_ctas for name in ("cp", "pp", "pp_forward")] == [None, None, CHANNEL_CTAS]
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -124,6 +126,23 @@ def test_more_forms_than_the_limit_are_an_error_and_calls_leave_nothing_behind(
         double(torch.ones(1))
     gc.collect()
     assert len(gc.get_objects()) - before < 100
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_the_limit_holds_in_every_thread_where_torch_takes_none_for_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch torch's own limit in the backward of a GPU, which has a thread of its own."""
+    monkeypatch.setattr(compiled.inspect, "signature", lambda _: SimpleNamespace(parameters={}))
+    monkeypatch.setattr(compiled, "FORMS", 12)
+    double, found = whole_graph(lambda x: x * 2, "eager"), []
+
+    def forms() -> None:
+        found.extend(double(torch.ones([1] * dims)).item() for dims in range(1, 13))
+
+    thread = threading.Thread(target=forms)
+    thread.start()
+    thread.join()
+    assert found == [2.0] * 12
     torch._dynamo.reset()
 
 

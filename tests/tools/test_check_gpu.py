@@ -52,6 +52,18 @@ def test_what_tells_most_comes_first() -> None:
     assert order == sorted(order) and len(names) == 13
 
 
+def test_a_part_that_fails_leaves_nothing_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch memory of a part that ran out of it, which then counts as that of all parts behind it."""
+    done = []
+    monkeypatch.setattr(gpu_report, "_clean", lambda: done.append("cleaned"))
+
+    def fails() -> None:
+        raise torch.OutOfMemoryError("too large")
+
+    entries = gpu_report.run({"a": fails, "b": lambda: done.append("b")}, 1.0)
+    assert done == ["cleaned", "b", "cleaned"] and "too large" in entries[0]["error"]
+
+
 def test_ranks_that_would_begin_too_late_are_skipped() -> None:
     findings = gpu_checks.ranks_on_one_device("cpu", gpu_report.SMALL.checks, seconds=-1.0)
     assert [f.verdict for f in findings] == ["skipped"] * 4 and "seconds of this part are over" in findings[0].skipped

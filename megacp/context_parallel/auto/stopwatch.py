@@ -57,6 +57,10 @@ class Stopwatch:
         self._passes[which].append((begin, self._clock.mark()))
         return result
 
+    def forget(self) -> None:
+        """Start anew, without the passes so far, in which kernels may have been compiled."""
+        self._passes = ([], [])
+
     def slowest(self, world: Axis) -> PassSeconds:
         """Of one layer and row: the mean of each pass on the rank where it is longest. Collective."""
         means = [sum(self._clock.seconds(*span) for span in spans) / max(1, len(spans)) for spans in self._passes]

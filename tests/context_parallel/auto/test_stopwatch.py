@@ -62,6 +62,8 @@ def test_a_stopped_watch_counts_nothing_and_a_running_one_the_mean_of_each_pass(
     watch.running = False
     attend(watch)
     assert watch.slowest(world) == PassSeconds(1.0, 3.0)
+    watch.forget()
+    assert watch.slowest(world) == PassSeconds(0.0, 0.0)
 
 
 class OneCall(SlowTransport):
