@@ -6,9 +6,8 @@ documented functions are used. A row whose keys are all here is differentiated b
 one part among several computes that part's forward again to be handed its graph.
 
 Tokens are padded to whole blocks, so that the kernel of any length need not look where a row ends: with those
-comparisons it holds more than registers do. Rejected: a call per tile, hundreds of launches a layer;
-`create_block_mask`, which asks the rule about every pair; the operator behind FlexAttention's backward, which would
-take the merged results as they are but is private.
+comparisons it holds more than registers do. Rejected: a call per tile, hundreds of launches a layer; the operator
+behind FlexAttention's backward, which would take the merged results as they are but is private.
 
 **Backward of a part.** Let `p` be one source of keys and `lse = log(sum over p of exp(lse_p))`. The merged output is
 `out = sum over p of w_p out_p` with `w_p = exp(lse_p - lse)`. From `d w_p / d lse_p = w_p (1 - w_p)` and
@@ -23,8 +22,10 @@ handed to autograd as the gradients of `(out_p, lse_p)`. A row that sees nothing
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -55,6 +56,8 @@ NARROWEST = 16
 
 _NOBODY = np.iinfo(np.int32).min
 """Stands for a value that equals none of the other side."""
+_ALIGNED = 32
+"""Elements between the beginnings of arrays are a multiple of it: 128 bytes."""
 
 
 def compiled(backend: str | Callable = "inductor") -> FlexAttention:
@@ -90,37 +93,92 @@ def flash_problem() -> str | None:
     return None if found else "--attention-kernel flex_flash needs FlashAttention 4: pip install flash-attn-4"
 
 
+@dataclass(frozen=True)
+class HostMask:
+    """A block mask on the host."""
+
+    size: int
+    """Tokens of a block's side."""
+    blocks: tuple[int, int]
+    """Blocks of queries and of keys."""
+    content: np.ndarray
+    """int32: all arrays one after the other, each from a multiple of `_ALIGNED` on."""
+    lengths: tuple[int, ...]
+    """Of the columns of `_rule`, then of `_lists` by queries (partial blocks, full blocks) and by keys."""
+
+
 def padded(length: int, size: int) -> int:
     """Tokens of the whole blocks that hold `length` tokens."""
     return -(-length // size) * size
 
 
-def _rule(q: Metadata, k: Metadata, device: torch.device, size: int) -> Callable[..., torch.Tensor]:
-    """The rule of ops/mask.py for one pair of indices, over int32 tensors on the device, in whole blocks of tokens.
+def host_mask(table: TileTable, size: int) -> HostMask:
+    """The mask of a table, padded to whole blocks. ValueError for numbers that an int32 does not hold."""
+    cover = block_cover(table, size)
+    arrays = [*_columns(table.q, table.k, size)]
+    for by_keys, full in itertools.product((False, True), (False, True)):
+        arrays += _lists(cover, full, by_keys)
+    starts = _starts([len(x) for x in arrays])
+    content = np.zeros(starts[-1], np.int32)
+    for x, start in zip(arrays, starts, strict=False):
+        content[start : start + len(x)] = x
+    return HostMask(size, (cover.q_blocks, cover.k_blocks), content, tuple(map(len, arrays)))
 
-    Keys of no document or no span get values that no query has, which leaves one comparison for each. Tokens that fill
-    up the last block have no document. Raises ValueError for numbers that an int32 does not hold.
-    """
 
-    def tensors(nobody: int, *columns: np.ndarray) -> list[torch.Tensor]:
-        fill = (0, padded(len(columns[0]), size) - len(columns[0]))
-        return [to_device(np.pad(_narrow(x), fill, constant_values=nobody), device) for x in columns]
-
-    q_document, q_branch, q_span, q_place = tensors(-1, q.document, q.branch, q.span, q.order)
-    k_document, k_branch, k_span, k_place = tensors(
-        _NOBODY,
-        np.where(k.document >= 0, k.document, _NOBODY),
-        k.branch,
-        np.where(k.span != 0, k.span, _NOBODY),
-        k.order,
+def block_mask(host: HostMask, device: torch.device) -> BlockMask:
+    """The mask in FlexAttention's form; its lists hold one int32 for a pair of blocks, not of tokens."""
+    arrays = _arrays(host, device)
+    rule = _rule(*(next(arrays).clone() for _ in range(8)))  # tensors of their own, as kernels compiled for them expect
+    by_queries, by_keys = host.blocks, host.blocks[::-1]
+    lists = (_dense(arrays, shape) for shape in (by_queries, by_queries, by_keys, by_keys))
+    lengths = (host.blocks[0] * host.size, host.blocks[1] * host.size)
+    (seen, which), (full, full_which), (seen_by, by_whom), (full_by, full_by_whom) = lists
+    return BlockMask(
+        seq_lengths=lengths,
+        kv_num_blocks=seen,
+        kv_indices=which,
+        full_kv_num_blocks=full,
+        full_kv_indices=full_which,
+        q_num_blocks=seen_by,
+        q_indices=by_whom,
+        full_q_num_blocks=full_by,
+        full_q_indices=full_by_whom,
+        BLOCK_SIZE=(host.size, host.size),
+        mask_mod=rule,
     )
 
-    def rule(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-        same_branch = (k_branch[j] == 0) | (k_branch[j] == q_branch[i])
-        seen = (k_place[j] <= q_place[i]) | (k_span[j] == q_span[i])
-        return (k_document[j] == q_document[i]) & same_branch & seen
 
-    return rule
+def _dense(arrays: Iterator[torch.Tensor], shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """FlexAttention's form of a list: counts `[1, 1, rows]`, and blocks `[1, 1, rows, columns]`, filled up with 0."""
+    count, row, within, column = (next(arrays) for _ in range(4))
+    indices = torch.zeros(shape, dtype=torch.int32, device=count.device)
+    indices[row.long(), within.long()] = column
+    return count.clone()[None, None], indices[None, None]
+
+
+def _starts(lengths: list[int] | tuple[int, ...]) -> list[int]:
+    return [0, *itertools.accumulate(padded(length, _ALIGNED) for length in lengths)]
+
+
+def _arrays(host: HostMask, device: torch.device) -> Iterator[torch.Tensor]:
+    content = to_device(host.content, device)
+    for start, length in zip(_starts(host.lengths), host.lengths, strict=False):
+        yield content[start : start + length]
+
+
+def _columns(q: Metadata, k: Metadata, size: int) -> Iterator[np.ndarray]:
+    """Document, branch, span and place of queries, then of keys, in whole blocks of tokens.
+
+    Keys of no document or no span get values that no query has, which leaves one comparison for each. Tokens that fill
+    up the last block have no document.
+    """
+    documents, spans = np.where(k.document >= 0, k.document, _NOBODY), np.where(k.span != 0, k.span, _NOBODY)
+    for nobody, side in (
+        (-1, (q.document, q.branch, q.span, q.order)),
+        (_NOBODY, (documents, k.branch, spans, k.order)),
+    ):
+        for x in side:
+            yield np.pad(_narrow(x), (0, padded(len(x), size) - len(x)), constant_values=nobody)
 
 
 def _narrow(values: np.ndarray) -> np.ndarray:
@@ -133,36 +191,37 @@ def _narrow(values: np.ndarray) -> np.ndarray:
     return values.astype(np.int32)
 
 
-def _lists(cover: BlockCover, full: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """FlexAttention's form of the full or the partial blocks: how many key blocks each query block sees, int32
-    `[1, 1, q_blocks]`, and which, int32 `[1, 1, q_blocks, k_blocks]`, filled up with 0.
+def _lists(cover: BlockCover, full: bool, by_keys: bool) -> list[np.ndarray]:
+    """Of the full or the partial blocks: how many each block of queries sees, or each block of keys is seen by; then of
+    every such pair the row, its place in the row, and the block of the other side, in rising order.
     """
     chosen = np.flatnonzero(cover.full == full)
-    row = cover.q_block[chosen]
-    count = np.bincount(row, minlength=cover.q_blocks)
-    within = np.arange(len(row)) - (np.cumsum(count) - count)[row]
-    indices = torch.zeros(1, 1, cover.q_blocks, cover.k_blocks, dtype=torch.int32, device=device)
-    place, column = (to_device(x, device) for x in (np.stack([row, within]), cover.k_block[chosen]))
-    indices[0, 0, place[0], place[1]] = column.int()
-    return to_device(count.astype(np.int32), device)[None, None], indices
+    row, column, rows = cover.q_block[chosen], cover.k_block[chosen], cover.q_blocks
+    if by_keys:
+        order = np.argsort(column, kind="stable")
+        row, column, rows = column[order], row[order], cover.k_blocks
+    count = np.bincount(row, minlength=rows)
+    return [count, row, np.arange(len(row)) - (np.cumsum(count) - count)[row], column]
 
 
-def block_mask(table: TileTable, device: torch.device, size: int = BLOCK) -> BlockMask:
-    """The table's mask in FlexAttention's form, padded to whole blocks; its lists hold one int32 for a pair of blocks,
-    not of tokens.
-    """
-    cover = _cover(table, size)
-    return BlockMask.from_kv_blocks(
-        *_lists(cover, False, device),
-        *_lists(cover, True, device),
-        BLOCK_SIZE=size,
-        mask_mod=_rule(table.q, table.k, device, size),
-        seq_lengths=(padded(table.queries, size), padded(table.keys, size)),
-    )
+def _rule(
+    q_document: torch.Tensor,
+    q_branch: torch.Tensor,
+    q_span: torch.Tensor,
+    q_place: torch.Tensor,
+    k_document: torch.Tensor,
+    k_branch: torch.Tensor,
+    k_span: torch.Tensor,
+    k_place: torch.Tensor,
+) -> Callable[..., torch.Tensor]:
+    """The rule of ops/mask.py for one pair of indices, over int32 tensors on the device."""
 
+    def rule(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        same_branch = (k_branch[j] == 0) | (k_branch[j] == q_branch[i])
+        seen = (k_place[j] <= q_place[i]) | (k_span[j] == q_span[i])
+        return (k_document[j] == q_document[i]) & same_branch & seen
 
-def _cover(table: TileTable, size: int) -> BlockCover:
-    return table.part(size, lambda: block_cover(table, size))
+    return rule
 
 
 def _heads_first(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -195,16 +254,19 @@ class FlexKernel:
         self._masks: weakref.WeakKeyDictionary[TileTable, dict[torch.device, BlockMask]] = weakref.WeakKeyDictionary()
 
     def mask(self, table: TileTable, device: torch.device) -> BlockMask:
-        """The block mask of a table: built by the first layer that asks, dropped with the table."""
+        """The block mask of a table: on the device with the first layer that asks, dropped with the table."""
         masks = self._masks.setdefault(table, {})
         if device not in masks:
-            masks[device] = block_mask(table, device, self._size)
+            masks[device] = block_mask(self._host_mask(table), device)
         return masks[device]
+
+    def _host_mask(self, table: TileTable) -> HostMask:
+        return table.part(self._size, lambda: host_mask(table, self._size))
 
     def prepare(self, table: TileTable, widths: Widths) -> None:
         """See `Kernel.prepare`."""
         if table.num_tiles:
-            _cover(table, self._size)
+            self._host_mask(table)
 
     def whole(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTable, scale: float) -> torch.Tensor:
         """See `WholeKernel.whole`."""

@@ -50,7 +50,7 @@ class PlannedRow:
         return self.batch.pack_ids
 
 
-class Arrivals:
+class RowsOnDevice:
     """Microbatches on the device from their first chunk of this stage to their last.
 
     So pixels of a whole step never stand on it at once. What backward needs of them autograd holds.

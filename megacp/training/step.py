@@ -28,7 +28,7 @@ from megacp.optim.sharded import ShardedAdamW
 from megacp.pipeline_parallel.runtime import HiddenStates, links_of, open_channels, run
 from megacp.pipeline_parallel.schedules import schedule, training_schedule_name, with_parameters
 from megacp.training.health import Suspects, Verdict, finite_only, suspects
-from megacp.training.rows import Arrivals, PlannedRow, rows_of
+from megacp.training.rows import PlannedRow, RowsOnDevice, rows_of
 
 Judge = Callable[[float, float], Verdict]
 """(loss, gradient norm) of a step, equal on all ranks, to what becomes of it."""
@@ -182,13 +182,13 @@ class ParallelModel:
         asked = self.config.parallel.pipeline_schedule
         name = training_schedule_name(len(self.chunks), asked) if training else "forward_only"
         actions = schedule(name, self.grid.pp.rank, self.grid.pp.size, len(shares), len(self.chunks))
-        arrivals = Arrivals(
+        on_device = RowsOnDevice(
             self.grid.device, self._key(step), [partial(c, denominator=denominator) for c in self.chunks]
         )
         if self.parameters.by_schedule:
             actions = with_parameters(actions)
         put_off = self.backend.put_off if training else None
-        return run(actions, arrivals.chunks(), shares, self.links, self.hidden, self.parameters, self.phase, put_off)
+        return run(actions, on_device.chunks(), shares, self.links, self.hidden, self.parameters, self.phase, put_off)
 
     def _total(self, losses: Sequence[torch.Tensor]) -> float:
         """Sum of all microbatch losses over dp and cp, on every rank."""

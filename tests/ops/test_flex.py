@@ -42,6 +42,10 @@ uncompiled = pytest.mark.filterwarnings("ignore:flex_attention called without to
 """The real function on the CPU is meant to be uncompiled here."""
 
 
+def mask_of(table: TileTable, size: int = flex.BLOCK) -> BlockMask:
+    return flex.block_mask(flex.host_mask(table, size), CPU)
+
+
 def read(mask: BlockMask, by_keys: bool = False) -> np.ndarray:
     """bool `[queries, keys]` as the GPU kernel reads a block mask: listed blocks alone, the rule in partial ones alone.
 
@@ -113,7 +117,7 @@ def test_a_block_mask_read_from_either_side_is_exactly_the_mask(seed: int, size:
     meta = metadata(random_batch(rng, tokens, documents=int(rng.integers(1, min(tokens, 5) + 1)), **flags))
     order = rng.permutation(tokens) if permuted else np.arange(tokens)
     q, k = meta.take(order[: rng.integers(1, tokens + 1)]), meta.take(order[rng.integers(0, tokens) :])
-    mask = flex.block_mask(tile_table(q, k), CPU, size)
+    mask = mask_of(tile_table(q, k), size)
     assert mask.seq_lengths == (-(-len(q) // size) * size, -(-len(k) // size) * size)
     assert mask.BLOCK_SIZE == (size, size)
     filled = np.zeros(mask.seq_lengths, bool)  # what fills up the last blocks sees nothing and is not seen
@@ -122,10 +126,30 @@ def test_a_block_mask_read_from_either_side_is_exactly_the_mask(seed: int, size:
         assert np.array_equal(read(mask, by_keys), filled)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_lists_are_those_that_torch_finds_itself(seed: int) -> None:
+    """Would catch lists of the other direction that only our own reader takes."""
+    rng = np.random.default_rng(seed)
+    meta = metadata(random_batch(rng, 50, documents=4, branches=True, images=True))
+    mask = mask_of(tile_table(meta, meta.take(rng.permutation(50)[:37])), 4)
+    names = ("num_blocks", "indices")
+    partial, full = ([getattr(mask, f"{kind}kv_{name}") for name in names] for kind in ("", "full_"))
+    theirs = BlockMask.from_kv_blocks(
+        *partial, *full, BLOCK_SIZE=4, mask_mod=mask.mask_mod, seq_lengths=mask.seq_lengths
+    )
+    for kind in ("q", "full_q"):
+        (counts, blocks), (expected, others) = (
+            [getattr(x, f"{kind}_{name}") for name in names] for x in (mask, theirs)
+        )
+        assert torch.equal(counts, expected) and counts.dtype == expected.dtype and blocks.shape == others.shape
+        for line, count in enumerate(counts[0, 0].tolist()):
+            assert torch.equal(blocks[0, 0, line, :count], others[0, 0, line, :count])
+
+
 def test_padding_and_text_are_no_document_and_no_span_of_their_own() -> None:
     """Would catch -1 == -1 and 0 == 0 in the rule on the device."""
     padding = Metadata(np.array([-1, 0, -1, 0]), np.zeros(4, int), np.array([-1, 0, 0, 0]), np.arange(4))
-    mask = flex.block_mask(tile_table(padding, padding), CPU)
+    mask = mask_of(tile_table(padding, padding))
     assert read(mask).nonzero()[0].tolist() == [1, 3, 3] and read(mask).nonzero()[1].tolist() == [1, 1, 3]
 
 
@@ -135,9 +159,9 @@ def test_numbers_that_an_int32_does_not_hold_are_refused() -> None:
     for branch, told in (([0, 0, 2**32, 7], "got 0 to 4294967296"), ([0, -(2**40), 1, 1], "got -1099511627776 to 1")):
         meta = Metadata(zeros, np.array(branch), zeros, np.arange(4))
         with pytest.raises(ValueError, match=f"--attention-kernel flex holds documents, branches.*{told}: number them"):
-            flex.block_mask(tile_table(meta, meta), CPU)
+            mask_of(tile_table(meta, meta))
     meta = Metadata(zeros, np.array([0, 2**31 - 1, 5, 5]), zeros, np.arange(4))
-    assert np.array_equal(read(flex.block_mask(tile_table(meta, meta), CPU, 4)), allowed(meta, meta))
+    assert np.array_equal(read(mask_of(tile_table(meta, meta), 4)), allowed(meta, meta))
 
 
 @pytest.mark.parametrize(("heads", "groups"), HEADS)
