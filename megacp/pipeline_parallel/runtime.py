@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -40,6 +40,14 @@ ModelChunk = Callable[[Tensor | None, Any], Tensor]
 """(input hidden[t, h], or None on virtual stage 0; batch) -> output hidden[t, h], or the scalar loss on the last one.
 
 It must not change its input in place: the input is a leaf of the autograd graph."""
+
+
+@runtime_checkable
+class Arriving(Protocol):
+    """Batches of which a chunk is given something else, such as a copy on the device."""
+
+    def arrive(self, microbatch: int, chunk: int) -> Any:
+        """What the chunk takes of a microbatch; asked right before each forward."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +146,8 @@ def run(
     microbatch i. The chunk of the last virtual stage returns the microbatch's scalar loss, already divided by the
     step's denominator. Parameter gradients accumulate in the parameters; `parameters` hears of every backward, and what
     a chunk's last one makes final may be reduced while it runs. `put_off` is needed by a list with weight gradients
-    that wait. `phase` gives the context of every forward, backward
-    and wait for another stage.
+    that wait. `batches` may be `Arriving`. `phase` gives the context of every arrival, forward, backward and wait for
+    another stage.
 
     Returns the detached losses in microbatch order on the rank of the last virtual stage, [] on the others. With a
     forward-only list call it under `torch.no_grad()`. Other ranks are left waiting when a chunk raises: the launcher
@@ -205,8 +213,10 @@ class _Execution:
         key = (action.microbatch, action.chunk)
         match action.kind:
             case Kind.FORWARD:
+                with self.phase("shard"):
+                    batch = self.batches.arrive(*key) if isinstance(self.batches, Arriving) else self.batches[key[0]]
                 with self.phase("forward"):
-                    self.forward(key)
+                    self.forward(key, batch)
             case Kind.BACKWARD:
                 with self.phase("backward"):
                     self.backward(key, last)
@@ -237,10 +247,10 @@ class _Execution:
         """Whether model chunk `chunk` is the last virtual stage, the one that computes the loss."""
         return self.place(chunk) == self.links.axis.size * len(self.chunks) - 1
 
-    def forward(self, key: tuple[int, int]) -> None:
+    def forward(self, key: tuple[int, int], batch: Any) -> None:
         microbatch, chunk = key
         entry = self.inputs.get(key) if self.trains else self.inputs.pop(key, None)
-        output = self.chunks[chunk](entry, self.batches[microbatch])
+        output = self.chunks[chunk](entry, batch)
         if self.is_last(chunk):
             assert output.numel() == 1, f"the last virtual stage returns a scalar loss, not {tuple(output.shape)}"
             self.losses[microbatch] = output.detach()

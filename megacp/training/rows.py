@@ -8,18 +8,15 @@ document may have and must be created for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-
-import torch
+from typing import Any
 
 from megacp.batch import PackedBatch
 from megacp.config.run import RunConfig
 from megacp.context_parallel.shard import LocalBatch, row_axis
 from megacp.data.loader import DataRank
 from megacp.distributed.grid import Axis, ProcessGrid
-from megacp.pipeline_parallel.runtime import ModelChunk
 
 
 @dataclass(frozen=True)
@@ -50,25 +47,32 @@ class PlannedRow:
         return self.batch.pack_ids
 
 
-class RowsOnDevice:
-    """Microbatches on the device from their first chunk of this stage to their last.
+Move = Callable[[LocalBatch], LocalBatch]
+"""A row's share on the host -> on the device."""
+
+
+class RowsOnDevice(Sequence[LocalBatch]):
+    """Microbatches on the host; on the device from their first chunk of this stage to their last.
 
     So pixels of a whole step never stand on it at once. What backward needs of them autograd holds.
     """
 
-    def __init__(self, device: torch.device, key: int, chunks: Sequence[ModelChunk]) -> None:
-        self._device, self._key, self._chunks = device, key, chunks
+    def __init__(self, shares: Sequence[LocalBatch], move: Move, chunks: int) -> None:
+        self._shares, self._move, self._last = shares, move, chunks - 1
         self._here: dict[int, LocalBatch] = {}
 
-    def chunks(self) -> list[ModelChunk]:
-        """The chunks, for microbatches on the host."""
-        return [partial(self._enter, number) for number in range(len(self._chunks))]
+    def __getitem__(self, microbatch: Any) -> Any:
+        return self._shares[microbatch]
 
-    def _enter(self, number: int, entry: torch.Tensor | None, share: LocalBatch) -> torch.Tensor:
-        batch = self._here.pop(id(share), None) or share.to(self._device, self._key)
-        if number < len(self._chunks) - 1:
-            self._here[id(share)] = batch
-        return self._chunks[number](entry, batch)
+    def __len__(self) -> int:
+        return len(self._shares)
+
+    def arrive(self, microbatch: int, chunk: int) -> LocalBatch:
+        """A microbatch on the device, for one of the chunks of this stage, which it enters in order."""
+        batch = self._here.pop(microbatch, None) or self._move(self._shares[microbatch])
+        if chunk < self._last:
+            self._here[microbatch] = batch
+        return batch
 
 
 def rows_of(config: RunConfig, grid: ProcessGrid) -> Rows:

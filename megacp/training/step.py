@@ -25,7 +25,7 @@ from megacp.models.build import build_sharded
 from megacp.monitor.timers import Phase, unmeasured
 from megacp.optim.lr_schedule import LrSchedule, learning_rate
 from megacp.optim.sharded import ShardedAdamW
-from megacp.pipeline_parallel.runtime import HiddenStates, links_of, open_channels, run
+from megacp.pipeline_parallel.runtime import HiddenStates, ModelChunk, links_of, open_channels, run
 from megacp.pipeline_parallel.schedules import schedule, training_schedule_name, with_parameters
 from megacp.training.health import Suspects, Verdict, finite_only, suspects
 from megacp.training.rows import PlannedRow, RowsOnDevice, rows_of
@@ -105,15 +105,16 @@ class ParallelModel:
 
     def shard(self, row: Row, step: int) -> LocalBatch:
         """This rank's share of a microbatch on its device."""
-        return self._planned(row).share.to(self.grid.device, self._key(step))
+        return self._moved(self._planned(row).share, step)
 
     def _planned(self, row: Row) -> PlannedRow:
         return row if isinstance(row, PlannedRow) else self.plan(row)
 
-    def _key(self, step: int) -> int:
-        """What dropout is derived from: it names seed and step, not ranks; `token_names` name the packs."""
+    def _moved(self, share: LocalBatch, step: int) -> LocalBatch:
+        """With a dropout key that names seed and step, not ranks; `token_names` name the packs."""
         text = f"{self.config.training.seed}/{step}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        return share.to(self.grid.device, key)
 
     def _refuse_foreign_ids(self, batch: PackedBatch) -> None:
         """An id outside the tables would be looked up on no tp rank and silently become a zero row."""
@@ -182,13 +183,12 @@ class ParallelModel:
         asked = self.config.parallel.pipeline_schedule
         name = training_schedule_name(len(self.chunks), asked) if training else "forward_only"
         actions = schedule(name, self.grid.pp.rank, self.grid.pp.size, len(shares), len(self.chunks))
-        on_device = RowsOnDevice(
-            self.grid.device, self._key(step), [partial(c, denominator=denominator) for c in self.chunks]
-        )
+        chunks: list[ModelChunk] = [partial(chunk, denominator=denominator) for chunk in self.chunks]
+        batches = RowsOnDevice(shares, partial(self._moved, step=step), len(chunks))
         if self.parameters.by_schedule:
             actions = with_parameters(actions)
         put_off = self.backend.put_off if training else None
-        return run(actions, on_device.chunks(), shares, self.links, self.hidden, self.parameters, self.phase, put_off)
+        return run(actions, chunks, batches, self.links, self.hidden, self.parameters, self.phase, put_off)
 
     def _total(self, losses: Sequence[torch.Tensor]) -> float:
         """Sum of all microbatch losses over dp and cp, on every rank."""

@@ -77,20 +77,20 @@ def test_no_profiler_exists_outside_of_its_steps(tmp_path: Path) -> None:
 
 
 def _slow(rank: int, world: int, flags: Sequence[str], slow: int) -> int:
-    """A run of which one rank takes a tenth of a second more in every shard of a row."""
+    """A run of which one rank takes a tenth of a second more in every move of a row."""
     from megacp.training.step import ParallelModel
 
-    real = ParallelModel.shard
+    real = ParallelModel._moved
 
-    def shard(self: ParallelModel, *arguments: Any) -> Any:
+    def moved(self: ParallelModel, *arguments: Any, **named: Any) -> Any:
         time.sleep(0.1 * (rank == slow))
-        return real(self, *arguments)
+        return real(self, *arguments, **named)
 
-    ParallelModel.shard = shard  # type: ignore[method-assign]
+    ParallelModel._moved = moved  # type: ignore[method-assign]
     try:
         return train_on_rank(rank, world, flags)
     finally:
-        ParallelModel.shard = real  # type: ignore[method-assign]
+        ParallelModel._moved = real  # type: ignore[method-assign]
 
 
 @pytest.mark.slow

@@ -260,11 +260,11 @@ def test_a_run_tells_what_it_chose_and_how_good_the_prediction_was(tmp_path: Pat
     assert lines[1].startswith("context parallelism: ") and "p2p, zigzag (default)" in lines[1]
     assert "measured in" in lines[2] and str(calibration) in lines[2]
     (compared,) = (number for number, line in enumerate(lines) if line.startswith("core attention of a layer and row"))
-    assert lines[compared - 1].startswith("step 5/6")
+    assert lines[compared - 1].startswith("step 6/6")
     rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert plot.read_curves(out / "log.jsonl")["train"][0] == [1, 2, 3, 4, 5, 6]
     (figures,) = (row for row in rows if row["kind"] == "attention")
-    assert figures["step"] == 5 and min(figures[name] for name in figures if name not in ("kind", "step")) > 0
+    assert figures["step"] == 6 and min(figures[name] for name in figures if name not in ("kind", "step")) > 0
     saved = from_yaml((out / "step_0000006" / "config.yaml").read_text())
     assert not auto.is_auto(saved)
     chosen = lines[1].removeprefix("context parallelism: ")
