@@ -16,6 +16,7 @@ Rejected: torch's use counts of storages, which are private.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import mmap
 import os
@@ -28,8 +29,8 @@ import torch
 
 LARGE = 4 << 20
 """Bytes from which on a tensor gets a block."""
-_WINDOW = 4096
-"""Blocks taken from one `release` to the next."""
+_WINDOW = 1 << 16
+"""Blocks taken from one `release` to the next: more than a microbatch of a large model takes."""
 
 
 class _Lease(weakref.ref):
@@ -89,7 +90,9 @@ class LargeBlocks:
         """Forget what was in use before the last call; free blocks beyond the peak since then go back to the system."""
         with self._lock:
             self._collect()
-            # counted anew: a signal that raised between two lines has left these wrong
+            for lease in [lease for lease in list(self._leases.values()) if lease() is None]:
+                self._end(lease)
+            # counted anew: a signal that raised between two lines has left these wrong, and may have left such leases
             self._used = sum(len(lease.block) for lease in self._leases.values())
             self._held = self._used + sum(size * len(blocks) for size, blocks in self._free.items())
             self._peak_before, self._peak = self._peak, self._used
@@ -122,7 +125,9 @@ class LargeBlocks:
         self._shrink(most - size)
         try:
             block = _map(size)
-        except OSError:
+        except OSError as error:
+            if error.errno != errno.ENOMEM:
+                raise  # a signal's
             self._shrink(0)
             block = _map(size)
         self._held += size
@@ -137,12 +142,14 @@ class LargeBlocks:
 
     def _collect(self) -> None:
         """Take up what tensors have let go of."""
-        while self._ended:
-            lease = self._ended[0]
-            if self._leases.pop(id(lease), None) is not None:  # else a signal raised in here before
-                self._free[len(lease.block)].append(lease.block)
-                self._used -= len(lease.block)
-            self._ended.popleft()
+        with contextlib.suppress(IndexError):  # nothing is left, maybe as a signal's handler was here meanwhile
+            while True:
+                self._end(self._ended.popleft())
+
+    def _end(self, lease: _Lease) -> None:
+        if self._leases.pop(id(lease), None) is not None:  # else a signal raised before it stood there
+            self._free[len(lease.block)].append(lease.block)
+            self._used -= len(lease.block)
 
 
 def _map(size: int) -> mmap.mmap:
@@ -183,8 +190,11 @@ def takes_block(shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype | N
 def empty(shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A contiguous tensor with any values, of the device and dtype of another one where no dtype is given."""
     if takes_block(shape, like, dtype):
-        with contextlib.suppress(OSError):  # torch says how much memory is missing
+        try:
             return BLOCKS.empty(shape, dtype or like.dtype)
+        except OSError as error:
+            if error.errno != errno.ENOMEM:  # else torch says how much memory is missing
+                raise
     return like.new_empty(shape, dtype=dtype)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from megacp import large_blocks
 from megacp.config.run import RunConfig, with_values
 from megacp.data.synthetic.mock import MockRules
 from megacp.distributed.collectives import all_reduce
@@ -139,26 +140,31 @@ def test_values_and_dtypes_are_those_of_torch(blocks: LargeBlocks) -> None:
     assert made.shape == (2, 3, 4) and made.dtype == torch.bfloat16 and made.is_contiguous()
 
 
-def test_what_a_signal_raises_while_tensors_die_is_not_lost() -> None:
-    """Would catch Python code that runs where a tensor dies: what a signal raises there is only printed."""
-    blocks, raised, lost = LargeBlocks(), [], 0
+def test_what_a_signal_raises_while_tensors_come_and_go_is_not_lost(blocks: LargeBlocks) -> None:
+    """Would catch Python code that runs where a tensor dies, as what a signal raises there is only printed; and a
+    deadline that is taken for missing memory.
+    """
+    raised, lost, used, like = [], 0, blocks.used, torch.ones(1)
+    blocks.smallest = 1
 
     def interrupt(*_: object) -> None:
         raised.append(1)
-        raise InterruptedError
+        blocks.release()
+        assert blocks.used >= 0 and empty((5,), like) is not None
+        raise TimeoutError
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         for turn in range(1, 101):
-            with contextlib.suppress(InterruptedError):
+            with contextlib.suppress(TimeoutError):
                 signal.setitimer(signal.ITIMER_REAL, 0.0005)
                 while len(raised) < turn:
-                    blocks.empty((8,), torch.float32)
+                    empty((4096 * (1 + turn % 7),), like)
                 lost += 1
     finally:
         signal.signal(signal.SIGALRM, before)
     blocks.release()
-    assert lost == 0 == blocks.used
+    assert lost == 0 and blocks.used == used
 
 
 def test_of_free_blocks_the_smallest_that_is_enough_goes_first() -> None:
@@ -169,10 +175,11 @@ def test_of_free_blocks_the_smallest_that_is_enough_goes_first() -> None:
     assert blocks.held == (64 + 16 + 6) * MIB and kept.nbytes == 6 * MIB and not some
 
 
-def test_blocks_that_a_program_ceases_to_need_go_back_without_a_call() -> None:
+def test_blocks_that_a_program_ceases_to_need_go_back_without_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_blocks, "_WINDOW", 64)
     blocks = LargeBlocks()
     del (large := [blocks.empty(floats(4), torch.float32) for _ in range(8)])[:]
-    for _ in range(2 * 4096):
+    for _ in range(2 * 64):
         blocks.empty((8,), torch.float32)
     assert blocks.held < 2 * 4 * MIB and not large
 
@@ -184,10 +191,11 @@ def test_a_forked_process_has_no_free_blocks_and_a_lock_of_its_own(blocks: Large
     with blocks._lock:
         child = os.fork()
     if child == 0:
+        signal.alarm(60)
         thread = threading.Thread(target=blocks.empty, args=((8,), torch.float32), daemon=True)
         thread.start()
         thread.join(20)
-        os._exit(thread.is_alive() or not bool((kept == 3).all()))
+        os._exit(thread.is_alive() or kept[0].item() != 3 or kept[-1].item() != 3)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert free >= 8 * MIB and blocks.held == blocks.used
 

@@ -21,7 +21,7 @@ from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.vision import LocalVision, local_vision
 from megacp.distributed.grid import Axis, ProcessGrid
 from megacp.ops.mask import Metadata
-from megacp.ops.to_device import to_device
+from megacp.ops.to_device import pinned, to_device
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,13 @@ class LocalBatch:
         moved: dict[str, Any] = {name: to_device(getattr(self, name).numpy(), device) for name in _TENSORS}
         vision = None if self.vision is None else self.vision.to(device)
         return dataclasses.replace(self, **moved, key=key, vision=vision)
+
+    def pinned_for(self, device: torch.device) -> LocalBatch:
+        """This batch in memory that `device` copies from, so that a step allocates none between its messages."""
+        if device.type != "cuda":
+            return self
+        moved: dict[str, Any] = {name: pinned(getattr(self, name), device) for name in _TENSORS}
+        return dataclasses.replace(self, **moved)
 
     def in_row_order(self, values: torch.Tensor) -> torch.Tensor:
         """`values [t, ...]` of this rank's tokens as the row has them. ValueError where ranks share the row."""

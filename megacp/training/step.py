@@ -101,7 +101,7 @@ class ParallelModel:
         if share.vision is not None:
             vision = share.vision.packed_for(self.grid.device, self.backend.dtype)
             share = dataclasses.replace(share, vision=vision)
-        return PlannedRow(batch, share)
+        return PlannedRow(batch, share.pinned_for(self.grid.device))
 
     def shard(self, row: Row, step: int) -> LocalBatch:
         """This rank's share of a microbatch on its device."""

@@ -1,9 +1,10 @@
-"""Rows on their way to the device: one at a time, once."""
+"""Rows on their way to the device: one at a time, once. Axes that meet before the first of them."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 from megacp.config.run import RunConfig, with_values
 from megacp.context_parallel.shard import LocalBatch
 from megacp.data.synthetic.mock import MockRules, mock_batch
+from megacp.distributed.grid import Axis
+from megacp.training import step
 from megacp.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
 from tests.tensor_parallel.test_fused_gradient import SIZES
@@ -50,3 +53,28 @@ def test_a_row_comes_to_the_device_once_and_leaves_with_its_last_chunk(case: str
     for alive, left in run_ranks(_arrived, world, GRIDS[case]):
         assert len(alive) == 4 and left == 0
         assert max(alive) <= (1 if world == 2 else 0)
+
+
+def _met(rank: int, world_size: int, values: dict[str, Any]) -> list[tuple[str, int]]:
+    """Names and sizes of the axes whose ranks a new model lets meet."""
+    met: list[tuple[str, int]] = []
+    real = step.connect
+
+    def connect(axes: Sequence[Axis], device: torch.device) -> None:
+        met.extend((axis.name, axis.size) for axis in axes)
+        real(axes, device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "connect", connect)
+        cp = values["context_parallel_size"]
+        ParallelModel(with_values(RunConfig(), {**SIZES, **values}), grid(cp=cp, dp=world_size // cp))
+    return met
+
+
+def test_ranks_of_split_axes_meet_before_the_first_step() -> None:
+    """Would catch NCCL groups that are connected beside messages of a step: ranks could wait for one another."""
+    split = {"context_parallel_size": 4, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 2)}
+    for met in run_ranks(_met, 4, split):
+        assert met == [("cp_inner", 2), ("cp_outer", 2)]
+    for met in run_ranks(_met, 4, {"context_parallel_size": 2, "num_distributed_optimizer_instances": 2}):
+        assert len(met) == 2 and [size for _, size in met] == [2, 2]

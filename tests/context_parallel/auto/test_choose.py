@@ -20,6 +20,7 @@ from megacp.context_parallel.auto import calibration_file
 from megacp.context_parallel.auto import choose as auto
 from megacp.context_parallel.auto.counts import exchanged_rows, rank_work
 from megacp.context_parallel.auto.predict import Candidate, Machine, PassSeconds, Predictor, candidates, choose
+from megacp.context_parallel.auto.stopwatch import Stopwatch
 from megacp.context_parallel.layout import LAYOUTS
 from megacp.context_parallel.plan import AttentionPlan
 from megacp.context_parallel.shard import mask_metadata
@@ -261,6 +262,8 @@ def test_a_run_tells_what_it_chose_and_how_good_the_prediction_was(tmp_path: Pat
     assert "measured in" in lines[2] and str(calibration) in lines[2]
     (compared,) = (number for number, line in enumerate(lines) if line.startswith("core attention of a layer and row"))
     assert lines[compared - 1].startswith("step 6/6")
+    (forgotten,) = (number for number, line in enumerate(lines) if line == "forgotten")
+    assert lines[forgotten - 1].startswith("step 2/6")
     rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert plot.read_curves(out / "log.jsonl")["train"][0] == [1, 2, 3, 4, 5, 6]
     (figures,) = (row for row in rows if row["kind"] == "attention")
@@ -278,6 +281,13 @@ def printed_on_rank(rank: int, world_size: int, flags: list[str]) -> str:
     import contextlib
     import io
 
-    with contextlib.redirect_stdout(io.StringIO()) as text:
+    real = Stopwatch.forget
+
+    def forget(watch: Stopwatch) -> None:
+        print("forgotten" if rank == 0 else "", end="\n" * (rank == 0))
+        real(watch)
+
+    with contextlib.redirect_stdout(io.StringIO()) as text, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stopwatch, "forget", forget)
         assert train_on_rank(rank, world_size, flags) == 0
     return text.getvalue()
