@@ -53,7 +53,11 @@ EXTRAS = {
 EXTRAS["all"] = sorted({name for extra, names in EXTRAS.items() if extra not in ("gpu", "processor") for name in names})
 COMMANDS = {
     "train": "megacp.train:program",
-    **{name: f"megacp.commands.{name}:main" for name in ("preprocess", "convert", "generate", "parity", "plot")},
+    "preprocess": "megacp.prepare.command:main",
+    "convert": "megacp.huggingface.convert_command:main",
+    "generate": "megacp.huggingface.generate_command:main",
+    "parity": "megacp.verify.command:main",
+    "plot": "megacp.verify.plot:main",
 }
 README = Path(__file__).with_name("README.md")
 

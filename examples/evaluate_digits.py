@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megacp.files import read_regular
+from megacp.core.storage.files import read_regular
 
 READING = "which digits?"
 _ASKED = re.compile(r"<\|user\|>\n(.*)\n<\|assistant\|>\n$", re.DOTALL)

@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megacp.context_parallel.attention import TRANSPORTS
-from megacp.context_parallel.layout import LAYOUTS
-from megacp.distributed.collectives import all_reduce
-from megacp.distributed.grid import Axis, GridShape
-from megacp.distributed.launch import start, stop, world_from_environment
-from megacp.sdpa.context import context_parallel
-from megacp.sdpa.loop import shift_labels, sum_gradients
-from megacp.sdpa.transformers import register_with_transformers
+from megacp.core.context_parallel.attention import TRANSPORTS
+from megacp.core.context_parallel.layout import LAYOUTS
+from megacp.core.distributed.collectives import all_reduce
+from megacp.core.distributed.grid import Axis, GridShape
+from megacp.core.distributed.launch import start, stop, world_from_environment
+from megacp.huggingface.door.context import context_parallel
+from megacp.huggingface.door.loop import shift_labels, sum_gradients
+from megacp.huggingface.door.transformers import register_with_transformers
 
 VOCAB = 512
 DOCUMENTS = (0.1, 0.55, 0.35)

@@ -14,7 +14,7 @@ import sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from megacp.sdpa.accelerate import shard_sequences
+from megacp.huggingface.door.accelerate import shard_sequences
 
 VOCAB = 512
 

@@ -18,30 +18,30 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from megacp.backends.apex import describe_apex
-from megacp.backends.select import backend_problems
-from megacp.checkpoint.agree import reason_of
-from megacp.config.checks.check import require
-from megacp.config.cli import given_names, parse
-from megacp.config.run import RunConfig, with_values
-from megacp.config.smaller_grid import largest_grid
-from megacp.convert.start import FolderStart, open_start
-from megacp.distributed import launch
-from megacp.distributed.grid import GridShape, ProcessGrid
-from megacp.distributed.supervision.failure_report import report_failure
-from megacp.distributed.supervision.meeting import Meeting
-from megacp.distributed.supervision.spare import tell_spares, wait_as_spare
-from megacp.distributed.supervision.watch import Watch
-from megacp.files import raise_descriptor_limit
-from megacp.models.build import grid_shape, stage_layers
-from megacp.monitor.console import ends_with_its_reader
-from megacp.planner.report import describe
-from megacp.storage.place import place_of
-from megacp.training.agreement import AlikeError, require_agreement, require_shared_folder, statement
-from megacp.training.sources import Sources, open_sources, with_stored_length
-from megacp.training.stopping import STOPPED
-from megacp.training.stored import resumes, with_stored_model
-from megacp.training.trainer import Trainer
+from megacp.core.backends.apex import describe_apex
+from megacp.core.backends.select import backend_problems
+from megacp.core.checkpoint.agree import reason_of
+from megacp.core.config.checks.check import require
+from megacp.core.config.checks.smaller_grid import largest_grid
+from megacp.core.config.cli import given_names, parse
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.distributed import launch
+from megacp.core.distributed.grid import GridShape, ProcessGrid
+from megacp.core.distributed.supervision.failure_report import report_failure
+from megacp.core.distributed.supervision.meeting import Meeting
+from megacp.core.distributed.supervision.spare import tell_spares, wait_as_spare
+from megacp.core.distributed.supervision.watch import Watch
+from megacp.core.models.build import grid_shape, stage_layers
+from megacp.core.monitor.console import ends_with_its_reader
+from megacp.core.planner.report import describe
+from megacp.core.storage.files import raise_descriptor_limit
+from megacp.core.storage.place import place_of
+from megacp.core.training.agreement import AlikeError, require_agreement, require_shared_folder, statement
+from megacp.core.training.sources import Sources, open_sources, with_stored_length
+from megacp.core.training.stopping import STOPPED
+from megacp.core.training.stored import resumes, with_stored_model
+from megacp.core.training.trainer import Trainer
+from megacp.huggingface.convert.start import FolderStart, open_start
 
 REFUSED = 2
 _SECONDS_OF_A_REFUSED_RANK = 60.0

@@ -61,7 +61,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session")
 def packed_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Byte packs of 64 tokens of real text, vocabulary 257, made by the tool."""
-    from megacp.commands import preprocess
+    from megacp.prepare import command as preprocess
 
     folder = tmp_path_factory.mktemp("packed")
     records = [{"text": f"{i} times {i} is {i * i}. " * (1 + i % 7)} for i in range(60)]

@@ -1,6 +1,6 @@
 """Run a function on 2, 4 or 8 gloo ranks inside a test, with processes kept alive between tests.
 
-Key property: the pool is the one the tools use (`megacp.distributed.spawn`). A raise or a hang in one rank is one
+Key property: the pool is the one the tools use (`megacp.core.distributed.spawn`). A raise or a hang in one rank is one
 failure with that rank's traceback; the next test then gets a fresh pool. Ranks are forked with the tests' modules
 already imported, so a fresh pool costs tenths of a second. Rejected: torchrun per test (5 s and 1.2 GB for 8 ranks).
 """
@@ -20,9 +20,9 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from megacp.distributed.spawn import RankFailure as RankError
-from megacp.distributed.spawn import RankPool, preloaded
-from megacp.large_blocks import BLOCKS, LARGE
+from megacp.core.distributed.spawn import RankFailure as RankError
+from megacp.core.distributed.spawn import RankPool, preloaded
+from megacp.core.large_blocks import BLOCKS, LARGE
 
 __all__ = ["RankError", "grid", "preload", "run_ranks"]
 
@@ -32,7 +32,7 @@ def grid(tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1) -> Any:
     """The process grid of this worker for a shape; called inside a rank, groups are made once per worker."""
     import torch.distributed as dist
 
-    from megacp.distributed.grid import GridShape, build_grid
+    from megacp.core.distributed.grid import GridShape, build_grid
 
     rank = dist.get_rank() if dist.is_initialized() else 0
     return build_grid(GridShape(tp=tp, cp=cp, dp=dp, pp=pp), rank)

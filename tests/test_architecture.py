@@ -10,24 +10,21 @@ import ast
 import functools
 import subprocess
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_LINES = {"megacp": 400, "tools": 400, "tests": 500}
-MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 8
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
-DISTRIBUTED_ROOM = "megacp/distributed/"
-ENVIRONMENT_FILES = ("megacp/distributed/launch.py", "megacp/data/tokenize/threads.py")
-PURE_ROOMS = ("megacp/config/", "megacp/planner/", "megacp/data/", "megacp/batch.py")
+DISTRIBUTED_ROOM = "megacp/core/distributed/"
+ENVIRONMENT_FILES = ("megacp/core/distributed/launch.py", "megacp/prepare/tokenize/threads.py")
+PURE_ROOMS = ("megacp/core/config/", "megacp/core/planner/", "megacp/core/data/", "megacp/core/data/batch.py")
 PEERS = "tools/peers/"
 """Scripts that run other trainers in their own interpreter; they import nothing of ours."""
 GUESTS = ("transformer_engine", "apex")
-MAX_FILES = 14
 FILE_SYSTEM_CALLS = {"os.fsync", "os.replace", "os.rename", "fcntl.lockf", "fcntl.flock", "hashlib.file_digest"}
 CALLED_BY_OTHERS = {"readable", "readinto", "seekable", "find_class", "allocate"}
 """Methods that classes of Python and torch call."""
@@ -109,11 +106,6 @@ def functions(tree: ast.AST) -> list[Function]:
     return [node for node in ast.walk(tree) if isinstance(node, Function)]
 
 
-def too_long(tree: ast.AST) -> list[str]:
-    lengths = {f.name: (f.end_lineno or f.lineno) - f.lineno + 1 for f in functions(tree)}
-    return [f"{name}: {length} lines" for name, length in lengths.items() if length > MAX_FUNCTION_LINES]
-
-
 def too_many_parameters(tree: ast.AST) -> list[str]:
     found = []
     for function in functions(tree):
@@ -130,7 +122,7 @@ def global_statements(tree: ast.AST) -> list[int]:
 
 
 def module_name(path: str) -> str:
-    """`megacp/ops/mask.py` as `megacp.ops.mask`."""
+    """`megacp/core/ops/mask.py` as `megacp.core.ops.mask`."""
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
@@ -201,7 +193,7 @@ def private_names(tree: ast.AST) -> list[str]:
 
 
 def file_system_calls(tree: ast.AST) -> list[str]:
-    """Calls that megacp/files.py makes for everybody: durable writes, renames, locks, hashes of files."""
+    """Calls that megacp/core/storage/files.py makes for everybody: durable writes, renames, locks, hashes of files."""
     names = {name for name, _ in imports(tree)} | set(dotted_uses(tree))
     return sorted(names & FILE_SYSTEM_CALLS)
 
@@ -214,7 +206,7 @@ def broken(rule, *tops: str) -> dict[str, list]:
 
 def test_only_the_distributed_room_talks_to_torch_distributed() -> None:
     """Would catch a collective in a layer, whose axis nobody passed to it."""
-    found = {path: foreign_collectives(path, tree_of(path)) for path in sources("megacp", "tools")}
+    found = {path: foreign_collectives(path, tree_of(path)) for path in sources("megacp", "bench", "tools")}
     assert {path: names for path, names in found.items() if names and not path.startswith(PEERS)} == {}
 
 
@@ -226,14 +218,14 @@ def test_scripts_of_other_trainers_import_nothing_of_ours() -> None:
 
 def test_the_environment_is_used_in_two_files() -> None:
     """Would catch behaviour that hangs on a variable no flag shows."""
-    found = broken(environment_uses, "megacp", "tools")
+    found = broken(environment_uses, "megacp", "bench", "tools")
     assert [path for path in found if not path.startswith(PEERS) and path not in ENVIRONMENT_FILES] == []
 
 
 def test_files_are_made_durable_in_one_file() -> None:
     """Would catch a replacement that a crash leaves empty, or a lock that follows a link."""
-    found = broken(disk_uses, "megacp", "tools")
-    found.pop("megacp/files.py", None)
+    found = broken(disk_uses, "megacp", "bench", "tools")
+    found.pop("megacp/core/storage/files.py", None)
     assert found == {}
 
 
@@ -246,7 +238,7 @@ def test_a_guest_package_is_imported_in_at_most_one_file(guest: str) -> None:
 
 def test_guest_packages_are_imported_inside_functions() -> None:
     """Would catch an import that fails on every machine without the package."""
-    assert broken(guests_outside_functions, "megacp", "tools") == {}
+    assert broken(guests_outside_functions, "megacp", "bench", "tools") == {}
 
 
 def test_pure_rooms_do_not_import_torch() -> None:
@@ -258,8 +250,8 @@ def test_pure_rooms_do_not_import_torch() -> None:
 def test_a_dry_run_text_and_a_parsed_command_line_need_no_torch() -> None:
     """Would catch torch coming in through another package, for example through tyro's handlers."""
     code = (
-        "import sys; from megacp.config import cli, yaml_file; from megacp.config.checks import check; "
-        "from megacp.planner import report; c = cli.parse(['--vocab-size', '64']); "
+        "import sys; from megacp.core.config import cli, yaml_file; from megacp.core.config.checks import check; "
+        "from megacp.core.planner import report; c = cli.parse(['--vocab-size', '64']); "
         "check.require(c, 1); yaml_file.to_yaml(c); "
         "report.describe(c, 1, [[range(4)]]); sys.exit('torch' in sys.modules)"
     )
@@ -268,7 +260,7 @@ def test_a_dry_run_text_and_a_parsed_command_line_need_no_torch() -> None:
 
 def test_there_is_no_global_statement() -> None:
     """Would catch hidden state, the first step to a global grid."""
-    assert broken(global_statements, "megacp", "tools") == {}
+    assert broken(global_statements, "megacp", "bench", "tools") == {}
 
 
 def test_no_module_has_a_vague_name() -> None:
@@ -282,20 +274,9 @@ def test_every_module_says_what_it_is() -> None:
     assert [path for path in paths if not (ast.get_docstring(tree_of(path)) or "").strip()] == []
 
 
-def test_files_stay_short() -> None:
-    """Would catch a file that does two things."""
-    lengths = {p: len((ROOT / p).read_text(encoding="utf-8").splitlines()) for p in sources(*MAX_LINES)}
-    assert {p: n for p, n in lengths.items() if n > MAX_LINES[p.split("/")[0]]} == {}
-
-
-def test_functions_stay_short() -> None:
-    """Would catch a function that does two things."""
-    assert broken(too_long, "megacp", "tools") == {}
-
-
 def test_functions_take_few_parameters() -> None:
     """Would catch a list of arguments that should be a dataclass."""
-    assert broken(too_many_parameters, "megacp", "tools") == {}
+    assert broken(too_many_parameters, "megacp", "bench", "tools") == {}
 
 
 def test_package_files_hold_a_docstring_only() -> None:
@@ -307,12 +288,6 @@ def test_package_files_hold_a_docstring_only() -> None:
 def test_no_module_imports_itself_by_a_detour() -> None:
     """Would catch a circle, also one that an import inside a function hides."""
     assert circles(import_graph({module_name(path): tree_of(path) for path in sources("megacp")})) == []
-
-
-def test_folders_stay_small() -> None:
-    """Would catch a room in which nobody finds anything."""
-    counts = Counter(str(Path(path).parent) for path in sources("megacp") if not path.endswith("__init__.py"))
-    assert {folder: count for folder, count in counts.items() if count > MAX_FILES} == {}
 
 
 def test_a_class_name_means_one_thing() -> None:
@@ -328,20 +303,13 @@ def test_a_class_name_means_one_thing() -> None:
 def test_every_public_name_is_used_outside_the_tests() -> None:
     """Would catch code that lives for its tests alone."""
     owned = [tree_of(path) for path in sources("megacp")]
-    assert unused_names(owned, [tree_of(path) for path in sources("megacp", "tools", "examples")]) == []
-
-
-def test_the_training_room_serves_training() -> None:
-    """Would catch a file of training/ that only a tool, a measurement or a conversion needs."""
-    graph = import_graph({module_name(path): tree_of(path) for path in sources("megacp")})
-    own = {name for name in graph if is_within(name, "megacp.training") and name != "megacp.training"}
-    assert own - reachable(graph, "megacp.train") == set()
+    assert unused_names(owned, [tree_of(path) for path in sources("megacp", "bench", "tools", "examples")]) == []
 
 
 def test_files_are_made_durable_in_one_place() -> None:
     """Would catch a second way to write a file whole, to lock one, or to hash one."""
-    found = broken(file_system_calls, "megacp", "tools")
-    found.pop("megacp/files.py", None)
+    found = broken(file_system_calls, "megacp", "bench", "tools")
+    found.pop("megacp/core/storage/files.py", None)
     assert found == {}
 
 
@@ -353,10 +321,16 @@ def test_tests_import_no_private_names() -> None:
 @pytest.mark.parametrize(
     ("rule", "sample"),
     [
-        (lambda tree: foreign_collectives("megacp/models/a.py", tree), "import torch\ntorch.distributed.barrier()"),
-        (lambda tree: foreign_collectives("megacp/models/a.py", tree), "import torch.distributed as d\nd.barrier()"),
-        (lambda tree: foreign_collectives("megacp/models/a.py", tree), "from torch import distributed"),
-        (lambda tree: foreign_collectives("megacp/models/a.py", tree), "from torch.distributed import barrier"),
+        (
+            lambda tree: foreign_collectives("megacp/core/models/a.py", tree),
+            "import torch\ntorch.distributed.barrier()",
+        ),
+        (
+            lambda tree: foreign_collectives("megacp/core/models/a.py", tree),
+            "import torch.distributed as d\nd.barrier()",
+        ),
+        (lambda tree: foreign_collectives("megacp/core/models/a.py", tree), "from torch import distributed"),
+        (lambda tree: foreign_collectives("megacp/core/models/a.py", tree), "from torch.distributed import barrier"),
         (environment_uses, "import os as o\no.environ['A'] = '1'"),
         (environment_uses, "from os import getenv"),
         (disk_uses, "import os\nos.fsync(1)"),
@@ -366,7 +340,6 @@ def test_tests_import_no_private_names() -> None:
         ),
         (torch_imports, "def f():\n    from torch import nn"),
         (global_statements, "def f():\n    global x\n    x = 1"),
-        (too_long, "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
         (too_many_parameters, "class A:\n    def f(self, a, b, c, d, e, f, g, *, h, i): ..."),
         (
             lambda tree: circles(import_graph({"a": tree, "b": ast.parse("import a.c")})),
@@ -374,7 +347,7 @@ def test_tests_import_no_private_names() -> None:
         ),
         (lambda tree: unused_names([tree], [tree]), "def f(): ..."),
         (lambda tree: unused_names([tree], [tree]), "class A:\n    def unread(self): ...\nA()"),
-        (private_names, "from megacp.ops.mask import _runs"),
+        (private_names, "from megacp.core.ops.mask import _runs"),
         (file_system_calls, "import os\nos.fsync(1)"),
         (file_system_calls, "from os import replace"),
     ],
@@ -389,4 +362,68 @@ def test_rules_let_lawful_code_pass() -> None:
     guest = ast.parse("def f():\n    import transformer_engine.pytorch")
     assert guests_outside_functions(guest) == []
     assert too_many_parameters(ast.parse("class A:\n    def f(self, a, b, c, d, e, f, g, h): ...")) == []
-    assert foreign_collectives("megacp/data/a.py", ast.parse("# torch.distributed\nx = 'torch.distributed'")) == []
+    assert foreign_collectives("megacp/core/data/a.py", ast.parse("# torch.distributed\nx = 'torch.distributed'")) == []
+
+
+LINES = {
+    "megacp": 44_200,
+    "megacp/core": 27_100,
+    "megacp/prepare": 7_850,
+    "megacp/huggingface": 7_500,
+    "megacp/verify": 1_530,
+    "bench tools": 5_200,
+    "tests": 44_700,
+}
+"""At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
+REACHED = {"megacp.train": (270, 35_000)}
+"""At most so many files and lines that a command's imports reach, those inside functions too."""
+WORDS_OF_DOCS = 19_000
+CIRCLES = 1
+"""Groups of folders that know each other, a folder and one inside it too."""
+
+
+def lines_of(path: Path) -> int:
+    return path.read_bytes().count(b"\n")
+
+
+def folder_graph(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """For each folder the folders it imports from; a file of the top folder stands for itself."""
+
+    def folder(name: str) -> str:
+        is_package = (ROOT / name.replace(".", "/") / "__init__.py").exists()
+        return name if is_package or name.count(".") < 2 else name.rpartition(".")[0]
+
+    found: dict[str, set[str]] = defaultdict(set)
+    for name, others in graph.items():
+        packages = {other for other in others if (ROOT / other.replace(".", "/") / "__init__.py").exists()}
+        found[folder(name)] |= {folder(other) for other in others - packages} - {folder(name)}
+    for targets in list(found.values()):
+        for target in targets:
+            found.setdefault(target, set())
+    return found
+
+
+@pytest.mark.parametrize("rooms", LINES)
+def test_rooms_keep_their_budgets(rooms: str) -> None:
+    """Would catch a house that grows until nobody can own it."""
+    assert sum(lines_of(ROOT / path) for path in sources(*rooms.split())) <= LINES[rooms]
+
+
+@pytest.mark.parametrize("command", REACHED)
+def test_a_command_reaches_what_a_reader_can_hold(command: str) -> None:
+    """Would catch one import that brings another room to the reader of a command."""
+    paths = {module_name(path): path for path in sources("megacp")}
+    reached = {command} | reachable(import_graph({name: tree_of(path) for name, path in paths.items()}), command)
+    files, lines = REACHED[command]
+    assert len(reached) <= files and sum(lines_of(ROOT / paths[name]) for name in reached) <= lines
+
+
+def test_the_documents_keep_their_budget() -> None:
+    pages = (ROOT / "docs").glob("*.md")
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= WORDS_OF_DOCS
+
+
+def test_folders_have_one_direction() -> None:
+    """Would catch two folders that know each other, which a circle of files need not be."""
+    graph = import_graph({module_name(path): tree_of(path) for path in sources("megacp")})
+    assert len(circles(folder_graph(graph))) <= CIRCLES

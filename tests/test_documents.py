@@ -53,9 +53,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pages
 def test_files_that_a_page_names_exist(page: Path) -> None:
-    """A path begins at the root, or below megacp/ where it stands for a module."""
+    """A path begins at the root, or below megacp/core/ where it stands for a module."""
     named = re.findall(r"(?<![\w/])(?:[\w]+/)+\w+\.(?:py|sh|yaml|sbatch)\b", page.read_text(encoding="utf-8"))
-    found = {name for name in named if (ROOT / name).exists() or (ROOT / "megacp" / name).exists()}
+    found = {name for name in named if (ROOT / name).exists() or (ROOT / "megacp/core" / name).exists()}
     assert sorted(set(named) - found - MADE) == []
 
 

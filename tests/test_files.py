@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megacp import files
+from megacp.core.storage import files
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -94,7 +94,7 @@ def test_a_new_file_and_a_lock_follow_no_link(tmp_path: Path) -> None:
 
 LOCKER = """
 import sys
-from megacp import files
+from megacp.core.storage import files
 try:
     files.lock(sys.argv[1])
 except OSError:

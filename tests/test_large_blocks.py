@@ -12,13 +12,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megacp import large_blocks
-from megacp.config.run import RunConfig, with_values
-from megacp.data.synthetic.mock import MockRules
-from megacp.distributed.collectives import all_reduce
-from megacp.large_blocks import BLOCKS, LARGE, LargeBlocks, empty, product, takes_block, zeros
-from megacp.measure.steps import QUICK_SIZES, Subject
-from megacp.tensor_parallel.linear import product as linear_product
+from bench.steps import QUICK_SIZES, Subject
+from megacp.core import large_blocks
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.data.synthetic.mock import MockRules
+from megacp.core.distributed.collectives import all_reduce
+from megacp.core.large_blocks import BLOCKS, LARGE, LargeBlocks, empty, product, takes_block, zeros
+from megacp.core.tensor_parallel.linear import product as linear_product
 from tests.ranks import grid, run_ranks
 from tests.reference.allocations import peak_bytes_of
 

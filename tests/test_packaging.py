@@ -11,13 +11,22 @@ from typing import Any
 
 import pytest
 
-from megacp.commands import convert, plot
-from megacp.config.run import RunConfig, with_values
-from megacp.training.sources import open_sources
-from tests.data.build.builds import run as build
-from tests.data.media.pictures import TINY, encoded, noise
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.training.sources import open_sources
+from megacp.huggingface import convert_command as convert
+from megacp.verify import plot
+from tests.prepare.build.builds import run as build
+from tests.prepare.media.pictures import TINY, encoded, noise
 
 ROOT = Path(__file__).resolve().parents[1]
+ENTRY_POINTS = {
+    "train": "megacp.train",
+    "preprocess": "megacp.prepare.command",
+    "convert": "megacp.huggingface.convert_command",
+    "generate": "megacp.huggingface.generate_command",
+    "parity": "megacp.verify.command",
+    "plot": "megacp.verify.plot",
+}
 EXTRAS_OF = {
     "train": {"data", "log", "gpu", "hf", "store"},
     "preprocess": {"data", "ray", "store"},
@@ -112,7 +121,7 @@ def third_party(start: str, late: bool) -> set[str]:
 
 
 def entry(command: str) -> str:
-    return "megacp.train" if command == "train" else f"megacp.commands.{command}"
+    return ENTRY_POINTS[command]
 
 
 def undeclared(names: set[str], declared: set[str]) -> set[str]:
@@ -139,17 +148,16 @@ def test_everything_a_command_can_import_is_in_the_requirements_or_its_extras(co
 
 def test_every_command_of_the_wheel_is_known_here() -> None:
     text = (ROOT / "setup.py").read_text(encoding="utf-8")
-    commands = {path.stem for path in (ROOT / "megacp" / "commands").glob("[a-z]*.py")}
-    assert {*commands, "train"} == EXTRAS_OF.keys()
-    assert all(f'"{name}"' in text for name in commands)
+    assert EXTRAS_OF.keys() == ENTRY_POINTS.keys()
+    assert all(f'"{name}": "{module}:' in text for name, module in ENTRY_POINTS.items())
 
 
 @pytest.mark.slow
 def test_the_rules_see_what_is_missing() -> None:
     """Would catch a walk that follows nothing: torch is reached through rooms, transformers inside functions."""
     assert "torch" in third_party("megacp.train", late=False)
-    assert "transformers" in third_party("megacp.commands.convert", late=True)
-    assert "transformers" not in third_party("megacp.commands.convert", late=False)
+    assert "transformers" in third_party("megacp.huggingface.convert_command", late=True)
+    assert "transformers" not in third_party("megacp.huggingface.convert_command", late=False)
     assert undeclared({"PIL", "numpy"}, {"numpy"}) == {"PIL"} and undeclared({"PIL"}, {"pillow"}) == set()
 
 

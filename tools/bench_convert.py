@@ -30,7 +30,7 @@ transformers.Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(sys.arg
 """
 LIBRARY = """
 import sys, time, transformers
-from megacp.monitor.memory import peak_bytes
+from megacp.core.monitor.memory import peak_bytes
 begun = time.monotonic()
 model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
 model.save_pretrained(sys.argv[2], max_shard_size=sys.argv[3])

@@ -14,8 +14,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacp.measure.context_parallel import layout_part, memory_part, time_part
-from megacp.measure.report import benchmark_parser, run_parts
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
+
+from bench.context_parallel import layout_part, memory_part, time_part
+from bench.report import benchmark_parser, run_parts
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,19 +13,22 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from megacp.config.run import RunConfig, with_values
-from megacp.data.synthetic.mock import MockRules
-from megacp.distributed.collectives import barrier
-from megacp.distributed.fully_shard import shard_plainly
-from megacp.distributed.grid import GridShape, build_grid
-from megacp.distributed.spawn import RankPool
-from megacp.measure.report import Goal, Part, Seconds, benchmark_parser, run_parts, take_turns, timed
-from megacp.measure.steps import QUICK_SIZES, SIZES, measure_rank
-from megacp.planner.report import table
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
+
+from bench.report import Goal, Part, Seconds, benchmark_parser, run_parts, take_turns, timed
+from bench.steps import QUICK_SIZES, SIZES, measure_rank
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.data.synthetic.mock import MockRules
+from megacp.core.distributed.collectives import barrier
+from megacp.core.distributed.fully_shard import shard_plainly
+from megacp.core.distributed.grid import GridShape, build_grid
+from megacp.core.distributed.spawn import RankPool
+from megacp.core.planner.report import table
 
 STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
 PEER = "plain fully_shard"

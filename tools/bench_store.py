@@ -14,11 +14,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacp.data.loader import DataRank, LoaderOptions, PackedLoader
-from megacp.data.packed.data_cache import DataCache
-from megacp.data.packed.reader import PackedDataset
-from megacp.measure.report import Goal, Part, benchmark_parser, run_parts, timed
-from megacp.planner.report import table
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
+
+from bench.report import Goal, Part, benchmark_parser, run_parts, timed
+from megacp.core.data.data_cache import DataCache
+from megacp.core.data.loader import DataRank, LoaderOptions, PackedLoader
+from megacp.core.data.reader import PackedDataset
+from megacp.core.planner.report import table
 
 BLOCK, LEAST = 64.0, 0.8
 """The blocks whose first epoch has a goal, and that goal as a share of the cold disk."""

@@ -11,10 +11,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from megacp.measure.preprocessing import media_part
-from megacp.measure.report import benchmark_parser, run_parts
-from megacp.measure.vision import byte_part, load_part, pack_part
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
+
+from bench.preprocessing import media_part
+from bench.report import benchmark_parser, run_parts
+from bench.vision import byte_part, load_part, pack_part
 
 PARTS = {"loads": load_part, "bytes": byte_part, "preprocessing": media_part, "packs": pack_part}
 

@@ -5,7 +5,7 @@
     python tools/benchmark.py --peers --peers-python ENVIRONMENT/bin/python
 
 The layouts of a group take turns, one step each; the table shows medians. Ratios are over one process with one thread
-and over one process with two; ranks have one thread. Bytes sent stand beside the formulas of megacp/measure/traffic.py.
+and over one process with two; ranks have one thread. Bytes sent stand beside the formulas of bench/traffic.py.
 
 `--profile` tells where the time of a step goes on every grid, and what its products need alone on this machine.
 `--peers` trains the same model on the same tokens with ours and with other trainers, by turns (tools/peers). Their
@@ -20,15 +20,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacp.convert.conversion import convert
-from megacp.convert.export import Request
-from megacp.distributed.grid import single_axis
-from megacp.measure.peers.comparison import Opponents, peers_part
-from megacp.measure.peers.grids import GRIDS, PEERS
-from megacp.measure.preprocessing import text_part
-from megacp.measure.profile.report import profile_part
-from megacp.measure.report import benchmark_parser, run_parts
-from megacp.measure.steps import GROUPS, QUICK_SIZES, SIZES, step_part
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
+
+from bench.peers.comparison import Opponents, peers_part
+from bench.peers.grids import GRIDS, PEERS
+from bench.preprocessing import text_part
+from bench.profile.report import profile_part
+from bench.report import benchmark_parser, run_parts
+from bench.steps import GROUPS, QUICK_SIZES, SIZES, step_part
+from megacp.core.distributed.grid import single_axis
+from megacp.huggingface.convert.conversion import convert
+from megacp.huggingface.convert.export import Request
 
 EXTRA = ("profile", "peers")
 """Parts that run only when they are asked for, and have a flag of their own."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megacp.measure.gpu_report import SMALL, GpuPlan, check, describe
+from megacp.verify.gpu_report import SMALL, GpuPlan, check, describe
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,8 +1,8 @@
-"""`megacp-parity` from a checkout: see megacp/commands/parity.py."""
+"""`megacp-parity` from a checkout: see megacp/verify/command.py."""
 
 import sys
 
-from megacp.commands.parity import main
+from megacp.verify.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

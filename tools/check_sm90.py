@@ -36,9 +36,9 @@ from torch._inductor import async_compile
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from megacp.ops import activation, compiled, flex, merge, norm, rotary
-from megacp.ops.kernel import Saved, empty_partial
-from megacp.ops.mask import Metadata, tile_table
+from megacp.core.ops import activation, compiled, flex, merge, norm, rotary
+from megacp.core.ops.kernel import Saved, empty_partial
+from megacp.core.ops.mask import Metadata, tile_table
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 LENGTHS = {"fixed length": 512, "any length": 1100}

@@ -1,8 +1,8 @@
-"""`megacp-convert` from a checkout: see megacp/commands/convert.py."""
+"""`megacp-convert` from a checkout: see megacp/huggingface/convert_command.py."""
 
 import sys
 
-from megacp.commands.convert import main
+from megacp.huggingface.convert_command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, draw; exit status 2 with one message on bad input."""
@@ -19,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--demo", type=Path, metavar="DIR", help="what `make demo` left; without it no picture of it")
     args = parser.parse_args(argv)
     try:
-        from megacp.measure.pictures.gallery import draw_all
+        from bench.pictures.gallery import draw_all
     except ImportError as error:
         print(f"error: a picture needs {error.name}: pip install 'megacp[demo]'", file=sys.stderr)
         return 2

@@ -1,8 +1,8 @@
-"""`megacp-generate` from a checkout: see megacp/commands/generate.py."""
+"""`megacp-generate` from a checkout: see megacp/huggingface/generate_command.py."""
 
 import sys
 
-from megacp.commands.generate import main
+from megacp.huggingface.generate_command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,8 +1,8 @@
-"""`megacp-plot` from a checkout: see megacp/commands/plot.py."""
+"""`megacp-plot` from a checkout: see megacp/verify/plot.py."""
 
 import sys
 
-from megacp.commands.plot import main
+from megacp.verify.plot import main
 
 if __name__ == "__main__":
     sys.exit(main())

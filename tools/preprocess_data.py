@@ -1,8 +1,8 @@
-"""`megacp-preprocess` from a checkout: see megacp/commands/preprocess.py."""
+"""`megacp-preprocess` from a checkout: see megacp/prepare/command.py."""
 
 import sys
 
-from megacp.commands.preprocess import main
+from megacp.prepare.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,9 +11,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from megacp.config.arguments import OneLineParser
-from megacp.data.records.record_keys import Accepted
-from megacp.data.tokenize.training import RECORD_SUFFIXES, train
+from megacp.core.config.arguments import OneLineParser
+from megacp.prepare.records.record_keys import Accepted
+from megacp.prepare.train_tokenizer import RECORD_SUFFIXES, train
 
 EXAMPLES = """examples:
   tools/train_tokenizer.py --input corpus.jsonl --output tokenizer.json --vocab-size 4096

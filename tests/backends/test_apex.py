@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megacp.backends.apex import apex_status, describe_apex
+from megacp.core.backends.apex import apex_status, describe_apex
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
@@ -41,5 +41,5 @@ def test_an_impostor_is_named_with_the_way_to_the_real_one(tmp_path: Path, monke
 
 
 def test_without_apex_nothing_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megacp.backends.apex.find_spec", lambda name: None)
+    monkeypatch.setattr("megacp.core.backends.apex.find_spec", lambda name: None)
     assert describe_apex() == "apex: not installed, and not needed"

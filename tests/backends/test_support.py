@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megacp.backends import select
-from megacp.backends.select import backend_problems, engine_reasons, select_backend
-from megacp.backends.support import COMM_TYPES, attention_reasons, layer_reasons
-from megacp.config.run import RunConfig, with_values
-from megacp.distributed.grid import GridShape, build_grid
+from megacp.core.backends import select
+from megacp.core.backends.select import backend_problems, engine_reasons, select_backend
+from megacp.core.backends.support import COMM_TYPES, attention_reasons, layer_reasons
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.distributed.grid import GridShape, build_grid
 
 HOPPER, CUDNN = (9, 0), (9, 19, 0)
 TP, CP, SIZES = "tensor_model_parallel_size", "context_parallel_size", "hierarchical_context_parallel_sizes"

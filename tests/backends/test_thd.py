@@ -9,10 +9,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.backends.thd import Sequences, thd_sequences
-from megacp.context_parallel.layout import LAYOUTS
-from megacp.context_parallel.plan import AttentionPlan
-from megacp.ops.mask import Metadata
+from megacp.core.backends.thd import Sequences, thd_sequences
+from megacp.core.context_parallel.layout import LAYOUTS
+from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.ops.mask import Metadata
 from tests.backends.engine_math import thd_get_partitioned_indices
 from tests.backends.engine_stub import engine, needs_engine
 

@@ -12,15 +12,15 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megacp.backends.native import NativeBackend
-from megacp.backends.tiled import TiledMLP
-from megacp.config.run import RunConfig, with_values
-from megacp.context_parallel.plan import AttentionPlan
-from megacp.models.block import Block, BlockInputs
-from megacp.ops.mask import Metadata
-from megacp.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
-from megacp.tensor_parallel import linear
-from megacp.training.step import ParallelModel
+from megacp.core.backends.native import NativeBackend
+from megacp.core.backends.tiled import TiledMLP
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.models.block import Block, BlockInputs
+from megacp.core.ops.mask import Metadata
+from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
+from megacp.core.tensor_parallel import linear
+from megacp.core.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
 from tests.reference.training import config_of, step_batches
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.backends.thd import Sequences, thd_sequences
-from megacp.backends.transformer_engine import packed_attention
-from megacp.config.model import ModelConfig
-from megacp.context_parallel.layout import LAYOUTS
-from megacp.context_parallel.plan import AttentionPlan
-from megacp.distributed.grid import single_axis
-from megacp.ops.mask import Metadata, allowed
-from megacp.ops.tile_kernels import dense_attention
+from megacp.core.backends.thd import Sequences, thd_sequences
+from megacp.core.backends.transformer_engine import packed_attention
+from megacp.core.config.model import ModelConfig
+from megacp.core.context_parallel.layout import LAYOUTS
+from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.distributed.grid import single_axis
+from megacp.core.ops.mask import Metadata, allowed
+from megacp.core.ops.tile_kernels import dense_attention
 from tests.backends.engine_math import emulated
 from tests.backends.engine_stub import needs_engine
 from tests.ranks import grid, run_ranks

@@ -16,17 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-from megacp.backends import packed_attention
-from megacp.backends import transformer_engine as backend_file
-from megacp.backends.transformer_engine import TransformerEngineBackend, package_problem
-from megacp.config.run import RunConfig, with_values
-from megacp.config.training import TrainingConfig
-from megacp.context_parallel.layout import LAYOUTS
-from megacp.context_parallel.shard import shard_batch
-from megacp.data.synthetic.mock import MockRules, mock_batch
-from megacp.distributed.grid import GridShape, build_grid
-from megacp.models.language import LanguageModelChunk
-from megacp.optim.adamw import FlatAdamW, SliceRule
+from megacp.core.backends import packed_attention
+from megacp.core.backends import transformer_engine as backend_file
+from megacp.core.backends.transformer_engine import TransformerEngineBackend, package_problem
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.config.training import TrainingConfig
+from megacp.core.context_parallel.layout import LAYOUTS
+from megacp.core.context_parallel.shard import shard_batch
+from megacp.core.data.synthetic.mock import MockRules, mock_batch
+from megacp.core.distributed.grid import GridShape, build_grid
+from megacp.core.models.language import LanguageModelChunk
+from megacp.core.optim.adamw import FlatAdamW, SliceRule
 from tests.backends.engine_layers import emulated_layers
 from tests.backends.engine_stub import engine, needs_engine
 

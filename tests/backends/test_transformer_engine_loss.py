@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megacp.backends.native import NativeBackend
-from megacp.backends.transformer_engine import TransformerEngineBackend
-from megacp.config.run import RunConfig, with_values
-from megacp.tensor_parallel.chunked_loss import Target
-from megacp.tensor_parallel.embedding import TableSpec
+from megacp.core.backends.native import NativeBackend
+from megacp.core.backends.transformer_engine import TransformerEngineBackend
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.tensor_parallel.chunked_loss import Target
+from megacp.core.tensor_parallel.embedding import TableSpec
 from tests.backends.engine_layers import emulated_layers
 from tests.backends.engine_stub import needs_engine
 from tests.ranks import grid, run_ranks

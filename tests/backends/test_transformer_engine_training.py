@@ -16,18 +16,18 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.backends import transformer_engine as backend_file
-from megacp.backends.base import NormSpec
-from megacp.backends.native import NativeBackend
-from megacp.backends.transformer_engine import TransformerEngineBackend
-from megacp.config.run import RunConfig, with_values
-from megacp.config.training import TrainingConfig
-from megacp.data.synthetic.mock import MockRules, mock_batch
-from megacp.distributed.parameter import spec_of
-from megacp.models import build
-from megacp.optim.adamw import FlatAdamW, SliceRule
-from megacp.tensor_parallel.linear import LinearSpec
-from megacp.training.step import ParallelModel
+from megacp.core.backends import transformer_engine as backend_file
+from megacp.core.backends.base import NormSpec
+from megacp.core.backends.native import NativeBackend
+from megacp.core.backends.transformer_engine import TransformerEngineBackend
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.config.training import TrainingConfig
+from megacp.core.data.synthetic.mock import MockRules, mock_batch
+from megacp.core.distributed.parameter import spec_of
+from megacp.core.models import build
+from megacp.core.optim.adamw import FlatAdamW, SliceRule
+from megacp.core.tensor_parallel.linear import LinearSpec
+from megacp.core.training.step import ParallelModel
 from tests.backends.engine_layers import emulated_layers
 from tests.backends.engine_stub import needs_engine
 from tests.ranks import grid, run_ranks

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacp.checkpoint import pending as module
-from megacp.checkpoint.commit import LoadedCheckpoint, load_checkpoint, save_checkpoint
-from megacp.checkpoint.directory import LATEST_FILE, committed
-from megacp.checkpoint.manifest import MANIFEST_FILE
-from megacp.checkpoint.names import TensorBox
-from megacp.checkpoint.pending import SaveError
-from megacp.distributed.grid import Axis, single_axis
+from megacp.core.checkpoint import pending as module
+from megacp.core.checkpoint.commit import LoadedCheckpoint, load_checkpoint, save_checkpoint
+from megacp.core.checkpoint.directory import LATEST_FILE, committed
+from megacp.core.checkpoint.manifest import MANIFEST_FILE
+from megacp.core.checkpoint.names import TensorBox
+from megacp.core.checkpoint.pending import SaveError
+from megacp.core.distributed.grid import Axis, single_axis
 from tests.ranks import grid, run_ranks
 
 WORLD = single_axis("world")

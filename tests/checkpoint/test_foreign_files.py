@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from megacp.checkpoint import pending as module
-from megacp.checkpoint.commit import load_checkpoint
-from megacp.checkpoint.directory import LATEST_FILE, refuse_unpointable
-from megacp.checkpoint.lock import LOCK_FILE, DirectoryLock
-from megacp.checkpoint.manifest import MANIFEST_FILE
-from megacp.checkpoint.pending import SaveError
-from megacp.checkpoint.storage import INDEX_FILE
+from megacp.core.checkpoint import pending as module
+from megacp.core.checkpoint.commit import load_checkpoint
+from megacp.core.checkpoint.directory import LATEST_FILE, refuse_unpointable
+from megacp.core.checkpoint.lock import LOCK_FILE, DirectoryLock
+from megacp.core.checkpoint.manifest import MANIFEST_FILE
+from megacp.core.checkpoint.pending import SaveError
+from megacp.core.checkpoint.storage import INDEX_FILE
 from tests.checkpoint.test_commit import WORLD, save, value
 from tests.test_files import odd_file
 

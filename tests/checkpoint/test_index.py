@@ -14,8 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megacp.checkpoint.index import GlobalTensor, Index, StoredBox, read_index
-from megacp.checkpoint.storage import INDEX_FILE
+from megacp.core.checkpoint.index import GlobalTensor, Index, StoredBox, read_index
+from megacp.core.checkpoint.storage import INDEX_FILE
 from tests.checkpoint.test_storage import TensorBox, whole_box, write_payload
 
 pytestmark = pytest.mark.timeout(60)

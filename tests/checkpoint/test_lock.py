@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from megacp.checkpoint.directory import remove_leftovers, traces_of_checkpoints
-from megacp.checkpoint.lock import LOCK_FILE, DirectoryLock
+from megacp.core.checkpoint.directory import remove_leftovers, traces_of_checkpoints
+from megacp.core.checkpoint.lock import LOCK_FILE, DirectoryLock
 
 _HOLD = """
 import sys, time
-from megacp.checkpoint.lock import DirectoryLock
+from megacp.core.checkpoint.lock import DirectoryLock
 lock = DirectoryLock(sys.argv[1])
 print("held", flush=True)
 sys.stdin.read()
@@ -79,7 +79,7 @@ def test_a_file_system_without_locks_is_told_and_no_reason_to_stop(
     def unsupported(*_: object) -> None:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr("megacp.files.fcntl.lockf", unsupported)
+    monkeypatch.setattr("megacp.core.storage.files.fcntl.lockf", unsupported)
     lock = DirectoryLock(tmp_path)
     assert lock.problem is not None and "Function not implemented" in lock.problem and "second run" in lock.problem
     lock.release()

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.checkpoint.commit import load_checkpoint, peek
-from megacp.checkpoint.manifest import (
+from megacp.core.checkpoint.commit import load_checkpoint, peek
+from megacp.core.checkpoint.manifest import (
     MANIFEST_FILE,
     CheckpointManifest,
     FileRecord,
@@ -21,7 +21,7 @@ from megacp.checkpoint.manifest import (
     read_manifest,
     to_json,
 )
-from megacp.files import sha256_of
+from megacp.core.storage.files import sha256_of
 from tests.checkpoint.test_commit import WORLD, save
 from tests.test_files import odd_file
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megacp.checkpoint.commit import load_checkpoint, peek, save_checkpoint
-from megacp.checkpoint.directory import LATEST_FILE, committed, traces_of_checkpoints
-from megacp.checkpoint.manifest import MANIFEST_FILE, read_manifest
-from megacp.checkpoint.names import TensorBox
-from megacp.checkpoint.pending import Contents, PendingCheckpoint, SaveError
-from megacp.storage.retry import UnreachableError
-from megacp.storage.url import Url
+from megacp.core.checkpoint.commit import load_checkpoint, peek, save_checkpoint
+from megacp.core.checkpoint.directory import LATEST_FILE, committed, traces_of_checkpoints
+from megacp.core.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from megacp.core.checkpoint.names import TensorBox
+from megacp.core.checkpoint.pending import Contents, PendingCheckpoint, SaveError
+from megacp.core.storage.retry import UnreachableError
+from megacp.core.storage.url import Url
 from tests.checkpoint.test_commit import WORLD, boxes, value
 from tests.storage.stores import FlakyStore, flaky, memory, under_flaky
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from megacp.checkpoint import pending
-from megacp.checkpoint.commit import load_checkpoint
-from megacp.checkpoint.directory import committed
-from megacp.checkpoint.manifest import FileRecord
-from megacp.checkpoint.pending import SaveError
-from megacp.checkpoint.storage import PayloadWriter, rank_file
-from megacp.distributed.grid import GridShape, build_grid, patient, single_axis
-from megacp.files import seen
+from megacp.core.checkpoint import pending
+from megacp.core.checkpoint.commit import load_checkpoint
+from megacp.core.checkpoint.directory import committed
+from megacp.core.checkpoint.manifest import FileRecord
+from megacp.core.checkpoint.pending import SaveError
+from megacp.core.checkpoint.storage import PayloadWriter, rank_file
+from megacp.core.distributed.grid import GridShape, build_grid, patient, single_axis
+from megacp.core.storage.files import seen
 from tests.checkpoint.test_pending import begin, boxes
 from tests.ranks import grid, run_ranks
 

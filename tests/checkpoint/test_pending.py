@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacp.checkpoint import pending as module
-from megacp.checkpoint.commit import load_checkpoint, save_checkpoint
-from megacp.checkpoint.manifest import MANIFEST_FILE, checksum_of
-from megacp.checkpoint.names import TensorBox
-from megacp.checkpoint.pending import Contents, PendingCheckpoint, SaveError
-from megacp.checkpoint.storage import INDEX_FILE, PayloadWriter
-from megacp.distributed.grid import Axis, single_axis
-from megacp.files import sha256_of
+from megacp.core.checkpoint import pending as module
+from megacp.core.checkpoint.commit import load_checkpoint, save_checkpoint
+from megacp.core.checkpoint.manifest import MANIFEST_FILE, checksum_of
+from megacp.core.checkpoint.names import TensorBox
+from megacp.core.checkpoint.pending import Contents, PendingCheckpoint, SaveError
+from megacp.core.checkpoint.storage import INDEX_FILE, PayloadWriter
+from megacp.core.distributed.grid import Axis, single_axis
+from megacp.core.storage.files import sha256_of
 from tests.ranks import grid, run_ranks
 
 WORLD = single_axis("world")

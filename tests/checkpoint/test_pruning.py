@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megacp.checkpoint.commit import load_checkpoint, save_checkpoint
-from megacp.checkpoint.directory import LATEST_FILE, point_and_prune, refuse_unpointable, remove_leftovers
-from megacp.checkpoint.pending import SaveError
+from megacp.core.checkpoint.commit import load_checkpoint, save_checkpoint
+from megacp.core.checkpoint.directory import LATEST_FILE, point_and_prune, refuse_unpointable, remove_leftovers
+from megacp.core.checkpoint.pending import SaveError
 from tests.checkpoint.test_commit import WORLD, _flip, _truncate, boxes, save, value
 from tests.training.runs import TINY, run
 

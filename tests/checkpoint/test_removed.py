@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from megacp.checkpoint import commit as module
-from megacp.checkpoint.commit import RemovedError, again_when_removed, load_checkpoint
-from megacp.checkpoint.directory import LATEST_FILE
-from megacp.distributed.grid import Axis
+from megacp.core.checkpoint import commit as module
+from megacp.core.checkpoint.commit import RemovedError, again_when_removed, load_checkpoint
+from megacp.core.checkpoint.directory import LATEST_FILE
+from megacp.core.distributed.grid import Axis
 from tests.checkpoint.test_commit import WORLD, save, value
 from tests.ranks import grid, run_ranks
 

@@ -12,12 +12,12 @@ import pytest
 import safetensors.torch as safetensors
 import torch
 
-from megacp.checkpoint import storage
-from megacp.checkpoint.manifest import FileRecord
-from megacp.checkpoint.names import TensorBox
-from megacp.checkpoint.storage import INDEX_FILE, Payload, PayloadError, PayloadWriter
-from megacp.distributed.grid import single_axis
-from megacp.files import sha256_of
+from megacp.core.checkpoint import storage
+from megacp.core.checkpoint.manifest import FileRecord
+from megacp.core.checkpoint.names import TensorBox
+from megacp.core.checkpoint.storage import INDEX_FILE, Payload, PayloadError, PayloadWriter
+from megacp.core.distributed.grid import single_axis
+from megacp.core.storage.files import sha256_of
 
 WORLD = single_axis("world")
 FILE = "rank_00000.safetensors"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megacp.config.blend import WeightedFolder, path_problems, weighted_folders
-from megacp.config.checks.check import check
-from megacp.config.run import RunConfig, with_values
+from megacp.core.config.blend import WeightedFolder, path_problems, weighted_folders
+from megacp.core.config.checks.check import check
+from megacp.core.config.run import RunConfig, with_values
 
 
 def told(*path: str) -> list[str]:

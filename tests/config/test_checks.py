@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacp.config.checks.check import SECTIONS, check, require
-from megacp.config.run import RunConfig, fields, flag, with_values
+from megacp.core.config.checks.check import SECTIONS, check, require
+from megacp.core.config.run import RunConfig, fields, flag, with_values
 
 GOOD = with_values(RunConfig(), {"vocab_size": 64})
 
@@ -248,7 +248,7 @@ def test_every_reason_has_a_contradiction_above() -> None:
         for place in _fired(section, with_values(GOOD, values), world)
     }
     told = {place for section in SECTIONS for place in _yields(section)}
-    silent = {name.removeprefix("megacp.config.checks.") for name, _ in told - fired}
+    silent = {name.removeprefix("megacp.core.config.checks.") for name, _ in told - fired}
     assert silent <= {"multiples", "checkpoint"}, told - fired
 
 
@@ -425,6 +425,6 @@ def test_traces_never_lie_in_the_folder_of_the_null_device(tmp_path) -> None:
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_run(tmp_path, monkeypatch) -> None:
     """Would catch a run that trains first and finds out when it saves."""
-    monkeypatch.setattr("megacp.config.checks.checkpoint.os.access", lambda path, mode: False)
+    monkeypatch.setattr("megacp.core.config.checks.checkpoint.os.access", lambda path, mode: False)
     reasons = check(with_values(GOOD, {"save": str(tmp_path / "a" / "b")}), 1)
     assert reasons == [f"--save {tmp_path / 'a' / 'b'}: cannot be written, {tmp_path} does not allow it"]

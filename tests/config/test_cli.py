@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megacp.config.cli import given_names, parse
-from megacp.config.run import RunConfig, fields, flag, flatten, with_values
-from megacp.config.yaml_file import from_yaml, to_yaml
+from megacp.core.config.cli import given_names, parse
+from megacp.core.config.run import RunConfig, fields, flag, flatten, with_values
+from megacp.core.config.yaml_file import from_yaml, to_yaml
 
 
 def test_no_arguments_give_the_defaults() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megacp.config.checks.idle import idle_notes
-from megacp.config.run import RunConfig, with_values
+from megacp.core.config.checks.idle import idle_notes
+from megacp.core.config.run import RunConfig, with_values
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.config.cli import parse
-from megacp.config.safe_yaml import load_yaml
-from megacp.config.yaml_file import from_yaml
+from megacp.core.config.cli import parse
+from megacp.core.config.safe_yaml import load_yaml
+from megacp.core.config.yaml_file import from_yaml
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megacp.config.checks.check import check
-from megacp.config.cli import parse
-from megacp.config.smaller_grid import largest_grid
+from megacp.core.config.checks.check import check
+from megacp.core.config.checks.smaller_grid import largest_grid
+from megacp.core.config.cli import parse
 
 MODEL = [
     *("--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4", "--num-query-groups", "4"),

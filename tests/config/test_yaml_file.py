@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacp.config.run import RunConfig, fields, flatten, with_values
-from megacp.config.yaml_file import from_yaml, to_yaml, values_of_file
+from megacp.core.config.run import RunConfig, fields, flatten, with_values
+from megacp.core.config.yaml_file import from_yaml, to_yaml, values_of_file
 
 BY_TYPE = {
     bool: st.booleans(),

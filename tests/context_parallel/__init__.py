@@ -1,1 +1,1 @@
-"""Tests of megacp/context_parallel."""
+"""Tests of megacp/core/context_parallel."""

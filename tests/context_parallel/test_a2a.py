@@ -11,16 +11,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megacp.context_parallel.a2a import HeadsForSequence, WholeHeadsForSequence, dot_products, stand_in
-from megacp.context_parallel.layout import LAYOUTS
-from megacp.context_parallel.local import LocalAttention
-from megacp.context_parallel.plan import AttentionPlan
-from megacp.context_parallel.shard import shard_batch
-from megacp.context_parallel.sizes import AttentionSizes, head_messages, head_shares
-from megacp.distributed.grid import single_axis
-from megacp.ops.flex import FlexKernel
-from megacp.ops.kernel import QKV
-from megacp.ops.tile_kernels import MathKernel
+from megacp.core.context_parallel.a2a import HeadsForSequence, WholeHeadsForSequence, dot_products, stand_in
+from megacp.core.context_parallel.layout import LAYOUTS
+from megacp.core.context_parallel.local import LocalAttention
+from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.context_parallel.shard import shard_batch
+from megacp.core.context_parallel.sizes import AttentionSizes, head_messages, head_shares
+from megacp.core.distributed.grid import single_axis
+from megacp.core.ops.flex import FlexKernel
+from megacp.core.ops.kernel import QKV
+from megacp.core.ops.tile_kernels import MathKernel
 from tests.context_parallel.test_attention import DIM, Case, attend, batch_of, compare, on_ranks, qkv_and_gradient
 from tests.ops.test_flex import dense
 from tests.ranks import grid, run_ranks

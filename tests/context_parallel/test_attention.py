@@ -14,19 +14,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megacp.batch import PackedBatch
-from megacp.context_parallel.attention import TRANSPORTS, TransportOptions, core_attention, select_transport
-from megacp.context_parallel.kv_exchange import KVExchange, exchange_stages, needed_rows
-from megacp.context_parallel.layout import LAYOUTS
-from megacp.context_parallel.local import LocalAttention
-from megacp.context_parallel.shard import LocalBatch, shard_batch
-from megacp.context_parallel.sizes import AttentionSizes
-from megacp.distributed.grid import Axis, single_axis
-from megacp.ops.calls import Allowed, Widths
-from megacp.ops.kernel import QKV, Partial, widths_of
-from megacp.ops.mask import TileTable, allowed
-from megacp.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotate
-from megacp.ops.tile_kernels import MathKernel
+from megacp.core.context_parallel.attention import TRANSPORTS, TransportOptions, core_attention, select_transport
+from megacp.core.context_parallel.kv_exchange import KVExchange, exchange_stages, needed_rows
+from megacp.core.context_parallel.layout import LAYOUTS
+from megacp.core.context_parallel.local import LocalAttention
+from megacp.core.context_parallel.shard import LocalBatch, shard_batch
+from megacp.core.context_parallel.sizes import AttentionSizes
+from megacp.core.data.batch import PackedBatch
+from megacp.core.distributed.grid import Axis, single_axis
+from megacp.core.ops.calls import Allowed, Widths
+from megacp.core.ops.kernel import QKV, Partial, widths_of
+from megacp.core.ops.mask import TileTable, allowed
+from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotate
+from megacp.core.ops.tile_kernels import MathKernel
 from tests.ranks import RankError, grid, run_ranks
 from tests.reference import attention as reference
 from tests.reference.packs import metadata, random_batch, video_batch

@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.context_parallel import balance
-from megacp.context_parallel.balance import MOST_AREA, deal_balanced, remote_rows
-from megacp.context_parallel.regroup import Regrouping
-from megacp.context_parallel.shard import mask_metadata
-from megacp.data.synthetic.mixed import mixed_row
-from megacp.ops.mask import Metadata, allowed
+from megacp.core.context_parallel import balance
+from megacp.core.context_parallel.balance import MOST_AREA, deal_balanced, remote_rows
+from megacp.core.context_parallel.regroup import Regrouping
+from megacp.core.context_parallel.shard import mask_metadata
+from megacp.core.data.synthetic.mixed import mixed_row
+from megacp.core.ops.mask import Metadata, allowed
 from tests.reference.packs import metadata, random_batch
 
 
 def stretches(meta: Metadata, cp: int, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
     """The balanced layout before documents are dealt anew."""
     with monkeypatch.context() as patch:
-        patch.setattr("megacp.context_parallel.regroup.ATTEMPTS", 0)
+        patch.setattr("megacp.core.context_parallel.regroup.ATTEMPTS", 0)
         return deal_balanced(meta, cp)
 
 
@@ -82,7 +82,7 @@ def test_dealing_anew_saves_remote_rows_of_mixed_packs_within_the_limit_of_area(
 
 def regrouped(start: list[list[int]], cost: np.ndarray, limit: float, monkeypatch: pytest.MonkeyPatch) -> list:
     """Two documents of four rows each, dealt anew; ranks in the order of their first row."""
-    monkeypatch.setattr("megacp.context_parallel.regroup.TOKENS_OF_AN_ATTEMPT", 1)  # 8 attempts
+    monkeypatch.setattr("megacp.core.context_parallel.regroup.TOKENS_OF_AN_ATTEMPT", 1)  # 8 attempts
     found = Regrouping(np.repeat([0, 1], 4), np.array(start), cost, {0: 2, 1: 2}, limit).run()
     return sorted(found.tolist())
 

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.batch import PackedBatch
-from megacp.context_parallel.balance import density_order, keys_crossing
-from megacp.context_parallel.layout import LAYOUTS, select_layout
-from megacp.context_parallel.plan import AttentionPlan, key_order
-from megacp.context_parallel.shard import LocalBatch, shard_batch
-from megacp.distributed.grid import Axis
-from megacp.ops.mask import Metadata, allowed, tile_table
+from megacp.core.context_parallel.balance import density_order, keys_crossing
+from megacp.core.context_parallel.layout import LAYOUTS, select_layout
+from megacp.core.context_parallel.plan import AttentionPlan, key_order
+from megacp.core.context_parallel.shard import LocalBatch, shard_batch
+from megacp.core.data.batch import PackedBatch
+from megacp.core.distributed.grid import Axis
+from megacp.core.ops.mask import Metadata, allowed, tile_table
 from tests.reference.packs import dense_mask, metadata, random_batch, video_batch
 
 FIELDS = ("tokens", "labels", "loss_weights", "position_ids")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from megacp.context_parallel.attention import core_attention
-from megacp.context_parallel.layout import LAYOUTS
-from megacp.context_parallel.ring import RingAttention
-from megacp.context_parallel.shard import shard_batch
-from megacp.distributed.grid import Axis
-from megacp.ops.kernel import KV, QKV, Partial, Saved
-from megacp.ops.mask import TileTable
-from megacp.ops.tile_kernels import MathKernel
+from megacp.core.context_parallel.attention import core_attention
+from megacp.core.context_parallel.layout import LAYOUTS
+from megacp.core.context_parallel.ring import RingAttention
+from megacp.core.context_parallel.shard import shard_batch
+from megacp.core.distributed.grid import Axis
+from megacp.core.ops.kernel import KV, QKV, Partial, Saved
+from megacp.core.ops.mask import TileTable
+from megacp.core.ops.tile_kernels import MathKernel
 from tests.ranks import grid, run_ranks
 from tests.reference.packs import random_batch
 

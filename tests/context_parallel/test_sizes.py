@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.config.run import RunConfig, with_values
-from megacp.context_parallel.attention import TransportOptions, core_attention, select_transport
-from megacp.context_parallel.auto.counts import exchanged_rows
-from megacp.context_parallel.layout import LAYOUTS
-from megacp.context_parallel.shard import shard_batch
-from megacp.context_parallel.sizes import (
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.context_parallel.attention import TransportOptions, core_attention, select_transport
+from megacp.core.context_parallel.auto.counts import exchanged_rows
+from megacp.core.context_parallel.layout import LAYOUTS
+from megacp.core.context_parallel.shard import shard_batch
+from megacp.core.context_parallel.sizes import (
     SENT,
     AttentionSizes,
     Sent,

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.batch import PackedBatch, VisionInputs
-from megacp.context_parallel.layout import LAYOUTS, select_layout
-from megacp.context_parallel.shard import LocalBatch, shard_batch
-from megacp.context_parallel.vision import EXCHANGES, add_features, feature_routes, place_features
-from megacp.data.media.shards import compute_image_shard_boundaries, longest_first, uniform_boundaries
-from megacp.distributed.grid import Axis
+from megacp.core.context_parallel.layout import LAYOUTS, select_layout
+from megacp.core.context_parallel.shard import LocalBatch, shard_batch
+from megacp.core.context_parallel.vision import EXCHANGES, add_features, feature_routes, place_features
+from megacp.core.data.batch import PackedBatch, VisionInputs
+from megacp.core.data.image_shards import compute_image_shard_boundaries, longest_first, uniform_boundaries
+from megacp.core.distributed.grid import Axis
 from tests.ranks import grid, run_ranks
 from tests.reference.packs import random_batch, video_batch
 
@@ -198,7 +198,7 @@ def test_routed_bytes_are_about_one_in_cp_of_the_gathered_ones() -> None:
 
 
 def _row(tokens: int) -> Any:
-    from megacp.ops.mask import Metadata
+    from megacp.core.ops.mask import Metadata
 
     zeros = np.zeros(tokens, int)
     return Metadata(zeros, zeros, zeros, np.arange(tokens))

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from megacp import files
-from megacp.data.packed.manifest import DatasetManifest, FileEntry, TokenizerInfo
-from megacp.data.packed.writer import Segment, SegmentUnit, ShardWriter
+from megacp.core.data.manifest import DatasetManifest, FileEntry, TokenizerInfo
+from megacp.core.storage import files
+from megacp.prepare.build.writer import Segment, SegmentUnit, ShardWriter
 
 
 def write_dataset(

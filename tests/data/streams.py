@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from tests.data.media.pictures import moving
+from tests.prepare.media.pictures import moving
 
 
 def patterned(number: int, width: int, height: int, rng: np.random.Generator) -> np.ndarray:

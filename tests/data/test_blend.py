@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.data.blend import FINEST, BlendOrder, PackBlend, earliest_deadline, largest_lag, whole_parts
-from megacp.data.loader import DataRank, LoaderOptions, step_batches, validation_steps
-from megacp.data.packed.reader import PackedDataset
+from megacp.core.data.blend import FINEST, BlendOrder, PackBlend, earliest_deadline, largest_lag, whole_parts
+from megacp.core.data.loader import DataRank, LoaderOptions, step_batches, validation_steps
+from megacp.core.data.reader import PackedDataset
 from tests.data.datasets import IMAGE_RULES, random_packs, weighted_images, write_dataset
 
 parts_of_a_blend = st.lists(st.integers(1, 60), min_size=1, max_size=9)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.data.collate import collate
-from megacp.data.packed import tables
-from megacp.data.packed.reader import Pack
-from megacp.data.packed.tables import padded_lengths
+from megacp.core.data import tables
+from megacp.core.data.collate import collate
+from megacp.core.data.reader import Pack
+from megacp.core.data.tables import padded_lengths
 from tests.reference import collate as reference
 
 
@@ -106,8 +106,8 @@ def test_a_prefix_predicts_what_all_its_branches_begin_with() -> None:
 
 def test_what_the_store_writes_is_what_collate_reads(tmp_path: Path) -> None:
     # branches of a later pack must come from its own rows of branches.npy
-    from megacp.data.packed.reader import PackedDataset
-    from megacp.data.packed.writer import Segment
+    from megacp.core.data.reader import PackedDataset
+    from megacp.prepare.build.writer import Segment
     from tests.data.datasets import write_dataset
 
     first = [Segment(np.arange(6), branch_starts=(2, 4)), Segment(np.arange(3))]

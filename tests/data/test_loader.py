@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.batch import PackedBatch
-from megacp.data.loader import DataRank, LoaderOptions, PackedLoader, step_batches, validation_steps
-from megacp.data.order import permuted, samples
-from megacp.data.packed import tables
-from megacp.data.packed.reader import Pack, PackedDataset
+from megacp.core.data import tables
+from megacp.core.data.batch import PackedBatch
+from megacp.core.data.loader import DataRank, LoaderOptions, PackedLoader, step_batches, validation_steps
+from megacp.core.data.order import permuted, samples
+from megacp.core.data.reader import Pack, PackedDataset
 from tests.data.datasets import random_packs, write_dataset
 
 

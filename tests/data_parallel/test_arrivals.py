@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from megacp.config.run import RunConfig, with_values
-from megacp.data.synthetic.mock import MockRules, mock_batch
-from megacp.data_parallel.arrivals import Arrivals
-from megacp.data_parallel.buckets import FlatBuckets
-from megacp.distributed.grid import single_axis
-from megacp.distributed.parameter import ParameterSpec, TensorSlice, attach
-from megacp.measure.parity_config import MODELS
-from megacp.models import build
-from megacp.training.step import ParallelModel
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.data.synthetic.mock import MockRules, mock_batch
+from megacp.core.data_parallel.arrivals import Arrivals
+from megacp.core.data_parallel.buckets import FlatBuckets
+from megacp.core.distributed.grid import single_axis
+from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach
+from megacp.core.models import build
+from megacp.core.training.step import ParallelModel
+from megacp.verify.parity_config import MODELS
 from tests.ranks import grid, run_ranks
 from tests.tensor_parallel.test_fused_gradient import SIZES
 

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megacp.data_parallel import buckets as module
-from megacp.data_parallel import shards
-from megacp.data_parallel.buckets import FlatBuckets
-from megacp.distributed.collectives import start_all_gather
-from megacp.distributed.grid import single_axis
-from megacp.distributed.parameter import ParameterSpec, TensorSlice, attach
+from megacp.core.data_parallel import buckets as module
+from megacp.core.data_parallel import shards
+from megacp.core.data_parallel.buckets import FlatBuckets
+from megacp.core.distributed.collectives import start_all_gather
+from megacp.core.distributed.grid import single_axis
+from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach
 from tests.ranks import grid, run_ranks
 
 WIDTH, DEPTH = 8, 4

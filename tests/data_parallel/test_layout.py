@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from megacp.data_parallel.layout import ALIGNMENT, plan_buckets, slices_of
-from megacp.distributed.parameter import ParameterSpec, TensorSlice, attach
+from megacp.core.data_parallel.layout import ALIGNMENT, plan_buckets, slices_of
+from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach
 
 
 def parameter(elements: int, decay: bool = True, partial: tuple[str, ...] = (), counted: bool = True) -> nn.Parameter:

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from megacp.distributed.clock import EventClock, clock_of
-from megacp.monitor.timers import Timers, WallClock
+from megacp.core.distributed.clock import EventClock, clock_of
+from megacp.core.monitor.timers import Timers, WallClock
 
 
 class Queue:

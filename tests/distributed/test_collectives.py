@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from megacp.distributed import collectives
-from megacp.distributed.grid import Axis, single_axis
+from megacp.core.distributed import collectives
+from megacp.core.distributed.grid import Axis, single_axis
 from tests.ranks import grid, run_ranks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32)

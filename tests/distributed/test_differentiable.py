@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megacp.distributed import differentiable as d
-from megacp.distributed.grid import Axis, single_axis
+from megacp.core.distributed import differentiable as d
+from megacp.core.distributed.grid import Axis, single_axis
 from tests.ranks import grid, run_ranks
 
 Function = Callable[[torch.Tensor, Axis], torch.Tensor]

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.distributed.collectives import all_reduce
-from megacp.distributed.grid import AXES, Axis, GridShape, build_grid, connect, single_axis, split_axis
-from megacp.distributed.groups import CHANNEL_CTAS, group_options
+from megacp.core.distributed.collectives import all_reduce
+from megacp.core.distributed.grid import AXES, Axis, GridShape, build_grid, connect, single_axis, split_axis
+from megacp.core.distributed.groups import CHANNEL_CTAS, group_options
 from tests.ranks import grid, run_ranks
 from tests.reference import grid as reference
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacp.distributed.collectives import all_gather
-from megacp.distributed.grid import GridShape
-from megacp.distributed.launch import (
+from megacp.core.distributed.collectives import all_gather
+from megacp.core.distributed.grid import GridShape
+from megacp.core.distributed.launch import (
     World,
     device_type,
     meet,

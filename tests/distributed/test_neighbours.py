@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megacp.distributed import neighbours
-from megacp.distributed.collectives import (
+from megacp.core.distributed import neighbours
+from megacp.core.distributed.collectives import (
     all_gather,
     all_reduce,
     barrier,
@@ -26,9 +26,9 @@ from megacp.distributed.collectives import (
     reduce_scatter,
     start_all_to_all,
 )
-from megacp.distributed.grid import Axis, GridShape, build_grid, split_axis
-from megacp.distributed.neighbours import Whereabouts, connect
-from megacp.distributed.p2p import irecv, isend, start_shift
+from megacp.core.distributed.grid import Axis, GridShape, build_grid, split_axis
+from megacp.core.distributed.neighbours import Whereabouts, connect
+from megacp.core.distributed.p2p import irecv, isend, start_shift
 from tests.ranks import RankError, grid, run_ranks
 
 SIZES = (1, 7, 1024, 1025, 3000, 70_001)

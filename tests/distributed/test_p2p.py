@@ -7,10 +7,10 @@ import gc
 import pytest
 import torch
 
-from megacp.distributed import p2p
-from megacp.distributed.collectives import Pending
-from megacp.distributed.grid import Axis
-from megacp.distributed.p2p import Handle, Shift, irecv, isend, start_shift
+from megacp.core.distributed import p2p
+from megacp.core.distributed.collectives import Pending
+from megacp.core.distributed.grid import Axis
+from megacp.core.distributed.p2p import Handle, Shift, irecv, isend, start_shift
 from tests.ranks import RankError, grid, run_ranks
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from megacp.distributed.collectives import all_reduce
+from megacp.core.distributed.collectives import all_reduce
 from tests.ranks import RankError, grid, run_ranks
 
 

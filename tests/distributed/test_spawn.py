@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megacp.distributed.spawn import RankFailure, RankPool, run_ranks
+from megacp.core.distributed.spawn import RankFailure, RankPool, run_ranks
 
 
 def total(rank: int, world_size: int, factor: int) -> tuple[int, int]:
@@ -46,10 +46,10 @@ for module in (torch.cuda, torch.accelerator):
     for name in ("is_available", "device_count", "current_device_index", "init", "_lazy_init"):
         setattr(module, name, lambda *_: sys.exit(f"{name} was asked"))
 import megacp.train, importlib
-from megacp.distributed.spawn import preloaded
+from megacp.core.distributed.spawn import preloaded
 for name in preloaded():
     importlib.import_module(name)
-assert "megacp.training.trainer" in preloaded()
+assert "megacp.core.training.trainer" in preloaded()
 print(threading.active_count())
 """
 

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from examples import digits_to_jsonl, evaluate_digits
-from megacp.commands import convert, generate, preprocess
+from megacp.huggingface import convert_command as convert
+from megacp.huggingface import generate_command as generate
+from megacp.prepare import command as preprocess
 from megacp.train import main as train
-from tests.data.build.builds import files
+from tests.prepare.build.builds import files
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import yaml
 
-from megacp.commands import preprocess
-from megacp.config.yaml_file import values_of_file
-from megacp.data.packed.reader import PackedDataset
+from megacp.core.config.yaml_file import values_of_file
+from megacp.core.data.reader import PackedDataset
+from megacp.prepare import command as preprocess
 from megacp.train import main
-from tests.data.build.builds import write_records
 from tests.data.datasets import random_packs, write_dataset
+from tests.prepare.build.builds import write_records
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from megacp.models.head import OutputHead
+from megacp.core.models.head import OutputHead
+from megacp.core.training.step import ParallelModel, StepResult
 from megacp.train import main
-from megacp.training.step import ParallelModel, StepResult
 from tests.training.runs import train_on_rank
 
 SICKNESSES = ("nan loss", "nan loss once", "nan weight", "spike")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megacp.checkpoint.commit import load_checkpoint
-from megacp.checkpoint.directory import committed
-from megacp.distributed.grid import single_axis
+from megacp.core.checkpoint.commit import load_checkpoint
+from megacp.core.checkpoint.directory import committed
+from megacp.core.distributed.grid import single_axis
 from tests.faults.processes import Ended, ends, environment, free_port, launch
 from tests.training.runs import TINY, grid_flags
 

@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacp.checkpoint.commit import load_checkpoint
-from megacp.data.packed.reader import PackedDataset
-from megacp.data.packed.verify import verify
-from megacp.distributed.grid import single_axis
+from megacp.core.checkpoint.commit import load_checkpoint
+from megacp.core.data.reader import PackedDataset
+from megacp.core.data.verify import verify
+from megacp.core.distributed.grid import single_axis
 from tests.data.datasets import IMAGE_RULES, weighted_images, write_dataset
 from tests.ranks import RankError, run_ranks
 from tests.tools import test_preprocess_images

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from megacp.checkpoint.commit import load_checkpoint
-from megacp.checkpoint.directory import committed
-from megacp.config.cli import parse
-from megacp.distributed.grid import single_axis
+from megacp.core.checkpoint.commit import load_checkpoint
+from megacp.core.checkpoint.directory import committed
+from megacp.core.config.cli import parse
+from megacp.core.distributed.grid import single_axis
+from megacp.core.training.sources import open_sources
+from megacp.core.training.state import Progress
+from megacp.core.training.step import ParallelModel
+from megacp.core.training.stopping import FAILED
 from megacp.train import main, prepare
-from megacp.training.sources import open_sources
-from megacp.training.state import Progress
-from megacp.training.step import ParallelModel
-from megacp.training.stopping import FAILED
 from tests.faults.sick_run import train_sick
 from tests.ranks import grid, run_ranks
 from tests.training.runs import TINY, losses, save

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from tests.data.build.builds import run, visible, write_records
+from tests.prepare.build.builds import run, visible, write_records
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 RECORDS, UNIT_BYTES = 12_000, 12_000
 FLAGS = ["--tokenizer", "byte", "--seq-length", "128", "--unit-bytes", str(UNIT_BYTES), "--seed", "3"]
-MAIN = "import sys; from megacp.commands.preprocess import main; sys.exit(main())"
+MAIN = "import sys; from megacp.prepare.command import main; sys.exit(main())"
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megacp.checkpoint.directory import committed
-from megacp.training.stopping import REASONS, STOPPED, StopSignal
+from megacp.core.checkpoint.directory import committed
+from megacp.core.training.stopping import REASONS, STOPPED, StopSignal
 from tests.training.runs import TINY, losses
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megacp.measure import gpu_checks
-from megacp.measure.gpu_checks import CheckSizes, Finding
+from megacp.verify import gpu_checks
+from megacp.verify.gpu_checks import CheckSizes, Finding
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.context_parallel.attention import core_attention
-from megacp.context_parallel.local import LocalAttention, WholeAttention
-from megacp.context_parallel.plan import AttentionPlan
-from megacp.distributed.grid import single_axis
-from megacp.ops import flex
-from megacp.ops.kernel import Kernel, empty_partial
-from megacp.ops.kernels import kernel_problem, select_kernel
-from megacp.ops.mask import Metadata, allowed, tile_table
+from megacp.core.context_parallel.attention import core_attention
+from megacp.core.context_parallel.local import LocalAttention, WholeAttention
+from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.distributed.grid import single_axis
+from megacp.core.ops import flex
+from megacp.core.ops.kernel import Kernel, empty_partial
+from megacp.core.ops.kernels import kernel_problem, select_kernel
+from megacp.core.ops.mask import Metadata, allowed, tile_table
 from tests.ops.test_flex import CPU, split
 from tests.ops.test_kernels import by_autograd, by_tiles
 from tests.reference.packs import metadata, random_batch

@@ -1,1 +1,1 @@
-"""Tests of megacp/models."""
+"""Tests of megacp/core/models."""

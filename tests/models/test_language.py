@@ -10,9 +10,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megacp.models import block
-from megacp.models.build import build_chunks
-from megacp.training.step import ParallelModel
+from megacp.core.models import block
+from megacp.core.models.build import build_chunks
+from megacp.core.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
 from tests.reference import decoder
 from tests.reference.sharding import Pieces, assemble, pieces_of

@@ -1,4 +1,4 @@
-"""Low-rank pairs: the same numbers on every grid as on one process; tests/convert/test_lora.py has those of peft."""
+"""Low-rank pairs: the same numbers on every grid as on one process; the converter's tests have those of peft."""
 
 from __future__ import annotations
 

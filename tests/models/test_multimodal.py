@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.batch import PackedBatch
-from megacp.context_parallel.layout import LAYOUTS
-from megacp.context_parallel.shard import shard_batch
-from megacp.distributed.parameter import spec_of
-from megacp.models.build import build_chunks
-from megacp.models.language import LanguageModelChunk
+from megacp.core.context_parallel.layout import LAYOUTS
+from megacp.core.context_parallel.shard import shard_batch
+from megacp.core.data.batch import PackedBatch
+from megacp.core.distributed.parameter import spec_of
+from megacp.core.models.build import build_chunks
+from megacp.core.models.language import LanguageModelChunk
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import Pieces, assemble, fill, pieces_of
 from tests.reference.training import Values, config_of

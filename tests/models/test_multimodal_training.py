@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacp.batch import PackedBatch
-from megacp.config.run import RunConfig, with_values
-from megacp.measure.parity import TOLERANCES, compare, train_rank
-from megacp.measure.parity_config import ParityRequest, prepare
-from megacp.training.state import Progress, load
-from megacp.training.step import ParallelModel
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.data.batch import PackedBatch
+from megacp.core.training.state import Progress, load
+from megacp.core.training.step import ParallelModel
+from megacp.verify.parity import TOLERANCES, compare, train_rank
+from megacp.verify.parity_config import ParityRequest, prepare
 from tests.ranks import grid, run_ranks
 from tests.reference.packs import random_batch
 from tests.reference.sharding import Pieces, assemble

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megacp.config.run import RunConfig
-from megacp.models import offload
-from megacp.models.offload import HostMemory, Passage, SavedStorage
-from megacp.planner import activations, memory
-from megacp.training.step import ParallelModel
+from megacp.core.config.run import RunConfig
+from megacp.core.models import offload
+from megacp.core.models.offload import HostMemory, Passage, SavedStorage
+from megacp.core.planner import activations, memory
+from megacp.core.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
 from tests.reference.packs import random_batch
 from tests.reference.training import config_of, step_batches, train

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from megacp.monitor.pace import Pace
-from megacp.monitor.timers import Breakdown, Timers, unmeasured
-from megacp.monitor.trace import Trace
+from megacp.core.monitor.pace import Pace
+from megacp.core.monitor.timers import Breakdown, Timers, unmeasured
+from megacp.core.monitor.trace import Trace
 from tests.ranks import run_ranks
 from tests.training.runs import TINY, grid_flags, train_on_rank
 
@@ -78,7 +78,7 @@ def test_no_profiler_exists_outside_of_its_steps(tmp_path: Path) -> None:
 
 def _slow(rank: int, world: int, flags: Sequence[str], slow: int) -> int:
     """A run of which one rank takes a tenth of a second more in every move of a row."""
-    from megacp.training.step import ParallelModel
+    from megacp.core.training.step import ParallelModel
 
     real = ParallelModel._moved
 
@@ -118,7 +118,7 @@ def test_a_line_says_mean_longest_and_who() -> None:
 def test_time_left_follows_the_median_step_also_of_a_resumed_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch an estimate from the time since the start, which compilation and a resume falsify."""
     now = {"time": 100.0}
-    monkeypatch.setattr("megacp.monitor.pace.time.monotonic", lambda: now["time"])
+    monkeypatch.setattr("megacp.core.monitor.pace.time.monotonic", lambda: now["time"])
     pace, left = Pace(), []
     for seconds, steps in ((60.0, 999), (2.0, 998), (2.0, 997), (30.0, 996), (2.0, 995)):
         now["time"] += seconds
@@ -130,7 +130,7 @@ def test_time_left_follows_the_median_step_also_of_a_resumed_run(monkeypatch: py
 def test_step_lines_have_epoch_seconds_and_time_left_after_a_resume_too(
     tmp_path: Path, packed_dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megacp.data.packed.reader import PackedDataset
+    from megacp.core.data.reader import PackedDataset
     from megacp.train import main
 
     base = [text for text in TINY if text not in ("--vocab-size", "61")]

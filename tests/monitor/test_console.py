@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from megacp.monitor.console import Console
+from megacp.core.monitor.console import Console
 
 _LONG = "print('x' * (1 << 20))"
 
@@ -18,7 +18,7 @@ _LONG = "print('x' * (1 << 20))"
 @pytest.mark.parametrize(
     "body",
     [
-        f"from megacp.monitor.console import ends_with_its_reader\nwith ends_with_its_reader():\n    {_LONG}",
+        f"from megacp.core.monitor.console import ends_with_its_reader\nwith ends_with_its_reader():\n    {_LONG}",
         "from megacp.train import program\nimport sys\nsys.argv[1:] = ['--help']\nprogram()",
     ],
     ids=["report", "help of the training"],
@@ -33,7 +33,7 @@ def test_a_program_that_only_prints_ends_in_silence_with_its_reader(body: str) -
 
 
 def test_a_signal_is_what_it_was_after_the_print(capfd: pytest.CaptureFixture[str]) -> None:
-    from megacp.monitor.console import ends_with_its_reader
+    from megacp.core.monitor.console import ends_with_its_reader
 
     before = signal.getsignal(signal.SIGPIPE)
     with ends_with_its_reader():

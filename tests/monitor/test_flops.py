@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megacp.monitor.flops import cpu_peak, cpu_run_peak, cuda_peak, gpu_peak, utilisation
+from megacp.core.monitor.flops import cpu_peak, cpu_run_peak, cuda_peak, gpu_peak, utilisation
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megacp.monitor.log import LogTargets, RunLog, StepRecord, duration, step_line
-from megacp.monitor.sinks import JsonlSink, RunPlaces, truncate_after
+from megacp.core.monitor.log import LogTargets, RunLog, StepRecord, duration, step_line
+from megacp.core.monitor.sinks import JsonlSink, RunPlaces, truncate_after
 
 
 def record(step: int, **changes) -> StepRecord:
@@ -303,7 +303,7 @@ def test_a_log_file_that_is_full_holds_whole_lines_and_goes_on_when_there_is_roo
         room["left"] -= done
         return done
 
-    monkeypatch.setattr("megacp.monitor.sinks.os.write", write)
+    monkeypatch.setattr("megacp.core.monitor.sinks.os.write", write)
     log = RunLog(LogTargets(console=True, jsonl=tmp_path / "log.jsonl"), total_steps=9)
     for step in range(1, 8):
         room["left"] = {3: 40, 4: 0, 5: 0}.get(step, 10**9)

@@ -8,13 +8,13 @@ import sys
 import numpy as np
 import pytest
 
-from megacp.monitor.memory import peak_bytes
+from megacp.core.monitor.memory import peak_bytes
 
 
 def test_the_peak_sees_an_allocation_that_is_gone() -> None:
     """Would catch a current value in place of the peak, KiB taken for bytes, and the peak of the parent process."""
     code = (
-        "from megacp.monitor.memory import peak_bytes; before = peak_bytes(); x = bytearray(b'x') * (64 << 20); "
+        "from megacp.core.monitor.memory import peak_bytes; before = peak_bytes(); x = bytearray(b'x') * (64 << 20); "
         "del x; grown = peak_bytes() - before; assert 60 << 20 < grown < 80 << 20, grown"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

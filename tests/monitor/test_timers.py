@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megacp.monitor.timers import Timers
+from megacp.core.monitor.timers import Timers
 
 
 class Clock:

@@ -1,1 +1,1 @@
-"""Tests of megacp/ops."""
+"""Tests of megacp/core/ops."""

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.ops.blocks import BlockCover, block_cover
-from megacp.ops.mask import Metadata, allowed, tile_table
+from megacp.core.ops.blocks import BlockCover, block_cover
+from megacp.core.ops.mask import Metadata, allowed, tile_table
 from tests.reference.packs import metadata, random_batch
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megacp.ops import calls
-from megacp.ops.calls import KernelCall, Widths, table_calls
-from megacp.ops.mask import Metadata, TileTable, allowed, tile_table
+from megacp.core.ops import calls
+from megacp.core.ops.calls import KernelCall, Widths, table_calls
+from megacp.core.ops.mask import Metadata, TileTable, allowed, tile_table
 from tests.reference.packs import metadata, random_batch
 
 NARROW, WIDE = Widths(64, 32), Widths(4096, 1024)

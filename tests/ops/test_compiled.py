@@ -10,15 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megacp.context_parallel.a2a import dot_products, stand_in
-from megacp.ops import compiled
-from megacp.ops.activation import swiglu
-from megacp.ops.compiled import fused, whole_graph
-from megacp.ops.dropout import keep_mask
-from megacp.ops.flex import gradients_of_part
-from megacp.ops.merge import merge_into
-from megacp.ops.norm import rms_norm
-from megacp.ops.rotary import rotate
+from megacp.core.context_parallel.a2a import dot_products, stand_in
+from megacp.core.ops import compiled
+from megacp.core.ops.activation import swiglu
+from megacp.core.ops.compiled import fused, whole_graph
+from megacp.core.ops.dropout import keep_mask
+from megacp.core.ops.flex import gradients_of_part
+from megacp.core.ops.merge import merge_into
+from megacp.core.ops.norm import rms_norm
+from megacp.core.ops.rotary import rotate
 
 BITS = {"rtol": 1e-14, "atol": 1e-14}  # float64; a graph may round a sum in another order
 

@@ -20,17 +20,17 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, FlexKernelOptions, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from megacp.context_parallel.a2a import WholeHeadsForSequence
-from megacp.context_parallel.attention import core_attention, select_transport
-from megacp.context_parallel.local import LocalAttention, WholeAttention
-from megacp.context_parallel.plan import AttentionPlan
-from megacp.distributed import launch
-from megacp.distributed.grid import single_axis
-from megacp.ops import flex
-from megacp.ops.kernel import Saved, empty_partial
-from megacp.ops.kernels import auto_kernel, dtype_problem, kernel_name, select_kernel
-from megacp.ops.mask import Metadata, TileTable, allowed, tile_table
-from megacp.ops.tile_kernels import MathKernel
+from megacp.core.context_parallel.a2a import WholeHeadsForSequence
+from megacp.core.context_parallel.attention import core_attention, select_transport
+from megacp.core.context_parallel.local import LocalAttention, WholeAttention
+from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.distributed import launch
+from megacp.core.distributed.grid import single_axis
+from megacp.core.ops import flex
+from megacp.core.ops.kernel import Saved, empty_partial
+from megacp.core.ops.kernels import auto_kernel, dtype_problem, kernel_name, select_kernel
+from megacp.core.ops.mask import Metadata, TileTable, allowed, tile_table
+from megacp.core.ops.tile_kernels import MathKernel
 from megacp.train import REFUSED, main
 from tests.ops.test_kernels import HEADS, by_autograd, by_tiles, draw, pack
 from tests.reference.packs import metadata, random_batch

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.ops import calls
-from megacp.ops.kernel import Kernel, Saved, accumulation_dtype, empty_partial
-from megacp.ops.kernels import select_kernel
-from megacp.ops.mask import Metadata, allowed, tile_table
-from megacp.ops.merge import merge_into
-from megacp.ops.tile_kernels import FlashKernel, MathKernel, dense_attention
+from megacp.core.ops import calls
+from megacp.core.ops.kernel import Kernel, Saved, accumulation_dtype, empty_partial
+from megacp.core.ops.kernels import select_kernel
+from megacp.core.ops.mask import Metadata, allowed, tile_table
+from megacp.core.ops.merge import merge_into
+from megacp.core.ops.tile_kernels import FlashKernel, MathKernel, dense_attention
 from tests.reference import attention as reference
 from tests.reference.packs import metadata, random_batch
 

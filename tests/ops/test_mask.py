@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.ops.mask import CAUSAL, FULL, Metadata, allowed, tile_table
+from megacp.core.ops.mask import CAUSAL, FULL, Metadata, allowed, tile_table
 from tests.reference import attention as reference
 from tests.reference.packs import dense_mask, metadata, random_batch
 

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from megacp.ops.activation import swiglu
-from megacp.ops.dropout import dropout, keep_mask
-from megacp.ops.norm import rms_norm
-from megacp.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotate
+from megacp.core.ops.activation import swiglu
+from megacp.core.ops.dropout import dropout, keep_mask
+from megacp.core.ops.norm import rms_norm
+from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotate
 from tests.reference import attention as reference
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}  # float64, a handful of operations each

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.ops.to_device import to_device
+from megacp.core.ops.to_device import to_device
 
 
 def test_on_a_cpu_nothing_is_copied() -> None:

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from megacp.distributed.grid import single_axis
-from megacp.optim.clip import clip_scale, global_norm, sum_of_squares
+from megacp.core.distributed.grid import single_axis
+from megacp.core.optim.clip import clip_scale, global_norm, sum_of_squares
 from tests.ranks import grid, run_ranks
 
 

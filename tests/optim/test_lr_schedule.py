@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from megacp.optim.lr_schedule import DECAYS, WSD_DECAYS, LrSchedule, learning_rate
+from megacp.core.optim.lr_schedule import DECAYS, WSD_DECAYS, LrSchedule, learning_rate
 
 
 def schedule(style: str, **changes: object) -> LrSchedule:

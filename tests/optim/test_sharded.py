@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
-from megacp.config.training import TrainingConfig
-from megacp.data_parallel.buckets import FlatBuckets
-from megacp.data_parallel.layout import ParameterSlice
-from megacp.distributed.grid import ProcessGrid, single_axis
-from megacp.distributed.parameter import ParameterSpec, TensorSlice, attach
-from megacp.optim.adamw import Engine, FlatAdamW, SliceRule, fused_adamw
-from megacp.optim.sharded import ShardedAdamW
+from megacp.core.config.training import TrainingConfig
+from megacp.core.data_parallel.buckets import FlatBuckets
+from megacp.core.data_parallel.layout import ParameterSlice
+from megacp.core.distributed.grid import ProcessGrid, single_axis
+from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach
+from megacp.core.optim.adamw import Engine, FlatAdamW, SliceRule, fused_adamw
+from megacp.core.optim.sharded import ShardedAdamW
 from tests.ranks import grid, run_ranks
 from tests.reference.sharded_toy import Toy, WholeToy, local_of, values
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.pipeline_parallel.partition import partition, stages
+from megacp.core.pipeline_parallel.partition import partition, stages
 from tests.reference.pipeline import every_partition
 
 costs = st.one_of(

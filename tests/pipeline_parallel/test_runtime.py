@@ -15,9 +15,16 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megacp.distributed.grid import single_axis
-from megacp.pipeline_parallel.runtime import HiddenStates, PipelineLinks, links_of, open_channels, posting_plan, run
-from megacp.pipeline_parallel.schedules import (
+from megacp.core.distributed.grid import single_axis
+from megacp.core.pipeline_parallel.runtime import (
+    HiddenStates,
+    PipelineLinks,
+    links_of,
+    open_channels,
+    posting_plan,
+    run,
+)
+from megacp.core.pipeline_parallel.schedules import (
     COMPUTE,
     RECEIVES,
     Action,

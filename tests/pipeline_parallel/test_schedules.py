@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.pipeline_parallel.schedules import (
+from megacp.core.pipeline_parallel.schedules import (
     SCHEDULES,
     Action,
     Kind,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megacp.pipeline_parallel.schedules import Action, Kind, schedule
+from megacp.core.pipeline_parallel.schedules import Action, Kind, schedule
 from tests.reference.schedule_simulator import DeadlockError, ScheduleError, simulate
 
 

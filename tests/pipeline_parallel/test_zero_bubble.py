@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.backends.select import backend_problems, select_backend
-from megacp.config.run import RunConfig, with_values
-from megacp.data.synthetic.mock import MockRules, mock_batch
-from megacp.measure.parity_config import MODELS
-from megacp.tensor_parallel.linear import gather_linear
-from megacp.tensor_parallel.weight_gradients import LaterWeightGradients, WeightProduct
-from megacp.training.step import ParallelModel
+from megacp.core.backends.select import backend_problems, select_backend
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.data.synthetic.mock import MockRules, mock_batch
+from megacp.core.tensor_parallel.linear import gather_linear
+from megacp.core.tensor_parallel.weight_gradients import LaterWeightGradients, WeightProduct
+from megacp.core.training.step import ParallelModel
+from megacp.verify.parity_config import MODELS
 from tests.ranks import grid, run_ranks
 from tests.tensor_parallel.test_fused_gradient import SIZES as TINY
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch.profiler import ProfilerActivity, profile
 
-from megacp.large_blocks import BLOCKS
+from megacp.core.large_blocks import BLOCKS
 
 
 def peak_bytes_of(work: Callable[[], object]) -> int:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from megacp.ops.mask import Metadata
+from megacp.core.ops.mask import Metadata
 
 
 def visible(q: Metadata, k: Metadata) -> np.ndarray:

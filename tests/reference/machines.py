@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megacp.context_parallel.auto.predict import KernelCost, Line, Machine, link_names
+from megacp.core.context_parallel.auto.predict import KernelCost, Line, Machine, link_names
 
 
 def machine(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megacp.data.media.geometry import ImageRules
+from megacp.core.data.geometry import ImageRules
 
 
 @functools.cache

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from megacp.batch import PackedBatch
-from megacp.ops.mask import CAUSAL, Metadata, TileTable
+from megacp.core.data.batch import PackedBatch
+from megacp.core.ops.mask import CAUSAL, Metadata, TileTable
 
 
 def random_batch(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megacp.pipeline_parallel.schedules import (
+from megacp.core.pipeline_parallel.schedules import (
     COMPUTE,
     SENDS,
     Action,

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from megacp.distributed.parameter import ParameterSpec, TensorSlice, attach, spec_of
+from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach, spec_of
 
 VOCABULARY, HIDDEN, LAYERS, VOCABULARY_MULTIPLE = 13, 6, 2, 4
 LAYER_SHAPES = {

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from megacp.batch import PackedBatch
-from megacp.config.run import RunConfig, with_values
-from megacp.data_parallel.layout import ParameterSlice
-from megacp.distributed.grid import ProcessGrid
-from megacp.training.step import ParallelModel
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.data.batch import PackedBatch
+from megacp.core.data_parallel.layout import ParameterSlice
+from megacp.core.distributed.grid import ProcessGrid
+from megacp.core.training.step import ParallelModel
 from tests.reference.packs import random_batch
 from tests.reference.sharding import Pieces
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megacp.batch import PackedBatch, VisionInputs
+from megacp.core.data.batch import PackedBatch, VisionInputs
 
 VOCAB, EXTRA = 89, 8
 IMAGE_START, IMAGE_PATCH, IMAGE_END = VOCAB, VOCAB + 1, VOCAB + 2

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megacp.storage.place import (
+from megacp.core.storage.place import (
     expanded,
     folders_in,
     open_stream,
@@ -21,7 +21,7 @@ from megacp.storage.place import (
     write_content,
     write_stream,
 )
-from megacp.storage.url import Url
+from megacp.core.storage.url import Url
 from tests.storage.stores import memory
 
 DATA = bytes(range(256)) * 1000
@@ -116,7 +116,7 @@ def test_paths_need_no_fsspec(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n")
     code = (
         "import sys; sys.modules['fsspec'] = None\n"
-        "from megacp.data.records.read import input_files, plan_units, read_extent\n"
+        "from megacp.prepare.records.read import input_files, plan_units, read_extent\n"
         f"units = plan_units(input_files([{str(tmp_path / '*.jsonl')!r}]), 100)\n"
         "assert len(list(read_extent(units[0].extents[0]))) == 1"
     )

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from megacp.storage.retry import RetryRule, UnreachableError, may_pass, retried
+from megacp.core.storage.retry import RetryRule, UnreachableError, may_pass, retried
 from tests.storage.stores import Busy, flaky, memory, under_flaky
 
 QUICK = RetryRule(attempts=4, first_seconds=0.001, most_seconds=0.002)

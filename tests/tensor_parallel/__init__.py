@@ -1,1 +1,1 @@
-"""Tests of megacp/tensor_parallel."""
+"""Tests of megacp/core/tensor_parallel."""

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacp.distributed.collectives import all_gather, all_reduce
-from megacp.distributed.differentiable import slice_of
-from megacp.distributed.grid import single_axis
-from megacp.tensor_parallel.chunked_loss import Target
-from megacp.tensor_parallel.cross_entropy import cross_entropy
-from megacp.tensor_parallel.embedding import TableSpec, VocabularyTable
-from megacp.tensor_parallel.linear import LinearOptions
+from megacp.core.distributed.collectives import all_gather, all_reduce
+from megacp.core.distributed.differentiable import slice_of
+from megacp.core.distributed.grid import single_axis
+from megacp.core.tensor_parallel.chunked_loss import Target
+from megacp.core.tensor_parallel.cross_entropy import cross_entropy
+from megacp.core.tensor_parallel.embedding import TableSpec, VocabularyTable
+from megacp.core.tensor_parallel.linear import LinearOptions
 from tests.ranks import grid, run_ranks
 from tests.reference.allocations import peak_bytes_of
 from tests.reference.head_loss import head_gradients

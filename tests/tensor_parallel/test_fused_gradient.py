@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.backends import apex
-from megacp.config.run import RunConfig, with_values
-from megacp.data.synthetic.mock import MockRules, mock_batch
-from megacp.tensor_parallel.linear import product
-from megacp.tensor_parallel.weight_gradients import WeightGradients, add_weight_gradient
-from megacp.training.step import ParallelModel
+from megacp.core.backends import apex
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.data.synthetic.mock import MockRules, mock_batch
+from megacp.core.tensor_parallel.linear import product
+from megacp.core.tensor_parallel.weight_gradients import WeightGradients, add_weight_gradient
+from megacp.core.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
 
 SIZES: dict[str, Any] = {

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacp.distributed.collectives import all_gather, all_reduce
-from megacp.distributed.differentiable import copy_to, gather_from, slice_of
-from megacp.distributed.grid import Axis
-from megacp.distributed.parameter import spec_of
-from megacp.tensor_parallel.linear import ColumnParallelLinear, LinearOptions, LinearSpec, RowParallelLinear
+from megacp.core.distributed.collectives import all_gather, all_reduce
+from megacp.core.distributed.differentiable import copy_to, gather_from, slice_of
+from megacp.core.distributed.grid import Axis
+from megacp.core.distributed.parameter import spec_of
+from megacp.core.tensor_parallel.linear import ColumnParallelLinear, LinearOptions, LinearSpec, RowParallelLinear
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import Pieces, assemble, fill, pieces_of
 

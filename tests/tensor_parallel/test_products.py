@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed._symmetric_memory as torchs
 
-from megacp.backends.select import backend_problems
-from megacp.config.run import RunConfig, with_values
-from megacp.data.synthetic.mock import MockRules, mock_batch
-from megacp.distributed import symmetric_memory
-from megacp.training.step import ParallelModel
+from megacp.core.backends.select import backend_problems
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.data.synthetic.mock import MockRules, mock_batch
+from megacp.core.distributed import symmetric_memory
+from megacp.core.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
 from tests.tensor_parallel.test_fused_gradient import SIZES as TINY
 

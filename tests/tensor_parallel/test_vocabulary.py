@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacp.distributed.grid import single_axis
-from megacp.distributed.parameter import spec_of
-from megacp.models.init import initialise
-from megacp.tensor_parallel.chunked_loss import Target
-from megacp.tensor_parallel.cross_entropy import cross_entropy
-from megacp.tensor_parallel.embedding import TableSpec, VocabularyTable
-from megacp.tensor_parallel.linear import LinearOptions
+from megacp.core.distributed.grid import single_axis
+from megacp.core.distributed.parameter import spec_of
+from megacp.core.models.init import initialise
+from megacp.core.tensor_parallel.chunked_loss import Target
+from megacp.core.tensor_parallel.cross_entropy import cross_entropy
+from megacp.core.tensor_parallel.embedding import TableSpec, VocabularyTable
+from megacp.core.tensor_parallel.linear import LinearOptions
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import Pieces, assemble, fill, pieces_of
 
@@ -105,7 +105,7 @@ def test_a_global_vocabulary_keeps_its_size_on_any_tp() -> None:
 
 
 def fake_axis(size: int, rank: int) -> object:
-    from megacp.distributed.grid import Axis
+    from megacp.core.distributed.grid import Axis
 
     return Axis("tp", size, rank, tuple(range(size)), group=object())  # type: ignore[arg-type]
 

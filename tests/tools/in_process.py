@@ -6,7 +6,7 @@ import contextlib
 import io
 import subprocess
 
-from megacp.commands import preprocess
+from megacp.prepare import command as preprocess
 
 
 def preprocessed(*args: object) -> subprocess.CompletedProcess[str]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megacp.context_parallel.layout import LAYOUTS
-from megacp.measure.context_parallel import BOUND_GOAL
+from bench.context_parallel import BOUND_GOAL
+from megacp.core.context_parallel.layout import LAYOUTS
 
 main = runpy.run_path(str(Path(__file__).resolve().parents[2] / "tools" / "bench_cp.py"))["main"]
 

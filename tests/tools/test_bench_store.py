@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacp.storage.url import Url
+from megacp.core.storage.url import Url
 from tests.data.datasets import random_packs, write_dataset
 from tests.storage.stores import memory
 from tools import bench_store

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacp.measure import gpu_checks, gpu_report, gpu_speed
-from megacp.measure.gpu_checks import Finding
+from megacp.verify import gpu_checks, gpu_report, gpu_speed
+from megacp.verify.gpu_checks import Finding
 
 main = runpy.run_path(str(Path(__file__).resolve().parents[2] / "tools" / "check_gpu.py"))["main"]
 

@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacp.commands import parity as tool
-from megacp.commands import preprocess
-from megacp.config.cli import parse
-from megacp.config.run import RunConfig, with_values
-from megacp.data.synthetic.mock import MockRules
-from megacp.distributed import spawn
-from megacp.measure.parity import TOLERANCES, Box, StepTrace, compare, largest_difference, train_rank
-from megacp.measure.parity_config import MAX_PARAMETERS, ParityRequest, ParitySetup, prepare
-from megacp.optim import sharded
-from megacp.optim.adamw import FlatAdamW, SliceRule
-from megacp.planner.vision import run_parameters
+from megacp.core.config.cli import parse
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.data.synthetic.mock import MockRules
+from megacp.core.distributed import spawn
+from megacp.core.optim import sharded
+from megacp.core.optim.adamw import FlatAdamW, SliceRule
+from megacp.core.planner.vision import run_parameters
+from megacp.prepare import command as preprocess
+from megacp.verify import command as tool
+from megacp.verify.parity import TOLERANCES, Box, StepTrace, compare, largest_difference, train_rank
+from megacp.verify.parity_config import MAX_PARAMETERS, ParityRequest, ParitySetup, prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 TP, CP, PP = "--tensor-model-parallel-size", "--context-parallel-size", "--pipeline-model-parallel-size"
@@ -62,7 +62,7 @@ def test_grids_are_the_same_as_one_process(flags: list[str], tmp_path: Path, cap
 
 def lost_norm_gradient(rank: int, world_size: int, *args: Any) -> list[StepTrace]:
     """A rank that forgets to sum the gradients of norms over tp."""
-    from megacp.data_parallel import shards
+    from megacp.core.data_parallel import shards
 
     right = shards.all_reduce
     shards.all_reduce = lambda x, axis: x  # type: ignore[assignment]
@@ -75,7 +75,7 @@ def lost_norm_gradient(rank: int, world_size: int, *args: Any) -> list[StepTrace
 def half_mask(rank: int, world_size: int, *args: Any) -> list[StepTrace]:
     """A rank that leaves out every second block of the mask."""
 
-    from megacp.ops import kernel
+    from megacp.core.ops import kernel
 
     right = kernel.table_calls
     kernel.table_calls = lambda table, widths: right(table, widths)[::2]

@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 import torch
 
-from megacp.checkpoint.commit import save_checkpoint
-from megacp.checkpoint.names import boxes_to_save
-from megacp.commands.convert import main
-from megacp.config.yaml_file import to_yaml
-from megacp.convert.hf_files import write_tensors
-from megacp.convert.tables.architectures import ARCHITECTURES
-from megacp.convert.tables.mapping import Info, num_bytes
-from megacp.distributed.grid import single_axis
-from megacp.measure.parity_config import MODELS as OURS
-from megacp.training.state import Progress
-from megacp.training.step import ParallelModel
-from tests.convert.models import MODELS, save
-from tests.data.media.pictures import TINY
+from megacp.core.checkpoint.commit import save_checkpoint
+from megacp.core.checkpoint.names import boxes_to_save
+from megacp.core.config.yaml_file import to_yaml
+from megacp.core.distributed.grid import single_axis
+from megacp.core.training.state import Progress
+from megacp.core.training.step import ParallelModel
+from megacp.huggingface.convert.hf_files import write_tensors
+from megacp.huggingface.convert.tables.architectures import ARCHITECTURES
+from megacp.huggingface.convert.tables.mapping import Info, num_bytes
+from megacp.huggingface.convert_command import main
+from megacp.verify.parity_config import MODELS as OURS
+from tests.huggingface.convert.models import MODELS, save
+from tests.prepare.media.pictures import TINY
 from tests.ranks import grid, run_ranks
 from tests.reference.training import Values, config_of
 
@@ -161,10 +161,10 @@ def test_rows_of_q_and_k_are_rotated_by_halves_and_another_order_is_seen(
     name = "model.layers.0.self_attn.q_proj.weight"
     tensors[name] = tensors[name].view(4, 2, 6, 48).transpose(1, 2).reshape(48, 48).contiguous()
     safetensors.save_file(tensors, path, {"format": "pt"})
-    from megacp.convert.logits import compare
-    from megacp.convert.source import read_checkpoint, read_hf
-    from megacp.convert.verify import probed
-    from megacp.data.synthetic.noise import rows_for
+    from megacp.core.data.synthetic.noise import rows_for
+    from megacp.huggingface.convert.logits import compare
+    from megacp.huggingface.convert.source import read_checkpoint, read_hf
+    from megacp.huggingface.convert.verify import probed
 
     ours, theirs = read_checkpoint(tmp_path / "b", single_axis("world")), read_hf(tmp_path / "a")
     (found,) = compare(probed(ours)[0], probed(theirs)[0], rows_for(ours.config, None))
@@ -177,7 +177,7 @@ def test_a_difference_ends_verify_with_status_1_and_no_folder(
     """Would catch a verify that prints and goes on: here the writer loses theta."""
     save("llama 3 tied", tmp_path / "a")
     assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b") == 0
-    from megacp.convert.tables.rope import Rope
+    from megacp.huggingface.convert.tables.rope import Rope
 
     write = Rope.write
 
@@ -370,7 +370,7 @@ def test_flags_that_contradict_are_refused(
 PEAK = """
 import sys, threading, time
 from pathlib import Path
-from megacp.commands.convert import main
+from megacp.huggingface.convert_command import main
 
 def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()

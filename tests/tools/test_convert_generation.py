@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megacp.checkpoint.commit import load_checkpoint
-from megacp.distributed.grid import single_axis
+from megacp.core.checkpoint.commit import load_checkpoint
+from megacp.core.distributed.grid import single_axis
 from megacp.train import main as train
-from tests.convert.models import save
-from tests.data.media.pictures import TINY
+from tests.huggingface.convert.models import save
+from tests.prepare.media.pictures import TINY
 from tests.tools.test_convert_checkpoint import convert
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.convert.models import save
+from tests.huggingface.convert.models import save
 from tests.tools.test_convert_checkpoint import convert, saved_on_grid
 
 pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
@@ -102,7 +102,7 @@ def test_an_output_that_cannot_be_is_named_with_its_flag(folders: Path, tmp_path
 
 FULL = """
 import resource, sys
-from megacp.commands.convert import main
+from megacp.huggingface.convert_command import main
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 sys.exit(main(sys.argv[1:]))
 """

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from megacp.config.yaml_file import to_yaml
-from megacp.convert import hf_files
-from megacp.convert.source import read_checkpoint
-from megacp.convert.tables import fields
-from megacp.convert.tables.mapping import Source, whole
-from megacp.distributed.grid import single_axis
-from tests.convert.models import save
+from megacp.core.config.yaml_file import to_yaml
+from megacp.core.distributed.grid import single_axis
+from megacp.huggingface.convert import hf_files
+from megacp.huggingface.convert.source import read_checkpoint
+from megacp.huggingface.convert.tables import fields
+from megacp.huggingface.convert.tables.mapping import Source, whole
+from tests.huggingface.convert.models import save
 from tests.tools.test_convert_checkpoint import convert, saved_on_grid
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")

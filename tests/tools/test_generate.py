@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from megacp.commands import generate
-from megacp.generation.sampler import Generator
+from megacp.huggingface import generate_command as generate
+from megacp.huggingface.generation.sampler import Generator
 from megacp.train import main as train
-from tests.data.build.builds import run as build
-from tests.data.media.pictures import TINY, encoded, noise, video
+from tests.prepare.build.builds import run as build
+from tests.prepare.media.pictures import TINY, encoded, noise, video
 
 SIZES = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 2 --seq-length 256 "
 VISION = "--untie-embeddings-and-output-weights --additional-vocab-size 8 --vision-num-layers 2 --vision-head-dim 8 "

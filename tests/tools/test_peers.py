@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from megacp.measure.peers.comparison import Opponents, absent, other_losses, over_best, peers_part, speed_table
-from megacp.measure.peers.grids import GRIDS, PEERS, Peer
-from megacp.measure.peers.processes import PeerFailure, PeerRanks
+from bench.peers.comparison import Opponents, absent, other_losses, over_best, peers_part, speed_table
+from bench.peers.grids import GRIDS, PEERS, Peer
+from bench.peers.processes import PeerFailure, PeerRanks
 
 HERE = Path(__file__).resolve().parent
 TOOLS = HERE.parents[1] / "tools"

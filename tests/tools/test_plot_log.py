@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megacp.commands.plot import main, read_curves
-from megacp.monitor.log import LogTargets, RunLog
+from megacp.core.monitor.log import LogTargets, RunLog
+from megacp.verify.plot import main, read_curves
 
 
 def write(path: Path) -> None:

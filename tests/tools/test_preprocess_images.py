@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.media.pictures import encoded, noise
+from tests.prepare.media.pictures import encoded, noise
 from tests.tools.in_process import preprocessed as tool
 from tests.tools.test_preprocess_data import assert_one_line_error, command, environment, files
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megacp.data.tokenize.tokenizer import load_tokenizer
-from megacp.data.tokenize.training import in_pieces
+from megacp.prepare.tokenize.tokenizer import load_tokenizer
+from megacp.prepare.train_tokenizer import in_pieces
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,1 +1,1 @@
-"""Tests of megacp/training."""
+"""Tests of megacp/core/training."""

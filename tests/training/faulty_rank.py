@@ -15,13 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megacp.checkpoint import pending
-from megacp.checkpoint.manifest import FileRecord
-from megacp.checkpoint.pending import PendingCheckpoint
-from megacp.checkpoint.storage import PayloadWriter
-from megacp.data.loader import PackedLoader
+from megacp.core.checkpoint import pending
+from megacp.core.checkpoint.manifest import FileRecord
+from megacp.core.checkpoint.pending import PendingCheckpoint
+from megacp.core.checkpoint.storage import PayloadWriter
+from megacp.core.data.loader import PackedLoader
+from megacp.core.training.step import ParallelModel
 from megacp.train import program
-from megacp.training.step import ParallelModel
 
 
 def _die(number: int) -> None:

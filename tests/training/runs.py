@@ -6,14 +6,14 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacp.config.cli import parse
-from megacp.config.run import RunConfig
-from megacp.distributed.supervision.watch import run_store
-from megacp.models.build import grid_shape
+from megacp.core.config.cli import parse
+from megacp.core.config.run import RunConfig
+from megacp.core.distributed.supervision.watch import run_store
+from megacp.core.models.build import grid_shape
+from megacp.core.training.state import Progress, begin_save
+from megacp.core.training.step import ParallelModel
+from megacp.core.training.trainer import Trainer
 from megacp.train import main, prepare
-from megacp.training.state import Progress, begin_save
-from megacp.training.step import ParallelModel
-from megacp.training.trainer import Trainer
 from tests.ranks import grid, run_ranks
 
 TINY = [

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megacp.config.cli import parse
-from megacp.config.run import fields, flag
-from megacp.distributed.supervision.meeting import Meeting
-from megacp.training.agreement import MAY_DIFFER, require_agreement, require_shared_folder, statement
-from megacp.training.sources import open_sources
+from megacp.core.config.cli import parse
+from megacp.core.config.run import fields, flag
+from megacp.core.distributed.supervision.meeting import Meeting
+from megacp.core.training.agreement import MAY_DIFFER, require_agreement, require_shared_folder, statement
+from megacp.core.training.sources import open_sources
 from tests.distributed.supervision.test_meeting import at_once
 from tests.training.runs import TINY
 
@@ -104,7 +104,7 @@ def test_ranks_that_see_another_directory_are_named_by_all(tmp_path: Path) -> No
 
 
 def test_a_file_that_holds_something_else_is_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megacp.training.agreement.read_content", lambda path: b"")
+    monkeypatch.setattr("megacp.core.training.agreement.read_content", lambda path: b"")
     refusals = shared([tmp_path] * 2)
     assert len(set(refusals)) == 1 and f"rank 1 on {HOST} sees another content" in refusals[0]
 

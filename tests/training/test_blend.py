@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacp.config.run import RunConfig, with_values
-from megacp.data.blend import PackBlend
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.data.blend import PackBlend
+from megacp.core.training.sources import open_sources
 from megacp.train import main
-from megacp.training.sources import open_sources
 from tests.data.datasets import random_packs, write_dataset
 from tests.training.runs import TINY, grid_flags, losses, run
 

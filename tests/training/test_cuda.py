@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.config.run import RunConfig, with_values
-from megacp.data.synthetic.mock import MockRules, mock_batch
-from megacp.distributed.grid import GridShape, build_grid
-from megacp.training.step import ParallelModel
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.data.synthetic.mock import MockRules, mock_batch
+from megacp.core.distributed.grid import GridShape, build_grid
+from megacp.core.training.step import ParallelModel
 
 SIZES = {
     "num_layers": 2,

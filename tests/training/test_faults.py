@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megacp.checkpoint.commit import load_checkpoint
-from megacp.checkpoint.directory import committed
-from megacp.checkpoint.pending import PendingCheckpoint
-from megacp.distributed.grid import single_axis
-from megacp.files import sha256_of
+from megacp.core.checkpoint.commit import load_checkpoint
+from megacp.core.checkpoint.directory import committed
+from megacp.core.checkpoint.pending import PendingCheckpoint
+from megacp.core.distributed.grid import single_axis
+from megacp.core.storage.files import sha256_of
 from tests.ranks import RankError, preload, run_ranks
 from tests.training.faulty_rank import FAULTS
 from tests.training.runs import TINY, losses, run, train_on_rank

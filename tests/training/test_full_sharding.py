@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.checkpoint.commit import load_checkpoint
-from megacp.config.run import with_values
-from megacp.distributed import fully_shard
-from megacp.distributed.grid import Axis, single_axis
-from megacp.pipeline_parallel.schedules import Kind, schedule, training_schedule_name, with_parameters
-from megacp.training.state import Progress, load
-from megacp.training.step import ParallelModel
+from megacp.core.checkpoint.commit import load_checkpoint
+from megacp.core.config.run import with_values
+from megacp.core.distributed import fully_shard
+from megacp.core.distributed.grid import Axis, single_axis
+from megacp.core.pipeline_parallel.schedules import Kind, schedule, training_schedule_name, with_parameters
+from megacp.core.training.state import Progress, load
+from megacp.core.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import assemble
 from tests.reference.training import Values, config_of, step_batches, train

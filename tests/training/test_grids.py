@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacp.checkpoint.commit import load_checkpoint
-from megacp.config.cli import parse
-from megacp.config.run import RunConfig, with_values
-from megacp.distributed.grid import single_axis
-from megacp.models.build import grid_shape
+from megacp.core.checkpoint.commit import load_checkpoint
+from megacp.core.config.cli import parse
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.distributed.grid import single_axis
+from megacp.core.models.build import grid_shape
+from megacp.core.training.state import Progress, load
+from megacp.core.training.step import ParallelModel
 from megacp.train import prepare
-from megacp.training.state import Progress, load
-from megacp.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
 from tests.training.runs import TINY, grid_flags, losses, run, save
 

@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-from megacp.checkpoint.commit import load_checkpoint
-from megacp.checkpoint.directory import committed
-from megacp.config.health import HealthConfig
-from megacp.distributed.grid import single_axis
-from megacp.measure.parity import microbatches
-from megacp.measure.parity_config import ParityRequest, ParitySetup, prepare
+from megacp.core.checkpoint.commit import load_checkpoint
+from megacp.core.checkpoint.directory import committed
+from megacp.core.config.health import HealthConfig
+from megacp.core.distributed.grid import single_axis
+from megacp.core.training.health import Health, StepNumbers, Verdict
+from megacp.core.training.loss import agree
+from megacp.core.training.step import ParallelModel
+from megacp.core.training.stopping import FAILED
 from megacp.train import main
-from megacp.training.health import Health, StepNumbers, Verdict
-from megacp.training.loss import agree
-from megacp.training.step import ParallelModel
-from megacp.training.stopping import FAILED
-from tests.data.build.builds import run as build
+from megacp.verify.parity import microbatches
+from megacp.verify.parity_config import ParityRequest, ParitySetup, prepare
 from tests.data.datasets import damage
-from tests.data.media.pictures import TINY as TINY_RULES
 from tests.faults.sick_run import train_sick
+from tests.prepare.build.builds import run as build
+from tests.prepare.media.pictures import TINY as TINY_RULES
 from tests.ranks import grid, run_ranks
 from tests.training.runs import TINY, losses
 from tests.training.test_vision_dataset import config_for, flags_of, image_part
@@ -204,7 +204,7 @@ def _refused(rank: int, world: int, setup: ParitySetup) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_refused_update_changes_nothing(world: int) -> None:
-    from megacp.config.run import RunConfig, with_values
+    from megacp.core.config.run import RunConfig, with_values
 
     values = {"global_batch_size": 4, "dtype": "float64"}
     if world == 4:

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from megacp.config.run import RunConfig, with_values
-from megacp.context_parallel.vision import LocalVision
-from megacp.data.images import Pixels
-from megacp.data.media.pixels import ImageError
-from megacp.data.synthetic.images import MockDecoder, MockImages
-from megacp.measure.parity import microbatches
-from megacp.measure.parity_config import ParityRequest, ParitySetup, prepare
-from megacp.training.images import image_loading, shard_strategies, without_bad_images
-from megacp.training.loss import agree
-from megacp.training.step import ParallelModel
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.context_parallel.vision import LocalVision
+from megacp.core.data.images import Pixels
+from megacp.core.data.pixels import ImageError
+from megacp.core.data.synthetic.images import MockDecoder, MockImages
+from megacp.core.training.images import image_loading, shard_strategies, without_bad_images
+from megacp.core.training.loss import agree
+from megacp.core.training.step import ParallelModel
+from megacp.verify.parity import microbatches
+from megacp.verify.parity_config import ParityRequest, ParitySetup, prepare
 from tests.ranks import grid, run_ranks
 
 

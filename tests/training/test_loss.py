@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.batch import PackedBatch
-from megacp.config.run import RunConfig, with_values
-from megacp.context_parallel.layout import LAYOUTS
-from megacp.context_parallel.shard import shard_batch
-from megacp.distributed.collectives import all_reduce
-from megacp.distributed.parameter import spec_of
-from megacp.ops.dropout import keep_mask
-from megacp.tensor_parallel.chunked_loss import weighted_loss
-from megacp.training.loss import RankReport, agree
-from megacp.training.step import ParallelModel, lr_schedule
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.context_parallel.layout import LAYOUTS
+from megacp.core.context_parallel.shard import shard_batch
+from megacp.core.data.batch import PackedBatch
+from megacp.core.distributed.collectives import all_reduce
+from megacp.core.distributed.parameter import spec_of
+from megacp.core.ops.dropout import keep_mask
+from megacp.core.tensor_parallel.chunked_loss import weighted_loss
+from megacp.core.training.loss import RankReport, agree
+from megacp.core.training.step import ParallelModel, lr_schedule
 from tests.ranks import RankError, grid, run_ranks
 from tests.reference.training import Values, config_of, step_batches
 

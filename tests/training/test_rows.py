@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from megacp.config.run import RunConfig, with_values
-from megacp.context_parallel.shard import LocalBatch
-from megacp.data.synthetic.mock import MockRules, mock_batch
-from megacp.distributed.grid import Axis
-from megacp.training import step
-from megacp.training.step import ParallelModel
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.context_parallel.shard import LocalBatch
+from megacp.core.data.synthetic.mock import MockRules, mock_batch
+from megacp.core.distributed.grid import Axis
+from megacp.core.training import step
+from megacp.core.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
 from tests.tensor_parallel.test_fused_gradient import SIZES
 

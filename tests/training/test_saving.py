@@ -15,19 +15,19 @@ from typing import Any
 import pytest
 import torch
 
-from megacp.batch import PackedBatch
-from megacp.checkpoint.commit import load_checkpoint, save_checkpoint
-from megacp.checkpoint.names import TensorBox
-from megacp.checkpoint.pending import SaveError
-from megacp.checkpoint.storage import PayloadWriter
-from megacp.distributed.grid import single_axis
-from megacp.files import sha256_of
-from megacp.models.head import OutputHead
-from megacp.monitor.log import RunLog
+from megacp.core.checkpoint.commit import load_checkpoint, save_checkpoint
+from megacp.core.checkpoint.names import TensorBox
+from megacp.core.checkpoint.pending import SaveError
+from megacp.core.checkpoint.storage import PayloadWriter
+from megacp.core.data.batch import PackedBatch
+from megacp.core.distributed.grid import single_axis
+from megacp.core.models.head import OutputHead
+from megacp.core.monitor.log import RunLog
+from megacp.core.storage.files import sha256_of
+from megacp.core.training.saving import DONE, FAILED, WRITING
+from megacp.core.training.step import ParallelModel, StepResult
+from megacp.core.training.stopping import STOPPED, StopSignal
 from megacp.train import main
-from megacp.training.saving import DONE, FAILED, WRITING
-from megacp.training.step import ParallelModel, StepResult
-from megacp.training.stopping import STOPPED, StopSignal
 from tests.ranks import run_ranks
 from tests.training.runs import TINY, grid_flags, losses, run, train_on_rank
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacp.config.run import RunConfig, with_values
-from megacp.training.data_check import require_sound
-from megacp.training.sources import loader_options, open_sources
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.training.data_check import require_sound
+from megacp.core.training.sources import loader_options, open_sources
 from tests.data.datasets import damage, random_packs, write_dataset, write_older
 from tests.ranks import grid, run_ranks
 

@@ -12,16 +12,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megacp.checkpoint.commit import LoadedCheckpoint, load_checkpoint
-from megacp.checkpoint.manifest import MANIFEST_FILE, checksum_of
-from megacp.checkpoint.storage import Payload
-from megacp.commands.convert import main as convert
-from megacp.config.cli import given_names, parse
-from megacp.config.run import RunConfig
-from megacp.generation.sampler import Generator
+from megacp.core.checkpoint.commit import LoadedCheckpoint, load_checkpoint
+from megacp.core.checkpoint.manifest import MANIFEST_FILE, checksum_of
+from megacp.core.checkpoint.storage import Payload
+from megacp.core.config.cli import given_names, parse
+from megacp.core.config.run import RunConfig
+from megacp.core.training.state import stored_progress
+from megacp.core.training.stored import stored_config, with_stored_model
+from megacp.huggingface.convert_command import main as convert
+from megacp.huggingface.generation.sampler import Generator
 from megacp.train import main
-from megacp.training.state import stored_progress
-from megacp.training.stored import stored_config, with_stored_model
 from tests.checkpoint.test_commit import WORLD
 from tests.training.runs import TINY, losses, run
 

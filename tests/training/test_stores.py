@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from megacp.checkpoint.commit import load_checkpoint
-from megacp.checkpoint.directory import committed
-from megacp.checkpoint.manifest import MANIFEST_FILE
-from megacp.commands import preprocess
-from megacp.data.packed.reader import PackedDataset
-from megacp.distributed.grid import single_axis
-from megacp.generation.sampler import Generator
-from megacp.storage.url import Url
+from megacp.core.checkpoint.commit import load_checkpoint
+from megacp.core.checkpoint.directory import committed
+from megacp.core.checkpoint.manifest import MANIFEST_FILE
+from megacp.core.data.reader import PackedDataset
+from megacp.core.distributed.grid import single_axis
+from megacp.core.storage.url import Url
+from megacp.huggingface.generation.sampler import Generator
+from megacp.prepare import command as preprocess
 from megacp.train import main
 from tests.ranks import run_ranks
 from tests.storage.s3_server import S3Server, s3_server, use

@@ -17,12 +17,12 @@ from types import SimpleNamespace
 import pytest
 
 from megacp import train
-from megacp.batch import PackedBatch
-from megacp.commands import preprocess
-from megacp.data.loader import PackedLoader
+from megacp.core.data.batch import PackedBatch
+from megacp.core.data.loader import PackedLoader
+from megacp.core.training.step import ParallelModel
+from megacp.core.training.stopping import STOPPED, StopSignal
+from megacp.prepare import command as preprocess
 from megacp.train import main
-from megacp.training.step import ParallelModel
-from megacp.training.stopping import STOPPED, StopSignal
 from tests.training.runs import TINY, grid_flags, losses, run
 
 
@@ -211,7 +211,7 @@ def test_ctrl_c_stops_in_order_and_a_later_second_one_at_once(monkeypatch: pytes
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         later = time.monotonic() + 3.0
-        monkeypatch.setattr("megacp.training.stopping.time.monotonic", lambda: later)
+        monkeypatch.setattr("megacp.core.training.stopping.time.monotonic", lambda: later)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     finally:

@@ -10,23 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacp.commands import parity
-from megacp.config.run import RunConfig, flag, flatten, with_values
-from megacp.config.yaml_file import to_yaml
-from megacp.data.collate import collate
-from megacp.data.images import ImageLoading
-from megacp.data.loader import PackedLoader
-from megacp.data.media.decoding import RulesDecoder
-from megacp.data.packed.reader import PackedDataset
-from megacp.measure.parity_config import MODELS
+from megacp.core.config.run import RunConfig, flag, flatten, with_values
+from megacp.core.config.yaml_file import to_yaml
+from megacp.core.data.collate import collate
+from megacp.core.data.decoding import RulesDecoder
+from megacp.core.data.images import ImageLoading
+from megacp.core.data.loader import PackedLoader
+from megacp.core.data.reader import PackedDataset
+from megacp.core.training.images import image_loading, shard_strategies, without_bad_images
+from megacp.core.training.loss import agree
+from megacp.core.training.sources import loader_options, open_sources
+from megacp.core.training.step import ParallelModel
 from megacp.train import main
-from megacp.training.images import image_loading, shard_strategies, without_bad_images
-from megacp.training.loss import agree
-from megacp.training.sources import loader_options, open_sources
-from megacp.training.step import ParallelModel
-from tests.data.build.builds import run as build
+from megacp.verify import command as parity
+from megacp.verify.parity_config import MODELS
 from tests.data.datasets import damage
-from tests.data.media.pictures import TINY, encoded, noise, video
+from tests.prepare.build.builds import run as build
+from tests.prepare.media.pictures import TINY, encoded, noise, video
 from tests.ranks import grid, run_ranks
 from tests.training.runs import train_on_rank
 

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacp.config.run import RunConfig, with_values
-from megacp.data.loader import DataRank
-from megacp.data.synthetic.mock import MockRules
-from megacp.distributed.grid import single_axis
-from megacp.measure.parity import TOLERANCES, StepTrace, assemble, compare, microbatches, train_rank
-from megacp.measure.parity_config import ParityRequest, ParitySetup, prepare
-from megacp.training.rows import Rows
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.data.loader import DataRank
+from megacp.core.data.synthetic.mock import MockRules
+from megacp.core.distributed.grid import single_axis
+from megacp.core.training.rows import Rows
+from megacp.verify.parity import TOLERANCES, StepTrace, assemble, compare, microbatches, train_rank
+from megacp.verify.parity_config import ParityRequest, ParitySetup, prepare
 from tests.ranks import run_ranks
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"

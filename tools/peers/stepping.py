@@ -2,7 +2,7 @@
 
 Every script of this folder runs in the interpreter that `tools/benchmark.py --peers-python` names, one process a rank,
 and imports nothing of megacp. `serve` makes the gloo group, builds the trainer, and times its steps between two
-barriers, as megacp/measure/steps.py does. Standard output carries the answers; what libraries print goes to the error
+barriers, as bench/steps.py does. Standard output carries the answers; what libraries print goes to the error
 stream.
 """
 
@@ -98,7 +98,7 @@ def plain_sums(model: torch.nn.Module) -> None:
 
 
 def peak_bytes() -> int:
-    """The process's high mark, as megacp/monitor/memory.py reads it."""
+    """The process's high mark, as megacp/core/monitor/memory.py reads it."""
     lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from megacp.context_parallel.auto import calibration_file
-from megacp.context_parallel.auto.calibrate import Setup, measure, slowest
-from megacp.context_parallel.auto.predict import KernelCost, Line, Machine, link_names
-from megacp.ops.kernels import select_kernel
+from megacp.core.context_parallel.auto import calibration_file
+from megacp.core.context_parallel.auto.calibrate import Setup, measure, slowest
+from megacp.core.context_parallel.auto.predict import KernelCost, Line, Machine, link_names
+from megacp.core.ops.kernels import select_kernel
 from tests.ranks import grid, run_ranks
 from tests.reference.machines import machine
 
@@ -118,7 +118,7 @@ def test_a_place_that_cannot_be_written_costs_a_message(tmp_path: Path) -> None:
 
 
 def test_the_default_place_is_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert calibration_file.default_path() == Path.home() / ".cache/megacp/context_parallel.json"
+    assert calibration_file.default_path() == Path.home() / ".cache/megacp/core/context_parallel.json"
 
     def nowhere(self: Path) -> Path:
         raise RuntimeError("Could not determine home directory.")

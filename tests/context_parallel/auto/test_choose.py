@@ -11,23 +11,23 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from megacp.batch import PackedBatch
-from megacp.commands import plot
-from megacp.config.checks.check import check
-from megacp.config.run import RunConfig, with_values
-from megacp.config.yaml_file import from_yaml
-from megacp.context_parallel.auto import calibration_file
-from megacp.context_parallel.auto import choose as auto
-from megacp.context_parallel.auto.counts import exchanged_rows, rank_work
-from megacp.context_parallel.auto.predict import Candidate, Machine, PassSeconds, Predictor, candidates, choose
-from megacp.context_parallel.auto.stopwatch import Stopwatch
-from megacp.context_parallel.layout import LAYOUTS
-from megacp.context_parallel.plan import AttentionPlan
-from megacp.context_parallel.shard import mask_metadata
-from megacp.context_parallel.sizes import attention_sizes
-from megacp.measure.steps import measure_rank
-from megacp.ops.tile_kernels import MathKernel
+from bench.steps import measure_rank
+from megacp.core.config.checks.check import check
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.config.yaml_file import from_yaml
+from megacp.core.context_parallel.auto import calibration_file
+from megacp.core.context_parallel.auto import choose as auto
+from megacp.core.context_parallel.auto.counts import exchanged_rows, rank_work
+from megacp.core.context_parallel.auto.predict import Candidate, Machine, PassSeconds, Predictor, candidates, choose
+from megacp.core.context_parallel.auto.stopwatch import Stopwatch
+from megacp.core.context_parallel.layout import LAYOUTS
+from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.context_parallel.shard import mask_metadata
+from megacp.core.context_parallel.sizes import attention_sizes
+from megacp.core.data.batch import PackedBatch
+from megacp.core.ops.tile_kernels import MathKernel
 from megacp.train import main
+from megacp.verify import plot
 from tests.ranks import grid, run_ranks
 from tests.reference.machines import machine
 from tests.training.runs import TINY, train_on_rank

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacp.batch import PackedBatch
-from megacp.config.parallel import ParallelConfig
-from megacp.context_parallel.attention import TRANSPORTS, TransportOptions, core_attention
-from megacp.context_parallel.auto.counts import rank_work, table_work
-from megacp.context_parallel.auto.predict import Candidate, KernelWork, RankWork, candidates
-from megacp.context_parallel.layout import LAYOUTS
-from megacp.context_parallel.shard import LocalBatch, shard_batch
-from megacp.context_parallel.sizes import AttentionSizes
-from megacp.ops.calls import Allowed, Widths
-from megacp.ops.kernel import KV, QKV, Saved, empty_partial, widths_of
-from megacp.ops.mask import Metadata, tile_table
-from megacp.ops.tile_kernels import FlashKernel, MathKernel
+from megacp.core.config.parallel import ParallelConfig
+from megacp.core.context_parallel.attention import TRANSPORTS, TransportOptions, core_attention
+from megacp.core.context_parallel.auto.counts import rank_work, table_work
+from megacp.core.context_parallel.auto.predict import Candidate, KernelWork, RankWork, candidates
+from megacp.core.context_parallel.layout import LAYOUTS
+from megacp.core.context_parallel.shard import LocalBatch, shard_batch
+from megacp.core.context_parallel.sizes import AttentionSizes
+from megacp.core.data.batch import PackedBatch
+from megacp.core.ops.calls import Allowed, Widths
+from megacp.core.ops.kernel import KV, QKV, Saved, empty_partial, widths_of
+from megacp.core.ops.mask import Metadata, tile_table
+from megacp.core.ops.tile_kernels import FlashKernel, MathKernel
 from tests.ranks import grid, run_ranks
 from tests.reference.packs import metadata, random_batch
 

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from megacp.config.parallel import ParallelConfig
-from megacp.context_parallel.auto.predict import (
+from megacp.core.config.parallel import ParallelConfig
+from megacp.core.context_parallel.auto.predict import (
     Candidate,
     KernelWork,
     Machine,
@@ -20,7 +20,7 @@ from megacp.context_parallel.auto.predict import (
     link_name,
     link_names,
 )
-from megacp.context_parallel.sizes import AttentionSizes
+from megacp.core.context_parallel.sizes import AttentionSizes
 from tests.reference.machines import machine
 
 SIZES = AttentionSizes(tokens=0, heads=1, groups=1, dim=1, element=4, wide=8)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.context_parallel.attention import core_attention, select_transport
-from megacp.context_parallel.auto.predict import PassSeconds
-from megacp.context_parallel.auto.stopwatch import Stopwatch
-from megacp.context_parallel.plan import AttentionPlan
-from megacp.distributed.grid import single_axis
-from megacp.ops.mask import Metadata
+from megacp.core.context_parallel.attention import core_attention, select_transport
+from megacp.core.context_parallel.auto.predict import PassSeconds
+from megacp.core.context_parallel.auto.stopwatch import Stopwatch
+from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.distributed.grid import single_axis
+from megacp.core.ops.mask import Metadata
 
 CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ def test_a_stopped_watch_counts_nothing_and_a_running_one_the_mean_of_each_pass(
 ) -> None:
     """Would catch a validation that is counted, forward and backward swapped, and a sum over layers."""
     slow, world = SlowTransport(), single_axis("world")
-    monkeypatch.setattr("megacp.monitor.timers.time", SimpleNamespace(perf_counter=lambda: slow.clock))
+    monkeypatch.setattr("megacp.core.monitor.timers.time", SimpleNamespace(perf_counter=lambda: slow.clock))
     watch = Stopwatch(slow, CPU)
     assert watch.name == "slow"
     expected = attend(SlowTransport())

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacp.data.build.merge import merge
-from megacp.data.packed.manifest import DatasetManifest
-from megacp.data.packed.reader import PackedDataset
-from megacp.data.packed.verify import verify
+from megacp.core.data.manifest import DatasetManifest
+from megacp.core.data.reader import PackedDataset
+from megacp.core.data.verify import verify
+from megacp.prepare.build.merge import merge
 from tests.data.datasets import (
     IMAGE_RULES,
     damage,

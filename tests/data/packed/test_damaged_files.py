@@ -18,13 +18,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megacp.data.build.journal import Journal
-from megacp.data.packed import tables
-from megacp.data.packed.manifest import DatasetManifest
-from megacp.data.packed.reader import OPEN_SHARDS, PackedDataset
-from megacp.data.packed.verify import verify
-from tests.data.build.builds import run, write_records
+from megacp.core.data import tables
+from megacp.core.data.manifest import DatasetManifest
+from megacp.core.data.reader import OPEN_SHARDS, PackedDataset
+from megacp.core.data.verify import verify
+from megacp.prepare.build.journal import Journal
 from tests.data.datasets import IMAGE_RULES, random_packs, sign, weighted_images, write_dataset, write_older
+from tests.prepare.build.builds import run, write_records
 
 FUZZ = settings(
     max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -292,7 +292,8 @@ def test_hundreds_of_shards_need_few_descriptors(tmp_path: Path) -> None:
     code = """
 import os, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-from megacp.data.packed.reader import OPEN_SHARDS, PackedDataset
+from megacp.core.data.reader import OPEN_SHARDS
+from megacp.core.data.reader import PackedDataset
 dataset = PackedDataset(sys.argv[1])
 for i in [*range(len(dataset)), *range(0, len(dataset), 7)]:
     pack = dataset.pack(i)

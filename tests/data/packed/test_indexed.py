@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.data.packed.indexed import IndexedReader, IndexedWriter, token_dtype
-from megacp.data.packed.reader import PackedDataset
+from megacp.core.data.indexed import IndexedReader, IndexedWriter, token_dtype
+from megacp.core.data.reader import PackedDataset
 from tests.data.datasets import damage, random_packs, write_dataset
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacp.data.packed.manifest import DatasetManifest
-from megacp.data.packed.reader import PackedDataset
+from megacp.core.data.manifest import DatasetManifest
+from megacp.core.data.reader import PackedDataset
 from tests.data.datasets import random_packs, write_dataset
 
 

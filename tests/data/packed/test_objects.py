@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacp.data.describe import statistics
-from megacp.data.loader import DataRank, LoaderOptions, PackedLoader
-from megacp.data.packed.data_cache import DataCache
-from megacp.data.packed.manifest import MANIFEST_NAME
-from megacp.data.packed.reader import PackedDataset
-from megacp.data.packed.verify import verify
-from megacp.storage.blocks import BlockCache
-from megacp.storage.retry import UnreachableError
-from megacp.storage.url import Url
+from megacp.core.data.data_cache import DataCache
+from megacp.core.data.loader import DataRank, LoaderOptions, PackedLoader
+from megacp.core.data.manifest import MANIFEST_NAME
+from megacp.core.data.reader import PackedDataset
+from megacp.core.data.verify import verify
+from megacp.core.storage.blocks import BlockCache
+from megacp.core.storage.retry import UnreachableError
+from megacp.core.storage.url import Url
+from megacp.prepare.describe import statistics
 from tests.data.datasets import IMAGE_RULES, random_packs, weighted_images, write_dataset
 from tests.storage.stores import flaky, memory, under_flaky
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacp import files
-from megacp.data.media.shards import BOUNDARY_DTYPE
-from megacp.data.packed import tables
-from megacp.data.packed.checksums import with_checksums
-from megacp.data.packed.indexed import IndexedWriter
-from megacp.data.packed.manifest import FileEntry
-from megacp.data.packed.reader import PackedDataset
-from megacp.data.packed.verify import verify
-from megacp.data.packed.writer import Segment, ShardWriter
+from megacp.core.data import tables
+from megacp.core.data.checksums import with_checksums
+from megacp.core.data.image_shards import BOUNDARY_DTYPE
+from megacp.core.data.indexed import IndexedWriter
+from megacp.core.data.manifest import FileEntry
+from megacp.core.data.reader import PackedDataset
+from megacp.core.data.verify import verify
+from megacp.core.storage import files
+from megacp.prepare.build.writer import Segment, ShardWriter
 from tests.data.datasets import random_packs, sign, write_dataset
 
 

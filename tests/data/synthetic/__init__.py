@@ -1,1 +1,1 @@
-"""Tests of megacp/data."""
+"""Tests of megacp/core/data."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megacp.data.loader import DataRank, LoaderOptions, PackedLoader
-from megacp.data.synthetic.mock import MASKS, MockDataset, MockRules, mock_batch, mock_pack
+from megacp.core.data.loader import DataRank, LoaderOptions, PackedLoader
+from megacp.core.data.synthetic.mock import MASKS, MockDataset, MockRules, mock_batch, mock_pack
 
 
 @pytest.mark.parametrize("mask", MASKS)

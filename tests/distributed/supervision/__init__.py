@@ -1,1 +1,1 @@
-"""Tests of megacp/distributed."""
+"""Tests of megacp/core/distributed."""

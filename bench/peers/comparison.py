@@ -1,0 +1,298 @@
+"""Our steps and those of other trainers by turns, on the same weights and tokens: speed, losses, memory.
+
+Key property: on each grid all trainers are alive at once and take turns, one step each. A slow minute of the machine
+slows all of them, and ratios are of one run. What other programs of the machine took meanwhile stands beside them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.peers.grids import GRIDS, Grid, Peer, sizes
+from bench.peers.processes import PeerFailure, PeerRanks, PeerStep
+from bench.report import Goal, Part
+from bench.steps import CP, PP, TP, StepMeasure, measure_rank
+from megacp.core.checkpoint.commit import save_checkpoint
+from megacp.core.checkpoint.names import boxes_to_save
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.config.yaml_file import to_yaml
+from megacp.core.data.synthetic.mock import MockRules, mock_batch
+from megacp.core.distributed.grid import GridShape, build_grid
+from megacp.core.distributed.spawn import RankPool
+from megacp.core.planner.report import human_bytes, table
+from megacp.core.training.state import Progress
+from megacp.core.training.step import ParallelModel
+
+OURS = "megacp"
+_IGNORED = -100
+"""The label that torch's cross-entropy leaves out."""
+_PROBE = """
+import importlib.metadata as m, importlib.util as u, json, sys
+def version(name):
+    try:
+        return m.version(name) if u.find_spec(name) else None
+    except m.PackageNotFoundError:
+        return "?"
+print(json.dumps({name: version(name) for name in sys.argv[1:]}))
+"""
+
+Steps = Sequence[StepMeasure] | Sequence[PeerStep]
+ToHuggingFace = Callable[[Path, Path], None]
+"""Converts a checkpoint of ours (first) to a new Hugging Face folder (second)."""
+
+
+@dataclass(frozen=True)
+class Opponents:
+    """Where peers are found."""
+
+    python: str
+    """The interpreter in which they are installed."""
+    scripts: Path
+    """The folder with their scripts."""
+    checkouts: Mapping[str, str]
+    """Folders of those that are no packages, by the flag that named them."""
+    peers: Mapping[str, Peer]
+
+
+def versions(python: str, names: Sequence[str]) -> dict[str, str | None]:
+    """Versions of packages in an interpreter; None for those that it has not."""
+    done = subprocess.run([python, "-c", _PROBE, *names], capture_output=True, text=True, check=True, timeout=120)
+    found: dict[str, str | None] = json.loads(done.stdout)
+    return found
+
+
+def absent(peer: Peer, found: Mapping[str, str | None], checkouts: Mapping[str, str]) -> str | None:
+    """Why a peer cannot run here, or None."""
+    missing = [name for name in peer.needs if found.get(name) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)}"
+    if peer.checkout is not None and peer.checkout not in checkouts:
+        return f"{peer.checkout} names no checkout"
+    return None
+
+
+def save_rank(rank: int, world_size: int, config: RunConfig, folder: Path) -> None:
+    """Write the weights that a fresh run starts from as a checkpoint of ours; one process."""
+    model = ParallelModel(config, build_grid(GridShape(), rank))
+    boxes = boxes_to_save(model.parameters.parameter_slices(), {})
+    world = model.grid.world
+    save_checkpoint(folder, 0, boxes, extra=asdict(Progress()), config_yaml=to_yaml(config), world=world)
+
+
+def write_tokens(config: RunConfig, rules: MockRules, steps: int, path: Path) -> None:
+    """The tokens and labels [steps, sequences, length] of mock packs, as `Subject.measure` takes them."""
+    count = config.training.global_batch_size
+    packs = [[mock_batch([step * count + i], rules) for i in range(count)] for step in range(steps)]
+    tokens = np.array([[pack.tokens for pack in step] for step in packs])
+    labels = [[np.where(pack.loss_weights > 0, pack.labels, _IGNORED) for pack in step] for step in packs]
+    np.savez(path, tokens=tokens, labels=np.array(labels))
+
+
+def busy_seconds() -> float:
+    """Processor seconds that all programs of this machine have used, over all its cores; 0 where it is not told."""
+    try:
+        fields = [int(x) for x in Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
+    except OSError:
+        return 0.0
+    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")  # all but idle and waiting for disks
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One step of one trainer."""
+
+    steps: Steps
+    others: float
+    """Cores that other programs used meanwhile."""
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return self.steps[0].tokens / max(rank.wall for rank in self.steps)
+
+    @property
+    def loss(self) -> float:
+        """Of the step, from the first rank that knows it."""
+        return next((rank.loss for rank in self.steps if rank.loss is not None), float("nan"))
+
+
+def turn(way: Callable[[], Steps]) -> Turn:
+    """Run one step and see what else ran."""
+    busy, wall = busy_seconds(), time.perf_counter()
+    steps = way()
+    busy, wall = busy_seconds() - busy, time.perf_counter() - wall
+    return Turn(steps, max(0.0, busy - sum(rank.cpu for rank in steps)) / wall)
+
+
+class Column:
+    """All trainers of one grid, alive at once."""
+
+    def __init__(self, name: str, quick: bool, rounds: int, opponents: Opponents, to_hf: ToHuggingFace) -> None:
+        self.name, self.grid = name, GRIDS[name]
+        self.rounds, self.opponents, self.to_hf = rounds, opponents, to_hf
+        self.config = with_values(RunConfig(), {**sizes(quick), **self.grid.values})
+        self.rules = MockRules(self.config.model.vocab_size, self.config.data.seq_length, "causal", seed=1)
+        self.failures: dict[str, str] = {}
+
+    def run(self, installed: Sequence[str]) -> dict[str, list[Turn]]:
+        """Turns of every trainer, the first of each included."""
+        turns: dict[str, list[Turn]] = {}
+        with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="megacp_peers_") as name:
+            folder = Path(name)
+            ways = {OURS: self._ours(stack)} | self._theirs(stack, folder, installed)
+            for number in range(self.rounds + 1):
+                for trainer, way in list(ways.items()):
+                    try:
+                        turns.setdefault(trainer, []).append(turn(functools.partial(way, number)))
+                    except PeerFailure as failure:
+                        self.failures[trainer] = str(failure)
+                        ways.pop(trainer)
+                        turns.pop(trainer)
+                        continue
+                    last = turns[trainer][-1]
+                    print(f"  {self.name}, {trainer}: {number} of {self.rounds}, {last.speed:,.0f}", file=sys.stderr)
+        return turns
+
+    def _ours(self, stack: ExitStack) -> Callable[[int], Steps]:
+        pool = stack.enter_context(RankPool(self.grid.ranks))
+        return lambda number: pool.run(measure_rank, self.config, self.rules)
+
+    def _theirs(self, stack: ExitStack, folder: Path, installed: Sequence[str]) -> dict[str, Callable[[int], Steps]]:
+        peers = {name: self.opponents.peers[name] for name in installed}
+        peers = {name: peer for name, peer in peers.items() if self.name in peer.cells}
+        if not peers:
+            return {}
+        work = self._work(folder)
+        started = {name: stack.enter_context(self._start(peer, work, folder / name)) for name, peer in peers.items()}
+        for name, ranks in list(started.items()):
+            try:
+                ranks.ready()
+            except PeerFailure as failure:
+                self.failures[name] = str(failure)
+                del started[name]
+        return {name: ranks.step for name, ranks in started.items()}
+
+    def _work(self, folder: Path) -> dict[str, Any]:
+        """Write what all peers read, and describe it."""
+        with RankPool(1) as pool:
+            pool.run(save_rank, with_values(self.config, {TP: 1, PP: 1, CP: 1}), folder / "checkpoint")
+        self.to_hf(folder / "checkpoint", folder / "weights")
+        write_tokens(self.config, self.rules, self.rounds + 1, folder / "tokens.npz")
+        training = self.config.training
+        adamw = {
+            "lr": training.lr,
+            "beta1": training.adam_beta1,
+            "beta2": training.adam_beta2,
+            "eps": training.adam_eps,
+            "weight_decay": training.weight_decay,
+            "clip_grad": training.clip_grad,
+        }
+        paths = {"weights": str(folder / "weights"), "tokens": str(folder / "tokens.npz")}
+        return {**paths, "adamw": adamw, "axes": self.grid.axes(), "packages": dict(self.opponents.checkouts)}
+
+    def _start(self, peer: Peer, work: Mapping[str, Any], folder: Path) -> PeerRanks:
+        command = [self.opponents.python, str(self.opponents.scripts / peer.script)]
+        return PeerRanks(command, self.grid.ranks, {**work, "options": dict(peer.cells[self.name])}, folder)
+
+
+def figures(turns: Sequence[Turn]) -> dict[str, Any]:
+    """Of one trainer on one grid; the first turn warms up and gives the first loss alone."""
+    timed = turns[1:]
+    return {
+        "tokens_per_second": statistics.median(one.speed for one in timed),
+        "seconds": [max(rank.wall for rank in one.steps) for one in timed],
+        "cpu_seconds": statistics.median(sum(rank.cpu for rank in one.steps) for one in timed),
+        "peak_memory": [rank.memory for rank in turns[-1].steps],
+        "losses": [one.loss for one in turns],
+        "others": statistics.median(one.others for one in timed),
+    }
+
+
+def over_best(found: Mapping[str, Mapping[str, Any]]) -> tuple[float, str] | None:
+    """Our tokens a second over those of the best peer, and its name; None without a peer."""
+    speeds = {name: row["tokens_per_second"] for name, row in found.items() if name != OURS}
+    if not speeds:
+        return None
+    best = max(speeds, key=lambda name: speeds[name])
+    return found[OURS]["tokens_per_second"] / speeds[best], best
+
+
+def other_losses(found: Mapping[str, Mapping[str, Any]], digits: int) -> list[str]:
+    """Peers whose first or last loss, printed, is not ours, with both."""
+    words = []
+    for place, number in (("first", 0), ("last", -1)):
+        printed = {name: f"{row['losses'][number]:.{digits}f}" for name, row in found.items()}
+        differing = (name for name in printed if printed[name] != printed[OURS])
+        words += [f"{place} loss of {name} {printed[name]}, ours {printed[OURS]}" for name in differing]
+    return words
+
+
+SHOWN: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "tokens/s": lambda row: f"{row['tokens_per_second']:,.0f}",
+    "peak of the fullest rank": lambda row: human_bytes(max(row["peak_memory"])),
+    "processor seconds, all ranks": lambda row: f"{row['cpu_seconds']:.2f}",
+}
+"""Blocks of the table: a trainer's figure on a grid, as text."""
+
+
+def speed_table(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    """A column a grid, a row a trainer in each block; `found` is grid to trainer to `figures`."""
+    names = list(dict.fromkeys(name for rows in found.values() for name in rows if name != OURS)) + [OURS]
+    cells: list[list[str]] = []
+    for title, shown in SHOWN.items():
+        cells.append([title, *(found if not cells else [""] * len(found))])
+        cells += [[name, *(shown(rows[name]) if name in rows else "-" for rows in found.values())] for name in names]
+        if title == "tokens/s":
+            ratios = [over_best(rows) for rows in found.values()]
+            cells.append(["over the best peer", *("-" if ratio is None else f"{ratio[0]:.2f}" for ratio in ratios)])
+    others = [statistics.median(row["others"] for row in rows.values()) for rows in found.values()]
+    cells.append(["cores used by others", *(f"{value:.2f}" for value in others)])
+    for title, number in (("our first loss", 0), ("our last loss", -1)):
+        cells.append([title, *(f"{rows[OURS]['losses'][number]:.4f}" for rows in found.values())])
+    return table(cells)
+
+
+def peers_part(
+    quick: bool, rounds: int, opponents: Opponents, to_hf: ToHuggingFace, grids: Sequence[str] = tuple(GRIDS)
+) -> Part:
+    """Every grid in turn, all trainers on it by turns."""
+    names = sorted({name for peer in opponents.peers.values() for name in peer.needs} | {"torch"})
+    there = versions(opponents.python, names)
+    reasons = {name: absent(peer, there, opponents.checkouts) for name, peer in opponents.peers.items()}
+    installed = [name for name, reason in reasons.items() if reason is None]
+    lines = [f"{name} is absent, {reason}" for name, reason in reasons.items() if reason is not None]
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for name in grids:
+        column = Column(name, quick, rounds, opponents, to_hf)
+        found[name] = {trainer: figures(turns) for trainer, turns in column.run(installed).items()}
+        print(f"{name}\n{speed_table({name: found[name]})}", file=sys.stderr, flush=True)  # kept if the run is ended
+        lines += [f"{name}: {trainer} failed, {reason}" for trainer, reason in column.failures.items()]
+        lines += [f"{name}: {words}" for words in other_losses(found[name], 4)]
+    shown = ", ".join(f"{name} {version}" for name, version in there.items() if version is not None)
+    goals = [_goal(name, GRIDS[name], rows) for name, rows in found.items()]
+    return Part(
+        {"peers": found, "versions": there, "peer_notes": lines},
+        [goal for goal in goals if goal is not None],
+        "\n".join([f"medians of {rounds} rounds; {shown}", speed_table(found), *lines]),
+    )
+
+
+def _goal(name: str, grid: Grid, rows: Mapping[str, Mapping[str, Any]]) -> Goal | None:
+    ratio = over_best(rows)
+    if grid.goal is None or ratio is None:
+        return None
+    return Goal(f"{name}: our tokens/s over those of {ratio[1]}, the best peer", ratio[0], grid.goal, ">=")

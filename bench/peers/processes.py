@@ -1,0 +1,110 @@
+"""Ranks of another trainer: processes in its own interpreter, kept alive, one training step a line.
+
+Key property: a rank that dies, raises or hangs ends the peer with one `PeerFailure`, which holds what it printed; no
+process outlives the peer. Rejected: torchrun, whose ranks could not take turns with ours. The environment of a rank is
+set by `env`, so nothing of ours reads or writes one.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.report import Seconds
+
+_ONE_THREAD = ("OMP_NUM_THREADS=1", "MKL_NUM_THREADS=1", "CUDA_VISIBLE_DEVICES=", "TOKENIZERS_PARALLELISM=false")
+_SHOWN = 12
+"""Last lines of the error stream in a failure."""
+
+
+class PeerFailure(RuntimeError):
+    """Some rank of a peer died, raised or hung; the message says which and what it printed."""
+
+
+@dataclass(frozen=True)
+class PeerStep(Seconds):
+    """One training step of a peer on one rank, between two barriers."""
+
+    tokens: int
+    """Of the whole step."""
+    loss: float | None
+    """None on a rank that does not know it, such as the first stage of a pipeline."""
+    memory: int
+    """Bytes: the process's peak so far, less what it held before the model was built."""
+
+
+class PeerRanks:
+    """`ranks` processes of one script in one gloo group; `step` trains all of them once."""
+
+    def __init__(self, command: Sequence[str], ranks: int, work: Mapping[str, Any], folder: Path) -> None:
+        """`command`: interpreter and script; `work`: what the script reads; `folder`: new, for its files."""
+        folder.mkdir(parents=True)
+        described = folder / "work.json"
+        described.write_text(json.dumps({**work, "world_size": ranks}), encoding="utf-8")
+        self._errors = [folder / f"stderr_{rank}" for rank in range(ranks)]
+        self._processes = []
+        for rank, errors in enumerate(self._errors):
+            flags = ["--work", str(described), "--rank", str(rank), "--store", str(folder / "store")]
+            with errors.open("w") as stream:
+                process = subprocess.Popen(
+                    ["env", *_ONE_THREAD, *command, *flags],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=stream,
+                    text=True,
+                )
+            self._processes.append(process)
+
+    def ready(self, timeout: float = 300.0) -> None:
+        """Wait until every rank has built its model. Raises PeerFailure."""
+        self._answers(timeout)
+
+    def step(self, number: int, timeout: float = 600.0) -> list[PeerStep]:
+        """Train step `number`, counted from 0; results in rank order. Raises PeerFailure."""
+        for rank, process in enumerate(self._processes):
+            assert process.stdin is not None
+            try:
+                process.stdin.write(json.dumps({"step": number}) + "\n")
+                process.stdin.flush()
+            except OSError as error:
+                raise self._failure(rank, "had ended") from error
+        return [PeerStep(**answer) for answer in self._answers(timeout)]
+
+    def _answers(self, timeout: float) -> list[dict[str, Any]]:
+        deadline, found = time.monotonic() + timeout, dict[int, dict[str, Any]]()
+        while len(found) < len(self._processes):
+            waiting = {p.stdout: rank for rank, p in enumerate(self._processes) if p.stdout and rank not in found}
+            ready, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise self._failure(min(waiting.values()), f"did not answer within {timeout:g} s")
+            for stream in ready:
+                line = stream.readline()
+                answer = json.loads(line) if line else {"error": "the process ended"}
+                if "error" in answer:
+                    raise self._failure(waiting[stream], answer["error"].strip())
+                found[waiting[stream]] = answer
+        return [found[rank] for rank in range(len(self._processes))]
+
+    def _failure(self, rank: int, what: str) -> PeerFailure:
+        self.close()
+        printed = self._errors[rank].read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN:]
+        return PeerFailure("\n".join([f"rank {rank}: {what}", *printed]))
+
+    def close(self) -> None:
+        """End all processes; may be called twice."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.communicate()
+
+    def __enter__(self) -> PeerRanks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

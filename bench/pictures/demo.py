@@ -1,0 +1,134 @@
+"""What `make demo` learned: its loss curve, exact answers by question, and held-out scans beside the answers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from PIL import Image
+
+from bench.pictures import style
+from megacp.core.storage.files import read_regular
+
+_ASKED = re.compile(r"<\|user\|>\n(.*)\n<\|assistant\|>\n$", re.DOTALL)
+_COLUMNS, _ROWS = 4, 3
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One question about held-out scans."""
+
+    question: str
+    expected: str
+    answer: str
+    images: tuple[str, ...]
+
+    @property
+    def right(self) -> bool:
+        """Equal to the last character."""
+        return self.answer == self.expected
+
+    @property
+    def group(self) -> str:
+        """The question, and whether one or several scans are shown."""
+        return f"{self.question}\n{'one scan' if len(self.images) == 1 else 'two to six scans'}"
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_bytes().splitlines()  # of bytes: a text has further ends of lines
+    except OSError as error:
+        raise ValueError(f"--demo: {path}: {error.strerror}; `make demo` writes it") from error
+    return [json.loads(line) for line in lines]
+
+
+def read_answers(demo: Path) -> list[Answer]:
+    """The answers of a finished demo. ValueError names a file that is missing."""
+    answers = []
+    for line in _lines(demo / "answers.jsonl"):
+        asked = _ASKED.search(line["prompt"])
+        question = asked[1] if asked else line["prompt"]
+        answers.append(Answer(question, line["expected"], line["answer"], tuple(line["images"])))
+    return answers
+
+
+def shown(answers: Sequence[Answer]) -> list[Answer]:
+    """Answers to draw: the first single scans and the first sets of several in turn, their questions in turn too."""
+    asked: dict[tuple[str, ...], list[Answer]] = {}
+    for answer in answers:
+        asked.setdefault(answer.images, []).append(answer)
+    half = _COLUMNS * _ROWS // 2
+    single = [asked[scans] for scans in asked if len(scans) == 1][:half]
+    several = [asked[scans] for scans in asked if 1 < len(scans) <= 3][:half]
+    return [
+        questions[number % len(questions)]
+        for number, pair in enumerate(zip(single, several, strict=False))
+        for questions in pair
+    ]
+
+
+def _draw_loss(axes: Axes, lines: Sequence[dict[str, Any]]) -> None:
+    for kind, color, form in (("train", style.SKY, "-"), ("valid", style.VERMILION, "o-")):
+        points = [(line["step"], line["loss"]) for line in lines if line["kind"] == kind]
+        if points:
+            name = "training" if kind == "train" else "held out"
+            axes.plot(*zip(*points, strict=True), form, color=color, linewidth=1.4, markersize=5, label=name)
+    axes.set_xlabel("optimizer step")
+    axes.set_title("loss, nats a token", loc="left", fontsize=11.5)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    style.quiet(("top", "right"), axes)
+
+
+def _draw_shares(axes: Axes, answers: Sequence[Answer]) -> None:
+    total, right = Counter(a.group for a in answers), Counter(a.group for a in answers if a.right)
+    groups = sorted(total, key=lambda group: (group.endswith("six scans"), group))
+    shares = [right[group] / total[group] for group in groups]
+    axes.barh(range(len(groups)), shares, color=style.GREEN, height=0.66)
+    for number, share in enumerate(shares):
+        axes.text(share + 0.01, number, f"{share:.1%}", va="center", fontsize=10)
+    axes.set(xlim=(0, 1.18), xticks=[], ylim=(len(groups) - 0.4, -0.6))
+    axes.set_yticks(range(len(groups)), groups, fontsize=9.5)
+    axes.set_title("answers that are exactly right", loc="left", fontsize=11.5)
+    style.quiet(("top", "right", "bottom"), axes)
+
+
+def _draw_answer(figure: Figure, answer: Answer, images: Path, corner: tuple[float, float]) -> None:
+    left, top = corner
+    size = 0.068
+    for number, name in enumerate(answer.images):
+        step = number * (size * 0.62 if len(answer.images) > 1 else size)
+        scan = figure.add_axes((left + step, top, size * (0.58 if len(answer.images) > 1 else 0.95), 0.13))
+        path = (images / name).resolve()
+        if not path.is_relative_to(images.resolve()):
+            raise ValueError(f"--demo: {name} is outside of {images}")
+        read_regular(path)
+        with Image.open(path) as image:
+            scan.imshow(image.convert("L"), cmap="gray", interpolation="nearest")
+        scan.set(xticks=[], yticks=[])
+    mark, color = ("right", style.GREEN) if answer.right else (f"no: {answer.expected}", style.VERMILION)
+    figure.text(left, top - 0.028, answer.question, fontsize=9.5, color=style.GREY)
+    figure.text(left, top - 0.064, answer.answer, fontsize=13, weight="bold")
+    figure.text(left + 0.014 + 0.0092 * len(answer.answer), top - 0.064, mark, fontsize=9.5, color=color)
+
+
+def draw_demo(demo: Path) -> Figure:
+    """The folder that a finished `make demo` left."""
+    answers, log = read_answers(demo), _lines(demo / "checkpoints" / "log.jsonl")
+    figure = style.plt.figure(figsize=(14.4, 7.0))
+    style.title(figure, "make demo: 8 CPU ranks learn to read handwritten digits", 0.955)
+    _draw_loss(figure.add_axes((0.045, 0.53, 0.32, 0.33)), log)
+    _draw_shares(figure.add_axes((0.135, 0.05, 0.23, 0.355)), answers)
+    figure.text(0.41, 0.872, "scans that the model never saw, its answers below", fontsize=11.5)
+    for number, answer in enumerate(shown(answers)):
+        row, column = divmod(number, _COLUMNS)
+        corner = (0.41 + 0.148 * column, 0.72 - 0.295 * row)
+        _draw_answer(figure, answer, demo / "digits" / "images", corner)
+    return figure

@@ -1,0 +1,58 @@
+"""The row that the pictures show: a short text, an image with three branches, a video and a long text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megacp.core.context_parallel.layout import select_layout
+from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.ops.mask import Metadata
+
+CP = 4
+_PIECES = (  # tokens, document, branch, span
+    (14, 0, 0, 0),
+    (4, 1, 0, 0),
+    (26, 1, 0, 2),
+    (12, 1, 1, 0),
+    (9, 1, 2, 0),
+    (7, 1, 3, 0),
+    *((count, 2, 0, span) for _ in range(3) for count, span in ((3, 0), (10, 3))),
+    (9, 2, 1, 0),
+    (72, 3, 0, 0),
+)
+NAMES = ("text", "image, 3 branches", "video", "long text")
+"""Of the documents."""
+
+
+@dataclass(frozen=True)
+class DealtRow:
+    """The example under one layout: a plan for each of the ranks."""
+
+    metadata: Metadata
+    plans: tuple[AttentionPlan, ...]
+
+    def areas(self) -> list[int]:
+        """Allowed (query, key) pairs of each rank."""
+        return [sum(plan.table(source).area for source in range(plan.cp)) for plan in self.plans]
+
+    def travelling(self) -> list[int]:
+        """Tokens whose keys and values each rank needs of others."""
+        return [
+            sum(int(plan.table(source).needed_keys.sum()) for source in range(plan.cp) if source != plan.cp_rank)
+            for plan in self.plans
+        ]
+
+
+def example_metadata() -> Metadata:
+    """The four integers of all tokens of the row."""
+    columns = np.repeat(np.array(_PIECES), [piece[0] for piece in _PIECES], axis=0)  # [T, 4]
+    return Metadata(columns[:, 1], columns[:, 2], columns[:, 3], np.arange(len(columns)))
+
+
+def dealt(layout: str, cp: int = CP) -> DealtRow:
+    """The example row dealt to `cp` ranks."""
+    metadata = example_metadata()
+    indices = select_layout(layout).deal(metadata, cp)
+    return DealtRow(metadata, tuple(AttentionPlan(indices, metadata, rank) for rank in range(cp)))

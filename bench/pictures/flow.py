@@ -1,0 +1,109 @@
+"""From a record to the loss in five panels, each drawn from the same row."""
+
+from __future__ import annotations
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from bench.pictures import style
+from bench.pictures.example import DealtRow, dealt
+from bench.pictures.masks import draw_mask
+from megacp.core.context_parallel.layout import document_bounds
+
+_DOCUMENTS = (style.GREY, style.SKY, style.VERMILION, style.INK)
+"""Colours of the row's documents."""
+RECORD = """{"messages": [
+  {"role": "user",
+   "content": [
+     {"type": "image",
+      "path": "cat.jpg"}]}],
+
+ "branches": [
+   "A cat, asleep.",
+   "Two ears, one tail.",
+   "It lies in the sun."
+ ]}"""
+_STEPS = (
+    ("1  record", "a line of JSON;\nbranches share the image", "data/records/"),
+    ("2  pack", "documents, end to end,\nup to --seq-length", "data/build/"),
+    ("3  plan", "four integers a token\ngive exact tiles", "ops/mask.py, context_parallel/plan.py"),
+    ("4  ranks", "each holds a share of the row;\nonly needed keys travel", "context_parallel/"),
+    ("5  loss", "summed over all ranks,\nthen divided once", "training/loss.py"),
+)
+_LEFTS, _TOP, _SIDE = (3.0, 33.0, 63.0, 93.0, 123.0), 23.0, 26.0
+
+
+def _strip(axes: Axes, row: DealtRow, tokens: np.ndarray, corner: tuple[float, float], width: float) -> None:
+    """Tokens as a bar, coloured by their document, image tokens paler."""
+    unit = width / len(tokens)
+    for number, token in enumerate(tokens):
+        color = _DOCUMENTS[row.metadata.document[token]]
+        face = style.lighter(color, 0.55 if row.metadata.span[token] else 0.0)
+        axes.add_patch(Rectangle((corner[0] + unit * number, corner[1]), unit * 1.02, 3.4, facecolor=face, linewidth=0))
+
+
+def _draw_record(axes: Axes) -> None:
+    style.box(axes, (_LEFTS[0], _TOP), (_SIDE, _SIDE), style.SKY, share=0.9)
+    left, top = _LEFTS[0] + 1.2, _TOP + 1.4
+    axes.text(left, top, RECORD, linespacing=1.45, family="DejaVu Sans Mono", fontsize=9.4, va="top")
+
+
+def _draw_pack(axes: Axes, row: DealtRow) -> None:
+    """The row's tokens broken into lines, as text is."""
+    lines = np.arange(len(row.metadata)).reshape(6, -1)
+    for number, tokens in enumerate(lines):
+        _strip(axes, row, tokens, (_LEFTS[1], _TOP + 4.5 * number), _SIDE)
+
+
+def _draw_ranks(axes: Axes, row: DealtRow) -> None:
+    for rank, (plan, arriving) in enumerate(zip(row.plans, row.travelling(), strict=True)):
+        top = _TOP + 6.8 * rank
+        axes.add_patch(Rectangle((_LEFTS[3], top), 1.6, 5.2, color=style.RANK_COLORS[rank]))
+        axes.text(_LEFTS[3] + 2.6, top + 0.7, f"rank {rank}: {len(plan.local)} tokens", fontsize=9, va="center")
+        axes.text(_LEFTS[3] + _SIDE, top + 0.7, f"+ {arriving} keys", fontsize=9, va="center", ha="right")
+        _strip(axes, row, plan.local, (_LEFTS[3] + 2.6, top + 1.8), _SIDE - 2.6)
+
+
+def _draw_loss(axes: Axes) -> None:
+    left = _LEFTS[4]
+    style.box(axes, (left, _TOP), (_SIDE, _SIDE), style.GREY, share=0.93)
+    sums = r"\sum_{\mathrm{ranks}} \ \sum_{t} \; w_t"
+    formula = rf"$\frac{{{sums} \cdot \mathrm{{loss}}_t}}{{{sums}}}$"
+    axes.text(left + _SIDE / 2, _TOP + 8.4, formula, fontsize=19, ha="center", va="center")
+    text = "The denominator of the\nwhole step is known\nbefore the forward.\nSo two grids differ\nby rounding only."
+    axes.text(left + _SIDE / 2, _TOP + 19.4, text, fontsize=9.6, ha="center", va="center", linespacing=1.4)
+
+
+def draw_flow() -> Figure:
+    """Record, pack, plan, ranks, loss."""
+    row = dealt("balanced")
+    figure, axes = style.canvas(15.2, 6.3)
+    style.title(figure, "The mask is data: from a record to the loss", 0.91)
+    for number, (left, (name, text, place)) in enumerate(zip(_LEFTS, _STEPS, strict=True)):
+        axes.text(left, 12.6, name, fontsize=14, weight="bold", va="center")
+        axes.text(left, 17.8, text, fontsize=9.6, va="center", color=style.GREY, linespacing=1.3)
+        axes.text(left, _TOP + _SIDE + 3.2, place, fontsize=8.4, family="DejaVu Sans Mono", va="center")
+        if number:
+            style.arrow(axes, (left - 3.6, _TOP + _SIDE / 2), (left - 0.5, _TOP + _SIDE / 2))
+    _draw_record(axes)
+    _draw_pack(axes, row)
+    mask = figure.add_axes((_LEFTS[2] / 152, 1 - (_TOP + _SIDE) / 63, _SIDE / 152, _SIDE / 63))
+    draw_mask(mask, row, edge=0.4)
+    _draw_ranks(axes, row)
+    _draw_loss(axes)
+    _draw_legend(axes, row)
+    return figure
+
+
+def _draw_legend(axes: Axes, row: DealtRow) -> None:
+    """Which colour is which document, under the pack."""
+    names = ("short text", "image, 3 branches", "video", "long text")
+    assert len(document_bounds(row.metadata)[0]) == len(names)
+    left = 33.0
+    for name, color in zip(names, _DOCUMENTS, strict=True):
+        axes.add_patch(Rectangle((left, 56.6), 2, 2, facecolor=color, linewidth=0))
+        axes.text(left + 2.8, 57.6, name, fontsize=9.6, va="center")
+        left += 5.5 + 1.35 * len(name)
+    axes.text(left, 57.6, "pale: image tokens, which see each other", fontsize=9.6, va="center", color=style.GREY)

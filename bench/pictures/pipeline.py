@@ -1,0 +1,115 @@
+"""Pipeline schedules as charts of time, from the action lists that the runtime executes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from bench.pictures import style
+from megacp.core.pipeline_parallel.schedules import COMPUTE, SENDS, Action, Kind, channel_of, schedule
+
+STAGES, MICROBATCHES, CHUNKS = 4, 8, 2
+_CHUNKS_FLAG = "--num-virtual-stages-per-pipeline-rank"
+_TIMES = {Kind.FORWARD: 1.0, Kind.BACKWARD: 1.0, Kind.WEIGHTS: 1.0}
+"""Time of a whole stage for one microbatch; a chunk takes its share. A backward takes the weights' too unless these
+have actions of their own.
+"""
+_COLORS = {
+    (Kind.FORWARD, 0): style.SKY,
+    (Kind.FORWARD, 1): style.BLUE,
+    (Kind.BACKWARD, 0): style.lighter(style.ORANGE, 0.35),
+    (Kind.BACKWARD, 1): style.VERMILION,
+    (Kind.WEIGHTS, 0): style.lighter(style.GREEN, 0.35),
+}
+
+
+@dataclass(frozen=True)
+class Span:
+    """One compute of a stage in time."""
+
+    action: Action
+    start: float
+    stop: float
+
+
+def walk(stages: Sequence[Sequence[Action]], num_chunks: int) -> list[list[Span]]:
+    """When each stage computes what, where a message takes no time and a receive waits for its send."""
+    spans: list[list[Span]] = [[] for _ in stages]
+    whole = {**_TIMES, Kind.BACKWARD: _TIMES[Kind.BACKWARD] + _TIMES[Kind.WEIGHTS]}
+    times = [_TIMES if any(action.kind is Kind.WEIGHTS for action in actions) else whole for actions in stages]
+    clock, following = [0.0] * len(stages), [0] * len(stages)
+    messages: dict[object, list[float]] = {}
+    moved = True
+    while moved:
+        moved = False
+        for stage, actions in enumerate(stages):
+            while following[stage] < len(actions):
+                action = actions[following[stage]]
+                if action.kind in COMPUTE:
+                    length = times[stage][action.kind] / num_chunks
+                    spans[stage].append(Span(action, clock[stage], clock[stage] + length))
+                    clock[stage] += length
+                elif action.kind in SENDS:
+                    messages.setdefault(channel_of(action, stage, len(stages)), []).append(clock[stage])
+                elif arrived := messages.get(channel_of(action, stage, len(stages))):
+                    clock[stage] = max(clock[stage], arrived.pop(0))
+                else:
+                    break
+                following[stage] += 1
+                moved = True
+    return spans
+
+
+def bubble(spans: Sequence[Sequence[Span]]) -> float:
+    """Idle time over work: 0 is a perfect pipeline."""
+    work = max(sum(span.stop - span.start for span in stage) for stage in spans)
+    return max(stage[-1].stop for stage in spans) / work - 1
+
+
+def _draw_chart(axes: Axes, spans: Sequence[Sequence[Span]], longest: float, title: str) -> None:
+    end = max(stage[-1].stop for stage in spans)
+    for stage, row in enumerate(spans):
+        axes.add_patch(Rectangle((0, stage + 0.06), end, 0.88, facecolor=style.PALE, edgecolor="none"))
+        for span in row:
+            color = _COLORS[span.action.kind, span.action.chunk]
+            size = span.stop - span.start
+            axes.add_patch(
+                Rectangle((span.start, stage + 0.06), size, 0.88, facecolor=color, edgecolor=style.PAPER, linewidth=1)
+            )
+            dark = color in (style.BLUE, style.VERMILION)
+            ink = style.PAPER if dark else style.INK
+            name, middle = str(span.action.microbatch), span.start + size / 2
+            axes.text(middle, stage + 0.5, name, fontsize=8.5, ha="center", va="center", color=ink)
+    axes.set(xlim=(0, longest), ylim=(len(spans), 0), xticks=[])
+    axes.set_yticks([stage + 0.5 for stage in range(len(spans))], [f"stage {stage}" for stage in range(len(spans))])
+    axes.tick_params(length=0)
+    style.quiet(("top", "right", "bottom", "left"), axes)
+    axes.set_title(title, loc="left", fontsize=12.5)
+
+
+def draw_pipeline() -> Figure:
+    """1F1B, interleaved 1F1B and zero bubble one below the other, with the same work a stage."""
+    figure, places = style.plt.subplots(3, 1, figsize=(13.6, 9.4))
+    schedules = {
+        "1f1b": (1, "1F1B, one chunk a stage: idle {idle:.1%} of the work"),
+        "interleaved": (CHUNKS, f"interleaved 1F1B, {_CHUNKS_FLAG} {CHUNKS}: idle {{idle:.1%}}"),
+        "zero_bubble": (1, "--pipeline-schedule zero_bubble, weight gradients wait: idle {idle:.1%}"),
+    }
+    charts = {
+        name: walk([schedule(name, s, STAGES, MICROBATCHES, chunks) for s in range(STAGES)], chunks)
+        for name, (chunks, _) in schedules.items()
+    }
+    longest = max(stage[-1].stop for spans in charts.values() for stage in spans)
+    for axes, (name, spans) in zip(places, charts.items(), strict=True):
+        _draw_chart(axes, spans, longest, schedules[name][1].format(idle=bubble(spans)))
+    style.title(figure, f"{MICROBATCHES} microbatches through {STAGES} stages", 0.97)
+    figure.subplots_adjust(left=0.065, right=0.985, top=0.9, bottom=0.08, hspace=0.3)
+    names = [f"{kind.value}, chunk {chunk}" for kind, chunk in _COLORS if kind is not Kind.WEIGHTS]
+    names += ["weight gradients", "idle"]
+    handles = [Rectangle((0, 0), 1, 1, color=color) for color in (*_COLORS.values(), style.PALE)]
+    figure.legend(handles, names, loc="lower center", ncol=len(names), frameon=False, fontsize=10.5)
+    return figure

@@ -1,0 +1,158 @@
+"""Speed of `tools/preprocess_data.py build` on text, photos and videos with 1 and 2 workers, start-up included.
+
+The real command runs in its own process; the numbers of workers take turns and medians are shown. Text is also made
+tokens as Megatron does it, where megatron-core is installed. Ours also packs, hashes and syncs what it writes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import megacp
+from bench.report import Goal, Part, Seconds, take_turns, timed
+from megacp.core.data.synthetic.records import write_photos, write_text, write_videos
+from megacp.core.planner.report import table
+
+WORKERS = (1, 2)
+SAME_ENGINE, ANY_ENGINE = "ours, the library's engine", "ours"
+OURS: dict[str, tuple[str, ...]] = {
+    "ours, bytes": ("--tokenizer", "byte"),
+    ANY_ENGINE: (),
+    SAME_ENGINE: ("--tokenizer-engine", "reference"),
+}
+"""Ways to build a dataset of text, and their flags; a `tokenizer.json` where they name no tokenizer."""
+PLAIN, BATCHED = "Megatron's loop", "Megatron's loop, 64 texts a call"
+MEGATRON = {PLAIN: 1, BATCHED: 64}
+"""Texts that the tokenizer is given at once."""
+TEXT_GOALS = ((SAME_ENGINE, PLAIN, 1.3), (ANY_ENGINE, BATCHED, 1.0))
+"""Ours, theirs, and the least ratio."""
+PEER = Path(__file__).parents[1] / "tools" / "peers" / "preprocess_megatron.py"
+UNITS = 4
+"""Parts of the records of media that workers take."""
+MEDIA = {"photos": (write_photos, 16, 300), "videos": (write_videos, 2, 96)}
+"""Who writes a folder of that name and its records, and how many: quick, and else."""
+
+
+def text_part(quick: bool) -> Part:
+    """MB of text per second, by tokenizer and engine, beside Megatron's loop."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    with tempfile.TemporaryDirectory(prefix="megacp_bench_") as name:
+        folder = Path(name)
+        size, texts = write_text(folder / "text.jsonl", 2.0 if quick else 120.0)
+        bpe = Tokenizer(models.BPE())
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        trainer = trainers.BpeTrainer(
+            vocab_size=4096,
+            special_tokens=["<|endoftext|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        bpe.train_from_iterator(texts[:100], trainer)
+        bpe.save(str(folder / "tokenizer.json"))
+        files = folder / "text.jsonl", folder / "tokenizer.json"
+        ways = {_way(name, n): _build_text(files, n, flags) for name, flags in OURS.items() for n in WORKERS}
+        if importlib.util.find_spec("megatron"):
+            ways |= {_way(name, n): _megatron(files, n, batch) for name, batch in MEGATRON.items() for n in WORKERS}
+        seconds = take_turns(ways, rounds=1 if quick else 2)
+    speed = {way: size / 1e6 / statistics.median(one.wall for one in times) for way, times in seconds.items()}
+    names = [name for name in (*OURS, *MEGATRON) if _way(name, WORKERS[0]) in speed]
+    rows = [["text, MB/s", *(f"{n} workers" for n in WORKERS)]]
+    rows += [[name, *(f"{speed[_way(name, n)]:.1f}" for n in WORKERS)] for name in names]
+    found = [{"way": way, "megabytes_per_second": value} for way, value in speed.items()]
+    goals = [
+        Goal(f"{n} workers: {ours} over {theirs}", speed[_way(ours, n)] / speed[_way(theirs, n)], limit, ">=")
+        for ours, theirs, limit in TEXT_GOALS
+        for n in WORKERS
+        if theirs in names
+    ]
+    return Part({"preprocess": found}, goals, table(rows))
+
+
+def media_part(quick: bool) -> Part:
+    """Photos and videos: files and megabytes per second, and files per processor second."""
+    rounds = 1 if quick else 3
+    parts = [_media(name, *sizes, quick, rounds) for name, sizes in MEDIA.items()]
+    return Part(
+        {key: value for part in parts for key, value in part.figures.items()}, table="\n".join(p.table for p in parts)
+    )
+
+
+def _media(name: str, write: Callable[[Path, int], Path], small: int, large: int, quick: bool, rounds: int) -> Part:
+    count = small if quick else large
+    with tempfile.TemporaryDirectory() as folder:
+        records = write(Path(folder), count)
+        megabytes = sum(file.stat().st_size for file in [records, *(Path(folder) / name).iterdir()]) / 1e6
+        flags = ["--tokenizer", "byte", "--unit-bytes", -(-records.stat().st_size // UNITS), "--seq-length", 16384]
+        flags += ["--image-root", records.parent / name, "--max-crops-per-pack", 128]
+        seconds = take_turns({f"{n} workers": _build(records, n, *flags) for n in WORKERS}, rounds)
+    rows = [[f"{count} {name}, {megabytes:.1f} MB", f"{name}/s", "MB/s", f"{name}/CPU s"]]
+    for way, times in seconds.items():
+        wall, cpu = (statistics.median(getattr(one, clock) for one in times) for clock in ("wall", "cpu"))
+        rows.append([way, *(f"{speed:.1f}" for speed in (count / wall, megabytes / wall, count / cpu))])
+    by_workers = list(zip(WORKERS, seconds.values(), strict=True))
+    found = {
+        "files": count,
+        "megabytes": megabytes,
+        "seconds": {workers: [one.wall for one in times] for workers, times in by_workers},
+        "cpu_seconds": {workers: [one.cpu for one in times] for workers, times in by_workers},
+    }
+    return Part({name: found}, table=table(rows))
+
+
+def _way(name: str, workers: int) -> str:
+    return f"{name}, {workers} workers"
+
+
+def _build_text(files: tuple[Path, Path], workers: int, flags: Sequence[str]) -> Callable[[], Seconds]:
+    """A call that builds a dataset of text; `files` are the records and a `tokenizer.json`."""
+    flags = flags if "--tokenizer" in flags else ("--tokenizer", str(files[1]), *flags)
+    return _build(files[0], workers, *flags, "--seq-length", 1024, "--oversize", "split")
+
+
+def _build(records: Path, workers: int, *flags: object) -> Callable[[], Seconds]:
+    """A call that builds a dataset of the records beside them; its processor time is that of all its processes."""
+
+    def build() -> Seconds:
+        output = tempfile.mkdtemp(dir=records.parent) + "/built"
+        program = "import sys; from megacp.commands import preprocess; sys.exit(preprocess.main())"
+        command = [sys.executable, "-c", program, "build", "--input", records, "--output", output]
+        return _run([*command, "--workers", workers, *flags])[1]
+
+    return build
+
+
+def _megatron(files: tuple[Path, Path], workers: int, batch: int) -> Callable[[], Seconds]:
+    """A call of the peer, which tells its wall time itself, without its imports."""
+
+    def build() -> Seconds:
+        output = tempfile.mkdtemp(dir=files[0].parent) + "/built"
+        command = [sys.executable, PEER, "--input", files[0], "--output", output, "--tokenizer", files[1]]
+        printed, seconds = _run([*command, "--workers", workers, "--batch", batch])
+        return Seconds(float(printed), seconds.cpu)
+
+    return build
+
+
+def _run(command: Sequence[object]) -> tuple[str, Seconds]:
+    """What a command printed, and its seconds; RuntimeError with its last words when it fails."""
+    words = [str(word) for word in command]
+    root = Path(megacp.__file__).parents[1]  # where a checkout is found that is not installed
+    run = functools.partial(subprocess.run, words, cwd=root, capture_output=True, text=True)
+    done, seconds = timed(run, _children_seconds)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    return done.stdout, seconds
+
+
+def _children_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

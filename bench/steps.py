@@ -1,0 +1,243 @@
+"""Training steps on mock packs: seconds, memory and bytes sent of each rank, every layout by turns (`make bench`).
+
+A rank keeps its model between calls. So the layouts can take turns, one step each, and each warms up only once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bench.report import Part, Seconds, take_turns, timed
+from bench.traffic import ContextPlace, RowImages, StageTraffic, stage_traffic
+from megacp.core.config.run import RunConfig, Value, with_values
+from megacp.core.context_parallel.auto.choose import refuse_auto
+from megacp.core.context_parallel.auto.counts import exchanged_rows
+from megacp.core.context_parallel.vision import LocalVision
+from megacp.core.data.batch import PackedBatch
+from megacp.core.data.synthetic.images import MockDecoder
+from megacp.core.data.synthetic.mock import MockRules
+from megacp.core.distributed.collectives import barrier
+from megacp.core.distributed.grid import ProcessGrid, build_grid
+from megacp.core.distributed.spawn import RankPool
+from megacp.core.models.build import grid_shape, stage_layers
+from megacp.core.monitor.memory import peak_bytes
+from megacp.core.monitor.timers import Phase, unmeasured
+from megacp.core.planner.report import human_bytes, table
+from megacp.core.training.images import image_loading
+from megacp.core.training.loss import agree
+from megacp.core.training.step import ParallelModel
+from megacp.verify.parity import microbatches
+
+
+@dataclass(frozen=True)
+class StepMeasure(Seconds):
+    """One training step on one rank, between two barriers."""
+
+    tokens: int
+    """Of the whole step, over dp."""
+    loss: float
+    memory: int
+    """Bytes: the process's peak so far, less what it held before the model was built."""
+    sent: dict[str, int]
+    """Bytes sent by axis, named as in `StageTraffic`."""
+    formula: StageTraffic
+    """Bytes by the formulas of measure/traffic."""
+
+
+class Subject:
+    """A model that is measured; it is built at once."""
+
+    def __init__(
+        self, rank: int, world_size: int, config: RunConfig, rules: MockRules, phase: Phase = unmeasured
+    ) -> None:
+        refuse_auto(config, "a measurement")
+        torch.ones(8).sum()  # the first operation starts threads and allocators
+        self.before = peak_bytes()
+        self.world_size = world_size
+        self.config, self.rules = config, rules
+        self.grid = build_grid(grid_shape(config, world_size), rank)
+        self.model = ParallelModel(config, self.grid, phase)
+        decoder = MockDecoder(rules.images) if rules.images is not None else None
+        self.loading = image_loading(config, self.grid, self.model.rows, decoder)
+        self.step = 0
+
+    def measure(self, around: AbstractContextManager[None] | None = None) -> StepMeasure:
+        """Train one more step, inside a context where one is given."""
+        self.step += 1
+        batches = microbatches(self.config, self.rules, self.step, self.model.rows, self.loading)
+        for axis in self.grid.all_axes():
+            axis.traffic.clear()
+        barrier(self.grid.world)
+        with around or nullcontext():
+            (tokens, loss), seconds = timed(lambda: self._train(batches))
+        memory, sent = peak_bytes() - self.before, sent_bytes(self.grid)
+        return StepMeasure(seconds.wall, seconds.cpu, tokens, loss, memory, sent, self._formula(batches))
+
+    def _train(self, batches: Sequence[PackedBatch]) -> tuple[int, float]:
+        """Tokens and loss of the step, once all ranks have ended it."""
+        agreed = agree(batches, self.grid, replica=self.model.rows.data_rank.index)
+        loss = self.model.train(batches, self.step, agreed.denominator).loss
+        barrier(self.grid.world)
+        return agreed.tokens, loss
+
+    def _formula(self, batches: Sequence[PackedBatch]) -> StageTraffic:
+        """Bytes of the step by the formulas; the plans are made again, outside the measured time."""
+        local = [self.model.shard(batch, self.step) for batch in batches]
+        plans = [batch.plan for batch in local]
+        exchanges = self.config.parallel.cp_comm_type == "kv_exchange"
+        place = ContextPlace(
+            self.grid.cp.rank,
+            tuple(exchanged_rows(plan) for plan in plans) if exchanges else None,
+            tuple(row_images(batch.vision) for batch in local if batch.vision is not None),
+        )
+        rows, stage = [plan.indices.size for plan in plans], self.grid.pp.rank
+        return stage_traffic(
+            self.config, self.world_size, stage, stage_layers(self.config, self.world_size)[stage], rows, place
+        )
+
+
+def row_images(vision: LocalVision) -> RowImages:
+    """Counts of one row's images on this rank, for the formulas."""
+    rank, counts = vision.routes.cp_rank, vision.routes.counts
+    pooled, window = vision.pooling.shape
+    kept, arriving, leaving = (int(x) for x in (counts[rank, rank], counts[:, rank].sum(), counts[rank].sum()))
+    return RowImages(
+        len(vision.patches), pooled, window, arriving, leaving - kept, arriving - kept, vision.routes.largest
+    )
+
+
+def sent_bytes(grid: ProcessGrid) -> dict[str, int]:
+    """Bytes this rank has sent since the counters were cleared, by axis as `StageTraffic` names them."""
+    names = {"cp_dp": "dp_cp", "pp_forward": "pp", "pp_backward": "pp"}
+    total: dict[str, int] = defaultdict(int)
+    for axis in grid.all_axes():
+        total[names.get(axis.name, axis.name)] += axis.traffic.total
+    return {name: count for name, count in total.items() if count}
+
+
+@functools.cache
+def _subject(rank: int, world_size: int, config: RunConfig, rules: MockRules) -> Subject:
+    return Subject(rank, world_size, config, rules)
+
+
+def measure_rank(rank: int, world_size: int, config: RunConfig, rules: MockRules) -> StepMeasure:
+    """One step on this rank, of the model that an earlier call with the same arguments left behind."""
+    return _subject(rank, world_size, config, rules).measure()
+
+
+TP, CP, PP = "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"
+SIZES: dict[str, Value] = {
+    "num_layers": 8,
+    "hidden_size": 256,
+    "ffn_hidden_size": 768,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "vocab_size": 4096,
+    "seq_length": 1024,
+    "global_batch_size": 4,
+    "dtype": "float32",
+}
+QUICK_SIZES: dict[str, Value] = {**SIZES, "num_layers": 2, "vocab_size": 1024, "seq_length": 256}
+LONG: dict[str, Value] = {"seq_length": 4096, "global_batch_size": 1}
+BASE, BASE_TWO_THREADS = "one process, 1 thread", "one process, 2 threads"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of a group; the layouts of a group are compared with each other."""
+
+    ranks: int
+    values: dict[str, Value]
+    threads: int = 1
+
+
+GROUPS: dict[str, dict[str, Case]] = {
+    "short": {
+        BASE: Case(1, {}),
+        BASE_TWO_THREADS: Case(1, {}, threads=2),
+        "dp 2": Case(2, {}),
+        "tp 2": Case(2, {TP: 2}),
+        "pp 2": Case(2, {PP: 2}),
+        "cp 2": Case(2, {CP: 2}),
+    },
+    "long": {
+        BASE: Case(1, LONG),
+        BASE_TWO_THREADS: Case(1, LONG, threads=2),
+        "cp 2, p2p": Case(2, {**LONG, CP: 2}),
+        "cp 2, all_gather": Case(2, {**LONG, CP: 2, "cp_comm_type": "all_gather"}),
+    },
+    "four": {
+        BASE: Case(1, {}),
+        "cp 4": Case(4, {CP: 4}),
+        "tp 2 x cp 2": Case(4, {TP: 2, CP: 2}),
+    },
+}
+"""2 ranks on 1,024 tokens, cp 2 on 4,096, 4 ranks."""
+
+
+def step_part(name: str, sizes: Mapping[str, Value], rounds: int) -> Part:
+    """Steps of each layout in a group of `GROUPS`, by turns; the first step of each warms up and is left out."""
+    group = GROUPS[name]
+    with ExitStack() as stack:
+
+        def way(case: Case) -> Callable[[], list[StepMeasure]]:
+            pool = stack.enter_context(RankPool(case.ranks, case.threads))
+            config = with_values(RunConfig(), {**sizes, **case.values})
+            rules = MockRules(config.model.vocab_size, config.data.seq_length, "causal", seed=1)
+            return lambda: pool.run(measure_rank, config, rules)
+
+        steps = take_turns({layout: way(case) for layout, case in group.items()}, rounds + 1)
+    measured = {layout: found[1:] for layout, found in steps.items()}
+    speed = {
+        layout: statistics.median(step[0].tokens / max(rank.wall for rank in step) for step in found)
+        for layout, found in measured.items()
+    }
+    rows = [
+        {
+            "layout": layout,
+            "ranks": group[layout].ranks,
+            "threads": group[layout].threads,
+            "tokens_per_second": speed[layout],
+            "over_one_thread": speed[layout] / speed[BASE],
+            "over_two_threads": speed[layout] / speed[BASE_TWO_THREADS] if BASE_TWO_THREADS in speed else None,
+            "seconds": [max(rank.wall for rank in step) for step in found],
+            "cpu_seconds": statistics.median(max(rank.cpu for rank in step) for step in found),
+            "peak_memory": [rank.memory for rank in found[-1]],
+            "loss": found[-1][0].loss,
+            "bytes_sent_and_formula": [_sent_and_formula(rank) for rank in found[-1]],
+        }
+        for layout, found in measured.items()
+    ]
+    return Part({name: rows}, table=step_table(f"{steps[BASE][0][0].tokens:,} tokens a step", rows))
+
+
+def _sent_and_formula(rank: StepMeasure) -> dict[str, list[int]]:
+    return {axis: [rank.sent.get(axis, 0), n] for axis, n in dataclasses.asdict(rank.formula).items() if n}
+
+
+def step_table(title: str, rows: Sequence[dict[str, Any]]) -> str:
+    """Speed, ratios, memory of the fullest rank; then the bytes of every axis beside the formula."""
+    cells = [[title, "tokens/s", "/1 thread", "/2 threads", "CPU s/rank", "peak/rank"]]
+    bytes_sent = []
+    for row in rows:
+        second = "" if row["over_two_threads"] is None else f"{row['over_two_threads']:.2f}"
+        speed, first = f"{row['tokens_per_second']:,.0f}", f"{row['over_one_thread']:.2f}"
+        peak = human_bytes(max(row["peak_memory"]))
+        cells.append([row["layout"], speed, first, second, f"{row['cpu_seconds']:.2f}", peak])
+        for rank, axes in enumerate(row["bytes_sent_and_formula"]):
+            parts = [
+                f"{axis} {sent:,} " + ("= formula" if sent == formula else f"(formula {formula:,})")
+                for axis, (sent, formula) in axes.items()
+            ]
+            if parts:
+                bytes_sent.append(f"  sent by rank {rank} of {row['layout']}: {', '.join(parts)}")
+    return "\n".join([table(cells), *bytes_sent])

@@ -1,0 +1,1 @@
+"""All that trains from packs on any grid."""

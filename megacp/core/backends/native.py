@@ -1,0 +1,183 @@
+"""The native backend: our layers in plain torch, on CPU and CUDA. Every line of it runs on a laptop."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from megacp.core.backends.base import AdamW, NormSpec, Tower
+from megacp.core.backends.composed import NormLinear, NormMLP
+from megacp.core.backends.tiled import TiledMLP
+from megacp.core.config.run import RunConfig
+from megacp.core.context_parallel.attention import TransportOptions, core_attention, select_transport
+from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.context_parallel.shard import row_axis
+from megacp.core.context_parallel.sizes import attention_sizes
+from megacp.core.distributed.grid import ProcessGrid
+from megacp.core.distributed.symmetric_memory import SymmetricMemory
+from megacp.core.ops.kernels import kernel_name
+from megacp.core.ops.norm import layer_norm, rms_norm
+from megacp.core.tensor_parallel.cross_entropy import cross_entropy
+from megacp.core.tensor_parallel.embedding import TableSpec, VocabularyTable
+from megacp.core.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    LinearOptions,
+    LinearSpec,
+    RowParallelLinear,
+    replicated_spec,
+)
+from megacp.core.tensor_parallel.lora import ColumnPairs, LoraSpec, RowPair, adapted
+from megacp.core.tensor_parallel.norm import ColumnNorm
+from megacp.core.tensor_parallel.products import PLAIN
+from megacp.core.tensor_parallel.weight_gradients import LaterWeightGradients, WeightGradients
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm with a weight that every tp rank holds; `partial` as in `replicated_spec`."""
+
+    def __init__(self, norm: NormSpec, partial: bool | None, options: LinearOptions) -> None:
+        super().__init__()
+        self.epsilon = norm.epsilon
+        spec = replicated_spec(f"{norm.name}.weight", (norm.size,), "ones", options, partial_over_tp=partial)
+        self.weight = options.parameter(spec)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x[..., size]` to the same shape."""
+        return rms_norm(x, self.weight, self.epsilon)
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm with a weight and a bias that every tp rank holds."""
+
+    def __init__(self, norm: NormSpec, options: LinearOptions) -> None:
+        super().__init__()
+        self.epsilon = norm.epsilon
+        self.weight = options.parameter(replicated_spec(f"{norm.name}.weight", (norm.size,), "ones", options))
+        self.bias = options.parameter(replicated_spec(f"{norm.name}.bias", (norm.size,), "zeros", options))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x[..., size]` to the same shape."""
+        return layer_norm(x, self.weight, self.bias, self.epsilon)
+
+
+class NativeBackend:
+    """See `Backend`."""
+
+    name = "native"
+    token_multiple = 1
+    adamw: AdamW | None = None
+
+    def __init__(self, grid: ProcessGrid, config: RunConfig, weight_gradients: WeightGradients | None = None) -> None:
+        parallel, training = config.parallel, config.training
+        self.tp = grid.tp
+        self.sequence_parallel = parallel.sequence_parallel and grid.tp.size > 1
+        self.dtype = DTYPES[training.dtype]
+        self.vision, self.frozen = config.vision, config.frozen_parts
+        trained = "text" not in self.frozen
+        model = config.model
+        pairs = LoraSpec(model.lora_linears, model.lora_rank, model.lora_scale, model.lora_dropout)
+        self.lora = pairs if model.lora_rank else None
+        self.options = LinearOptions(
+            grid.tp,
+            self.sequence_parallel,
+            self.dtype,
+            grid.device,
+            trained,
+            weight_gradients=weight_gradients,
+            products=SymmetricMemory() if parallel.async_tensor_parallel else PLAIN,
+        )
+        self.put_off = weight_gradients if isinstance(weight_gradients, LaterWeightGradients) else None
+        self.rows_multiple = config.model.make_vocab_size_divisible_by
+        options = TransportOptions(parallel.hierarchical_context_parallel_sizes or (), parallel.cp_exchange_stages)
+        kernel = kernel_name(training.attention_kernel, grid.device.type, training.dtype)
+        axis = row_axis(grid, parallel)
+        self.transport = select_transport(parallel.cp_comm_type, kernel, axis, grid.device, options)
+        self.tile_rows = training.mlp_chunk_tokens
+        if self.sequence_parallel and self.tile_rows:  # each tp rank gathers its part of a tile
+            self.tile_rows = max(1, self.tile_rows // grid.tp.size)
+        self._sizes = attention_sizes(config, 0)
+        self._told: set[str] = set()
+        self._untold: list[str] = []
+
+    def column_linear(self, linear: LinearSpec) -> nn.Module:
+        return adapted(ColumnParallelLinear(linear, self.options), linear, ColumnPairs, self.lora, self.options)
+
+    def row_linear(self, linear: LinearSpec) -> nn.Module:
+        return adapted(RowParallelLinear(linear, self.options), linear, RowPair, self.lora, self.options)
+
+    def norm_column_linear(self, norm: NormSpec | None, linear: LinearSpec) -> nn.Module:
+        return NormLinear(None if norm is None else self.norm(norm), self.column_linear(linear))
+
+    def norm_mlp(self, norm: NormSpec | None, gate_up: LinearSpec, down: LinearSpec) -> nn.Module:
+        first = None if norm is None else self.norm(norm)
+        return self.tiled(NormMLP(first, self.column_linear(gate_up), self.row_linear(down)))
+
+    def tiled(self, mlp: nn.Module) -> nn.Module:
+        """A `norm_mlp` over tiles of tokens, where `--mlp-chunk-tokens` asks for them."""
+        return TiledMLP(mlp, self.tile_rows, self.precision) if self.tile_rows else mlp
+
+    def norm(self, norm: NormSpec, *, over_heads: bool = False) -> nn.Module:
+        return RMSNorm(norm, True if over_heads else None, self.options)
+
+    def column_norm(self, norm: NormSpec) -> nn.Module:
+        return ColumnNorm(norm.name, norm.size, norm.epsilon, self.options)
+
+    def layer_norm(self, norm: NormSpec) -> nn.Module:
+        return LayerNorm(norm, self.options)
+
+    def replicated(self, name: str, shape: tuple[int, ...], init: str, std: float = 0.0) -> nn.Parameter:
+        return self.options.parameter(replicated_spec(name, shape, init, self.options, std=std))
+
+    def tower(self, name: Tower) -> NativeBackend:
+        multipliers = {"vision": self.vision.vision_lr_multiplier, "connector": self.vision.connector_lr_multiplier}
+        frozen, multiplier = name in self.frozen, multipliers[name]
+        other = copy.copy(self)
+        other.sequence_parallel, other.lora = False, None
+        sink = self.options.weight_gradients
+        other.options = dataclasses.replace(
+            self.options,
+            sequence_parallel=False,
+            trained=not frozen,
+            lr_multiplier=multiplier,
+            weight_gradients=sink and sink.at_once(),  # on the first stage, for whose gradients nobody waits
+        )
+        return other
+
+    def vocabulary(self, table: TableSpec) -> VocabularyTable:
+        return VocabularyTable(table, self.rows_multiple, self.options)
+
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
+    ) -> torch.Tensor:
+        return core_attention(q, k, v, transport=self.transport, plan=plan, scale=scale)
+
+    def prepare(self, plan: AttentionPlan) -> None:
+        """See `Backend.prepare`."""
+        self.transport.prepare(plan, self._sizes)
+
+    def cross_entropy(
+        self, logits: torch.Tensor, labels: torch.Tensor, first: int, scale: torch.Tensor | None
+    ) -> torch.Tensor:
+        return cross_entropy(logits, labels, first, self.tp, scale)
+
+    def precision(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def tell(self, line: str) -> None:
+        """Add a line to `warnings`, where it was not told before."""
+        if line not in self._told:
+            self._told.add(line)
+            self._untold.append(line)
+
+    def warnings(self) -> list[str]:
+        lines = list(self._untold)
+        self._untold.clear()  # shared with the towers' copies
+        return lines

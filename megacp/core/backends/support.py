@@ -1,0 +1,119 @@
+"""The limits of Transformer Engine 2.20, as reasons against a run's layers and against their attention.
+
+Each function yields every reason that holds, in the words of our flags. So a user or a log line sees all of them at
+once. Nothing here imports the package: its asserts come one by one and name its internals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megacp.core.config.run import RunConfig
+
+COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+"""Transports of Transformer Engine; a cp axis of one rank needs none."""
+HEAD_MULTIPLE, WIDEST_HEAD = 8, 128
+"""Widths of a head that cuDNN's training kernels take on every GPU that has them for packed sequences."""
+FP8_MULTIPLES = {"off": 1, "delayed": 16, "current": 16, "blockwise": 128}
+"""Both sides of every 8-bit product, tokens included, are multiples of this. Other widths of `blockwise` would be
+gathered and multiplied in 16 bits.
+"""
+
+
+def attention_reasons(config: RunConfig, capability: tuple[int, int], cudnn: tuple[int, int, int]) -> Iterator[str]:
+    """Why the packed rows (thd) of a run on Transformer Engine's layers cannot have its attention on a GPU.
+
+    Compute capability (8, 0) is Ampere, (9, 0) Hopper, (10, 0) and (12, 0) Blackwell.
+    """
+    p, m = config.parallel, config.model
+    dotted = ".".join(map(str, capability))
+    if m.head_dim % HEAD_MULTIPLE or m.head_dim > WIDEST_HEAD:
+        yield f"a head is {m.head_dim} wide, cuDNN takes multiples of {HEAD_MULTIPLE} up to {WIDEST_HEAD}"
+    if capability < (9, 0):
+        yield f"cuDNN takes packed sequences (thd) from compute capability 9.0 on, this GPU has {dotted}"
+    if capability >= (12, 0) and cudnn < (9, 18, 1):
+        version = ".".join(map(str, cudnn))
+        yield f"on compute capability {dotted} packed sequences (thd) need cuDNN 9.18.1, this is {version}"
+    if p.context_parallel_size == 1 and not p.dynamic_context_parallel:
+        return
+    if p.cp_comm_type not in COMM_TYPES:
+        yield f"--cp-comm-type {p.cp_comm_type} is ours alone; Transformer Engine has {', '.join(COMM_TYPES)}"
+    inner = (p.hierarchical_context_parallel_sizes or (1, 1))[0]
+    dealt_over = {"a2a": p.context_parallel_size, "a2a+p2p": inner}.get(p.cp_comm_type, 1)
+    heads, groups = (n // p.tensor_model_parallel_size for n in (m.num_attention_heads, m.query_groups))
+    if heads % dealt_over or groups % dealt_over:
+        yield (
+            f"--cp-comm-type {p.cp_comm_type} deals heads over {dealt_over} ranks, a tensor rank has {heads} heads and "
+            f"{groups} groups"
+        )
+
+
+def layer_reasons(
+    config: RunConfig, device_type: str = "cuda", package: str | None = None, eight_bits: str | None = None
+) -> Iterator[str]:
+    """Why a run on a type of device cannot have Transformer Engine's layers at all.
+
+    `package` says why the package cannot be imported there, `eight_bits` why this GPU lacks the recipe of `--fp8`.
+    """
+    t, m, tp = config.training, config.model, config.parallel.tensor_model_parallel_size
+    if device_type != "cuda":
+        yield f"Transformer Engine runs on CUDA, this run is on {device_type}"
+    if package is not None:
+        yield package
+    if eight_bits is not None:
+        yield f"--fp8 {t.fp8}: {eight_bits}"
+    if config.parallel.pipeline_schedule == "zero_bubble":
+        yield "--pipeline-schedule zero_bubble puts weight gradients off, which native layers alone do"
+    if config.parallel.async_tensor_parallel:
+        yield "--async-tensor-parallel is for native layers' products"
+    if t.dtype != "bfloat16":
+        yield f"Transformer Engine's layers are for --dtype bfloat16, this run has {t.dtype}"
+    if t.fp8 == "delayed" and t.recompute_granularity == "full":
+        yield (
+            "--fp8 delayed changes its scales between forward and backward, so --recompute-granularity full would "
+            "compute something else again: take none or selective, or --fp8 current or blockwise"
+        )
+    if t.fp8 == "delayed" and t.mlp_chunk_tokens > 0:
+        yield (
+            f"--fp8 delayed changes its scales between forward and backward, so --mlp-chunk-tokens "
+            f"{t.mlp_chunk_tokens} would compute something else again: take --fp8 current or blockwise"
+        )
+    sharers = tp if config.parallel.sequence_parallel else 1
+    if t.mlp_chunk_tokens % (FP8_MULTIPLES[t.fp8] * sharers) > 0 and t.fp8 != "off":
+        yield (
+            f"--fp8 {t.fp8} takes --mlp-chunk-tokens that are a multiple of {FP8_MULTIPLES[t.fp8]} on each of "
+            f"{sharers} tp ranks = {FP8_MULTIPLES[t.fp8] * sharers}, got {t.mlp_chunk_tokens}"
+        )
+    if narrow := [f"{name} {width}" for name, width in _widths(config) if width % FP8_MULTIPLES[t.fp8]]:
+        yield (
+            f"--fp8 {t.fp8} takes widths that are multiples of {FP8_MULTIPLES[t.fp8]}, this model has "
+            f"{', '.join(narrow)}"
+        )
+    if t.cross_entropy_fusion_impl == "te" and tp > 1 and m.vocab_size % (tp * m.make_vocab_size_divisible_by):
+        yield (
+            f"--cross-entropy-fusion-impl te wants as many rows on each tp rank: --vocab-size {m.vocab_size} is no "
+            f"multiple of {tp} x --make-vocab-size-divisible-by {m.make_vocab_size_divisible_by}"
+        )
+
+
+def _widths(config: RunConfig) -> list[tuple[str, int]]:
+    """Widths of the decoder's linears on a rank."""
+    m, tp = config.model, config.parallel.tensor_model_parallel_size
+    return [
+        ("--hidden-size", m.hidden_size),
+        ("--ffn-hidden-size / tp", m.ffn_hidden_size // tp),
+        ("width of a rank's heads", m.num_attention_heads * m.head_dim // tp),
+        ("width of a rank's groups", m.query_groups * m.head_dim // tp),
+    ]
+
+
+def needed_by(config: RunConfig) -> list[str]:
+    """The settings of a run that only Transformer Engine has."""
+    training, names = config.training, []
+    if training.transformer_impl == "transformer_engine":
+        names.append("--transformer-impl transformer_engine")
+    if training.fp8 != "off":
+        names.append(f"--fp8 {training.fp8}")
+    if training.cross_entropy_fusion_impl == "te":
+        names.append("--cross-entropy-fusion-impl te")
+    return names

@@ -1,0 +1,129 @@
+"""A row of packed documents in the terms of Transformer Engine: cumulative lengths, true and padded, and its order.
+
+Transformer Engine's packed format (thd) pads each sequence to a multiple of 2 cp and cuts every sequence by itself:
+rank r holds the chunks r and 2 cp - 1 - r of each, sequence after sequence.
+
+The answer is computed from the plan that every rank of the group holds, not from the name of a layout. A zigzag over
+the whole row is right for one document and wrong for two. Where the order is another one, the answer is the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from megacp.core.context_parallel.layout import document_bounds, zigzag_chunks
+from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.ops.mask import Metadata
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences of a row: int32 `true[n]` and `padded[n]` lengths; sequence i fills `padded[i]` places of the row."""
+
+    true: np.ndarray
+    padded: np.ndarray
+
+    @functools.cached_property
+    def cu_lengths(self) -> np.ndarray:
+        """int32 `[n + 1]`: `cu_seqlens`, of true tokens."""
+        return np.concatenate([[0], np.cumsum(self.true)]).astype(np.int32)
+
+    @functools.cached_property
+    def cu_padded(self) -> np.ndarray:
+        """int32 `[n + 1]`: `cu_seqlens_padded`, of places."""
+        return np.concatenate([[0], np.cumsum(self.padded)]).astype(np.int32)
+
+    @property
+    def longest(self) -> int:
+        """Places of the longest sequence."""
+        return int(self.padded.max())
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether some place holds no token."""
+        return bool((self.true != self.padded).any())
+
+    def order(self, cp: int) -> np.ndarray:
+        """Places `[cp, t]` that each rank holds, in Transformer Engine's order."""
+        if cp == 1:
+            return np.arange(self.cu_padded[-1])[None]
+        ranks: list[list[np.ndarray]] = [[] for _ in range(cp)]
+        for start, stop in zip(self.cu_padded[:-1].tolist(), self.cu_padded[1:].tolist(), strict=True):
+            chunks = np.arange(start, stop).reshape(2 * cp, -1)
+            for rank in range(cp):
+                ranks[rank].append(chunks[list(zigzag_chunks(cp, rank))].reshape(-1))
+        return np.stack([np.concatenate(parts) for parts in ranks])
+
+    def tokens(self, first: np.ndarray) -> np.ndarray:
+        """Index in the row of the token at each place, -1 for padding; sequence i's tokens begin at `first[i]`."""
+        inside = np.arange(self.cu_padded[-1]) - np.repeat(self.cu_padded[:-1], self.padded)
+        token = np.repeat(first, self.padded) + inside
+        return np.where(inside < np.repeat(self.true, self.padded), token, -1)
+
+
+def mask_reason(metadata: Metadata) -> str | None:
+    """Why a row's mask is none of Transformer Engine's; None when documents are causal."""
+    real = metadata.document >= 0
+    found = []
+    if metadata.span[real].any():
+        found.append("image spans")
+    if metadata.branch[real].any():
+        found.append("branches")
+    return f"the row's mask has {' and '.join(found)}, which is no mask of Transformer Engine's" if found else None
+
+
+def _per_document(metadata: Metadata, cp: int) -> tuple[Sequences, np.ndarray]:
+    """Each document is padded by itself; the rest of the row is one sequence without tokens."""
+    start, stop = document_bounds(metadata)
+    true = stop - start
+    padded = -(-true // (2 * cp)) * 2 * cp  # [documents], up to the next multiple of 2 cp
+    rest = len(metadata) - int(padded.sum())
+    if rest > 0:  # below 0 the row was padded for another layout
+        start, true, padded = np.append(start, 0), np.append(true, 0), np.append(padded, rest)
+    return Sequences(true.astype(np.int32), padded.astype(np.int32)), start
+
+
+def _whole_row(metadata: Metadata, cp: int) -> tuple[Sequences, np.ndarray]:
+    """One sequence that fills the row; only its beginning may hold tokens."""
+    true = int((metadata.document >= 0).sum())
+    return Sequences(np.array([true], np.int32), np.array([len(metadata)], np.int32)), np.zeros(1, np.int64)
+
+
+def _as_it_stands(metadata: Metadata, cp: int) -> tuple[Sequences, np.ndarray]:
+    """One rank holds the row: each document with the padding behind it is a sequence, also padding in front."""
+    start, stop = document_bounds(metadata)
+    true, edges = stop - start, np.append(start, len(metadata))
+    if start[0] > 0:
+        true, edges, start = np.append(0, true), np.append(0, edges), np.append(0, start)
+    return Sequences(true.astype(np.int32), np.diff(edges).astype(np.int32)), start
+
+
+def thd_sequences(plan: AttentionPlan) -> Sequences | str:
+    """The row as Transformer Engine's sequences, or why it cannot be handed over; alike on all ranks of the group."""
+    return plan.part("thd sequences", lambda: _sequences(plan))
+
+
+def _sequences(plan: AttentionPlan) -> Sequences | str:
+    metadata, cp = plan.metadata, plan.cp
+    reason = mask_reason(metadata)
+    if reason:
+        return reason
+    start, _ = document_bounds(metadata)
+    if not len(start):
+        return "the row holds padding alone"
+    ways = [_as_it_stands] if cp == 1 else [_per_document] + ([_whole_row] if len(start) == 1 and start[0] == 0 else [])
+    for way in ways:
+        sequences, first = way(metadata, cp)
+        if sequences.cu_padded[-1] != len(metadata) or (cp > 1 and (sequences.padded % (2 * cp)).any()):
+            continue
+        expected = sequences.tokens(first)[sequences.order(cp)]  # [T] -> [cp, t]
+        held = np.where(metadata.document[plan.indices] >= 0, plan.indices, -1)
+        if np.array_equal(held, expected):
+            return sequences
+    return (
+        "the tokens do not stand where Transformer Engine looks for them, in a zigzag over each document: "
+        "choose --cp-layout zigzag_document"
+    )

@@ -1,0 +1,154 @@
+"""The MLP half of a block over tiles of tokens: gate, up and SwiGLU exist for one tile, in forward and in backward.
+
+Key property: only the input is kept. Backward computes a tile again, takes its gradients and goes on to the next. The
+widest activations of the model thus no longer grow with the row (ALST: Bekman et al., 2025). Weight gradients are
+summed over the tiles in fp32 or wider and handed to autograd once.
+
+Under sequence parallelism a tile is some rows of each tp rank, gathered for that tile: the bytes of a forward stay the
+same, in more calls. Gathering once outside would keep the whole row's input of the products, and its gradient, on
+every tp rank. A tile that is computed again repeats the gather. It repeats neither the last product nor its reduction
+where the layer can say its gradients without them.
+
+The input is saved before the tiles are computed. A block that is itself computed again in backward thus ends there, and
+no product runs a third time. Dropout behind the MLP saves its mask later, so with it they do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from megacp.core.backends.base import Remember
+from megacp.core.backends.composed import NormMLP
+from megacp.core.ops.kernel import accumulation_dtype
+from megacp.core.tensor_parallel.linear import RowParallelLinear
+
+
+def _plain(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    return function(*inputs)
+
+
+class _Kept(torch.autograd.Function):
+    """Saves a tensor where it stands, for whoever holds its node; it has no gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *trained: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        raise AssertionError("nothing depends on what is kept")
+
+
+class _Tiles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mlp: TiledMLP, kept: Any, x: torch.Tensor, *trained: torch.Tensor) -> torch.Tensor:
+        ctx.mlp, ctx.kept = mlp, kept
+        return mlp.over_tiles(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,) = ctx.kept.saved_tensors
+        ctx.kept = None  # the graph lives until all of backward is done, the input must not
+        return None, None, *ctx.mlp.gradients(x, grads[0], ctx.needs_input_grad[2])
+
+
+class TiledMLP(nn.Module):
+    """`x[t/tp, h] -> [t/tp, h]`: a `norm_mlp` of any backend over tiles of `rows` rows of this rank.
+
+    The number of tiles follows from t/tp, which tp ranks share, so they make the same calls; a rank without tokens has
+    one empty tile. `precision` is the context in which a tile is computed again.
+    """
+
+    def __init__(self, mlp: nn.Module, rows: int, precision: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.mlp, self.rows, self.precision = mlp, rows, precision
+
+    def trained(self) -> list[nn.Parameter]:
+        """Parameters that want a gradient."""
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+    def forward(self, x: torch.Tensor, remember: Remember) -> torch.Tensor:
+        """The tiles remember nothing, so `remember` is not asked."""
+        trained = self.trained()
+        if not torch.is_grad_enabled() or not (x.requires_grad or trained):
+            return self.over_tiles(x)
+        kept = _Kept.apply(x, *trained).grad_fn
+        return _Tiles.apply(self, kept, x, *trained)
+
+    def over_tiles(self, x: torch.Tensor) -> torch.Tensor:
+        """The result, tile by tile and without a graph."""
+        out = torch.empty_like(x)
+        with torch.no_grad():
+            for part, tile in zip(out.split(self.rows), x.split(self.rows), strict=True):
+                part.copy_(self.mlp(tile, _plain))
+        return out
+
+    def gradients(self, x: torch.Tensor, grad: torch.Tensor, wants_input: bool) -> list[torch.Tensor | None]:
+        """Of the input (None unless it is wanted) and of `trained`, for the gradient `[t/tp, h]` of the result."""
+        trained = self.trained()
+        dx = torch.empty_like(x) if wants_input else None
+        totals: dict[nn.Parameter, torch.Tensor] = {}
+        with _told_once(trained) as fused:
+            for start in range(0, max(1, len(x)), self.rows):
+                tile = x[start : start + self.rows].detach().requires_grad_(wants_input)
+                d_tile, found = self._tile(tile, grad[start : start + self.rows], trained)
+                if dx is not None and d_tile is not None:
+                    dx[start : start + self.rows] = d_tile
+                for parameter, part in found.items():
+                    if fused(parameter) or parameter not in totals:  # a fused layer's is a sign without a value
+                        totals[parameter] = part if fused(parameter) else part.to(accumulation_dtype(part.dtype))
+                    else:
+                        totals[parameter] += part
+        return [dx, *(totals[p].to(p.dtype) if p in totals else None for p in trained)]
+
+    def _tile(
+        self, tile: torch.Tensor, grad: torch.Tensor, trained: list[nn.Parameter]
+    ) -> tuple[torch.Tensor | None, dict[nn.Parameter, torch.Tensor]]:
+        """Gradients of one tile and of the parameters that do not take theirs themselves."""
+        own: dict[nn.Parameter, torch.Tensor | None] = {}
+        with torch.enable_grad(), self.precision():
+            if isinstance(self.mlp, NormMLP) and isinstance(self.mlp.down, RowParallelLinear):
+                out = self.mlp.wide(tile, _plain)
+                grad, own = self.mlp.down.gradients(out.detach(), grad)
+            else:
+                out = self.mlp(tile, _plain)
+        others = [p for p in trained if p not in own]
+        inputs = [*([tile] if tile.requires_grad else []), *others]
+        found = list(torch.autograd.grad(out, inputs, grad, allow_unused=True))
+        d_tile = found.pop(0) if tile.requires_grad else None
+        parts = [*own.items(), *zip(others, found, strict=True)]
+        return d_tile, {parameter: part for parameter, part in parts if part is not None}
+
+
+@contextlib.contextmanager
+def _told_once(parameters: Sequence[nn.Parameter]) -> Iterator[Callable[[nn.Parameter], bool]]:
+    """Keep from the buckets what fused layers add to them, until all of it is added: they take it for a step's last.
+
+    Gives the question whether a layer has added a parameter's gradient. Where it also returned a sign to autograd, that
+    tells the bucket.
+    """
+    tellers = {p: p.gradient_added for p in parameters if hasattr(p, "gradient_added")}
+    signed: set[nn.Parameter] = set()
+
+    def fused(parameter: nn.Parameter) -> bool:
+        if getattr(parameter, "grad_added_to_main_grad", False):
+            signed.add(parameter)
+        return parameter in signed
+
+    for parameter in tellers:
+        parameter.gradient_added = lambda parameter: None  # as the buckets put it there
+    try:
+        yield fused
+    finally:
+        for parameter, tell in tellers.items():
+            parameter.gradient_added = tell
+    for parameter, tell in tellers.items():
+        if parameter.grad_added_to_main_grad and parameter not in signed:  # type: ignore[attr-defined]  # likewise
+            tell(parameter)

@@ -1,0 +1,363 @@
+"""The Transformer Engine backend: NVIDIA's linears and norms, fused, its attention with context parallelism, FP8.
+
+Parameters carry the same specs (names, pieces, reductions) as the native ones, so initialisation, buckets, optimizer
+and checkpoints cannot tell the backends apart. Vocabulary tables, LayerNorm, norms over the heads of several ranks and
+replicated parameters stay native;
+vision towers stay out of 8 bits. A row with another mask or order than its attention takes uses our transports, and one
+line says why. Weights stay in 16 bits: no other backend could read 8-bit ones from a checkpoint.
+
+A block's norm and qkv product are one `LayerNormLinear`, its norm and MLP one `LayerNormMLP`. Under
+`--recompute-granularity selective` they are `RMSNorm` and `Linear` apart: the fused ones store the outputs of norm and
+SwiGLU, where selective recomputation puts a recipe between two steps. `LayerNormMLP(checkpoint=True)` would repeat the
+first product and its gather. Beside low-rank pairs they are apart too, since a pair takes what the linear takes.
+
+The only file that imports transformer_engine, inside functions. Arguments go by keyword, because releases insert
+parameters in the middle; tests bind every call to the real signatures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from megacp.core.backends.base import NormSpec, Remember, Tower
+from megacp.core.backends.native import NativeBackend
+from megacp.core.backends.packed_attention import PackedAttention
+from megacp.core.backends.support import FP8_MULTIPLES, attention_reasons
+from megacp.core.backends.thd import thd_sequences
+from megacp.core.config.model import ModelConfig
+from megacp.core.config.run import RunConfig
+from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.context_parallel.shard import row_axis
+from megacp.core.distributed.grid import Axis, ProcessGrid
+from megacp.core.distributed.launch import set_defaults
+from megacp.core.distributed.parameter import ParameterSpec
+from megacp.core.tensor_parallel.linear import (
+    LinearOptions,
+    LinearSpec,
+    column_specs,
+    replicated_spec,
+    row_specs,
+)
+from megacp.core.tensor_parallel.lora import ColumnPairs, RowPair, adapted
+from megacp.core.tensor_parallel.weight_gradients import WeightGradients
+
+FUSED_ATTENTION_ONLY = {"NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}
+"""With these, attention that cuDNN cannot do raises instead of becoming another kernel; read when it is imported."""
+NO_LABEL = -100
+"""Has loss 0."""
+
+
+def package_problem() -> str | None:
+    """Why Transformer Engine cannot be used in this environment; None when it can. Imports it where it is installed."""
+    if find_spec("transformer_engine") is None:
+        return "Transformer Engine is not installed: pip install -e '.[gpu]' in an environment that has CUDA torch"
+    set_defaults(FUSED_ATTENTION_ONLY)
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        return f"Transformer Engine is installed but cannot be imported: {type(error).__name__}: {error}"
+    return None
+
+
+def fp8_problem(name: str) -> str | None:
+    """Why this GPU does not have the recipe of a `--fp8` value; None when it has."""
+    from transformer_engine.pytorch import is_fp8_available, is_fp8_block_scaling_available
+
+    asked = is_fp8_block_scaling_available if name == "blockwise" else is_fp8_available
+    available, reason = asked(return_reason=True)
+    return None if available else reason
+
+
+def cudnn_version() -> tuple[int, int, int]:
+    """The cuDNN that Transformer Engine has loaded; torch may have another, and asks all devices before it answers."""
+    from transformer_engine.pytorch import get_cudnn_version
+
+    return get_cudnn_version()
+
+
+def _leave(weight: torch.Tensor) -> None:
+    """Initial weights come from the specs."""
+
+
+def _linear_settings(bias: bool, options: LinearOptions) -> dict[str, Any]:
+    """What every module with linears takes: how it is cut, whether gradients go to the buckets, dtype and device."""
+    return {
+        "sequence_parallel": options.sequence_parallel,
+        "fuse_wgrad_accumulation": options.weight_gradients is not None and options.trained,
+        "tp_group": options.tp.group,
+        "tp_size": options.tp.size,
+        "init_method": _leave,
+        "bias": bias,
+        "params_dtype": options.dtype,
+        "device": options.device,
+    }
+
+
+class Fused(nn.Module):
+    """`te.LayerNormLinear` or `te.LayerNormMLP`: `remember` is not asked, they store what their backward needs."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor, remember: Remember) -> torch.Tensor:
+        return self.layer(x)
+
+
+class EngineLinear(nn.Module):
+    """`te.Linear` in a `parallel_mode`: `column` is `x[t/tp, h] -> y[t, f/tp]`, `row` is `x[t, f/tp] -> y[t/tp, h]`.
+
+    Without sequence parallelism t/tp is t.
+    """
+
+    def __init__(self, parallel_mode: str, linear: LinearSpec, options: LinearOptions) -> None:
+        from transformer_engine.pytorch import Linear
+
+        super().__init__()
+        self.linear = Linear(
+            in_features=linear.in_features,
+            out_features=linear.out_features,
+            parallel_mode=parallel_mode,
+            **_linear_settings(linear.bias, options),
+        )
+        self.linear.requires_grad_(options.trained)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The product, its communication and the bias; more than two dims only without sequence parallelism."""
+        if x.dim() == 2:
+            return self.linear(x)
+        return self.linear(x.flatten(0, -2)).unflatten(0, x.shape[:-1])  # [..., h] -> [n, h] -> [n, f] -> [..., f]
+
+
+class HighPrecision(nn.Module):
+    """A layer that stays out of 8 bits: patches of a crop and pooled windows are no multiple of what those need."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer, whatever precision its surroundings have."""
+        with eight_bits_off():
+            return self.layer(x)
+
+
+def eight_bits_off() -> AbstractContextManager[Any]:
+    """A context without FP8, inside or outside of one with it."""
+    from transformer_engine.pytorch import autocast
+
+    return autocast(enabled=False)
+
+
+def fp8_recipe(name: str, reduce_amax: bool) -> Any:
+    """The recipe of a `--fp8` value; `reduce_amax` when other ranks share the largest values."""
+    from transformer_engine.common import recipe
+
+    makers = {
+        "delayed": lambda: recipe.DelayedScaling(fp8_format=recipe.Format.HYBRID, reduce_amax=reduce_amax),
+        "current": lambda: recipe.Float8CurrentScaling(fp8_format=recipe.Format.HYBRID),
+        "blockwise": lambda: recipe.Float8BlockScaling(fp8_format=recipe.Format.E4M3),
+    }
+    return makers[name]()
+
+
+def packed_attention(
+    model: ModelConfig, tp: Axis, cp: Axis, comm_type: str, inner: int, device: torch.device
+) -> PackedAttention:
+    """`DotProductAttention` for all layers of a model; `comm_type` and `inner` (ranks of the all-to-all in a2a+p2p)
+    matter from two cp ranks on. Collective for a2a+p2p.
+    """
+    from transformer_engine.pytorch import DotProductAttention
+
+    scale = model.head_dim**-0.5
+    attention = DotProductAttention(
+        num_attention_heads=model.num_attention_heads,
+        kv_channels=model.head_dim,
+        num_gqa_groups=model.query_groups,
+        attention_dropout=0.0,
+        qkv_format="thd",
+        attn_mask_type="padding_causal",
+        tp_size=tp.size,
+        tp_group=tp.group,
+        softmax_scale=scale,
+    )
+    return PackedAttention(attention, scale, cp, comm_type, inner, device)
+
+
+def fused_adam(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
+    """`FusedAdam` with decoupled decay."""
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    return FusedAdam(params=groups, betas=betas, eps=eps, adam_w_mode=True, bias_correction=True)
+
+
+class TransformerEngineBackend(NativeBackend):
+    """See `Backend`; `config` must have no reason of `support.layer_reasons` against it."""
+
+    name = "transformer_engine"
+
+    def __init__(self, grid: ProcessGrid, config: RunConfig) -> None:
+        training, parallel = config.training, config.parallel
+        # its linears have a kernel that adds to gradients which stay; this switches it on
+        adds = WeightGradients() if parallel.data_parallel_sharding_strategy == "optim" else None
+        super().__init__(grid, config, adds)
+        self.adamw = fused_adam
+        self.fp8, self.loss_kernel = training.fp8, training.cross_entropy_fusion_impl
+        self.token_multiple, self.vocab_size = FP8_MULTIPLES[self.fp8], config.model.vocab_size
+        self.apart = training.recompute_granularity == "selective" or self.lora is not None
+        self.in_tower = False
+        amax = grid.over("tp", "cp")
+        self.amax_group = amax.group
+        self.recipe = None if self.fp8 == "off" else fp8_recipe(self.fp8, amax.size > 1)
+        self.packed: PackedAttention | None = None
+        reasons = "; ".join(attention_reasons(config, torch.cuda.get_device_capability(grid.device), cudnn_version()))
+        if reasons:
+            self.tell(f"attention: ours for every row, {reasons}")
+        else:
+            inner = (parallel.hierarchical_context_parallel_sizes or (1, 1))[0]
+            axis = row_axis(grid, parallel)
+            self.packed = packed_attention(config.model, grid.tp, axis, parallel.cp_comm_type, inner, grid.device)
+        if self.fp8 == "delayed":
+            self.tell("fp8: delayed scales begin at 1 here, also in a resumed run: they are in no checkpoint")
+        if self.lora is not None:
+            self.tell(
+                "layers: Transformer Engine's RMSNorm and Linear apart, pairs of --lora-rank take what is between"
+            )
+        elif self.apart:
+            self.tell("layers: Transformer Engine's RMSNorm and Linear apart, --recompute-granularity is selective")
+        elif config.model.norm_position == "after":
+            self.tell("layers: Transformer Engine's RMSNorm and Linear apart, it fuses norms before a product alone")
+        if config.model.qk_layernorm and config.model.qk_layernorm_scope == "all_heads":
+            self.tell("q/k norms: ours, Transformer Engine's has no sum over tp ranks")
+
+    def column_linear(self, linear: LinearSpec) -> nn.Module:
+        layer = self._linear("column", linear, column_specs(linear, self.options))
+        return adapted(layer, linear, ColumnPairs, self.lora, self.options)
+
+    def row_linear(self, linear: LinearSpec) -> nn.Module:
+        layer = self._linear("row", linear, row_specs(linear, self.options))
+        return adapted(layer, linear, RowPair, self.lora, self.options)
+
+    def _linear(self, parallel_mode: str, linear: LinearSpec, specs: tuple[ParameterSpec, ParameterSpec]) -> nn.Module:
+        layer = EngineLinear(parallel_mode, linear, self.options)
+        self.options.attach(layer.linear.weight, specs[0])
+        if linear.bias:
+            self.options.attach(layer.linear.bias, specs[1])
+        return HighPrecision(layer) if self.in_tower and self.fp8 != "off" else layer
+
+    def norm_column_linear(self, norm: NormSpec | None, linear: LinearSpec) -> nn.Module:
+        if norm is None or self.apart:
+            return super().norm_column_linear(norm, linear)
+        from transformer_engine.pytorch import LayerNormLinear
+
+        layer = LayerNormLinear(
+            in_features=linear.in_features,
+            out_features=linear.out_features,
+            eps=norm.epsilon,
+            normalization="RMSNorm",
+            parallel_mode="column",
+            **_linear_settings(linear.bias, self.options),
+        )
+        weight, bias = column_specs(linear, self.options)
+        specs = {"layer_norm_weight": self._norm_spec(norm), "weight": weight}
+        return self._fused(layer, specs | ({"bias": bias} if linear.bias else {}))
+
+    def norm_mlp(self, norm: NormSpec | None, gate_up: LinearSpec, down: LinearSpec) -> nn.Module:
+        """A rank's `fc1_weight` holds its rows of `gate` above those of `up`, as ours."""
+        if norm is None or self.apart:
+            return super().norm_mlp(norm, gate_up, down)
+        from transformer_engine.pytorch import LayerNormMLP
+
+        layer = LayerNormMLP(
+            hidden_size=gate_up.in_features,
+            ffn_hidden_size=down.in_features,
+            eps=norm.epsilon,
+            normalization="RMSNorm",
+            activation="swiglu",
+            output_layer_init_method=_leave,
+            set_parallel_mode=True,
+            **_linear_settings(gate_up.bias, self.options),
+        )
+        (fc1, fc1_bias), (fc2, fc2_bias) = column_specs(gate_up, self.options), row_specs(down, self.options)
+        specs = {"layer_norm_weight": self._norm_spec(norm), "fc1_weight": fc1, "fc2_weight": fc2}
+        specs |= {"fc1_bias": fc1_bias, "fc2_bias": fc2_bias} if gate_up.bias else {}
+        return self.tiled(self._fused(layer, specs))
+
+    def _norm_spec(self, norm: NormSpec, partial: bool | None = None) -> ParameterSpec:
+        return replicated_spec(f"{norm.name}.weight", (norm.size,), "ones", self.options, partial_over_tp=partial)
+
+    def _fused(self, layer: nn.Module, specs: dict[str, ParameterSpec]) -> Fused:
+        for name, spec in specs.items():
+            self.options.attach(getattr(layer, name), spec)
+        return Fused(layer.requires_grad_(self.options.trained))
+
+    def norm(self, norm: NormSpec, *, over_heads: bool = False) -> nn.Module:
+        from transformer_engine.pytorch import RMSNorm
+
+        options = self.options
+        layer = RMSNorm(normalized_shape=norm.size, eps=norm.epsilon, device=options.device, dtype=options.dtype)
+        options.attach(layer.weight, self._norm_spec(norm, True if over_heads else None))
+        return layer.requires_grad_(options.trained)
+
+    def tower(self, name: Tower) -> NativeBackend:
+        other = super().tower(name)
+        assert isinstance(other, TransformerEngineBackend)
+        other.in_tower = other.apart = True
+        return other
+
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
+    ) -> torch.Tensor:
+        """The choice is a function of the whole row, so ranks agree on it."""
+        if self.packed is None:
+            return super().attention(q, k, v, plan, scale)
+        sequences = thd_sequences(plan)
+        if isinstance(sequences, str):
+            self.tell(f"attention: ours for some rows, {sequences}")
+            return super().attention(q, k, v, plan, scale)
+        self.tell("attention: Transformer Engine's fused one for causal packs")
+        assert scale == self.packed.scale, f"scale {scale}, the attention was made for {self.packed.scale}"
+        with contextlib.nullcontext() if self.fp8 == "off" else eight_bits_off():
+            return self.packed(q, k, v, plan, sequences)
+
+    def prepare(self, plan: AttentionPlan) -> None:
+        if self.packed is None or isinstance(thd_sequences(plan), str):
+            super().prepare(plan)
+
+    def cross_entropy(
+        self, logits: torch.Tensor, labels: torch.Tensor, first: int, scale: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Transformer Engine's kernel takes equal shares of the vocabulary.
+
+        Labels of weight 0 may be ids that the head does not have (image tokens): its loss there would be infinite.
+        """
+        if self.loss_kernel == "native":
+            return super().cross_entropy(logits, labels, first, scale)
+        from transformer_engine.pytorch import parallel_cross_entropy
+
+        with torch.set_grad_enabled(scale is not None):
+            leaf = logits.detach().contiguous().requires_grad_(scale is not None)
+            loss = parallel_cross_entropy(
+                leaf.unsqueeze(0),  # [t, v] -> [1, t, v]; these two have had several names
+                labels.masked_fill(labels >= self.vocab_size, NO_LABEL).unsqueeze(0),
+                label_smoothing=0.0,
+                reduce_loss=False,
+                dist_process_group=self.tp.group,
+                ignore_idx=NO_LABEL,
+            ).view(-1)  # [1, t] -> [t]
+        if scale is not None:
+            logits.copy_(torch.autograd.grad(loss, leaf, scale)[0])
+        return loss.detach()
+
+    def precision(self) -> AbstractContextManager[Any]:
+        if self.recipe is None:
+            return contextlib.nullcontext()
+        from transformer_engine.pytorch import autocast
+
+        return autocast(enabled=True, recipe=self.recipe, amax_reduction_group=self.amax_group)

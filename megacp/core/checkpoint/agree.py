@@ -1,0 +1,68 @@
+"""One action on all ranks: all succeed, or all raise the same error with the reasons of those that failed.
+
+Key property: a rank that fails alone would leave the others waiting; here all ranks hear of it in one exchange.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+from megacp.core.distributed.collectives import gather_objects
+from megacp.core.distributed.grid import Axis
+from megacp.core.distributed.supervision.patience import LateError, wait_for_all
+
+_T = TypeVar("_T")
+
+
+def on_all_ranks(world: Axis, action: Callable[[], _T], error: type[Exception]) -> list[_T]:
+    """Run `action` on every rank; its results in rank order, or `error` on all ranks when it raised on any."""
+    result: _T | None = None
+    own: Exception | None = None
+    try:
+        result = action()
+    except Exception as raised:  # whatever it is, the other ranks wait to hear of it
+        own = raised
+    if world.patience:
+        _await_all(world, error)
+    outcomes = gather_objects((result, None if own is None else reason_of(own)), world)
+    failures: dict[str, list[int]] = {}
+    for rank, (_, why) in enumerate(outcomes):
+        if why is not None:
+            failures.setdefault(why, []).append(rank)
+    if failures:
+        lines = (f"rank {', '.join(map(str, ranks))}: {why}" for why, ranks in failures.items())
+        raise error("; ".join(lines)) from own
+    return [value for value, _ in outcomes]
+
+
+def _await_all(world: Axis, error: type[Exception]) -> None:
+    """Wait for ranks that are slower than the group's timeout allows; `error` names those beyond `world.patience`."""
+    try:
+        wait_for_all(world, world.patience, "reading or writing a checkpoint")
+    except LateError as late:
+        raise error(f"{late} (--checkpoint-timeout-minutes; is its disk or network slow?)") from late
+
+
+def on_rank_0(world: Axis, action: Callable[[], _T], error: type[Exception]) -> _T:
+    """Run `action` on rank 0 only; its result on every rank, or `error` on all ranks."""
+    result = on_all_ranks(world, lambda: action() if world.rank == 0 else None, error)[0]
+    return result  # type: ignore[return-value]  # the first rank has an action
+
+
+def reason_of(error: BaseException) -> str:
+    """Why something failed, in words.
+
+    An operating-system error below it is what counts: torch's archive writer turns a full disk into a RuntimeError that
+    says where in the archive it was.
+    """
+    cause: BaseException | None = error if isinstance(error, (OSError, RuntimeError)) else None
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno is not None:
+            where = f" {cause.filename}" if cause.filename else ""
+            return f"{os.strerror(cause.errno)} ({errno.errorcode.get(cause.errno, cause.errno)}){where}"
+        cause = cause.__cause__ or cause.__context__
+    known = isinstance(error, (ValueError, RuntimeError)) and str(error)
+    return str(error) if known else f"{type(error).__name__}: {error}"

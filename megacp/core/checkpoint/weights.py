@@ -1,0 +1,59 @@
+"""Weights of another format that a run starts from: each rank reads its own part, some rows of a tensor at a time.
+
+Key property: the boxes are those that a checkpoint fills, so a run starts with the bits that it would have had from the
+converted checkpoint. Rejected: reading whole tensors, since a rank of many would hold what it throws away.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from megacp.core.checkpoint.names import MODEL, TensorBox
+
+BYTES_AT_ONCE = 64 << 20
+"""Of rows that are read before a rank's columns are taken from them."""
+
+
+class TensorRows(Protocol):
+    """Tensors by our global names, read by rows."""
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of a tensor, on the CPU."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Where they are, how they are read, and what of the model they leave as it was initialised."""
+
+    place: Path
+    source: TensorRows
+    tokenizer_sha256: str = ""
+    """Of the tokenizer that they were trained with; empty where it is not known."""
+    fingerprint: str = ""
+    """Of names, shapes and config: equal on all ranks of a run."""
+    known_rows: Mapping[str, int] = field(default_factory=dict)
+    """First rows of a tensor that are there, where not all are: the rest is new."""
+
+
+def bare_name(box: TensorBox) -> str:
+    """The name of a box's tensor in the model."""
+    return box.name.removeprefix(f"{MODEL}.")
+
+
+@torch.no_grad()
+def fill(box: TensorBox, source: TensorRows, known: int | None) -> None:
+    """Read a rank's box, as many whole rows at a time as `BYTES_AT_ONCE` holds; rows from `known` on stay."""
+    first, count = box.offsets[0], box.tensor.shape[0]
+    count = count if known is None else max(0, min(count, known - first))
+    columns = tuple(slice(o, o + n) for o, n in zip(box.offsets[1:], box.tensor.shape[1:], strict=True))
+    step = max(1, BYTES_AT_ONCE // (8 * max(1, math.prod(box.global_shape[1:]))))
+    for begin in range(0, count, step):
+        end = min(begin + step, count)
+        rows = source.rows(bare_name(box), first + begin, first + end)  # [rows, all columns]
+        box.tensor[begin:end].copy_(rows[(slice(None), *columns)])

@@ -1,0 +1,109 @@
+"""The command line: flags and YAML files, read left to right, the last one wins.
+
+A YAML file stands where its `--config` stands among the flags. tyro derives flags, types and help from the fields and
+their docstrings, so there is no second table of flags.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from megacp.core.config.run import RunConfig, fields, flag, with_values
+from megacp.core.config.yaml_file import nearest, values_of_file
+
+_HELP = ("-h", "--help")
+_DESCRIPTION = (
+    "Train a language model on packed sequences over a grid of ranks. `--config FILE.yaml` may stand anywhere and "
+    "more than once: its keys are these flags, and of flags and files the last one wins."
+)
+
+
+def parse(argv: Sequence[str], prog: str = "python -m megacp.train") -> RunConfig:
+    """The configuration said by command line arguments (without the program's name).
+
+    Raises ValueError for unknown flags: all of them, with the nearest name. Text that is no UTF-8 is refused likewise,
+    and a YAML file that is missing or wrong. Exits with status 2 and tyro's message for a value of the wrong type, and
+    with 0 after `--help`.
+    """
+    arguments = [argument for argument in argv if argument not in _HELP]
+    _refuse_unknown(arguments)
+    _refuse_other_encodings(arguments)
+    config = RunConfig()
+    *parts, (last, _) = _segments(arguments)
+    for flags, path in parts:
+        config = with_values(_apply(flags, config, prog), values_of_file(path))
+    asks_help = ["--help"] if len(arguments) != len(argv) else []
+    return _apply(last + asks_help, config, prog)
+
+
+def given_names(argv: Sequence[str]) -> frozenset[str]:
+    """The fields that flags or YAML files of a command line set, whatever the value; ValueError as `parse`."""
+    paths = [path for _, path in _segments([argument for argument in argv if argument not in _HELP]) if path]
+    return given_flags(argv).union(*map(values_of_file, paths))
+
+
+def given_flags(argv: Sequence[str]) -> frozenset[str]:
+    """The fields that flags of a command line set, files aside; ValueError for a `--config` without a path."""
+    segments = _segments([argument for argument in argv if argument not in _HELP])
+    plain = {
+        text.partition("=")[0][2:].replace("-", "_") for flags, _ in segments for text in flags if text.startswith("--")
+    }
+    return frozenset(name if name in fields() else name.removeprefix("no_") for name in plain)
+
+
+def _segments(arguments: Sequence[str]) -> list[tuple[list[str], str]]:
+    """The flags before each `--config` with its file, and at last those after all of them with no file."""
+    parts: list[tuple[list[str], str]] = []
+    segment: list[str] = []
+    position = 0
+    while position < len(arguments):
+        name, equals, path = arguments[position].partition("=")
+        position += 1
+        if name != "--config":
+            segment.append(arguments[position - 1])
+            continue
+        if not equals:
+            if position == len(arguments) or arguments[position].startswith("--"):
+                raise ValueError("--config needs the path of a YAML file")
+            path = arguments[position]
+            position += 1
+        parts.append((segment, path))
+        segment = []
+    return [*parts, (segment, "")]
+
+
+def _refuse_other_encodings(arguments: Sequence[str]) -> None:
+    """A name that is no UTF-8 cannot stand in a config, a log or a message."""
+    for argument in arguments:
+        if any("\ud800" <= character <= "\udfff" for character in argument):
+            raise ValueError(f"{argument!r} on the command line is no text in UTF-8: rename the file or directory")
+
+
+def _refuse_unknown(arguments: Sequence[str]) -> None:
+    """Flags that do not exist, and several values behind a flag that takes one text."""
+    known = {"config"} | set(fields()) | {f"no_{info.name}" for info in fields().values() if info.hint is bool}
+    texts = {info.name for info in fields().values() if info.hint in (str, str | None)}
+    unknown, several = [], []
+    for position, argument in enumerate(arguments, 1):
+        name, equals, _ = argument.partition("=")
+        plain = name[2:].replace("-", "_")
+        values = list(itertools.takewhile(lambda text: not text.startswith("-"), arguments[position:]))
+        if not name.startswith("--"):
+            continue
+        if plain not in known:
+            unknown.append(f"unknown flag {name}{nearest(plain, known, as_flag=True)}")
+        elif plain in texts and not equals and len(values) > 1:
+            several.append(f"{flag(plain)} takes one value, it is followed by {len(values)}: {' '.join(values)}")
+    if unknown or several:
+        raise ValueError("\n".join(unknown + several))
+
+
+def _apply(flags: Sequence[str], config: RunConfig, prog: str) -> RunConfig:
+    """The config with a run of flags applied by tyro."""
+    if not flags:
+        return config
+    import tyro
+
+    flat = tyro.conf.OmitArgPrefixes[RunConfig]
+    return tyro.cli(flat, args=list(flags), default=config, prog=prog, description=_DESCRIPTION)

@@ -1,0 +1,195 @@
+"""The architecture of the language model: a decoder with RMSNorm, rotary embedding, grouped queries and SwiGLU.
+
+Llama, Mistral, Phi-3, Qwen2, Qwen3, OLMo2, SmolLM3 and the text tower of Molmo2 are settings of it. No field speaks of
+ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from megacp.core.config.ranges import MAX_LAYERS, AboveZero, Fraction, NotNegative, Positive, Range
+
+LINEARS = ("q", "k", "v", "output", "gate", "up", "down")
+"""The linears of a block, by the names that --lora-targets takes."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and options of the decoder. Head counts and sizes are global, before tensor parallelism."""
+
+    num_layers: Annotated[int, Range(1, MAX_LAYERS)] = 4
+    """Decoder blocks."""
+
+    hidden_size: Positive[int] = 256
+    """Width of the residual stream."""
+
+    ffn_hidden_size: Positive[int] = 768
+    """Width of the SwiGLU hidden layer."""
+
+    num_attention_heads: Positive[int] = 8
+    """Query heads."""
+
+    num_query_groups: Positive[int | None] = None
+    """Key/value heads of grouped-query attention (default: as many as query heads)."""
+
+    kv_channels: Positive[int | None] = None
+    """Width of one head (default: hidden size / attention heads)."""
+
+    vocab_size: NotNegative[int] = 0
+    """Token ids that can be predicted: rows of the output head; 0 takes it from the tokenizer of the dataset."""
+
+    additional_vocab_size: NotNegative[int] = 0
+    """Further rows of the embedding, for tokens that are read but never predicted (Molmo2's image tokens); needs
+    --untie-embeddings-and-output-weights."""
+
+    rotary_base: Annotated[float, Range(1, low_open=True)] = 10000.0
+    """Theta of the rotary position embedding."""
+
+    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    """Stretching of rotary frequencies for longer contexts: linear divides positions, llama3 and yarn only the slow
+    frequencies; yarn also scales the attention scores.
+    """
+
+    rope_scaling_factor: Annotated[float, Range(1)] = 1.0
+    """Factor by which rotary frequencies are slowed when scaling is on."""
+
+    rope_low_freq_factor: AboveZero[float] = 1.0
+    """llama3 scaling: wavelengths above original positions / this factor are stretched fully."""
+
+    rope_high_freq_factor: AboveZero[float] = 4.0
+    """llama3 scaling: wavelengths below original positions / this factor are left alone."""
+
+    rope_original_max_positions: Positive[int] = 8192
+    """llama3 and yarn scaling: the context length the model was first trained with."""
+
+    beta_fast: AboveZero[float] = 32.0
+    """yarn scaling: frequencies that turn more often than this over the original positions are left alone."""
+
+    beta_slow: AboveZero[float] = 1.0
+    """yarn scaling: frequencies that turn less often than this over the original positions are stretched fully."""
+
+    mscale: AboveZero[float | None] = None
+    """yarn scaling: weight of the factor's logarithm in the numerator of the attention factor; with --mscale-all-dim.
+    """
+
+    mscale_all_dim: AboveZero[float | None] = None
+    """yarn scaling: the same in the denominator."""
+
+    rope_attention_factor: AboveZero[float | None] = None
+    """yarn scaling: factor on cosines and sines (default: 0.1 ln(--rope-scaling-factor) + 1, or by the mscales)."""
+
+    yarn_correction_range_round_to_int: bool = True
+    """yarn scaling: round the two ends of the blended frequencies outwards."""
+
+    no_rope_freq: str | None = None
+    """Layers without rotary embedding: N leaves it out of every N-th layer (4: the 4th, the 8th, ...); a pattern like
+    [0,0,1] repeats over the layers, 1 is one without.
+    """
+
+    max_position_embeddings: Positive[int | None] = None
+    """Positions that the model is for, as an exported config says (default: --seq-length); changes no computation."""
+
+    norm_epsilon: AboveZero[float] = 1e-5
+    """Epsilon inside RMSNorm."""
+
+    qk_layernorm: bool = False
+    """RMSNorm on q and k before the rotary embedding (Qwen3, OLMo2)."""
+
+    qk_layernorm_scope: Literal["head", "all_heads"] = "head"
+    """What --qk-layernorm norms: each head by itself (Qwen3), or all heads of a token together (OLMo2)."""
+
+    norm_position: Literal["before", "after"] = "before"
+    """Where the norms of a block stand: before attention and MLP, or after them, before the residual sum (OLMo2)."""
+
+    add_qkv_bias: bool = False
+    """Bias on the query, key and value projections (Qwen2, Molmo2)."""
+
+    add_attention_output_bias: bool = False
+    """Bias on the attention's output projection."""
+
+    add_mlp_bias: bool = False
+    """Biases on the linears of the MLP."""
+
+    untie_embeddings_and_output_weights: bool = False
+    """Give the output head its own weight instead of the embedding's."""
+
+    init_method_std: NotNegative[float] = 0.02
+    """Standard deviation of the initial weights; residual outputs use std / sqrt(2 x layers)."""
+
+    hidden_dropout: Fraction[float] = 0.0
+    """Dropout on the outputs of attention and MLP, in [0, 1)."""
+
+    make_vocab_size_divisible_by: Positive[int] = 8
+    """Rows of the vocabulary on each tp rank are padded to a multiple of it; padding is in no checkpoint."""
+
+    hf_model_type: str | None = None
+    """The `model_type` that an exported config has (default: the first that can say these options)."""
+
+    lora_rank: NotNegative[int] = 0
+    """Rank of the low-rank pairs that are trained beside a frozen model (LoRA): y = x W + alpha / rank x A B; 0 trains
+    the model itself. It starts from --load-hf, or from --load with --finetune.
+    """
+
+    lora_alpha: AboveZero[float | None] = None
+    """Weight of the pairs over 1 / --lora-rank (default: --lora-rank, so a weight of 1, as peft's defaults of 8 and 8
+    make it)."""
+
+    lora_targets: str | None = None
+    """Linears of the decoder that get a pair: of q, k, v, output, gate, up and down those that are named, with commas
+    between, or all (default: q,v, as peft has it for most decoders)."""
+
+    lora_dropout: Fraction[float] = 0.0
+    """Dropout on what the pairs are given, in [0, 1); the frozen model is given all of it."""
+
+    @property
+    def lora_linears(self) -> tuple[str, ...]:
+        """Linears with a low-rank pair, in the order of `LINEARS`; names that are none are left out."""
+        asked = (self.lora_targets or "q,v").replace(",", " ").split() if self.lora_rank > 0 else ()
+        return tuple(name for name in LINEARS if name in asked or asked == ["all"])
+
+    @property
+    def linear_sizes(self) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of each of `LINEARS`."""
+        hidden, ffn = self.hidden_size, self.ffn_hidden_size
+        heads, groups = self.num_attention_heads * self.head_dim, self.query_groups * self.head_dim
+        attention = {"q": (hidden, heads), "k": (hidden, groups), "v": (hidden, groups), "output": (heads, hidden)}
+        return attention | {"gate": (hidden, ffn), "up": (hidden, ffn), "down": (ffn, hidden)}
+
+    @property
+    def lora_scale(self) -> float:
+        """Weight of the pairs: alpha / rank."""
+        return 1.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head: `kv_channels`, or hidden size / heads."""
+        return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
+
+    @property
+    def embedding_rows(self) -> int:
+        """Rows of the embedding: all token ids that can be read."""
+        return self.vocab_size + self.additional_vocab_size
+
+    @property
+    def query_groups(self) -> int:
+        """Number of key/value heads: `num_query_groups`, or the number of heads."""
+        return self.num_query_groups if self.num_query_groups is not None else self.num_attention_heads
+
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer has the rotary embedding. ValueError for a `no_rope_freq` that is neither form."""
+        pattern = no_rope_pattern(self.no_rope_freq)
+        return not pattern[layer % len(pattern)]
+
+
+def no_rope_pattern(text: str | None) -> tuple[bool, ...]:
+    """Which layers of a repeating pattern have no rotary embedding. ValueError when `text` is no `no_rope_freq`."""
+    if text is None:
+        return (False,)
+    if re.fullmatch(r"[1-9]\d{0,3}", text):
+        return (*[False] * (int(text) - 1), True)
+    if re.fullmatch(r"\[\s*[01](\s*,\s*[01])*\s*\]", text):
+        return tuple(digit == "1" for digit in re.findall("[01]", text))
+    raise ValueError(f"--no-rope-freq {text}: expected N above 0 or a pattern of 0 and 1 like [0,0,0,1]")

@@ -1,0 +1,191 @@
+"""The whole configuration of a run as one frozen value, and its flat view by flag name.
+
+Every field name is unique over all rooms: flag, YAML key and field are one name, as in Megatron. The nesting is for the
+code that reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megacp.core.config.data import DataConfig
+from megacp.core.config.health import HealthConfig
+from megacp.core.config.model import ModelConfig
+from megacp.core.config.parallel import ParallelConfig
+from megacp.core.config.ranges import Count, Range
+from megacp.core.config.training import CheckpointConfig, LogConfig, TrainingConfig
+from megacp.core.config.vision import VisionConfig
+from megacp.core.storage.url import is_url
+
+Value = bool | int | float | str | tuple[float, ...] | tuple[str, ...] | None
+"""What a flag can hold."""
+
+ON_CPU: dict[str, Value] = {
+    "attention_kernel": "auto",
+    "transformer_impl": "native",
+    "fp8": "off",
+    "cross_entropy_fusion_impl": "native",
+    "async_tensor_parallel": False,
+}
+"""Replacements of choices that only a GPU can run."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Train a language model on packed sequences over a grid of tp x cp x dp x pp ranks."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    vision: VisionConfig = field(default_factory=VisionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    dry_run: bool = False
+    """Check the configuration, print grid, stages and memory, and stop; needs one process and no GPU."""
+
+    world_size: Count[int | None] = None
+    """World size to check with --dry-run (default: tp x pp x cp)."""
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the model: tp x pp x cp."""
+        p = self.parallel
+        return p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
+
+    @property
+    def frozen_parts(self) -> tuple[str, ...]:
+        """Of `text`, `vision` and `connector` those whose weights stay; beside low-rank pairs all do."""
+        v, lora = self.vision, self.model.lora_rank > 0
+        stays = {"text": v.freeze_text, "vision": v.freeze_vision, "connector": v.freeze_connector}
+        return tuple(name for name, frozen in stays.items() if frozen or lora)
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Data-parallel ranks in a world of `world_size`, rounded down (`checks` refuses a remainder)."""
+        return world_size // self.model_ranks
+
+    def num_microbatches(self, world_size: int) -> int:
+        """Microbatches per step and data-parallel rank: global batch / (micro batch x dp), rounded down."""
+        return self.training.global_batch_size // (self.training.micro_batch_size * self.data_parallel_size(world_size))
+
+    @property
+    def log_path(self) -> Path:
+        """The JSONL file: `log_file`, or log.jsonl beside the checkpoints of a local --save, or megacp_log.jsonl."""
+        if self.log.log_file is not None:
+            return Path(self.log.log_file)
+        return self._local_save / "log.jsonl" if self._local_save else Path("megacp_log.jsonl")
+
+    @property
+    def profile_path(self) -> Path:
+        """The folder for traces: `profile_dir`, or the folder `profile` beside the JSONL file.
+
+        Without that file it lies in a local --save, else in the working directory.
+        """
+        if self.log.profile_dir:
+            return Path(self.log.profile_dir)
+        return ((self._local_save or Path()) if self.writes_no_log else self.log_path.parent) / "profile"
+
+    @property
+    def writes_no_log(self) -> bool:
+        """Whether --log-file is /dev/null: there is no JSONL file."""
+        return str(self.log_path) == os.devnull
+
+    @property
+    def _local_save(self) -> Path | None:
+        save = self.checkpoint.save
+        return Path(save) if save and not is_url(save) else None
+
+
+@dataclass(frozen=True)
+class FieldInfo:
+    """Where a flag lives: `room` is the field of RunConfig that holds it, "" for RunConfig itself."""
+
+    name: str
+    room: str
+    hint: Any
+    """The type, without its range."""
+    range: Range | None
+    """Allowed values of a number. None is allowed beside them where the type has it."""
+
+    @property
+    def unknown(self) -> Value:
+        """What stands for a value that the field cannot hold: NaN for numbers, "" for names, else None."""
+        if self.range is None:
+            return "" if str in parts_of(self.hint) else None
+        pair = any(typing.get_origin(part) is tuple for part in (self.hint, *typing.get_args(self.hint)))
+        return (math.nan, math.nan) if pair else math.nan
+
+    def problem(self, value: Value) -> str | None:
+        """Why the field cannot hold this value: missing, not one of its words, out of range; None when it can."""
+        parts = parts_of(self.hint)
+        if value is None:
+            return None if type(None) in parts else "needs a value"
+        words = [word for part in parts if typing.get_origin(part) is typing.Literal for word in typing.get_args(part)]
+        if value in words:
+            return None
+        if words and self.range is None:
+            return f"got {value!r}, allowed are {', '.join(words)}"
+        if self.range is None:
+            return "an empty string is no name" if value == "" else None
+        if isinstance(value, (bool, str)):
+            return f"expected a number{''.join(f' or {word}' for word in words)}, got {value!r}"
+        if isinstance(value, tuple):
+            told = " ".join(map(str, value))
+            return (
+                None if all(self.range.holds(float(one)) for one in value) else f"got {told}, each must be {self.range}"
+            )
+        return None if self.range.holds(value) else f"got {value}, it must be {self.range}"
+
+
+def parts_of(hint: Any) -> tuple[Any, ...]:
+    """The types of a union, or the one type."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+
+
+@functools.cache
+def fields() -> dict[str, FieldInfo]:
+    """All flags by field name, in the order of their declaration."""
+    table: dict[str, FieldInfo] = {}
+    for room, room_type in typing.get_type_hints(RunConfig, include_extras=True).items():
+        inside = dataclasses.is_dataclass(room_type)
+        hints = typing.get_type_hints(room_type, include_extras=True) if inside else {room: room_type}
+        for name, hint in hints.items():
+            assert name not in table, f"the flag {name} is declared in {room} and in {table[name].room}"
+            ranges = [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Range)]
+            plain = typing.get_args(hint)[0] if ranges else hint
+            table[name] = FieldInfo(name, room if inside else "", plain, ranges[0] if ranges else None)
+    return table
+
+
+def flag(name: str) -> str:
+    """The command line spelling of a field: `seq_length` -> `--seq-length`."""
+    return "--" + name.replace("_", "-")
+
+
+def flatten(config: RunConfig) -> dict[str, Value]:
+    """All values by field name."""
+    return {
+        info.name: getattr(getattr(config, info.room) if info.room else config, info.name) for info in fields().values()
+    }
+
+
+def with_values(config: RunConfig, values: Mapping[str, Value]) -> RunConfig:
+    """A copy of `config` with some fields replaced, by flat field name. KeyError for a name that is no field."""
+    rooms: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        rooms.setdefault(fields()[name].room, {})[name] = value
+    own: dict[str, Any] = rooms.pop("", {})
+    for room, changes in rooms.items():
+        own[room] = dataclasses.replace(getattr(config, room), **changes)
+    return dataclasses.replace(config, **own)

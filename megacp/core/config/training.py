@@ -1,0 +1,211 @@
+"""The optimisation: batch, schedule, AdamW, precision, recomputation, validation, checkpoints and logs.
+
+The number of microbatches is no field: it follows from the batch sizes and the grid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from megacp.core.config.ranges import AboveZero, Count, Fraction, NotNegative, Positive, Range
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """One training run. An iteration is one optimizer step over `global_batch_size` packs."""
+
+    micro_batch_size: Positive[int] = 1
+    """Packs that one rank group computes at once, concatenated to one row."""
+
+    global_batch_size: Count[int] = 8
+    """Packs per optimizer step over all data-parallel ranks and microbatches."""
+
+    train_iters: Positive[int] = 100
+    """Optimizer steps of the whole run."""
+
+    lr: NotNegative[float] = 1e-3
+    """Highest learning rate."""
+
+    min_lr: NotNegative[float] = 0.0
+    """Learning rate at the end of the decay."""
+
+    lr_decay_style: Literal["cosine", "linear", "WSD", "constant"] = "cosine"
+    """Shape of the decay after warmup; WSD stays at the top and falls over the last --lr-wsd-decay-iters."""
+
+    lr_warmup_iters: NotNegative[int] = 0
+    """Steps over which the learning rate rises linearly from 0."""
+
+    lr_decay_iters: Positive[int | None] = None
+    """Step at which the decay ends (default: --train-iters)."""
+
+    lr_wsd_decay_iters: Positive[int | None] = None
+    """Steps of the final fall of the WSD schedule."""
+
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of the final fall of the WSD schedule."""
+
+    weight_decay: NotNegative[float] = 0.1
+    """Decoupled weight decay of AdamW; norms and biases have none."""
+
+    adam_beta1: Fraction[float] = 0.9
+    """Decay of AdamW's first moment."""
+
+    adam_beta2: Fraction[float] = 0.95
+    """Decay of AdamW's second moment."""
+
+    adam_eps: AboveZero[float] = 1e-8
+    """Epsilon in AdamW's denominator."""
+
+    clip_grad: NotNegative[float] = 1.0
+    """Largest global gradient norm; larger gradients are scaled down to it; 0 switches clipping off."""
+
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 1234
+    """Seed of initial weights, dropout and the order of the packs."""
+
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Type of weights and activations; with bfloat16 the optimizer keeps float32 master weights."""
+
+    recompute_granularity: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in backward: none, selective (cheap large ones), or full (all but each block's
+    input).
+    """
+
+    activation_offload: NotNegative[float] = 0.0
+    """What decoder blocks save for backward waits in (pinned) host memory: of each pipeline stage, this part of its
+    blocks (0.5, rounded up) or this many of them (3; a stage with fewer takes all); 0 keeps all on the device.
+    """
+
+    mlp_chunk_tokens: NotNegative[int] = 0
+    """Tokens of a rank's row over which the MLP of a block runs at a time, computed again in backward: gate, up and
+    SwiGLU exist for so many tokens only; 0 computes the row at once.
+    """
+
+    exit_duration: AboveZero[float | None] = None
+    """Minutes after which the run saves and stops at the next step, with exit status 3."""
+
+    eval_interval: NotNegative[int] = 0
+    """Steps between validation losses; 0 never validates."""
+
+    eval_iters: Positive[int] = 10
+    """Global batches of one validation loss."""
+
+    attention_kernel: Literal["auto", "flash", "flex", "flex_flash", "math", "dense"] = "auto"
+    """Kernel of core attention: flash is for the CPU, flex for CUDA, flex_flash too, with FlashAttention 4 where one
+    rank has all keys, math for any device, dense a small reference; auto is flash, flex, or math for float64 there.
+    """
+
+    transformer_impl: Literal["native", "transformer_engine", "auto"] = "auto"
+    """Whose layers are used: native (plain torch, any device) or transformer_engine (NVIDIA's, CUDA); auto takes the
+    latter on CUDA where it is installed and the configuration suits it.
+    """
+
+    fp8: Literal["off", "delayed", "current", "blockwise"] = "off"
+    """Products of the decoder's linears in 8 bits, with this recipe for the scales; needs transformer_engine. Delayed
+    scales are in no checkpoint: a resumed run measures them anew, and its first steps differ.
+    """
+
+    cross_entropy_fusion_impl: Literal["native", "te"] = "native"
+    """Kernel of the vocabulary loss: te is Transformer Engine's, for a vocabulary that tp ranks share equally."""
+
+    cross_entropy_chunk_tokens: NotNegative[int | Literal["auto"]] = "auto"
+    """Tokens whose logits exist at once, in training and validation; 0 takes all of a row. auto takes all where their
+    logits and gradients are small, else the largest power of two that keeps them so.
+    """
+
+    gradient_accumulation_fusion: bool = False
+    """Native linears add their weight gradient to the gradient bucket themselves: one pass less over each, and no
+    gradient beside the bucket; by apex's kernel where it is installed. Transformer Engine's do where
+    gradients are not sharded.
+    """
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of `--dtype`."""
+        return {"bfloat16": 2, "float32": 4, "float64": 8}[self.dtype]
+
+    @property
+    def accumulation_bytes(self) -> int:
+        """Bytes of an element of gradients, moments, softmax and log-sum-exp: fp32, or float64 for a float64 model."""
+        return max(4, self.element_bytes)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Where checkpoints are written and read."""
+
+    save: str | None = None
+    """Directory for checkpoints, or a URL such as s3://bucket/run (needs the extra `store`); also written at the end of
+    the run and on SIGTERM."""
+
+    load: str | None = None
+    """Checkpoint directory or URL to resume from, on this or any other grid."""
+
+    load_hf: str | None = None
+    """Hugging Face folder whose model, weights and tokenizer the run starts from, at step 0 with a fresh optimizer. It
+    is not read again once --auto-resume finds a checkpoint in --save.
+    """
+
+    vision_from_hf: str | None = None
+    """Molmo2 folder whose vision tower is added to the text model of --load-hf, with what fits of its connector; `none`
+    adds a new one of the --vision flags. The embedding gets rows for image tokens (--additional-vocab-size, 128).
+    """
+
+    ignore_field: str | None = None
+    """Fields of the config.json of --load-hf or --vision-from-hf that are not known here and change nothing, with
+    commas between.
+    """
+
+    auto_resume: bool = False
+    """Go on from the newest checkpoint in --save, for runs that are restarted (torchrun --max-restarts, a job queue).
+    Only when no checkpoint was ever written there, start from --load, --load-hf or step 0, and say so.
+    """
+
+    finetune: bool = False
+    """Take only the weights of --load and start at step 0 with a fresh optimizer, on any data."""
+
+    save_interval: NotNegative[int] = 0
+    """Steps between checkpoints; 0 saves only at the end."""
+
+    keep_last: NotNegative[int] = 0
+    """Newest checkpoints to keep; 0 keeps all."""
+
+    checkpoint_timeout_minutes: AboveZero[float] = 60.0
+    """Minutes that the ranks wait for one that is slow to write or read its part of a checkpoint, before the run ends;
+    --distributed-timeout-minutes does not count meanwhile.
+    """
+
+    async_save: bool = False
+    """Write checkpoints in the background from a copy in memory; an error ends the run at the next step."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is reported and where. JSONL is always written."""
+
+    log_interval: Positive[int] = 1
+    """Steps between lines on the console."""
+
+    timing_log_interval: NotNegative[int] = 0
+    """Steps between lines that say where the time of a step went, phase by phase over the ranks, and which rank was the
+    slowest; 0 writes none.
+    """
+
+    log_file: str | None = None
+    """JSONL file with one line per step (default: log.jsonl in a local --save, else megacp_log.jsonl);
+    /dev/null writes none."""
+
+    tensorboard_dir: str | None = None
+    """Directory for TensorBoard events (needs the extra `log`)."""
+
+    wandb_project: str | None = None
+    """Weights & Biases project (needs the extra `log`)."""
+
+    profile: str | None = None
+    """START:STOP, the first and the last step of which a trace is written: chrome JSON, one file a rank."""
+
+    profile_ranks: str = "0"
+    """Ranks that write a trace with --profile, as 0,3 or all."""
+
+    profile_dir: str | None = None
+    """Folder for traces (default: profile beside the JSONL file; without one in a local --save, else here)."""

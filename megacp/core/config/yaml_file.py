@@ -1,0 +1,112 @@
+"""A configuration as YAML text and back: the keys are the flags, without sections.
+
+`from_yaml(to_yaml(config)) == config` exactly. A wrong key or type is refused with its file and the nearest right name.
+Values do not pass through tyro, which reads the text `None` as no value and 7 as the name of a directory.
+"""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+import typing
+from collections.abc import Iterable
+from typing import Any
+
+import yaml
+
+from megacp.core.config.blend import DataPath
+from megacp.core.config.run import RunConfig, Value, fields, flag, flatten, parts_of, with_values
+from megacp.core.config.safe_yaml import FLOAT, FLOAT_TAG, load_yaml, read_yaml_file
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes strings which `load_yaml` would read as numbers."""
+
+
+_Dumper.add_implicit_resolver(FLOAT_TAG, FLOAT, list("-+.0123456789"))
+
+
+def to_yaml(config: RunConfig) -> str:
+    """All values as YAML, one flag a line, grouped by room."""
+    values = flatten(config)
+    parts = []
+    for room in dict.fromkeys(info.room for info in fields().values()):
+        own = {info.name: values[info.name] for info in fields().values() if info.room == room}
+        rows = {name: list(value) if isinstance(value, tuple) else value for name, value in own.items()}
+        parts.append(f"# {room or 'run'}\n" + yaml.dump(rows, Dumper=_Dumper, sort_keys=False, width=4096))
+    return "\n".join(parts)
+
+
+def from_yaml(text: str, source: str = "YAML") -> RunConfig:
+    """The defaults with the values of `text`, whose keys are flag names with underscores or dashes.
+
+    Raises ValueError with all wrong keys and values at once, each naming `source`.
+    """
+    return with_values(RunConfig(), _values(load_yaml(text, source), source))
+
+
+def values_of_file(path: str) -> dict[str, Value]:
+    """What the file of a `--config` says, by field name; ValueError."""
+    source = f"--config {path}"
+    return _values(read_yaml_file(path, source), source)
+
+
+def _values(content: Any, source: str) -> dict[str, Value]:
+    """The values by field name; ValueError with all that is wrong."""
+    if content is None:
+        content = {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{source}: expected lines of `flag: value`, got a {type(content).__name__}")
+    reasons: list[str] = []
+    values: dict[str, Value] = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in fields():
+            reasons.append(f"{source}: unknown key {reprlib.repr(key)}{nearest(name[:100], fields())}")
+            continue
+        fitting, problem = _convert(value, fields()[name].hint)
+        if problem:
+            reasons.append(f"{source}: {key}: {problem}")
+        values[name] = fitting
+    if reasons:
+        raise ValueError("\n".join(reasons))
+    return values
+
+
+def nearest(name: str, names: Iterable[str], as_flag: bool = False) -> str:
+    """`, did you mean ...?` for the closest of `names`, or nothing when none is close."""
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return f", did you mean {flag(close[0]) if as_flag else close[0]}?" if close else ""
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _convert(value: Any, hint: Any) -> tuple[Value, str | None]:
+    """The value as the field's type, or the reason why it is not of it."""
+    parts = parts_of(hint)
+    if value is None and type(None) in parts:
+        return None, None
+    if hint == DataPath | None and isinstance(value, list):
+        fits = all(type(one) in (str, int, float) for one in value)
+        return (tuple(map(str, value)), None) if fits else (None, f"expected weights and folders, got {_shown(value)}")
+    hint, *words = [part for part in parts if part is not type(None)]
+    if any(isinstance(value, str) and value in typing.get_args(part) for part in words):
+        return value, None
+    choices = typing.get_args(hint)
+    if isinstance(value, bool) and (word := "on" if value else "off") in choices:  # YAML 1.1 reads off as false
+        return word, None
+    if typing.get_origin(hint) is tuple:
+        fits = isinstance(value, (list, tuple)) and len(value) == len(choices) and all(type(x) is int for x in value)
+        return (tuple(value), None) if fits else (None, f"expected {len(choices)} whole numbers, got {_shown(value)}")
+    if choices:
+        known = isinstance(value, str) and value in choices
+        return value, None if known else f"got {_shown(value)}, allowed are {', '.join(choices)}"
+    if hint is float and type(value) is int and abs(value) < 2**1023:
+        return float(value), None
+    if type(value) is hint:
+        return value, None
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string (quote it)"}
+    return None, f"expected {names[hint]}, got {_shown(value)} ({type(value).__name__})"

@@ -1,0 +1,64 @@
+"""All-gather attention (Llama 3, 2024): every rank gathers all K/V and attends with its own queries.
+
+Key property: a rank attends to its own keys while the others' are under way. Gathered keys are put into the row's
+order, so neighbouring tiles join and a document costs few kernel calls. Backward gathers again and reduce-scatters the
+gradients. Rejected: saving the gathered K/V, cp times the memory.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.context_parallel.transport import KeysToQueries, Visits
+from megacp.core.distributed.collectives import reduce_scatter, start_all_gather
+from megacp.core.distributed.grid import Axis
+from megacp.core.large_blocks import empty
+from megacp.core.ops.kernel import Kernel
+from megacp.core.ops.mask import TileTable, tile_table
+
+
+def _others(plan: AttentionPlan) -> np.ndarray:
+    """Indices `[T - t]` into the row of the tokens that other ranks hold, in the row's order."""
+    mine = np.zeros(len(plan.metadata), bool)
+    mine[plan.local] = True
+    return plan.order[~mine[plan.order]]
+
+
+def table_of_others(plan: AttentionPlan) -> TileTable:
+    """Tiles between this rank's queries and the keys of all other ranks, in the row's order."""
+    return tile_table(plan.metadata.take(plan.local), plan.metadata.take(_others(plan)))
+
+
+def _places_of_others(plan: AttentionPlan) -> np.ndarray:
+    """Where the tokens of `_others` stand once all tokens are gathered in rank order: int64 `[T - t]`."""
+    return np.argsort(plan.indices.reshape(-1))[_others(plan)]
+
+
+class AllGatherAttention(KeysToQueries):
+    """Transport `all_gather`."""
+
+    name = "all_gather"
+
+    def __init__(self, axis: Axis, kernel: Kernel) -> None:
+        self.axis = axis
+        self.kernel = kernel
+
+    def tables(self, plan: AttentionPlan) -> list[TileTable]:
+        """See `KeysToQueries.tables`."""
+        return [plan.table(plan.cp_rank), plan.part("others", lambda: table_of_others(plan))]
+
+    def visits(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> Visits:
+        """See `KeysToQueries.visits`."""
+        gathered = start_all_gather(torch.stack([k, v], 1), self.axis)  # [T, 2, groups, d], in rank order
+        own, others = self.tables(plan)
+        mine = yield k, v, own
+        places = plan.on_device("places of others", k.device, lambda: _places_of_others(plan))
+        theirs = yield *(x.index_select(0, places) for x in gathered.take().unbind(1)), others
+        if mine is None or theirs is None:
+            return None
+        row = empty((len(plan.metadata), *theirs.shape[1:]), theirs)  # gradients of all keys, in rank order
+        row[places] = theirs
+        row[plan.cp_rank * len(mine) : (plan.cp_rank + 1) * len(mine)] = mine
+        return reduce_scatter(row, self.axis)  # [T, 2, groups, d] -> [t, 2, groups, d]

@@ -1,0 +1,129 @@
+"""The plan of one microbatch: the layout's indices and the tile tables, computed once and used by every layer.
+
+Key property: a plan is a function of metadata that every rank of the group holds: integers on the host, equal on all
+ranks without a message. Rejected: deriving masks inside attention from `cu_seqlens`, which can say neither branches nor
+image spans.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from megacp.core.ops.mask import Metadata, TileTable, text_before_images, tile_table
+from megacp.core.ops.to_device import to_device
+
+Part = TypeVar("Part")
+
+
+def key_order(metadata: Metadata) -> np.ndarray:
+    """The order `[T]` in which tokens of a row stand side by side: as they are, or sorted by type inside documents.
+
+    Sorted when that makes fewer tiles. Images that see each other across text, such as frames of a video, then are one
+    stretch of keys instead of many.
+    """
+    natural = np.arange(len(metadata))
+    if not metadata.span.any():
+        return natural
+    order = text_before_images(metadata)
+    tiles = metadata.by_type.own_table.num_tiles
+    fewer = tiles < _least_tiles(metadata) or tiles < metadata.own_table.num_tiles
+    return order if fewer else natural
+
+
+def _least_tiles(metadata: Metadata) -> int:
+    """Tiles that the natural order has at the least: the stretches of a span see each other pair by pair."""
+    span = metadata.span
+    opens = (span != 0) & (np.diff(span, prepend=0) != 0)
+    stretches = np.bincount(np.unique(span[opens], return_inverse=True)[1]) if opens.any() else np.zeros(1, np.int64)
+    return int((stretches * (stretches - 1) // 2).sum())
+
+
+class AttentionPlan:
+    """What one cp rank must know to attend: `indices[cp, t]` into the row, metadata of all tokens, lazy tile tables.
+
+    `order[T]` is how a whole row stands once it is gathered; each rank's tokens follow the same order unless the
+    layout's own is kept because `order` is the natural one.
+    """
+
+    def __init__(self, indices: np.ndarray, metadata: Metadata, cp_rank: int, order: np.ndarray | None = None) -> None:
+        self.metadata = metadata
+        self.cp_rank = cp_rank
+        self.order = key_order(metadata) if order is None else order
+        self._by_type = bool((np.diff(self.order) < 0).any())
+        self._position = np.argsort(self.order)  # [T], of each token of the row in `order`
+        self.indices = np.stack([self._arranged(tokens) for tokens in indices]) if self._by_type else indices
+        self._tables: dict[int, TileTable] = {}
+        self._tensors: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self._parts: dict[str, object] = {}
+
+    def _arranged(self, tokens: np.ndarray) -> np.ndarray:
+        return tokens[np.argsort(self._position[tokens])]
+
+    @property
+    def cp(self) -> int:
+        """Number of ranks."""
+        return len(self.indices)
+
+    @property
+    def local(self) -> np.ndarray:
+        """Indices `[t]` into the row of the tokens this rank holds."""
+        return self.indices[self.cp_rank]
+
+    @functools.cached_property
+    def _queries(self) -> Metadata:
+        return self.metadata.take(self.local)
+
+    def table(self, source: int) -> TileTable:
+        """Tiles between this rank's queries and the keys of cp rank `source`, both in local order."""
+        if source not in self._tables:
+            self._tables[source] = tile_table(self._queries, self.metadata.take(self.indices[source]))
+        return self._tables[source]
+
+    @functools.cached_property
+    def table_of_row(self) -> TileTable:
+        """Tiles between this rank's queries and the whole row in the order `order`."""
+        if np.array_equal(self.local, self.order):  # one rank holds the row: the table by which `order` was chosen
+            return (self.metadata.by_type if self._by_type else self.metadata).own_table
+        return tile_table(self._queries, self.metadata.take(self.order))
+
+    def grouped(self, size: int) -> AttentionPlan:
+        """The plan of groups of `size` neighbouring ranks that hold their tokens together."""
+
+        def build() -> AttentionPlan:
+            together = self.indices.reshape(self.cp // size, -1)  # [cp, t] -> [cp / size, size * t]
+            arranged = np.stack([self._arranged(tokens) for tokens in together])
+            return AttentionPlan(arranged, self.metadata, self.cp_rank // size, self.order)
+
+        return self.part(f"groups of {size}", build)
+
+    def arrival(self, size: int, device: torch.device) -> torch.Tensor:
+        """int64 `[size * t]`: puts tokens gathered over this rank's group in rank order into `grouped(size)`'s."""
+
+        def build() -> np.ndarray:
+            first = self.cp_rank // size * size
+            return np.argsort(self._position[self.indices[first : first + size].reshape(-1)])
+
+        return self.on_device(f"arrival of {size}", device, build)
+
+    def departure(self, size: int, device: torch.device) -> torch.Tensor:
+        """The inverse of `arrival`."""
+        return self.on_device(
+            f"departure of {size}", device, lambda: np.argsort(self.arrival(size, torch.device("cpu")).numpy())
+        )
+
+    def part(self, name: str, build: Callable[[], Part]) -> Part:
+        """What a transport derives from this plan, built once for all layers."""
+        if name not in self._parts:
+            self._parts[name] = build()
+        return self._parts[name]  # type: ignore[return-value]  # one type for each name
+
+    def on_device(self, name: str, device: torch.device, build: Callable[[], np.ndarray]) -> torch.Tensor:
+        """Index arrays travel to the device once, not in every layer."""
+        if (name, device) not in self._tensors:
+            self._tensors[name, device] = to_device(build(), device)
+        return self._tensors[name, device]

@@ -1,0 +1,52 @@
+"""Ring attention (Liu et al., 2023): K/V travel around the cp axis, each rank attends to what passes by.
+
+Key property: the next K/V is under way while the present one is used. Backward sends K/V round again. The first rank
+that they visit starts their gradient, which follows one step behind them. What a rank adds to its own never leaves
+home, so gradients take n - 1 steps too. Grouped K/V heads are never expanded on the wire. Rejected: keeping every
+visited K/V for backward, which undoes the memory saved.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.context_parallel.transport import KeysToQueries, Visits
+from megacp.core.distributed.grid import Axis
+from megacp.core.distributed.p2p import Shift, start_shift
+from megacp.core.ops.kernel import Kernel
+from megacp.core.ops.mask import TileTable
+
+
+class RingAttention(KeysToQueries):
+    """Transport `p2p`."""
+
+    name = "p2p"
+
+    def __init__(self, axis: Axis, kernel: Kernel) -> None:
+        self.axis = axis
+        self.kernel = kernel
+
+    def tables(self, plan: AttentionPlan) -> list[TileTable]:
+        """See `KeysToQueries.tables`."""
+        return [plan.table((self.axis.rank - step) % self.axis.size) for step in range(self.axis.size)]
+
+    def visits(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> Visits:
+        """See `KeysToQueries.visits`."""
+        size, tables = self.axis.size, self.tables(plan)
+        kv = torch.stack([k, v], 1)  # [t, groups, d] twice -> [t, 2, groups, d]
+        home: torch.Tensor | None = None  # of this rank's K/V, by its own queries
+        gradient: Shift | None = None  # of the visiting K/V, as summed by the ranks they visited before
+        for step in range(size):
+            shift = start_shift(kv, self.axis) if step < size - 1 else None
+            dkv = yield kv[:, 0], kv[:, 1], tables[step]
+            if step == 0:
+                home = dkv
+            elif dkv is not None:
+                if gradient:
+                    dkv += gradient.wait()
+                gradient = start_shift(dkv, self.axis)
+            kv = shift.wait() if shift else kv
+        if home is not None and gradient:
+            home += gradient.wait()  # of this rank's K/V, by the queries of all others
+        return home

@@ -1,0 +1,224 @@
+"""Features of images, from the ranks that encode them to the ranks that hold their tokens.
+
+Key property: the boundary table says who encodes a feature, the layout who needs it. Every rank knows both, so message
+sizes are computed without a message. The row of a feature never depends on the order of ranks in a message. Every rank
+joins every exchange, also a rank that encodes or needs nothing, so that all join backward, the exchange in reverse.
+Rejected: each rank encoding the images of its tokens. That leaves the work as uneven as the tokens, and encodes an
+image again wherever its tokens are cut.
+
+Bytes sent by a rank: `routed` sends each feature to the one rank that needs it, at most max_num_tokens x h;
+`all_gather` sends max_num_tokens x h to each of the cp - 1 others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from megacp.core.data.batch import VisionInputs
+from megacp.core.data.image_shards import REPLICATE, image_shards
+from megacp.core.distributed.differentiable import copy_to, exchange, gather_from
+from megacp.core.distributed.grid import Axis
+from megacp.core.ops.to_device import pinned, to_device
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureRoutes:
+    """Where the features of a row are encoded and needed, seen by one rank of the axis."""
+
+    cp_rank: int
+    source: np.ndarray
+    """int64 [n], rank that encodes each feature, in feature (unit) order."""
+    position: np.ndarray
+    """int64 [n], its number among the features that this rank encodes."""
+    target: np.ndarray
+    """int64 [n], rank that holds its token."""
+    row: np.ndarray
+    """int64 [n], local index of its token there."""
+    largest: int
+    """Most features that one rank encodes."""
+    counts: np.ndarray
+    """int64 [cp, cp], features that rank i sends to rank j."""
+
+    @functools.cached_property
+    def arriving(self) -> np.ndarray:
+        """Features [k] whose tokens this rank holds, ascending."""
+        return np.flatnonzero(self.target == self.cp_rank)
+
+    @functools.cached_property
+    def leaving(self) -> np.ndarray:
+        """Positions [m] of this rank's features in the order of a message: by target, then in feature order."""
+        mine = np.flatnonzero(self.source == self.cp_rank)
+        return self.position[mine[np.argsort(self.target[mine], kind="stable")]]
+
+    @functools.cached_property
+    def arrival(self) -> np.ndarray:
+        """Puts what arrived, by source and then in feature order, into feature order [k]."""
+        return np.argsort(np.argsort(self.source[self.arriving], kind="stable"), kind="stable")
+
+
+def own_routes(indices: np.ndarray, places: np.ndarray, cp_rank: int) -> FeatureRoutes:
+    """Routes of a rank that encodes every feature itself, for features at `places [n]` of a row dealt as `[cp, t]`."""
+    cp = len(indices)
+    target, row = _holders(indices, places)
+    counts = np.zeros((cp, cp), np.int64)
+    counts[cp_rank, cp_rank] = len(places)
+    return FeatureRoutes(
+        cp_rank, np.full(len(places), cp_rank), np.arange(len(places)), target, row, len(places), counts
+    )
+
+
+def _holders(indices: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [n] twice: the rank that holds each of `places`, and its local index there, for `indices [cp, t]`."""
+    holder = np.empty(indices.size, np.int64)  # of each token of the row: rank x t + local index
+    holder[indices.reshape(-1)] = np.arange(indices.size)
+    rank, local = np.divmod(holder[places], indices.shape[1])
+    return rank, local
+
+
+def feature_routes(
+    indices: np.ndarray, places: np.ndarray, boundaries: np.ndarray, cp_rank: int, order: np.ndarray | None = None
+) -> FeatureRoutes:
+    """Routes of the features at `places [n]` of a row that is dealt as `indices [cp, t]`, encoded as `boundaries [cp]`.
+
+    `order` int64 [n]: the features as the table counts them; None = as they stand in the row. ValueError when the table
+    does not hold as many features as there are places.
+    """
+    cp = len(indices)
+    starts, stops = boundaries["start_pool_idx"].astype(np.int64), boundaries["end_pool_idx"].astype(np.int64)
+    if int((stops - starts).sum()) != len(places):
+        raise ValueError(f"{int((stops - starts).sum())} image features for {len(places)} image-patch tokens")
+    target, row = _holders(indices, places)
+    number = np.arange(len(places)) if order is None else order
+    source, position = np.empty(len(places), np.int64), np.empty(len(places), np.int64)
+    source[number] = np.repeat(np.arange(cp), stops - starts)
+    position[number] = np.arange(len(places)) - np.repeat(starts, stops - starts)
+    counts = np.bincount(source * cp + target, minlength=cp * cp).reshape(cp, cp)
+    return FeatureRoutes(cp_rank, source, position, target, row, int((stops - starts).max()), counts)
+
+
+class FeatureExchange(Protocol):
+    """One way to bring features to their tokens."""
+
+    def __call__(self, features: torch.Tensor, routes: FeatureRoutes, axis: Axis) -> torch.Tensor:
+        """`[m, h]` encoded here -> `[k, h]` needed here, in feature order; the gradient goes back the same way."""
+        ...
+
+
+def routed(features: torch.Tensor, routes: FeatureRoutes, axis: Axis) -> torch.Tensor:
+    """One uneven all-to-all of just the features that each rank needs."""
+    sent = features.index_select(0, _index(routes.leaving, features))
+    out, into = routes.counts[routes.cp_rank].tolist(), routes.counts[:, routes.cp_rank].tolist()
+    return exchange(sent, axis, out, into).index_select(0, _index(routes.arrival, features))
+
+
+def gathered(features: torch.Tensor, routes: FeatureRoutes, axis: Axis) -> torch.Tensor:
+    """All features on all ranks, padded to the largest share; each takes those of its tokens."""
+    padded = torch.nn.functional.pad(features, (0, 0, 0, routes.largest - len(features)))
+    everything = gather_from(padded, axis)  # [largest, h] -> [cp * largest, h]
+    mine = routes.arriving
+    return everything.index_select(0, _index(routes.source[mine] * routes.largest + routes.position[mine], features))
+
+
+def kept(features: torch.Tensor, routes: FeatureRoutes, axis: Axis) -> torch.Tensor:
+    """The rank takes the features of its tokens. It encoded all of them, so no message is sent."""
+    return features.index_select(0, _index(routes.position[routes.arriving], features))
+
+
+def _index(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    return to_device(values, like.device)
+
+
+EXCHANGES: dict[str, FeatureExchange] = {"routed": routed, "all_gather": gathered}
+"""Values of `--vision-feature-exchange`."""
+
+
+@dataclass(frozen=True, eq=False)
+class LocalVision:
+    """One rank's share of the images of a microbatch."""
+
+    patches: torch.Tensor
+    """float32 or narrower `[c, patches of a crop, patch_dim]`, c may be 0."""
+    pooling: torch.Tensor
+    """int64 `[m, window]`, indices into patches.flatten(0, 1), -1 = outside; m features are encoded here."""
+    routes: FeatureRoutes
+    axis: Axis
+    """The ranks over which tokens and images are dealt."""
+    exchange: FeatureExchange
+
+    def to(self, device: torch.device) -> LocalVision:
+        """This share, made on the host, with its tensors on `device`."""
+        patches, pooling = (to_device(values, device) for values in (self.patches, self.pooling))
+        return dataclasses.replace(self, patches=patches, pooling=pooling)
+
+    def packed_for(self, device: torch.device, dtype: torch.dtype) -> LocalVision:
+        """This share with pixels no wider than a tower of `dtype`, which narrows them anyway, in memory that `device`
+        copies from; called from the loader's threads.
+        """
+        patches = self.patches.to(dtype) if dtype.itemsize < self.patches.dtype.itemsize else self.patches
+        return dataclasses.replace(self, patches=pinned(patches, device), pooling=pinned(self.pooling, device))
+
+    @property
+    def num_features(self) -> int:
+        """Features m of the boundary table that this rank encodes."""
+        return int(self.routes.counts[self.routes.cp_rank].sum())
+
+
+def place_features(features: torch.Tensor, vision: LocalVision) -> tuple[torch.Tensor, np.ndarray]:
+    """Features `[m, h]` encoded on this rank -> (`[k, h]` of this rank's tokens, their local indices int64 `[k]`, which
+    stay on the host).
+
+    All ranks of the axis call it together. ValueError: m is not what the boundary table says.
+    """
+    if len(features) != vision.num_features:
+        raise ValueError(
+            f"cp rank {vision.routes.cp_rank} encoded {len(features)} image features, the boundaries of its images "
+            f"hold {vision.num_features}"
+        )
+    return vision.exchange(features, vision.routes, vision.axis), vision.routes.row[vision.routes.arriving]
+
+
+def add_features(x: torch.Tensor, features: torch.Tensor, rows: np.ndarray, tp: Axis, sliced: bool) -> torch.Tensor:
+    """`x` plus `features [k, h]` (replicated over tp) at token indices `rows [k]`: Molmo2's rule.
+
+    `sliced` (sequence parallel): `x [t/tp, h]` is tp rank j's slice of the tokens, which uses other features on each
+    rank, so their gradients are summed over tp; otherwise `x [t, h]`, alike on all tp ranks.
+    """
+    if not sliced:
+        return x.index_add(0, _index(rows, x), features.to(x.dtype))
+    features = copy_to(features, tp)
+    first = tp.rank * len(x)
+    here = np.flatnonzero((rows >= first) & (rows < first + len(x)))
+    chosen = features.index_select(0, _index(here, x))
+    return x.index_add(0, _index(rows[here] - first, x), chosen.to(x.dtype))
+
+
+def local_vision(vision: VisionInputs, indices: np.ndarray, axis: Axis, exchange: str) -> LocalVision:
+    """This rank's share of a row's images, on the host, for tokens dealt as `indices [cp, t]`.
+
+    `exchange` names a row of EXCHANGES. Without a boundary table for just these ranks it is computed from the bounds,
+    as the loader would have. Features that every rank encodes are not exchanged.
+    """
+    patches, pooling = torch.from_numpy(vision.patches), torch.from_numpy(vision.pooling)
+    if vision.strategy == REPLICATE:
+        return LocalVision(patches, pooling, own_routes(indices, vision.feature_rows, axis.rank), axis, kept)
+    boundaries, units = vision.boundaries, vision.unit_order
+    if boundaries is None or len(boundaries) != axis.size:
+        bounds = vision.cum_crop_bounds, vision.cum_token_pooling_bounds
+        boundaries, units = image_shards(bounds, axis.size).boundaries, None
+    order = None if units is None else _features_of(units, vision.cum_token_pooling_bounds)
+    routes = feature_routes(indices, vision.feature_rows, boundaries, axis.rank, order)
+    return LocalVision(patches, pooling, routes, axis, EXCHANGES[exchange])
+
+
+def _features_of(units: np.ndarray, cum_pooled: np.ndarray) -> np.ndarray:
+    """int64 [n]: the features of all units, unit by unit in the order `units`."""
+    counts = np.diff(cum_pooled, prepend=0)[units]
+    first = (cum_pooled[units] - counts) - (np.cumsum(counts) - counts)
+    features: np.ndarray = np.repeat(first, counts) + np.arange(int(counts.sum()))
+    return features

@@ -1,0 +1,265 @@
+"""Several datasets read as one: which dataset every sample comes from, and which sample of it.
+
+Key property: after any number of samples each dataset has given its share to within one sample. The order repeats after
+`sum(parts)` samples, so any place costs O(1), and the table holds one such period. A dataset that is exhausted begins
+its next epoch in a new order.
+
+The rule is megatron-core's: the dataset that lags most behind its weight is next. That rule can leave a weight by more
+than one sample (by 1.36 at weights 1, 3, 52). Where it does, Tijdeman's rule takes its place: of the datasets that lag
+by enough, the one that must come soonest. Rejected: drawing by chance, which leaves shares by the root of the samples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import operator
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import numpy as np
+
+from megacp.core.data.manifest import DatasetManifest, other_ends
+from megacp.core.data.order import samples
+from megacp.core.data.reader import Pack, PackedDataset, image_patch_of
+from megacp.core.data.row_images import PackImages
+from megacp.core.data.tables import UNIT_DTYPE
+
+FINEST = 1_000_000
+"""Most samples of a period. Weights that need more are rounded to parts of a million."""
+
+_STRIDE = 4096
+"""Samples of a period after which the counts are kept."""
+
+
+def whole_parts(weights: Sequence[Fraction]) -> list[int]:
+    """Weights as whole samples of a period: exact where at most `FINEST` are needed, else the nearest parts of it.
+
+    ValueError: a weight is less than a part.
+    """
+    common = math.lcm(*(weight.denominator for weight in weights))
+    parts = [int(weight * common) for weight in weights]
+    parts = [part // math.gcd(*parts) for part in parts]
+    total = sum(parts)
+    if total <= FINEST:
+        return parts
+    rounded = [part * FINEST // total for part in parts]
+    by_remainder = sorted(range(len(parts)), key=lambda i: -(parts[i] * FINEST % total))
+    for i in by_remainder[: FINEST - sum(rounded)]:
+        rounded[i] += 1
+    if 0 in rounded:
+        smallest = float(min(weights) / sum(weights))
+        raise ValueError(f"a weight is {smallest:.2g} of all weights, a dataset gets at least 1 of {FINEST:,} samples")
+    return rounded
+
+
+def largest_lag(parts: Sequence[int]) -> array[int] | None:
+    """The dataset of each sample of a period by megatron-core's rule; None where some share is off by a sample."""
+    total = sum(parts)
+    lags = [0] * len(parts)  # weight x samples - samples of the dataset, in units of 1 / total
+    seen, most = list(parts), max(parts)  # before the first sample Megatron counts one
+    chosen = array("h")
+    for _ in range(total):
+        pick = seen.index(most)
+        chosen.append(pick)
+        lags = list(map(operator.add, lags, parts))
+        lags[pick] -= total
+        seen, most = lags, max(lags)
+        if lags[pick] <= -total or most >= total:
+            return None
+    return chosen
+
+
+def earliest_deadline(parts: Sequence[int]) -> array[int]:
+    """The dataset of each sample of a period such that k > 1 shares are off by at most 1 - 1 / (2k - 2) samples.
+
+    R. Tijdeman, The chairman assignment problem, Discrete Mathematics 32 (1980).
+    """
+    total, scale = sum(parts), 2 * len(parts) - 2
+    lags = [0] * len(parts)
+    chosen = array("h")
+    for _ in range(total):
+        due = [
+            ((scale - 1) * total - scale * lag) // part if scale * (lag + part) >= total else math.inf
+            for lag, part in zip(lags, parts, strict=True)
+        ]
+        pick = due.index(min(due))
+        chosen.append(pick)
+        lags = list(map(operator.add, lags, parts))
+        lags[pick] -= total
+    return chosen
+
+
+class BlendOrder:
+    """Which dataset gives sample n of a blend, and how many samples it gave before; for any n >= 0."""
+
+    def __init__(self, parts: Sequence[int]) -> None:
+        """`parts`: of each dataset in a period, all above 0."""
+        period = largest_lag(parts) or earliest_deadline(parts)
+        self._parts = np.array(parts, np.int64)
+        self._dataset = np.frombuffer(period, np.int16)  # [period]
+        self._before = np.empty(len(period), np.int32)  # [period]: earlier samples of the same dataset
+        self._known = np.empty((-(-len(period) // _STRIDE), len(parts)), np.int64)  # counts before every such sample
+        for number, part in enumerate(parts):
+            own = self._dataset == number
+            self._before[own] = np.arange(part)
+            self._known[:, number] = np.concatenate(([0], np.cumsum(own)))[: len(period) : _STRIDE]
+
+    def places(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Dataset, and number within it, of samples `start` .. `start + count - 1`; int64 [count] each."""
+        periods, within = np.divmod(np.arange(start, start + count, dtype=np.int64), len(self._dataset))
+        dataset = self._dataset[within].astype(np.int64)
+        return dataset, periods * self._parts[dataset] + self._before[within]
+
+    def counts(self, number: int) -> np.ndarray:
+        """Samples of each dataset among the first `number`, int64 [datasets]."""
+        periods, within = divmod(number, len(self._dataset))
+        known, rest = divmod(within, _STRIDE)
+        later = np.bincount(self._dataset[within - rest : within], minlength=len(self._parts))
+        return periods * self._parts + self._known[known] + later
+
+
+@dataclass(frozen=True)
+class BlendShare:
+    """What one dataset has given to a run."""
+
+    name: str
+    samples: int
+    share: float
+    """Of all samples so far; of all weights before the first one."""
+    epoch: float
+    """Passes over the dataset so far."""
+
+
+class PackBlend:
+    """Datasets that fit each other as one source of packs. Their packs are numbered one dataset after another."""
+
+    def __init__(self, datasets: Sequence[PackedDataset], weights: Sequence[Fraction]) -> None:
+        """ValueError lists every contradiction between the datasets, or names a weight that is too small."""
+        if reasons := contradictions([(str(one.directory), one.manifest) for one in datasets]):
+            raise ValueError("\n".join(reasons))
+        self.datasets = tuple(datasets)
+        self.parts = whole_parts(weights)
+        self.is_rounded = any(
+            part * sum(weights) != weight * sum(self.parts) for part, weight in zip(self.parts, weights, strict=True)
+        )
+        """Whether weights became the nearest parts of a million."""
+        self.names = _names([str(one.directory) for one in datasets])
+        self._order = BlendOrder(self.parts)
+        self._first = np.concatenate(([0], np.cumsum([len(one) for one in datasets])))  # [datasets + 1]
+        patches = [image_patch_of(one.directory, one.manifest) for one in datasets]
+        self._image_patch = next((patch for patch in patches if patch is not None), None)
+
+    def __len__(self) -> int:
+        """Packs of all datasets."""
+        return int(self._first[-1])
+
+    def pack(self, i: int) -> Pack:
+        """Pack `i`, 0 <= i < len (IndexError otherwise), from any thread."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"pack {i} of a blend of {len(self)}")
+        number = int(np.searchsorted(self._first, i, side="right")) - 1
+        found = replace(self.datasets[number].pack(i - int(self._first[number])), index=i)
+        if found.images is None and self._image_patch is not None:
+            return replace(found, images=PackImages(np.zeros(0, UNIT_DTYPE), {}, _no_item, self._image_patch))
+        return found
+
+    def samples(self, start: int, count: int, seed: int) -> np.ndarray:
+        """Packs of samples `start` .. `start + count - 1`, int64 [count]: each dataset in its own endless order."""
+        dataset, nth = self._order.places(start, count)
+        chosen = np.empty(count, np.int64)
+        for number in np.unique(dataset).tolist():
+            here = dataset == number  # rising numbers without a gap: the dataset's next samples
+            first, own = int(nth[here][0]), _seed(seed, number)
+            chosen[here] = self._first[number] + samples(first, int(here.sum()), len(self.datasets[number]), own)
+        return chosen
+
+    def stored(self, start: int, count: int) -> np.ndarray:
+        """As `samples`, each dataset in stored order; ends before the first pack that would come again."""
+        dataset, nth = self._order.places(start, count)
+        again = np.flatnonzero(nth >= np.diff(self._first)[dataset])
+        stop = int(again[0]) if len(again) else count
+        return (self._first[dataset] + nth)[:stop]
+
+    def shares(self, consumed: int) -> list[BlendShare]:
+        """What each dataset gave to the first `consumed` samples."""
+        counts = self._order.counts(consumed).tolist()
+        of = counts if consumed else self.parts
+        return [
+            BlendShare(name, count, part / sum(of), count / len(dataset))
+            for name, count, part, dataset in zip(self.names, counts, of, self.datasets, strict=True)
+        ]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the weights and of all files on this machine's disk."""
+        return _digest([self.parts, [one.fingerprint for one in self.datasets]])
+
+    @property
+    def built(self) -> str:
+        """Of the weights and of the datasets as they were built."""
+        return _digest([self.parts, [one.manifest.fingerprint for one in self.datasets]])
+
+
+_BUILD_FLAGS = {
+    "seq_length": "--seq-length",
+    "pad_multiple": "--pad-multiple",
+    "chat_template": "--chat-template",
+}
+
+
+def contradictions(manifests: Sequence[tuple[str, DatasetManifest]]) -> list[str]:
+    """All in which datasets of one run differ and must not, each dataset beside the first of its kind."""
+    reasons = []
+    where, first = manifests[0]
+    alike = [pair for pair in manifests if pair[1].tokenizer.sha256 == first.tokenizer.sha256]
+    ending, said = next((pair for pair in alike if pair[1].document_end is not None), manifests[0])
+    for name, other in manifests:
+        if other.tokenizer.sha256 != first.tokenizer.sha256:
+            reasons.append(f"{name} was built with another tokenizer than {where}")
+        elif other.tokenizer.begins_with != first.tokenizer.begins_with:
+            reasons.append(
+                f"documents of {where} begin with token {first.tokenizer.begins_with}, those of {name} with "
+                f"{other.tokenizer.begins_with}: build both with the same --prepend-bos"
+            )
+        elif ends := other_ends(said, other):
+            reasons.append(
+                f"documents of {ending} end with token {ends[0]}, those of {name} with {ends[1]}: build both with the "
+                "same --eod-token and --append-eod"
+            )
+        for field, flag in _BUILD_FLAGS.items():
+            a, b = getattr(first, field), getattr(other, field)
+            if a != b:
+                values = f" ({b}, not {a})" if isinstance(a, int) else ""
+                reasons.append(f"{name} was built with another {flag} than {where}{values}")
+    with_images = [(name, one.image_rules) for name, one in manifests if one.image_rules is not None]
+    for name, rules in with_images[1:]:
+        where, known = with_images[0]
+        keys = sorted(key for key in {*rules, *known} if rules.get(key) != known.get(key))
+        if keys:
+            differing = ", ".join(f"{key} {rules.get(key)}, not {known.get(key)}" for key in keys)
+            reasons.append(f"{name} was built with other image rules than {where}: {differing}")
+    return reasons
+
+
+def _no_item(number: int) -> bytes:
+    raise IndexError(f"item {number} of a pack without images")
+
+
+def _names(folders: Sequence[str]) -> list[str]:
+    """Short names: the last part of each path, the whole path where two have the same."""
+    last = [folder.rstrip("/").rpartition("/")[2] for folder in folders]
+    return [name if last.count(name) == 1 else folder for name, folder in zip(last, folders, strict=True)]
+
+
+def _seed(seed: int, number: int) -> int:
+    """Of the order of dataset `number`: datasets of one length must not be shuffled alike."""
+    digest = hashlib.blake2b(f"{seed} dataset {number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

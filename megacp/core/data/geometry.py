@@ -1,0 +1,361 @@
+"""Molmo2's geometry: an image as crops cut into patches, pooled into tokens; what is known from its size alone.
+
+Key property: equal to the image processor of the transformers library (models/molmo2). Tokens and pooling indices are
+the same; pixels differ by at most one of 255 levels, where a resized value lies on a rounding edge. Each size is a
+number in `ImageRules`. Rejected: that processor itself, which needs torch, and Pillow's resampling, which smooths as
+the released models never saw.
+
+An image becomes one low-resolution crop of the whole, then overlapping high-resolution crops of a canvas that is tiled
+by at most `max_crops`. In each part windows of patches are pooled into one token. A pooling index counts patches over
+all crops of the image, [crops * patches_per_crop]; -1 = outside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megacp.core.data.pixels import read_pixels
+
+TOKEN_TEXTS = {
+    "image_patch": "<im_patch>",
+    "image_col": "<im_col>",
+    "image_start": "<im_start>",
+    "low_res_image_start": "<low_res_im_start>",
+    "frame_start": "<frame_start>",
+    "image_end": "<im_end>",
+    "frame_end": "<frame_end>",
+    "image_low_res": "<im_low>",
+}
+"""The special tokens by the names used here, and their texts in Molmo2's tokenizer."""
+TIME_MODES = ("per-frame", "off")
+_LARGEST_ID = (1 << 31) - 2
+"""Tokens are stored in at most 4 bytes, and there is one id more than the largest."""
+_UNREACHABLE = np.float32(10e9)
+
+
+@dataclass(frozen=True)
+class ImageRules:
+    """How images and videos become crops and tokens; builtin types only, stored in the manifest."""
+
+    image_size: int = 378
+    """Side of a square crop in pixels."""
+    patch_size: int = 14
+    """Side of a patch in pixels."""
+    max_crops: int = 8
+    """High-resolution crops of an image at most; the low-resolution one comes on top."""
+    overlap_margins: tuple[int, int] = (4, 4)
+    """Patches at the left/top and the right/bottom of a crop that a neighbour shows too."""
+    image_pooling: tuple[int, int] = (2, 2)
+    """Patches (rows, columns) that become one token of an image."""
+    video_pooling: tuple[int, int] = (3, 3)
+    """Patches (rows, columns) that become one token of a video frame."""
+    max_frames: int = 64
+    """Frames of a video at most."""
+    video_fps: float = 2.0
+    """Frames taken from a second of video at most."""
+    time_mode: str = "per-frame"
+    """per-frame: the time in seconds as text before each frame; off: no text."""
+    use_column_tokens: bool = False
+    """A column token after each row of an image."""
+    low_res_column_tokens: bool | None = None
+    """The same in its low-resolution part; None: as use_column_tokens."""
+    video_column_tokens: bool = False
+    """The same in video frames."""
+    image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    """Subtracted from red, green, blue between 0 and 1."""
+    image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    """What the difference is divided by."""
+    max_pixels: int = 89_478_485
+    """Larger images are refused."""
+    token_ids: dict[str, int] = field(default_factory=dict, hash=False)
+    """Id of each special token (TOKEN_TEXTS); those not named are found by `with_token_ids`."""
+
+    @property
+    def patches_per_side(self) -> int:
+        """Patches along a side of a crop."""
+        return self.image_size // self.patch_size
+
+    @property
+    def patches_per_crop(self) -> int:
+        """N, the patches of a crop."""
+        return self.patches_per_side**2
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers of a patch: 3 * patch_size ** 2."""
+        return 3 * self.patch_size**2
+
+    def reasons(self) -> list[str]:
+        """Everything that is wrong with the numbers, each with its flag."""
+        least = {"--image-size": self.image_size, "--patch-size": self.patch_size, "--max-crops": self.max_crops}
+        least |= {"--max-frames": self.max_frames, "--max-pixels": self.max_pixels}
+        found = [f"{flag} is {value}, it must be at least 1" for flag, value in least.items() if value < 1]
+        if not self.video_fps > 0 or self.video_fps == float("inf"):
+            found.append(f"--video-fps is {self.video_fps}, it must be a number above 0")
+        for flag, pooling in {"--image-pooling": self.image_pooling, "--video-pooling": self.video_pooling}.items():
+            if len(pooling) != 2 or min(pooling) < 1:
+                found.append(f"--{flag[2:]} is {list(pooling)}, it must be two numbers of at least 1: rows, columns")
+        if len(self.overlap_margins) != 2 or min(self.overlap_margins) < 0:
+            found.append(f"--overlap-margins is {list(self.overlap_margins)}, it must be two numbers of at least 0")
+        elif not found:
+            found += self._fit_reasons()
+        if self.time_mode not in TIME_MODES:
+            found.append(f"--time-mode is {self.time_mode!r}, allowed are {', '.join(TIME_MODES)}")
+        for flag, values in {"--image-mean": self.image_mean, "--image-std": self.image_std}.items():
+            if len(values) != 3 or not np.isfinite(values).all() or (flag == "--image-std" and min(values) <= 0):
+                found.append(f"{flag} is {list(values)}, it must be three finite numbers (a deviation above 0)")
+        if unknown := sorted({str(name) for name in self.token_ids} - set(TOKEN_TEXTS)):
+            found.append(f"--image-token-ids names {', '.join(unknown)}, known are {', '.join(TOKEN_TEXTS)}")
+        ids = list(self.token_ids.values())
+        if len(set(ids)) < len(ids) or min(ids, default=0) < 0 or max(ids, default=0) > _LARGEST_ID:
+            found.append(f"--image-token-ids are {self.token_ids}, they must differ and be 0 to {_LARGEST_ID}")
+        return found
+
+    def _fit_reasons(self) -> list[str]:
+        if self.image_size % self.patch_size:
+            return [f"--image-size {self.image_size} is not a multiple of --patch-size {self.patch_size}"]
+        margins = sum(self.overlap_margins)
+        if margins < self.patches_per_side:
+            return []
+        return [
+            f"--overlap-margins {self.overlap_margins[0]} + {self.overlap_margins[1]} patches leave nothing of a crop "
+            f"of {self.patches_per_side} (--image-size {self.image_size} / --patch-size {self.patch_size})"
+        ]
+
+    def with_token_ids(self, tokenizer: Any) -> ImageRules:
+        """These rules with an id for every special token: as given, else the tokenizer's for its text, else a free one.
+
+        Free ids begin above the vocabulary. `tokenizer` has `vocab_size` and maybe `token_id(text)`.
+        """
+        find = getattr(tokenizer, "token_id", lambda text: None)
+        ids: dict[str, int] = {}
+        following = max([tokenizer.vocab_size, *(i + 1 for i in self.token_ids.values())])
+        for name, text in TOKEN_TEXTS.items():
+            given = self.token_ids.get(name, find(text))
+            ids[name] = following if given is None else given
+            following += given is None
+        return dataclasses.replace(self, token_ids=ids)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it: tuples as lists."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> ImageRules:
+        """The inverse; absent keys have their defaults. ValueError as `unchecked`, or lists all `reasons`."""
+        rules = ImageRules.unchecked(values)
+        if reasons := rules.reasons():
+            raise ValueError("image rules: " + "; ".join(reasons))
+        return rules
+
+    @staticmethod
+    def unchecked(values: Mapping[str, Any]) -> ImageRules:
+        """As `from_dict`, whatever the numbers are. ValueError lists unknown keys, or values of a wrong type."""
+        fields = {f.name: f for f in dataclasses.fields(ImageRules)}
+        if unknown := sorted({str(key) for key in values} - set(fields)):
+            raise ValueError(f"image rules: unknown keys {', '.join(unknown)}; known are {', '.join(fields)}")
+        defaults = ImageRules()
+        wrong = [
+            f"`{key}` is {value!r}" for key, value in values.items() if not _alike(value, getattr(defaults, key), key)
+        ]
+        if wrong:
+            raise ValueError(f"image rules of the wrong type: {'; '.join(wrong)}")
+        arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return ImageRules(**arguments)
+
+
+def _alike(value: Any, default: Any, key: str) -> bool:
+    """Whether a value from a file has the type of the field `key`, given the field's default."""
+    if isinstance(default, tuple):
+        return isinstance(value, list | tuple) and all(_alike(item, default[0], key) for item in value)
+    if key == "token_ids":
+        return isinstance(value, dict) and all(type(item) is int for item in value.values())
+    if default is None or isinstance(default, bool):
+        return isinstance(value, bool) or (default is None and value is None)
+    if isinstance(default, float):
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return type(value) is type(default)
+
+
+@dataclass(frozen=True, eq=False)
+class ImageLayout:
+    """What an image or a frame becomes; arrays are read-only."""
+
+    num_crops: int
+    tokens: np.ndarray
+    """int64 [n]: ids, `image_patch` where a pooled feature goes."""
+    pooling: np.ndarray
+    """int64 [pooled, window]: indices into [num_crops * patches_per_crop], -1 = outside."""
+
+    @property
+    def num_pooled(self) -> int:
+        """Pooled tokens, in the order of the `image_patch` tokens."""
+        return len(self.pooling)
+
+
+def _tiling(height: float, width: float, window: int, max_crops: int) -> tuple[int, int]:
+    """Rows and columns of windows whose canvas shrinks the image least, else enlarges it least.
+
+    In float32 and with ties to the first, as the reference: sizes may be below 0 (less than the margins).
+    """
+    tilings = [(h, w) for h in range(1, max_crops + 1) for w in range(1, max_crops // h + 1)]
+    tilings.sort(key=lambda tiling: (tiling[0] * tiling[1], tiling[0]))
+    with np.errstate(divide="ignore"):
+        scales = (np.array(tilings) * window).astype(np.float32) / np.array([height, width], np.float32)
+    scale = scales.min(axis=1)
+    if (scale < 1).all():
+        return tilings[int(scale.argmax())]
+    return tilings[int(np.where(scale < 1, _UNREACHABLE, scale).argmin())]
+
+
+def _canvas(width: int, height: int, rules: ImageRules) -> tuple[int, int]:
+    """Rows and columns of high-resolution crops."""
+    margin = sum(rules.overlap_margins) * rules.patch_size
+    return _tiling(height - margin, width - margin, rules.image_size - margin, rules.max_crops)
+
+
+def pooling_windows(grid: np.ndarray, pool: tuple[int, int]) -> tuple[np.ndarray, tuple[int, int]]:
+    """Group patch indices [h, w] into windows, int64 [rows * columns, pool_h * pool_w], and (rows, columns).
+
+    A grid that does not divide is surrounded by -1, the larger half at the end.
+    """
+    missing = [-size % step for size, step in zip(grid.shape, pool, strict=True)]
+    grid = np.pad(grid, [(m // 2, m - m // 2) for m in missing], constant_values=-1)
+    rows, columns = grid.shape[0] // pool[0], grid.shape[1] // pool[1]
+    # [rows * pool_h, columns * pool_w] -> [rows, columns, pool_h, pool_w] -> [rows * columns, pool_h * pool_w]
+    windows = grid.reshape(rows, pool[0], columns, pool[1]).swapaxes(1, 2).reshape(rows * columns, pool[0] * pool[1])
+    return windows, (rows, columns)
+
+
+def _high_res_grid(rows: int, columns: int, rules: ImageRules) -> np.ndarray:
+    """Index of the patch shown at each place of the canvas, int64 [canvas rows, canvas columns], low-res crop counted.
+
+    Where crops overlap, each shows the half on its side.
+    """
+    side = rules.patches_per_side
+    left, right = rules.overlap_margins
+    # [crop row, crop column, patch row, patch column]; -1 where a neighbouring crop shows the place
+    index = np.arange(rows * columns * side * side).reshape(rows, columns, side, side)
+    if left:
+        index[1:, :, :left] = -1
+        index[:, 1:, :, :left] = -1
+    if right:
+        index[:-1, :, -right:] = -1
+        index[:, :-1, :, -right:] = -1
+    kept = index.swapaxes(1, 2).ravel()  # [rows, side, columns, side], reading order on the canvas
+    window = side - left - right
+    grid: np.ndarray = kept[kept >= 0].reshape(rows * window + left + right, columns * window + left + right)
+    return grid + rules.patches_per_crop
+
+
+def grid_tokens(grid: tuple[int, int], ids: tuple[int, int], patch: int, column: int | None) -> np.ndarray:
+    """int64: a start token, rows of `patch`, each ended by `column` unless None, an end token; ids = (start, end)."""
+    row = [patch] * grid[1] + ([] if column is None else [column])
+    return np.array([ids[0], *row * grid[0], ids[1]], np.int64)
+
+
+@functools.lru_cache(maxsize=256)
+def image_layout(width: int, height: int, rules: ImageRules) -> ImageLayout:
+    """What an image of this size (upright) becomes; `rules` must have all token ids."""
+    ids = rules.token_ids
+    low, low_grid = pooling_windows(_square(rules), rules.image_pooling)
+    rows, columns = _canvas(width, height, rules)
+    high, high_grid = pooling_windows(_high_res_grid(rows, columns, rules), rules.image_pooling)
+    in_low = rules.use_column_tokens if rules.low_res_column_tokens is None else rules.low_res_column_tokens
+    patch, column, end = ids["image_patch"], ids["image_col"], ids["image_end"]
+    first = grid_tokens(low_grid, (ids["low_res_image_start"], end), patch, column if in_low else None)
+    second = grid_tokens(high_grid, (ids["image_start"], end), patch, column if rules.use_column_tokens else None)
+    return frozen_layout(rows * columns + 1, np.concatenate((first, second)), np.concatenate((low, high)))
+
+
+def _square(rules: ImageRules) -> np.ndarray:
+    """Patch indices of one crop, [side, side]."""
+    return np.arange(rules.patches_per_crop).reshape(rules.patches_per_side, -1)
+
+
+def frozen_layout(num_crops: int, tokens: np.ndarray, pooling: np.ndarray) -> ImageLayout:
+    """A layout with read-only arrays: it is cached, and shared by all images of one size."""
+    tokens.setflags(write=False)
+    pooling.setflags(write=False)
+    return ImageLayout(num_crops, tokens, pooling)
+
+
+@functools.lru_cache(maxsize=16)
+def frame_layout(rules: ImageRules) -> ImageLayout:
+    """What one frame of a video becomes, whatever its size: one crop, pooled by `video_pooling`."""
+    ids = rules.token_ids
+    pooling, grid = pooling_windows(_square(rules), rules.video_pooling)
+    column = ids["image_col"] if rules.video_column_tokens else None
+    tokens = grid_tokens(grid, (ids["frame_start"], ids["frame_end"]), ids["image_patch"], column)
+    return frozen_layout(1, tokens, pooling)
+
+
+def _places(before: int, after: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For each of `after` places the two source places and the weight of the second, float32: centres aligned."""
+    scale = np.float32(before) / np.float32(after)
+    place = np.maximum(scale * (np.arange(after, dtype=np.float32) + np.float32(0.5)) - np.float32(0.5), np.float32(0))
+    first = np.minimum(place.astype(np.int64), before - 1)
+    return first, np.minimum(first + 1, before - 1), np.minimum(place - first, 1).astype(np.float32)
+
+
+def resized(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
+    """uint8 [h, w, 3] -> uint8 [height, width, 3]: bilinear between the nearest four, in float32, no smoothing."""
+    top, bottom, down = _places(pixels.shape[0], height)
+    left, right, across = _places(pixels.shape[1], width)
+    down, across = down[:, None, None], across[:, None]
+    above = pixels[top[:, None], left] * (1 - across) + pixels[top[:, None], right] * across
+    below = pixels[bottom[:, None], left] * (1 - across) + pixels[bottom[:, None], right] * across
+    return np.rint(above * (1 - down) + below * down).clip(0, 255).astype(np.uint8)
+
+
+def _patches(crops: np.ndarray, rules: ImageRules) -> np.ndarray:
+    """uint8 [crops, size, size, 3] -> normalized float32 [crops, N, 3 * patch ** 2], a patch row by row, RGB inside."""
+    mean, std = (np.array(values, np.float32) * np.float32(255) for values in (rules.image_mean, rules.image_std))
+    table = (np.arange(256, dtype=np.float32)[:, None] - mean) / std  # [256, 3]
+    side, patch = rules.patches_per_side, rules.patch_size
+    # [crops, side, patch, side, patch, 3] -> [crops, side, side, patch, patch, 3] -> [crops, N, 3 * patch ** 2]
+    cut = crops.reshape(-1, side, patch, side, patch, 3).swapaxes(2, 3)
+    values: np.ndarray = table[cut, np.arange(3)]  # looked up: the last axis of `cut` is the colour
+    return values.reshape(-1, side * side, rules.patch_dim)
+
+
+def image_patches(pixels: np.ndarray, rules: ImageRules) -> np.ndarray:
+    """uint8 [h, w, 3] -> float32 [num_crops, patches_per_crop, 3 * patch ** 2], the low-resolution crop first."""
+    height, width, _ = pixels.shape
+    rows, columns = _canvas(width, height, rules)
+    side, margin = rules.image_size, sum(rules.overlap_margins) * rules.patch_size
+    step = side - margin  # neighbours share `margin` pixels
+    canvas = resized(pixels, rows * step + margin, columns * step + margin)
+    crops = [
+        canvas[r * step : r * step + side, c * step : c * step + side] for r in range(rows) for c in range(columns)
+    ]
+    return _patches(np.stack([resized(pixels, side, side), *crops]), rules)
+
+
+def crop_boxes(width: int, height: int, rules: ImageRules) -> list[tuple[float, float, float, float]]:
+    """Left, top, right and bottom of each high-resolution crop, as shares of the image's width and height."""
+    rows, columns = _canvas(width, height, rules)
+    side, margin = rules.image_size, sum(rules.overlap_margins) * rules.patch_size
+    step = side - margin
+    across, down = columns * step + margin, rows * step + margin
+    return [
+        (c * step / across, r * step / down, (c * step + side) / across, (r * step + side) / down)
+        for r in range(rows)
+        for c in range(columns)
+    ]
+
+
+def frame_patches(pixels: np.ndarray, rules: ImageRules) -> np.ndarray:
+    """uint8 [h, w, 3] of one video frame -> float32 [1, patches_per_crop, 3 * patch ** 2]."""
+    return _patches(resized(pixels, rules.image_size, rules.image_size)[None], rules)
+
+
+def load_pixels(data: bytes, rules: ImageRules) -> np.ndarray:
+    """uint8 [height, width, 3] of an encoded image, upright RGB; ImageError says why it cannot be used."""
+    return read_pixels(data, rules.max_pixels)

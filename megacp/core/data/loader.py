@@ -1,0 +1,284 @@
+"""The loader: which packs each data-parallel rank reads in each step, read and prepared ahead in threads.
+
+Key property: a step is a function of dataset, seed, samples consumed, dp rank and dp size. So a run resumes from one
+integer, on any number of ranks, and sees every sample exactly once. The samples of a step are the same set for every dp
+size: microbatch j of rank r holds the step's samples from (j * dp_size + r) * m on. Rejected: sampler and worker state
+in the checkpoint, which ties a run to its number of ranks.
+
+Rank and size of data parallelism come as integers. Ranks that differ only in tp, cp or pp read the same packs and
+compare `PackedBatch.fingerprint()`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from megacp.core.data.batch import PackedBatch
+from megacp.core.data.blend import PackBlend
+from megacp.core.data.collate import ATTENTION_MASKS, collate
+from megacp.core.data.images import ImageLoading
+from megacp.core.data.order import samples
+from megacp.core.data.reader import Pack
+from megacp.core.data.row_images import IMAGE_ATTENTIONS
+
+Prepared = TypeVar("Prepared")
+"""What the caller makes of a batch ahead of its step."""
+
+
+class PackSource(Protocol):
+    """What the loader reads from: a PackedDataset, a PackBlend, or anything else with numbered packs."""
+
+    def __len__(self) -> int: ...
+
+    def pack(self, i: int) -> Pack:
+        """Pack `i`, 0 <= i < len; called from the loader's threads."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """How packs become steps; equal on all ranks. ValueError lists all that is wrong."""
+
+    micro_batch_size: int = 1
+    """Packs concatenated into one microbatch."""
+    global_batch_size: int = 1
+    """Packs of one optimizer step over all data-parallel ranks."""
+    seed: int = 0
+    """Of the order of samples."""
+    attention_mask: str = "packed"
+    """packed: documents do not see each other; causal: a pack is one document."""
+    image_attention: str = "example"
+    """Which image tokens see each other in both directions: see `row_images.spans`."""
+    prefetch: int = 2
+    """Steps made ahead of time; 0 makes each step when it is asked for."""
+    num_threads: int = 1
+    """Threads that make steps ahead; the order does not depend on it."""
+
+    def __post_init__(self) -> None:
+        least = {"micro_batch_size": 1, "global_batch_size": 1, "prefetch": 0, "num_threads": 1}
+        reasons = [
+            f"{name} is {getattr(self, name)}, it must be at least {minimum}"
+            for name, minimum in least.items()
+            if getattr(self, name) < minimum
+        ]
+        if self.attention_mask not in ATTENTION_MASKS:
+            reasons.append(f"--attention-mask is {self.attention_mask!r}, allowed are {', '.join(ATTENTION_MASKS)}")
+        if self.image_attention not in IMAGE_ATTENTIONS:
+            reasons.append(f"--image-attention is {self.image_attention!r}, allowed are {', '.join(IMAGE_ATTENTIONS)}")
+        if reasons:
+            raise ValueError("; ".join(reasons))
+
+
+@dataclass(frozen=True)
+class DataRank:
+    """Place of this process on the data-parallel axis: 0 <= index < size."""
+
+    index: int = 0
+    size: int = 1
+
+
+def _check(source: PackSource, options: LoaderOptions, data_rank: DataRank) -> None:
+    reasons = []
+    if not len(source):
+        reasons.append("the dataset has no pack")
+    if not 0 <= data_rank.index < data_rank.size:
+        reasons.append(f"data-parallel rank {data_rank.index} of {data_rank.size} does not exist")
+    per_round = options.micro_batch_size * data_rank.size
+    if options.global_batch_size % per_round:
+        reasons.append(
+            f"--global-batch-size {options.global_batch_size} is not a multiple of --micro-batch-size "
+            f"{options.micro_batch_size} x data-parallel size {data_rank.size} = {per_round}"
+        )
+    if reasons:
+        raise ValueError("; ".join(reasons))
+
+
+def _chosen(source: PackSource, start: int, count: int, seed: int) -> np.ndarray:
+    """Packs of samples `start` .. `start + count - 1` of the endless order, int64 [count]."""
+    if isinstance(source, PackBlend):
+        return source.samples(start, count, seed)
+    return samples(start, count, len(source), seed)
+
+
+def _stored(source: PackSource, start: int, count: int) -> np.ndarray:
+    """As `_chosen` in stored order, each pack once: fewer than `count` at the end."""
+    if isinstance(source, PackBlend):
+        return source.stored(start, count)
+    return np.arange(start, min(start + count, len(source)))
+
+
+def _microbatches(chosen: np.ndarray, options: LoaderOptions, data_rank: DataRank) -> np.ndarray:
+    """This rank's part [j, m] of a step's samples [global_batch_size]."""
+    # [global_batch_size] -> [microbatch, dp rank, m] -> [microbatch, m]
+    return chosen.reshape(-1, data_rank.size, options.micro_batch_size)[:, data_rank.index]
+
+
+def _batch(
+    source: PackSource, numbers: Sequence[int], options: LoaderOptions, images: ImageLoading | None
+) -> PackedBatch:
+    packs = [source.pack(i) for i in numbers]
+    return collate(packs, options.attention_mask, options.image_attention, images)
+
+
+def step_batches(
+    source: PackSource, options: LoaderOptions, data_rank: DataRank, consumed: int, images: ImageLoading | None = None
+) -> list[PackedBatch]:
+    """The microbatches of one rank for the step that begins after `consumed` samples; a pure function.
+
+    Without `images` no pixels are decoded.
+    """
+    chosen = _chosen(source, consumed, options.global_batch_size, options.seed)
+    return [_batch(source, numbers, options, images) for numbers in _microbatches(chosen, options, data_rank).tolist()]
+
+
+class _Step(Generic[Prepared]):
+    """A step on its way: its batches once they are read, then what is made of them."""
+
+    def __init__(self) -> None:
+        self.batches: Future[list[PackedBatch]] = Future()
+        self.prepared: Future[list[Prepared]] = Future()
+
+
+class PackedLoader(Generic[Prepared]):
+    """Endless optimizer steps from a pack source, made ahead in threads. Close it, or use it as a context manager.
+
+    Typical use:
+        with PackedLoader(dataset, options, DataRank(dp_rank, dp_size), consumed_samples, prepare=plan) as loader:
+            batches = loader.next_step()
+            plans = loader.prepared()
+    """
+
+    def __init__(
+        self,
+        source: PackSource,
+        options: LoaderOptions,
+        data_rank: DataRank | None = None,
+        consumed_samples: int = 0,
+        images: ImageLoading | None = None,
+        prepare: Callable[[PackedBatch], Prepared] | None = None,
+    ) -> None:
+        """`consumed_samples`, any number >= 0, is the state to resume from; it need not be a multiple of the batch.
+
+        `images`: what this rank decodes; None decodes nothing. `prepare` is called in the threads once for each batch.
+
+        ValueError: an empty dataset, or a global batch that does not divide by micro batch x dp size.
+        """
+        self._source, self._options, self._data_rank, self._images = source, options, data_rank or DataRank(), images
+        self._prepare, self._closed = prepare, threading.Event()
+        _check(source, options, self._data_rank)
+        if consumed_samples < 0:
+            raise ValueError(f"consumed_samples is {consumed_samples}, it must not be negative")
+        self._consumed = self._requested = consumed_samples
+        self._pending: deque[_Step[Prepared]] = deque()
+        self._finish: Callable[[], list[Prepared]] | None = None
+        self._pool = ThreadPoolExecutor(options.num_threads, "pack-loader") if options.prefetch else None
+        self._request_ahead()
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples in the steps handed out so far, over all ranks: the loader's whole state."""
+        return self._consumed
+
+    def _request_ahead(self) -> None:
+        while self._pool is not None and len(self._pending) < self._options.prefetch:
+            self._pending.append(_Step())
+            self._pool.submit(self._make, self._requested, self._pending[-1])
+            self._requested += self._options.global_batch_size
+
+    def _make(self, consumed: int, step: _Step[Prepared]) -> None:
+        """Read and prepare the step after `consumed` samples; an error is raised where the result is asked for."""
+        result: Future[Any] = step.batches
+        try:
+            result.set_result(batches := self._read(consumed))
+            result = step.prepared
+            result.set_result(self._prepare_all(batches))
+        except BaseException as error:
+            result.set_exception(error)
+
+    def _read(self, consumed: int) -> list[PackedBatch]:
+        return step_batches(self._source, self._options, self._data_rank, consumed, self._images)
+
+    def _prepare_all(self, batches: list[PackedBatch]) -> list[Prepared]:
+        if self._prepare is None:
+            return []
+        made: list[Prepared] = []
+        for batch in batches:
+            if self._closed.is_set():  # a run that ends waits for one plan, not for those of all steps ahead
+                raise RuntimeError("the loader is closed")
+            made.append(self._prepare(batch))
+        return made
+
+    def next_step(self) -> list[PackedBatch]:
+        """This rank's microbatches of the next step, global_batch_size / (micro_batch_size x dp size) of them.
+
+        An error met while reading ahead is raised here, in the step it belongs to, and again at every further call.
+        """
+        if self._pool is None:
+            batches = self._read(self._consumed)
+            self._finish = functools.partial(self._prepare_all, batches)
+        elif not self._pending:
+            raise RuntimeError("the loader is closed")
+        else:
+            batches = self._pending[0].batches.result()
+            self._finish = self._pending.popleft().prepared.result
+            self._request_ahead()
+        self._consumed += self._options.global_batch_size
+        return batches
+
+    def prepared(self) -> list[Prepared]:
+        """What `prepare` made of each batch of the last `next_step`; asked for once. Its errors are raised here."""
+        assert self._finish is not None, "one call follows each next_step"
+        finish, self._finish = self._finish, None
+        return finish()
+
+    def close(self) -> None:
+        """Stop reading ahead and wait for the threads; may be called twice."""
+        self._closed.set()
+        if self._pool is not None:
+            self._pending.clear()
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> PackedLoader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def validation_steps(
+    source: PackSource, options: LoaderOptions, data_rank: DataRank, num_steps: int, images: ImageLoading | None = None
+) -> Iterator[list[PackedBatch]]:
+    """The first num_steps x global_batch_size packs in stored order, each once: the same for every evaluation.
+
+    Ends early when the dataset does, or the first one of a blend. Its last step may be short of packs. Every rank still
+    gets the same number of microbatches, since ranks run in lockstep. A microbatch without a pack is pack 0 with all
+    loss weights 0.
+    """
+    _check(source, options, data_rank)
+    size = options.global_batch_size
+    for start in range(0, num_steps * size, size):
+        found = _stored(source, start, size)
+        if not len(found):
+            return
+        chosen = np.pad(found, (0, size - len(found)), constant_values=-1)
+        batches = []
+        for numbers in _microbatches(chosen, options, data_rank).tolist():
+            present = [i for i in numbers if i >= 0]
+            batch = _batch(source, present or [0], options, images)
+            batches.append(batch if present else _weightless(batch))
+        yield batches
+        if len(found) < size:
+            return
+
+
+def _weightless(batch: PackedBatch) -> PackedBatch:
+    return dataclasses.replace(batch, loss_weights=np.zeros_like(batch.loss_weights))

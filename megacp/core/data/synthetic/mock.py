@@ -1,0 +1,190 @@
+"""Random packs without a dataset: for `megacp.train` without `--data-path`, for parity checks and for benchmarks.
+
+Key property: pack `i` is a function of (seed, i), and goes through the same `collate` as a stored pack. Every rank
+makes the same rows without reading, and what is proven on mock rows holds for real ones. Rejected: tensors drawn in the
+training step, which skip labels, weights and mask metadata, where mistakes live.
+
+Tokens are a random walk over the vocabulary (three steps in four go to the next id), so a model can learn something. A
+loss that does not fall on mock packs is a fault.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megacp.core.data.batch import PackedBatch
+from megacp.core.data.collate import collate
+from megacp.core.data.images import ImageLoading
+from megacp.core.data.reader import Pack
+from megacp.core.data.synthetic.images import MockImages, with_mock_images
+from megacp.core.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE
+
+MASKS = ("causal", "packed", "branches", "image", "mixed")
+"""What a mock row's attention mask is made of: one document; several; several with branches, with image spans, with
+both.
+"""
+_MOST_DOCUMENTS = 5
+_MOST_BRANCHES = 3
+
+
+@dataclass(frozen=True)
+class MockRules:
+    """What mock packs look like. ValueError lists all that is wrong."""
+
+    vocab_size: int
+    seq_length: int
+    """Most tokens of a pack."""
+    mask: str = "packed"
+    """One of `MASKS`."""
+    ragged: bool = False
+    """Packs of different lengths with padding inside and random loss weights, many 0; else full packs, all weights
+    1.
+    """
+    seed: int = 0
+    images: MockImages | None = None
+    """Images in the packs of the masks `image` and `mixed`; None draws spans without images."""
+
+    @property
+    def has_images(self) -> bool:
+        """Packs hold images."""
+        return self.images is not None and self.mask in ("image", "mixed")
+
+    def __post_init__(self) -> None:
+        reasons = []
+        if self.vocab_size < 1:
+            reasons.append(f"--vocab-size {self.vocab_size} leaves no token to draw")
+        if self.seq_length < 2:
+            reasons.append(f"--seq-length {self.seq_length} is too short to predict anything, at least 2 are needed")
+        if self.mask not in MASKS:
+            reasons.append(f"the mask is {self.mask!r}, allowed are {', '.join(MASKS)}")
+        if reasons:
+            raise ValueError("mock packs: " + "; ".join(reasons))
+
+
+class MockDataset:
+    """Numbered mock packs with the reading interface of `PackedDataset`: full rows of a few documents each, some of
+    them with `images`.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        seq_length: int,
+        num_packs: int = 65_536,
+        seed: int = 0,
+        images: MockImages | None = None,
+    ) -> None:
+        mask = "packed" if images is None else "image"
+        self.rules = MockRules(vocab_size, seq_length, mask, seed=seed, images=images)
+        self._num_packs = num_packs
+
+    def __len__(self) -> int:
+        """Number of packs."""
+        return self._num_packs
+
+    def pack(self, i: int) -> Pack:
+        """Pack `i`, 0 <= i < len (IndexError otherwise)."""
+        if not 0 <= i < self._num_packs:
+            raise IndexError(f"pack {i} of {self._num_packs} mock packs")
+        return mock_pack(i, self.rules)
+
+
+def mock_pack(index: int, rules: MockRules) -> Pack:
+    """Pack number `index` as a dataset would store it; spans are no part of it (see `mock_batch`)."""
+    rng = np.random.default_rng([rules.seed, index])
+    total = rules.seq_length
+    if rules.ragged:
+        total -= int(rng.integers(0, rules.seq_length // 4 + 1))
+    count = 1 if rules.mask == "causal" else int(rng.integers(1, min(_MOST_DOCUMENTS, total // 2) + 1))
+    cuts = np.sort(rng.choice(np.arange(1, total), count - 1, replace=False))
+    padded = np.diff(np.concatenate(([0], cuts, [total])))
+    true = padded - (rng.integers(0, np.minimum(padded, 4)) if rules.ragged else 0)
+    starts = [_branch_starts(rng, int(length), rules.mask) for length in true]
+    segments = np.zeros(count, SEGMENT_DTYPE)
+    segments["true_length"], segments["padded_length"] = true, padded
+    segments["num_branches"] = [len(places) for places in starts]
+    segments["first_branch"] = np.cumsum(segments["num_branches"]) - segments["num_branches"]
+    segments["prefix_length"] = [places[0] if places else n for places, n in zip(starts, true, strict=True)]
+    rows = [
+        (start, stop - start)
+        for places, length in zip(starts, true.tolist(), strict=True)
+        for start, stop in zip(places, (*places, length)[1:], strict=True)
+    ]
+    num_tokens = int(true.sum())
+    steps = np.where(rng.random(num_tokens) < 0.75, 1, rng.integers(0, rules.vocab_size, num_tokens))
+    tokens = np.cumsum(steps) % rules.vocab_size
+    weights = _weights(rng, num_tokens) if rules.ragged else None
+    images = None
+    if rules.images is not None and rules.has_images:
+        images = with_mock_images(tokens, _runs(true, starts), rules.images, rules.seed, index)
+        read_only = tokens >= rules.vocab_size  # tokens of images are not predicted
+        weights = np.where(read_only, 0, np.ones(num_tokens) if weights is None else weights).astype(np.float32)
+    return Pack(
+        index=index,
+        tokens=tokens,
+        weights=weights,
+        segments=segments,
+        branches=np.array(rows, BRANCH_DTYPE) if rows else None,
+        images=images,
+    )
+
+
+def _runs(true: np.ndarray, starts: Sequence[Sequence[int]]) -> list[tuple[int, int, int, int]]:
+    """(segment, branch, first token within the segment, place in the pack) of each prefix and branch."""
+    before = (np.cumsum(true) - true).tolist()
+    return [
+        (segment, branch, start, before[segment] + start)
+        for segment, places in enumerate(starts)
+        for branch, start in enumerate((0, *places))
+    ]
+
+
+def _branch_starts(rng: np.random.Generator, length: int, mask: str) -> list[int]:
+    """Where the branches of a document of `length` tokens begin; none for masks without branches."""
+    if mask not in ("branches", "mixed") or length < 2 or rng.random() < 0.3:
+        return []
+    count = int(rng.integers(1, min(_MOST_BRANCHES, length - 1) + 1))
+    places: list[int] = np.sort(rng.choice(np.arange(1, length), count, replace=False)).tolist()
+    return places
+
+
+def _weights(rng: np.random.Generator, count: int) -> np.ndarray:
+    """float32 [count]: three in ten are 0, the rest between 0.25 and 1."""
+    weights = rng.uniform(0.25, 1.0, count) * (rng.random(count) < 0.7)
+    return weights.astype(np.float32)
+
+
+def mock_batch(numbers: Sequence[int], rules: MockRules, loading: ImageLoading | None = None) -> PackedBatch:
+    """One microbatch of the mock packs `numbers`, collated like stored ones, with image spans where the mask has
+    them; `loading` decodes the images of one rank.
+    """
+    packs = [mock_pack(i, rules) for i in numbers]
+    if rules.images is not None and rules.has_images:
+        return collate(packs, image_attention=rules.images.attention, loading=loading)
+    batch = collate(packs)
+    if rules.mask not in ("image", "mixed"):
+        return batch
+    rng = np.random.default_rng([rules.seed, *numbers, len(numbers)])
+    return dataclasses.replace(batch, span=_spans(rng, batch.document, batch.branch))
+
+
+def _spans(rng: np.random.Generator, document: np.ndarray, branch: np.ndarray) -> np.ndarray:
+    """int32 [T]: stretches of image tokens; in some documents all images see each other, in others each only itself."""
+    span = np.zeros(len(document), np.int32)
+    change = np.flatnonzero(np.diff(document) | np.diff(branch)) + 1
+    bounds = np.concatenate(([0], change, [len(document)]))
+    shared: dict[int, int] = {}  # document -> its one span
+    following = 1
+    for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        owner = int(document[start])
+        if owner < 0 or stop - start < 2 or rng.random() < 0.3:
+            continue
+        first, last = np.sort(rng.choice(np.arange(start, stop + 1), 2, replace=False)).tolist()
+        if owner not in shared or owner % 2:  # odd documents: one span per image
+            shared[owner], following = following, following + 1
+        span[first:last] = shared[owner]
+    return span

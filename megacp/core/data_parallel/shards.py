@@ -1,0 +1,165 @@
+"""What the optimizer, checkpoints and the pipeline ask of sharded parameters and gradients, however they are sharded.
+
+Key property: a shard is a flat piece of this rank's parameters that are decayed, counted and stepped alike. It knows
+which elements of which parameters it holds, so files do not depend on the strategy.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megacp.core.data_parallel.layout import ParameterSlice
+from megacp.core.distributed.collectives import all_reduce
+from megacp.core.distributed.grid import Axis, single_axis, split_axis
+
+JOINED_ELEMENTS = 1 << 26
+"""Gradients that one all-reduce takes: as many bytes stand beside them meanwhile."""
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    """What this rank updates of one group of parameters."""
+
+    values: torch.Tensor
+    """`[n]` parameters, a view: in the model's dtype, or in `wide` where they are the master weights themselves."""
+    wide: torch.dtype
+    """Dtype of gradients, moments and master weights: float32, or float64 in a float64 model."""
+    narrow: torch.dtype
+    """Dtype in which the model computes."""
+    weight_decay: bool
+    counted: bool
+    """Whether the gradient norm counts it here: of copies one is counted."""
+    lr_multiplier: float
+    partial_over: tuple[str, ...]
+    """Axes beyond dp x cp over which its gradient is partial."""
+    slices_of: Callable[[torch.Tensor], list[ParameterSlice]]
+    """What values shaped like `values` hold, parameter by parameter."""
+
+
+class ShardedParameters(ABC):
+    """The parameters of this rank's chunks, their gradients, and the ranks that share them.
+
+    `axis` spans dp x cp. With several instances each is a group of neighbouring ranks that shards among itself, and the
+    instances hold copies. A step is: backwards between `start_backward` and `end_backward`, `finish`, the optimizer,
+    which reads `grad_shard`, writes `ParameterShard.values` and calls `publish`, then `zero`.
+    """
+
+    shards: list[ParameterShard]
+    by_schedule = False
+    """Whether the actions of the pipeline gather and free the parameters of a chunk."""
+
+    def __init__(self, axis: Axis, partial_axes: Mapping[str, Axis], instances: int = 1) -> None:
+        whole = instances == 1
+        self.axis, self.copies = (axis, single_axis("copies")) if whole else split_axis(axis, axis.size // instances)
+        """The ranks among which parameters are sharded, and those that hold the same shard."""
+        self.partial_axes = dict(partial_axes)
+
+    @property
+    def saves(self) -> bool:
+        """Whether this rank writes its shards into checkpoints: those of the first instance do."""
+        return self.copies.rank == 0
+
+    def counted(self, index: int) -> bool:
+        """Whether the gradient norm counts a shard on this rank."""
+        return self.shards[index].counted and self.saves
+
+    @abstractmethod
+    def unshard(self, chunk: int) -> None:
+        """Start to gather the parameters of a chunk, where they are sharded."""
+
+    @abstractmethod
+    def reshard(self, chunk: int) -> None:
+        """Free what `unshard` gathered."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free all gathered parameters: after a forward without backward."""
+
+    @abstractmethod
+    def start_backward(self, chunk: int, last: bool) -> None:
+        """A backward of the chunk is about to begin; `last`: its last one of the step."""
+
+    @abstractmethod
+    def end_backward(self, chunk: int) -> None:
+        """It is through."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Sum what is left and wait; afterwards `grad_shard` holds this rank's sums."""
+
+    @abstractmethod
+    def grad_shard(self, index: int) -> torch.Tensor:
+        """Summed gradients of a shard, `[n]`, wide; they may be changed in place between `finish` and `zero`."""
+
+    @abstractmethod
+    def zero(self) -> None:
+        """Forget the gradients and begin a new step."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Let all ranks have the updated values."""
+
+    @abstractmethod
+    def parameter_slices(self) -> list[ParameterSlice]:
+        """This rank's share of the parameters in the model's dtype, frozen ones included; the ranks of `axis` together
+        hold each element once.
+        """
+
+    @abstractmethod
+    def parameters_held(self) -> list[ParameterSlice]:
+        """All values of parameters that this rank holds for good, copies of other ranks included."""
+
+    @abstractmethod
+    def parameters_to_load(self) -> list[ParameterSlice]:
+        """What this rank reads of a checkpoint's weights, in the model's dtype; `loaded` ends it."""
+
+    @abstractmethod
+    def loaded(self, masters: bool) -> None:
+        """The slices of `parameters_to_load` are filled, and with `masters` the optimizer's master weights too."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Zero all parameters, padding included, before a checkpoint is read into them."""
+
+    def shard_slices(self, values: Iterable[torch.Tensor]) -> list[ParameterSlice]:
+        """What `values[i]`, shaped like shard i, hold parameter by parameter."""
+        return [part for shard, x in zip(self.shards, values, strict=True) for part in shard.slices_of(x)]
+
+    def gradient_slices(self) -> list[ParameterSlice]:
+        """This rank's share of the summed gradients, between `finish` and `zero`."""
+        return self.shard_slices(self.grad_shard(i) for i in range(len(self.shards)))
+
+    def _sum_copies_and_partial(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Gradients of all shards summed over the instances and over the axes on which they are still partial.
+
+        Few all-reduces for each axis; all ranks of it get identical bits, so copies stay equal.
+        """
+        found = list(gradients)
+        axes = [(self.copies, list(range(len(found))))] if self.copies.size > 1 else []
+        for name in sorted(self.partial_axes):
+            members = [i for i, shard in enumerate(self.shards) if name in shard.partial_over]
+            axes.append((self.partial_axes[name], members))
+        for axis, members in axes:
+            for group in _joined(members, found):
+                summed = all_reduce(torch.cat([found[i] for i in group]), axis)
+                for i, part in zip(group, summed.split([found[i].numel() for i in group]), strict=True):
+                    found[i] = part
+        return found
+
+
+def _joined(members: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Neighbours of one dtype, together at most `JOINED_ELEMENTS` (a larger tensor is alone)."""
+    groups: list[list[int]] = []
+    filled = 0
+    for i in sorted(members, key=lambda i: str(tensors[i].dtype)):
+        alike = groups and tensors[groups[-1][0]].dtype == tensors[i].dtype
+        if not alike or filled + tensors[i].numel() > JOINED_ELEMENTS:
+            groups.append([])
+            filled = 0
+        groups[-1].append(i)
+        filled += tensors[i].numel()
+    return groups

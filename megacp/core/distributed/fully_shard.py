@@ -1,0 +1,153 @@
+"""torch's `fully_shard` on one `Axis`: plain sums, and collectives that are ours, so they are counted and recorded.
+
+Key property: this file alone knows that API. A sharded parameter is cut by rows, `ceil(rows / ranks)` to a rank, so its
+local part is one stretch of the row-major parameter; the last ranks may hold less, or nothing. torch's own collectives
+would average, divide by factors that gloo refuses, and be missing in the report of a hang.
+
+Rejected: torch's 2-D mesh for replicated groups, which reduces over the replicas once a microbatch instead of a step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from megacp.core.distributed.collectives import Pending, gather_into, reduce_scatter_into
+from megacp.core.distributed.grid import Axis
+
+
+@functools.cache
+def _mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    return DeviceMesh.from_group(group, device_type)
+
+
+def _group_of(axis: Axis) -> dist.ProcessGroup:
+    assert axis.group is not None, "an axis of one rank has nothing to shard over"
+    return axis.group
+
+
+class _Arriving(dist.Work):
+    """What torch waits for before it reads gathered parameters."""
+
+    def __init__(self, pending: Pending) -> None:
+        super().__init__()
+        self._pending = pending
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._pending.wait()
+        return True
+
+
+class _Buffers:
+    """Where torch gets the buffers of a collective from."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Uninitialised memory of the device."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Buffers):
+    """The all-gather of a module's parameters; torch waits when it needs them."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work:
+        return _Arriving(gather_into(output_tensor, input_tensor, self.axis))
+
+
+class _ReduceScatter(_Buffers):
+    """The sum of a module's gradients."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        reduce_scatter_into(output_tensor, input_tensor, self.axis)
+
+
+class ShardedModule:
+    """A module whose parameters are gathered right before it runs and freed after it."""
+
+    def __init__(self, module: nn.Module, axis: Axis, compute: torch.dtype, wide: torch.dtype) -> None:
+        """Shards the parameters of `module` that no sharded module inside it holds.
+
+        They keep the dtype in which they come; the module computes in `compute`, gradients are summed in `wide`.
+        """
+        device = next(module.parameters()).device.type
+        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide, cast_forward_inputs=False)
+        # the new class of the module keeps its parameters' names and order
+        fully_shard(module, mesh=_mesh(_group_of(axis), device), mp_policy=policy)
+        assert isinstance(module, FSDPModule)
+        self._module = module
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        if own_parameters(module):
+            module.set_custom_all_gather(_Gather(axis))  # type: ignore[arg-type]  # its base is private to torch
+            module.set_custom_reduce_scatter(_ReduceScatter(axis))  # type: ignore[arg-type]  # likewise
+
+    def keep_after_forward(self) -> None:
+        """Do not free the parameters between forward and backward."""
+        self._module.set_reshard_after_forward(False, recurse=False)
+
+    def keep_after_backward(self) -> None:
+        """Do not free the parameters after a backward; `reshard` does."""
+        self._module.set_reshard_after_backward(False, recurse=False)
+
+    def gather_in_forward_only(self) -> None:
+        """The backward of this module needs no parameter (an embedding's)."""
+        self._module.set_unshard_in_backward(False)
+
+    def prefetch(self, following: ShardedModule) -> None:
+        """Start to gather `following` when this one begins its forward."""
+        self._module.set_modules_to_forward_prefetch([following._module])
+
+    def unshard(self) -> None:
+        """Start to gather the parameters now."""
+        self._module.unshard(async_op=True)
+
+    def reshard(self) -> None:
+        """Free the gathered parameters."""
+        self._module.reshard()
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a module that are not in a sharded module inside it, by name."""
+    inner = tuple(f"{name}." for name, part in module.named_modules() if name and isinstance(part, FSDPModule))
+    return (
+        {name: p for name, p in module.named_parameters() if not name.startswith(inner)}
+        if inner
+        else dict(module.named_parameters())
+    )
+
+
+def shard_plainly(modules: Sequence[nn.Module], axis: Axis) -> None:
+    """Shard any modules, the outermost last, as torch does by itself: to compare with."""
+    for module in modules:
+        fully_shard(module, mesh=_mesh(_group_of(axis), next(module.parameters()).device.type))
+
+
+def shard_of(x: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a tensor that torch shards (a DTensor), in its memory; any other tensor as it is."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def local_part(x: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded parameter or gradient, flat `[n]`, a view."""
+    sharded = x.detach()
+    assert isinstance(sharded, DTensor)
+    return sharded.to_local().view(-1)

@@ -1,0 +1,322 @@
+"""The DP x TP x PP x CP grid: rank arithmetic as a pure value, process groups as frozen axes.
+
+Key property: `GridShape` is arithmetic on integers, so 4,096 ranks are checked without a process. A layer that
+communicates sees one `Axis`. Rejected: global getters of groups, which hide who talks to whom and allow one grid only.
+
+Rank order, fastest first: tp, cp, dp, pp. It equals Megatron's default `tp-cp-ep-dp-pp` without experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import itertools
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from megacp.core.distributed import neighbours
+from megacp.core.distributed.calls import Calls
+from megacp.core.distributed.groups import new_group
+from megacp.core.distributed.neighbours import NearChannel, Neighbours
+
+AXES = ("tp", "cp", "dp", "pp")
+"""Axis names, fastest varying first."""
+
+
+class Traffic:
+    """Counts the payload bytes this rank sends over one axis, by collective (for `make bench`)."""
+
+    def __init__(self) -> None:
+        self.bytes_by_name: dict[str, int] = defaultdict(int)
+
+    def add(self, name: str, count: int) -> None:
+        """Record `count` bytes sent by the collective `name`."""
+        self.bytes_by_name[name] += count
+
+    @property
+    def total(self) -> int:
+        """All bytes sent since the last `clear`."""
+        return sum(self.bytes_by_name.values())
+
+    def clear(self) -> None:
+        """Start counting from zero."""
+        self.bytes_by_name.clear()
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One direction of the grid as seen by this rank: whom a communicating leaf talks to."""
+
+    name: str
+    size: int
+    rank: int
+    global_ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
+    backend: str = "none"
+    traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
+    calls: Calls = field(default_factory=Calls, compare=False, repr=False)
+    parts: dict[int, tuple[Axis, Axis]] = field(default_factory=dict, compare=False, repr=False)
+    """What `split_axis` has made of it, by the ranks of a group."""
+    patience: float = field(default=0.0, compare=False, repr=False)
+    """Seconds that its ranks wait for one whose own work takes long, before they meet in a collective; 0: the group's
+    timeout.
+    """
+
+    local: NearChannel | None = field(default=None, compare=False, repr=False)
+    """Messages of CPU tensors where all ranks of a gloo axis are on one machine and can read each other."""
+
+    def __post_init__(self) -> None:
+        assert len(self.global_ranks) == self.size and 0 <= self.rank < self.size, self
+        assert self.size == 1 or self.group is not None, f"axis {self.name} of size {self.size} has no process group"
+
+
+def patient(axis: Axis, seconds: float) -> Axis:
+    """The same axis for work that may take long on one rank, such as files (`checkpoint/agree.py`)."""
+    return dataclasses.replace(axis, patience=seconds)
+
+
+def single_axis(name: str, global_rank: int = 0) -> Axis:
+    """An axis of one rank: every collective on it is the identity and needs no process group."""
+    return Axis(name, 1, 0, (global_rank,))
+
+
+@dataclass(frozen=True)
+class GridShape:
+    """Sizes of the four axes. All methods are pure functions of them."""
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        wrong = [f"{name}={getattr(self, name)}" for name in AXES if getattr(self, name) < 1]
+        if wrong:
+            raise ValueError(f"grid axes must be at least 1, got {', '.join(wrong)}")
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: the product of the axes."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Place of a global rank on each axis, by axis name."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside the grid of {self.world_size} ranks")
+        place = {}
+        for name in AXES:
+            rank, place[name] = divmod(rank, getattr(self, name))
+        return place
+
+    def rank_of(self, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        """Global rank at a place of the grid; the inverse of `coordinates`."""
+        place = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
+        rank = 0
+        for name in reversed(AXES):
+            size = getattr(self, name)
+            if not 0 <= place[name] < size:
+                raise ValueError(f"{name} index {place[name]} is outside the axis of size {size}")
+            rank = rank * size + place[name]
+        return rank
+
+    def members(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
+        """Global ranks that differ from `rank` only on `axes`, ascending (the faster axis varies first)."""
+        mine = self.coordinates(rank)
+        free = [name for name in AXES if name in set(axes)]
+        ranges = [range(getattr(self, name)) for name in reversed(free)]
+        return tuple(
+            self.rank_of(**{**mine, **dict(zip(reversed(free), place, strict=True))})
+            for place in itertools.product(*ranges)
+        )
+
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """All groups over `axes`: a partition of the ranks, ordered by their first rank."""
+        places = ((rank, self.coordinates(rank)) for rank in range(self.world_size))
+        return [self.members(rank, axes) for rank, place in places if not any(place[name] for name in axes)]
+
+
+@dataclass(frozen=True)
+class ProcessGrid:
+    """This rank's view of the grid: one frozen `Axis` per direction."""
+
+    shape: GridShape
+    rank: int
+    device: torch.device
+    axes: Mapping[tuple[str, ...], Axis] = field(repr=False)
+    embedding: Axis = field(repr=False)
+    channels: Mapping[tuple[str, int], Axis] = field(repr=False)
+    world: Axis = field(repr=False)
+
+    @property
+    def tp(self) -> Axis:
+        """The tensor-parallel axis."""
+        return self.axes["tp",]
+
+    @property
+    def cp(self) -> Axis:
+        """The context-parallel axis."""
+        return self.axes["cp",]
+
+    @property
+    def dp(self) -> Axis:
+        """The data-parallel axis."""
+        return self.axes["dp",]
+
+    @property
+    def pp(self) -> Axis:
+        """The pipeline-parallel axis."""
+        return self.axes["pp",]
+
+    def over(self, *names: str) -> Axis:
+        """The axis spanning several directions, for example `over("dp", "cp")` for gradients."""
+        return self.axes[tuple(name for name in AXES if name in names)]
+
+    def pipeline_channel(self, direction: str, source_stage: int) -> Axis:
+        """The pp ranks on a process group reserved for messages of one direction sent by `source_stage`.
+
+        With two stages and virtual stages the next and the previous peer are one rank; a group per direction and
+        parity of the sender keeps every ordered pair of ranks to one kind of message, first in first out.
+        """
+        return self.channels[direction, source_stage % 2]
+
+    def all_axes(self) -> list[Axis]:
+        """Every distinct axis, for reports of traffic."""
+        return [*self.axes.values(), self.embedding, *self.channels.values(), self.world]
+
+    def with_groups(self) -> list[Axis]:
+        """The axes with a process group, also those that `split_axis` has made of others since."""
+        return [axis for axis in (*self.all_axes(), *self.split_axes()) if axis.group is not None]
+
+    def split_axes(self) -> list[Axis]:
+        """What `split_axis` has made of axes, in one order on all ranks."""
+        return [part for axis in self.all_axes() for pair in list(axis.parts.values()) for part in pair]
+
+
+def connect(axes: Sequence[Axis], device: torch.device) -> None:
+    """Let all ranks of every axis meet once; all ranks call it with axes in one order.
+
+    NCCL makes a group's connections at its first collective, for seconds, and may wait for the device meanwhile. Beside
+    messages under way ranks could then wait for one another.
+    """
+    for axis in axes:
+        if axis.group is not None:
+            dist.all_reduce(torch.zeros(1, device=device), group=axis.group)
+
+
+def build_grid(
+    shape: GridShape,
+    rank: int,
+    device: torch.device | str = "cpu",
+    timeout: datetime.timedelta = datetime.timedelta(minutes=10),
+) -> ProcessGrid:
+    """Create this rank's axes; every rank calls it once, in the same order.
+
+    With one rank no process group is needed. Raises ValueError when the world does not hold the grid.
+    """
+    if shape.world_size > 1 and (not dist.is_initialized() or dist.get_world_size() != shape.world_size):
+        have = dist.get_world_size() if dist.is_initialized() else 1
+        raise ValueError(
+            f"the grid tp {shape.tp} x cp {shape.cp} x dp {shape.dp} x pp {shape.pp} needs {shape.world_size} ranks, "
+            f"the world has {have}; change --nproc or the parallel sizes"
+        )
+
+    near = _neighbours(rank)
+
+    def axis(name: str, members: tuple[int, ...]) -> Axis:
+        if len(members) == 1:
+            return single_axis(name, rank)
+        group = new_group(members, name, timeout)
+        local = near.channel(name, members, timeout) if near is not None else None
+        return Axis(name, len(members), members.index(rank), members, group, dist.get_backend(), local=local)
+
+    combinations = (("tp",), ("cp",), ("dp",), ("pp",), ("cp", "dp"), ("tp", "cp"))
+    axes: dict[tuple[str, ...], Axis] = {
+        names: axis("_".join(names), shape.members(rank, names)) for names in combinations
+    }
+    stages = axes["pp",].global_ranks
+    ends = (stages[0], stages[-1])
+    channels = {
+        (direction, parity): axis(f"pp_{direction}", stages)
+        for direction in ("forward", "backward")
+        for parity in (0, 1)
+    }
+    if len(stages) > 1 and rank not in ends:
+        # torch names a locally synchronised group after how many this rank has made: all ranks must make equally many.
+        new_group((rank,), "", timeout)
+    embedding = axis("embedding", ends) if rank in ends and len(stages) > 1 else single_axis("embedding", rank)
+    world = axis("world", tuple(range(shape.world_size)))
+    return ProcessGrid(shape, rank, torch.device(device), axes, embedding, channels, world)
+
+
+def axis_of_mesh(mesh: DeviceMesh) -> Axis:
+    """The axis over one dimension of a torch DeviceMesh, such as `mesh["cp"]`, on the mesh's own process group.
+
+    All ranks of the world must call it alike. Raises ValueError for a mesh of several dimensions.
+    """
+    if mesh.ndim != 1:
+        raise ValueError(f"an axis is one dimension of a mesh, this one has {mesh.mesh_dim_names}: give mesh['cp']")
+    name, mine = (mesh.mesh_dim_names or ("mesh",))[0], dist.get_rank()
+    near = _neighbours(mine)  # before anything that not all ranks do: they meet here
+    if mesh.size() == 1:
+        return single_axis(name, mine)
+    group = mesh.get_group()
+    members = tuple(dist.get_process_group_ranks(group))
+    local = near.channel(name, members, datetime.timedelta(minutes=10)) if near is not None else None
+    return Axis(name, len(members), members.index(mine), members, group, dist.get_backend(group), local=local)
+
+
+_met: weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbours | None] = weakref.WeakKeyDictionary()
+"""What the ranks of a world have found."""
+
+
+def _neighbours(rank: int) -> Neighbours | None:
+    """The ranks of this machine, once found; every rank of the world calls it alike."""
+    world = dist.group.WORLD
+    if world is None or dist.get_world_size() == 1 or dist.get_backend() != "gloo":
+        return None
+    if world not in _met:
+        _met[world] = neighbours.connect(rank, _gather)
+    return _met[world]
+
+
+def _gather(value: object) -> list[object]:
+    values: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def split_axis(axis: Axis, inner: int) -> tuple[Axis, Axis]:
+    """Two axes out of one: `inner` neighbouring ranks, and the ranks at the same place of each such group.
+
+    Makes process groups once, with the world's timeout: all ranks of the world must call it alike. Raises ValueError
+    when `inner` does not divide the axis.
+    """
+    if inner < 1 or axis.size % inner:
+        raise ValueError(f"an axis of {axis.size} ranks cannot be split into groups of {inner}")
+    if inner in axis.parts:
+        return axis.parts[inner]
+    first = axis.rank // inner * inner
+    members = (
+        axis.global_ranks[first : first + inner],
+        axis.global_ranks[axis.rank % inner :: inner],
+    )
+    axis.parts[inner] = (_part_of(axis, "inner", members[0]), _part_of(axis, "outer", members[1]))
+    return axis.parts[inner]
+
+
+def _part_of(axis: Axis, name: str, members: tuple[int, ...]) -> Axis:
+    """The axis over some ranks of `axis`; its traffic counts as that of the whole axis."""
+    mine = axis.global_ranks[axis.rank]
+    name, group, local = f"{axis.name}_{name}", None, None
+    if len(members) > 1:
+        group = new_group(members, name)
+    if axis.local is not None:
+        timeout = datetime.timedelta(seconds=axis.local.seconds)
+        local = axis.local.neighbours.channel(name, members, timeout)
+    return Axis(name, len(members), members.index(mine), members, group, axis.backend, axis.traffic, local=local)

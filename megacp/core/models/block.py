@@ -1,0 +1,91 @@
+"""One decoder block: attention and MLP, norms before or after them, with residuals, dropout and recomputation.
+
+The body says which values it would remember. The recompute granularity is chosen once, outside of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megacp.core.backends.base import Backend, NormSpec, Remember
+from megacp.core.config.model import ModelConfig
+from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.models.attention import SelfAttention
+from megacp.core.models.init import output_std
+from megacp.core.models.offload import BlockOffload, HostMemory
+from megacp.core.models.recompute import rerun
+from megacp.core.ops.dropout import dropout
+from megacp.core.tensor_parallel.linear import LinearSpec
+from megacp.core.tensor_parallel.lora import DropoutNames, LowRank
+
+
+@dataclass(frozen=True)
+class BlockInputs:
+    """What every block of a microbatch shares: the plan, rotary angles, and the names of its dropout bits."""
+
+    plan: AttentionPlan
+    rotary: tuple[torch.Tensor, torch.Tensor]
+    token_names: torch.Tensor
+    """int64 `[t/tp]`: names of the tokens of the residual stream on this rank."""
+    all_token_names: torch.Tensor
+    """int64 `[t]`: those of all tp ranks."""
+    key: int
+
+
+class Block(nn.Module):
+    """`x[t/tp, h] -> [t/tp, h]`; the layer index is global."""
+
+    def __init__(self, layer: int, config: ModelConfig, backend: Backend, recompute: str) -> None:
+        super().__init__()
+        prefix = f"layers.{layer}"
+        self.layer = layer
+        self.dropout = config.hidden_dropout
+        self.attention = SelfAttention(layer, config, backend)
+        hidden, ffn, bias = config.hidden_size, config.ffn_hidden_size, config.add_mlp_bias
+        norms = [NormSpec(f"{prefix}.{name}_norm", hidden, config.norm_epsilon) for name in ("attention", "mlp")]
+        before = config.norm_position == "before"
+        self.attention_norm, self.mlp_norm = (nn.Identity() if before else backend.norm(norm) for norm in norms)
+        """Of the outputs, where norms stand after attention and MLP."""
+        self.mlp = backend.norm_mlp(
+            norms[1] if before else None,
+            LinearSpec(f"{prefix}.mlp", (("gate", ffn), ("up", ffn)), hidden, bias, config.init_method_std),
+            LinearSpec(f"{prefix}.mlp", (("down", hidden),), ffn, bias, output_std(config)),
+        )
+        self.precision = backend.precision if recompute == "full" else contextlib.nullcontext
+        self.run = rerun(self._body, recompute)
+        self.pairs = [module for module in self.modules() if isinstance(module, LowRank)]
+        self.offload: BlockOffload | None = None
+        """Takes what is saved to host memory and back; None leaves it on the device."""
+
+    def forward(self, x: torch.Tensor, inputs: BlockInputs) -> torch.Tensor:
+        """Run the block under the recompute granularity it was built with."""
+        if self.offload is None:
+            return self.run(x, inputs)
+        return self.offload(self.run, x, inputs, (*self.parameters(), *inputs.rotary, inputs.token_names))
+
+    def _body(self, x: torch.Tensor, inputs: BlockInputs, remember: Remember) -> torch.Tensor:
+        for pairs in self.pairs:
+            pairs.names = DropoutNames(inputs.key, inputs.token_names, inputs.all_token_names)
+        with self.precision():  # the block that is computed again in backward stands in no other context
+            attended = self.attention_norm(self.attention(x, inputs.plan, inputs.rotary, remember))
+            x = x + self._drop(attended, inputs, 2 * self.layer)
+            return x + self._drop(self.mlp_norm(self.mlp(x, remember)), inputs, 2 * self.layer + 1)
+
+    def _drop(self, x: torch.Tensor, inputs: BlockInputs, site: int) -> torch.Tensor:
+        # the odd constant spreads keys of neighbouring sites over all 64 bits (SplitMix64)
+        key = inputs.key + site * 0x9E3779B97F4A7C15
+        return dropout(x, key, inputs.token_names, self.dropout if self.training else 0.0)
+
+
+def offload_blocks(chunks: Sequence[nn.ModuleList], counts: Sequence[int], device: torch.device) -> None:
+    """Let the first `counts[c]` blocks of each chunk keep on the host what they save; they wait longest for it."""
+    memory = HostMemory(device)
+    for blocks, count in zip(chunks, counts, strict=True):
+        for place, block in enumerate(blocks[: count + 1] if count else ()):  # one more, which brings them back
+            assert isinstance(block, Block)
+            block.offload = BlockOffload(memory, travels=place < count, first=place == 0)

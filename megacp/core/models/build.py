@@ -1,0 +1,113 @@
+"""From a config and a grid to this rank's model chunks, cut by cost and filled with the run's initial weights.
+
+The layers of a stage are a pure function of config and world size, so the dry run prints the stages that a run builds.
+Stages hold unequal numbers of layers where the head costs more than a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from megacp.core.backends.native import DTYPES
+from megacp.core.backends.select import select_backend
+from megacp.core.config.run import RunConfig
+from megacp.core.data_parallel.buckets import FlatBuckets
+from megacp.core.data_parallel.full_shard import FullShards
+from megacp.core.data_parallel.shards import ShardedParameters
+from megacp.core.distributed.fully_shard import own_parameters
+from megacp.core.distributed.grid import GridShape, ProcessGrid
+from megacp.core.models.block import offload_blocks
+from megacp.core.models.init import initialise
+from megacp.core.models.language import LanguageModelChunk, Role
+from megacp.core.pipeline_parallel.partition import partition, stages
+from megacp.core.planner.activations import offloaded_blocks
+from megacp.core.planner.memory import loss_chunk_tokens
+from megacp.core.planner.vision import run_stage_costs
+
+
+def grid_shape(config: RunConfig, world_size: int) -> GridShape:
+    """The grid of a checked config on `world_size` ranks."""
+    parallel = config.parallel
+    return GridShape(
+        tp=parallel.tensor_model_parallel_size,
+        cp=parallel.context_parallel_size,
+        dp=config.data_parallel_size(world_size),
+        pp=parallel.pipeline_model_parallel_size,
+    )
+
+
+def stage_layers(config: RunConfig, world_size: int) -> list[list[range]]:
+    """`[stage][chunk]` -> the global layers of that chunk; cut by the FLOPs of training on one causal pack."""
+    num_stages = config.parallel.pipeline_model_parallel_size
+    num_chunks = config.parallel.num_virtual_stages_per_pipeline_rank
+    ranges = partition(*run_stage_costs(config, world_size), num_stages * num_chunks)
+    return stages(ranges, num_stages, num_chunks)
+
+
+def build_chunks(config: RunConfig, grid: ProcessGrid, shards: FullShards | None = None) -> list[LanguageModelChunk]:
+    """This rank's chunks in order, initialised from `--seed`; with `shards` one part is whole at a time."""
+    backend, seed = select_backend(config, grid), config.training.seed
+
+    def shard(part: nn.Module, role: Role) -> None:
+        if shards is not None:
+            initialise(own_parameters(part).values(), seed)
+            shards.add(part, role)
+
+    chunks = [
+        LanguageModelChunk(
+            config.model,
+            layers,
+            backend,
+            recompute=config.training.recompute_granularity,
+            tied_across=grid.pp.size > 1,
+            vision=config.vision,
+            made=shard,
+            loss_chunk_tokens=loss_chunk_tokens(config),
+        )
+        for layers in stage_layers(config, grid.world.size)[grid.pp.rank]
+    ]
+    for chunk in chunks if shards is None else ():
+        initialise(chunk.parameters(), seed)
+    counts = offloaded_blocks(config, stage_layers(config, grid.world.size)[grid.pp.rank])
+    offload_blocks([chunk.blocks for chunk in chunks], counts, grid.device)
+    return chunks
+
+
+def build_sharded(config: RunConfig, grid: ProcessGrid) -> tuple[list[LanguageModelChunk], ShardedParameters]:
+    """This rank's chunks and what shards them, by `--data-parallel-sharding-strategy`. Collective over the world."""
+    parallel = config.parallel
+    axis, partial = grid.over("dp", "cp"), {"tp": grid.tp, "embedding": grid.embedding}
+    strategy, instances = parallel.data_parallel_sharding_strategy, parallel.num_distributed_optimizer_instances
+    if strategy == "optim_grads_params" and axis.size > instances:  # one rank has nothing to share
+        full = FullShards(
+            axis, partial, DTYPES[config.training.dtype], by_schedule=grid.pp.size > 1, instances=instances
+        )
+        chunks = build_chunks(config, grid, full)
+        full.close()
+        return chunks, full
+    chunks = build_chunks(config, grid)
+    buckets = FlatBuckets(
+        chunks,
+        axis,
+        partial,
+        parallel.ddp_bucket_size,
+        each_microbatch=strategy != "optim",
+        instances=instances,
+        parts=_parts(chunks) if grid.device.type == "cuda" else (),  # CPU ranks send with the cores that compute
+    )
+    return chunks, buckets
+
+
+def _parts(chunks: Sequence[LanguageModelChunk]) -> list[nn.Module]:
+    """Modules that run all of the chunks, in the order of the forward; a whole chunk stands behind its parts.
+
+    A table that embeds and ends the model is thus the embedding's.
+    """
+    parts: list[nn.Module] = []
+    for chunk in chunks:
+        named = dict(chunk.named_children())
+        parts += [named[name] for name in ("embedding", "vision") if name in named]
+        parts += [*chunk.blocks, *([chunk.head] if chunk.is_last else []), chunk]
+    return parts

@@ -1,0 +1,71 @@
+"""Initial weights that do not depend on the grid: every slab of a global tensor is drawn from its own seed.
+
+Value (i, j) of a global tensor is a function of (seed, name, i, j) alone; a rank draws only the slabs of rows it holds.
+One generator per rank would make another model on every grid.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from megacp.core.config.model import ModelConfig
+from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, spec_of
+
+SLAB = 64
+"""Rows drawn from one seed."""
+
+
+def output_std(config: ModelConfig) -> float:
+    """Std of the two linears that write to the residual stream: `std / sqrt(2 layers)` (GPT-2; Megatron)."""
+    return config.init_method_std / math.sqrt(2 * config.num_layers)
+
+
+Draw = Callable[..., torch.Tensor]
+"""`(*shape, generator=...)`: numbers of mean 0 and standard deviation 1."""
+
+
+def _uniform(*shape: int, generator: torch.Generator) -> torch.Tensor:
+    return (2.0 * torch.rand(*shape, generator=generator) - 1.0) * math.sqrt(3.0)
+
+
+DRAWS: dict[str, Draw] = {"normal": torch.randn, "uniform": _uniform}
+"""By `ParameterSpec.init`."""
+
+
+def _slab(draw: Draw, seed: int, piece: TensorSlice, index: int, rows: int) -> torch.Tensor:
+    digest = hashlib.blake2b(f"{seed}/{piece.name}/{index}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return draw(rows, *piece.global_shape[1:], generator=generator)
+
+
+def _drawn(piece: TensorSlice, seed: int, spec: ParameterSpec) -> torch.Tensor:
+    """This rank's box of the global tensor, float32."""
+    begin, stop = piece.offsets[0], piece.offsets[0] + piece.shape[0]
+    box = torch.empty(piece.shape)
+    inner = tuple(slice(o, o + n) for o, n in zip(piece.offsets[1:], piece.shape[1:], strict=True))  # columns here
+    for index in range(begin // SLAB, -(-stop // SLAB)):  # slabs that overlap rows [begin, stop)
+        first = index * SLAB
+        rows = min(SLAB, piece.global_shape[0] - first)  # the last slab is short
+        slab = _slab(DRAWS[spec.init], seed, piece, index, rows)  # [rows, all columns]
+        low, high = max(begin, first), min(stop, first + rows)  # global rows of the overlap
+        box[low - begin : high - begin] = slab[(slice(low - first, high - first), *inner)]
+    return box * spec.std
+
+
+def _fill(parameter: nn.Parameter, spec: ParameterSpec, seed: int) -> None:
+    parameter.fill_(1.0 if spec.init == "ones" else 0.0)  # rows outside every piece stay 0
+    if spec.init in DRAWS:
+        for piece in spec.pieces:
+            piece.of(parameter).copy_(_drawn(piece, seed, spec))
+
+
+@torch.no_grad()
+def initialise(parameters: Iterable[nn.Parameter], seed: int) -> None:
+    """Fill every parameter from its spec: drawn, ones or zeros; the same global weights on any grid."""
+    for parameter in parameters:
+        _fill(parameter, spec_of(parameter), seed)

@@ -1,0 +1,161 @@
+"""The decoder as a chunk of a pipeline stage: optional embedding and vision, some blocks, optional head with loss.
+
+One class is the whole model, a stage or a virtual stage, by the layers it is given. Only the hidden state crosses a
+stage boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from megacp.core.backends.base import Backend, NormSpec
+from megacp.core.config.model import ModelConfig
+from megacp.core.config.vision import VisionConfig
+from megacp.core.context_parallel.shard import LocalBatch
+from megacp.core.context_parallel.vision import add_features, place_features
+from megacp.core.distributed.differentiable import slice_of
+from megacp.core.models.block import Block, BlockInputs
+from megacp.core.models.head import OutputHead
+from megacp.core.models.multimodal import VisionEncoder
+from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, yarn_attention_factor
+from megacp.core.tensor_parallel.chunked_loss import Target
+from megacp.core.tensor_parallel.embedding import TableSpec
+
+Role = Literal["embedding", "vision", "block", "head", "chunk"]
+Made = Callable[[nn.Module, Role], None]
+"""Called with each part as soon as it is built, in the order of the forward pass, and last with the chunk: for the
+parameters that are in no other part.
+"""
+
+
+def rotary_scaling(config: ModelConfig) -> RotaryScaling:
+    """The scaling of a config's rotary embedding, YaRN's attention factor resolved."""
+    factor = 1.0
+    if config.rope_scaling == "yarn":
+        own = yarn_attention_factor(config.rope_scaling_factor, config.mscale, config.mscale_all_dim)
+        factor = own if config.rope_attention_factor is None else config.rope_attention_factor
+    return RotaryScaling(
+        config.rope_scaling,
+        config.rope_scaling_factor,
+        config.rope_low_freq_factor,
+        config.rope_high_freq_factor,
+        config.rope_original_max_positions,
+        config.beta_fast,
+        config.beta_slow,
+        config.yarn_correction_range_round_to_int,
+        factor,
+    )
+
+
+class LanguageModelChunk(nn.Module):
+    """Layers `layers` of the decoder; embedding and vision when they begin at 0, the head when they end the model.
+
+    `tied_across` says that embedding and head are copies of one table on two stages; `loss_chunk_tokens`, for how many
+    tokens the loss has logits at a time (0: all). `made` hears of every part.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: range,
+        backend: Backend,
+        *,
+        recompute: str = "none",
+        tied_across: bool = False,
+        vision: VisionConfig | None = None,
+        made: Made = lambda part, role: None,
+        loss_chunk_tokens: int = 0,
+    ) -> None:
+        super().__init__()
+        self.backend = backend
+        self.vision: VisionEncoder | None = None
+        self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
+        tied = not config.untie_embeddings_and_output_weights
+        shared = ("embedding",) if tied and tied_across else ()
+        hidden, std = config.hidden_size, config.init_method_std
+        if self.is_first:
+            self.embedding = backend.vocabulary(
+                TableSpec("embedding.weight", config.embedding_rows, hidden, std, shared)
+            )
+            if not (tied and self.is_last):
+                made(self.embedding, "embedding")
+            if vision is not None and vision.vision_num_layers > 0:
+                self.vision = VisionEncoder(vision, config, backend, recompute)
+                made(self.vision, "vision")
+        self.blocks = nn.ModuleList()
+        for layer in layers:
+            self.blocks.append(Block(layer, config, backend, recompute))
+            made(self.blocks[-1], "block")
+        if self.is_last:
+            norm = backend.norm(NormSpec("final_norm", hidden, config.norm_epsilon))
+            if tied and self.is_first:
+                table = self.embedding
+            else:
+                name = "embedding.weight" if tied else "head.weight"
+                table = backend.vocabulary(TableSpec(name, config.vocab_size, hidden, std, shared, counted=not tied))
+            self.head = OutputHead(norm, table, backend.cross_entropy, loss_chunk_tokens)
+            if not (tied and self.is_first):
+                made(self.head, "head")
+        made(self, "chunk")
+        scaling = rotary_scaling(config)
+        self.rotary_factor = scaling.attention_factor
+        frequencies = inverse_frequencies(config.head_dim, config.rotary_base, scaling)
+        self.frequencies = frequencies.to(next(self.parameters()).device)
+
+    def hidden(self, x: torch.Tensor | None, batch: LocalBatch) -> torch.Tensor:
+        """The hidden state `[t/tp, h]` after this chunk's blocks; `x` is None on the first chunk, or what `embedded`
+        gave.
+        """
+        if x is None:
+            x = self.embedded(batch)
+        rotary = cos_sin(batch.position_ids, self.frequencies, self.backend.dtype, self.rotary_factor)
+        names = slice_of(batch.token_names, self.backend.tp) if self.backend.sequence_parallel else batch.token_names
+        inputs = BlockInputs(batch.plan, rotary, names, batch.token_names, batch.key)
+        with self.backend.precision():
+            for block in self.blocks:
+                x = block(x, inputs)
+        return x
+
+    def embedded(self, batch: LocalBatch, features: torch.Tensor | None = None) -> torch.Tensor:
+        """The embedding of this rank's tokens, with the features of images added to their image-patch tokens.
+
+        `features`: what `vision` gave for the images of the batch; None computes them. Only on the first chunk.
+        """
+        x = self.embedding(batch.tokens)
+        if self.vision is None:
+            if batch.vision is not None and len(batch.vision.routes.source):
+                raise ValueError(
+                    f"a row holds {len(batch.vision.routes.source)} image tokens, but the model has no vision tower: "
+                    "--vision-num-layers is 0"
+                )
+            return x
+        if batch.vision is None:  # nothing to exchange on any rank
+            features, rows = self.vision(None, None), np.empty(0, np.int64)
+        else:
+            if features is None:
+                features = self.vision(batch.vision.patches, batch.vision.pooling)
+            features, rows = place_features(features, batch.vision)
+        return add_features(x, features, rows, self.backend.tp, self.backend.sequence_parallel)
+
+    def local_logits(self, x: torch.Tensor | None, batch: LocalBatch) -> torch.Tensor:
+        """Logits `[t, true vocabulary rows of this rank]` in the order of `batch`; only on the last chunk."""
+        return self.head.logits(self.hidden(x, batch))
+
+    def row_logits(self, batch: LocalBatch, features: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits `[T, true vocabulary rows of this rank]` in the order of the row.
+
+        `features` as in `embedded`. Only on a chunk that is the whole model. ValueError where cp ranks share the row.
+        """
+        return batch.in_row_order(self.local_logits(self.embedded(batch, features), batch))
+
+    def forward(self, x: torch.Tensor | None, batch: LocalBatch, denominator: float) -> torch.Tensor:
+        """The hidden state, or on the last chunk this rank's share of the loss over the step's denominator: a scalar in
+        fp32 or wider, replicated over tp.
+        """
+        hidden = self.hidden(x, batch)
+        return self.head(hidden, Target(batch.labels, batch.loss_weights, denominator)) if self.is_last else hidden

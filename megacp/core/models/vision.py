@@ -1,0 +1,95 @@
+"""The vision tower: a ViT (Dosovitskiy et al., 2021) with learned positions that encodes each crop by itself.
+
+A crop is a batch entry: its patches see each other and nothing else, so a rank encodes any set of crops. Only tp
+communicates: heads and FFN are cut over it, activations between the linears are replicated. Sequence parallelism over
+patches would tie the number of crops of a rank to tp. The outputs of two blocks side by side leave the tower, without a
+final norm, as in Molmo2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megacp.core.backends.base import Backend, NormSpec
+from megacp.core.config.vision import VisionConfig
+from megacp.core.models.recompute import rerun
+from megacp.core.ops.activation import GELU
+from megacp.core.tensor_parallel.linear import LinearSpec
+
+
+def crop_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attention of all patches of a crop to all: `q[c, N, heads, d]`, `k, v[c, N, groups, d]` -> `[c, N, heads, d]`."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [c, N, heads, d] -> [c, heads, N, d]
+    out = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] > k.shape[1])
+    return out.transpose(1, 2)
+
+
+class VisionBlock(nn.Module):
+    """`x[c * N, h] -> [c * N, h]`, replicated over tp: pre-norm attention and MLP with biases."""
+
+    def __init__(self, layer: int, config: VisionConfig, std: float, backend: Backend, recompute: str) -> None:
+        super().__init__()
+        prefix, hidden = f"vision.blocks.{layer}", config.vision_hidden_size
+        ffn, self.head_dim = config.vision_ffn_hidden_size, config.vision_head_dim
+        self.patches, self.scale = config.patches_per_crop, config.vision_head_dim**-0.5
+        heads, groups = config.vision_num_attention_heads * self.head_dim, config.vision_groups * self.head_dim
+        self.widths = [heads // backend.tp.size, groups // backend.tp.size, groups // backend.tp.size]
+        residual_std = std / math.sqrt(2 * config.vision_num_layers)
+        attention, mlp, epsilon = f"{prefix}.attention", f"{prefix}.mlp", config.vision_norm_epsilon
+        tensors = (("q", heads), ("k", groups), ("v", groups))
+        self.attention_norm = backend.layer_norm(NormSpec(f"{attention}_norm", hidden, epsilon))
+        self.qkv = backend.column_linear(LinearSpec(attention, tensors, hidden, True, std))
+        self.output = backend.row_linear(LinearSpec(attention, (("output", hidden),), heads, True, residual_std))
+        self.mlp_norm = backend.layer_norm(NormSpec(f"{mlp}_norm", hidden, epsilon))
+        self.up = backend.column_linear(LinearSpec(mlp, (("up", ffn),), hidden, True, std))
+        self.down = backend.row_linear(LinearSpec(mlp, (("down", hidden),), ffn, True, residual_std))
+        self.activation = GELU[config.vision_activation]
+        self.run = rerun(self._body, recompute)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the block under the recompute granularity it was built with."""
+        return self.run(x)
+
+    def _body(self, x: torch.Tensor, remember: Callable[..., torch.Tensor]) -> torch.Tensor:
+        x = x + self._attend(remember(self.attention_norm, x))
+        return x + self.down(remember(self.activation, self.up(remember(self.mlp_norm, x))))
+
+    def _attend(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_dim)).unflatten(0, (-1, self.patches))
+            for part in self.qkv(x).split(self.widths, -1)
+        )  # [c * N, heads/tp * d] -> [c * N, heads/tp, d] -> [c, N, heads/tp, d]
+        out = crop_attention(q, k, v, self.scale)
+        return self.output(out.flatten(0, 1).flatten(1))  # [c, N, heads/tp, d] -> [c * N, heads/tp * d]
+
+
+class VisionTower(nn.Module):
+    """`patches[c, N, 3 p p] -> [c * N, 2 h]`, the outputs of the two feature layers side by side."""
+
+    def __init__(self, config: VisionConfig, std: float, backend: Backend, recompute: str) -> None:
+        super().__init__()
+        hidden, name = config.vision_hidden_size, "vision.patch_embedding"
+        self.dtype = backend.dtype
+        self.weight = backend.replicated(f"{name}.weight", (hidden, config.patch_dim), "normal", std)
+        self.bias = backend.replicated(f"{name}.bias", (hidden,), "zeros")
+        shape = (config.patches_per_crop, hidden)
+        self.positions = backend.replicated("vision.position_embedding.weight", shape, "normal", std)
+        self.blocks = nn.ModuleList(
+            VisionBlock(layer, config, std, backend, recompute) for layer in range(config.vision_num_layers)
+        )
+        self.feature_layers = config.feature_layers
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        """Encode every crop; `patches` of any float dtype are turned into the model's."""
+        x = F.linear(patches.to(self.dtype), self.weight, self.bias) + self.positions  # [c, N, 3 p p] -> [c, N, h]
+        x = x.flatten(0, 1)  # [c, N, h] -> [c * N, h]
+        outputs = []
+        for block in self.blocks:
+            x = block(x)
+            outputs.append(x)
+        return torch.cat([outputs[layer] for layer in self.feature_layers], -1)  # 2 x [c * N, h] -> [c * N, 2 h]

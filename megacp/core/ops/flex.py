@@ -1,0 +1,330 @@
+"""The kernel for CUDA: torch's FlexAttention under a block mask that is built from the tile table.
+
+Key property: one fused call per source of keys, however many tiles it has. Empty blocks cost nothing, full blocks do
+not look at the mask. The mask of the others is the rule itself, asked by the GPU about integers per token. Only torch's
+documented functions are used. A row whose keys are all here is differentiated by FlexAttention itself; the backward of
+one part among several computes that part's forward again to be handed its graph.
+
+Tokens are padded to whole blocks, so that the kernel of any length need not look where a row ends: with those
+comparisons it holds more than registers do. Rejected: a call per tile, hundreds of launches a layer; the operator
+behind FlexAttention's backward, which would take the merged results as they are but is private.
+
+**Backward of a part.** Let `p` be one source of keys and `lse = log(sum over p of exp(lse_p))`. The merged output is
+`out = sum over p of w_p out_p` with `w_p = exp(lse_p - lse)`. From `d w_p / d lse_p = w_p (1 - w_p)` and
+`d w_r / d lse_p = -w_r w_p` for another source r:
+
+    d out_p = w_p dout
+    d lse_p = dout . (w_p out_p - w_p sum over r of w_r out_r) = w_p dout . (out_p - out)
+
+with the dot product over the width of a head. Both need of the other sources only the merged `(out, lse)`. They are
+handed to autograd as the gradients of `(out_p, lse_p)`. A row that sees nothing in p has lse_p = -inf and w_p = 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.functional import pad
+
+from megacp.core.ops.blocks import BLOCK, BlockCover, block_cover
+from megacp.core.ops.calls import Widths
+from megacp.core.ops.compiled import fused, whole_graph
+from megacp.core.ops.kernel import KV, QKV, Partial, Saved, accumulation_dtype
+from megacp.core.ops.mask import Metadata, TileTable
+from megacp.core.ops.merge import merge_into
+from megacp.core.ops.to_device import to_device
+
+FlexAttention = Callable[..., Any]
+"""`flex_attention`, compiled or not, or a function with its arguments.
+
+Results are differentiable; a row that sees nothing has out 0, lse -inf and gradient 0.
+"""
+
+Results = tuple[torch.Tensor, torch.Tensor]
+Backend = Literal["TRITON", "FLASH"]
+
+NARROWEST = 16
+"""FlexAttention refuses narrower heads on CUDA; they are filled up with zeros, which add nothing to any product."""
+
+_NOBODY = np.iinfo(np.int32).min
+"""Stands for a value that equals none of the other side."""
+_ALIGNED = 32
+"""Elements between the beginnings of arrays are a multiple of it: 128 bytes."""
+
+
+def compiled(backend: str | Callable = "inductor") -> FlexAttention:
+    """`flex_attention` as a fused kernel, compiled at the first call.
+
+    Lengths are taken as fixed until they change, then as free, so packs of any length need no form of their own.
+    """
+    # one graph or an error: without a fused kernel the scores of all pairs would be made
+    if torch._dynamo.config.disable:
+        raise ValueError("TORCH_COMPILE_DISABLE turns off what --attention-kernel flex needs: unset it, or choose math")
+    return whole_graph(flex_attention, backend)
+
+
+def kernel_options(dtype: torch.dtype, width: int) -> dict[str, Any]:
+    """What torch's Triton kernels are told; torch drops what a GPU has not.
+
+    TMA (Hopper's loads from global memory) is taken where it needs fewer registers: `tools/check_sm90.py`.
+    """
+    narrow = dtype == torch.bfloat16
+    return {
+        "IS_DIVISIBLE": True,  # lengths are multiples of a block, which torch finds out for fixed ones alone
+        "fwd_USE_TMA": narrow and width > 64,
+        "bwd_USE_TMA": narrow,
+    }
+
+
+def flash_problem() -> str | None:
+    """Why FlexAttention cannot take FlashAttention 4 as its kernel in this environment; None when it can."""
+    try:
+        found = find_spec("flash_attn.cute")
+    except ImportError:  # no flash_attn at all
+        found = None
+    return None if found else "--attention-kernel flex_flash needs FlashAttention 4: pip install flash-attn-4"
+
+
+@dataclass(frozen=True)
+class HostMask:
+    """A block mask on the host."""
+
+    size: int
+    """Tokens of a block's side."""
+    blocks: tuple[int, int]
+    """Blocks of queries and of keys."""
+    content: np.ndarray
+    """int32: all arrays one after the other, each from a multiple of `_ALIGNED` on."""
+    lengths: tuple[int, ...]
+    """Of the columns of `_rule`, then of `_lists` by queries (partial blocks, full blocks) and by keys."""
+
+
+def padded(length: int, size: int) -> int:
+    """Tokens of the whole blocks that hold `length` tokens."""
+    return -(-length // size) * size
+
+
+def host_mask(table: TileTable, size: int) -> HostMask:
+    """The mask of a table, padded to whole blocks. ValueError for numbers that an int32 does not hold."""
+    cover = block_cover(table, size)
+    arrays = [*_columns(table.q, table.k, size)]
+    for by_keys, full in itertools.product((False, True), (False, True)):
+        arrays += _lists(cover, full, by_keys)
+    starts = _starts([len(x) for x in arrays])
+    content = np.zeros(starts[-1], np.int32)
+    for x, start in zip(arrays, starts, strict=False):
+        content[start : start + len(x)] = x
+    return HostMask(size, (cover.q_blocks, cover.k_blocks), content, tuple(map(len, arrays)))
+
+
+def block_mask(host: HostMask, device: torch.device) -> BlockMask:
+    """The mask in FlexAttention's form; its lists hold one int32 for a pair of blocks, not of tokens."""
+    arrays = _arrays(host, device)
+    rule = _rule(*(next(arrays).clone() for _ in range(8)))  # tensors of their own, as kernels compiled for them expect
+    by_queries, by_keys = host.blocks, host.blocks[::-1]
+    lists = (_dense(arrays, shape) for shape in (by_queries, by_queries, by_keys, by_keys))
+    lengths = (host.blocks[0] * host.size, host.blocks[1] * host.size)
+    (seen, which), (full, full_which), (seen_by, by_whom), (full_by, full_by_whom) = lists
+    return BlockMask(
+        seq_lengths=lengths,
+        kv_num_blocks=seen,
+        kv_indices=which,
+        full_kv_num_blocks=full,
+        full_kv_indices=full_which,
+        q_num_blocks=seen_by,
+        q_indices=by_whom,
+        full_q_num_blocks=full_by,
+        full_q_indices=full_by_whom,
+        BLOCK_SIZE=(host.size, host.size),
+        mask_mod=rule,
+    )
+
+
+def _dense(arrays: Iterator[torch.Tensor], shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """FlexAttention's form of a list: counts `[1, 1, rows]`, and blocks `[1, 1, rows, columns]`, filled up with 0."""
+    count, row, within, column = (next(arrays) for _ in range(4))
+    indices = torch.zeros(shape, dtype=torch.int32, device=count.device)
+    indices[row.long(), within.long()] = column
+    return count.clone()[None, None], indices[None, None]
+
+
+def _starts(lengths: list[int] | tuple[int, ...]) -> list[int]:
+    return [0, *itertools.accumulate(padded(length, _ALIGNED) for length in lengths)]
+
+
+def _arrays(host: HostMask, device: torch.device) -> Iterator[torch.Tensor]:
+    content = to_device(host.content, device)
+    for start, length in zip(_starts(host.lengths), host.lengths, strict=False):
+        yield content[start : start + length]
+
+
+def _columns(q: Metadata, k: Metadata, size: int) -> Iterator[np.ndarray]:
+    """Document, branch, span and place of queries, then of keys, in whole blocks of tokens.
+
+    Keys of no document or no span get values that no query has, which leaves one comparison for each. Tokens that fill
+    up the last block have no document.
+    """
+    documents, spans = np.where(k.document >= 0, k.document, _NOBODY), np.where(k.span != 0, k.span, _NOBODY)
+    for nobody, side in (
+        (-1, (q.document, q.branch, q.span, q.order)),
+        (_NOBODY, (documents, k.branch, spans, k.order)),
+    ):
+        for x in side:
+            yield np.pad(_narrow(x), (0, padded(len(x), size) - len(x)), constant_values=nobody)
+
+
+def _narrow(values: np.ndarray) -> np.ndarray:
+    least, most = int(values.min(initial=0)), int(values.max(initial=0))
+    if least < _NOBODY or most > np.iinfo(np.int32).max:
+        raise ValueError(
+            f"--attention-kernel flex holds documents, branches, spans and places in an int32, got {least} to {most}: "
+            f"number them from 0, or choose math"
+        )
+    return values.astype(np.int32)
+
+
+def _lists(cover: BlockCover, full: bool, by_keys: bool) -> list[np.ndarray]:
+    """Of the full or the partial blocks: how many each block of queries sees, or each block of keys is seen by; then of
+    every such pair the row, its place in the row, and the block of the other side, in rising order.
+    """
+    chosen = np.flatnonzero(cover.full == full)
+    row, column, rows = cover.q_block[chosen], cover.k_block[chosen], cover.q_blocks
+    if by_keys:
+        order = np.argsort(column, kind="stable")
+        row, column, rows = column[order], row[order], cover.k_blocks
+    count = np.bincount(row, minlength=rows)
+    return [count, row, np.arange(len(row)) - (np.cumsum(count) - count)[row], column]
+
+
+def _rule(
+    q_document: torch.Tensor,
+    q_branch: torch.Tensor,
+    q_span: torch.Tensor,
+    q_place: torch.Tensor,
+    k_document: torch.Tensor,
+    k_branch: torch.Tensor,
+    k_span: torch.Tensor,
+    k_place: torch.Tensor,
+) -> Callable[..., torch.Tensor]:
+    """The rule of ops/mask.py for one pair of indices, over int32 tensors on the device."""
+
+    def rule(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        same_branch = (k_branch[j] == 0) | (k_branch[j] == q_branch[i])
+        seen = (k_place[j] <= q_place[i]) | (k_span[j] == q_span[i])
+        return (k_document[j] == q_document[i]) & same_branch & seen
+
+    return rule
+
+
+def _heads_first(x: torch.Tensor, size: int) -> torch.Tensor:
+    """`[n, heads, d]` -> `[1, heads, whole blocks, at least 16]`, filled up with zeros."""
+    tokens, width = padded(len(x), size) - len(x), max(0, NARROWEST - x.shape[-1])
+    if tokens or width:
+        x = pad(x, (0, width, 0, 0, 0, tokens))
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def _tokens_first(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`[1, heads, whole blocks, ...]` -> the tokens and the width of `like[n, heads, ...]`."""
+    x = x.squeeze(0).transpose(0, 1)
+    return x if x.shape == like.shape else x[tuple(map(slice, like.shape))]  # a slice of all would cost a pass backward
+
+
+class FlexKernel:
+    """See `WholeKernel`; for float32 and bfloat16, as FlexAttention adds up in float32.
+
+    `function` takes the place of the compiled `flex_attention`, `whole_backend` is the kernel of a row whose keys are
+    all here (`FLASH`: FlashAttention 4, which gives no gradient of the lse), and `size` is the side of a block.
+    """
+
+    def __init__(
+        self, function: FlexAttention | None = None, size: int = BLOCK, whole_backend: Backend = "TRITON"
+    ) -> None:
+        self._function = function or compiled()
+        self._size = size
+        self._whole_backend: Backend = whole_backend
+        self._masks: weakref.WeakKeyDictionary[TileTable, dict[torch.device, BlockMask]] = weakref.WeakKeyDictionary()
+
+    def mask(self, table: TileTable, device: torch.device) -> BlockMask:
+        """The block mask of a table: on the device with the first layer that asks, dropped with the table."""
+        masks = self._masks.setdefault(table, {})
+        if device not in masks:
+            masks[device] = block_mask(self._host_mask(table), device)
+        return masks[device]
+
+    def _host_mask(self, table: TileTable) -> HostMask:
+        return table.part(self._size, lambda: host_mask(table, self._size))
+
+    def prepare(self, table: TileTable, widths: Widths) -> None:
+        """See `Kernel.prepare`."""
+        if table.num_tiles:
+            self._host_mask(table)
+
+    def whole(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTable, scale: float) -> torch.Tensor:
+        """See `WholeKernel.whole`."""
+        return _tokens_first(self._call(self._heads_first(q, k, v), table, scale, self._whole_backend, None), q)
+
+    def _heads_first(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(_heads_first(x, self._size) for x in tensors)
+
+    def _call(
+        self, qkv: tuple[torch.Tensor, ...], table: TileTable, scale: float, backend: Backend, aux: AuxRequest | None
+    ) -> Any:
+        return self._function(
+            *qkv,
+            block_mask=self.mask(table, qkv[0].device),
+            scale=scale,
+            enable_gqa=True,
+            kernel_options={"BACKEND": backend, **kernel_options(qkv[0].dtype, qkv[0].shape[-1])},
+            return_aux=aux,
+        )
+
+    def _part(self, qkv: tuple[torch.Tensor, ...], table: TileTable, scale: float, like: torch.Tensor) -> Results:
+        """`out` and natural `lse` of one source of keys, shaped like `q[n, heads, d]`."""
+        # TRITON: the same kernel for any number of queries; the default takes a decoding kernel below 128 of them
+        out, aux = self._call(qkv, table, scale, "TRITON", AuxRequest(lse=True))
+        return _tokens_first(out, like), _tokens_first(aux.lse, like[..., 0])
+
+    @torch.no_grad()  # and detached: the compiled function has one form less
+    def attend(self, partial: Partial, qkv: QKV, table: TileTable, scale: float) -> None:
+        """See `Kernel.attend`."""
+        if table.num_tiles == 0:
+            return
+        out, lse = self._part(self._heads_first(*(x.detach() for x in qkv)), table, scale, qkv[0])
+        if partial.untouched:
+            partial.out.copy_(out)
+            partial.lse.copy_(lse)
+        else:
+            merge_into(partial.out, partial.lse, out, lse)
+        partial.untouched = False
+
+    def attend_backward(self, saved: Saved, kv: KV, table: TileTable, scale: float, grads: QKV) -> None:
+        """See `Kernel.attend_backward`."""
+        if table.num_tiles == 0:
+            return
+        leaves = [x.requires_grad_() for x in self._heads_first(*(x.detach() for x in (saved.q, *kv)))]
+        with torch.enable_grad():
+            results = self._part(tuple(leaves), table, scale, saved.q)
+        out, lse = (x.detach() for x in results)
+        gradients = gradients_of_part(out, lse, saved.out, saved.lse, saved.dout)
+        for total, grad in zip(grads, torch.autograd.grad(results, leaves, gradients), strict=True):
+            total += _tokens_first(grad, total)
+
+
+@fused
+def gradients_of_part(
+    out: torch.Tensor, lse: torch.Tensor, merged: torch.Tensor, merged_lse: torch.Tensor, dout: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of a part's `out[n, heads, d]` and `lse[n, heads]`; see the module's docstring."""
+    wide = accumulation_dtype(out.dtype)
+    weight = torch.exp(lse - merged_lse.masked_fill(merged_lse == -torch.inf, 0.0))
+    of_out = (dout.to(wide) * weight.unsqueeze(-1)).to(out.dtype)
+    return of_out, (of_out.to(wide) * (out.to(wide) - merged.to(wide))).sum(-1)

@@ -1,0 +1,87 @@
+"""The table of attention kernels, and which of them a `--attention-kernel` value means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megacp.core.ops.flex import FlexKernel, flash_problem
+from megacp.core.ops.kernel import Kernel, accumulation_dtype
+from megacp.core.ops.tile_kernels import FlashKernel, MathKernel
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """A row of the table of kernels: how to build it, and where alone it runs."""
+
+    build: Callable[[], Kernel]
+    device: str = ""
+    """The only device type, or any."""
+    dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")
+    """Values of `--dtype` that it is exact for: it adds up in them or wider."""
+    problem: Callable[[], str | None] = lambda: None
+    """Why it cannot be had in this environment."""
+
+
+KERNELS = {
+    "flash": KernelChoice(FlashKernel, "cpu"),
+    "math": KernelChoice(MathKernel),
+    "flex": KernelChoice(FlexKernel, "cuda", ("float32", "bfloat16")),
+    "flex_flash": KernelChoice(lambda: FlexKernel(whole_backend="FLASH"), "cuda", ("bfloat16",), flash_problem),
+}
+"""The values of `--attention-kernel` besides auto, and dense."""
+
+FASTEST = {"cpu": "flash", "cuda": "flex"}
+"""What auto means on a type of device, where it adds up in the model's dtype; else math."""
+
+
+def kernel_problem(name: str, device_type: str, dtype: str = "float32") -> str | None:
+    """Why a kernel cannot run on a type of device (`cpu`, `cuda`) in a `--dtype`; None for names without a row."""
+    choice = KERNELS.get(name)
+    if choice is None:
+        return None
+    if choice.device not in ("", device_type):
+        only = {"cpu": "the CPU", "cuda": "CUDA"}[choice.device]
+        return f"--attention-kernel {name} runs on {only}, this run is on {device_type}; choose auto or math"
+    if dtype not in choice.dtypes:
+        takes = " or ".join(choice.dtypes)
+        return f"--attention-kernel {name} is for --dtype {takes}, this run has --dtype {dtype}; choose auto or math"
+    return choice.problem()
+
+
+def kernel_name(name: str, device_type: str, dtype: str = "float32") -> str:
+    """What a `--attention-kernel` value means: `auto` is flash on CPU, flex on CUDA, and math for float64 there and on
+    any other device; other values mean themselves. Raises ValueError with the reason of `kernel_problem`.
+    """
+    if name == "auto":
+        fastest = FASTEST.get(device_type, "math")
+        return "math" if kernel_problem(fastest, device_type, dtype) else fastest
+    problem = kernel_problem(name, device_type, dtype)
+    if problem:
+        raise ValueError(problem)
+    return name
+
+
+def auto_kernel(device_type: str, dtype: torch.dtype) -> str:
+    """What auto means for tensors of a dtype, also of one that is no `--dtype`: the kernel must add up as wide."""
+    return kernel_name("auto", device_type, str(accumulation_dtype(dtype)).removeprefix("torch."))
+
+
+def dtype_problem(kernel: Kernel, dtype: torch.dtype) -> str | None:
+    """Why a kernel that was built is not exact for tensors of `dtype`; None when it is."""
+    if isinstance(kernel, FlexKernel) and accumulation_dtype(dtype) == torch.float64:
+        return f"--attention-kernel flex adds up in float32, the tensors are {str(dtype)[6:]}; choose auto or math"
+    return None
+
+
+def select_kernel(name: str, device: torch.device) -> Kernel:
+    """The kernel of a `--attention-kernel` value; raises ValueError where it is unknown or cannot run.
+
+    It knows no dtype: for a float64 model `kernel_name` or `auto_kernel` must have resolved `auto` before.
+    """
+    chosen = kernel_name(name, device.type)
+    if chosen not in KERNELS:
+        raise ValueError(f"--attention-kernel {name} is unknown; choose auto, {', '.join(KERNELS)}")
+    return KERNELS[chosen].build()

@@ -1,0 +1,129 @@
+"""Rotary position embedding in the half-rotation form (Su et al., 2021; GPT-NeoX and Llama layout).
+
+Key property: angles come from the position ids that travel with the tokens, never from a rank or a row index, so any
+layout is exact. Rejected: a cached table indexed by place, which assumes one document per row.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megacp.core.large_blocks import empty
+from megacp.core.ops.compiled import fused
+
+
+@dataclass(frozen=True)
+class RotaryScaling:
+    """How frequencies are stretched for long contexts: `none`, `linear` (positions are divided), `llama3`, `yarn`."""
+
+    kind: str = "none"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    round_to_int: bool = True
+    attention_factor: float = 1.0
+    """On cosines and sines, and so on q and k."""
+
+
+def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    """YaRN's factor on q and on k (Peng et al., 2023): `0.1 m ln(factor) + 1`, or the quotient for two `m`."""
+
+    def of(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    return of(mscale) / of(mscale_all_dim) if mscale and mscale_all_dim else of(1.0)
+
+
+def _yarn(frequency: torch.Tensor, head_dim: int, base: float, scaling: RotaryScaling) -> torch.Tensor:
+    """Frequencies divided by the factor where few turns fit the original positions, blended by place towards those
+    that turn often.
+    """
+
+    def place(turns: float) -> float:  # where a frequency turns so often over the original positions
+        return head_dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = place(scaling.beta_fast), place(scaling.beta_slow)
+    if scaling.round_to_int:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    places = torch.arange(head_dim // 2, dtype=torch.float64)
+    slowed = ((places - low) / (high - low or 0.001)).clamp(0, 1)
+    return frequency / scaling.factor * slowed + frequency * (1 - slowed)
+
+
+def inverse_frequencies(head_dim: int, base: float, scaling: RotaryScaling) -> torch.Tensor:
+    """Angles per position, float64 `[head_dim / 2]`. Raises ValueError for an unknown scaling."""
+    frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    if scaling.kind == "none":
+        return frequency
+    if scaling.kind == "linear":
+        return frequency / scaling.factor
+    if scaling.kind == "llama3":
+        wavelength = 2 * math.pi / frequency
+        longest = scaling.original_max_positions / scaling.low_freq_factor
+        shortest = scaling.original_max_positions / scaling.high_freq_factor
+        span = scaling.high_freq_factor - scaling.low_freq_factor
+        smooth = (scaling.original_max_positions / wavelength - scaling.low_freq_factor) / span
+        blended = (1 - smooth) * frequency / scaling.factor + smooth * frequency
+        scaled = torch.where(wavelength > longest, frequency / scaling.factor, blended)
+        return torch.where(wavelength < shortest, frequency, scaled)
+    if scaling.kind == "yarn":
+        return _yarn(frequency, head_dim, base, scaling)
+    raise ValueError(f"--rope-scaling {scaling.kind} is unknown; choose none, linear, llama3 or yarn")
+
+
+def cos_sin(
+    positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype, factor: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`cos, sin [n, 1, head_dim / 2]` times `factor`, of int `positions[n]` and `frequencies` on one device; float64,
+    rounded once.
+    """
+    angles = positions.double()[:, None, None] * frequencies
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def _rotation_formula(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
+    """Rotate by the angles, or back by them when `sign` is -1."""
+    first, second = x.chunk(2, -1)
+    turned = (first * cos).addcmul_(second, sin, value=-sign), (second * cos).addcmul_(first, sin, value=sign)
+    return torch.cat(turned, -1)
+
+
+def _rotation_by_passes(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
+    """The same products over whole heads: angles are a head's share of x, and short inner loops cost more than them."""
+    first, second = x.chunk(2, -1)
+    whole_cos, whole_sin = (
+        torch.cat([cos, cos], -1),
+        torch.cat([sin * -sign, sin * sign], -1),
+    )  # [n, 1, d/2] -> [n, 1, d]
+    return torch.cat([second, first], -1, out=empty(x.shape, x)).mul_(whole_sin).addcmul_(x, whole_cos)
+
+
+_rotate = fused(_rotation_formula, _rotation_by_passes)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grads[0], cos, sin, -1), None, None  # the transpose turns the other way, by the same factor
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate `x[n, heads, head_dim]` by the angles of each token: dimension i pairs with i + head_dim / 2.
+
+    cos and sin may have a common factor, which scales the result.
+    """
+    return _Rotate.apply(x, cos, sin)

@@ -1,0 +1,308 @@
+"""Execute any action list on real ranks: the one loop behind every pipeline schedule.
+
+Key property: the loop knows no schedule. Receives are posted some computes ahead, so messages travel while a stage
+computes. Sends run in the background and hold their tensor until they are through. Only hidden states travel, and both
+sides know their shape from the batch, so the microbatches of a step may differ in length.
+
+Between a forward and its backward the input and the autograd graph stay in memory. Of the output only the graph's edge
+is kept, so its storage is free as soon as it is sent.
+
+Rejected: shapes sent ahead of every tensor, which cost one more message and wait each. Rejected: sends that block until
+the peer takes them; with two stages and virtual stages both peers are one rank, and two blocking sends meet.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megacp.core.distributed.grid import Axis, ProcessGrid
+from megacp.core.distributed.p2p import Handle, irecv, isend
+from megacp.core.monitor.timers import Phase, unmeasured
+from megacp.core.pipeline_parallel.schedules import (
+    COMPUTE,
+    RECEIVES,
+    Action,
+    Channel,
+    Kind,
+    channel_of,
+    virtual_stage,
+)
+
+ModelChunk = Callable[[Tensor | None, Any], Tensor]
+"""(input hidden[t, h], or None on virtual stage 0; batch) -> output hidden[t, h], or the scalar loss on the last one.
+
+It must not change its input in place: the input is a leaf of the autograd graph."""
+
+
+@runtime_checkable
+class Arriving(Protocol):
+    """Batches of which a chunk is given something else, such as a copy on the device."""
+
+    def arrive(self, microbatch: int, chunk: int) -> Any:
+        """What the chunk takes of a microbatch; asked right before each forward."""
+
+
+@dataclass(frozen=True)
+class PipelineLinks:
+    """Whom a stage talks to, and how far messages run ahead of the computes."""
+
+    axis: Axis
+    """The pipeline axis: its size is the number of stages, its rank this stage."""
+    channel: Callable[[str, int], Axis]
+    """(direction "forward" | "backward", source stage) -> the pipeline axis on a process group where each ordered pair
+    of ranks carries that one kind of message."""
+    lookahead: int = 1
+    """A receive is posted this many computes before the one that needs it."""
+    send_window: int = 2
+    """Most sends of one channel under way; the schedules end, and lose no time, with 1 (proven in simulation)."""
+
+
+class Parameters(Protocol):
+    """Whoever gathers the parameters of this stage's chunks and sums their gradients."""
+
+    def unshard(self, chunk: int) -> None:
+        """Start to gather the parameters of a chunk."""
+
+    def reshard(self, chunk: int) -> None:
+        """Free them."""
+
+    def start_backward(self, chunk: int, last: bool) -> None:
+        """A backward of the chunk is about to begin; `last`: its last one of the step."""
+
+    def end_backward(self, chunk: int) -> None:
+        """It is through."""
+
+
+class PutOff(Protocol):
+    """Whoever keeps the weight gradients that backwards put off. A key is (microbatch, chunk)."""
+
+    def begin(self) -> None:
+        """A step begins: nothing waits."""
+
+    def put_by(self, key: tuple[int, int]) -> None:
+        """Name those of the backward that has just ended."""
+
+    def add(self, key: tuple[int, int], last: bool) -> None:
+        """Compute them; `last`: the last ones of the chunk's step."""
+
+
+def links_of(grid: ProcessGrid) -> PipelineLinks:
+    """The links of this rank's stage in a process grid."""
+    return PipelineLinks(grid.pp, grid.pipeline_channel)
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """What travels between stages."""
+
+    shape: Callable[[Any], tuple[int, ...]]
+    """batch -> shape of the hidden states this rank passes on, (t/cp(/tp), h); the same function on all stages."""
+    dtype: torch.dtype
+    device: torch.device
+
+
+def open_channels(links: PipelineLinks, num_chunks: int, device: torch.device) -> None:
+    """Pass one element over every channel that `num_chunks` chunks use, in one order that all stages share.
+
+    Call it once before the first `run` on NCCL: it builds a communicator at the first message of a pair, and blocks
+    both ranks until it stands. Inside a schedule the two could build different ones and wait for each other.
+    """
+    num_stages = links.axis.size
+    if num_stages == 1:
+        return
+    for direction, step in (("forward", 1), ("backward", -1)):
+        for source in range(num_stages):
+            destination = (source + step) % num_stages
+            wraps = destination != source + step
+            if wraps and num_chunks == 1:
+                continue
+            if links.axis.rank == source:
+                isend(torch.zeros(1, device=device), links.channel(direction, source), destination).wait()
+            elif links.axis.rank == destination:
+                irecv(torch.empty(1, device=device), links.channel(direction, source), source).wait()
+
+
+def run(
+    actions: Sequence[Action],
+    chunks: Sequence[ModelChunk],
+    batches: Sequence[Any],
+    links: PipelineLinks,
+    hidden: HiddenStates,
+    parameters: Parameters | None = None,
+    phase: Phase = unmeasured,
+    put_off: PutOff | None = None,
+) -> list[Tensor]:
+    """Execute this stage's action list over one step; every stage calls it with its own list of the same schedule.
+
+    `chunks[c]` is model chunk c of this stage, that is virtual stage `c * num_stages + stage`; `batches[i]` is
+    microbatch i. The chunk of the last virtual stage returns the microbatch's scalar loss, already divided by the
+    step's denominator. Parameter gradients accumulate in the parameters; `parameters` hears of every backward, and what
+    a chunk's last one makes final may be reduced while it runs. `put_off` is needed by a list with weight gradients
+    that wait. `batches` may be `Arriving`. `phase` gives the context of every arrival, forward, backward and wait for
+    another stage.
+
+    Returns the detached losses in microbatch order on the rank of the last virtual stage, [] on the others. With a
+    forward-only list call it under `torch.no_grad()`. Other ranks are left waiting when a chunk raises: the launcher
+    (or the process group's timeout) ends them.
+    """
+    trains = any(a.kind is Kind.BACKWARD for a in actions)
+    execution = _Execution(chunks, batches, links, hidden, trains, parameters, phase, put_off)
+    assert len(batches) == len({action.microbatch for action in actions}), f"{len(batches)} batches for other actions"
+    assert torch.is_grad_enabled() or not execution.trains, "a training schedule under no_grad"
+    final = {(a.kind, a.chunk): a for a in actions}
+    if put_off is not None:
+        put_off.begin()
+    for action, posts in zip(actions, posting_plan(actions, links.lookahead), strict=True):
+        for receive in posts:
+            execution.post(receive)
+        execution.execute(action, final[action.kind, action.chunk] == action)
+    execution.finish()
+    return [execution.losses[microbatch] for microbatch in sorted(execution.losses)]
+
+
+def posting_plan(actions: Sequence[Action], lookahead: int) -> list[list[Action]]:
+    """For each action the receives to post before it: each `lookahead` computes ahead of its own place, in list order.
+
+    List order within a channel is kept, so the k-th posted receive still meets the k-th send.
+    """
+    computes = [place for place, action in enumerate(actions) if action.kind in COMPUTE]
+    plan: list[list[Action]] = [[] for _ in actions]
+    for place, action in enumerate(actions):
+        if action.kind not in RECEIVES:
+            continue
+        ahead = bisect_left(computes, place) - lookahead
+        # Before the `lookahead`-th compute back, or at the very beginning.
+        plan[place if lookahead == 0 else computes[ahead] if ahead >= 0 else 0].append(action)
+    return plan
+
+
+@dataclass
+class _Execution:
+    """State of one step on one stage. A key is (microbatch, chunk)."""
+
+    chunks: Sequence[ModelChunk]
+    batches: Sequence[Any]
+    links: PipelineLinks
+    hidden: HiddenStates
+    trains: bool
+    parameters: Parameters | None
+    phase: Phase
+    put_off: PutOff | None
+    receiving: dict[Action, Handle] = field(default_factory=dict)
+    sending: defaultdict[Channel, deque[Handle]] = field(default_factory=lambda: defaultdict(deque))
+    inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # until the backward (forward if not training)
+    losses_to_go: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # with graph, until the backward
+    edges: dict[tuple[int, int], GradientEdge] = field(default_factory=dict)  # of the outputs, until the backward
+    output_gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # received, until the backward
+    outgoing: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # computed, until the send that follows
+    losses: dict[int, Tensor] = field(default_factory=dict)
+
+    def execute(self, action: Action, last: bool) -> None:
+        """Run one action; a receive waits for its message, a send only for an earlier one of its channel.
+
+        `last`: it is its chunk's last one of this kind.
+        """
+        key = (action.microbatch, action.chunk)
+        match action.kind:
+            case Kind.FORWARD:
+                with self.phase("shard"):
+                    batch = self.batches.arrive(*key) if isinstance(self.batches, Arriving) else self.batches[key[0]]
+                with self.phase("forward"):
+                    self.forward(key, batch)
+            case Kind.BACKWARD:
+                with self.phase("backward"):
+                    self.backward(key, last)
+            case Kind.WEIGHTS:
+                assert self.put_off is not None, f"{action}: nobody has put any off"
+                with self.phase("backward"):
+                    self.put_off.add(key, last)
+            case Kind.RECV_FORWARD:
+                with self.phase("pipeline exchange"):
+                    self.inputs[key] = self.receiving.pop(action).wait().requires_grad_(self.trains)
+            case Kind.RECV_BACKWARD:
+                with self.phase("pipeline exchange"):
+                    self.output_gradients[key] = self.receiving.pop(action).wait()
+            case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
+                with self.phase("pipeline exchange"):
+                    self.send(action, self.outgoing.pop(key))
+            case Kind.UNSHARD | Kind.RESHARD:
+                assert self.parameters is not None, f"{action}: nobody holds parameters"
+                with self.phase("parameter exchange"):
+                    move = self.parameters.unshard if action.kind is Kind.UNSHARD else self.parameters.reshard
+                    move(action.chunk)
+
+    def place(self, chunk: int) -> int:
+        """The virtual stage that this stage's model chunk `chunk` is."""
+        return virtual_stage(self.links.axis.rank, self.links.axis.size, chunk)
+
+    def is_last(self, chunk: int) -> bool:
+        """Whether model chunk `chunk` is the last virtual stage, the one that computes the loss."""
+        return self.place(chunk) == self.links.axis.size * len(self.chunks) - 1
+
+    def forward(self, key: tuple[int, int], batch: Any) -> None:
+        microbatch, chunk = key
+        entry = self.inputs.get(key) if self.trains else self.inputs.pop(key, None)
+        output = self.chunks[chunk](entry, batch)
+        if self.is_last(chunk):
+            assert output.numel() == 1, f"the last virtual stage returns a scalar loss, not {tuple(output.shape)}"
+            self.losses[microbatch] = output.detach()
+            if self.trains:
+                self.losses_to_go[key] = output
+            return
+        self.outgoing[key] = output.detach()
+        if self.trains:
+            assert output.requires_grad, f"the output of virtual stage {self.place(chunk)} has no gradient"
+            self.edges[key] = get_gradient_edge(output)
+
+    def backward(self, key: tuple[int, int], last: bool) -> None:
+        _, chunk = key
+        if self.parameters is not None:
+            self.parameters.start_backward(chunk, last)
+        if self.is_last(chunk):
+            torch.autograd.backward([self.losses_to_go.pop(key)])
+        else:
+            torch.autograd.backward([self.edges.pop(key)], [self.output_gradients.pop(key)])
+        if self.put_off is not None:
+            self.put_off.put_by(key)
+        if self.parameters is not None:
+            self.parameters.end_backward(chunk)
+        if self.place(chunk) > 0:
+            gradient = self.inputs.pop(key).grad
+            assert gradient is not None, f"virtual stage {self.place(chunk)} does not depend on its input"
+            self.outgoing[key] = gradient
+
+    def post(self, receive: Action) -> None:
+        """Start a receive; its message is the next one of its channel."""
+        channel = channel_of(receive, self.links.axis.rank, self.links.axis.size)
+        shape = self.hidden.shape(self.batches[receive.microbatch])
+        buffer = torch.empty(shape, dtype=self.hidden.dtype, device=self.hidden.device)
+        self.receiving[receive] = irecv(buffer, self.links.channel(channel.direction, channel.source), channel.source)
+
+    def send(self, action: Action, x: Tensor) -> None:
+        """Start a send, after the oldest of its channel when the window is full."""
+        shape = tuple(self.hidden.shape(self.batches[action.microbatch]))
+        assert tuple(x.shape) == shape and x.dtype == self.hidden.dtype, (
+            f"{action}: {tuple(x.shape)} {x.dtype} computed, the peer expects {shape} {self.hidden.dtype}"
+        )
+        channel = channel_of(action, self.links.axis.rank, self.links.axis.size)
+        under_way = self.sending[channel]
+        if len(under_way) >= self.links.send_window:
+            under_way.popleft().wait()
+        axis = self.links.channel(channel.direction, channel.source)
+        under_way.append(isend(x, axis, channel.destination))
+
+    def finish(self) -> None:
+        """Wait for the sends under way; nothing else may be left."""
+        for under_way in self.sending.values():
+            for handle in under_way:
+                handle.wait()
+        left = (self.receiving, self.inputs, self.losses_to_go, self.edges, self.output_gradients, self.outgoing)
+        assert not any(left), f"the action list left work undone: {[list(d) for d in left]}"

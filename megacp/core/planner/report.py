@@ -1,0 +1,205 @@
+"""The text of a dry run: grid, rank order, stages, memory of a rank, work of a step.
+
+The text is as long for 4,096 ranks as for 8: rows that only continue a pattern are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from megacp.core.config.checks.idle import idle_notes
+from megacp.core.config.run import RunConfig
+from megacp.core.planner import activations, costs, memory, vision
+from megacp.core.planner.states import stage_parameters
+
+_SHOWN = 6
+"""Rows at each end of a table that is too long."""
+
+
+def describe(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]]) -> str:
+    """The dry run of a checked configuration on `world_size` ranks; `stages[pp rank][chunk]` are its layers."""
+    parts = [
+        _heading(config, world_size),
+        _grid(config, world_size),
+        _rank_order(config, world_size),
+        _stages(config, world_size, stages),
+        _memory(config, world_size, stages),
+        _step(config, world_size),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def human_bytes(count: float) -> str:
+    """Bytes with a binary unit and three digits: 1536 -> "1.50 KiB"."""
+    return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def human_count(count: float, unit: str = "") -> str:
+    """A number with a decimal prefix and three digits: 7.24e9 -> "7.24 G"."""
+    return _scaled(count, 1000, (unit, f"k{unit}", f"M{unit}", f"G{unit}", f"T{unit}", f"P{unit}", f"E{unit}"))
+
+
+def _scaled(count: float, base: int, units: Sequence[str]) -> str:
+    value, place = float(count), 0
+    while abs(value) >= 999.5 and place < len(units) - 1:
+        value, place = value / base, place + 1
+    digits = 0 if place == 0 and value == int(value) else 2 - (abs(value) >= 9.995) - (abs(value) >= 99.95)
+    return f"{value:.{digits}f} {units[place]}".rstrip()
+
+
+def _axes(config: RunConfig, world_size: int) -> list[tuple[str, int]]:
+    """(name, size) of the axes, the fastest varying first."""
+    p = config.parallel
+    return [
+        ("tp", p.tensor_model_parallel_size),
+        ("cp", p.context_parallel_size),
+        ("dp", config.data_parallel_size(world_size)),
+        ("pp", p.pipeline_model_parallel_size),
+    ]
+
+
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Aligned columns, the first `left` of them to the left, the others to the right; the first row is the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        padded = [text.rjust(width) for text, width in zip(row, widths, strict=True)]
+        padded[:left] = [text.ljust(width) for text, width in zip(row[:left], widths[:left], strict=True)]
+        lines.append(("  " + "  ".join(padded)).rstrip())
+    return "\n".join(lines)
+
+
+def _section(title: str, rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """A title and its table, of a long one `_ends`."""
+    head, *body = rows
+    return f"{title}\n{table([head, *_ends(len(body), body.__getitem__, len(head))], left)}"
+
+
+def _ends(count: int, row: Callable[[int], Sequence[str]], width: int) -> list[Sequence[str]]:
+    """All rows; of many the first and the last, which alone are made, and between them how many are left out."""
+    if count <= 2 * _SHOWN + 2:
+        return [row(index) for index in range(count)]
+    gap = [f"... {count - 2 * _SHOWN} more", *[""] * (width - 1)]
+    return [*map(row, range(_SHOWN)), gap, *map(row, range(count - _SHOWN, count))]
+
+
+def _heading(config: RunConfig, world_size: int) -> str:
+    m, t = config.model, config.training
+    product = " x ".join(f"{name} {size}" for name, size in reversed(_axes(config, world_size)))
+    lines = [
+        f"Dry run: {world_size:,} ranks = {product}",
+        f"Model: {human_count(vision.run_parameters(config))} parameters, {m.num_layers} layers, "
+        f"hidden {m.hidden_size}, ffn {m.ffn_hidden_size}, {m.num_attention_heads} heads / {m.query_groups} query "
+        f"groups of {m.head_dim}, vocabulary {m.vocab_size:,}, {t.dtype}",
+    ]
+    v = config.vision
+    if v.vision_num_layers:
+        parts = (vision.tower_parameters(config), vision.connector_parameters(config))
+        lines.append(
+            f"Vision: {human_count(parts[0])} parameters, {v.vision_num_layers} layers, hidden {v.vision_hidden_size}, "
+            f"crops of {v.vision_image_size} pixels in {v.patches_per_crop} patches; connector "
+            f"{human_count(parts[1])}; planned for {vision.planned_images(config)[0]:,} crops a pack"
+        )
+    if m.lora_rank:
+        lines.append(
+            f"Trained: {human_count(vision.trained_parameters(config))} parameters in low-rank pairs of rank "
+            f"{m.lora_rank}, alpha {m.lora_rank * m.lora_scale:g}, on {', '.join(m.lora_linears)}; all else is frozen"
+        )
+    if "auto" in (config.parallel.cp_comm_type, config.parallel.cp_layout):
+        lines.append("Note: auto chooses --cp-comm-type or --cp-layout at the start of a run, on its machine and rows.")
+    if m.vocab_size == 0:
+        lines.append("Note: --vocab-size is 0 (the dataset's tokenizer decides): embedding and head count as 0 below.")
+    return "\n".join([*lines, *idle_notes(config)])
+
+
+def _grid(config: RunConfig, world_size: int) -> str:
+    rows = [["axis", "size", "stride", "group of rank 0"]]
+    stride = 1
+    for name, size in _axes(config, world_size):
+        members = range(0, stride * size, stride)
+        shown = list(members) if size <= 8 else [*members[:4], "...", members[-1]]
+        rows.append([name, str(size), str(stride), " ".join(map(str, shown))])
+        stride *= size
+    width = max(len(row[3]) for row in rows)
+    return _section("Grid (tp varies fastest, pp slowest)", [[*row[:3], row[3].ljust(width)] for row in rows])
+
+
+def _rank_order(config: RunConfig, world_size: int) -> str:
+    """One row per tp group: its ranks and their index on the other axes."""
+    axes = _axes(config, world_size)
+    tp = axes[0][1]
+    head = ["ranks", "pp", "dp", "cp", "tp"]
+
+    def row(group: int) -> list[str]:
+        place, rest = {}, group
+        for name, size in axes[1:]:
+            rest, place[name] = divmod(rest, size)
+        span, inside = (f"{low}" if tp == 1 else f"{low}-{low + tp - 1}" for low in (group * tp, 0))
+        return [span, str(place["pp"]), str(place["dp"]), str(place["cp"]), inside]
+
+    return f"Rank order\n{table([head, *_ends(world_size // tp, row, len(head))])}"
+
+
+def _stages(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]]) -> str:
+    rows = [["stage", "layers", "also", "parameters/rank", "in flight"]]
+    last = len(stages) - 1
+    for stage, chunks in enumerate(stages):
+        layers = ", ".join(
+            f"{part.start}" if len(part) == 1 else f"{part.start}-{part.stop - 1}" for part in chunks if len(part)
+        )
+        seeing = ["vision"] * (stage == 0 and config.vision.vision_num_layers > 0)
+        also = ["embedding"] * (stage == 0) + seeing + ["norm, head"] * (stage == last)
+        count = stage_parameters(config, chunks)
+        held = activations.in_flight(config, stage, world_size)
+        rows.append([str(stage), layers, " + ".join(also), f"{count:,}", str(held)])
+    virtual = config.parallel.num_virtual_stages_per_pipeline_rank
+    kind = "1F1B" if virtual == 1 else f"interleaved 1F1B, {virtual} chunks a stage"
+    kind += ", weight gradients put off" * (config.parallel.pipeline_schedule == "zero_bubble")
+    return _section(f"Pipeline stages ({kind}; in flight: activations of a chunk held at once)", rows, left=3)
+
+
+def _memory(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]]) -> str:
+    """The terms that are anywhere above zero; below them the phases of the fullest stage."""
+    terms = [memory.stage_memory(config, stage, chunks, world_size) for stage, chunks in enumerate(stages)]
+    names = [field.name for field in dataclasses.fields(memory.RankMemory) if field.name != "host"]
+    names = [name for name in names if any(getattr(of_stage, name) for of_stage in terms)]
+    names += ["total"] + ["host"] * (config.training.activation_offload > 0)
+    rows = [["stage", *(name.replace("_", " ") for name in names)]]
+    for stage, of_stage in enumerate(terms):
+        rows.append([str(stage), *(human_bytes(getattr(of_stage, name)) for name in names)])
+    fullest = max(range(len(terms)), key=lambda stage: terms[stage].total)
+    peaks = ", ".join(f"{phase} {human_bytes(count)}" for phase, count in terms[fullest].peaks.items())
+    granularity = config.training.recompute_granularity
+    title = f"Memory of one rank (estimate; recompute {granularity}; total: its largest phase, not the sum)"
+    return f"{_section(title, rows)}\n\n  phases of stage {fullest}: {peaks}"
+
+
+def _waited_for(config: RunConfig, attention: float) -> float:
+    """The part of a stage's work for one microbatch that others wait for, with a share of attention in it."""
+    if config.parallel.pipeline_schedule != "zero_bubble":
+        return 1
+    return attention + (1 - attention) / 3  # forward + backward - weights: one of a product's three
+
+
+def _step(config: RunConfig, world_size: int) -> str:
+    t, length = config.training, config.data.seq_length
+    tokens = t.global_batch_size * length
+    area = t.global_batch_size * costs.causal_area(length)
+    work_of_text = vision.text_flops(config, tokens, area)
+    seeing = t.global_batch_size * vision.vision_flops(config, *vision.planned_images(config))
+    attention = costs.model_flops(config.model, tokens, area).attention
+    share = attention * (1 + costs.ATTENTION_BACKWARD) / work_of_text
+    pp, plural = config.parallel.pipeline_model_parallel_size, "s" if t.micro_batch_size > 1 else ""
+    work = config.num_microbatches(world_size) * config.parallel.num_virtual_stages_per_pipeline_rank
+    rows = [
+        ["packs", f"{t.global_batch_size:,} of {length:,} tokens = {human_count(tokens)} tokens"],
+        ["microbatches", f"{config.num_microbatches(world_size):,} a rank, {t.micro_batch_size} pack{plural} each"],
+        ["tokens on a rank", f"{activations.tokens_per_rank(config):,} a microbatch"],
+        ["model FLOPs", f"{human_count(work_of_text, 'FLOP')} ({share:.0%} attention, one document a pack)"],
+        *([["vision FLOPs", f"{human_count(seeing, 'FLOP')} (all packs with the planned crops)"]] if seeing else []),
+        ["a rank's share", f"{human_count((work_of_text + seeing) / world_size, 'FLOP')}"],
+        ["pipeline bubble", f"{(pp - 1) / work * _waited_for(config, share):.1%} of the ideal time"],
+        ["the whole run", f"{t.train_iters:,} steps, {human_count(tokens * t.train_iters)} tokens"],
+    ]
+    return "One step\n" + "\n".join(f"  {name:<16}  {text}" for name, text in rows)

@@ -1,0 +1,168 @@
+"""A place, a local path or a URL: one set of calls for what is read and written at either.
+
+Key property: a local path goes the way that `megacp.core.storage.files` makes it go, and fsspec is not imported for it.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import io
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megacp.core.storage import files
+from megacp.core.storage.url import Url, is_url
+
+Place = Path | Url
+
+CACHE = "~/.cache/megacp"
+"""Where copies of what lies at URLs are kept."""
+_BUFFER = 1 << 20
+_BLOCK = 4 << 20
+"""Bytes that a stream from a store asks for at a time."""
+_KEPT = 4
+"""Blocks that a stream keeps: containers are read at several places by turns."""
+
+
+def place_of(text: files.StrPath | Url) -> Place:
+    """A URL as such, anything else as a path."""
+    if isinstance(text, Url):
+        return text
+    return Url(text) if isinstance(text, str) and is_url(text) else Path(text)
+
+
+def suffix_of(path: str) -> str:
+    """What follows the last dot of a name, with the dot; a query of a URL is no part of it."""
+    return Path(Url(path).name if is_url(path) else path).suffix
+
+
+def expanded(path: str) -> list[str]:
+    """The files that a path or URL names: those that fit where it is a pattern and no file, else itself."""
+    if is_url(path):
+        found = [str(url) for url in Url(path).matches()] if "*" in path else [path]
+    else:
+        is_pattern = glob.has_magic(path) and not Path(path).exists()
+        found = sorted(glob.glob(path, recursive=True)) if is_pattern else [path]
+    if not found:
+        raise ValueError(f"no file fits {path}")
+    return found
+
+
+def size_of(place: Place) -> int:
+    """Bytes of a file. Raises as its kind of place does."""
+    return place.size() if isinstance(place, Url) else place.stat().st_size
+
+
+def open_stream(path: files.StrPath | Url, size: int | None = None) -> io.BufferedReader:
+    """Open a file for reading bytes, from front to back or by seeking; of a URL some blocks are in memory at a time.
+
+    ValueError: it is no regular file, or has not `size` bytes. OSError when there is none.
+    """
+    place = place_of(path)
+    if isinstance(place, Path):
+        return files.open_regular(place, size)
+    found = place.size()
+    if size is not None and found != size:
+        raise ValueError(f"{place} has {found} bytes, expected {size}")
+    return io.BufferedReader(_Ranges(place, found), _BUFFER)
+
+
+def open_input(path: str) -> io.BufferedReader:
+    """Open what --input names, for reading bytes: a path as it is, through a larger buffer."""
+    if is_url(path):
+        return open_stream(path)
+    return io.BufferedReader(open(path, "rb", buffering=0), _BUFFER)
+
+
+def read_content(place: Place, limit: int = files.TEXT_LIMIT) -> bytes:
+    """All of a file. ValueError above `limit` bytes; else as `open_stream`."""
+    return place.content(limit) if isinstance(place, Url) else files.read_regular(place, limit)
+
+
+def sha256_of(place: Place, size: int | None = None) -> tuple[int, str]:
+    """Size in bytes and sha256 (hexadecimal) of a file. Raises as `open_stream`."""
+    if isinstance(place, Path):
+        return files.sha256_of(place, size)
+    digest, count = hashlib.sha256(), 0
+    with open_stream(place, size) as stream:
+        while block := stream.read(_BLOCK):
+            digest.update(block)
+            count += len(block)
+    return count, digest.hexdigest()
+
+
+def write_content(place: Place, data: bytes) -> None:
+    """Make a file that does not exist; an object of the name is replaced."""
+    place.write(data) if isinstance(place, Url) else files.write_new(place, data)
+
+
+def write_stream(place: Place, fill: Callable[[BinaryIO], None], seconds: float = 0.0) -> tuple[int, str]:
+    """As `write_content` with what `fill` writes; size and sha256. A local folder is waited for `seconds`."""
+    if isinstance(place, Url):
+        return place.stream(fill)
+    with files.new_file(place, seconds) as stream:
+        fill(stream)
+    return files.sha256_of(place)
+
+
+def folders_in(place: Place) -> list[Place]:
+    """What lies in a folder and may be one, sorted; empty where there is no folder."""
+    if isinstance(place, Url):
+        return list(place.children())
+    return [child for child in sorted(place.iterdir()) if child.is_dir()] if place.is_dir() else []
+
+
+def fetched(folder: Url, key: str) -> Path:
+    """A local copy of a small folder, kept under `key`, which names its content."""
+    local = Path(CACHE).expanduser() / "folders" / key
+    for child in folder.children():
+        if not (local / child.name).exists():
+            local.mkdir(parents=True, exist_ok=True)
+            files.write_atomically(local / child.name, read_content(child))
+    return local
+
+
+class _Ranges(io.RawIOBase):
+    """An object as a file that can seek: a few blocks of it are kept, and a long read is one request."""
+
+    def __init__(self, url: Url, size: int) -> None:
+        self._url, self._size, self._at = url, size, 0
+        self._blocks: OrderedDict[int, bytes] = OrderedDict()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self._size - self._at))
+        if count >= _BLOCK:
+            data = self._url.read(self._at, count)
+        elif count:
+            number, start = divmod(self._at, _BLOCK)
+            data = self._block(number)[start : start + count]
+        else:
+            return 0
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def _block(self, number: int) -> bytes:
+        if number not in self._blocks:
+            begin = number * _BLOCK
+            self._blocks[number] = self._url.read(begin, min(_BLOCK, self._size - begin))
+            if len(self._blocks) > _KEPT:
+                self._blocks.popitem(last=False)
+        self._blocks.move_to_end(number)
+        return self._blocks[number]

@@ -1,0 +1,328 @@
+"""An object in a store, or a folder of them, by its URL: what fsspec can do with it, with retries.
+
+Key property: a `Url` is text, as a Path is, so it can be joined, compared, pickled and sent to other ranks. Each call
+asks the store anew: nothing that was listed is remembered, since other machines write there. Credentials and
+endpoints come from the files and variables that each library reads by itself; no flag takes one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import unquote
+
+from megacp.core.storage.retry import RedirectError, retried
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+_CLIMBS = re.compile(r"(^|[/\\])\.\.($|[/\\;])")
+"""A step upwards as any server may read it: some take a backslash for a slash, and end a name at a semicolon."""
+_LOCAL = ("file", "local")
+_HTTP = ("http", "https")
+_PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "hf": "huggingface_hub",
+    "http": "aiohttp",
+    "https": "aiohttp",
+    "az": "adlfs",
+    "abfs": "adlfs",
+}
+"""What a user adds for a protocol."""
+_VERSIONS = ("ETag", "etag", "md5Hash", "generation", "blob_id", "LastModified", "last_modified", "mtime", "created")
+"""What stores say of an object's content, the surest first."""
+_PART = 64 << 20
+"""Bytes that are sent, or asked for, at a time."""
+_CONNECT_SECONDS, _SILENT_SECONDS = 30, 60
+
+
+def is_url(text: object) -> bool:
+    """Whether a text names an object in a store, not a path."""
+    return isinstance(text, str) and _SCHEME.match(text) is not None
+
+
+@dataclass(frozen=True, order=True)
+class Url:
+    """A URL that fsspec knows, without a slash at its end. FileNotFoundError and UnreachableError name it."""
+
+    text: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", self.text.rstrip("/"))
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __truediv__(self, name: str) -> Url:
+        return Url(f"{self.text}/{name}")
+
+    @property
+    def scheme(self) -> str:
+        """`s3` of `s3://bucket/key`; ValueError for a chain of URLs and for paths of this machine."""
+        match = _SCHEME.match(self.text)
+        if match is None or "::" in self.text:
+            raise ValueError(f"{self.text} is no plain URL, such as s3://bucket/key")
+        if match[1] in _LOCAL:
+            raise ValueError(f"{self.text}: give the path itself, without {match[0]}")
+        return match[1]
+
+    @property
+    def lists(self) -> bool:
+        """Whether the store can say what lies in a folder; a web server cannot."""
+        return self.scheme not in _HTTP
+
+    @property
+    def name(self) -> str:
+        """What follows the last slash; without a query, where a server takes one."""
+        last = self.text.rsplit("/", 1)[-1]
+        return last.partition("?")[0] if self.text.startswith("http") else last
+
+    @property
+    def parent(self) -> Url:
+        """The folder that it is in."""
+        return Url(self.text.rsplit("/", 1)[0])
+
+    def lies_in(self, folder: Url) -> bool:
+        """Whether it is `folder`, or below it, as the client reads both; a path that climbs lies nowhere.
+
+        ValueError: one of them is no plain URL.
+        """
+        (place, path), (other, start) = _parts(self), _parts(folder)
+        names, first = path.split("/"), start.split("/")
+        return (
+            (self.scheme, place) == (folder.scheme, other)
+            and names[: len(first)] == first
+            and _CLIMBS.search(unquote(path)) is None
+        )
+
+    def resolve(self) -> Url:
+        """Itself: there are no links."""
+        return self
+
+    def info(self) -> dict[str, Any]:
+        """What the store says of it; FileNotFoundError where nothing is."""
+        return self._do(lambda fs, path: dict(fs.info(path)))
+
+    def exists(self) -> bool:
+        """Whether an object or a folder has this name."""
+        try:
+            self.info()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def is_dir(self) -> bool:
+        """Whether objects have names that begin with it and a slash."""
+        try:
+            return self.info()["type"] == "directory"
+        except FileNotFoundError:
+            return False
+
+    def size(self) -> int:
+        """Bytes of an object. ValueError for a folder, and where the server does not say."""
+        info = self.info()
+        if info["type"] == "directory":
+            raise ValueError(f"{self} is a directory")
+        if info.get("size") is None:
+            raise ValueError(f"{self}: the server does not say how large it is; download it first")
+        return int(info["size"])
+
+    def version(self) -> str:
+        """Some words that differ once the object's content does; empty where the store says nothing of it."""
+        info = self.info()
+        return next((f"{name} {info[name]}" for name in _VERSIONS if info.get(name)), "")
+
+    def read(self, offset: int, count: int) -> bytes:
+        """`count` bytes from byte `offset` on, which must be there."""
+        parts = [self._read(at, min(_PART, offset + count - at)) for at in range(offset, offset + count, _PART)]
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _read(self, offset: int, count: int) -> bytes:
+        def attempt(fs: Any, path: str) -> bytes:
+            data: bytes = fs.cat_file(path, start=offset, end=offset + count)
+            if len(data) > count:
+                raise ValueError(f"{self}: the server gives {len(data)} bytes where {count} were asked for")
+            if len(data) < count:
+                raise ConnectionError(f"{len(data)} of {count} bytes at {offset} came")
+            return data
+
+        return self._do(attempt)
+
+    def content(self, limit: int, redirects: bool = True) -> bytes:
+        """All of an object. ValueError above `limit` bytes, RedirectError where a web server names another place.
+
+        `redirects`: read it there instead, wherever that is.
+        """
+        info = self._do(lambda fs, path: fs.info(path), redirects)
+        if info["type"] == "directory":
+            raise ValueError(f"{self} is a directory")
+        if (info.get("size") or 0) > limit:
+            raise ValueError(f"{self} has {info['size']:,} bytes, more than {limit:,}, the most that is read of it")
+        data: bytes = self._do(lambda fs, path: fs.cat_file(path), redirects)
+        if len(data) > limit:
+            raise ValueError(f"{self} has {len(data):,} bytes, more than {limit:,}, the most that is read of it")
+        return data
+
+    def write(self, data: bytes) -> None:
+        """Make or replace the object: others see the old or the new content, never a part."""
+        self._do(lambda fs, path: fs.pipe_file(path, data))
+
+    def upload(self, source: Path) -> None:
+        """Make or replace the object by the content of a file."""
+
+        def attempt(fs: Any, path: str) -> None:
+            fs.put_file(str(source), path)
+            self._refuse_other_size(fs, path, source.stat().st_size)
+
+        self._do(attempt)
+
+    def stream(self, fill: Callable[[BinaryIO], None]) -> tuple[int, str]:
+        """Make or replace the object by what `fill` writes; its size and sha256. A second try calls `fill` again."""
+
+        def attempt(fs: Any, path: str) -> tuple[int, str]:
+            with _Written(fs.open(path, "wb", block_size=_PART)) as written:
+                fill(written)  # type: ignore[arg-type]  # `write` is all that is called
+            self._refuse_other_size(fs, path, written.size)
+            return written.size, written.sha256
+
+        return self._do(attempt)
+
+    def _refuse_other_size(self, fs: Any, path: str, size: int) -> None:
+        if (found := int(fs.info(path)["size"])) != size:
+            raise ConnectionError(f"{found} of {size} bytes arrived")
+
+    def children(self) -> list[Url]:
+        """What lies directly in a folder, sorted; empty where there is no such folder."""
+        try:
+            names = self._do(lambda fs, path: [fs.unstrip_protocol(name) for name in fs.ls(path, detail=False)])
+        except FileNotFoundError:
+            return []
+        return sorted({self / Url(name).name for name in names} - {self})
+
+    def sizes_below(self) -> dict[str, int]:
+        """Bytes of all objects below a folder, by their names from there on; empty where there is no such folder."""
+
+        def attempt(fs: Any, path: str) -> dict[str, int]:
+            found = fs.find(path, detail=True)
+            start = len(path.rstrip("/")) + 1
+            return {name[start:]: int(info["size"]) for name, info in found.items() if name[start:]}
+
+        try:
+            return self._do(attempt)
+        except FileNotFoundError:
+            return {}
+
+    def matches(self) -> list[Url]:
+        """The objects that fit a pattern with `*`, sorted."""
+
+        def attempt(fs: Any, path: str) -> list[Url]:
+            found = fs.glob(path, detail=True)
+            return [Url(fs.unstrip_protocol(name)) for name, info in found.items() if info["type"] == "file"]
+
+        try:
+            return sorted(self._do(attempt))
+        except FileNotFoundError:
+            return []
+
+    def unlink(self) -> None:
+        """Remove an object, if it is there."""
+        self._remove(recursive=False)
+
+    def remove_below(self) -> None:
+        """Remove all objects of a folder, if there are any."""
+        self._remove(recursive=True)
+
+    def _remove(self, recursive: bool) -> None:
+        try:
+            self._do(lambda fs, path: fs.rm(path, recursive=recursive))
+        except FileNotFoundError:
+            return
+
+    def _do(self, action: Callable[[Any, str], Any], redirects: bool = True) -> Any:
+        fs, path = _client(self, redirects)
+        return retried(lambda: action(fs, path), self.text)
+
+
+class _Written:
+    """A stream into an object, with the size and the hash of what went in; an error leaves no object behind."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._hash, self.size = stream, hashlib.sha256(), 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        self._hash.update(data)
+        self._stream.write(data)
+        self.size += len(data)
+        return len(data)
+
+    @property
+    def sha256(self) -> str:
+        return self._hash.hexdigest()
+
+    def __enter__(self) -> _Written:
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is None:
+            self._stream.close()
+        else:
+            self._stream.discard()
+            with contextlib.suppress(AttributeError):  # else fsspec sends it when the stream is forgotten
+                self._stream.closed = True
+
+
+def _parts(url: Url) -> tuple[tuple[object, ...], str]:
+    """Where the store of a URL is, and the path there without a slash at its end; ValueError where it names none."""
+    if url.scheme not in _HTTP:
+        place, slash, path = url.text.partition("://")[2].partition("/")
+        if not place:
+            raise ValueError(f"{url} names no bucket")
+        return (place,), (slash + path).rstrip("/")
+    try:
+        import yarl  # aiohttp reads URLs by it
+    except ImportError as error:
+        raise ValueError(f"{url}: {url.scheme}:// needs the package aiohttp: pip install aiohttp") from error
+    read = yarl.URL(url.text)
+    if not read.host:
+        raise ValueError(f"{url} names no host")
+    return (read.host, read.port, read.user, read.password), read.raw_path.rstrip("/")
+
+
+async def _refuse_redirect(response: Any) -> None:
+    """Of a session that follows none: its answer would pass for the object's content."""
+    if 300 <= response.status < 400:
+        response.close()
+        place = str(response.headers.get("Location", "nowhere"))
+        raise RedirectError(f"the server redirects to {place:.200} (status {response.status}), which is not followed")
+
+
+def _client(url: Url, redirects: bool) -> tuple[Any, str]:
+    """The file system of a URL and the path in it. ValueError says which package is missing."""
+    scheme = url.scheme
+    try:
+        import fsspec
+    except ImportError as error:
+        raise ValueError(f"{url}: URLs need the package fsspec: pip install 'megacp[store]'") from error
+    try:
+        options: dict[str, Any] = {"client_kwargs": {"timeout": _timeout()}} if scheme in _HTTP else {}
+        if options and not redirects:
+            options["client_kwargs"]["raise_for_status"] = _refuse_redirect
+            options["allow_redirects"] = False
+        return fsspec.core.url_to_fs(url.text, use_listings_cache=False, **options)
+    except ImportError as error:
+        package = _PACKAGES.get(scheme)
+        way = f"{scheme}:// needs the package {package}: pip install {package}" if package else str(error)
+        raise ValueError(f"{url}: {way}") from error
+
+
+def _timeout() -> Any:
+    """Of a server that is silent; a large object may take as long as it comes."""
+    import aiohttp
+
+    return aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS)

@@ -1,0 +1,144 @@
+"""The head's product and its loss over chunks of tokens, so that logits of all tokens never exist.
+
+The loss of a microbatch is `sum(weights * losses) / denominator`, with both known before the forward. So the forward of
+a chunk makes its logits, losses and their gradient at once, and from that the gradients of input and weight: three
+products, none of them twice. Backward scales what is there. A whole row is one chunk.
+
+Rejected: logits made again in backward, which is a fourth product. Rejected: `d_logits` in the model's dtype summed
+into a weight gradient of that dtype, which rounds once a chunk.
+
+The weight gradient of several chunks is summed in fp32 (float64 for float64 models) and narrowed where it stands, so
+there is no second copy. It goes to autograd, because a tied table is used twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from megacp.core.distributed import collectives
+from megacp.core.distributed.grid import Axis
+from megacp.core.large_blocks import empty, product, zeros
+from megacp.core.tensor_parallel.cross_entropy import wide_dtype
+
+LossKernel = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
+"""`(logits[c, v], labels[c], first column, scale[c] or None) -> losses[c]` in fp32 or wider, replicated over tp.
+
+With a scale, as wide as the losses, the logits become the gradient of `sum(scale * losses)`. They may be overwritten
+without one too.
+"""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the head is to predict for `t` tokens, and how much each of them counts."""
+
+    labels: torch.Tensor
+    """int64 `[t]`; any id where the weight is 0."""
+    weights: torch.Tensor
+    """`[t]`."""
+    denominator: float
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """The rows of a table on this rank, and how the loss over them is computed."""
+
+    tp: Axis
+    sequence_parallel: bool
+    first: int
+    true_rows: int
+    kernel: LossKernel
+    chunk_tokens: int
+    """Tokens of a chunk; 0 takes all at once."""
+
+
+def weighted_loss(losses: torch.Tensor, weights: torch.Tensor, denominator: float) -> torch.Tensor:
+    """Scalar `sum(weights[t] * losses[t]) / denominator` over this rank's tokens: partial over dp and cp."""
+    return (losses * weights.to(losses.dtype)).sum() / denominator
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """`x[t/tp, h]` sharded or `x[t, h]` replicated, `W[rows, h]` -> the scalar loss, replicated over tp."""
+
+    @staticmethod
+    def forward(ctx, x, weight, target, options, with_gradients):  # type: ignore[no-untyped-def]
+        sharded = options.sequence_parallel and options.tp.size > 1
+        x_all = collectives.all_gather(x, options.tp) if sharded else x  # [t, h]
+        for_x, for_weight = (wanted and with_gradients for wanted in ctx.needs_input_grad[:2])
+        tokens, wide = x_all.shape[0], wide_dtype(x.dtype)
+        step = options.chunk_tokens or max(tokens, 1)
+        dx = empty(x_all.shape, x_all) if for_x else None
+        d_weight = zeros(weight.shape, weight, wide if tokens > step else None) if for_weight else None
+        weights = target.weights.to(wide)
+        scale = weights / target.denominator if for_x or for_weight else None
+        losses = torch.empty(tokens, dtype=wide, device=x.device)
+        for start in range(0, tokens, step):
+            part = slice(start, start + step)
+            logits = product(x_all[part], weight.t())  # [c, h] x [h, rows] -> [c, rows]
+            losses[part] = options.kernel(
+                logits[:, : options.true_rows],
+                target.labels[part],
+                options.first,
+                None if scale is None else scale[part],
+            )
+            logits[:, options.true_rows :] = 0.0  # padded rows have no gradient
+            if dx is not None:
+                torch.mm(logits, weight, out=dx[part])  # [c, rows] x [rows, h] -> [c, h], partial over tp
+            if d_weight is not None:
+                _add_product(d_weight, logits, x_all[part])
+            del logits  # before those of the next chunk
+        if dx is not None:
+            dx = (collectives.reduce_scatter if sharded else collectives.all_reduce)(dx, options.tp)
+        ctx.save_for_backward(dx, d_weight)
+        ctx.dtype = weight.dtype
+        return weighted_loss(losses, weights, target.denominator)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        dx, d_weight = ctx.saved_tensors  # changed in place: torch refuses a second backward
+        return (
+            None if dx is None else dx.mul_(grad),
+            None if d_weight is None else _narrowed(d_weight.mul_(grad), ctx.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _add_product(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
+    """Add `grad^T x` to `total[rows, h]`, for `grad[c, rows]` and `x[c, h]`.
+
+    Where the total is wider, products of some rows at a time: together they are as large as wide logits of the chunk,
+    which are gone by now.
+    """
+    if total.dtype == grad.dtype:
+        total.addmm_(grad.t(), x)
+        return
+    rows = max(1, grad.numel() * total.element_size() // (x.shape[1] * x.element_size()))
+    for part, part_grad in zip(total.split(rows), grad.split(rows, 1), strict=True):
+        part.add_(part_grad.t() @ x)  # [r, c] x [c, h] -> [r, h]
+
+
+def _narrowed(total: torch.Tensor, dtype: torch.dtype, block: int = 1 << 22) -> torch.Tensor:
+    """`total` in a dtype as wide or narrower, in the first bytes of its own storage."""
+    if total.dtype == dtype:
+        return total
+    flat = total.view(-1)
+    narrow = flat.view(dtype)[: flat.numel()]  # the same bytes: block i of it ends before block i + 1 of `flat` begins
+    for start in range(0, flat.numel(), block):
+        narrow[start : start + block] = flat[start : start + block].to(dtype)
+    return narrow.view(total.shape)
+
+
+def chunked_loss(x: torch.Tensor, weight: torch.Tensor, target: Target, options: LossOptions) -> torch.Tensor:
+    """The scalar loss of this rank's tokens, replicated over tp, partial over dp and cp.
+
+    `x[t/tp, h]` under sequence parallelism, else `x[t, h]`; `weight` this rank's rows. Gradients are made where
+    autograd records and only those that are asked for: none for a frozen table, none in evaluation.
+    """
+    return _ChunkedLoss.apply(x, weight, target, options, torch.is_grad_enabled())

@@ -1,0 +1,290 @@
+"""Column- and row-parallel linears (Shoeybi et al., 2019) with sequence parallelism (Korthikanti et al., 2022).
+
+Column: `y[t, f/tp] = x W^T`, with `dx[t, h] = dy W` partial over tp. Row: `y[t, h] = x[t, f/tp] W^T` partial over tp.
+
+A column-parallel linear saves its sharded input and gathers it again in backward, unless its weight is frozen. The
+reduce-scatter of the input gradient runs under the weight gradient's matrix product. Several global tensors (q, k, v or
+gate, up) share one local weight and one product. Each is cut by its own heads or rows, so checkpoints never see the
+fusion.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megacp.core.distributed import collectives
+from megacp.core.distributed.differentiable import copy_to, reduce_from
+from megacp.core.distributed.grid import Axis
+from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach
+from megacp.core.large_blocks import product as large_product
+from megacp.core.large_blocks import takes_block
+from megacp.core.tensor_parallel.products import PLAIN, Products
+from megacp.core.tensor_parallel.weight_gradients import WeightGradients, WeightProduct
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """One product `y = x W^T` that holds some global tensors; sizes are global."""
+
+    prefix: str
+    outputs: tuple[tuple[str, int], ...]
+    """Tensors `{prefix}.{name}.weight` of shape `[rows, in_features]`, as (name, rows). A row-parallel linear has one.
+    """
+    in_features: int
+    bias: bool
+    std: float
+    """Standard deviation of the initial weights; biases begin at 0."""
+
+    @property
+    def out_features(self) -> int:
+        """Rows of all tensors."""
+        return sum(rows for _, rows in self.outputs)
+
+
+@dataclass(frozen=True)
+class LinearOptions:
+    """What all layers of a tower share: the tp axis, sequence parallelism, parameter dtype and device, and training."""
+
+    tp: Axis
+    sequence_parallel: bool
+    dtype: torch.dtype
+    device: torch.device
+    trained: bool = True
+    """False for a frozen tower: its parameters take part in the forward pass alone."""
+    lr_multiplier: float = 1.0
+    weight_gradients: WeightGradients | None = None
+    """Takes the weight gradients of linears to the buckets; None leaves that to autograd."""
+    products: Products = PLAIN
+    """How products and the messages of sequence parallelism go together."""
+
+    def parameter(self, spec: ParameterSpec, rows: int | None = None) -> nn.Parameter:
+        """An uninitialised parameter that holds the pieces of a spec; `rows` counts padding behind them too."""
+        shape = (rows or sum(piece.shape[0] for piece in spec.pieces), *spec.pieces[0].shape[1:])
+        values = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return self.attach(nn.Parameter(values, requires_grad=self.trained), spec)
+
+    def attach(self, parameter: nn.Parameter, spec: ParameterSpec) -> nn.Parameter:
+        """Give a parameter its spec, with the learning rate of the tower, and return it."""
+        return attach(parameter, dataclasses.replace(spec, lr_multiplier=self.lr_multiplier))
+
+
+def _in_bucket(weight: torch.Tensor) -> bool:
+    return getattr(weight, "main_grad", None) is not None
+
+
+def _take_gradient(product: WeightProduct, sink: WeightGradients | None) -> torch.Tensor | None:
+    """`dy^T x` for autograd, or None where the gradient goes to the weight's part of a bucket."""
+    if sink is None or not _in_bucket(product.weight):
+        return large_product(product.grad.flatten(0, -2).t(), product.x.flatten(0, -2))  # [f, t] x [t, h] -> [f, h]
+    sink.take(product)
+    return None
+
+
+class _Product(torch.autograd.Function):
+    """`x[..., h], W[f, h] -> y[..., f]`, in memory that is used again; `sink` as in `product`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, sink: WeightGradients | None) -> torch.Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)  # a frozen weight asks for no input
+        ctx.weight, ctx.sink = weight, sink
+        return large_product(x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dx = large_product(grad, weight) if ctx.needs_input_grad[0] else None
+        d_weight = _take_gradient(WeightProduct(ctx.weight, grad, x), ctx.sink) if ctx.needs_input_grad[1] else None
+        return dx, d_weight, None
+
+
+class _GatherLinear(torch.autograd.Function):
+    """`x[t/tp, h]` sharded, `W[f, h]` -> `y[t, f]`; communication overlaps the products of backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: nn.Parameter, axis: Axis, sink: WeightGradients | None, products: Products
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)  # a frozen weight asks for no input
+        ctx.axis, ctx.sink, ctx.weight, ctx.products = axis, sink, weight, products
+        return products.gather_product(x, weight.t(), axis)[1]  # [t, h] x [h, f] -> [t, f]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        trained, sink = ctx.needs_input_grad[1], ctx.sink
+        waits = sink is not None and sink.later and _in_bucket(ctx.weight)
+        # under the next product
+        gathering = collectives.start_all_gather(x, ctx.axis) if trained and not waits else None
+        # [t, f] x [f, h] -> [t, h] partial over tp; its sum is under way under the product of the weight gradient
+        scattering = ctx.products.product_scatter(grad, weight, ctx.axis)
+        d_weight = None
+        if gathering is not None:
+            d_weight = _take_gradient(WeightProduct(ctx.weight, grad, gathering.wait()), sink)
+        elif trained:
+            d_weight = _take_gradient(WeightProduct(ctx.weight, grad, x, ctx.axis), sink)
+        return scattering.wait(), d_weight, None, None, None
+
+
+class _ScatterLinear(torch.autograd.Function):
+    """`x[t, f/tp]`, `W[h, f/tp]` -> `y[t/tp, h]`, the sum over tp of `x W^T`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: nn.Parameter, axis: Axis, sink: WeightGradients | None, products: Products
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.axis, ctx.sink, ctx.weight, ctx.products = axis, sink, weight, products
+        return products.product_scatter(x, weight.t(), axis).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        whole, dx = ctx.products.gather_product(grad, weight, ctx.axis)  # [t, h] and [t, f/tp]
+        d_weight = None
+        if ctx.needs_input_grad[1]:
+            d_weight = _take_gradient(WeightProduct(ctx.weight, whole, x), ctx.sink)
+        return dx if ctx.needs_input_grad[0] else None, d_weight, None, None, None
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, sink: WeightGradients | None = None) -> torch.Tensor:
+    """`x[..., h] W^T [..., f]` on this rank; `sink` takes the weight gradient once the weight is in a bucket."""
+    ours = (sink is not None and _in_bucket(weight)) or takes_block((*x.shape[:-1], weight.shape[0]), x)
+    return _Product.apply(x, weight, sink) if ours else F.linear(x, weight)
+
+
+def gather_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    axis: Axis,
+    sink: WeightGradients | None = None,
+    products: Products = PLAIN,
+) -> torch.Tensor:
+    """`x[t/tp, h] sharded`, `W[f, h]` -> `x_gathered W^T [t, f]`."""
+    return product(x, weight, sink) if axis.size == 1 else _GatherLinear.apply(x, weight, axis, sink, products)
+
+
+def scatter_linear(x: torch.Tensor, weight: torch.Tensor, options: LinearOptions) -> torch.Tensor:
+    """`x[t, f/tp]`, `W[h, f/tp]` -> `y[t/tp, h]`, the sum over tp of `x W^T`."""
+    tp, sink = options.tp, options.weight_gradients
+    return product(x, weight, sink) if tp.size == 1 else _ScatterLinear.apply(x, weight, tp, sink, options.products)
+
+
+def column_product(x: torch.Tensor, weight: torch.Tensor, options: LinearOptions) -> torch.Tensor:
+    """`y[t, f/tp]` from `x[t/tp, h]` (sequence parallel) or `x[t, h]` (replicated)."""
+    if options.sequence_parallel:
+        return gather_linear(x, weight, options.tp, options.weight_gradients, options.products)
+    return product(copy_to(x, options.tp), weight, options.weight_gradients)
+
+
+def column_specs(linear: LinearSpec, options: LinearOptions) -> tuple[ParameterSpec, ParameterSpec]:
+    """Specs of the weight and the bias of a column-parallel linear: each tensor is cut by rows over tp."""
+    tp = options.tp
+    weights, biases, start = [], [], 0
+    for name, rows in linear.outputs:
+        assert rows % tp.size == 0, f"{name}: {rows} rows over tp {tp.size}"
+        whole, local = (rows, linear.in_features), (rows // tp.size, linear.in_features)
+        begin, name = tp.rank * local[0], f"{linear.prefix}.{name}"
+        weights.append(TensorSlice(f"{name}.weight", whole, (begin, 0), local, start))
+        biases.append(TensorSlice(f"{name}.bias", whole[:1], (begin,), local[:1], start))
+        start += local[0]
+    fused = options.weight_gradients is not None
+    return (
+        ParameterSpec(tuple(weights), "normal", linear.std, fused_gradient=fused),
+        ParameterSpec(tuple(biases), "zeros", weight_decay=False),
+    )
+
+
+def row_specs(linear: LinearSpec, options: LinearOptions) -> tuple[ParameterSpec, ParameterSpec]:
+    """Specs of the weight and the bias of a row-parallel linear: its one tensor is cut by columns over tp."""
+    tp, ((last, rows),) = options.tp, linear.outputs
+    name, columns = f"{linear.prefix}.{last}", linear.in_features
+    assert columns % tp.size == 0, f"{name}: {columns} columns over tp {tp.size}"
+    local = columns // tp.size
+    piece = TensorSlice(f"{name}.weight", (rows, columns), (0, tp.rank * local), (rows, local))
+    weight = ParameterSpec((piece,), "normal", linear.std, fused_gradient=options.weight_gradients is not None)
+    return weight, replicated_spec(f"{name}.bias", (rows,), "zeros", options)
+
+
+class ColumnParallelLinear(nn.Module):
+    """`x[t/tp, h] -> y[t, f/tp]`: the rows of every tensor of `linear` are cut over tp."""
+
+    def __init__(self, linear: LinearSpec, options: LinearOptions) -> None:
+        super().__init__()
+        self.options = options
+        weight, bias = column_specs(linear, options)
+        self.weight = options.parameter(weight)
+        self.bias = options.parameter(bias) if linear.bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x[t/tp, h]` under sequence parallelism, else `x[t, h]`, to `y[t, sum of local rows]`."""
+        y = column_product(x, self.weight, self.options)
+        return y if self.bias is None else y + self.bias
+
+
+class RowParallelLinear(nn.Module):
+    """`x[t, f/tp] -> y[t/tp, h]`: the columns of one tensor are cut over tp; the bias is added once, after the sum."""
+
+    def __init__(self, linear: LinearSpec, options: LinearOptions) -> None:
+        super().__init__()
+        self.options = options
+        weight, bias = row_specs(linear, options)
+        self.weight = options.parameter(weight)
+        self.bias = options.parameter(bias) if linear.bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x[t, f/tp]` to `y[t/tp, h]` under sequence parallelism, else `y[t, h]`."""
+        options = self.options
+        if options.sequence_parallel:
+            y = scatter_linear(x, self.weight, options)
+        else:
+            y = reduce_from(product(x, self.weight, options.weight_gradients), options.tp)  # [t, h]
+        return y if self.bias is None else y + self.bias
+
+    def gradients(
+        self, x: torch.Tensor, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[nn.Parameter, torch.Tensor | None]]:
+        """`dx[t, f/tp]`, and those of trained parameters (None: added to its bucket), without a forward.
+
+        `grad` is that of the result: neither the product nor its reduction is needed to walk back through them.
+        """
+        found: dict[nn.Parameter, torch.Tensor | None] = {}
+        with torch.no_grad():
+            if self.bias is not None and self.bias.requires_grad:
+                found[self.bias] = grad.sum(0)
+            if self.options.sequence_parallel:
+                grad = collectives.all_gather(grad, self.options.tp)  # [t/tp, h] -> [t, h]
+            if self.weight.requires_grad:
+                product = WeightProduct(self.weight, grad, x)
+                found[self.weight] = _take_gradient(product, self.options.weight_gradients)
+            return grad @ self.weight, found
+
+
+def replicated_spec(
+    name: str,
+    shape: tuple[int, ...],
+    init: str,
+    options: LinearOptions,
+    *,
+    partial_over_tp: bool | None = None,
+    std: float = 0.0,
+) -> ParameterSpec:
+    """Spec of a parameter that every tp rank holds whole; `std` is that of `normal` ones, which decay.
+
+    Its gradient is partial over tp when each tp rank sees other tokens (sequence parallelism, the default rule) or
+    other heads (`partial_over_tp=True`). Only tp rank 0 counts it in the norm.
+    """
+    partial = options.sequence_parallel if partial_over_tp is None else partial_over_tp
+    return ParameterSpec(
+        (TensorSlice(name, shape, (0,) * len(shape), shape),),
+        init,
+        std,
+        weight_decay=init == "normal",
+        partial_over=("tp",) if partial and options.tp.size > 1 else (),
+        counted=options.tp.rank == 0,
+    )

@@ -1,0 +1,124 @@
+"""Where the weight gradients of linears go: to autograd, to a gradient bucket at once, or there when there is time.
+
+With `--gradient-accumulation-fusion` backward adds the weight gradient straight to the parameter's `main_grad`, its
+part of a gradient bucket, so it never exists beside it. A vocabulary table may be used twice and stays with autograd.
+
+With `--pipeline-schedule zero_bubble` the products of weight gradients wait, because no other stage needs them (Qi et
+al., 2023). Backward puts by what each of them is made of: the layer's input and the gradient of its output. An input
+that tensor-parallel ranks share is put by as this rank's part, and gathered under the product before it.
+
+Rejected: a second pass of autograd for the weights, which walks the whole graph again and keeps all of it until then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megacp.core.distributed import collectives
+from megacp.core.distributed.grid import Axis
+
+AddGradient = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""`(total[f, h], dy[t, f], x[t, h])`: add `dy^T x` to the total, which may be wider."""
+
+
+def add_weight_gradient(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
+    """`AddGradient` in torch: one fused product and sum where the dtypes agree, else a product that is added."""
+    if total.dtype == grad.dtype:
+        total.addmm_(grad.t(), x)
+    else:
+        total.add_(grad.t() @ x)
+
+
+@dataclass(frozen=True)
+class WeightProduct:
+    """A weight gradient `dy^T x` that is still to be computed."""
+
+    weight: nn.Parameter
+    grad: torch.Tensor
+    """`dy[..., f]`."""
+    x: torch.Tensor
+    """`x[..., h]`, or this rank's part `[t/tp, h]` of it."""
+    axis: Axis | None = None
+    """Where `x` is a part: the ranks that have the others."""
+
+
+class WeightGradients:
+    """Adds weight gradients to their part of a bucket, as each is found."""
+
+    later = False
+    """Whether products wait until they are asked for."""
+
+    def __init__(self, add: AddGradient = add_weight_gradient) -> None:
+        self._add = add
+
+    def at_once(self) -> WeightGradients:
+        """The same without waiting."""
+        return WeightGradients(self._add) if self.later else self
+
+    def take(self, product: WeightProduct) -> None:
+        """Deal with the gradient of a weight that has a `main_grad`; `x` is whole unless they wait."""
+        self.compute(product.weight, product.grad, product.x)
+        _tell(product.weight)
+
+    def compute(self, weight: nn.Parameter, grad: torch.Tensor, x: torch.Tensor) -> None:
+        """Add `dy^T x` of `grad[..., f]` and `x[..., h]`."""
+        total: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]  # ours, on a parameter of torch
+        self._add(total, grad.flatten(0, -2), x.flatten(0, -2))
+
+
+class LaterWeightGradients(WeightGradients):
+    """Puts them by, a list for each backward of a pipeline's stage. A key is (microbatch, chunk)."""
+
+    later = True
+
+    def __init__(self, add: AddGradient = add_weight_gradient) -> None:
+        super().__init__(add)
+        self._found: list[WeightProduct]
+        self._waiting: dict[tuple[int, int], list[WeightProduct]]
+        self.begin()
+
+    def take(self, product: WeightProduct) -> None:
+        """Put a product by; it keeps `dy` and `x`, and nothing of the graph behind them."""
+        self._found.append(dataclasses.replace(product, grad=product.grad.detach(), x=product.x.detach()))
+
+    def begin(self) -> None:
+        """A step begins; what one that failed has left is dropped."""
+        self._found, self._waiting = [], {}
+
+    def put_by(self, key: tuple[int, int]) -> None:
+        """Name what the backward has found that has just ended."""
+        self._waiting[key], self._found = self._found, []
+
+    def add(self, key: tuple[int, int], last: bool) -> None:
+        """Compute what waits under a name. `last`: buckets hear that the gradients of these weights are final."""
+        products = deque(self._waiting.pop(key))
+        uses = Counter(product.weight for product in products)
+        inputs = deque(self._start(product) for product in itertools.islice(products, 1))
+        while products:
+            if len(products) > 1:
+                inputs.append(self._start(products[1]))  # on its way under this product
+            product = products.popleft()
+            self.compute(product.weight, product.grad, inputs.popleft()())
+            uses[product.weight] -= 1
+            if last and not uses[product.weight]:
+                _tell(product.weight)
+
+    @staticmethod
+    def _start(product: WeightProduct) -> Callable[[], torch.Tensor]:
+        """Start to gather the input of a product; the result waits for it and is asked once."""
+        if product.axis is None:
+            return lambda: product.x
+        return collectives.start_all_gather(product.x, product.axis).take
+
+
+def _tell(weight: nn.Parameter) -> None:
+    """The bucket of a weight hears that its gradient is there."""
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # ours, on a parameter of torch
+    weight.gradient_added(weight)  # type: ignore[attr-defined]  # likewise

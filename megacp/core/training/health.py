@@ -1,0 +1,235 @@
+"""Whether the numbers of a step are sound: one decision a step, before its update.
+
+Key property: the decision follows from numbers that all ranks hold and from a state in every checkpoint. So all ranks
+decide alike, and a resumed run decides like an uninterrupted one. Rejected: a watcher beside the loop, which sees a
+jump after the weights have taken it.
+
+Packs are named only after a finding, by all ranks together: a good step pays nothing. A loss belongs to its microbatch,
+so the packs of that microbatch are named. A bad gradient behind finite losses is a sum over ranks: all packs of the
+step are named. Weights are checked before they are saved and after they are read.
+
+The rules, in this order:
+* Images of too many documents could not be decoded: the run ends.
+* A step that learns from no token, or whose loss or gradient is not finite, is skipped.
+* A loss or gradient norm far above its running median is told, skipped, or ends the run.
+* Too many skipped steps in a row end the run.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megacp.core.checkpoint.names import TensorBox
+from megacp.core.config.health import HealthConfig
+from megacp.core.distributed.collectives import gather_objects
+from megacp.core.distributed.grid import Axis
+from megacp.core.storage.wording import listed
+
+IMAGE_DOCUMENTS = 16
+"""Documents with images after which their bad share is judged: of fewer, one bad image would be too large a share."""
+KNOWN_UPDATES = 8
+"""Updates from which on a running median is compared with, or the whole window where that is smaller."""
+
+
+class UnwellError(Exception):
+    """The run may not go on, for the reason it says; raised on all ranks alike. Nothing is saved after it."""
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """What all ranks know of a step before its update."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    """Global norm before clipping."""
+    weight: float = 1.0
+    """Sum of the loss weights."""
+    image_documents: int = 0
+    """Documents with images, those left out included; counted only with --on-bad-image skip."""
+    left_out: int = 0
+    """Documents left out because of an image."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of a step."""
+
+    update: bool = True
+    """Whether the optimizer may apply it."""
+    finite: bool = True
+    """False where the loss or the gradient norm is not."""
+    findings: tuple[str, ...] = ()
+    """What is not as it should be, in words."""
+    end: str = ""
+    """Why the run ends before this update; empty when it goes on."""
+
+
+def finite_only(loss: float, grad_norm: float) -> Verdict:
+    """The verdict without any history: an update needs a finite loss and a finite gradient."""
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return Verdict()
+    what = f"gradient norm {grad_norm}" if not math.isfinite(grad_norm) else f"loss {loss}"
+    return Verdict(update=False, finite=False, findings=(what,))
+
+
+class Health:
+    """The rules of `settings` over the steps of one run. `state` is what `Health.state` gave; None for a fresh run.
+
+    Raises ValueError for a state that no run has written.
+    """
+
+    def __init__(self, settings: HealthConfig, state: Mapping[str, Any] | None = None) -> None:
+        self._settings = settings
+        state = {**_FRESH, **(state or {})}
+        for name, fresh in _FRESH.items():
+            _refuse_other(name, state[name], fresh)
+        self._losses = deque(map(float, state["losses"]), settings.spike_window)
+        self._norms = deque(map(float, state["grad_norms"]), settings.spike_window)
+        self.skipped_in_a_row: int = state["skipped_in_a_row"]
+        """Steps without an update since the last one with an update."""
+        self._image_documents: int = state["image_documents"]
+        self._left_out: int = state["left_out"]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to hold: JSON numbers, all of them finite."""
+        return {
+            "losses": list(self._losses),
+            "grad_norms": list(self._norms),
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "image_documents": self._image_documents,
+            "left_out": self._left_out,
+        }
+
+    def judge(self, numbers: StepNumbers) -> Verdict:
+        """Decide on a step, once; the state then counts it."""
+        if end := self._bad_images(numbers):
+            return Verdict(update=False, end=end)
+        verdict = self._on_numbers(numbers)
+        if verdict.end:
+            return verdict
+        if verdict.update:
+            self.skipped_in_a_row = 0
+            self._losses.append(numbers.loss)
+            self._norms.append(numbers.grad_norm)
+            return verdict
+        self.skipped_in_a_row += 1
+        limit = self._settings.max_skipped_steps
+        if not limit or self.skipped_in_a_row < limit:
+            return verdict
+        steps = f"{numbers.step - self.skipped_in_a_row + 1} to {numbers.step}"
+        end = f"no update in {self.skipped_in_a_row} steps in a row, {steps} (--max-skipped-steps {limit})"
+        return Verdict(False, verdict.finite, verdict.findings, end)
+
+    def _on_numbers(self, numbers: StepNumbers) -> Verdict:
+        if numbers.weight == 0.0:
+            why = "no token of the step has a loss weight"
+            return Verdict(update=False, findings=(why + (", bad images left out" if numbers.left_out else ""),))
+        verdict = finite_only(numbers.loss, numbers.grad_norm)
+        if not verdict.finite:
+            return verdict
+        settings = self._settings
+        found = (
+            self._spike("loss", numbers.loss, self._losses, settings.loss_spike_factor),
+            self._spike("gradient norm", numbers.grad_norm, self._norms, settings.grad_norm_spike_factor),
+        )
+        spikes = tuple(text for text in found if text)
+        if not spikes or settings.spike_action == "warn":
+            return Verdict(findings=spikes)
+        end = f"{'; '.join(spikes)} (--spike-action stop)" if settings.spike_action == "stop" else ""
+        return Verdict(update=False, findings=spikes, end=end)
+
+    def _spike(self, name: str, value: float, before: deque[float], factor: float) -> str:
+        """What is wrong with `value`; empty while too few updates are known."""
+        if not factor or len(before) < min(KNOWN_UPDATES, self._settings.spike_window):
+            return ""
+        usual = statistics.median(before)
+        if usual <= 0.0 or value <= factor * usual:
+            return ""
+        return f"the {name} {value:.4g} is {value / usual:.3g} times the median {usual:.4g} of {len(before)} updates"
+
+    def _bad_images(self, numbers: StepNumbers) -> str:
+        """Why too many documents lost their images; empty when they did not, or too few were read to say."""
+        self._image_documents += numbers.image_documents
+        self._left_out += numbers.left_out
+        if self._image_documents < IMAGE_DOCUMENTS:
+            return ""
+        seen, left_out = self._image_documents, self._left_out
+        self._image_documents = self._left_out = 0
+        limit = self._settings.max_bad_image_share
+        if left_out <= limit * seen:
+            return ""
+        return (
+            f"{left_out} of the last {seen} documents with images were left out because an image could not be decoded "
+            f"(--max-bad-image-share {limit:g})"
+        )
+
+
+_FRESH: dict[str, Any] = {"losses": [], "grad_norms": [], "skipped_in_a_row": 0, "image_documents": 0, "left_out": 0}
+
+
+def _refuse_other(name: str, value: Any, fresh: Any) -> None:
+    numbers = value if isinstance(value, (list, tuple)) else [value]
+    kinds = (int, float) if isinstance(fresh, list) else (int,)
+    sound = all(isinstance(x, kinds) and not isinstance(x, bool) and math.isfinite(x) for x in numbers)
+    if not sound or (kinds == (int,) and numbers[0] < 0) or isinstance(value, (list, tuple)) != isinstance(fresh, list):
+        raise ValueError(f"the checkpoint's state of health has {name} {value!r:.80}, which no run writes")
+
+
+_MOST, _MOST_TENSORS = 64, 4
+
+
+@dataclass(frozen=True)
+class Suspects:
+    """Packs that may be to blame for a step, and one sentence about them."""
+
+    packs: frozenset[int]
+    sentence: str
+
+
+def suspects(packs: Sequence[tuple[int, ...]], losses: Sequence[torch.Tensor], finite: bool, world: Axis) -> Suspects:
+    """The packs of a step with findings, equal on all ranks. Collective over `world`.
+
+    `packs` and `losses` are this rank's, by microbatch; no losses where it holds no last stage. `finite`: the whole
+    step's loss and gradient are.
+    """
+    bad = [ids for ids, loss in zip(packs, losses, strict=False) if not math.isfinite(loss.item())]
+    found = gather_objects((_ids(bad), _ids(packs)), world)
+    ranks = [rank for rank, (of_rank, _) in enumerate(found) if of_rank]
+    if ranks:
+        blamed = set().union(*(of_rank for of_rank, _ in found))
+        told = f"the loss of {named_packs(blamed)} was not finite, on rank {', '.join(map(str, ranks))}"
+        return Suspects(frozenset(blamed), told)
+    blamed = set().union(*(of_rank for _, of_rank in found))
+    known = "" if finite else "all losses were finite, a gradient was not; "
+    return Suspects(frozenset(blamed), f"{known}the step had {named_packs(blamed)}")
+
+
+def _ids(groups: Iterable[tuple[int, ...]]) -> set[int]:
+    return {number for group in groups for number in group}
+
+
+def named_packs(packs: Collection[int]) -> str:
+    """`pack 3`, `packs 3, 5`, `packs ..., and 9 more`."""
+    return f"pack{'s' if len(packs) != 1 else ''} {listed(sorted(packs), _MOST)}"
+
+
+def damaged_tensors(boxes: Sequence[TensorBox], world: Axis) -> str:
+    """Which tensors hold a number that is not finite, in words equal on all ranks; empty when none does. Collective."""
+    ends = [torch.stack(box.tensor.detach().aminmax()) for box in boxes if box.tensor.numel()]
+    finite = torch.stack([end.isfinite().all() for end in ends]).tolist() if ends else []
+    names = [box.name for box in boxes if box.tensor.numel()]
+    bad = sorted({name for name, sound in zip(names, finite, strict=True) if not sound})
+    found = gather_objects(bad, world)
+    ranks = [str(rank) for rank, of_rank in enumerate(found) if of_rank]
+    if not ranks:
+        return ""
+    every = sorted(set().union(*found))
+    return f"{listed(every, _MOST_TENSORS)} on rank {', '.join(ranks)}"

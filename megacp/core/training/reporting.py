@@ -1,0 +1,132 @@
+"""What a run reports of itself: its log, its first line, the FLOPs of its MFU, the slowest rank of a step.
+
+Key property: nothing here changes a step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+
+import torch
+
+from megacp.core.checkpoint.agree import on_all_ranks
+from megacp.core.config.run import RunConfig, flatten
+from megacp.core.data.blend import PackBlend
+from megacp.core.data.loader import PackSource
+from megacp.core.distributed.collectives import all_gather, barrier, gather_objects
+from megacp.core.distributed.grid import Axis, ProcessGrid
+from megacp.core.monitor.flops import cpu_peak, cpu_run_peak, cuda_peak
+from megacp.core.monitor.log import LogTargets, RunLog
+from megacp.core.monitor.sinks import RunPlaces
+from megacp.core.monitor.timers import COMPUTING, WAITING, Breakdown
+from megacp.core.planner.report import human_count
+from megacp.core.planner.vision import run_parameters, text_flops, trained_parameters, vision_flops
+from megacp.core.storage.place import Place, place_of
+from megacp.core.training.rows import PlannedRow
+
+
+def row_flops(row: PlannedRow, config: RunConfig) -> float:
+    """FLOPs of training on a row, attention counted by the allowed pairs of its mask, vision by its images."""
+    metadata, images = row.share.plan.metadata, row.batch.vision
+    total = text_flops(config, int((metadata.document >= 0).sum()), int(metadata.cost.sum()))
+    if images is not None:
+        total += vision_flops(config, images.num_crops, images.num_features, images.pooling.shape[1])
+    return total
+
+
+def open_log(config: RunConfig, grid: ProcessGrid, step: int, resumed: Place | None) -> RunLog:
+    """The log of this rank of a run that has done `step` steps; ValueError on all ranks when rank 0 cannot open it.
+
+    `resumed`: the checkpoint that it goes on from.
+    """
+    targets, log = LogTargets(), config.log
+    if grid.rank == 0:
+        path = None if config.writes_no_log else config.log_path
+        save = config.checkpoint.save
+        places = RunPlaces(
+            str(place_of(save).resolve()) if save else None, str(resumed.resolve().parent) if resumed else None
+        )
+        targets = LogTargets(True, path, log.tensorboard_dir, log.wandb_project, log.log_interval, places)
+    settings, opened = flatten(config), list[RunLog]()
+
+    def opens() -> None:
+        try:
+            opened.append(RunLog(targets, config.training.train_iters, step, settings))
+        except OSError as error:
+            raise ValueError(f"the log cannot be written: {error}") from error
+
+    on_all_ranks(grid.world, opens, ValueError)
+    return opened[0]
+
+
+def heading(config: RunConfig, grid: ProcessGrid) -> str:
+    """One line: what runs where."""
+    shape, training, parallel = grid.shape, config.training, config.parallel
+    instances = parallel.num_distributed_optimizer_instances
+    ranks = shape.dp * shape.cp // instances
+    what = {"optim_grads": "gradients", "optim_grads_params": "parameters"}.get(
+        parallel.data_parallel_sharding_strategy
+    )
+    shared = f" (each {ranks} of dp x cp share {what})" if what and ranks > 1 else ""
+    return (
+        f"{shape.world_size} ranks = pp {shape.pp} x dp {shape.dp} x cp {shape.cp} x tp {shape.tp}{shared} on "
+        f"{grid.device.type}, {human_count(run_parameters(config))} parameters{_trained(config)} in "
+        f"{training.dtype}, {training.global_batch_size} packs of up to {config.data.seq_length} tokens a step"
+    )
+
+
+def blend_heading(source: PackSource) -> list[str]:
+    """What is blended, one line for each dataset; nothing where there is one dataset alone."""
+    if not isinstance(source, PackBlend):
+        return []
+    firsts = [0, *itertools.accumulate(len(one) for one in source.datasets)]
+    lines = [
+        f"blend: {one.name} gives {one.share:.4%} of the samples; {stop - first:,} packs, numbers {first} to {stop - 1}"
+        for one, first, stop in zip(source.shares(0), firsts, firsts[1:], strict=False)
+    ]
+    rounded = f"blend: weights are rounded to parts of {sum(source.parts):,}"
+    return [*lines, rounded] if source.is_rounded else lines
+
+
+def blend_figures(source: PackBlend, before: int, consumed: int, is_last: bool) -> tuple[str, dict[str, float]]:
+    """Shares and epochs after `consumed` samples, in words where a dataset began an epoch since `before`."""
+    shares = source.shares(consumed)
+    begun = [int(now.epoch) > int(was.epoch) for now, was in zip(shares, source.shares(before), strict=True)]
+    figures: dict[str, float] = {}
+    for one in shares:
+        figures |= {f"{one.name}/share": one.share, f"{one.name}/epoch": one.epoch}
+    told = ", ".join(f"{one.name} {one.share:.2%}, epoch {one.epoch:.2f}" for one in shares)
+    return (f"blend: after {consumed:,} samples {told}" if any(begun) or is_last else ""), figures
+
+
+def _trained(config: RunConfig) -> str:
+    """How many of them are trained, where some are frozen."""
+    model, pairs = config.model, ""
+    if model.lora_rank:
+        pairs = f" in low-rank pairs of rank {model.lora_rank} on {', '.join(model.lora_linears)}"
+    return f" ({human_count(trained_parameters(config))} trained{pairs})" if config.frozen_parts else ""
+
+
+def peak_flops(config: RunConfig, grid: ProcessGrid) -> float | None:
+    """FLOP/s of all devices of the run together; on CPU measured by rank 0 while the others wait."""
+    dtype, peak = config.training.dtype, None
+    if grid.device.type == "cuda":
+        one = cuda_peak(grid.device, dtype)
+        peak = one * grid.world.size if one is not None else None
+    else:
+        cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        places = gather_objects((platform.node(), frozenset(cores)), grid.world)
+        if grid.rank == 0:
+            peak = cpu_run_peak(cpu_peak(dtype), torch.get_num_threads(), places)
+    barrier(grid.world)
+    return peak
+
+
+def breakdown(taken: dict[str, float], world: Axis, device: torch.device) -> Breakdown:
+    """The seconds by phase of all ranks, from those of this one. Collective over `world`."""
+    names = (*COMPUTING, *WAITING)
+    row = torch.tensor([[taken.get(name, 0.0) for name in names]], dtype=torch.float64, device=device)
+    columns = all_gather(row, world).cpu().T.tolist()  # [1, phases] -> [world, phases] -> by phase
+    return Breakdown({name: of_ranks for name, of_ranks in zip(names, columns, strict=True) if any(of_ranks)})

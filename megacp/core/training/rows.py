@@ -1,0 +1,83 @@
+"""Which packs make the rows of this rank, over which ranks a row is dealt, and a row as planned before its step.
+
+Key property: dynamic context parallelism is another answer to the first two questions. The packs that dp ranks would
+read side by side stand in one row, dealt over dp x cp ranks. The layout keeps short documents on few of them, and ranks
+that share no document exchange nothing. Rejected: process groups of several sizes, which fix the degrees that a
+document may have and must be created for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megacp.core.config.run import RunConfig
+from megacp.core.context_parallel.shard import LocalBatch, row_axis
+from megacp.core.data.batch import PackedBatch
+from megacp.core.data.loader import DataRank
+from megacp.core.distributed.grid import Axis, ProcessGrid
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one rank."""
+
+    axis: Axis
+    """The ranks over which the tokens of a row are dealt: cp, or dp x cp."""
+    data_rank: DataRank
+    """Which of the step's rows are this rank's; ranks with one data rank read the same packs."""
+    packs: int
+    """Packs of a row."""
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    """A microbatch as it was read, and all that is worked out of it before its step: no device is needed."""
+
+    batch: PackedBatch
+    share: LocalBatch
+    """This rank's part of it, on the host."""
+    flops: float = 0.0
+    """Model FLOPs of training on it; 0 where another rank of the replica counts them."""
+
+    @property
+    def pack_ids(self) -> tuple[int, ...]:
+        """Numbers of its packs."""
+        return self.batch.pack_ids
+
+
+Move = Callable[[LocalBatch], LocalBatch]
+"""A row's share on the host -> on the device."""
+
+
+class RowsOnDevice(Sequence[LocalBatch]):
+    """Microbatches on the host; on the device from their first chunk of this stage to their last.
+
+    So pixels of a whole step never stand on it at once. What backward needs of them autograd holds.
+    """
+
+    def __init__(self, shares: Sequence[LocalBatch], move: Move, chunks: int) -> None:
+        self._shares, self._move, self._last = shares, move, chunks - 1
+        self._here: dict[int, LocalBatch] = {}
+
+    def __getitem__(self, microbatch: Any) -> Any:
+        return self._shares[microbatch]
+
+    def __len__(self) -> int:
+        return len(self._shares)
+
+    def arrive(self, microbatch: int, chunk: int) -> LocalBatch:
+        """A microbatch on the device, for one of the chunks of this stage, which it enters in order."""
+        batch = self._here.pop(microbatch, None) or self._move(self._shares[microbatch])
+        if chunk < self._last:
+            self._here[microbatch] = batch
+        return batch
+
+
+def rows_of(config: RunConfig, grid: ProcessGrid) -> Rows:
+    """The rows of a rank of `grid`."""
+    packs, axis = config.training.micro_batch_size, row_axis(grid, config.parallel)
+    if axis is grid.cp:
+        return Rows(axis, DataRank(grid.dp.rank, grid.dp.size), packs)
+    return Rows(axis, DataRank(0, 1), packs * grid.dp.size)

@@ -1,0 +1,129 @@
+"""The checkpoints of one run: the directory it owns, what is being written there, and when that is committed.
+
+Key property: a save in the background is committed at a step boundary. The exchange before the step (`loss.agree`) has
+then told all ranks that all have written. An error of any rank ends the run there. Weights that hold NaN end the run.
+Weights without an update since the last checkpoint are not written again. Nothing is removed while updates are being
+skipped. Rejected: committing from the writing threads, whose collectives would meet those of training in another order
+on each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megacp.core.checkpoint.agree import on_rank_0
+from megacp.core.checkpoint.directory import refuse_unpointable, remove_leftovers
+from megacp.core.checkpoint.lock import DirectoryLock
+from megacp.core.checkpoint.pending import PendingCheckpoint
+from megacp.core.config.run import RunConfig
+from megacp.core.distributed.grid import Axis
+from megacp.core.storage.place import Place, place_of
+from megacp.core.storage.url import is_url
+from megacp.core.training.health import UnwellError, damaged_tensors
+from megacp.core.training.state import Progress, begin_save, saved_boxes
+from megacp.core.training.step import ParallelModel
+
+DONE, WRITING, FAILED = 0, 1, 2
+"""What a rank tells the others of its files; of several ranks the highest counts."""
+
+
+class Saver:
+    """One run's checkpoints below `--save`; without it nothing is written. Collective over `world`.
+
+    Raises ValueError on every rank when another run holds the directory or it cannot be written.
+    """
+
+    def __init__(self, config: RunConfig, world: Axis) -> None:
+        self._config, self._world = config, world
+        self._pending: PendingCheckpoint | None = None
+        self._lock: DirectoryLock | None = None
+        self._step: int | None = None
+        self._updates: int | None = None
+        self.newest: Place | None = None
+        """The last checkpoint that this run has written or was resumed from; its weights are finite."""
+        self.keeps_all = False
+        """Whether old checkpoints stay, whatever --keep-last says: the run has just skipped a step."""
+        self.distrusted: tuple[Place, ...] = ()
+        """Checkpoints that were found damaged when the run looked for a start: --keep-last does not count them."""
+        self.notes: list[str] = []
+        """What there is to say about the directory at the start."""
+        if config.checkpoint.save is not None:
+            self.notes = on_rank_0(world, lambda: self._enter(str(config.checkpoint.save)), ValueError)
+
+    def _enter(self, directory: str) -> list[str]:
+        if is_url(directory):
+            return [f"{directory} cannot be locked: a second run that saves there would not be noticed"]
+        refuse_unpointable(directory)
+        self._lock = DirectoryLock(directory)
+        notes = [self._lock.problem] if self._lock.problem else []
+        if not self._lock.problem:
+            notes += remove_leftovers(directory)
+        return notes
+
+    def resumed(self, step: int, updates: int, path: Place) -> None:
+        """The run starts from this checkpoint; where it lies in --save, its step and its weights need no saving."""
+        self.newest = path
+        save = self._config.checkpoint.save
+        if save is not None and path.resolve().parent == place_of(save).resolve():
+            self._step, self._updates = step, updates
+
+    @property
+    def save_state(self) -> int:
+        """DONE, WRITING or FAILED on this rank."""
+        if self._pending is None:
+            return DONE
+        return WRITING if self._pending.writing else FAILED if self._pending.failed else DONE
+
+    def settle(self, of_all: int, say: Callable[[str], None]) -> None:
+        """Commit what is pending, given the highest `save_state`; SaveError on all ranks when it failed on any."""
+        if self._pending is not None and of_all != WRITING:
+            self._commit(say)
+
+    def save(self, model: ParallelModel, progress: Progress, say: Callable[[str], None], reason: str) -> None:
+        """Save the state after `progress.step`, in the background with --async-save; waits for an earlier one first."""
+        step = progress.step
+        if self._config.checkpoint.save is None:
+            say(f"{reason} after step {step}; no --save, so nothing was written")
+            return
+        if self._pending is not None:
+            self._commit(say)
+        if self._step == step:
+            say(f"{reason} after step {step}: {self.newest}")
+            return
+        updates = model.optimizer.updates
+        if self._updates == updates:
+            say(f"{reason} after step {step}: no update since step {self._step}, whose checkpoint is {self.newest}")
+            return
+        self._refuse_damaged(model, step)
+        background = self._config.checkpoint.async_save
+        self._pending = begin_save(model, progress, model.config, background)  # auto is resolved there
+        self._reason, self._pending_updates = reason, updates
+        if background:
+            say(f"saving step {step} in the background")
+        else:
+            self._commit(say)
+
+    def _refuse_damaged(self, model: ParallelModel, step: int) -> None:
+        """UnwellError on all ranks when a weight or a moment of any is not finite."""
+        if damaged := damaged_tensors(saved_boxes(model), self._world):
+            raise UnwellError(f"the weights after step {step} are not finite: {damaged}")
+
+    def finish(self, say: Callable[[str], None]) -> None:
+        """Wait for what is pending and commit it."""
+        if self._pending is not None:
+            self._commit(say)
+
+    def close(self) -> None:
+        """Let another run have the directory; what is still pending is never committed."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def _commit(self, say: Callable[[str], None]) -> None:
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        keep_last = 0 if self.keeps_all else self._config.checkpoint.keep_last
+        self.newest = pending.commit(keep_last, self.distrusted)
+        self._step, self._updates = pending.step, self._pending_updates
+        say(f"{self._reason} after step {pending.step}: {self.newest}")
+        for note in pending.notes:
+            say(note)

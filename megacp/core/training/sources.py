@@ -1,0 +1,282 @@
+"""The packs of a run: opens the datasets, takes from them what the config leaves open, refuses what does not fit.
+
+Key property: all of it happens before any process group exists, from manifests alone. Rejected: finding out in the
+first step that ids exceed the vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megacp.core.config.blend import DataPath, weighted_folders
+from megacp.core.config.data import DataConfig
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.config.vision import VisionConfig
+from megacp.core.data.batch import PackedBatch
+from megacp.core.data.blend import PackBlend
+from megacp.core.data.data_cache import DataCache
+from megacp.core.data.decoding import RulesDecoder
+from megacp.core.data.geometry import ImageRules
+from megacp.core.data.images import Decoder
+from megacp.core.data.loader import DataRank, LoaderOptions, PackSource, step_batches
+from megacp.core.data.manifest import DatasetManifest, known_end, other_ends
+from megacp.core.data.reader import OPEN_SHARDS, PackedDataset
+from megacp.core.data.synthetic.images import MockDecoder
+from megacp.core.data.synthetic.mock import MockDataset
+from megacp.core.training.images import mock_images
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Training and validation packs, and by what they are told from others."""
+
+    train: PackSource
+    valid: PackSource | None
+    fingerprint: str
+    """Of the training data as this machine holds it: equal on all ranks of a run."""
+    data_fingerprint: str
+    """Of the training data as it was built: a checkpoint keeps it, and a resumed run must have the same."""
+    tokenizer_sha256: str = ""
+    """Of the training data; empty for mock packs."""
+    decoder: Decoder | None = None
+    """Turns the images of both datasets into patches; None when they are text."""
+    image_rules: dict[str, Any] | None = None
+    """By which images became tokens, as in the manifests; None for text and mock packs."""
+
+    @property
+    def datasets(self) -> list[tuple[str, PackedDataset]]:
+        """Those on disk, each with its flag."""
+        both = {"--data-path": self.train, "--valid-data-path": self.valid}
+        return [(flag, dataset) for flag, source in both.items() for dataset in _members(source)]
+
+    @property
+    def document_start(self) -> dict[str, Any] | None:
+        """The token that begins every training document, as a checkpoint keeps it; None for mock packs."""
+        return next(({"token": one.manifest.tokenizer.begins_with} for one in _members(self.train)), None)
+
+    @property
+    def document_end(self) -> dict[str, int | None] | None:
+        """The token that ends every training document, as a checkpoint keeps it; None: mock packs, or not known."""
+        members = _members(self.train)
+        return known_end([one.manifest for one in members]) if members else None
+
+    @property
+    def chat_template(self) -> dict[str, Any] | None:
+        """The templates that wrote the messages of the training data, as a checkpoint keeps them."""
+        return next((one.manifest.chat_template for one in _members(self.train)), None)
+
+    @property
+    def notes(self) -> list[str]:
+        """What a run should know of its data before it starts, one line each."""
+        return [
+            f"{name} {dataset.directory} was {dataset.manifest.unchecked}"
+            for name, dataset in self.datasets
+            if dataset.manifest.unchecked
+        ]
+
+
+def _members(source: PackSource | None) -> tuple[PackedDataset, ...]:
+    """The datasets on disk that a source consists of."""
+    if isinstance(source, PackBlend):
+        return source.datasets
+    return (source,) if isinstance(source, PackedDataset) else ()
+
+
+def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
+    """The config with its vocabulary resolved, and the packs. Raises ValueError with all reasons at once."""
+    if config.data.data_path is None:
+        config = config if config.model.vocab_size else with_values(config, {"vocab_size": 256})
+        images = mock_images(config)
+        mock = MockDataset(config.model.vocab_size, config.data.seq_length, images=images)
+        known, mocked = _mock_fingerprint(config), MockDecoder(images) if images is not None else None
+        return config, Sources(mock, None, known, known, decoder=mocked)
+    train, valid = _open_datasets(config.data)
+    first = _members(train)[0].manifest
+    if config.model.vocab_size == 0:
+        config = with_values(config, {"vocab_size": first.tokenizer.vocab_size})
+    reasons = []
+    for flag, source in (("--data-path", train), ("--valid-data-path", valid)):
+        for dataset in _members(source):
+            reasons += _misfits(flag, str(dataset.directory), dataset, config)
+    if valid is not None:
+        reasons += _strangers(_members(train), _members(valid))
+    rules = [one.manifest.image_rules for one in (*_members(train), *_members(valid))]
+    values = next((one for one in rules if one is not None), None)
+    if values is not None:
+        reasons += _missing_packages()
+    if reasons:
+        raise ValueError("\n".join(reasons))
+    decoder = RulesDecoder(ImageRules.from_dict(values)) if values is not None else None
+    built = train.built if isinstance(train, PackBlend) else first.fingerprint
+    return config, Sources(train, valid, train.fingerprint, built, first.tokenizer.sha256, decoder, values)
+
+
+def _strangers(train: Sequence[PackedDataset], valid: Sequence[PackedDataset]) -> list[str]:
+    """In what the validation packs differ from the training packs and must not; those of a flag fit each other."""
+    reasons = []
+    one, other = train[0].manifest, valid[0].manifest
+    if other.tokenizer.sha256 != one.tokenizer.sha256:
+        reasons.append("--valid-data-path was built with another tokenizer than --data-path")
+    elif other.tokenizer.begins_with != one.tokenizer.begins_with:
+        reasons.append(
+            f"documents of --data-path begin with token {one.tokenizer.begins_with}, those of --valid-data-path with "
+            f"{other.tokenizer.begins_with}: build both with the same --prepend-bos"
+        )
+    elif ends := other_ends(*(_saying_end(of) for of in (train, valid))):
+        reasons.append(
+            f"documents of --data-path end with token {ends[0]}, those of --valid-data-path with {ends[1]}: build both "
+            "with the same --eod-token and --append-eod"
+        )
+    if other.chat_template != one.chat_template:
+        reasons.append("--valid-data-path was built with another --chat-template than --data-path")
+    rules = [next((d.manifest.image_rules for d in of if d.manifest.image_rules), None) for of in (train, valid)]
+    if None not in rules and rules[0] != rules[1]:
+        reasons.append("--valid-data-path was built with other image rules than --data-path")
+    return reasons
+
+
+def _saying_end(datasets: Sequence[PackedDataset]) -> DatasetManifest:
+    """Of datasets that end documents alike one that says how, else the first."""
+    manifests = [one.manifest for one in datasets]
+    return next((one for one in manifests if one.document_end is not None), manifests[0])
+
+
+def with_stored_length(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, str]:
+    """The config with the row length of --data-path where no flag in `given` says it, and a note; both as they were
+    where there is no such dataset, which is told later.
+    """
+    if "seq_length" in given or config.data.data_path is None:
+        return config, ""
+    try:
+        length = DatasetManifest.read(weighted_folders("", config.data.data_path)[0].folder).seq_length
+    except ValueError:
+        return config, ""
+    if length == config.data.seq_length:
+        return config, ""
+    return with_values(config, {"seq_length": length}), f"--seq-length {length}, as --data-path was packed"
+
+
+def _open_datasets(data: DataConfig) -> tuple[PackedDataset | PackBlend, PackedDataset | PackBlend | None]:
+    """The training and the validation packs. ValueError tells what is wrong with both."""
+    opened: list[PackedDataset | PackBlend | None] = []
+    reasons: list[str] = []
+    cache = DataCache(data.data_cache_dir, data.data_cache_gib, data.data_block_mib)
+    for flag, path in (("--data-path", data.data_path), ("--valid-data-path", data.valid_data_path)):
+        try:
+            opened.append(_opened(flag, path, cache) if path else None)
+        except ValueError as error:
+            reasons.append(str(error))
+    if reasons:
+        raise ValueError("\n".join(reasons))
+    train, valid = opened
+    assert train is not None, "asked for with a --data-path"
+    return train, valid
+
+
+def _opened(flag: str, path: DataPath, cache: DataCache) -> PackedDataset | PackBlend:
+    """The packs of one flag. ValueError tells what is wrong with each dataset, then what they do not agree in."""
+    parts = weighted_folders(flag, path)
+    datasets, reasons = [], []
+    for part in parts:
+        try:
+            datasets.append(PackedDataset(part.folder, cache, max(1, OPEN_SHARDS // len(parts))))
+        except ValueError as error:
+            reasons.append(f"{flag} {part.folder}: {error}")
+    reasons += [f"{flag} {one.directory} holds no packs" for one in datasets if len(parts) > 1 and not len(one)]
+    if reasons:
+        raise ValueError("\n".join(reasons))
+    if len(datasets) == 1:
+        return datasets[0]
+    try:
+        return PackBlend(datasets, [part.weight for part in parts])
+    except ValueError as error:
+        raise ValueError("\n".join(f"{flag}: {line}" for line in str(error).splitlines())) from error
+
+
+def _missing_packages() -> list[str]:
+    """Why images cannot be decoded here; empty when they can."""
+    if importlib.util.find_spec("PIL") is not None:
+        return []
+    return ["the dataset holds images, which need the package pillow: pip install 'megacp[data]'"]
+
+
+def _mock_fingerprint(config: RunConfig) -> str:
+    text = f"mock/{config.model.vocab_size}/{config.data.seq_length}"
+    return text + "/images" if config.vision.vision_num_layers else text
+
+
+def _misfits(flag: str, path: str, dataset: PackedDataset, config: RunConfig) -> list[str]:
+    reasons = []
+    manifest = dataset.manifest
+    if not len(dataset):
+        reasons.append(f"{flag} {path} holds no packs")
+    if manifest.tokenizer.vocab_size > config.model.embedding_rows:
+        reasons.append(
+            f"{flag} {path} has ids of a vocabulary of {manifest.tokenizer.vocab_size}, "
+            f"--vocab-size {config.model.vocab_size} is smaller; leave it out to take the dataset's"
+        )
+    elif manifest.num_token_ids > config.model.embedding_rows:
+        missing = manifest.num_token_ids - config.model.vocab_size
+        reasons.append(
+            f"{flag} {path} has image tokens up to id {manifest.num_token_ids - 1}, the embedding has "
+            f"{config.model.embedding_rows} rows: give --additional-vocab-size of at least {missing}"
+        )
+    if manifest.image_rules is not None:
+        reasons += image_misfits(f"{flag} {path}", ImageRules.from_dict(manifest.image_rules), config.vision)
+    if manifest.seq_length != config.data.seq_length:
+        reasons.append(
+            f"{flag} {path} was packed for rows of {manifest.seq_length} tokens, "
+            f"--seq-length is {config.data.seq_length}; set --seq-length {manifest.seq_length} or build it again"
+        )
+    cp, filled = config.parallel.context_parallel_size, manifest.pad_multiple
+    if config.parallel.cp_layout == "zigzag_document" and cp > 1 and filled > 1 and filled % (2 * cp):
+        reasons.append(
+            f"{flag} {path} has documents padded to multiples of {filled}, --cp-layout zigzag_document at "
+            f"--context-parallel-size {cp} needs multiples of {2 * cp}: build it with --pad-multiple {2 * cp} (or 1, "
+            f"then the layout fills up), or choose --cp-layout balanced"
+        )
+    return reasons
+
+
+def image_misfits(where: str, rules: ImageRules, vision: VisionConfig) -> list[str]:
+    """Why images made by `rules`, found at `where`, do not fit a model; empty when they do."""
+    if vision.vision_num_layers == 0:
+        return [f"{where} holds images, but the model has no vision tower: set --vision-num-layers"]
+    sizes = (rules.image_size, rules.patch_size)
+    expected = (vision.vision_image_size, vision.vision_patch_size)
+    if sizes == expected:
+        return []
+    return [
+        f"{where} has crops of {sizes[0]} pixels with patches of {sizes[1]}, the model's have {expected[0]} and "
+        f"{expected[1]}: set --vision-image-size {sizes[0]} --vision-patch-size {sizes[1]} or build the dataset again"
+    ]
+
+
+def loader_options(config: RunConfig, packs: int) -> LoaderOptions:
+    """How the loader reads for a config in rows of `packs` packs; equal on all ranks."""
+    return LoaderOptions(
+        micro_batch_size=packs,
+        global_batch_size=config.training.global_batch_size,
+        seed=config.training.seed,
+        attention_mask=config.data.attention_mask,
+        image_attention=config.data.image_attention,
+        prefetch=max(2, config.data.num_workers) if config.data.num_workers else 0,
+        num_threads=max(1, config.data.num_workers),
+    )
+
+
+_FIRST_ROWS = 4
+
+
+def first_rows(config: RunConfig, sources: Sources) -> list[PackedBatch]:
+    """The first rows of a run's order from its very beginning, of `--micro-batch-size` packs each.
+
+    The same on every rank of every grid, also when a run is resumed.
+    """
+    packs = config.training.micro_batch_size
+    options = dataclasses.replace(loader_options(config, packs), global_batch_size=_FIRST_ROWS * packs)
+    return step_batches(sources.train, options, DataRank(), consumed=0)

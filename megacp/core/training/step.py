@@ -1,0 +1,197 @@
+"""One optimizer step, or one validation batch, on any grid: plan, shard, run the pipeline, reduce, update.
+
+Key property: the same lines run on one process and on 4D grids; the grid decides what the objects hold. Rejected: a
+fast path for one rank, which would make the tested program another than the trained one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from megacp.core.config.run import RunConfig
+from megacp.core.context_parallel.layout import select_layout
+from megacp.core.context_parallel.shard import LocalBatch, shard_batch
+from megacp.core.data.batch import PackedBatch
+from megacp.core.distributed.collectives import all_reduce
+from megacp.core.distributed.grid import ProcessGrid, connect
+from megacp.core.models.build import build_sharded
+from megacp.core.monitor.timers import Phase, unmeasured
+from megacp.core.optim.lr_schedule import LrSchedule, learning_rate
+from megacp.core.optim.sharded import ShardedAdamW
+from megacp.core.pipeline_parallel.runtime import HiddenStates, ModelChunk, links_of, open_channels, run
+from megacp.core.pipeline_parallel.schedules import schedule, training_schedule_name, with_parameters
+from megacp.core.training.health import Suspects, Verdict, finite_only, suspects
+from megacp.core.training.rows import PlannedRow, RowsOnDevice, rows_of
+
+Judge = Callable[[float, float], Verdict]
+"""(loss, gradient norm) of a step, equal on all ranks, to what becomes of it."""
+
+Row = PackedBatch | PlannedRow
+"""A microbatch; one without a plan is planned where its step begins."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did; equal on all ranks."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    verdict: Verdict
+    """What became of it, and why."""
+    suspects: Suspects | None = None
+    """Of a step with findings: which packs may be to blame."""
+
+
+def lr_schedule(config: RunConfig) -> LrSchedule:
+    """The learning-rate schedule of a config."""
+    training = config.training
+    return LrSchedule(
+        lr=training.lr,
+        min_lr=training.min_lr,
+        lr_decay_style=training.lr_decay_style,
+        lr_warmup_iters=training.lr_warmup_iters,
+        lr_decay_iters=training.lr_decay_iters or training.train_iters,
+        lr_wsd_decay_iters=training.lr_wsd_decay_iters or 0,
+        lr_wsd_decay_style=training.lr_wsd_decay_style,
+    )
+
+
+class ParallelModel:
+    """This rank's share of the model, its gradients and its optimizer, and how to step them."""
+
+    def __init__(self, config: RunConfig, grid: ProcessGrid, phase: Phase = unmeasured) -> None:
+        training, parallel = config.training, config.parallel
+        self.config = config
+        self.grid = grid
+        self.phase = phase
+        self.chunks, self.parameters = build_sharded(config, grid)
+        self.backend = self.chunks[0].backend
+        self.optimizer = ShardedAdamW(self.parameters, training, grid.world, grid.device, self.backend.adamw)
+        self.schedule = lr_schedule(config)
+        self.rows = rows_of(config, grid)
+        self.layout = select_layout(parallel.cp_layout)
+        self.sharded_tokens = grid.tp.size if parallel.sequence_parallel else 1
+        self.links = links_of(grid)
+        self.hidden = HiddenStates(self._hidden_shape, self.backend.dtype, grid.device)
+        open_channels(self.links, len(self.chunks), grid.device)
+        connect(grid.split_axes(), grid.device)
+
+    def _hidden_shape(self, batch: LocalBatch) -> tuple[int, int]:
+        return batch.num_tokens // self.sharded_tokens, self.config.model.hidden_size
+
+    def plan(self, batch: PackedBatch) -> PlannedRow:
+        """What a microbatch asks of this rank, worked out on the host; called from the loader's threads."""
+        self._refuse_foreign_ids(batch)
+        share = shard_batch(
+            batch,
+            self.rows.axis,
+            self.layout,
+            tp=self.sharded_tokens * self.backend.token_multiple,
+            exchange=self.config.parallel.vision_feature_exchange,
+        )
+        self.backend.prepare(share.plan)
+        if share.vision is not None:
+            vision = share.vision.packed_for(self.grid.device, self.backend.dtype)
+            share = dataclasses.replace(share, vision=vision)
+        return PlannedRow(batch, share.pinned_for(self.grid.device))
+
+    def shard(self, row: Row, step: int) -> LocalBatch:
+        """This rank's share of a microbatch on its device."""
+        return self._moved(self._planned(row).share, step)
+
+    def _planned(self, row: Row) -> PlannedRow:
+        return row if isinstance(row, PlannedRow) else self.plan(row)
+
+    def _moved(self, share: LocalBatch, step: int) -> LocalBatch:
+        """With a dropout key that names seed and step, not ranks; `token_names` name the packs."""
+        text = f"{self.config.training.seed}/{step}"
+        key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        return share.to(self.grid.device, key)
+
+    def _refuse_foreign_ids(self, batch: PackedBatch) -> None:
+        """An id outside the tables would be looked up on no tp rank and silently become a zero row."""
+        model = self.config.model
+        counted = batch.labels[batch.loss_weights > 0]
+        for name, ids, rows in (("token", batch.tokens, model.embedding_rows), ("label", counted, model.vocab_size)):
+            if len(ids) and ids.max() >= rows:
+                raise ValueError(
+                    f"packs {batch.pack_ids} hold the {name} id {ids.max()}, the model's table has {rows} rows: "
+                    "was --data-path built for another --vocab-size?"
+                )
+
+    def train(self, rows: Sequence[Row], step: int, denominator: float, judge: Judge = finite_only) -> StepResult:
+        """One update from this data-parallel rank's microbatches, if `judge` lets it be; `step` counts from 1.
+
+        `judge` is asked once, before anything is changed, with the loss and the gradient norm of the whole step.
+        """
+        losses = self._run(rows, step, denominator, training=True)
+        with self.phase("gradient exchange"):
+            self.parameters.finish()
+        loss = self._total(losses)
+        verdicts: list[Verdict] = []
+
+        def allows(grad_norm: float) -> bool:
+            verdicts.append(judge(loss, grad_norm))
+            return verdicts[-1].update
+
+        lr = learning_rate(step, self.schedule)
+        report = self.optimizer.step(lr, allows, self.phase)
+        (verdict,) = verdicts
+        blamed = (
+            suspects([row.pack_ids for row in rows], losses, verdict.finite, self.grid.world)
+            if verdict.findings
+            else None
+        )
+        return StepResult(loss, report.grad_norm, lr, verdict, blamed)
+
+    def leave_out(self, step: int, judge: Judge) -> StepResult:
+        """A step in which no token has a weight: nothing is computed and nothing changes; its loss is NaN."""
+        return StepResult(math.nan, 0.0, learning_rate(step, self.schedule), judge(math.nan, 0.0))
+
+    @torch.no_grad()
+    def evaluate(self, rows: Sequence[Row], denominator: float) -> float:
+        """The loss of a validation batch: the same sum over the same kind of denominator, nothing updated.
+
+        Dropout is off: chunks are switched to evaluation and back.
+        """
+        for chunk in self.chunks:
+            chunk.eval()
+        losses = self._run(rows, 0, denominator, training=False)
+        self.parameters.release()
+        for chunk in self.chunks:
+            chunk.train()
+        return self._total(losses)
+
+    def gradients(self, rows: Sequence[Row], step: int, denominator: float) -> float:
+        """Loss and summed gradients without an update: `parameters.grad_shard` is valid until
+        `parameters.zero`."""
+        losses = self._run(rows, step, denominator, training=True)
+        self.parameters.finish()
+        return self._total(losses)
+
+    def _run(self, rows: Sequence[Row], step: int, denominator: float, training: bool) -> list[torch.Tensor]:
+        with self.phase("shard"):
+            shares = [self._planned(row).share for row in rows]
+        asked = self.config.parallel.pipeline_schedule
+        name = training_schedule_name(len(self.chunks), asked) if training else "forward_only"
+        actions = schedule(name, self.grid.pp.rank, self.grid.pp.size, len(shares), len(self.chunks))
+        chunks: list[ModelChunk] = [partial(chunk, denominator=denominator) for chunk in self.chunks]
+        batches = RowsOnDevice(shares, partial(self._moved, step=step), len(chunks))
+        if self.parameters.by_schedule:
+            actions = with_parameters(actions)
+        put_off = self.backend.put_off if training else None
+        return run(actions, chunks, batches, self.links, self.hidden, self.parameters, self.phase, put_off)
+
+    def _total(self, losses: Sequence[torch.Tensor]) -> float:
+        """Sum of all microbatch losses over dp and cp, on every rank."""
+        counted = self.grid.tp.rank == 0  # tp ranks hold the same loss; other stages hold none
+        mine = sum(loss.item() for loss in losses) if counted else 0.0
+        return all_reduce(torch.tensor([mine], dtype=torch.float64, device=self.grid.device), self.grid.world).item()

@@ -1,1 +1,0 @@
-"""The packed dataset on disk: its files, written and read."""

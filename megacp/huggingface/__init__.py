@@ -1,0 +1,1 @@
+"""To and from transformers: conversion, generation, and context parallelism for its models."""

@@ -1,0 +1,400 @@
+"""The output of a conversion: a complete Hugging Face folder, or a checkpoint of ours that begins a run.
+
+Whatever is written is opened again and held against the tables before the folder gets its name. The library's
+`save_pretrained` would need the whole model in memory, and cuts a Molmo2's embedding in the middle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megacp
+from megacp.core.checkpoint.commit import LoadedCheckpoint
+from megacp.core.checkpoint.directory import CONFIG_FILE, point_and_prune
+from megacp.core.checkpoint.index import GlobalTensor, Index, StoredBox
+from megacp.core.checkpoint.manifest import MANIFEST_FILE, CheckpointManifest, FileRecord, to_json
+from megacp.core.checkpoint.names import MODEL
+from megacp.core.checkpoint.storage import INDEX_FILE, rank_file
+from megacp.core.checkpoint.tensor_file import write_values
+from megacp.core.config.run import with_values
+from megacp.core.config.yaml_file import to_yaml
+from megacp.core.data.geometry import TOKEN_TEXTS
+from megacp.core.distributed.collectives import gather_objects
+from megacp.core.distributed.grid import Axis
+from megacp.core.storage.files import new_file, sha256_of, write_new
+from megacp.core.training.state import Progress, first_token, last_token, stored_progress
+from megacp.huggingface.convert import hf_files, processor
+from megacp.huggingface.convert.chat import write_chat_template
+from megacp.huggingface.convert.sharing import SECONDS, files_of, mine, on_each, on_first
+from megacp.huggingface.convert.source import Loaded, refuse_unread, require_all
+from megacp.huggingface.convert.tables.architectures import LAYOUTS, token_fields, token_ids
+from megacp.huggingface.convert.tables.mapping import Info, Mapped, Source, in_dtype, num_bytes, one_dtype, whole
+from megacp.huggingface.convert.tokenizer import (
+    Given,
+    copy_companions,
+    copy_templates,
+    token_notes,
+    tokenizer_files,
+    write_tokenizer,
+)
+from megacp.prepare.records.answer_ends import answer_ends
+from megacp.prepare.tokenize.tokenizer import PROBE, Tokenizer, load_tokenizer
+
+_DTYPES = ("float32", "bfloat16", "float64")
+_NOT_COPIED = ("config.json", hf_files.INDEX, hf_files.SUMS)
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth", ".pt", ".ckpt")
+_NOT_COPIED_SUFFIXES = (*_WEIGHTS, ".py", ".gguf", ".h5", ".msgpack", ".onnx")
+_SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id")
+_GENERATION = "generation_config.json"
+PROCESSOR_NEEDS = (
+    "`AutoProcessor` needs torchvision of the build that torch is of (for a CPU torch: `pip install torchvision "
+    "--index-url https://download.pytorch.org/whl/cpu`; the one of PyPI is for CUDA), and for video files torchcodec; "
+    "it puts one token before a text that training did not have: drop the first id"
+)
+"""Told to users of a Molmo2's folder on its card."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A conversion: the input, the output, and how it is written."""
+
+    source: str
+    """The kind of `input`: `hf` or `megacp`."""
+    target: str
+    """The kind of `output`."""
+    input: Path
+    output: Path
+    verify: bool = False
+    architecture: str = "auto"
+    dtype: torch.dtype | None = None
+    """None: as the weights are."""
+    layout: str = LAYOUTS[0]
+    max_shard_bytes: int = 5000 * hf_files.MIB
+    max_positions: int | None = None
+    """Positions that the model is for; None: as its config says, else the run's --seq-length."""
+    tokenizer: str | None = None
+    """As given to `preprocess_data.py`; `none` for a folder without one."""
+    eod_token: str | None = None
+    """As given there: the token that ends a document, by its text, where the tokenizer's files do not say."""
+    chat_template: str = "auto"
+    """One of `chat.CHOICES`."""
+    ignored: tuple[str, ...] = ()
+    """Fields of a config.json that have no row and are said to change nothing."""
+    base_model: str | None = None
+    """Name or folder of the model that an adapter is for; None: the run's --load-hf."""
+    accept_ties: bool = False
+    """Of a Unigram tokenizer (`convert.tokenizer.refuse_difference`)."""
+
+
+def with_positions(loaded: Loaded, given: int | None) -> tuple[Loaded, str]:
+    """A checkpoint with the length that its model is for resolved, and a line that says where it comes from."""
+    said = loaded.config.model.max_position_embeddings
+    length = given or said or loaded.config.data.seq_length
+    why = "as --max-position-embeddings says" if given else "as the model's config says"
+    if not given and not said:
+        why = "the run's --seq-length: its config names no length (--max-position-embeddings N sets another)"
+    config = with_values(loaded.config, {"max_position_embeddings": length})
+    return dataclasses.replace(loaded, config=config), f"max_position_embeddings is {length}, {why}"
+
+
+def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dict[str, Info]:
+    """Fill an empty folder; shape and dtype of its tensors. ValueError names what the library cannot express.
+
+    Collective over `world`: each rank writes weight files of its own, the first one all else.
+    """
+    architecture, layout = loaded.architecture, request.layout
+    if layout != LAYOUTS[0] and not architecture.sections:
+        raise ValueError(f"--layout {layout}: {architecture.name} has one layout")
+    content = architecture.config(loaded.values, layout)
+    links = architecture.links(loaded.values, layout)
+    source = in_dtype(Mapped(loaded.source, links, to_ours=False), request.dtype)
+    content["dtype"] = content["torch_dtype"] = _name(one_dtype(source))  # torch_dtype: its name before version 5
+    if architecture.sections:
+        fields = token_fields(token_ids(loaded.values, loaded.rules.token_ids if loaded.rules is not None else None))
+        content |= fields | {key: loaded.content[key] for key in fields if key in loaded.content}
+    special, notes = on_first(world, lambda: _files_beside(loaded, folder, request))
+    hf_files.write_tensors(source, folder, request.max_shard_bytes, world)
+
+    def complete() -> None:
+        hf_files.write_json(folder / "config.json", {**content, **special})
+        if not (folder / _GENERATION).is_file():
+            hf_files.write_json(folder / _GENERATION, {key: special[key] for key in _SPECIAL if key in special})
+        written = dict(hf_files.SafetensorsFolder(folder).infos)
+        require_all(written, links, True, folder)
+        if loaded.checkpoint is not None:
+            card = _card(loaded, loaded.checkpoint, written, content["dtype"], notes)
+            (folder / hf_files.CARD).write_text(card, encoding="utf-8")
+
+    on_first(world, complete)
+    hf_files.write_sums(folder, world)
+    return dict(source.infos)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _files_beside(loaded: Loaded, folder: Path, request: Request) -> tuple[dict[str, Any], dict[str, str]]:
+    """Write or copy tokenizer, processor and generation settings; special ids for config.json, notes for the card."""
+    if loaded.checkpoint is None:
+        for path in sorted(loaded.folder.iterdir()):
+            if path.is_file() and path.name not in _NOT_COPIED and not path.name.endswith(_NOT_COPIED_SUFFIXES):
+                shutil.copyfile(path, folder / path.name)
+        copy_templates(loaded.folder, folder)
+        kept = (*_SPECIAL, "use_cache", "pretraining_tp")
+        return {key: loaded.content[key] for key in kept if key in loaded.content}, {}
+    if loaded.rules is not None:
+        processor.write_processor(loaded.rules.to_dict(), folder)
+    tokenizer = given_tokenizer(loaded, loaded.checkpoint, request)
+    progress = stored_progress(loaded.checkpoint)
+    ids: dict[str, int | None] = dict.fromkeys(_SPECIAL)  # else the library takes its own, 1 and 2 for a Llama
+    notes = {"chat template": "none"}
+    if tokenizer is not None:
+        positions = loaded.config.model.max_position_embeddings or loaded.config.data.seq_length
+        given = given_files(loaded, tokenizer, request.accept_ties)
+        ids = {f"{name}_token_id": i for name, i in write_tokenizer(given, folder, positions, PROBE).items()}
+        notes = {"chat template": write_chat_template(loaded, folder, tokenizer, request.chat_template)}
+        notes |= _other_beginning(tokenizer) | token_notes(given, folder)
+    ids["eos_token_id"] = last_token(progress, ids["eos_token_id"])
+    ends, told = _ends(progress, tokenizer)
+    notes |= told
+    for name, words in notes.items():
+        print(f"{name}: {words}")
+    said = _generation_of(loaded, tokenizer)
+    missing = {key: i for key, i in ids.items() if said.get(key) is None and (i is not None or not said)}
+    chosen = {"eos_token_id": ids["eos_token_id"]} if request.eod_token is not None else {}
+    generation = {**said, **missing, **chosen}
+    special = {key: generation.get(key) if i is None else i for key, i in ids.items()}
+    if ends:
+        generation["eos_token_id"] = special["eos_token_id"] = _with_ends(generation.get("eos_token_id"), ends)
+    hf_files.write_json(folder / _GENERATION, generation)
+    return special, notes
+
+
+def _ends(progress: Progress, tokenizer: Tokenizer | None) -> tuple[list[int], dict[str, str]]:
+    """The tokens that ended answers and documents of training, as far as that is known, and a note on those of answers.
+
+    ValueError as `answer_ends`.
+    """
+    own = last_token(progress, None)
+    documents = [] if own is None else [own]
+    if progress.chat_template is None or tokenizer is None:
+        return documents, {}
+    answers = answer_ends(progress.chat_template, tokenizer)
+    shown = ", ".join(_shown(tokenizer, i) for i in answers)
+    unknown = (
+        "not known: the chat template has learned no special token behind an answer; set eos_token_id in "
+        f"{_GENERATION}, or the model generates to its limit"
+    )
+    return [*answers, *documents], {"end of answers": shown or unknown}
+
+
+def _with_ends(said: Any, ends: Sequence[int]) -> int | list[int]:
+    """`eos_token_id`, an id or a list of ids or None, as one that has all `ends`; it stays where it has them."""
+    before = said if isinstance(said, list) else [] if said is None else [said]
+    if set(ends) <= set(before):
+        return said
+    found = list(dict.fromkeys([*ends, *before]))
+    return found[0] if len(found) == 1 else found
+
+
+def _shown(tokenizer: Tokenizer, i: int | None) -> str:
+    """A token in words."""
+    return "none" if i is None else f"{tokenizer.decode([i])!r} (id {i})"
+
+
+def with_kept_tokenizer(request: Request, loaded: Loaded) -> Request:
+    """The request with the tokenizer beside a run's checkpoints, where it names none and that one is the run's."""
+    if request.tokenizer is not None or loaded.checkpoint is None:
+        return request
+    folder, expected = loaded.folder.parent, loaded.checkpoint.extra.get("tokenizer_sha256", "")
+    names = tokenizer_files(folder)
+    path = ",".join(str(folder / name) for name in names)
+    if not (expected and names) or load_tokenizer(path, engine="reference").sha256 != expected:
+        return request
+    print(f"tokenizer: {path}, the run's own")
+    return dataclasses.replace(request, tokenizer=path)
+
+
+def given_tokenizer(loaded: Loaded, checkpoint: LoadedCheckpoint, request: Request) -> Tokenizer | None:
+    """The tokenizer of a checkpoint, beginning and ending texts as training did.
+
+    ValueError for another one or none, or another end token. Where a chat template wrote the messages, the end token
+    stays that of the files: a template may write it.
+    """
+    given, expected = request.tokenizer, checkpoint.extra.get("tokenizer_sha256", "")
+    if given is None and expected:
+        raise ValueError(
+            f"{checkpoint.path} was trained with a tokenizer: give it with --tokenizer, or `--tokenizer none` for a "
+            "folder without one"
+        )
+    if given is None or given == "none":
+        return None
+    tokenizer = load_tokenizer(given, engine="reference", eod_token=request.eod_token)
+    if expected and tokenizer.sha256 != expected:
+        raise ValueError(f"--tokenizer {given} is not the one that {checkpoint.path} was trained with")
+    rows = loaded.config.model.embedding_rows
+    if tokenizer.vocab_size > rows:
+        raise ValueError(f"--tokenizer {given} has {tokenizer.vocab_size} ids, the model has {rows} rows")
+    progress = stored_progress(checkpoint)
+    tokenizer.begins_with = first_token(progress, tokenizer.begins_with)
+    end = last_token(progress, tokenizer.eos_id)
+    if request.eod_token is not None and end != tokenizer.eos_id:
+        raise ValueError(
+            f"--eod-token {request.eod_token!r} (id {tokenizer.eos_id}) is not what ended the documents that "
+            f"{checkpoint.path} was trained on, which was {_shown(tokenizer, end)}: leave it out"
+        )
+    if progress.chat_template is None:
+        tokenizer.eos_id = end
+    elif progress.document_end is not None:
+        tokenizer.eos_id = load_tokenizer(given, engine="reference").eos_id
+    return tokenizer
+
+
+def _other_beginning(tokenizer: Tokenizer) -> dict[str, str]:
+    """A note when a tokenizer.json, copied with its post-processor, begins texts otherwise than training did."""
+    by_files = tokenizer.surroundings.first(tokenizer.bos_id)
+    if tokenizer.kind != "huggingface" or tokenizer.begins_with == by_files:
+        return {}
+    begins = [f"with token {i}" if i is not None else "with none" for i in (tokenizer.begins_with, by_files)]
+    said = f"documents of training began {begins[0]}, the library's tokenizer begins texts {begins[1]}"
+    return {"first token": said}
+
+
+def _generation_of(loaded: Loaded, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The generation_config.json beside the tokenizer, else beside the checkpoint, where an import puts it; else {}."""
+    beside = [file.parent for file in tokenizer.files[:1]] if tokenizer is not None else []
+    places = [place / _GENERATION for place in (*beside, loaded.folder.parent)]
+    return next((hf_files.read_json(place) for place in places if place.is_file()), {})
+
+
+def given_files(loaded: Loaded, tokenizer: Tokenizer, ties: bool) -> Given:
+    """A tokenizer with the image tokens of a model, as `convert.tokenizer` takes it."""
+    images = loaded.rules.token_ids if loaded.rules is not None else {}
+    progress = stored_progress(loaded.checkpoint) if loaded.checkpoint is not None else Progress()
+    named = progress.chat_template is not None, progress.document_end is not None
+    return Given(tokenizer, {TOKEN_TEXTS[name]: i for name, i in images.items()}, ties, *named)
+
+
+def _card(
+    loaded: Loaded, checkpoint: LoadedCheckpoint, written: Mapping[str, Info], dtype: str, notes: Mapping[str, str]
+) -> str:
+    manifest, extra = checkpoint.manifest, checkpoint.extra
+    grid = " ".join(f"{axis} {size}" for axis, size in manifest.grid.items()) or "one process"
+    facts = {
+        "architecture": f"{loaded.architecture.name} (`{loaded.architecture.cls}`)",
+        "parameters": f"{sum(math.prod(info.shape) for info in written.values()):,} in {dtype}",
+        "trained steps": manifest.step,
+        "samples seen": extra.get("consumed_samples", "unknown"),
+        "grid": f"{grid} ({manifest.world_size} ranks)",
+        "data fingerprint": f"`{extra.get('data_fingerprint', 'unknown') or 'none: random packs'}`",
+        "tokenizer sha256": f"`{extra.get('tokenizer_sha256') or 'none'}`",
+        "positions": loaded.values["max_position_embeddings"],
+        **notes,
+        "written by": f"megacp {megacp.__version__}, tools/convert_checkpoint.py",
+    }
+    if loaded.architecture.sections:
+        facts["processor"] = PROCESSOR_NEEDS
+    title = f"{loaded.architecture.name} after {manifest.step} steps"
+    return hf_files.card(title, facts, checkpoint.config_yaml, ("megacp", loaded.architecture.name))
+
+
+def write_checkpoint(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dict[str, Info]:
+    """Fill an empty folder with one checkpoint of step 0 without the state of a run, and the tokenizer's files beside
+    it; shape and dtype of its tensors. Collective over `world`: each rank writes weight files of its own.
+    """
+    source = in_dtype(loaded.source, request.dtype)
+    config = to_yaml(with_values(loaded.config, {"dtype": model_dtype(source)}))
+    rules = loaded.rules.to_dict() if loaded.rules is not None else None
+    step = folder / "step_0000000"
+
+    def begin() -> str:
+        step.mkdir()
+        keep_generation(loaded, folder)
+        return copy_tokenizer(loaded, folder)
+
+    extra = {"tokenizer_sha256": on_first(world, begin), "image_rules": rules}
+    index = index_of(source.infos, request.max_shard_bytes)
+    names = mine(list(index.files), world)
+    records = on_each(world, lambda: {name: _write_file(source, index, step / name) for name in names})
+    of_ranks = gather_objects(records, world)
+
+    def complete() -> None:
+        hf_files.require_seen([step / name for name in index.files])
+        written = {name: record for of_rank in of_ranks for name, record in of_rank.items()}
+        for name, content in ((INDEX_FILE, index.to_json()), (CONFIG_FILE, config.encode())):
+            write_new(step / name, content)
+            written[name] = FileRecord(*sha256_of(step / name))
+        manifest = CheckpointManifest(0, 1, 1, {}, written, extra)
+        write_new(step / MANIFEST_FILE, to_json(manifest).encode())
+        point_and_prune(step, 0)
+
+    on_first(world, complete)
+    return dict(source.infos)
+
+
+def index_of(infos: Mapping[str, Info], max_bytes: int) -> Index:
+    """The index of a checkpoint whose files hold whole tensors, of at most `max_bytes` or a single larger one."""
+    filled = {f"{MODEL}.{name}": info for name, info in infos.items() if num_bytes(info)}
+    tensors = {name: GlobalTensor(info.shape, info.dtype) for name, info in filled.items()}
+    boxes = {name: StoredBox(name, (0,) * len(info.shape), info.shape) for name, info in filled.items()}
+    files = files_of(filled, max_bytes)
+    return Index(tensors, {rank_file(i): [boxes[name] for name in names] for i, names in enumerate(files)})
+
+
+def _write_file(source: Source, index: Index, path: Path) -> FileRecord:
+    with new_file(path, SECONDS) as stream:
+        stream.write(index.header(path.name))
+        for box in index.files[path.name]:
+            values = whole(source, box.name.removeprefix(f"{MODEL}."))
+            if (tuple(values.shape), values.dtype) != tuple(index.tensors[box.name]):
+                raise ValueError(f"{box.name} became {values.dtype} {tuple(values.shape)}, not as its header said")
+            write_values(stream, values)
+    return FileRecord(*sha256_of(path))
+
+
+def model_dtype(source: Source) -> str:
+    """The `--dtype` of weights. ValueError where no run has such weights."""
+    dtype = _name(one_dtype(source))
+    if dtype not in _DTYPES:
+        raise ValueError(f"the weights are {dtype}, runs of megacp have {', '.join(_DTYPES)}: choose with --dtype")
+    return dtype
+
+
+def keep_generation(loaded: Loaded, folder: Path) -> None:
+    """Copy a folder's generation settings; where it has none, write the special ids of its config."""
+    given = loaded.folder / _GENERATION
+    if given.is_file():
+        hf_files.read_json(given)  # refused now rather than when it is exported
+        shutil.copyfile(given, folder / _GENERATION)
+        return
+    text = loaded.content.get("text_config")
+    said = {**(text if isinstance(text, dict) else {}), **{k: v for k, v in loaded.content.items() if v is not None}}
+    ids = {key: said[key] for key in _SPECIAL if said.get(key) is not None}
+    if ids:
+        hf_files.write_json(folder / _GENERATION, ids)
+
+
+def copy_tokenizer(loaded: Loaded, folder: Path) -> str:
+    """Copy the tokenizer that a folder brings; its hash as a run records it, or nothing where there is none."""
+    names = tokenizer_files(loaded.folder)
+    if not names:
+        return ""
+    refuse_unread(loaded.folder)
+    tokenizer = load_tokenizer(",".join(str(loaded.folder / name) for name in names), engine="reference")
+    for name in (*names, "tokenizer_config.json"):
+        if (loaded.folder / name).is_file():
+            shutil.copyfile(loaded.folder / name, folder / name)
+    copy_companions(loaded.folder, folder)
+    rows = loaded.config.model.embedding_rows
+    if tokenizer.vocab_size > rows:
+        raise ValueError(f"{loaded.folder}: the tokenizer has {tokenizer.vocab_size} ids, the model has {rows} rows")
+    return tokenizer.sha256

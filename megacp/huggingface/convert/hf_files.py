@@ -1,0 +1,266 @@
+"""A Hugging Face folder: safetensors read row by row and written tensor by tensor, with index, hashes and card.
+
+One tensor is in memory at a time, whatever the size of model and shards: files are mapped when read. Shards are planned
+from shapes and dealt to the ranks that convert together. Pickled `.bin` files are refused: opening one runs its code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megacp.core.checkpoint import tensor_file
+from megacp.core.distributed.collectives import gather_objects
+from megacp.core.distributed.grid import Axis
+from megacp.core.storage import files
+from megacp.huggingface.convert.sharing import SECONDS, files_of, mine, on_each, on_first
+from megacp.huggingface.convert.tables.mapping import Info, Source, num_bytes, whole
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SUMS = "SHA256SUMS"
+CARD = "README.md"
+_SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")
+DTYPES = {name: dtype for name, dtype in tensor_file.DTYPES.items() if dtype.is_floating_point}
+MIB = 1 << 20
+
+
+def read_json(path: Path, limit: int = files.TEXT_LIMIT) -> dict[str, Any]:
+    """The JSON object of a regular file of at most `limit` bytes. ValueError names the file."""
+    try:
+        content = files.read_json(path, limit)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, expected an object")
+    return content
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Indented, as the library writes it."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+class SafetensorsFolder:
+    """The weights of a folder as a Source: one file, or several with an index."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads headers alone. ValueError when there are no safetensors, or index and files disagree."""
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        self._places: dict[str, str] = {}
+        self._infos: dict[str, Info] = {}
+        listed = self._listed()
+        for name in sorted(set(listed.values())) if listed else [SINGLE]:
+            self._add(name)
+        if listed and listed != self._places:
+            wrong = sorted(set(listed.items()) ^ set(self._places.items()))
+            words = ", ".join(f"{tensor} ({file})" for tensor, file in wrong[:10])
+            raise ValueError(f"{folder / INDEX} and the files beside it disagree on {words}")
+
+    def _listed(self) -> dict[str, str]:
+        if not os.path.lexists(self.folder / INDEX):
+            if not os.path.lexists(self.folder / SINGLE):
+                others = sorted(path.name for path in self.folder.glob("*.bin"))
+                also = f"; pickled files are not read ({', '.join(others[:3])})" if others else ""
+                raise ValueError(f"{self.folder} has neither {SINGLE} nor {INDEX}{also}")
+            return {}
+        if os.path.lexists(self.folder / SINGLE):
+            raise ValueError(f"{self.folder} has both {SINGLE} and {INDEX}: remove the one that is not the model's")
+        listed = read_json(self.folder / INDEX).get("weight_map")
+        if not isinstance(listed, dict) or not listed or not all(isinstance(v, str) for v in listed.values()):
+            raise ValueError(f"{self.folder / INDEX} has no weight_map of tensors and files")
+        for name in set(listed.values()):
+            if Path(name).name != name or "\0" in name or not name.endswith(".safetensors"):
+                raise ValueError(f"{self.folder / INDEX} names {name!r}, which is no safetensors file of this folder")
+        return listed
+
+    def _add(self, name: str) -> None:
+        import safetensors
+
+        try:
+            files.open_regular(self.folder / name).close()  # the library would wait for the writer of a pipe
+            file = safetensors.safe_open(self.folder / name, "pt")
+        except (OSError, safetensors.SafetensorError) as error:
+            raise ValueError(f"{self.folder / name} cannot be read: {error}") from error
+        self._files[name] = file
+        for tensor in file.keys():
+            described = file.get_slice(tensor)
+            kind = described.get_dtype()
+            if kind not in DTYPES:
+                raise ValueError(f"{self.folder / name}: {tensor} has dtype {kind}, known are {', '.join(DTYPES)}")
+            if tensor in self._places:
+                raise ValueError(f"{tensor} is in {self._places[tensor]} and in {name}")
+            self._places[tensor] = name
+            self._infos[tensor] = Info(tuple(described.get_shape()), DTYPES[kind])
+
+    @property
+    def infos(self) -> Mapping[str, Info]:
+        return self._infos
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """As Source; the file is mapped, so a row is read from disk when it is used."""
+        return self._files[self._places[name]].get_slice(name)[start:stop]
+
+
+def write_tensors(source: Source, folder: Path, max_shard_bytes: int, world: Axis) -> list[Path]:
+    """Write all tensors of `source` in their order; one file, or shards with an index, which comes last.
+
+    Each rank writes files of its own; all ranks return together. A shard holds at most `max_shard_bytes`, or a single
+    larger tensor.
+    """
+    shards = files_of(source.infos, max_shard_bytes)
+    count = len(shards)
+    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] if count > 1 else [SINGLE]
+    paths = [folder / name for name in names]
+
+    def write() -> None:
+        for path, of_file in mine(list(zip(paths, shards, strict=True)), world):
+            _write_shard(source, of_file, path)
+
+    on_each(world, write)
+    on_first(world, lambda: require_seen(paths))
+    if count == 1:
+        return paths
+    infos = source.infos
+    total = {
+        "total_parameters": sum(math.prod(info.shape) for info in infos.values()),
+        "total_size": sum(num_bytes(info) for info in infos.values()),
+    }
+    where = {name: path.name for path, names in zip(paths, shards, strict=True) for name in names}
+    if world.rank == 0:
+        write_json(folder / INDEX, {"metadata": total, "weight_map": dict(sorted(where.items()))})
+    return [*paths, folder / INDEX]
+
+
+def _write_shard(source: Source, names: Sequence[str], path: Path) -> None:
+    infos = source.infos
+    names = sorted(names, key=lambda name: -infos[name].dtype.itemsize)  # see `tensor_file.header`
+    with files.new_file(path, SECONDS) as stream:
+        stream.write(tensor_file.header((name, infos[name].dtype, infos[name].shape) for name in names))
+        for name in names:
+            tensor = whole(source, name)
+            assert (tuple(tensor.shape), tensor.dtype) == (infos[name].shape, infos[name].dtype), "it is not as planned"
+            tensor_file.write_values(stream, tensor)
+
+
+def require_seen(paths: Sequence[Path]) -> None:
+    """OSError when a file that some rank has written is not here, even after a while."""
+    for path in paths:
+        files.seen(path.stat, SECONDS)
+
+
+def write_sums(folder: Path, world: Axis) -> None:
+    """SHA256SUMS of every file but the card, which people edit, as `sha256sum --check` reads it.
+
+    Each rank hashes some of the files, the largest first; the first rank writes. Collective over `world`.
+    """
+
+    def by_size() -> list[Path]:
+        below = [path for path in folder.rglob("*") if path.is_file() and path.name not in (SUMS, CARD)]
+        return sorted(below, key=lambda path: (-path.stat().st_size, path))
+
+    def hashed() -> dict[Path, str]:
+        require_seen(share)
+        return {path: files.sha256_of(path)[1] for path in share}
+
+    share = mine(on_first(world, by_size), world)
+    own = on_each(world, hashed)
+    digests = {path: digest for of_rank in gather_objects(own, world) for path, digest in of_rank.items()}
+    if world.rank == 0:
+        lines = [f"{digests[path]}  {path.relative_to(folder)}\n" for path in sorted(digests)]
+        (folder / SUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def check_sums(folder: Path, world: Axis) -> None:
+    """Compare with SHA256SUMS where there is one. ValueError names the files that differ, or a line that is none.
+
+    Only regular files inside the folder are hashed: a foreign list may name anything. This rank hashes its share and
+    speaks of that alone.
+    """
+    listed = folder / SUMS
+    if not os.path.lexists(listed):
+        return
+    try:
+        lines = files.read_regular(listed).decode(errors="replace").split("\n")
+    except OSError as error:
+        raise ValueError(f"{listed} cannot be read: {error.strerror}") from error
+    if not any(line.strip() for line in lines):
+        raise ValueError(f"{listed} lists no file: it was cut, or is not one of this program")
+    wrong = []
+    for number, line in mine(list(enumerate(lines, start=1)), world):
+        if not line.strip():
+            continue
+        found = _SUM.fullmatch(line.rstrip("\r"))
+        if found is None:
+            raise ValueError(f"{listed}, line {number}: {line[:80]!r} is not a sha256, two spaces and a name")
+        digest, name = found.groups()
+        if name.startswith("/") or ".." in Path(name).parts or "\0" in name:
+            raise ValueError(f"{listed}, line {number}: {name[:80]!r} leads out of the folder")
+        if problem := _hash_problem(folder / name, name, digest):
+            wrong.append(problem)
+    if wrong:
+        raise ValueError(f"{listed}: {'; '.join(wrong)}")
+
+
+def _hash_problem(path: Path, name: str, digest: str) -> str | None:
+    try:
+        same = files.sha256_of(path)[1] == digest
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    except ValueError as error:
+        return str(error)
+    return None if same else f"{name} is not the file that was hashed"
+
+
+@contextmanager
+def new_folder(output: Path, world: Axis) -> Iterator[Path]:
+    """A folder beside `output` that becomes it at the end of the block, and is removed when the block raises.
+
+    The block raises on all ranks or on none. ValueError when `output` exists.
+    """
+    folder = on_first(world, lambda: _made_beside(output))
+    try:
+        yield folder
+        on_first(world, lambda: _place(folder, output))
+    except BaseException:
+        if world.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _place(folder: Path, output: Path) -> None:
+    files.sync_below(folder)
+    files.place_folder(folder, output)
+
+
+def _made_beside(output: Path) -> Path:
+    if output.exists() or output.is_symlink():
+        raise ValueError(f"--output {output} exists; nothing is ever written over")
+    above = next(folder for folder in output.absolute().parents if os.path.lexists(folder))
+    if not above.is_dir():
+        raise ValueError(f"--output {output} cannot be written: {above} is no directory")
+    try:
+        output.absolute().parent.mkdir(parents=True, exist_ok=True)
+        folder = output.absolute().parent / f"{output.name}.tmp-{secrets.token_hex(4)}"
+        folder.mkdir()
+    except OSError as error:
+        raise ValueError(f"--output {output} cannot be written: {error.strerror}") from error
+    return folder
+
+
+def card(title: str, facts: Mapping[str, Any], config_yaml: str, tags: Sequence[str]) -> str:
+    """The README.md of a model: what it is, how it was trained, and the whole config."""
+    head = ["---", "library_name: transformers", "tags:", *(f"- {tag}" for tag in tags), "---", "", f"# {title}", ""]
+    table = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items()), ""]
+    config = ["## Config", "", "```yaml", config_yaml.rstrip(), "```", ""] if config_yaml else []
+    return "\n".join([*head, *table, *config])

@@ -1,0 +1,108 @@
+"""How images become crops and tokens: the processor files of a Molmo2 and the image rules of a dataset.
+
+One table holds each setting of the library, our rule for it and its default; it is walked in both directions. All
+settings are written, since the library reads a missing one as its default. A setting that cannot be expressed is
+refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megacp.huggingface.convert.hf_files import read_json, write_json
+
+IMAGES, VIDEOS, PROCESSOR = "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"
+Rules = dict[str, Any]
+"""Image rules as a dataset's manifest holds them."""
+
+Table = dict[str, tuple[str, Any]]
+"""The library's setting -> our rule and the library's default."""
+
+_HALF = [0.5, 0.5, 0.5]
+_BOTH: Table = {
+    "patch_size": ("patch_size", 14),
+    "image_mean": ("image_mean", _HALF),
+    "image_std": ("image_std", _HALF),
+}
+_IMAGE: Table = {
+    "max_crops": ("max_crops", 8),
+    "overlap_margins": ("overlap_margins", [4, 4]),
+    "pooling_size": ("image_pooling", [2, 2]),
+}
+_VIDEO: Table = {
+    "pooling_size": ("video_pooling", [3, 3]),
+    "num_frames": ("max_frames", 64),
+    "max_fps": ("video_fps", 2),
+}
+TEXT: Table = {
+    "image_use_col_tokens": ("use_column_tokens", True),
+    "use_single_crop_col_tokens": ("low_res_column_tokens", None),
+    "video_use_col_tokens": ("video_column_tokens", False),
+}
+_FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 2}
+FIXED_TEXT = {"use_single_crop_start_token": True, "use_frame_special_tokens": True}
+
+
+def write_processor(rules: Rules, folder: Path) -> None:
+    """Write the processor's files: one with all parts, and one for each part as older versions look for them.
+
+    ValueError names a rule that the library cannot follow.
+    """
+    if rules["time_mode"] != "per-frame":
+        raise ValueError(f"image rules: time_mode is {rules['time_mode']!r}, the library always writes times of frames")
+    size = {"height": rules["image_size"], "width": rules["image_size"]}
+    image, video = ({**_said(rules, _BOTH | table), "size": size, **_FIXED} for table in (_IMAGE, _VIDEO))
+    fps = rules["video_fps"]
+    video |= {"do_sample_frames": True, "max_fps": int(fps) if fps == int(fps) else fps}
+    image["image_processor_type"], video["video_processor_type"] = "Molmo2ImageProcessor", "Molmo2VideoProcessor"
+    for part, name in ((image, IMAGES), (video, VIDEOS)):
+        part["processor_class"] = "Molmo2Processor"
+        write_json(folder / name, part)
+    whole = {"processor_class": "Molmo2Processor", **_said(rules, TEXT), **FIXED_TEXT}
+    write_json(folder / PROCESSOR, {**whole, "image_processor": image, "video_processor": video})
+
+
+def _said(rules: Rules, table: Table) -> dict[str, Any]:
+    return {theirs: rules[ours] for theirs, (ours, _) in table.items()}
+
+
+def _read(part: Mapping[str, Any], table: Table) -> Rules:
+    found = {ours: (part.get(theirs), default) for theirs, (ours, default) in table.items()}
+    return {ours: default if value is None else value for ours, (value, default) in found.items()}
+
+
+def _part(folder: Path, name: str, whole: Mapping[str, Any], key: str) -> dict[str, Any] | None:
+    inside = whole.get(key)
+    if isinstance(inside, dict):
+        return inside
+    return read_json(folder / name) if (folder / name).is_file() else None
+
+
+def read_rules(folder: Path, token_ids: Mapping[str, int]) -> Rules | None:
+    """The rules of a folder's processor files, None where there are none. ValueError names a setting that megacp
+    cannot express.
+    """
+    whole = read_json(folder / PROCESSOR) if (folder / PROCESSOR).is_file() else {}
+    image, video = _part(folder, IMAGES, whole, "image_processor"), _part(folder, VIDEOS, whole, "video_processor")
+    if image is None:
+        return None
+    size = image.get("size", {"height": 378, "width": 378})
+    reasons = [
+        f"{IMAGES}: {key} is {part[key]!r}, megacp can only express {value!r}"
+        for part, table in ((image, _FIXED), (video or {}, _FIXED), (whole, FIXED_TEXT))
+        for key, value in table.items()
+        if part.get(key, value) not in (value, None)
+    ]
+    if size.get("height") != size.get("width"):
+        reasons.append(f"{IMAGES}: size is {size!r}, megacp can only express squares")
+    if video is not None:
+        for key in ("patch_size", "image_mean", "image_std", "size"):
+            if key in image and key in video and image[key] != video[key]:
+                reasons.append(f"{VIDEOS}: {key} is {video[key]!r}, that of images is {image[key]!r}")
+    if reasons:
+        raise ValueError("; ".join(reasons))
+    rules: Rules = {"image_size": size["height"], **_read(image, _BOTH | _IMAGE), **_read(video or {}, _VIDEO)}
+    rules |= {ours: whole.get(theirs, default) for theirs, (ours, default) in TEXT.items()}
+    return {**rules, "video_fps": float(rules["video_fps"]), "time_mode": "per-frame", "token_ids": dict(token_ids)}

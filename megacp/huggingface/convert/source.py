@@ -1,0 +1,200 @@
+"""The input of a conversion, by our names: a checkpoint of ours or a Hugging Face folder.
+
+Only headers and configs are read here. Both readers give a source of tensors that are read one by one, already checked
+against their config, so each writer takes either.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megacp.core.checkpoint.commit import LoadedCheckpoint, load_checkpoint
+from megacp.core.checkpoint.names import MODEL, TensorBox
+from megacp.core.config.checks.check import check
+from megacp.core.config.run import RunConfig, flatten, with_values
+from megacp.core.data.geometry import TOKEN_TEXTS, ImageRules
+from megacp.core.distributed.grid import Axis, single_axis
+from megacp.core.storage import wording
+from megacp.core.training.state import stored_progress
+from megacp.core.training.stored import stored_config
+from megacp.huggingface.convert import hf_files, processor
+from megacp.huggingface.convert.lora import Pairs, folded
+from megacp.huggingface.convert.sharing import on_each
+from megacp.huggingface.convert.tables.architectures import (
+    IGNORED_TENSORS,
+    LAYOUTS,
+    Architecture,
+    of_config,
+    of_values,
+    token_ids,
+)
+from megacp.huggingface.convert.tables.mapping import Info, Link, Mapped, Source, problems
+from megacp.huggingface.convert.tables.molmo2 import TOKEN_FIELDS
+from megacp.prepare.tokenize.tokenizer import load_tokenizer
+
+_TOLD = 20
+HEAD = "lm_head.weight"
+CONFIG = "config.json"
+
+
+def require_all(infos: Mapping[str, Info], links: Sequence[Link], to_ours: bool, where: Path) -> None:
+    """ValueError that lists every tensor that is missing, unexpected or of another shape."""
+    wanted = [named for link in links for named in (link.theirs if to_ours else link.ours)]
+    found = problems(infos, wanted, IGNORED_TENSORS if to_ours else ())
+    if found:
+        raise ValueError(f"{where} does not hold the tensors of its config: {listed(found)}")
+
+
+def listed(lines: Sequence[str]) -> str:
+    """The first lines in one, and how many more there are."""
+    return wording.listed(lines, _TOLD, "; ")
+
+
+class CheckpointSource:
+    """The weights of a checkpoint of ours, by global name."""
+
+    def __init__(self, loaded: LoadedCheckpoint) -> None:
+        self._loaded = loaded
+        with loaded.reading():
+            self._payload = loaded.payload()
+        tensors = self._payload.tensors.items()
+        begin = f"{MODEL}."
+        self.infos = {name.removeprefix(begin): Info(*what) for name, what in tensors if name.startswith(begin)}
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of a tensor."""
+        info = self.infos[name]
+        tensor = torch.empty((stop - start, *info.shape[1:]), dtype=info.dtype)
+        offsets = (start, *[0] * (len(info.shape) - 1))
+        with self._loaded.reading():
+            self._payload.read([TensorBox(f"{MODEL}.{name}", info.shape, offsets, tensor)])
+        return tensor
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model to be converted, by our names and flags, wherever it comes from."""
+
+    folder: Path
+    architecture: Architecture
+    source: Source
+    config: RunConfig
+    rules: ImageRules | None
+    checkpoint: LoadedCheckpoint | None = None
+    content: Mapping[str, Any] = field(default_factory=dict)
+    """The config.json it was read from."""
+    pairs: Pairs | None = None
+    """Of a checkpoint with low-rank pairs; `source` and `config` are without, the pairs folded into the weights."""
+
+    @functools.cached_property
+    def values(self) -> dict[str, Any]:
+        """All flags of `config` by name."""
+        return flatten(self.config)
+
+    @property
+    def probe_rules(self) -> ImageRules:
+        """Its image rules, or else some that fit its tower and embedding, to compare models on images."""
+        if self.rules is not None:
+            return self.rules
+        said = {name: self.content[key] for key, name in TOKEN_FIELDS.items() if key in self.content}
+        ids = token_ids(self.values, None) | said
+        rows = self.config.model.embedding_rows
+        ids = {name: i if i < rows else 0 for name, i in ids.items()}  # a marker without a row: any text
+        vision = self.config.vision
+        sizes = (vision.vision_image_size, vision.vision_patch_size)
+        return ImageRules(*sizes, max_crops=2, overlap_margins=(0, 0), token_ids=ids)
+
+
+def read_checkpoint(path: Path, world: Axis, wanted: str = "auto") -> Loaded:
+    """The newest whole checkpoint below `path`, or that step. ValueError names what the library cannot express.
+
+    Collective over `world`, whose ranks share the hashing.
+    """
+    loaded = load_checkpoint(path, world)
+    return on_each(world, lambda: _described(loaded, wanted))
+
+
+def _described(loaded: LoadedCheckpoint, wanted: str) -> Loaded:
+    stored, folder = stored_config(loaded), Path(str(loaded.path))  # one of this machine, as `path` is
+    source, config, pairs = folded(CheckpointSource(loaded), stored)
+    values = flatten(config)
+    architecture = of_values(values, wanted)
+    architecture.config(values)  # refuses what it cannot say
+    require_all(source.infos, architecture.links(values, LAYOUTS[0]), False, folder)
+    given = stored_progress(loaded).image_rules
+    rules = ImageRules.from_dict(given) if given is not None else None
+    return Loaded(folder, architecture, source, config, rules, loaded, pairs=pairs)
+
+
+def read_hf(path: Path, wanted: str = "auto", ignored: Collection[str] = (), *, check_sums: bool = True) -> Loaded:
+    """A Hugging Face folder; `ignored` as in `Architecture.values`, `check_sums`: whether to hash the files that
+    SHA256SUMS lists. ValueError names the field, file or tensor that cannot be taken.
+    """
+    content = hf_files.read_json(path / CONFIG)
+    if check_sums:
+        hf_files.check_sums(path, single_axis("world"))
+    architecture = of_config(content, wanted)
+    values = architecture.values(content, ignored)
+    config = with_values(RunConfig(), {**values, "hf_model_type": architecture.name})
+    if reasons := check(config, 1):
+        raise ValueError(f"{path / CONFIG} describes a model that no run can have: {'; '.join(reasons)}")
+    weights = hf_files.SafetensorsFolder(path)
+    infos = dict(weights.infos)
+    if not values["untie_embeddings_and_output_weights"]:
+        refuse_other_head(weights, path)
+        infos.pop(HEAD, None)  # some files hold a tied head all the same
+    links = architecture.links(values, architecture.layout_of(infos), infos)
+    require_all(infos, links, True, path)
+    source = Mapped(weights, links, to_ours=True)
+    rules = rules_of(path, content, values) if config.vision.vision_num_layers else None
+    return Loaded(path, architecture, source, config, rules, None, content)
+
+
+def refuse_unread(folder: Path) -> None:
+    """ValueError when a tokenizer's settings are no JSON object."""
+    if (folder / "tokenizer_config.json").is_file():
+        hf_files.read_json(folder / "tokenizer_config.json")
+
+
+def refuse_other_head(weights: hf_files.SafetensorsFolder, folder: Path) -> None:
+    """ValueError when a tied model's file holds a head that is not its embedding."""
+    names = ("model.embed_tokens.weight", HEAD)
+    if not all(name in weights.infos for name in names):
+        return
+    first, second = (weights.infos[name] for name in names)
+    step = 4096
+    starts = range(0, first.shape[0], step)
+    if first != second or any(
+        not torch.equal(*(weights.rows(name, i, min(i + step, first.shape[0])) for name in names)) for i in starts
+    ):
+        raise ValueError(f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from the embedding")
+
+
+def rules_of(folder: Path, content: dict[str, Any], values: dict[str, Any]) -> ImageRules | None:
+    """The image rules of a Molmo2's folder: its processor files, and ids from its tokenizer or its config."""
+    ids: dict[str, int] = {}
+    if (folder / "tokenizer.json").is_file():
+        refuse_unread(folder)
+        tokenizer = load_tokenizer(str(folder / "tokenizer.json"), engine="reference")
+        found = {name: tokenizer.token_id(text) for name, text in TOKEN_TEXTS.items()}
+        ids = {name: i for name, i in found.items() if i is not None}
+    said = {name: content[field] for field, name in TOKEN_FIELDS.items() if field in content}
+    if wrong := [name for name in said if ids.get(name, said[name]) != said[name]]:
+        words = ", ".join(f"{name} {said[name]} and {ids[name]}" for name in wrong)
+        raise ValueError(f"{folder}: config.json and tokenizer.json have different ids for {words}")
+    ids = {**said, **ids}
+    if set(ids) != set(TOKEN_TEXTS):
+        return None  # without a tokenizer the ids of column tokens are not known
+    rules = processor.read_rules(folder, ids)
+    if rules is None:
+        return None
+    sizes = (rules["image_size"], rules["patch_size"])
+    if sizes != (values["vision_image_size"], values["vision_patch_size"]):
+        raise ValueError(f"{folder}: crops and patches of {sizes} pixels in the processor files are not the tower's")
+    return ImageRules.from_dict(rules)

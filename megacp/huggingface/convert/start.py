@@ -1,0 +1,111 @@
+"""A run that starts from a Hugging Face folder: its model by our flags, its weights by our names, its tokenizer.
+
+What a conversion would write to disk first goes from the folder to the ranks. Tokenizer and generation settings are
+kept beside the run's checkpoints, so an export finds them there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import tempfile
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from megacp.core.checkpoint.weights import Weights
+from megacp.core.config.blend import DataPath, shown_path
+from megacp.core.config.run import RunConfig, flatten, with_values
+from megacp.core.models.build import DTYPES
+from megacp.core.storage.place import Place
+from megacp.core.storage.url import Url
+from megacp.core.training.sources import Sources
+from megacp.core.training.stored import with_model_of
+from megacp.huggingface.convert.conversion import refuse_other_input
+from megacp.huggingface.convert.export import copy_tokenizer, keep_generation, model_dtype
+from megacp.huggingface.convert.hf_files import read_json
+from megacp.huggingface.convert.source import CONFIG, Loaded, read_hf
+from megacp.huggingface.convert.tables.architectures import of_config
+from megacp.huggingface.convert.tables.mapping import in_dtype
+from megacp.huggingface.convert.tokenizer import tokenizer_files
+from megacp.huggingface.convert.tower import with_tower
+from megacp.prepare.tokenize.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True)
+class FolderStart:
+    """What a run starts from."""
+
+    loaded: Loaded
+    weights: Weights
+
+    def keep(self, folder: Place) -> None:
+        """Put tokenizer and generation settings beside the run's checkpoints."""
+        with tempfile.TemporaryDirectory() as own:
+            local = folder if isinstance(folder, Path) else Path(own)
+            copy_tokenizer(self.loaded, local)
+            keep_generation(self.loaded, local)
+            for path in sorted(Path(own).rglob("*")):
+                if isinstance(folder, Url) and path.is_file():
+                    (folder / str(path.relative_to(local))).upload(path)
+
+    def require_tokenizer(self, sources: Sources, data_path: DataPath | None) -> None:
+        """ValueError when the packs were built with another tokenizer than the folder's."""
+        ours, theirs = self.weights.tokenizer_sha256, sources.tokenizer_sha256
+        if ours and theirs and ours != theirs:
+            names = ",".join(str(self.loaded.folder / name) for name in tokenizer_files(self.loaded.folder))
+            raise ValueError(
+                f"--data-path {shown_path(data_path)} was built with the tokenizer {theirs[:12]}, "
+                f"--load-hf {self.loaded.folder} has {ours[:12]}: build it again with --tokenizer {names}"
+            )
+
+
+def open_start(config: RunConfig, given: Collection[str], check_sums: bool) -> tuple[RunConfig, FolderStart, str]:
+    """The config with the model of --load-hf, as far as no flag in `given` says what it is; the start; a note.
+
+    Only headers are read, and all bytes where SHA256SUMS lies in the folder and `check_sums` says so. Raises ValueError
+    for a folder that cannot be taken, and for each flag that contradicts it.
+    """
+    if importlib.util.find_spec("safetensors") is None:
+        raise ValueError("--load-hf reads weights with the package safetensors: pip install 'megacp[hf]'")
+    folder, vision = Path(str(config.checkpoint.load_hf)), config.checkpoint.vision_from_hf
+    asked = (config.checkpoint.ignore_field or "").replace(",", " ").split()
+    of_tower = _unknown_of(Path(vision)) & set(asked) if vision not in (None, "none") else set()
+    of_text = [name for name in asked if name not in of_tower or name in _unknown_of(folder)]
+    loaded = _read("--load-hf", folder, of_text, check_sums)
+    try:
+        dtype = config.training.dtype if "dtype" in given else model_dtype(loaded.source)
+        files = tokenizer_files(folder)
+        sha256 = load_tokenizer(",".join(str(folder / name) for name in files), "reference").sha256 if files else ""
+    except ValueError as error:
+        raise ValueError(f"--load-hf {folder}: {error}") from error
+    stored, source, known, notes = loaded.config, loaded.source, dict[str, int](), list[str]()
+    if vision is not None:
+        tower = _read("--vision-from-hf", Path(vision), of_tower, check_sums) if vision != "none" else None
+        both = with_tower(loaded, tower, config, given)
+        stored, source, known, notes = both.config, both.source, both.known_rows, [both.note]
+    stored = with_values(stored, {"dtype": dtype})
+    config, note = with_model_of(config, stored, folder, given, weights_only=True)
+    told = {name: [list(info.shape), str(info.dtype)] for name, info in source.infos.items()}
+    fingerprint = hashlib.sha256(json.dumps([told, flatten(stored)], sort_keys=True).encode()).hexdigest()
+    weights = Weights(folder, in_dtype(source, DTYPES[dtype]), sha256, fingerprint, known)
+    return config, FolderStart(loaded, weights), "\n".join([note, *notes])
+
+
+def _unknown_of(folder: Path) -> set[str]:
+    """Fields of a folder's config that --ignore-field may name; none where it cannot be read, as `_read` will say."""
+    try:
+        content = read_json(folder / CONFIG)
+        return of_config(content).unknown(content)
+    except (ValueError, OSError):
+        return set()
+
+
+def _read(name: str, folder: Path, ignored: Collection[str], check_sums: bool) -> Loaded:
+    try:
+        refuse_other_input(folder, "hf")
+        return read_hf(folder, ignored=ignored, check_sums=check_sums)
+    except (ValueError, OSError) as error:
+        said = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ValueError(f"{name} {folder}: {said}") from error

@@ -1,0 +1,188 @@
+"""Checkpoints of megacp to Hugging Face folders and back, tensor by tensor, on one CPU process or on several ranks.
+
+    python tools/convert_checkpoint.py --from megacp --to hf --input run/checkpoints --output model --tokenizer byte \\
+        --verify
+    python tools/convert_checkpoint.py --from hf --to megacp --input Qwen3-0.6B --output start --verify
+    python tools/convert_checkpoint.py --from megacp --to peft --input run/checkpoints --output adapter
+    python tools/convert_checkpoint.py --from hf --to hf --input Molmo2-8B --output native --layout native
+    torchrun --nproc-per-node 4 tools/convert_checkpoint.py --from hf --to megacp --input Llama-3-70B --output start
+
+Llama, Mistral, Phi-3, Qwen2, Qwen3, OLMo2, SmolLM3 and Molmo2. Everything is written to a folder beside --output, which
+is renamed when all is well. The conversion ends at a tensor that is missing, unexpected or of another shape. So it does
+at a field that the other side cannot express, or a tokenizer that gives other ids. Exit status: 0 done, 1 --verify
+found a difference, 2 refused with one message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from megacp.core.checkpoint.commit import again_when_removed
+from megacp.core.config.arguments import OneLineParser
+from megacp.core.distributed.grid import GridShape, single_axis
+from megacp.core.distributed.launch import start, stop, world_from_environment
+from megacp.huggingface.convert.chat import CHOICES
+from megacp.huggingface.convert.conversion import OtherModelError, convert
+from megacp.huggingface.convert.export import Request
+from megacp.huggingface.convert.hf_files import MIB
+from megacp.huggingface.convert.tables.architectures import ARCHITECTURES, LAYOUTS
+
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+DIFFERENT, REFUSED = 1, 2
+_MINUTES = 24 * 60.0
+"""For which ranks wait for one that compares or copies alone."""
+
+
+def arguments_parser() -> argparse.ArgumentParser:
+    """The flags."""
+    parser = OneLineParser(
+        description="Convert checkpoints between megacp and Hugging Face folders.", allow_abbrev=False
+    )
+    parser.add_argument("--from", required=True, choices=("hf", "megacp"), dest="source", help="what --input is")
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=("hf", "megacp", "peft"),
+        dest="target",
+        help="what --output becomes; of a run with --lora-rank: its pairs folded into the model (hf), or alone (peft)",
+    )
+    parser.add_argument(
+        "--input", required=True, type=Path, metavar="DIR", help="folder; --save of a run or one of its steps"
+    )
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="new folder")
+    parser.add_argument("--verify", action="store_true", help="compare logits with those of the transformers library")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="KIND_OR_PATH",
+        help="the run's tokenizer, as given to preprocess_data.py build; `none` leaves it out",
+    )
+    parser.add_argument("--eod-token", metavar="TEXT", help="as given to a build (default: that of training)")
+    parser.add_argument(
+        "--chat-template",
+        choices=CHOICES,
+        default="auto",
+        help="messages: that of records with `messages`; auto: the tokenizer's own, else messages for a vision model "
+        "that was trained here (default)",
+    )
+    parser.add_argument("--architecture", choices=("auto", *ARCHITECTURES), default="auto", help="default: found out")
+    parser.add_argument("--layout", choices=LAYOUTS, help="names of a Molmo2's tensors in --output (default: native)")
+    parser.add_argument("--max-shard-size", type=int, default=5000, metavar="MIB", help="of a weight file (5000)")
+    parser.add_argument(
+        "--max-position-embeddings",
+        type=int,
+        metavar="N",
+        help="positions that the model is for (default: as its config says, else the run's --seq-length)",
+    )
+    parser.add_argument(
+        "--ignore-field",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a field of config.json that is not known here and does not change the model; may be given again",
+    )
+    parser.add_argument(
+        "--base-model", metavar="NAME", help="model that an adapter is for (--to peft; default: the run's --load-hf)"
+    )
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the weights (default: as they are)")
+    parser.add_argument(
+        "--accept-ties",
+        action="store_true",
+        help="export a Unigram tokenizer although runs like ----- get its tokens in another order of the same score",
+    )
+    return parser
+
+
+def flag_reasons(arguments: argparse.Namespace) -> list[str]:
+    """All faults of the flags alone."""
+    reasons = []
+    if (arguments.source, arguments.target) == ("megacp", "megacp"):
+        reasons.append("--from megacp --to megacp: a checkpoint is read by any grid as it is")
+    if arguments.target == "megacp" and arguments.dtype == "float16":
+        reasons.append("--dtype float16: runs of megacp have float32, bfloat16 or float64 weights")
+    if arguments.target == "megacp" and arguments.layout is not None:
+        reasons.append("--layout is for --to hf")
+    if arguments.eod_token is not None and arguments.tokenizer in (None, "none"):
+        reasons.append("--eod-token goes with --tokenizer")
+    if arguments.chat_template == "messages" and arguments.tokenizer == "none":
+        reasons.append("--chat-template messages goes with a tokenizer, not with --tokenizer none")
+    if arguments.source == "hf" and arguments.tokenizer is not None:
+        reasons.append("--tokenizer is for --from megacp: a Hugging Face folder brings its own")
+    needed = {"safetensors": "it reads and writes weights", "jinja2": "it tries chat templates"}
+    needed |= {"transformers": "--verify compares with it"} if arguments.verify else {}
+    reasons += [
+        f"the package {name} is not installed ({why}): pip install 'megacp[hf]'"
+        for name, why in needed.items()
+        if importlib.util.find_spec(name) is None
+    ]
+    if arguments.max_position_embeddings is not None and arguments.max_position_embeddings < 1:
+        reasons.append(f"--max-position-embeddings {arguments.max_position_embeddings}: must be at least 1")
+    if arguments.max_position_embeddings is not None and (arguments.source, arguments.target) != ("megacp", "hf"):
+        reasons.append("--max-position-embeddings is for --from megacp --to hf: a Hugging Face config has its own")
+    if arguments.ignore_field and arguments.source != "hf":
+        reasons.append("--ignore-field is for --from hf: it names fields of a config.json")
+    if arguments.target == "peft":
+        reasons += ["--to peft is for --from megacp"] if arguments.source == "hf" else []
+        reasons += ["--verify compares whole models: give it with --to hf"] if arguments.verify else []
+        reasons += ["--tokenizer is for a whole model, not for --to peft"] if arguments.tokenizer is not None else []
+    elif arguments.base_model is not None:
+        reasons.append(f"--base-model {arguments.base_model} is for --to peft")
+    if arguments.max_shard_size < 1:
+        reasons.append(f"--max-shard-size {arguments.max_shard_size}: must be at least 1")
+    return reasons
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse and convert; returns the exit status."""
+    parser = arguments_parser()
+    arguments = parser.parse_args(argv)
+    if reasons := flag_reasons(arguments):
+        parser.error("; ".join(reasons))
+    request = Request(
+        arguments.source,
+        arguments.target,
+        arguments.input,
+        arguments.output,
+        verify=arguments.verify,
+        architecture=arguments.architecture,
+        dtype=DTYPES[arguments.dtype] if arguments.dtype else None,
+        layout=arguments.layout or LAYOUTS[0],
+        max_shard_bytes=arguments.max_shard_size * MIB,
+        max_positions=arguments.max_position_embeddings,
+        tokenizer=arguments.tokenizer,
+        eod_token=arguments.eod_token,
+        chat_template=arguments.chat_template,
+        accept_ties=arguments.accept_ties,
+        base_model=arguments.base_model,
+        ignored=tuple(arguments.ignore_field),
+    )
+    place = world_from_environment()
+    silent = io.StringIO()  # of the other ranks, which say the same
+    with contextlib.redirect_stdout(silent if place.rank else sys.stdout):
+        status, words = _converted(request, place.size)
+    if words and place.rank == 0:
+        print(f"error: {words}", file=sys.stderr)
+    return status
+
+
+def _converted(request: Request, ranks: int) -> tuple[int, str]:
+    """Convert on this process, or with the other ranks that torchrun has started; status, and what went wrong."""
+    try:
+        world = start(GridShape(dp=ranks), _MINUTES).world if ranks > 1 else single_axis("world")
+        again_when_removed(request.input, lambda: convert(request, world))
+    except (ValueError, OSError) as error:
+        # a full disk names no file; what is read has been named before
+        begin = f"--output {request.output} cannot be written: " if isinstance(error, OSError) else ""
+        return REFUSED, " ".join(f"{begin}{error}".split())
+    except OtherModelError:
+        return DIFFERENT, f"{request.output} was not written: it would be another model"
+    finally:
+        stop()
+    return 0, ""

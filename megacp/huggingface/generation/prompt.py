@@ -1,0 +1,248 @@
+"""What a model is asked: a record without its last answer, or texts after images, as tokens with pixels.
+
+Key property: parser, image layout, tokenizer calls, collation and decoder are those of training, so a question has the
+tokens it had there. Its answers are branches, as in training: the images of a record are encoded once for all its
+questions. Rejected: a chat template here, which would be a second truth beside `sample`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megacp.core.data.batch import PackedBatch
+from megacp.core.data.collate import collate
+from megacp.core.data.decoding import RulesDecoder
+from megacp.core.data.geometry import ImageRules
+from megacp.core.data.images import Pixels, joined
+from megacp.core.data.reader import Pack
+from megacp.core.data.row_images import PackImages
+from megacp.core.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE, UNIT_DTYPE
+from megacp.prepare.build.document import DocumentMaker
+from megacp.prepare.build.writer import SegmentUnit
+from megacp.prepare.media.reader import MediaReader, Part
+from megacp.prepare.records.parts import Media, SamplePart
+from megacp.prepare.records.record import RecordError
+from megacp.prepare.records.record_keys import FOR_PROMPTS
+from megacp.prepare.records.sample import parse_record
+from megacp.prepare.tokenize.tokenizer import Tokenizer
+
+_KINDS = {"image": "an image", "video": "a video"}
+
+
+@dataclass(frozen=True, eq=False)
+class PromptPart:
+    """Tokens of the shared beginning, or of one question."""
+
+    tokens: np.ndarray
+    """int64 [n]; n may be 0 for a question that is all in the beginning."""
+    units: tuple[SegmentUnit, ...] = ()
+    """Its images and frames; `start` counts within the part."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """One document to be continued: after its beginning, or after each of its questions."""
+
+    prefix: PromptPart
+    branches: tuple[PromptPart, ...] = ()
+    """The questions; none = the one answer follows the prefix."""
+    encoded: tuple[tuple[bytes, int], ...] = ()
+    """Of the units of all parts, in order: a file, and the number among its taken frames (-1: it is an image)."""
+    questions: tuple[str, ...] = ("",)
+    """The texts before each answer, special tokens and images left out."""
+    expected: tuple[str | None, ...] = (None,)
+    """The record's own answers; None where it has none."""
+    images: tuple[str, ...] = ()
+    """The files that the record names, in order."""
+
+    @property
+    def num_answers(self) -> int:
+        """Answers that are asked for."""
+        return max(1, len(self.branches))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens before each answer: its position."""
+        return tuple(len(self.prefix.tokens) + len(b.tokens) for b in self.branches) or (len(self.prefix.tokens),)
+
+
+class PromptMaker:
+    """Makes prompts with one tokenizer and, for images, one set of rules and one directory."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        rules: ImageRules | None = None,
+        image_root: str | None = None,
+        by_template: bool = False,
+    ) -> None:
+        """`by_template`: whether the model learned messages as a chat template writes them."""
+        self.rules, self._by_template = rules, by_template
+        self._maker = DocumentMaker(tokenizer, tokenizer.eos_id is not None, rules.token_ids if rules else {})
+        self._media = MediaReader(rules, image_root) if rules is not None else None
+
+    def of_record(self, record: Any) -> Prompt:
+        """A record as for preprocess_data.py, whose last learned text, if there is text before, is what to answer.
+
+        Where the last message is not an assistant's, the header of an assistant's stands behind it.
+        RecordError (a ValueError) says what is wrong with it.
+        """
+        sample = parse_record(record, media=True, accepted=FOR_PROMPTS)
+        if sample.talks and self._by_template:
+            raise RecordError(
+                "messages, which the model learned by a chat template and would be asked here in other tokens: export "
+                "it (tools/convert_checkpoint.py) and ask it with transformers, or write the prompt as a `text`"
+            )
+        prefix, branches = list(sample.prefix), [list(branch) for branch in sample.branches]
+        cut = [_without_answer(branch) for branch in branches or [prefix]]
+        expected = tuple(answer for _, answer in cut)
+        if branches:
+            branches = [pieces for pieces, _ in cut]
+        elif cut[0][0]:
+            prefix = cut[0][0]
+        else:  # a plain text is to be continued
+            prefix, expected = [piece for piece in prefix if not piece.is_end], (None,)
+        return self._prompt(prefix, branches, expected)
+
+    def of_texts(self, texts: Sequence[str], media: Sequence[Media] = ()) -> Prompt:
+        """Images and videos, then each of `texts` as it is, one question each. RecordError names a bad one's `key`."""
+        prefix = [SamplePart(None, 0.0, one) for one in media]
+        questions = [[SamplePart(text, 0.0)] for text in texts]
+        if len(questions) == 1 or not prefix:
+            assert len(questions) == 1, "without images each text is a prompt of its own"
+            return self._prompt(prefix + questions[0], [], (None,))
+        return self._prompt(prefix, questions, (None,) * len(questions))
+
+    def _prompt(
+        self, prefix: list[SamplePart], branches: list[list[SamplePart]], expected: tuple[str | None, ...]
+    ) -> Prompt:
+        texts = [prefix, *branches]
+        media = [piece.media for pieces in texts for piece in pieces if piece.media is not None]
+        if media and self._media is None:
+            raise RecordError(f"`{media[0].key}` is {_KINDS[media[0].kind]}, and no image rules are known")
+        items: list[bytes] = []
+        parts: list[tuple[Part, ...]] = [
+            tuple(self._media.expand(pieces, {}, items)) if self._media is not None else tuple(pieces)
+            for pieces in texts
+        ]
+        encoded = next(self._maker.encode([parts]))
+        if (name := self._maker.spelled_special_token(encoded)) is not None:
+            raise RecordError(f"a text spells the special token {name}")
+        if sum(encoded.lengths) == 0:
+            raise RecordError("the prompt is empty; give at least one token of text")
+        ids = np.concatenate([np.asarray(stretch.ids, np.int64) for stretch in encoded.stretches])
+        split = np.split(ids, np.cumsum(encoded.lengths)[:-1])
+        units = encoded.units()
+        ends = np.cumsum(encoded.lengths).tolist()
+        made = []
+        for tokens, end in zip(split, ends, strict=True):
+            begin = end - len(tokens)
+            mine = [unit for unit in units if begin <= unit.start < end]
+            made.append(PromptPart(tokens, tuple(dataclasses.replace(u, start=u.start - begin) for u in mine)))
+        questions = tuple(_shown(prefix + branch) for branch in branches or [[]])
+        named = tuple(str(one.value) for one in media if one.source == "path")
+        encoded_units = tuple((items[unit.item], unit.frame) for unit in units)
+        return Prompt(made[0], tuple(made[1:]), encoded_units, questions, expected, named)
+
+
+def _without_answer(pieces: list[SamplePart]) -> tuple[list[SamplePart], str | None]:
+    """The pieces before the learned texts at the end, and those texts; None when there are none."""
+    rest = list(pieces)
+    if rest and rest[-1].is_end:
+        rest.pop()
+    answer: list[str] = []
+    while rest and rest[-1].text is not None and rest[-1].weight > 0:
+        answer.insert(0, rest.pop().text or "")
+    return rest, "".join(answer) if answer else None
+
+
+def _shown(pieces: Sequence[SamplePart]) -> str:
+    return "".join(piece.text or "" for piece in pieces)
+
+
+@dataclass(frozen=True, eq=False)
+class PromptRow:
+    """Some prompts, with what has been answered so far, as documents of one row."""
+
+    batch: PackedBatch
+    """Without pixels."""
+    last: np.ndarray
+    """int64 [answers]: places of the tokens after which each answer goes on."""
+
+
+def prompt_pixels(prompts: Sequence[Prompt], rules: ImageRules) -> Pixels:
+    """All pixels of a row of these prompts, in the order in which its batch counts them."""
+    decoder, found = RulesDecoder(rules), []
+    units = [unit for prompt in prompts for unit in prompt.encoded]
+    begins = [number for number, (_, frame) in enumerate(units) if frame <= 0]  # of images and of videos
+    for begin, end in itertools.pairwise([*begins, len(units)]):
+        data, first = units[begin]
+        frames = [frame for _, frame in units[begin:end]]
+        found.append(decoder.image(data) if first < 0 else decoder.video(data, frames))
+    return joined(found, decoder.patch_shape)
+
+
+def prompt_row(
+    prompts: Sequence[Prompt],
+    answers: Sequence[Sequence[Sequence[int]]],
+    image_attention: str = "example",
+    token_ids: Mapping[str, int] | None = None,
+) -> PromptRow:
+    """The row of `prompts`, with `answers[prompt][question]` so far; `token_ids`: of the image rules.
+
+    Each prompt is a document, each question with its answer a branch of it.
+    """
+    with_images = any(prompt.encoded for prompt in prompts)
+    image_patch = token_ids["image_patch"] if token_ids is not None and with_images else None
+    packs, last, length = [], [], 0
+    for number, (prompt, given) in enumerate(zip(prompts, answers, strict=True)):
+        parts = [prompt.prefix.tokens, *(branch.tokens for branch in prompt.branches)]
+        first = 1 if prompt.branches else 0  # the first part that an answer follows
+        for i, answer in enumerate(given, first):
+            parts[i] = np.concatenate((parts[i], np.array(answer, np.int64)))
+        stops = np.cumsum([len(part) for part in parts])  # [parts] within the document
+        # an answer to nothing but the beginning goes on after the beginning
+        last += [length + int(stops[i] if len(parts[i]) else stops[0]) - 1 for i in range(first, len(parts))]
+        packs.append(_pack(number, prompt, parts, image_patch))
+        length += int(stops[-1])
+    return PromptRow(collate(packs, image_attention=image_attention), np.array(last, np.int64))
+
+
+def _pack(number: int, prompt: Prompt, parts: Sequence[np.ndarray], image_patch: int | None) -> Pack:
+    """A prompt as a pack of one document: its beginning, then each of its questions, with their answers so far."""
+    stops = np.cumsum([len(part) for part in parts])
+    starts = stops - [len(part) for part in parts]
+    pairs = zip(starts[1:].tolist(), parts[1:], strict=True)
+    branches = np.array([(start, len(part)) for start, part in pairs if len(part)], BRANCH_DTYPE)
+    segment = np.zeros(1, SEGMENT_DTYPE)
+    segment["true_length"] = segment["padded_length"] = stops[-1]
+    segment["prefix_length"], segment["num_branches"] = len(parts[0]), len(branches)
+    images = None if image_patch is None else _images(prompt, starts, image_patch)
+    tokens = np.concatenate(parts)
+    return Pack(number, tokens, None, segment, branches if len(branches) else None, images)
+
+
+def _images(prompt: Prompt, starts: np.ndarray, image_patch: int) -> PackImages:
+    """The units of all parts of a prompt, where part i begins at `starts[i]` of its document."""
+    found = [
+        (int(start) + unit.start, unit)
+        for start, part in zip(starts, (prompt.prefix, *prompt.branches), strict=True)
+        for unit in part.units
+    ]
+    units = np.zeros(len(found), UNIT_DTYPE)
+    units["item"] = np.arange(len(found))
+    units["start"] = [start for start, _ in found]
+    for name, values in {
+        "num_tokens": [unit.num_tokens for _, unit in found],
+        "image_stop": np.cumsum([unit.num_crops for _, unit in found]),
+        "pooled_stop": np.cumsum([unit.num_pooled for _, unit in found]),
+        "frame": [unit.frame for _, unit in found],
+    }.items():
+        units[name] = values
+    return PackImages(units, {}, lambda number: prompt.encoded[number][0], image_patch)

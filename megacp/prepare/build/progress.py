@@ -1,0 +1,165 @@
+"""The progress of a build on stderr, a bar on a terminal and a line now and then elsewhere; and what a build did.
+
+Key property: all of it is computed from a few sums and the results of units, so nothing is counted twice in resumed
+builds.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TextIO
+
+from megacp.core.data.manifest import DatasetManifest
+from megacp.prepare.build.parts import BuildPart
+from megacp.prepare.build.unit import UnitResult
+
+_WIDTH = 24
+_EVERY_SECONDS = 10.0
+"""Between two lines when the stream is no terminal."""
+
+
+@dataclass
+class BuildProgress:
+    """Documents, input bytes, tokens and pack places done; `total_bytes` is all of the input."""
+
+    stream: TextIO
+    total_bytes: int
+    resumed_bytes: int = 0
+    """Bytes that an earlier run has done: not part of the speed."""
+    documents: int = 0
+    bytes: int = 0
+    tokens: int = 0
+    places: int = 0
+    image_bytes: int = 0
+    """Stored of images and videos; those that lie in files of their own are no bytes of the input."""
+
+    cluster: str = ""
+    """On how many nodes, where there are others."""
+
+    def __post_init__(self) -> None:
+        self._terminal = self.stream.isatty()
+        self._started = self._shown = time.monotonic()
+
+    def add(self, documents: int, size: int, tokens: int, places: int, image_bytes: int = 0) -> None:
+        """One more unit is done."""
+        self.documents += documents
+        self.bytes += size
+        self.tokens += tokens
+        self.places += places
+        self.image_bytes += image_bytes
+        now = time.monotonic()
+        if self._terminal or now - self._shown >= _EVERY_SECONDS:
+            self._shown = now
+            self._write(f"\r\x1b[K{self.line()}" if self._terminal else f"{self.line()}\n")
+
+    def grown(self, nodes: int, cpus: int) -> None:
+        """The work is now done on so many nodes with so many CPUs."""
+        told = f"on {nodes} node{'s' if nodes != 1 else ''}, {cpus} CPU{'s' if cpus != 1 else ''}"
+        self.cluster = f"  {told}"
+        self._write(f"\r\x1b[K{told}\n" if self._terminal else f"{told}\n")
+
+    def line(self) -> str:
+        """The progress in one line."""
+        seconds = max(self.seconds, 1e-9)
+        done = (self.resumed_bytes + self.bytes) / max(1, self.total_bytes)
+        left = (self.total_bytes - self.resumed_bytes - self.bytes) * seconds / max(1, self.bytes)
+        filled = "#" * round(_WIDTH * done)
+        return (
+            f"[{filled:<{_WIDTH}}] {done:4.0%}  {self.documents / seconds:,.0f} docs/s  "
+            f"{rate(self.read_bytes, seconds)}  {self.tokens / seconds:,.0f} tokens/s  "
+            f"packed {self.tokens / max(1, self.places):.2%}  {timedelta(seconds=round(left))} left{self.cluster}"
+        )
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read: of the input, or of images where those are more (a tar's are part of it, and count once)."""
+        return max(self.bytes, self.image_bytes)
+
+    @property
+    def seconds(self) -> float:
+        """Since it was made."""
+        return time.monotonic() - self._started
+
+    def finish(self) -> None:
+        """Clear the bar of a terminal."""
+        if self._terminal:
+            self._write("\r\x1b[K")
+
+    def _write(self, text: str) -> None:
+        self.stream.write(text)
+        self.stream.flush()
+
+
+def rate(size: int, seconds: float) -> str:
+    """Bytes a second in words, with three digits that mean something."""
+    speed = size / max(seconds, 1e-9)
+    return f"{speed / 1e6:.1f} MB/s" if speed >= 1e6 else f"{speed / 1e3:.1f} kB/s"
+
+
+@dataclass(frozen=True)
+class BuildSummary:
+    """What a build did."""
+
+    manifest: DatasetManifest
+    results: tuple[UnitResult, ...]
+    """Of all units."""
+    read_bytes: int
+    """Of the input, or of images where those are more; by this run."""
+    seconds: float
+    units_resumed: int
+    """Finished by an earlier run."""
+    already_complete: bool
+    """Nothing was done."""
+    tokenizer_engine: str
+
+    @property
+    def documents(self) -> int:
+        """Documents in the dataset."""
+        return sum(result.documents for result in self.results)
+
+    @property
+    def learned_tokens(self) -> int:
+        """Tokens that some token before them predicts with a loss weight."""
+        return sum(result.learned_tokens for result in self.results)
+
+    @property
+    def unlearned(self) -> int:
+        """Documents of which nothing is learned."""
+        return sum(result.unlearned for result in self.results)
+
+    @property
+    def sentence(self) -> str:
+        """What was made, how fast, and what was there before."""
+        manifest = self.manifest
+        unlearned = f" ({self.unlearned:,} teach nothing)" if self.unlearned else ""
+        resumed = f" ({self.units_resumed} of {len(self.results)} shards were there)" if self.units_resumed else ""
+        return (
+            f"{self.documents:,} documents{unlearned}, {manifest.num_tokens:,} tokens "
+            f"({self.learned_tokens / max(1, manifest.num_tokens):.1%} learned) in "
+            f"{manifest.num_packs:,} packs of {manifest.seq_length:,} ({manifest.packing_efficiency:.2%} full), "
+            f"{manifest.num_rejected:,} rejected; {self.seconds:.1f} s, {rate(self.read_bytes, self.seconds)}, "
+            f"tokenizer {manifest.tokenizer.kind} ({self.tokenizer_engine}){resumed}"
+        )
+
+
+@dataclass(frozen=True)
+class PartSummary:
+    """What a build of one part did."""
+
+    part: BuildPart
+    results: tuple[UnitResult, ...]
+    """Of its units."""
+    units_resumed: int
+    """Finished by an earlier run."""
+    seconds: float
+
+    @property
+    def sentence(self) -> str:
+        """What was made, and what was there before."""
+        documents = sum(result.documents for result in self.results)
+        return (
+            f"part {self.part}, {len(self.results):,} units ({self.units_resumed:,} were there), "
+            f"{documents:,} documents; {self.seconds:.1f} s. `finish` makes a dataset of all parts"
+        )

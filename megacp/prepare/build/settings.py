@@ -1,0 +1,221 @@
+"""Everything a build depends on, and all that can be wrong with it before a record is read.
+
+Key property: every reason is found before anything is written, and all are told at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from megacp.core.data.geometry import ImageRules, frame_layout, image_layout
+from megacp.core.storage.place import CACHE
+from megacp.core.storage.url import is_url
+from megacp.prepare.build.packing import OVERSIZE_RULES
+from megacp.prepare.build.upload import Upload
+from megacp.prepare.media.fetch import prefix_problem
+from megacp.prepare.records.chat_template import ChatTemplate, load_chat_template
+from megacp.prepare.records.inputs import problem as input_problem
+from megacp.prepare.records.record import DEFAULT_MAX_RECORD_BYTES
+from megacp.prepare.records.record_keys import LEARNED_ROLES
+from megacp.prepare.records.sample import RECORD_KEYS
+from megacp.prepare.tokenize.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+
+ON_ERROR = ("fail", "skip")
+EXECUTORS = ("local", "ray")
+HOUSE_FORM = ("refuse", "ignore")
+"""Of --chat-template: messages are written in the house's own form."""
+
+
+@dataclass(frozen=True)
+class BuildSettings:
+    """Everything a build depends on; the names are those of the flags."""
+
+    input: tuple[str, ...]
+    output: str
+    tokenizer: str
+    seq_length: int
+    oversize: str = "error"
+    pad_multiple: int = 1
+    append_eod: bool = True
+    seed: int | None = None
+    """Shuffles documents inside each window; None keeps the input's order."""
+    text_key: str = "text"
+    max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES
+    on_error: str = "fail"
+    max_errors: int | None = None
+    workers: int = 1
+    executor: str = "local"
+    """Who runs the units: processes of this machine, or a Ray cluster."""
+    ray_address: str | None = None
+    """Of the cluster; None: one that is started on this machine."""
+    unit_bytes: int = 0
+    """0: chosen from seq_length, so that a unit fills some hundred packs."""
+    window_tokens: int = 1 << 24
+    cp_degrees: tuple[int, ...] = (1, 2, 4, 8, 16)
+    tokenizer_engine: str = "auto"
+    eod_token: str | None = None
+    image_rules: ImageRules | None = None
+    """How images become tokens; None: records may hold text only."""
+    image_root: str | None = None
+    """Directory that paths of images are relative to."""
+    max_crops_per_pack: int | None = None
+    """Second budget of a pack; None = as many as its tokens allow."""
+    ignore_keys: tuple[str, ...] = ()
+    """Keys of records that may be lost; patterns with `*` too."""
+    context_roles: tuple[str, ...] = ()
+    """Roles of messages that are known beside the usual ones; nothing of them is learned."""
+    chat_template: str = "refuse"
+    """What writes messages: a template (auto, a name, a file), else the house's own form (refuse, ignore)."""
+    chat_template_date: str | None = None
+    """The date that a template writes, as YYYY-MM-DD."""
+    prepend_bos: bool | None = None
+    """Whether a token begins every document; None: as the tokenizer's files say."""
+    allow_unlearned: bool = False
+    """Whether records may be there of which nothing is learned."""
+    work_dir: str | None = None
+    """Directory in which a dataset for a URL is built."""
+    upload_to: str | None = None
+    """URL that the dataset is sent to; `output` is the directory that the build works in."""
+    image_urls: tuple[str, ...] = ()
+    """How URLs begin that records may name images by."""
+    image_cache: str | None = None
+    """Directory that keeps fetched images for later builds; None: inside `output`, until it is finished."""
+
+    @property
+    def bytes_per_unit(self) -> int:
+        """unit_bytes, or at least 8 MiB and 256 packs of 4-byte tokens."""
+        return self.unit_bytes or max(8 << 20, 1024 * self.seq_length)
+
+    @property
+    def upload(self) -> Upload | None:
+        """Where the dataset is sent to; None when it stays in the directory of the build."""
+        return Upload(self.upload_to, Path(self.output)) if self.upload_to is not None else None
+
+    @property
+    def fetches_images(self) -> bool:
+        """Whether images may lie at URLs."""
+        return self.image_rules is not None and (bool(self.image_urls) or is_url(self.image_root))
+
+    @property
+    def longest_piece(self) -> int:
+        """Tokens of the longest document, or piece of one, that fits a pack."""
+        return self.seq_length // self.pad_multiple * self.pad_multiple
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The tokenizer these settings name."""
+        return load_tokenizer(self.tokenizer, self.tokenizer_engine, self.eod_token, self.prepend_bos)
+
+    def load_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
+        """The chat template that these settings name; None for the house's own form."""
+        if self.chat_template in HOUSE_FORM:
+            return None
+        return load_chat_template(self.chat_template, tokenizer, self.chat_template_date)
+
+
+def with_place(settings: BuildSettings) -> BuildSettings:
+    """The settings of a build whose output may be a URL, with the directory that it works in.
+
+    ValueError: a directory to work in is given, and the output is one.
+    """
+    if is_url(settings.output):
+        name = hashlib.sha256(settings.output.encode()).hexdigest()[:16]
+        directory = Path(settings.work_dir or Path(CACHE, "builds", name)).expanduser()
+        return dataclasses.replace(settings, output=str(directory), upload_to=settings.output)
+    if settings.work_dir is not None and settings.upload_to is None:
+        raise ValueError(
+            f"--work-dir {settings.work_dir} goes with an --output that is a URL; {settings.output} is built in place"
+        )
+    return settings
+
+
+def problems(settings: BuildSettings) -> list[str]:
+    """Everything that is wrong with the settings and the input files, before anything is read or written."""
+    found = []
+    paths = settings.input
+    found += [f"--input: {reason}" for reason in map(input_problem, paths) if reason is not None]
+    files = [path if is_url(path) else os.path.realpath(path) for path in paths]
+    if repeated := sorted({path for path, file in zip(paths, files, strict=True) if files.count(file) > 1}):
+        found.append(f"--input: given more than once: {', '.join(repeated)}")
+    if not paths:
+        found.append("--input needs at least one file")
+    least = {
+        "--seq-length": settings.seq_length,
+        "--pad-multiple": settings.pad_multiple,
+        "--workers": settings.workers,
+        "--max-record-bytes": settings.max_record_bytes,
+        "--window-tokens": settings.window_tokens,
+    }
+    found += [f"{flag} is {value}, it must be at least 1" for flag, value in least.items() if value < 1]
+    if settings.unit_bytes < 0:
+        found.append(f"--unit-bytes is {settings.unit_bytes}, it must be at least 1, or 0 for a size that fits")
+    if settings.max_errors is not None and settings.max_errors < 0:
+        found.append(f"--max-errors is {settings.max_errors}, it must be at least 0")
+    if settings.pad_multiple >= 1 and settings.seq_length % settings.pad_multiple:
+        found.append(f"--seq-length {settings.seq_length} is not a multiple of --pad-multiple {settings.pad_multiple}")
+    if settings.oversize not in OVERSIZE_RULES:
+        found.append(f"--oversize is {settings.oversize!r}, allowed are {', '.join(OVERSIZE_RULES)}")
+    if settings.on_error not in ON_ERROR:
+        found.append(f"--on-error is {settings.on_error!r}, allowed are {', '.join(ON_ERROR)}")
+    if settings.executor not in EXECUTORS:
+        found.append(f"--executor is {settings.executor!r}, allowed are {', '.join(EXECUTORS)}")
+    if settings.ray_address is not None and settings.executor != "ray":
+        found.append(f"--ray-address {settings.ray_address} needs --executor ray")
+    if settings.max_errors is not None and settings.on_error != "skip":
+        found.append(f"--max-errors {settings.max_errors} needs --on-error skip")
+    if settings.chat_template in HOUSE_FORM and settings.chat_template_date is not None:
+        found.append(f"--chat-template-date {settings.chat_template_date} goes with --chat-template auto, NAME or FILE")
+    if read := sorted({settings.text_key, *RECORD_KEYS} & {*settings.ignore_keys}):
+        found.append(f"--ignore-keys {','.join(read)}: these keys are read, not ignored")
+    if learned := sorted({*LEARNED_ROLES} & {*settings.context_roles}):
+        found.append(f"--context-roles {','.join(learned)}: what this role says is learned")
+    if settings.seed is not None and settings.seed < 0:
+        found.append(f"--seed is {settings.seed}, it must be at least 0")
+    if bad := [degree for degree in settings.cp_degrees if degree < 1]:
+        found.append(f"--cp-degrees: {bad} are not at least 1")
+    return found + _image_problems(settings)
+
+
+def tokenizer_problem(settings: BuildSettings, tokenizer: Tokenizer) -> str | None:
+    """Why documents cannot begin and end as the tokenizer's files say; None when they can."""
+    if settings.append_eod and tokenizer.eos_id is None:
+        return (
+            f"--tokenizer {settings.tokenizer} does not say which token ends a document: "
+            "name it with --eod-token, or give --no-append-eod"
+        )
+    unclear = tokenizer.surroundings.problem(tokenizer.eos_id, tokenizer.kind == "huggingface")
+    if settings.prepend_bos is None and unclear is not None:
+        return f"--tokenizer {settings.tokenizer}: {unclear}; choose --prepend-bos or --no-prepend-bos"
+    return None
+
+
+def _image_problems(settings: BuildSettings) -> list[str]:
+    rules, most, root = settings.image_rules, settings.max_crops_per_pack, settings.image_root
+    if rules is None:
+        given = {"--image-root": root, "--max-crops-per-pack": most, "--image-urls": ",".join(settings.image_urls)}
+        return [f"{flag} {value} needs image rules" for flag, value in given.items() if value]
+    found = rules.reasons()
+    for prefix in settings.image_urls:
+        if problem := prefix_problem(prefix):
+            found.append(f"--image-urls {prefix} {problem}")
+    if root is not None and not is_url(root) and not os.path.isdir(root):
+        found.append(f"--image-root {root} is not a directory")
+    if most is not None and most < 1:
+        found.append(f"--max-crops-per-pack is {most}, it must be at least 1")
+    if most is not None and 1 <= most <= rules.max_crops:
+        found.append(
+            f"--max-crops-per-pack {most} cannot hold an image of --max-crops {rules.max_crops} and its low-resolution "
+            "crop"
+        )
+    if not found:
+        some_ids = rules.with_token_ids(ByteTokenizer())  # which ones changes no length
+        image, frame = len(image_layout(1, 1, some_ids).tokens), len(frame_layout(some_ids).tokens)
+        if settings.seq_length < min(image, frame):
+            found.append(
+                f"--seq-length {settings.seq_length} is shorter than the smallest image, {image} tokens, and than a "
+                f"video frame, {frame}"
+            )
+    return found

@@ -1,0 +1,396 @@
+"""One unit of work: the records of a few byte ranges become one shard of packs.
+
+Key property: a pure function of settings, unit and the input's bytes, so that any number of workers, killed any number
+of times, write the same shards. Documents are packed window by window, which bounds memory. Rejected: one packer behind
+all workers, which makes packs depend on who finished first.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, MutableSequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from megacp.core.data.manifest import ShardEntry
+from megacp.core.data.tables import FLAG_SPLIT, FLAG_TRUNCATED, padded_lengths
+from megacp.core.storage.url import is_url
+from megacp.prepare.build.document import Document, DocumentMaker, Encoded, Origin, learned_tokens
+from megacp.prepare.build.faults import told
+from megacp.prepare.build.identities import digest, identity_file, write_identities
+from megacp.prepare.build.packing import Packing, best_fit_decreasing, cut_oversize, two_budgets
+from megacp.prepare.build.settings import BuildSettings
+from megacp.prepare.build.spool import Spool, Stored
+from megacp.prepare.build.writer import ShardWriter
+from megacp.prepare.media.fetch import ImageFetcher
+from megacp.prepare.media.reader import LARGEST_ITEM, MediaReader, Part, unnamed_members
+from megacp.prepare.records.chat_template import ChatTemplate
+from megacp.prepare.records.jsonl import line_number
+from megacp.prepare.records.parts import Rendered, Sample, SamplePart
+from megacp.prepare.records.read import Extent, Unit, ahead, is_plain, read_extent
+from megacp.prepare.records.record import Record, RecordError, Refusal
+from megacp.prepare.records.record_keys import Accepted
+from megacp.prepare.records.sample import parse_record
+from megacp.prepare.tokenize.threads import one_thread
+from megacp.prepare.tokenize.tokenizer import Tokenizer
+
+IMAGES_DIRECTORY = ".images"
+"""Of images that were fetched, while the build runs."""
+RECORDS_AHEAD = 64
+"""Records whose images are fetched ahead."""
+_CHUNK_CHARACTERS = 1 << 20
+CHUNK_RECORDS = 4096
+WINDOW_DOCUMENTS = 1 << 18
+"""Most documents packed at a time: tiny ones take 500 bytes each, whatever their tokens."""
+_AUDIT_CHARACTERS = 1 << 14
+_UNLEARNED = (
+    "nothing of this record is learned: it has neither plain text nor words of an assistant, all weights are 0, or "
+    "--oversize truncate cuts the learned text off; --allow-unlearned keeps such records"
+)
+_SINGLE_TOKEN = (
+    "nothing of this record is learned: it is a single token, which no token before it predicts; --append-eod or "
+    "--prepend-bos gives it a second one, --allow-unlearned keeps such records"
+)
+
+
+@dataclass(frozen=True)
+class UnitTask:
+    """A unit, and the records in it whose `id` an earlier unit holds already: digest -> why it is refused."""
+
+    unit: Unit
+    duplicates: dict[bytes, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class UnitResult:
+    """What became of a unit; `entry` is None when no document was left."""
+
+    unit: int
+    entry: ShardEntry | None
+    documents: int
+    refusals: tuple[Refusal, ...]
+    """Bad records."""
+    dropped: tuple[Refusal, ...]
+    """Good records that `--oversize drop` left out."""
+    has_ids: bool
+    learned_tokens: int = 0
+    """Tokens that some token before them predicts with a loss weight."""
+    unlearned: int = 0
+    """Documents of which nothing is learned."""
+
+
+class BadRecord(ValueError):
+    """A refused record under `--on-error fail`."""
+
+
+def shard_name(unit: int) -> str:
+    """Directory name of a unit's shard."""
+    return f"shard_{unit:05d}"
+
+
+def where(extent: Extent, line: int, offset: int) -> tuple[str, int]:
+    """File and true line of a record whose `line` counts from its extent's beginning."""
+    return extent.path, line_number(extent.path, offset) if is_plain(extent.path) else line
+
+
+class _Entry(NamedTuple):
+    """A parsed record on its way to the tokenizer."""
+
+    extent: Extent
+    line: int
+    offset: int
+    parts: tuple[tuple[Part, ...], ...]
+    """Prefix, then branches."""
+    weight: float
+    items: tuple[Stored, ...]
+
+    def refusal(self, reason: str) -> Refusal:
+        path, line = where(self.extent, self.line, self.offset)
+        return Refusal(path, line, self.offset, reason)
+
+
+class UnitBuilder:
+    """Builds units one after another; lives in a worker, keeps the tokenizer loaded."""
+
+    def __init__(self, settings: BuildSettings) -> None:
+        self._settings = settings
+        if settings.workers > 1 or settings.executor != "local":
+            one_thread()  # workers have a core each
+        self._tokenizer = settings.load_tokenizer()
+        rules = settings.image_rules
+        self._template = settings.load_template(self._tokenizer)
+        token_ids = rules.token_ids if rules else {}
+        self._maker = DocumentMaker(self._tokenizer, settings.append_eod, token_ids, self._template)
+
+    def __call__(self, task: UnitTask, position: MutableSequence[int]) -> UnitResult:
+        """Write the unit's shard and identity file. `position` is set to [extent, byte offset] of the record at hand.
+
+        BadRecord: the first refused record under on_error "fail". ValueError: the tokenizer's engines disagree.
+        StorageFault: the disk is full, or a file cannot be read.
+        """
+        with told(Path(self._settings.output)):
+            run = _UnitRun(self._settings, (self._tokenizer, self._template), self._maker, task)
+            try:
+                result = run.run(position)
+            finally:
+                run.close()
+            if result.entry is not None and self._settings.upload is not None:
+                self._settings.upload.shard(result.entry)
+            return result
+
+
+class _UnitRun:
+    """The state of one unit's build."""
+
+    def __init__(
+        self,
+        settings: BuildSettings,
+        texts: tuple[Tokenizer, ChatTemplate | None],
+        maker: DocumentMaker,
+        task: UnitTask,
+    ) -> None:
+        self._settings, self._maker, self._task = settings, maker, task
+        self._tokenizer, self._template = texts
+        self._media: MediaReader | None = None
+        self._fetcher: ImageFetcher | None = None
+        self._spool: Spool | None = None
+        if settings.image_rules is not None:
+            if settings.fetches_images:
+                folder = Path(settings.image_cache or Path(settings.output) / IMAGES_DIRECTORY)
+                root = settings.image_root if is_url(settings.image_root) else None
+                self._fetcher = ImageFetcher(folder, settings.image_urls, LARGEST_ITEM, root)
+            self._media = MediaReader(settings.image_rules, settings.image_root, self._fetcher)
+            self._spool = Spool(Path(settings.output))
+        self._refusals: list[Refusal] = []
+        self._dropped: list[Refusal] = []
+        self._seen: dict[bytes, tuple[Extent, int, int]] = {}
+        self._documents = self._unlearned = self._learned_tokens = 0
+        self._accepted = Accepted(settings.ignore_keys, settings.context_roles)
+        self._windows = 0
+        # a node that was given up may still write the same unit
+        self._owner = f"{platform.node()}-{os.getpid()}" if settings.executor == "ray" else ""
+
+    def run(self, position: MutableSequence[int]) -> UnitResult:
+        settings, unit = self._settings, self._task.unit
+        directory = Path(settings.output) / shard_name(unit.index)
+        window: list[Document] = []
+        tokens = 0
+        sizes = self._maker.num_token_ids, settings.seq_length, settings.pad_multiple
+        output = Path(settings.output)
+        with ShardWriter(directory, *sizes, settings.cp_degrees, self._owner) as writer, told(output, writer.temporary):
+            for number, chunk in enumerate(self._chunks(position)):
+                if number == 0:
+                    self._audit(chunk)
+                for document in self._documents_of(chunk):
+                    window.append(document)
+                    tokens += len(document.tokens)
+                if tokens >= settings.window_tokens or len(window) >= WINDOW_DOCUMENTS:
+                    self._flush(window, writer)
+                    window, tokens = [], 0
+            self._flush(window, writer)
+            entry = writer.commit(replace=True) if writer.num_packs else None
+        self._write_identities()
+        return UnitResult(
+            unit.index,
+            entry,
+            self._documents,
+            tuple(self._refusals),
+            tuple(self._dropped),
+            bool(self._seen),
+            self._learned_tokens,
+            self._unlearned,
+        )
+
+    def close(self) -> None:
+        """Give back what it holds open."""
+        if self._fetcher is not None:
+            self._fetcher.close()
+        if self._spool is not None:
+            self._spool.close()
+
+    def _refuse(self, refusal: Refusal) -> None:
+        if self._settings.on_error == "fail":
+            raise BadRecord(str(refusal))
+        self._refusals.append(refusal)
+
+    def _chunks(self, position: MutableSequence[int]) -> Iterator[list[_Entry]]:
+        """Parsed records in the input's order, some at a time."""
+        chunk: list[_Entry] = []
+        characters = 0
+        for i, extent in enumerate(self._task.unit.extents):
+            position[0], position[1] = i, extent.start
+            items = read_extent(extent, self._settings.max_record_bytes, self._media is not None)
+            for item, parsed in ahead(items, self._parsed, RECORDS_AHEAD if self._fetcher is not None else 0):
+                if isinstance(item, Refusal):
+                    self._refuse(item)
+                    continue
+                position[1] = item.offset
+                entry = self._entry(extent, item, parsed)
+                if entry is None:
+                    continue
+                chunk.append(entry)
+                characters += item.size
+                if characters >= _CHUNK_CHARACTERS or len(chunk) >= CHUNK_RECORDS:
+                    yield chunk
+                    chunk, characters = [], 0
+        if chunk:
+            yield chunk
+
+    def _parsed(self, record: Record | Refusal) -> Sample | RecordError | None:
+        """A record as a sample, whose images are being fetched from now on; what is wrong is told in its turn."""
+        if isinstance(record, Refusal):
+            return None
+        try:
+            has_media = self._media is not None
+            sample = parse_record(record.value, self._settings.text_key, has_media, self._accepted, self._template)
+        except RecordError as error:
+            return error
+        if self._media is not None:
+            self._media.want(piece for text in (sample.prefix, *sample.branches) for piece in text)
+        return sample
+
+    def _entry(self, extent: Extent, record: Record, sample: Sample | RecordError | None) -> _Entry | None:
+        try:
+            if not isinstance(sample, Sample):
+                raise sample or RecordError("it was not parsed")
+            self._check_template(sample, extent, record)
+            parts, items = self._expanded((sample.prefix, *sample.branches), record.members or {})
+            if sample.identity is not None:
+                self._check_identity(sample.identity, extent, record)
+        except RecordError as error:
+            path, line = where(extent, record.line, record.offset)
+            self._refuse(Refusal(path, line, record.offset, str(error), error.url))
+            return None
+        return _Entry(extent, record.line, record.offset, parts, sample.weight, items)
+
+    def _check_template(self, sample: Sample, extent: Extent, record: Record) -> None:
+        """ValueError for messages that a server would write by the tokenizer's template."""
+        template = self._tokenizer.chat_template
+        if template is None or self._settings.chat_template != "refuse" or not sample.talks:
+            return
+        path, line = where(extent, record.line, record.offset)
+        raise ValueError(
+            f"{path}:{line}: a record with messages, and {template} has a chat template, which is not applied: "
+            "messages are written as <|ROLE|> newline CONTENT, so a model that is served by the template is asked in "
+            "other tokens than it learns here; give --chat-template auto to apply it, or ignore if you want that"
+        )
+
+    def _expanded(
+        self, texts: tuple[tuple[SamplePart, ...], ...], members: dict[str, bytes]
+    ) -> tuple[tuple[tuple[Part, ...], ...], tuple[Stored, ...]]:
+        """Prefix and branches with their images as units, and where the bytes of those are kept."""
+        if self._media is None or self._spool is None:
+            return texts, ()
+        if lost := unnamed_members((piece for text in texts for piece in text), members):
+            raise RecordError(f"the record does not name its member {lost[0]!r}; images are never paired by order")
+        items: list[bytes] = []
+        parts = tuple(self._media.expand(text, members, items) for text in texts)
+        return parts, tuple(self._spool.add(data) for data in items)
+
+    def _check_identity(self, identity: str, extent: Extent, record: Record) -> None:
+        key = digest(identity)
+        elsewhere = self._task.duplicates.get(key)
+        if key in self._seen:
+            first, line, offset = self._seen[key]
+            elsewhere = "{}:{}".format(*where(first, line, offset))
+        if elsewhere is not None:
+            raise RecordError(f"duplicate id {identity!r}, the first is at {elsewhere}")
+        self._seen[key] = (extent, record.line, record.offset)
+
+    def _audit(self, chunk: list[_Entry]) -> None:
+        """Compare the engines on the beginning of the unit's text."""
+        if self._tokenizer.engine == "reference":
+            return
+        left = _AUDIT_CHARACTERS
+        for entry in chunk:
+            for piece in entry.parts[0]:
+                if isinstance(piece, Rendered):  # always by the reference
+                    continue
+                text = ((piece.text if isinstance(piece, SamplePart) else None) or "")[:left]
+                if text and self._tokenizer.disagreement([text]) is not None:
+                    path, line = where(entry.extent, entry.line, entry.offset)
+                    raise ValueError(
+                        f"{path}:{line}: {self._tokenizer.engine} gives other ids than the reference for this text; "
+                        "nothing is wrong with the text: run again with --tokenizer-engine reference --overwrite"
+                    )
+                left -= len(text)
+            if left <= 0:
+                return
+
+    def _documents_of(self, chunk: list[_Entry]) -> Iterator[Document]:
+        for entry, encoded in zip(chunk, self._maker.encode([entry.parts for entry in chunk]), strict=True):
+            if encoded.problem is not None:
+                self._refuse(entry.refusal(encoded.problem))
+            elif 0 in encoded.lengths:
+                self._refuse(entry.refusal("the tokenizer makes no token of a text of this record"))
+            elif (name := self._maker.spelled_special_token(encoded)) is not None:
+                self._refuse(entry.refusal(f"a text of this record spells the special token {name}"))
+            elif encoded.is_guesswork:
+                what = "branches begin with learned text after a prefix of a single token, and nothing could predict it"
+                self._refuse(entry.refusal(f"the record's {what}: let more stand before it"))
+            elif (excess := self._excess(encoded)) is not None and self._settings.oversize == "drop":
+                self._dropped.append(entry.refusal(f"{excess[0]}, dropped by --oversize drop"))
+            elif excess is not None and (self._settings.oversize == "error" or not excess[1]):
+                ways = "drop, split or truncate" if excess[1] else "drop"
+                self._refuse(entry.refusal(f"a document of {excess[0]}: raise it or choose --oversize {ways}"))
+            else:
+                origin = Origin(entry.extent.source, entry.offset, entry.weight, entry.items)
+                document = self._maker.document(encoded, origin)
+                kept = self._settings.longest_piece if self._settings.oversize == "truncate" else len(document.tokens)
+                teaches = document.teaches(kept)
+                if teaches or self._settings.allow_unlearned:
+                    self._documents += 1
+                    self._unlearned += not teaches
+                    yield document
+                else:
+                    self._refuse(entry.refusal(_SINGLE_TOKEN if len(document.tokens) == 1 else _UNLEARNED))
+
+    def _excess(self, encoded: Encoded) -> tuple[str, bool] | None:
+        """What a record has too much of for any pack, and whether cutting it is allowed; None when it fits."""
+        settings, total, crops = self._settings, sum(encoded.lengths), encoded.num_crops
+        if crops and settings.max_crops_per_pack is not None and crops > settings.max_crops_per_pack:
+            return f"{crops} image crops, more than --max-crops-per-pack {settings.max_crops_per_pack}", False
+        if total <= settings.seq_length:
+            return None
+        branched = len(encoded.lengths) > 1
+        whole = settings.oversize != "drop" and branched  # the words of a drop have no more to explain
+        what = "tokens with all branches" if whole else "tokens"
+        return f"{total} {what}, more than --seq-length {settings.seq_length}", not branched and not crops
+
+    def _flush(self, window: list[Document], writer: ShardWriter) -> None:
+        """Pack the documents of one window."""
+        settings = self._settings
+        if not window:
+            return
+        if settings.seed is not None:
+            generator = np.random.default_rng((settings.seed, self._task.unit.index, self._windows))
+            window = [window[i] for i in generator.permutation(len(window))]
+        self._windows += 1
+        lengths = np.array([len(document.tokens) for document in window])
+        truncate = settings.oversize == "truncate"
+        pieces = cut_oversize(lengths, settings.longest_piece, truncate)  # what is dropped or refused is gone by now
+        cut_flag = FLAG_TRUNCATED if truncate else FLAG_SPLIT
+        places = list(zip(pieces.document.tolist(), pieces.start.tolist(), pieces.stop.tolist(), strict=True))
+        crops = np.array([window[d].num_crops for d, _, _ in places], np.int64)
+        packing = self._packing(padded_lengths(pieces.lengths, settings.pad_multiple), crops)
+        for p in range(len(packing)):
+            members = [places[i] for i in packing.pack(p).tolist()]
+            segments = [window[d].segment(start, stop, cut_flag, self._spool) for d, start, stop in members]
+            writer.add_pack(segments)
+            self._learned_tokens += sum([learned_tokens(s.tokens, s.weights, s.branch_starts) for s in segments])
+        if self._spool is not None:
+            self._spool.clear()
+
+    def _packing(self, lengths: np.ndarray, crops: np.ndarray) -> Packing:
+        settings = self._settings
+        if settings.max_crops_per_pack is None:
+            return best_fit_decreasing(lengths, settings.seq_length)
+        return two_budgets(lengths, crops, settings.seq_length, settings.max_crops_per_pack)
+
+    def _write_identities(self) -> None:
+        rows = [(key, extent.source, offset, line) for key, (extent, line, offset) in self._seen.items()]
+        write_identities(identity_file(self._settings.output, self._task.unit.index), rows)

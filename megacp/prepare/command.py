@@ -1,0 +1,396 @@
+#!/usr/bin/env python
+"""Makes packed datasets of text, images, videos (`build`), and looks into them: `inspect`, `stats`, `verify`, `merge`.
+
+Key property: this file only reads the command line and prints; the work is in megacp/core/data. Nothing here or there
+imports torch. Rejected: tyro for the flags, which costs more to import than a tiny build takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from megacp.core.config.arguments import OneLineParser
+
+if TYPE_CHECKING:
+    from megacp.core.data.geometry import ImageRules
+    from megacp.prepare.build.progress import BuildSummary
+    from megacp.prepare.build.settings import BuildSettings
+
+EXAMPLES = """examples:
+  tools/preprocess_data.py build --input corpus.jsonl --output data/corpus --tokenizer tokenizer.json --seq-length 4096
+  tools/preprocess_data.py build --input part-*.jsonl.zst --output data/big --tokenizer llama.model \\
+      --seq-length 32768 --oversize split --workers 16 --on-error skip --max-errors 100
+  tools/preprocess_data.py build --input pairs.jsonl --output data/pairs --tokenizer tokenizer.json \\
+      --seq-length 16384 --image-root photos --max-crops-per-pack 64 --cp-degrees 1,2,4,8
+  tools/preprocess_data.py build ... --units 3/16 (one of 16 processes), after all of them: finish ...
+  tools/preprocess_data.py inspect data/corpus --pack 0
+  tools/preprocess_data.py stats data/corpus
+  tools/preprocess_data.py verify data/corpus
+  tools/preprocess_data.py merge data/a data/b --output data/both
+"""
+INTERRUPTED = 130
+
+
+def _numbers(kind: type[int] | type[float]) -> Callable[[str], list[int] | list[float]]:
+    def parse(text: str) -> list[Any]:
+        return [kind(part) for part in text.split(",")]
+
+    parse.__name__ = f"{kind.__name__}s with commas between"  # what argparse says that a value is not
+    return parse
+
+
+def _token_ids(text: str) -> dict[str, int]:
+    return {name: int(value) for name, _, value in (part.partition("=") for part in text.split(","))}
+
+
+_token_ids.__name__ = "NAME=ID with commas between"
+IMAGE_FLAGS: dict[str, tuple[str, Any, str, str]] = {
+    "--image-size": ("image_size", int, "N", "side of a crop in pixels (378)"),
+    "--patch-size": ("patch_size", int, "N", "side of a patch in pixels (14)"),
+    "--max-crops": ("max_crops", int, "N", "high-resolution crops of an image at most (8)"),
+    "--overlap-margins": ("overlap_margins", _numbers(int), "A,B", "patches that neighbouring crops share (4,4)"),
+    "--image-pooling": ("image_pooling", _numbers(int), "H,W", "patches of one token of an image (2,2)"),
+    "--video-pooling": ("video_pooling", _numbers(int), "H,W", "patches of one token of a video frame (3,3)"),
+    "--max-frames": ("max_frames", int, "N", "frames of a video at most (64)"),
+    "--video-fps": ("video_fps", float, "X", "frames taken from a second at most (2)"),
+    "--time-mode": ("time_mode", str, "MODE", "per-frame: the time as text before each frame; off (per-frame)"),
+    "--column-tokens": ("use_column_tokens", None, "", "a token after each row of an image (no)"),
+    "--low-res-column-tokens": ("low_res_column_tokens", None, "", "in the low-resolution part (as --column-tokens)"),
+    "--video-column-tokens": ("video_column_tokens", None, "", "in video frames (no)"),
+    "--image-mean": ("image_mean", _numbers(float), "R,G,B", "subtracted from colours 0..1 (0.5,0.5,0.5)"),
+    "--image-std": ("image_std", _numbers(float), "R,G,B", "what the difference is divided by (0.5,0.5,0.5)"),
+    "--max-pixels": ("max_pixels", int, "N", "larger images are refused (89,478,485)"),
+    "--image-token-ids": ("token_ids", _token_ids, "NAME=ID,...", "ids of image tokens (the tokenizer's, or above it)"),
+}
+"""Flags of single image rules: key of the rules, type (None: yes or no), what --help shows."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(
+        description="Make packed datasets from text, images and videos, and look into them.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=OneLineParser)
+    _add_build(commands)
+    parts = "make a dataset of the parts that `build --units I/N` made, with their flags; names what is missing"
+    _add_settings(commands.add_parser("finish", help=parts, description=parts))
+    inspect = commands.add_parser("inspect", help="show packs: documents, lengths, loss weights, beginnings")
+    inspect.add_argument("dataset")
+    inspect.add_argument("--pack", type=int, nargs="+", default=[0], metavar="N", help="which packs (default: 0)")
+    inspect.add_argument("--tokenizer", metavar="KIND_OR_PATH", help="default: the one kept in the dataset")
+    inspect.add_argument("--characters", type=int, default=60, metavar="N", help="how much of each document (60)")
+    inspect.add_argument("--documents", type=int, default=10, metavar="N", help="how many of a pack; 0 is all (10)")
+    inspect.add_argument("--html", metavar="FILE", help="write one pack as a page with images, crops, mask; no text")
+    stats = commands.add_parser("stats", help="counts, packing efficiency, histogram of lengths, refused records")
+    stats.add_argument("dataset")
+    stats.add_argument("--json", action="store_true", help="print JSON")
+    verify = commands.add_parser("verify", help="read every byte: sizes, hashes, bounds, token ids; exit 1 on damage")
+    verify.add_argument("dataset", nargs="+")
+    merge = commands.add_parser("merge", help="copy several datasets of one tokenizer and length into one")
+    merge.add_argument("dataset", nargs="+", help="at least two, in order")
+    merge.add_argument("--output", required=True, metavar="DIR")
+    merge.add_argument("--overwrite", action="store_true", help="delete the dataset in DIR first")
+    return parser
+
+
+def _add_build(commands: argparse._SubParsersAction[OneLineParser]) -> None:
+    build = commands.add_parser(
+        "build",
+        help="tokenize and pack files of records; run it again to continue after an interruption",
+        description="Tokenize and pack files of records. The result does not depend on --workers or on interruptions.",
+    )
+    work = _add_settings(build)
+    work.add_argument("--overwrite", action="store_true", help="delete the dataset in DIR first, finished or not")
+    work.add_argument("--units", metavar="I/N", help="build this part alone, as one of N processes; then `finish`")
+
+
+def _add_settings(build: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """The flags of a build; the group of those that change nothing of its result."""
+    what = build.add_argument_group("input and output")
+    files = ".jsonl, .gz, .zst, .parquet, .arrow or .tar, a folder of save_to_disk; paths, URLs, patterns with *"
+    what.add_argument("--input", nargs="+", required=True, metavar="F", help=files)
+    what.add_argument("--output", required=True, metavar="DIR", help="directory of the dataset, or a URL")
+    what.add_argument("--text-key", default="text", metavar="KEY", help="key of plain text in a record (text)")
+    _add_records(build)
+    how = build.add_argument_group("tokens")
+    how.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="KIND_OR_PATH",
+        help="byte | FILE.model (SentencePiece) | tokenizer.json (Hugging Face) | vocab.json,merges.txt (GPT-2)",
+    )
+    how.add_argument("--append-eod", action=argparse.BooleanOptionalAction, default=True, help="end documents (yes)")
+    how.add_argument(
+        "--prepend-bos",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="begin documents with the tokenizer's first token (as its files say)",
+    )
+    how.add_argument("--eod-token", metavar="TEXT", help="the token that ends a document, when its files do not say")
+    how.add_argument(
+        "--tokenizer-engine",
+        choices=("auto", "reference"),
+        default="auto",
+        help="auto: the fast engine where its ids are identical (auto)",
+    )
+    packs = build.add_argument_group("packs")
+    packs.add_argument("--seq-length", type=int, required=True, metavar="N", help="tokens of a pack")
+    packs.add_argument(
+        "--oversize",
+        choices=("error", "drop", "split", "truncate"),
+        default="error",
+        help="what to do with a document longer than a pack (error)",
+    )
+    packs.add_argument("--pad-multiple", type=int, default=1, metavar="N", help="pad every document to this (1)")
+    packs.add_argument("--seed", type=int, metavar="N", help="shuffle documents within a window (default: input order)")
+    packs.add_argument(
+        "--window-tokens", type=int, default=1 << 24, metavar="N", help="tokens packed at a time (16,777,216)"
+    )
+    packs.add_argument(
+        "--max-crops-per-pack", type=int, metavar="N", help="second budget of a pack: image crops (none)"
+    )
+    packs.add_argument(
+        "--cp-degrees",
+        type=_numbers(int),
+        metavar="A,B",
+        default="1,2,4,8,16",
+        help="context-parallel sizes planned for",
+    )
+    _add_images(build)
+    return _add_work(build)
+
+
+def _add_work(build: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    work = build.add_argument_group("work")
+    cores = len(os.sched_getaffinity(0))
+    work.add_argument("--workers", type=int, default=cores, metavar="N", help="processes (default: one for each core)")
+    work.add_argument("--work-dir", metavar="DIR", help="where a dataset for a URL is built (in ~/.cache/megacp)")
+    work.add_argument("--executor", choices=("local", "ray"), default="local", help="what runs the units (local)")
+    work.add_argument(
+        "--ray-address", metavar="A", help="cluster of --executor ray, or auto (one that is started here)"
+    )
+    work.add_argument(
+        "--unit-bytes",
+        type=int,
+        default=0,
+        metavar="N",
+        help="input of one shard (8 MiB or 256 packs; with images about 1024 records)",
+    )
+    work.add_argument("--on-error", choices=("fail", "skip"), default="fail", help="at a bad record (fail)")
+    work.add_argument("--max-errors", type=int, metavar="N", help="with skip: give up after more bad records than N")
+    work.add_argument("--max-record-bytes", type=int, default=64 << 20, metavar="N", help="longest record (64 MiB)")
+    return work
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split(",") if name)
+
+
+def _add_records(build: argparse.ArgumentParser) -> None:
+    records = build.add_argument_group("records", "what is refused unless it is named here, for it would be lost")
+    records.add_argument(
+        "--ignore-keys", type=_names, default=(), metavar="A,B", help="unknown keys of records to leave out; * in names"
+    )
+    records.add_argument(
+        "--context-roles", type=_names, default=(), metavar="A,B", help="further roles of messages, not learned"
+    )
+    records.add_argument(
+        "--chat-template",
+        default="refuse",
+        metavar="T",
+        help="what writes messages: auto (the tokenizer's template), its NAME or FILE.jinja; or the form of these "
+        "tools, which is refused where the tokenizer has a template unless T is ignore (refuse)",
+    )
+    records.add_argument(
+        "--chat-template-date", metavar="YYYY-MM-DD", help="the date that a template writes (needed where it does)"
+    )
+    records.add_argument(
+        "--allow-unlearned", action="store_true", help="keep records of which nothing is learned (they are refused)"
+    )
+
+
+def _add_images(build: argparse.ArgumentParser) -> None:
+    images = build.add_argument_group("images", "any of these, or --max-crops-per-pack, lets records hold images")
+    images.add_argument("--image-root", metavar="DIR", help="directory or URL that paths of images are relative to")
+    images.add_argument(
+        "--image-urls",
+        type=_names,
+        default=(),
+        metavar="A,B",
+        help="how URLs of images may begin: https://host/ (none)",
+    )
+    images.add_argument("--image-cache", metavar="DIR", help="keep fetched images here (until the build is finished)")
+    images.add_argument("--image-rules", metavar="FILE", help="YAML with the rules below by their keys; flags win")
+    for flag, (key, kind, metavar, text) in IMAGE_FLAGS.items():
+        if kind is None:
+            images.add_argument(flag, dest=key, action=argparse.BooleanOptionalAction, help=text)
+        else:
+            images.add_argument(flag, dest=key, type=kind, metavar=metavar, help=text)
+
+
+def _image_rules(args: argparse.Namespace) -> ImageRules | None:
+    """The rules of the command line, unchecked; None when nothing says that there are images."""
+    given = {key: getattr(args, key) for key, *_ in IMAGE_FLAGS.values() if getattr(args, key) is not None}
+    others = (args.image_root, args.image_rules, args.max_crops_per_pack, args.image_urls or None)
+    if not given and all(value is None for value in others):
+        return None
+    from megacp.core.data.geometry import ImageRules
+
+    values: Any = {}
+    if args.image_rules is not None:
+        from megacp.core.config.safe_yaml import read_yaml_file
+
+        values = read_yaml_file(args.image_rules, f"--image-rules {args.image_rules}")
+        if not isinstance(values, dict):
+            raise ValueError(f"--image-rules {args.image_rules}: expected keys and values, as in `patch_size: 14`")
+    return ImageRules.unchecked({**values, **given})
+
+
+def _settings(args: argparse.Namespace) -> BuildSettings:
+    """The settings of a build, unchecked."""
+    from megacp.prepare.build.settings import BuildSettings
+
+    given = {field.name: getattr(args, field.name) for field in fields(BuildSettings) if field.name in args}
+    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    return BuildSettings(**{**given, **lists, "image_rules": _image_rules(args)})
+
+
+def _build(args: argparse.Namespace) -> int:
+    from megacp.prepare.build.parts import BuildPart
+    from megacp.prepare.build.run import build, build_part
+
+    if args.units is None:
+        return _report(args, build(_settings(args), sys.stderr, args.overwrite))
+    part = BuildPart.parse(args.units)
+    if args.overwrite:
+        raise ValueError(f"--overwrite with --units {part} would delete what other parts have built: remove the folder")
+    print(f"{args.output}: {build_part(_settings(args), sys.stderr, part).sentence}")
+    return 0
+
+
+def _finish(args: argparse.Namespace) -> int:
+    from megacp.prepare.build.run import build
+
+    return _report(args, build(_settings(args), sys.stderr, builds_missing=False))
+
+
+def _report(args: argparse.Namespace, summary: BuildSummary) -> int:
+    if summary.already_complete:
+        print(f"{args.output} is already complete: {summary.manifest.num_packs:,} packs; nothing to do")
+    else:
+        print(f"{args.output}: {summary.sentence}")
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from megacp.core.data.reader import PackedDataset
+    from megacp.core.monitor.console import ends_with_its_reader
+    from megacp.prepare.build.run import kept_tokenizer
+    from megacp.prepare.describe import describe_pack
+    from megacp.prepare.tokenize.tokenizer import load_tokenizer
+
+    for name in ("characters", "documents"):
+        if (value := getattr(args, name)) < 0:
+            raise ValueError(f"--{name} is {value}, it must be at least 0")
+    dataset = PackedDataset(args.dataset)
+    tokenizer = load_tokenizer(args.tokenizer or kept_tokenizer(args.dataset), engine="reference")
+    if tokenizer.sha256 != dataset.manifest.tokenizer.sha256:
+        raise ValueError(f"--tokenizer {args.tokenizer} is not the one {args.dataset} was made with (sha256 differs)")
+    if args.html is not None:
+        from megacp.prepare.inspect_page import write_page
+
+        if len(args.pack) > 1:
+            raise ValueError(f"--html shows one pack, --pack names {len(args.pack)}")
+        write_page(args.html, dataset, args.pack[0], tokenizer)
+        print(f"{args.html}: pack {args.pack[0]} of {args.dataset}")
+        return 0
+    for index in args.pack:
+        text = describe_pack(dataset, index, tokenizer, args.characters, args.documents)
+        with ends_with_its_reader():
+            print(text)
+    return 0
+
+
+def _stats(args: argparse.Namespace) -> int:
+    from megacp.core.monitor.console import ends_with_its_reader
+    from megacp.prepare.describe import statistics, statistics_text
+
+    values = statistics(args.dataset)
+    with ends_with_its_reader():
+        print(json.dumps(values, indent=1) if args.json else statistics_text(values))
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from megacp.core.data.manifest import DatasetManifest
+    from megacp.core.data.verify import verify
+
+    damaged = 0
+    for path in args.dataset:
+        reasons = verify(path)
+        damaged += bool(reasons)
+        for reason in reasons:
+            print(f"error: {reason}", file=sys.stderr)
+        if not reasons:
+            unchecked = DatasetManifest.read(path).unchecked
+            print(f"{path}: sound{f' ({unchecked})' if unchecked else ''}")
+    return 1 if damaged else 0
+
+
+def _merge(args: argparse.Namespace) -> int:
+    from megacp.prepare.build.merge import merge
+
+    manifest = merge(args.dataset, args.output, args.overwrite)
+    count = len(args.dataset)
+    print(f"{args.output}: {manifest.num_packs:,} packs, {manifest.num_tokens:,} tokens from {count} datasets")
+    return 0
+
+
+def _refuse_undecodable(args: argparse.Namespace) -> None:
+    """ValueError for a path that no manifest and no message could hold."""
+    for name, value in vars(args).items():
+        for text in value if isinstance(value, list | tuple) else (value,):
+            try:
+                str(text).encode()
+            except UnicodeEncodeError as error:
+                flag = name if name == "dataset" else f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag}: {str(text)!r} is no path in UTF-8: rename it") from error
+
+
+COMMANDS = {
+    "build": _build,
+    "finish": _finish,
+    "inspect": _inspect,
+    "stats": _stats,
+    "verify": _verify,
+    "merge": _merge,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 done, 1 damage found, 2 an error, 130 interrupted."""
+    args = _parser().parse_args(argv)
+    from megacp.prepare.build.workers import WorkerFailed
+
+    def interrupted(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupted)
+    try:
+        _refuse_undecodable(args)
+        return COMMANDS[args.command](args)
+    except (ValueError, OSError, WorkerFailed) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        again = "; run the same command again to continue" if args.command in ("build", "finish") else ""
+        print(f"interrupted{again}", file=sys.stderr)
+        return INTERRUPTED

@@ -1,0 +1,268 @@
+"""A packed dataset in words: one pack (`inspect`), or all of it (`stats`).
+
+Key property: everything shown is read from the dataset through the readers that training uses.
+"""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from megacp.core.data.reader import Pack, PackedDataset
+from megacp.core.data.tables import FLAG_SPLIT, FLAG_TRUNCATED
+from megacp.core.storage.files import StrPath
+from megacp.core.storage.place import Place, open_stream
+from megacp.core.storage.url import Url
+from megacp.prepare.build.document import learned_tokens
+from megacp.prepare.build.upload import REJECTS_NAME
+from megacp.prepare.tokenize.tokenizer import Tokenizer
+
+_BAR = 40
+_JOINER = "\u200d"
+_TOKENS_OF_A_CHARACTER = 8
+"""More than a byte tokenizer needs: the last of them may hold a part of a character, and is never shown."""
+
+
+def describe_pack(
+    dataset: PackedDataset, index: int, tokenizer: Tokenizer | None, characters: int = 60, documents: int = 10
+) -> str:
+    """One pack: a line for each of its first `documents` (0: all) with length, loss weights, source and beginning.
+
+    ValueError when there is no such pack. Without a tokenizer the beginning is shown as ids.
+    """
+    if not 0 <= index < len(dataset):
+        raise ValueError(f"--pack {index}: the dataset has packs 0 to {len(dataset) - 1}")
+    pack, manifest = dataset.pack(index), dataset.manifest
+    padded = int(pack.segments["padded_length"].sum())
+    lines = [
+        f"pack {index} of {len(dataset)}: {len(pack.segments)} documents, {len(pack.tokens)} tokens, "
+        f"{learned_of_pack(pack)} learned, {padded} padded, "
+        f"{padded / manifest.seq_length:.2%} of --seq-length {manifest.seq_length}"
+    ]
+    start = 0
+    branch = 0
+    for number, row in enumerate(pack.segments):
+        if documents and number >= documents:
+            lines.append(f"  {len(pack.segments) - number} more documents; --documents 0 shows all")
+            break
+        stop = start + int(row["true_length"])
+        lines.append(
+            f"  [{number}] {stop - start} tokens{_marks(row)}  {_weights(pack, start, stop)}  "
+            f"{manifest.sources[row['source_file']]} @ {row['source_offset']}"
+        )
+        lines.append(f"      {_beginning(pack.tokens[start:stop], tokenizer, characters)}")
+        lines += _images(pack, number)
+        for i in range(int(row["num_branches"])):
+            assert pack.branches is not None, "segments with branches have a branch table"
+            first, length = (int(value) for value in pack.branches[branch].tolist()[:2])
+            here = slice(start + first, start + first + length)
+            lines.append(
+                f"      branch {i + 1}: {length} tokens  {_beginning(pack.tokens[here], tokenizer, characters)}"
+            )
+            branch += 1
+        start = stop
+    return "\n".join(lines + _boundaries(pack))
+
+
+def learned_of_pack(pack: Pack) -> int:
+    """How many tokens of a pack training learns, as `document.learned_tokens` of each of its documents."""
+    stops = np.cumsum(pack.segments["true_length"], dtype=np.int64)
+    starts = stops - pack.segments["true_length"]
+    counted = np.ones(len(pack.tokens), bool) if pack.weights is None else pack.weights > 0
+    total = int(counted.sum() - counted[starts].sum())
+    first = 0
+    for row in np.flatnonzero(pack.segments["num_branches"]).tolist():
+        assert pack.branches is not None, "segments with branches have a branch table"
+        here, number = slice(int(starts[row]), int(stops[row])), int(pack.segments["num_branches"][row])
+        begins = pack.branches["start"][first : first + number].tolist()
+        first += number
+        weights = None if pack.weights is None else pack.weights[here]
+        total += learned_tokens(pack.tokens[here], weights, begins) - int(counted[here][1:].sum())
+    return total
+
+
+def _learned(dataset: PackedDataset) -> int:
+    """Learned tokens of a dataset; the bytes are read only where there are weights or branches."""
+    total, first = 0, 0
+    for shard in dataset.manifest.shards:
+        names = {file.name for file in shard.files}
+        if {"weights.bin", "branches.npy"} & names:
+            total += sum(learned_of_pack(dataset.pack(first + i)) for i in range(shard.num_packs))
+        else:
+            total += shard.num_tokens - shard.num_segments
+        first += shard.num_packs
+    return total
+
+
+def _images(pack: Pack, segment: int) -> list[str]:
+    """A line for each image and each video of a segment: where its tokens are, what it was cut into."""
+    if pack.images is None:
+        return []
+    units = pack.images.units
+    crops, pooled = (np.diff(units[name], prepend=0) for name in ("image_stop", "pooled_stop"))
+    here = np.flatnonzero(units["segment"] == segment)
+    lines = []
+    for rows in np.split(here, np.flatnonzero(np.diff(units["item"][here])) + 1) if len(here) else []:
+        first, last = units[rows[0]], units[rows[-1]]
+        what = "image" if first["frame"] < 0 else f"video frames {first['frame']}..{last['frame']}"
+        branch = f" in branch {first['branch']}" if first["branch"] else ""
+        lines.append(
+            f"      {what}{branch}: tokens {first['start']}..{last['start'] + last['num_tokens'] - 1}, "
+            f"{crops[rows].sum()} crops, {pooled[rows].sum()} pooled tokens, "
+            f"{len(pack.images.read(int(first['item']))):,} bytes"
+        )
+    return lines
+
+
+def _boundaries(pack: Pack) -> list[str]:
+    """A line for each planned CP degree: the crops that each rank encodes."""
+    if pack.images is None or not len(pack.images.units):
+        return []
+    units = pack.images.units
+    lines = [f"  {len(units)} units, {units['image_stop'][-1]} crops, {units['pooled_stop'][-1]} pooled tokens"]
+    for degree, table in sorted(pack.images.boundaries.items()):
+        ranges = [f"{row['start_image_idx']}-{row['end_image_idx']}" for row in table]
+        lines.append(f"  cp {degree}: crops {' '.join(ranges)}, at most {table['max_num_tokens'][0]} tokens a rank")
+    return lines
+
+
+def _marks(row: np.void) -> str:
+    marks = {FLAG_SPLIT: f" (piece from token {row['source_start']})", FLAG_TRUNCATED: " (truncated)"}
+    return "".join(text for flag, text in marks.items() if int(row["flags"]) & flag)
+
+
+def _weights(pack: Pack, start: int, stop: int) -> str:
+    if pack.weights is None:
+        return "weights all 1"
+    weights = pack.weights[start:stop]
+    counted = int((weights > 0).sum())
+    return f"weights {float(weights.min()):g}..{float(weights.max()):g}, {counted} counted"
+
+
+def _beginning(tokens: np.ndarray, tokenizer: Tokenizer | None, characters: int) -> str:
+    if tokenizer is None:
+        return " ".join(map(str, tokens[:12].tolist())) + (" ..." if len(tokens) > 12 else "")
+    tokens = tokens[tokens < tokenizer.vocab_size]  # above are image tokens
+    shown = tokens[: _TOKENS_OF_A_CHARACTER * (characters + 1)]
+    text = tokenizer.decode(shown)
+    return repr(text if len(text) <= characters and len(shown) == len(tokens) else f"{beginning(text, characters)}...")
+
+
+def beginning(text: str, characters: int) -> str:
+    """At most so many characters of a text: whole words where they are short, whole characters with their accents."""
+    if len(text) <= characters:
+        return text
+    space = text.rfind(" ", characters // 2, characters + 1)
+    stop = characters if space < 0 else space
+    while stop and (_joins(text[stop]) or text[stop - 1] == _JOINER):
+        stop -= 1
+    return text[:stop]
+
+
+def _joins(character: str) -> bool:
+    """Whether a character is drawn together with the one before it."""
+    return character == _JOINER or unicodedata.category(character) in ("Mn", "Me", "Mc")
+
+
+def statistics(directory: StrPath | Url) -> dict[str, Any]:
+    """Counts, efficiencies, the histogram of document lengths and the reasons of refusals, as builtin types."""
+    dataset = PackedDataset(directory)
+    manifest = dataset.manifest
+    segments = [dataset.shard(number).segments for number in range(len(manifest.shards))]
+    lengths = np.concatenate([table["true_length"] for table in segments]).astype(np.int64)
+    flags = np.concatenate([table["flags"] for table in segments])
+    places = len(dataset) * manifest.seq_length
+    padded = sum(shard.num_padded_tokens for shard in manifest.shards)
+    bins = np.bincount(np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64))
+    quantiles = np.quantile(lengths, [0.0, 0.1, 0.5, 0.9, 1.0], method="nearest")
+    return {
+        "directory": str(directory),
+        "tokenizer": manifest.tokenizer.kind,
+        "vocab_size": manifest.tokenizer.vocab_size,
+        "seq_length": manifest.seq_length,
+        "pad_multiple": manifest.pad_multiple,
+        "shards": len(manifest.shards),
+        "packs": len(dataset),
+        "documents": len(lengths),
+        "tokens": manifest.num_tokens,
+        "learned_tokens": _learned(dataset),
+        "packing_efficiency": manifest.packing_efficiency,
+        "padded_share": padded / places if places else 0.0,
+        "length_quantiles": dict(zip(("min", "p10", "median", "p90", "max"), quantiles.tolist(), strict=True)),
+        "length_histogram": {f"<= {1 << i}": count for i, count in enumerate(bins.tolist()) if count},
+        "split_pieces": int(((flags & FLAG_SPLIT) > 0).sum()),
+        "truncated": int(((flags & FLAG_TRUNCATED) > 0).sum()),
+        **_image_statistics(dataset),
+        "rejected": manifest.num_rejected,
+        "rejected_for": _reasons(dataset.directory / REJECTS_NAME),
+    }
+
+
+def _image_statistics(dataset: PackedDataset) -> dict[str, Any]:
+    """Counts of what images became; empty for a text dataset."""
+    if dataset.manifest.image_rules is None:
+        return {}
+    totals = dict.fromkeys(
+        ("images", "videos", "image_units", "image_crops", "pooled_tokens", "most_crops_of_a_pack"), 0
+    )
+    size = 0
+    for number, shard in enumerate(dataset.manifest.shards):
+        size += sum(file.size for file in shard.files if file.name == "images.bin")
+        if not any(file.name == "units.npy" for file in shard.files):
+            continue
+        units, packs = dataset.shard(number).units, dataset.shard(number).packs
+        last = (packs["first_unit"] + packs["num_units"] - 1)[packs["num_units"] > 0]
+        totals["images"] += int((units["frame"] < 0).sum())
+        totals["videos"] += int((units["frame"] == 0).sum())
+        totals["image_units"] += len(units)
+        totals["image_crops"] += int(packs["num_crops"].sum())
+        totals["pooled_tokens"] += int(units["pooled_stop"][last].sum())
+        totals["most_crops_of_a_pack"] = max(totals["most_crops_of_a_pack"], int(packs["num_crops"].max()))
+    return {**totals, "image_bytes": size}
+
+
+def _reasons(path: Place) -> dict[str, int]:
+    """How often records were refused for what; numbers and quoted words are left out so that like goes to like."""
+    if not path.exists():
+        return {}
+    reasons: Counter[str] = Counter()
+    with open_stream(path) as stream:
+        for line in stream:
+            reason = json.loads(line)["reason"].split(":")[0].split("'")[0].strip(" ,")
+            reasons["".join("N" if c.isdigit() else c for c in reason)] += 1
+    return dict(reasons.most_common())
+
+
+def statistics_text(values: dict[str, Any]) -> str:
+    """What `statistics` returns, for people."""
+    lines = [
+        f"{values['directory']}",
+        f"  tokenizer   {values['tokenizer']}, {values['vocab_size']:,} ids",
+        f"  packs       {values['packs']:,} of {values['seq_length']:,} tokens in {values['shards']} shards",
+        f"  documents   {values['documents']:,} ({values['split_pieces']:,} pieces of split ones, "
+        f"{values['truncated']:,} truncated)",
+        f"  tokens      {values['tokens']:,}, {values['learned_tokens']:,} learned "
+        f"({values['learned_tokens'] / max(1, values['tokens']):.1%})",
+        f"  efficiency  {values['packing_efficiency']:.3%} of all places hold a token, "
+        f"{values['padded_share']:.3%} with padding to {values['pad_multiple']}",
+    ]
+    if "images" in values:
+        lines.append(
+            f"  images      {values['images']:,} images, {values['videos']:,} videos or single frames, "
+            f"{values['image_bytes']:,} bytes"
+        )
+        lines.append(
+            f"              {values['image_units']:,} units, {values['image_crops']:,} crops "
+            f"(at most {values['most_crops_of_a_pack']:,} in a pack), {values['pooled_tokens']:,} pooled tokens"
+        )
+    lines.append(f"  rejected    {values['rejected']:,}")
+    lines += [f"              {count:>8,}  {reason}" for reason, count in values["rejected_for"].items()]
+    lines.append("  lengths     " + ", ".join(f"{name} {n:,}" for name, n in values["length_quantiles"].items()))
+    most = max(values["length_histogram"].values(), default=1)
+    for name, count in values["length_histogram"].items():
+        lines.append(f"    {name:>12}  {count:>10,}  {'#' * -(-_BAR * count // most)}")
+    return "\n".join(lines)

@@ -1,0 +1,240 @@
+"""From an image or a video that a record names to the bytes that are stored and the tokens that stand for them.
+
+Key property: nothing outside of `--image-root` and the record itself is opened. Each image and each taken frame is
+decoded once, so a bad one is found by the build, with its place in the record. Rejected: to trust headers, which know
+nothing of half a file.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+import numpy as np
+
+from megacp.core.data.geometry import ImageLayout, ImageRules, frame_layout, image_layout, load_pixels
+from megacp.core.data.pixels import ImageError
+from megacp.core.data.video import sample_frames, time_text, video_info, video_pixels
+from megacp.core.storage.files import read_regular
+from megacp.core.storage.url import Url, is_url
+from megacp.prepare.media.fetch import ImageFetcher
+from megacp.prepare.records.parts import Media, SamplePart
+from megacp.prepare.records.record import RecordError
+
+_SHOWN_CHARACTERS = 100
+"""Of a path, in messages."""
+_LONGEST_PATH = 4096
+"""Bytes; the systems that this runs on take no longer ones, and each folder of a path is looked up."""
+LARGEST_ITEM = (1 << 31) - 1
+"""Bytes of an item: the index of images.bin counts them in int32."""
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """The tokens of one unit, an image or a frame, in the place of the record where they stand."""
+
+    layout: ImageLayout
+    item: int
+    """Index into the items of the record."""
+    frame: int
+    """Number among the taken frames of its video; -1 for an image."""
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int64 [n]."""
+        return self.layout.tokens
+
+
+Part = SamplePart | Placed
+
+
+class MediaReader:
+    """Reads what records name, by one set of rules and below one directory."""
+
+    def __init__(self, rules: ImageRules, root: str | None, fetcher: ImageFetcher | None = None) -> None:
+        """`fetcher`: for images at URLs; a `root` that is a URL needs one."""
+        self._rules, self._fetcher = rules, fetcher
+        self._root = root if root is None or is_url(root) else os.path.realpath(root)
+        self._shown_root = root
+
+    def expand(
+        self, pieces: Iterable[SamplePart], members: Mapping[str, bytes], items: list[bytes]
+    ) -> tuple[Part, ...]:
+        """`pieces` with each image and video replaced by its units and the texts between them.
+
+        The bytes to store are appended to `items`. RecordError names the place in the record and what is wrong.
+        """
+        parts: list[Part] = []
+        for piece in pieces:
+            if piece.media is None:
+                parts.append(piece)
+                continue
+            try:
+                expanded = self._expanded(piece.media, members, items)
+            except ImageError as error:
+                raise RecordError(f"{_shown(piece.media)}: {error}", getattr(error, "url", "")) from error
+            for part in expanded:
+                last = parts[-1] if parts else None
+                # one text to the tokenizer, as it is in a written prompt
+                if (
+                    isinstance(part, SamplePart)
+                    and isinstance(last, SamplePart)
+                    and last.text
+                    and last.weight == part.weight
+                ):
+                    parts[-1] = SamplePart(last.text + (part.text or ""), part.weight)
+                else:
+                    parts.append(part)
+        return tuple(parts)
+
+    def want(self, pieces: Iterable[SamplePart]) -> None:
+        """Have the images at URLs fetched that `expand` will read."""
+        if self._fetcher is None:
+            return
+        for media in (one for piece in pieces if piece.media for one in (piece.media, *piece.media.frames)):
+            with contextlib.suppress(ImageError):  # it is told where the image is read
+                if media.source == "path" and (url := self._url(str(media.value))) is not None:
+                    self._fetcher.want(url)
+
+    def _expanded(self, media: Media, members: Mapping[str, bytes], items: list[bytes]) -> list[Part]:
+        if media.source == "frames":
+            return self._from_frames(media, members, items)
+        data = self._bytes(media, members)
+        items.append(data)
+        if media.kind == "image":
+            height, width, _ = load_pixels(data, self._rules).shape
+            return [Placed(image_layout(width, height, self._rules), len(items) - 1, -1)]
+        info = video_info(data, self._rules)
+        numbers = sample_frames(info.num_frames, info.fps, self._rules)
+        for _ in video_pixels(data, self._rules):  # every taken frame can be decoded
+            pass
+        units = [(number / info.fps, len(items) - 1, i) for i, number in enumerate(numbers)]
+        return self._timed(units)
+
+    def _from_frames(self, media: Media, members: Mapping[str, bytes], items: list[bytes]) -> list[Part]:
+        if len(media.frames) > self._rules.max_frames:
+            raise ImageError(f"{len(media.frames)} frames, more than --max-frames {self._rules.max_frames}")
+        fps = media.fps or self._rules.video_fps
+        units = []
+        for i, image in enumerate(media.frames):
+            try:
+                items.append(self._bytes(image, members))
+                load_pixels(items[-1], self._rules)
+            except ImageError as error:
+                raise RecordError(f"{_shown(image)}: {error}", getattr(error, "url", "")) from error
+            units.append((i / fps, len(items) - 1, 0))  # each is a video of one frame
+        return self._timed(units)
+
+    def _timed(self, units: list[tuple[float, int, int]]) -> list[Part]:
+        """Frames, each after the text of its time, from (seconds, item, frame)."""
+        layout = frame_layout(self._rules)
+        parts: list[Part] = []
+        for i, (seconds, item, frame) in enumerate(units):
+            if text := time_text(i, seconds, self._rules):
+                parts.append(SamplePart(text, 0.0))
+            parts.append(Placed(layout, item, frame))
+        return parts
+
+    def _bytes(self, media: Media, members: Mapping[str, bytes]) -> bytes:
+        data = _SOURCES[media.source](self, media, members)
+        if len(data) > LARGEST_ITEM:
+            raise ImageError(f"{len(data)} bytes, an item may have {LARGEST_ITEM}")
+        return data
+
+    def _url(self, value: str) -> str | None:
+        """Where an image lies that is to be fetched; None for a path of this machine. ImageError: it is not allowed."""
+        if self._fetcher is not None and is_url(value) and self._fetcher.allows(value):
+            return value
+        if value.startswith("data:"):
+            raise ImageError("it is a data URL, which stands under `base64`")
+        if "://" in value or value.startswith("file:"):
+            raise ImageError("it is a URL, allowed are paths relative to --image-root, and URLs by --image-urls")
+        if self._root is None:
+            raise ImageError("a path needs --image-root")
+        if len(value.encode("utf-8", "replace")) > _LONGEST_PATH:
+            raise ImageError(f"the path has {len(value)} characters, it may have {_LONGEST_PATH} bytes")
+        if not value.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in value):
+            raise ImageError("the path holds half a character, which no file is named by")
+        if value.startswith("/") or "\0" in value:
+            raise ImageError("the path is absolute or no path, allowed are paths relative to --image-root")
+        if ".." in PurePosixPath(value).parts:
+            raise ImageError("the path climbs with `..`, allowed are paths inside of --image-root")
+        if not is_url(self._root):
+            return None
+        url = str(Url(self._root) / value)
+        assert self._fetcher is not None, "a root that is a URL comes with one"
+        if not self._fetcher.is_of_root(url):
+            raise ImageError("the path climbs with escaped dots, allowed are paths inside of --image-root")
+        return url
+
+    def _from_path(self, media: Media, members: Mapping[str, bytes]) -> bytes:
+        value = str(media.value)
+        if (url := self._url(value)) is not None:
+            assert self._fetcher is not None, "a root that is a URL comes with one"
+            return self._fetcher.get(url)
+        assert self._root is not None, "told above"
+        path = os.path.realpath(os.path.join(self._root, value))
+        if os.path.commonpath((path, self._root)) != self._root:
+            raise ImageError("a symbolic link leads out of --image-root")
+        try:
+            return read_regular(path, LARGEST_ITEM)
+        except (FileNotFoundError, NotADirectoryError):
+            raise ImageError(f"no such file under --image-root {self._shown_root}") from None
+        except OSError as error:
+            raise ImageError(f"it cannot be read ({error.strerror})") from error
+        except ValueError as error:  # no regular file, or too large
+            raise ImageError(f"it {str(error).removeprefix(path).strip()}") from error
+
+    def _from_base64(self, media: Media, members: Mapping[str, bytes]) -> bytes:
+        text = str(media.value)
+        if text.startswith("data:"):  # data:image/png;base64,...
+            text = text.partition(",")[2]
+        try:
+            return base64.b64decode("".join(text.split()), validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise ImageError(f"it is not base64 ({error})") from error
+
+    def _from_member(self, media: Media, members: Mapping[str, bytes]) -> bytes:
+        found = _member(str(media.value), members)
+        if found is None:
+            there = ", ".join(sorted(members)) or "none: it is not from a .tar, or its group has no other files"
+            raise ImageError(f"the record has no such member; it has {there}")
+        return members[found]
+
+    def _from_bytes(self, media: Media, members: Mapping[str, bytes]) -> bytes:
+        assert isinstance(media.value, bytes), "checked when the record was parsed"
+        return media.value
+
+
+_SOURCES: dict[str, Callable[[MediaReader, Media, Mapping[str, bytes]], bytes]] = {
+    "path": MediaReader._from_path,
+    "base64": MediaReader._from_base64,
+    "member": MediaReader._from_member,
+    "bytes": MediaReader._from_bytes,
+}
+
+
+def _shown(media: Media) -> str:
+    value = str(media.value) if media.source in ("path", "member") else ""
+    if len(value) > _SHOWN_CHARACTERS:
+        value = value[:_SHOWN_CHARACTERS] + "..."
+    return f"`{media.key}`" + (f" {value!r}" if value else "")
+
+
+def _member(name: str, members: Mapping[str, bytes]) -> str | None:
+    """The member that a record calls `name`: its whole name, or what follows the first dot of its last component."""
+    if name in members:
+        return name
+    return next((full for full in members if PurePosixPath(full).name.partition(".")[2] == name), None)
+
+
+def unnamed_members(pieces: Iterable[SamplePart], members: Mapping[str, bytes]) -> list[str]:
+    """The tar members that none of a record's pieces names: they would be lost in silence."""
+    media = [piece.media for piece in pieces if piece.media is not None]
+    named = {str(one.value) for outer in media for one in (outer, *outer.frames) if one.source == "member"}
+    return sorted(set(members) - {_member(name, members) for name in named})

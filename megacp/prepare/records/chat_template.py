@@ -1,0 +1,353 @@
+"""Chat templates: where they come from, and conversations written by them as the transformers library writes them.
+
+Key property: the ids of a conversation are those of `apply_chat_template(tokenize=True)`: one text, tokenized whole,
+with the special tokens that the tokenizer's files name. Rejected: to call the library, whose import takes seconds in
+each worker, and whose `strftime_now` gives a resumed build other tokens than it began with.
+
+The blocks of `{% generation %}` are marked in the text by characters that Unicode gives to programs alone. The
+marks are taken out again. So a block keeps its place also within a macro or a `set`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megacp.core.storage.files import read_regular
+from megacp.prepare.records.named_templates import OURS
+from megacp.prepare.records.record import RecordError
+from megacp.prepare.tokenize.beside import (
+    TEMPLATE_FOLDER,
+    TEMPLATE_NAMES,
+    read_beside,
+    read_object,
+    settings_of,
+    text_of,
+)
+from megacp.prepare.tokenize.tokenizer import Tokenizer
+
+RESERVED = "\ufdd0\ufdd1\ufdd2\ufdd3"
+"""Characters that mark places of a rendering; no text may hold them."""
+_BEGIN, _END, _OPEN, _CLOSE = tuple(RESERVED)
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning; the first is that of templates."""
+_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", *_NAMED)
+"""What every template is given."""
+_MARKS = ("<|im_start|>", "<|im_end|>")
+"""Of the templates that are known by name."""
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """What a template makes of a conversation."""
+
+    text: str
+    generated: tuple[tuple[int, int], ...] = ()
+    """Characters start..stop of its generation blocks."""
+
+
+@dataclass(frozen=True, eq=False)
+class ChatTemplate:
+    """A template, or one for records with tools beside one for all others, and the tokenizer that it is for."""
+
+    texts: Mapping[str, str]
+    """`default`, and maybe `tool_use`."""
+    today: str | None
+    """The date that templates write, as YYYY-MM-DD."""
+    special: Mapping[str, str] = field(repr=False)
+    """Tokens that the tokenizer's files name, by name."""
+    _model: Any = field(repr=False)
+
+    @property
+    def decisive(self) -> dict[str, Any]:
+        """All of it that decides tokens, in JSON's types."""
+        added = [repr(token) for _, token in sorted(self._model.get_added_tokens_decoder().items())]
+        digest = hashlib.sha256("\n".join(added).encode()).hexdigest()
+        return {"texts": dict(self.texts), "date": self.today, "special": dict(self.special), "added_tokens": digest}
+
+    @cached_property
+    def forgeable(self) -> re.Pattern[str]:
+        """Finds special tokens, which only a template may write."""
+        return _any_of(token.content for token in self._added if token.special)
+
+    @cached_property
+    def _added(self) -> list[Any]:
+        return list(self._model.get_added_tokens_decoder().values())
+
+    def is_added(self, text: str) -> bool:
+        """Whether a text consists of added tokens alone, which are cut out of every text around them."""
+        return re.fullmatch(f"(?:{_any_of(token.content for token in self._added).pattern})+", text) is not None
+
+    def without_last_tokens(self, text: str) -> str:
+        """A rendering without the special tokens at its end."""
+        return re.sub(f"(?:{self.forgeable.pattern})+$", "", text)
+
+    def text_for(self, tools: Sequence[Any] | None) -> str:
+        """The template of a record with or without tools."""
+        return self.texts["tool_use"] if tools is not None and "tool_use" in self.texts else self.texts["default"]
+
+    def has_generation(self, tools: Sequence[Any] | None) -> bool:
+        """Whether the template says by itself what is learned."""
+        return _has_generation(self.text_for(tools))
+
+    def variables(self, tools: Sequence[Any] | None) -> frozenset[str]:
+        """Names that a record may set for the template."""
+        return _variables(self.text_for(tools)) - {*_GIVEN}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        prompt: bool = False,
+    ) -> Rendering:
+        """A conversation as text; `prompt`: with what stands before an answer. RecordError when the template cannot."""
+        given = {**self.special, **(variables or {}), "tools": tools, "documents": None}
+        chat = [_with_reasoning({key: v for key, v in m.items() if v is not None}) for m in messages]
+        try:
+            text = _compiled(self.text_for(tools), self.today).render(
+                messages=chat, add_generation_prompt=prompt, **given
+            )
+        except Exception as error:  # a template is a program, and may fail in any way
+            raise RecordError(f"the chat template refuses it: {_one_line(error)}") from error
+        return _unmarked(text)
+
+    def encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Ids int32 [n] of a rendering, and the characters start..stop of each, int64 [n, 2]."""
+        encoding = self._model.encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
+
+
+def mark(number: int) -> str:
+    """A text that no record holds and no tokenizer sees, to follow a value through a template."""
+    return f"{_OPEN}{number}{_CLOSE}"
+
+
+def load_chat_template(choice: str, tokenizer: Tokenizer, today: str | None) -> ChatTemplate:
+    """The template that `--chat-template` names: auto, a name, or a .jinja file.
+
+    ValueError: no such template, one that does not compile or needs a date, a tokenizer that has no special tokens.
+    """
+    flag = f"--chat-template {choice}"
+    if tokenizer.kind != "huggingface":
+        raise ValueError(
+            f"{flag} needs a tokenizer.json: a {tokenizer.kind} tokenizer reads the special tokens of a template as "
+            "plain text"
+        )
+    try:
+        import jinja2
+    except ImportError as error:
+        raise ValueError(f"{flag} needs the package jinja2: pip install 'megacp[data]'") from error
+    folder = tokenizer.files[0].parent
+    texts = _chosen(choice, folder)
+    try:
+        dated = any("strftime_now" in _variables(text) for text in texts.values())
+    except jinja2.TemplateError as error:
+        raise ValueError(f"{flag}: the template is no Jinja: {_one_line(error)}") from error
+    if dated and today is None:
+        raise ValueError(
+            f"{flag}: the template writes today's date, so the tokens would be others tomorrow; fix it with "
+            "--chat-template-date YYYY-MM-DD"
+        )
+    if today is not None and not dated:
+        raise ValueError(f"--chat-template-date {today}: the template of {flag} writes no date")
+    if today is not None:
+        _date(today)
+    made = template_of(texts, tokenizer, today)
+    if texts["default"] in OURS.values() and not all(made.forgeable.fullmatch(token) for token in _MARKS):
+        raise ValueError(
+            f"{flag}: {tokenizer.files[0]} lacks the special tokens {', '.join(_MARKS)}, and as plain text any "
+            "record could spell them"
+        )
+    return made
+
+
+def template_of(texts: Mapping[str, str], tokenizer: Tokenizer, today: str | None) -> ChatTemplate:
+    """Templates by name, for the tokenizer of a tokenizer.json and the settings beside it; they may write `today`.
+
+    ValueError: the settings name tokens that it does not have.
+    """
+    settings = settings_of(tokenizer.files[0].parent)
+    return ChatTemplate(texts, today, _named_tokens(settings), _model_of(tokenizer.files[0], settings))
+
+
+def _chosen(choice: str, folder: Path) -> dict[str, str]:
+    """The text of one template by its name, or of two that are taken with and without tools."""
+    if choice.endswith(".jinja"):
+        try:
+            return {"default": read_regular(choice).decode()}
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--chat-template {choice} cannot be read: {error}") from error
+    found = templates_of(folder)
+    if choice != "auto" and choice in {**OURS, **found}:
+        return {"default": found.get(choice) or OURS[choice]}
+    if choice == "auto" and "default" in found:
+        return {name: found[name] for name in ("default", "tool_use") if name in found}
+    has = f"has the templates {', '.join(sorted(found))}" if found else "has no chat template"
+    names = ", ".join(sorted({*found, *OURS}))
+    raise ValueError(f"--chat-template {choice}: {folder} {has}; give auto, one of the names {names}, or FILE.jinja")
+
+
+def templates_of(folder: Path) -> dict[str, str]:
+    """The templates in a tokenizer's folder by name, `default` the one without: files before what a config says."""
+    plain, old = TEMPLATE_NAMES
+    found = {path.stem: path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
+    if (folder / plain).is_file():
+        found["default"] = folder / plain
+    if found:
+        return {name: read_regular(path).decode() for name, path in found.items()}
+    stated = read_beside(folder).values.get("chat_template")
+    if stated is None and (folder / old).is_file():
+        stated = read_object(folder / old).get("chat_template")
+    if isinstance(stated, list):
+        stated = {each.get("name"): each.get("template") for each in stated if isinstance(each, dict)}
+    texts = {"default": stated} if isinstance(stated, str) else stated or {}
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for pair in texts.items() for text in pair):
+        raise ValueError(f"{folder}: `chat_template` is neither a text nor a list of names and templates")
+    return texts
+
+
+def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    named = {name: text_of(settings.get(name)) for name in _NAMED}
+    return {name: text for name, text in named.items() if text is not None}
+
+
+def _model_of(path: Path, settings: Mapping[str, Any]) -> Any:
+    """The `tokenizers.Tokenizer` of a file as the library makes it, with the tokens that the settings add.
+
+    It has no post-processor: that only adds tokens, which a template writes, and narrows the places of others.
+    """
+    import tokenizers
+
+    content = json.loads(path.read_text(encoding="utf-8"))
+    model = tokenizers.Tokenizer.from_str(json.dumps({**content, "post_processor": None}))
+    model.no_truncation()
+    model.no_padding()
+    known = {token.content: repr(token) for token in model.get_added_tokens_decoder().values()}
+    listed = sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
+    tokens = {token["content"]: tokenizers.AddedToken(**token) for _, token in listed}
+    tokens = {text: token for text, token in tokens.items() if known.get(text) != repr(token)}
+    further = [settings.get(name) or () for name in ("additional_special_tokens", "extra_special_tokens")]
+    texts = [text_of(each) for more in further for each in (more.values() if isinstance(more, dict) else more)]
+    for text in (*_named_tokens(settings).values(), *filter(None, texts)):
+        if text not in known and text not in tokens:
+            tokens[text] = tokenizers.AddedToken(text, special=True, normalized=False)
+    if unknown := sorted(text for text in tokens if model.token_to_id(text) is None):
+        raise ValueError(f"{path}: the files beside it name tokens that it does not have: {', '.join(unknown)}")
+    model.add_tokens(list(tokens.values()))
+    return model
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Finds the longest of some tokens, nothing without any. Blank ones stand in every text, and are left out."""
+    texts = sorted((text for text in tokens if text.strip()), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, texts)) or "(?!)")
+
+
+def _date(text: str) -> datetime.datetime:
+    try:
+        return datetime.datetime.strptime(text, "%Y-%m-%d")
+    except ValueError as error:
+        raise ValueError(f"--chat-template-date {text} is no date, as in 2026-01-31") from error
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its reasoning under the names that templates read, as the library hands it on."""
+    found = next((message[name] for name in REASONING if name in message), None)
+    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
+
+
+def _unmarked(text: str) -> Rendering:
+    """A rendering without the marks of its generation blocks, and where those were."""
+    pieces = re.split(f"([{_BEGIN}{_END}])", text)
+    generated, opened, length = [], list[int](), 0
+    for piece in pieces:
+        if piece == _BEGIN:
+            opened.append(length)
+        elif piece == _END:
+            start = opened.pop()
+            if not opened and length > start:  # a block within a block is part of it
+                generated.append((start, length))
+        else:
+            length += len(piece)
+    return Rendering("".join(pieces[::2]), tuple(generated))
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())
+
+
+@lru_cache(maxsize=64)
+def _environment(today: str | None) -> Any:
+    """Jinja's sandbox as the library sets it up, but for the clock."""
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}` ... `{% endgeneration %}`, marked in the output."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            return f"{_BEGIN}{caller()}{_END}"
+
+    class Unnamed(jinja2.Undefined):
+        """Undefined, and refused where the library would write nothing in place of a token that ends an answer."""
+
+        def __str__(self) -> str:
+            if self._undefined_name in _NAMED:
+                raise jinja2.TemplateError(
+                    f"it writes {self._undefined_name}, which the files beside the tokenizer do not name"
+                )
+            return super().__str__()
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(
+        x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols], undefined=Unnamed
+    )
+    made.filters["tojson"] = tojson
+    made.globals["raise_exception"] = raise_exception
+    made.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)  # the class itself has too much to call
+    if today is not None:
+        made.globals["strftime_now"] = _date(today).strftime
+    return made
+
+
+@lru_cache(maxsize=64)
+def _compiled(text: str, today: str | None) -> Any:
+    return _environment(today).from_string(text)
+
+
+@lru_cache(maxsize=64)
+def _variables(text: str) -> frozenset[str]:
+    import jinja2.meta
+
+    environment = _environment(None)
+    return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(text))) - {*environment.globals}
+
+
+@lru_cache(maxsize=64)
+def _has_generation(text: str) -> bool:
+    return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", text) is not None

@@ -1,0 +1,176 @@
+"""A record of the input as a `Sample`: pieces of text with a loss weight each, after a shared prefix maybe branches.
+
+Key property: each form of a record is a row of one table (`forms`), a function from the record to pieces. Each way to
+be wrong has a message.
+
+A record has exactly one of
+* `text`: a string, all of it learned;
+* `messages`: [{"role": ..., "content": ...}, ...]. A message is written as `<|ROLE|>` newline CONTENT, then the
+  end-of-document token after an assistant's message and a newline after any other. Only what an assistant says is
+  learned, with its end-of-document token, times the message's `weight`. A newline stands between messages. With
+  --chat-template, the template writes them (`conversation`);
+* `content`: [{"type": "text", "text": ...}, ...], the texts joined as they are;
+* `conversations`: [{"from": "human", "value": ...}, ...], ShareGPT's messages, maybe with a `system`;
+* `prompt` and `completion`: two texts, the second learned, or two lists of messages;
+* `instruction`, `output` and maybe `input`: Alpaca's prompt, the output learned;
+and optionally
+* `image`, `images`, `video` or `videos`: what stands at each `<image>` or `<video>` of messages, in order;
+* `id`: a string or an integer, unique in the dataset;
+* `weight`: a finite number >= 0 that multiplies the loss of the record;
+* `branches`: a list of alternative continuations.
+`record_keys` says which other keys and roles there are.
+
+A branch is a string or a record of one of these forms, maybe with a `weight`. It sees the record's text as its prefix,
+and no other branch. Messages after messages go on as in one conversation. Right after an image, a branch that is
+learned from its first word begins with a newline that is not learned: no text token would predict the word.
+
+In a build with images, `content` (also that of a message) may hold parts of type `image` and `video`. Each has exactly
+one of `path` (relative to --image-root; `image` or `video` means the same), `base64`, `member` (of the record's tar:
+its extension or its whole name), `bytes` (Parquet), and for a video `frames`: a list of images, maybe with `fps`. They
+stand where they are in the text, and nothing of them is learned.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from megacp.prepare.records.chat_template import ChatTemplate
+from megacp.prepare.records.conversation import WrittenTalk
+from megacp.prepare.records.forms import Said, plain_text, said_by
+from megacp.prepare.records.messages import Talk, asking, from_messages, weight_of
+from megacp.prepare.records.parts import Sample, SamplePart
+from megacp.prepare.records.record import RecordError, described
+from megacp.prepare.records.record_keys import NOTHING_MORE, Accepted, RecordRules
+
+RECORD_KEYS = ("id", "weight", "branches")
+"""Of a record beside what it says."""
+
+
+def parse_record(
+    record: Any,
+    text_key: str = "text",
+    media: bool = False,
+    accepted: Accepted = NOTHING_MORE,
+    template: ChatTemplate | None = None,
+) -> Sample:
+    """A decoded record as a Sample. RecordError says what is wrong with it.
+
+    `text_key` names its plain text. `media`: whether it may hold images and videos. `accepted`: further keys and roles.
+    `template`: what writes its messages.
+    """
+    if not isinstance(record, dict):
+        raise RecordError(f"a record must be a JSON object, found {described(record)}")
+    rules = RecordRules(text_key, media, accepted, template is not None)
+    said = said_by(record, rules, RECORD_KEYS)
+    identity, branches = record.get("id"), record.get("branches")
+    if identity is not None and (isinstance(identity, bool) or not isinstance(identity, str | int)):
+        raise RecordError(f"`id` is {described(identity)}, it must be a string or an integer")
+    if branches is not None and (not isinstance(branches, list) or not branches):
+        raise RecordError(f"`branches` must be a list of at least one continuation, found {described(branches)}")
+    found = [_branch(branch, i, rules) for i, branch in enumerate(branches or ())]
+    talks = any(isinstance(each, Talk) for each in (said, *(branch for branch, _ in found)))
+    made = _templated(said, found, template, rules) if template is not None and talks else _plain(said, found, rules)
+    weight = weight_of(record, "weight")
+    return replace(made, weight=weight, identity=None if identity is None else str(identity), talks=talks)
+
+
+def _plain(said: Said, branches: list[tuple[Said, float]], rules: RecordRules) -> Sample:
+    """A record in the house's own form."""
+    pieces = _pieces(said, rules)
+    if not branches:
+        return Sample(_ended([*pieces, *_asked(said, rules)]))
+    joined = []
+    for branch, weight in branches:
+        whole = _ended([*_pieces(branch, rules), *_asked(branch, rules)])
+        each = _joined(pieces, whole, isinstance(said, Talk) and isinstance(branch, Talk))
+        joined.append(each if weight == 1.0 else tuple(replace(p, weight=p.weight * weight) for p in each))
+    return Sample(tuple(pieces), tuple(joined))
+
+
+def _templated(said: Said, branches: list[tuple[Said, float]], template: ChatTemplate, rules: RecordRules) -> Sample:
+    """A record whose messages a template writes."""
+    if not isinstance(said, Talk):
+        raise RecordError("a branch has messages and the record has none: a chat template writes whole conversations")
+    shared = WrittenTalk(said, template, rules)
+    found = []
+    for i, (branch, weight) in enumerate(branches):
+        if not isinstance(branch, Talk):
+            raise RecordError(f"`branches[{i}]` has no messages: a chat template writes whole conversations")
+        if branch.tools is not None or branch.variables:
+            raise RecordError(f"`branches[{i}]`: tools and variables of a template are those of the whole record")
+        whole = replace(said, messages=said.messages + branch.messages, paths=said.paths + branch.paths)
+        found.append(WrittenTalk(whole, template, rules).pieces(shared, weight))
+    return Sample(shared.pieces(), tuple(found))
+
+
+def _pieces(said: Said, rules: RecordRules) -> list[SamplePart]:
+    return from_messages(said, rules) if isinstance(said, Talk) else said
+
+
+def _asked(said: Said, rules: RecordRules) -> list[SamplePart]:
+    """What stands before the answer, where a record is a question."""
+    return asking(said) if rules.accepted.asks and isinstance(said, Talk) else []
+
+
+def _ended(pieces: list[SamplePart]) -> tuple[SamplePart, ...]:
+    if pieces[-1].is_end:  # an assistant's last word ends the document too
+        return tuple(pieces)
+    return (*pieces, SamplePart(None, pieces[-1].weight))
+
+
+def _branch(value: Any, i: int, rules: RecordRules) -> tuple[Said, float]:
+    """What a branch says, and its weight."""
+    where = f"branches[{i}]"
+    if isinstance(value, str):
+        return plain_text(value, where), 1.0
+    if not isinstance(value, dict):
+        raise RecordError(f"`{where}` is {described(value)}, it must be a string or an object")
+    if lost := [key for key in ("branches", "id") if value.get(key) is not None]:
+        raise RecordError(f"`{where}.{lost[0]}`: a branch has none; branches of branches are written out as branches")
+    weight = 1.0 if rules.accepted.ignore_weights else weight_of(value, f"{where}.weight")
+    return said_by(value, rules, ("weight",), where), weight
+
+
+def _joined(prefix: list[SamplePart], branch: tuple[SamplePart, ...], conversation: bool) -> tuple[SamplePart, ...]:
+    """A branch with what stands between it and its prefix; `conversation`: both are messages."""
+    if conversation:
+        return (replace(branch[0], text=f"\n{branch[0].text}"), *branch[1:])
+    if prefix[-1].media is not None and branch[0].weight > 0:
+        return (SamplePart("\n", 0.0), *branch)
+    return branch
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; RecordError when a key stands twice, as Python would keep the last value alone."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for i, key in enumerate(keys) if key in keys[:i])
+        raise RecordError(f"the key `{twice}` stands more than once in an object, and one of its values would be lost")
+    return found
+
+
+def decode_json(line: bytes) -> Any:
+    """One line of JSON as a Python value; RecordError for what is not UTF-8, not JSON, or not Unicode text."""
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        bad = line[error.start]
+        raise RecordError(f"not UTF-8: byte 0x{bad:02x} at column {error.start + 1} of the line") from error
+    try:
+        value = json.loads(text, object_pairs_hook=_object)
+    except RecordError:
+        raise
+    except ValueError as error:
+        message = getattr(error, "msg", str(error))
+        raise RecordError(f"invalid JSON: {message} at column {getattr(error, 'colno', 1)}") from error
+    except RecursionError as error:
+        raise RecordError("invalid JSON: nested too deeply") from error
+    if "\\ud" in text or "\\uD" in text:  # the only way to write a lone surrogate
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise RecordError("a string holds half of a surrogate pair (\\ud800 to \\udfff), no text") from error
+    return value

@@ -1,0 +1,1 @@
+"""Two grids compared, and reports of GPUs."""

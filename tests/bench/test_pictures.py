@@ -1,0 +1,122 @@
+"""The pictures: they show what plans and schedules say, they are small, and the same call draws the same bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from bench.pictures import flow, pipeline
+from bench.pictures.demo import read_answers, shown
+from bench.pictures.example import CP, dealt, example_metadata
+from bench.pictures.gallery import PICTURES, draw_all
+from bench.pictures.masks import tile_shapes
+from megacp.core.ops.mask import allowed
+from megacp.core.pipeline_parallel.schedules import schedule
+from megacp.prepare.records.sample import parse_record
+from tools.draw_pictures import main
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_BYTES = 150_000
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "balanced"])
+def test_the_drawn_tiles_are_the_mask(layout: str) -> None:
+    """Would catch a tile drawn at another place of the row than its tokens have."""
+    metadata = example_metadata()
+    painted = np.zeros((len(metadata), len(metadata)), np.int64)
+    for plan in dealt(layout).plans:
+        for corners, _ in tile_shapes(plan):
+            (left, top), (right, bottom) = corners.min(0), corners.max(0)
+            shape = (bottom - top, right - left)
+            painted[top:bottom, left:right] += np.tri(*shape, dtype=np.int64) if len(corners) == 3 else 1
+    np.testing.assert_array_equal(painted, allowed(metadata, metadata).astype(np.int64))
+
+
+def test_the_stated_work_is_that_of_the_mask() -> None:
+    metadata = example_metadata()
+    assert sum(dealt("balanced").areas()) == allowed(metadata, metadata).sum()
+    assert len(dealt("balanced").travelling()) == CP
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2)])
+def test_the_drawn_schedules_have_the_bubble_of_their_formula(name: str, chunks: int) -> None:
+    """(stages - 1) / (chunks x microbatches), where groups are full."""
+    stages, microbatches = pipeline.STAGES, pipeline.MICROBATCHES
+    spans = pipeline.walk([schedule(name, s, stages, microbatches, chunks) for s in range(stages)], chunks)
+    assert pipeline.bubble(spans) == pytest.approx((stages - 1) / (chunks * microbatches))
+    assert [len(stage) for stage in spans] == [2 * chunks * microbatches] * stages
+
+
+def test_the_drawn_zero_bubble_idles_a_third() -> None:
+    stages, microbatches = pipeline.STAGES, pipeline.MICROBATCHES
+    spans = pipeline.walk([schedule("zero_bubble", s, stages, microbatches) for s in range(stages)], 1)
+    assert pipeline.bubble(spans) == pytest.approx((stages - 1) / (3 * microbatches))
+    assert [len(stage) for stage in spans] == [2 * microbatches, *[3 * microbatches] * (stages - 1)]
+
+
+def test_the_record_of_the_picture_can_be_parsed() -> None:
+    assert len(parse_record(json.loads(flow.RECORD), media=True).branches) == 3
+
+
+@pytest.mark.slow
+def test_pictures_are_small_and_the_same_each_time(tmp_path: Path) -> None:
+    first, second = ([path.read_bytes() for path in draw_all(tmp_path / folder)] for folder in ("a", "b"))
+    assert first == second and max(map(len, first)) < MOST_BYTES and len(first) == len(PICTURES)
+
+
+def test_each_stored_picture_is_drawn_here_and_shown_in_a_text() -> None:
+    """Would catch a picture that nothing draws any more, and a link to one that is not there."""
+    stored = {path.name for path in (ROOT / "docs" / "pictures").iterdir()}
+    texts = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    linked = {name for text in texts for name in re.findall(r"pictures/([\w.]+)", text.read_text(encoding="utf-8"))}
+    assert stored <= {f"{name}.png" for name in (*PICTURES, "demo")} and linked == stored
+
+
+def finished_demo(folder: Path) -> Path:
+    """A folder as `make demo` leaves it, in small."""
+    images = folder / "digits" / "images"
+    images.mkdir(parents=True)
+    Image.new("L", (16, 16), 128).save(images / "1.png")
+    (folder / "checkpoints").mkdir()
+    log = [{"kind": kind, "step": step, "loss": 1 / step} for kind in ("train", "valid") for step in (1, 2)]
+    (folder / "checkpoints" / "log.jsonl").write_text("\n".join(map(json.dumps, log)))
+    lines = [
+        {
+            "prompt": f"<|user|>\n{asked}\n<|assistant|>\n",
+            "expected": "1",
+            "answer": answer,
+            "images": ["1.png"] * count,
+        }
+        for count in (1, 2)
+        for asked, answer in (("which digits?", "1"), ("how many are even?", "7"))
+    ]
+    (folder / "answers.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder
+
+
+def test_a_finished_demo_has_its_picture(tmp_path: Path) -> None:
+    demo = finished_demo(tmp_path / "demo")
+    assert [answer.right for answer in read_answers(demo)] == [True, False, True, False]
+    assert [len(answer.images) for answer in shown(read_answers(demo))] == [1, 2]
+    (path,) = draw_all(tmp_path, ["demo"], demo)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--only", "cat"], "the pictures are flow, mask"),
+        (["--only", "demo"], "needs --demo DIR"),
+        (["--demo", "nowhere", "--only", "demo"], "answers.jsonl: No such file"),
+    ],
+)
+def test_bad_input_is_one_message(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--output", str(tmp_path), *arguments]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,142 @@
+"""Tiny random models made and saved by the transformers library, in every variant that is converted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megacp.core.data.geometry import TOKEN_TEXTS
+from megacp.huggingface.convert.processor import write_processor
+from megacp.huggingface.convert.tables.architectures import token_fields
+from megacp.huggingface.convert.tokenizer import Given, write_tokenizer
+from megacp.prepare.tokenize.tokenizer import load_tokenizer
+from tests.prepare.media.pictures import TINY
+
+BYTES, EXTRA = 257, 8
+"""The byte tokenizer's vocabulary, and the image tokens of TINY behind it."""
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, **BANDS}
+
+
+def rope(theta: float, **more: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta, **more}
+
+
+def llama(**changes: Any) -> Any:
+    import transformers
+
+    values = {**SIZES, "rope_parameters": rope(500.0), "rms_norm_eps": 1e-5, **changes}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**values))
+
+
+def qwen3(**changes: Any) -> Any:
+    import transformers
+
+    values = {**SIZES, "head_dim": 16, "rope_parameters": rope(10_000.0), **changes}
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**values))
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
+NO_IDS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+
+
+def made(name: str, **changes: Any) -> Any:
+    """A model of a class of the library by its name."""
+    import transformers
+
+    values = {**SIZES, **NO_IDS, "rope_parameters": rope(500.0), **changes}
+    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**values))
+
+
+def molmo2(**changes: Any) -> Any:
+    """Grouped queries everywhere, every width another number."""
+    import transformers
+
+    tower = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    vision = {**tower, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 3, "head_dim": 6}
+    adapter = {**tower, "hidden_size": 24, "head_dim": 10, "intermediate_size": 40, "text_hidden_size": 32}
+    text = {
+        **tower,
+        "hidden_size": 32,
+        "head_dim": 10,
+        "vocab_size": BYTES,
+        "additional_vocab_size": EXTRA,
+        "num_hidden_layers": 2,
+        "intermediate_size": 48,
+        "max_position_embeddings": 512,
+        "rope_parameters": rope(5_000.0),
+        **changes,
+    }
+    config = transformers.Molmo2Config(
+        vision_config={**vision, "image_size": [16, 16], "patch_size": 4, "hidden_act": "gelu_pytorch_tanh"},
+        adapter_config={**adapter, "vision_feature_layer": [-1, -3]},
+        text_config=text,
+        **token_fields(TINY.token_ids),
+    )
+    return transformers.Molmo2ForConditionalGeneration(config)
+
+
+MODELS = {
+    "llama 2": llama,
+    "llama 2 tied": lambda: llama(tie_word_embeddings=True),
+    "llama 3 tied": lambda: llama(tie_word_embeddings=True, rope_parameters=LLAMA3),
+    "llama 3 with biases": lambda: llama(attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3),
+    "llama linear": lambda: llama(rope_parameters=rope(500.0, rope_type="linear", factor=4.0)),
+    "qwen3": qwen3,
+    "qwen3 tied": lambda: qwen3(tie_word_embeddings=True, attention_bias=True),
+    "qwen2": lambda: made("Qwen2"),
+    "qwen2 tied, yarn": lambda: made("Qwen2", tie_word_embeddings=True, rope_parameters=YARN),
+    "qwen2 with another width": lambda: made("Qwen2", head_dim=10),
+    "mistral": lambda: made("Mistral", sliding_window=None, head_dim=16),
+    "mistral yarn in full": lambda: made(
+        "Mistral",
+        sliding_window=None,
+        rope_parameters={**YARN, "beta_fast": 4.0, "beta_slow": 0.5, "mscale": 1.2, "mscale_all_dim": 0.7},
+    ),
+    "qwen3 yarn with a factor": lambda: qwen3(
+        rope_parameters={**YARN, "attention_factor": 0.8, "truncate": False, "beta_fast": 3.0}
+    ),
+    "phi3": lambda: made("Phi3"),
+    "phi3 tied, all groups": lambda: made("Phi3", tie_word_embeddings=True, num_key_value_heads=4),
+    "olmo2": lambda: made("Olmo2"),
+    "olmo2 tied with biases": lambda: made("Olmo2", tie_word_embeddings=True, attention_bias=True),
+    "smollm3": lambda: made("SmolLM3", no_rope_layer_interval=2),
+    "smollm3 untied, odd layers": lambda: made(
+        "SmolLM3", no_rope_layers=[0, 0, 1], tie_word_embeddings=False, attention_bias=True, mlp_bias=True
+    ),
+    "molmo2 released": molmo2,
+    "molmo2 native": lambda: molmo2(attention_bias=True),
+}
+
+
+def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """Save one of MODELS with random weights far from their initial values; the model."""
+    torch.manual_seed(sum(map(ord, name)))
+    model = MODELS[name]().to(dtype)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in key and key.endswith("weight") else 0.0, 0.2)
+    if "molmo2" in name:
+        folder.mkdir()
+        write_processor(TINY.to_dict(), folder)
+        write_tokenizer(given("byte", images=True), folder, 512, ())
+    model.save_pretrained(folder, save_original_format=name != "molmo2 native", **options)
+    return model.eval()
+
+
+def given(specification: str, images: bool = False) -> Given:
+    """A tokenizer as the tool hands it on."""
+    images_by_text = {TOKEN_TEXTS[name]: i for name, i in TINY.token_ids.items()}
+    return Given(load_tokenizer(specification, engine="reference"), images_by_text if images else {})

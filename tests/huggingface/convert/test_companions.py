@@ -1,0 +1,196 @@
+"""What lies beside a tokenizer: chat templates and named special tokens of a folder, converted there and back."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megacp.core.storage.files import TEXT_LIMIT
+from megacp.core.training.state import Progress
+from megacp.huggingface.convert import chat
+from megacp.huggingface.convert.tokenizer import Given, token_notes, write_tokenizer
+from megacp.prepare.records.chat_template import templates_of
+from tests.huggingface.convert.models import given, save
+from tests.tools.test_convert_checkpoint import convert
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+tokenizers = pytest.importorskip("tokenizers")
+
+SPECIAL = ("</s>", "<unk>", "<mask>", "<sep>", "<cls>", "<image>", "<a>", "<b>")
+NAMED = {
+    **{"eos_token": "</s>", "bos_token": None, "unk_token": "<unk>", "mask_token": "<mask>", "sep_token": "<sep>"},
+    **{"cls_token": "<cls>", "image_token": "<image>", "additional_special_tokens": ["<a>", "<b>"]},
+}
+TEMPLATES = {"default": "{{ 'plain' }}", "tool_use": "{{ 'tools' }}", "rag": "{{ 'found' }}"}
+
+
+def write(folder: Path, **settings: Any) -> Path:
+    """A tokenizer.json of letters, the word `<s>` and `SPECIAL`, 97 ids at most, with settings beside it."""
+    folder.mkdir(exist_ok=True)
+    letters = [chr(code) for code in range(ord(" "), ord("~") + 1) if chr(code) not in "{}|~`^\\\"'@$%;WXYZ"]
+    pieces = [*letters, "<s", "<s>", "><"]
+    merges = [(">", "<"), ("<", "s"), ("<s", ">")]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    made.decoder = tokenizers.decoders.Fuse()
+    made.add_special_tokens([tokenizers.AddedToken(text, normalized=False) for text in SPECIAL])
+    assert made.get_vocab_size() <= 97
+    made.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def original_of(folder: Path, **settings: Any) -> Given:
+    """The tokenizer of `write`, and an empty folder for its export."""
+    (folder / "out").mkdir()
+    return given(str(write(folder / "t", **{**NAMED, **settings}) / "tokenizer.json"))
+
+
+def write_templates(folder: Path) -> None:
+    """TEMPLATES as the library writes them, those that are asked for by name in a folder, one through a link."""
+    more = folder / "additional_chat_templates"
+    more.mkdir()
+    (folder / "chat_template.jinja").write_text(TEMPLATES["default"])
+    (more / "tool_use.jinja").write_text(TEMPLATES["tool_use"])
+    (folder.parent / "blob").write_text(TEMPLATES["rag"])
+    (more / "rag.jinja").symlink_to(folder.parent / "blob")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder with a model of 97 rows and the tokenizer of `write`."""
+    save("llama 2", tmp_path / "model")
+    return write(tmp_path / "model", **NAMED)
+
+
+def test_templates_and_named_tokens_survive_the_way_there_and_back(model: Path, tmp_path: Path) -> None:
+    """Would catch a folder of templates, an older file of one, or the name of a token that is left behind."""
+    write_templates(model)
+    before = transformers.AutoTokenizer.from_pretrained(model)
+    assert convert("hf", "hf", model, tmp_path / "copy") == 0
+    assert convert("hf", "megacp", model, tmp_path / "run") == 0
+    assert convert("megacp", "hf", tmp_path / "run", tmp_path / "back", "--verify") == 0
+    for name in ("copy", "run", "back"):
+        assert templates_of(tmp_path / name) == TEMPLATES, name
+        assert not (tmp_path / name / "additional_chat_templates" / "rag.jinja").is_symlink()
+    assert "additional_chat_templates/rag.jinja" in (tmp_path / "back" / "SHA256SUMS").read_text()
+    for name in ("copy", "back"):
+        after = transformers.AutoTokenizer.from_pretrained(tmp_path / name)
+        assert after.special_tokens_map == before.special_tokens_map and after.chat_template == TEMPLATES
+        assert after.all_special_ids == before.all_special_ids and after.image_token == "<image>"
+    assert convert("hf", "hf", tmp_path / "back", tmp_path / "again") == 0, "its sums list the folder"
+
+
+def test_an_older_file_of_one_template_goes_with_the_tokenizer(model: Path, tmp_path: Path) -> None:
+    (model / "chat_template.json").write_text(json.dumps({"chat_template": "old"}))
+    assert convert("hf", "megacp", model, tmp_path / "run") == 0
+    assert convert("megacp", "hf", tmp_path / "run", tmp_path / "back") == 0
+    assert templates_of(tmp_path / "run") == templates_of(tmp_path / "back") == {"default": "old"}
+
+
+def test_what_is_no_template_is_left_out_by_name_and_a_huge_one_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch a conversion that waits for the writer of a pipe, or copies a file without an end."""
+    more = model / "additional_chat_templates"
+    more.mkdir()
+    os.mkfifo(more / "pipe.jinja")
+    (more / "nowhere.jinja").symlink_to(tmp_path / "nowhere")
+    (more / "note.txt").write_text("x")
+    for number, (source, target) in enumerate((("hf", "hf"), ("hf", "megacp"))):
+        assert convert(source, target, model, tmp_path / str(number)) == 0
+        told = capsys.readouterr().out
+        for name in ("pipe.jinja", "nowhere.jinja", "note.txt"):
+            assert f"{more / name} is left out: it is no template, a regular file *.jinja\n" in told
+        assert not (tmp_path / str(number) / "additional_chat_templates").exists()
+    with (more / "huge.jinja").open("wb") as stream:
+        stream.truncate(TEXT_LIMIT + 1)
+    for target in ("hf", "megacp"):
+        assert convert("hf", target, model, tmp_path / "no") == 2
+        assert f"{more / 'huge.jinja'} has more than {TEXT_LIMIT:,} bytes" in capsys.readouterr().err
+        assert not (tmp_path / "no").exists()
+
+
+def test_a_named_word_that_is_no_added_token_is_left_out_with_a_note(tmp_path: Path) -> None:
+    """Would catch a library that cuts texts at a word which the run read as letters."""
+    original = original_of(tmp_path, unk_token="?", extra_special_tokens=["<s>", "<a>"])
+    write_tokenizer(original, tmp_path / "out", 512, ())
+    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert "unk_token" not in settings and settings["extra_special_tokens"] == ["<a>"]
+    assert settings["mask_token"] == "<mask>" and settings["bos_token"] is None
+    said = "unk_token '?', extra_special_tokens '<s>': plain text to tokenizer.json, not to the library"
+    assert token_notes(original, tmp_path / "out") == {"special tokens left out": said}
+    library = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "is it <i><s>so</s>?"
+    assert library.encode(text, add_special_tokens=False) == original.encode(text)
+
+
+def test_words_that_a_chat_template_wrote_as_special_tokens_stay_special(tmp_path: Path) -> None:
+    """A build by a template makes special tokens of all that the settings name, as the library does."""
+    original = original_of(tmp_path, unk_token="?", extra_special_tokens={"begin": "<s>"})
+    templated = Given(original.tokenizer, templated=True)
+    write_tokenizer(templated, tmp_path / "out", 512, ())
+    library = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    first = transformers.AutoTokenizer.from_pretrained(tmp_path / "t")
+    text = "is it <i><s>so</s>?"
+    assert (
+        library.encode(text) == first.encode(text) != original.encode(text)
+        and token_notes(templated, tmp_path / "out") == {}
+    )
+
+
+def test_a_word_that_ends_documents_is_named_with_a_note(tmp_path: Path) -> None:
+    """It is special to the library alone, which an export can only tell."""
+    original = original_of(tmp_path, eos_token="<s>")
+    assert write_tokenizer(original, tmp_path / "out", 512, ())["eos"] == original.tokenizer.token_id("<s>")
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["eos_token"] == "<s>"
+    said = "eos_token '<s>': plain text in training, special to the library"
+    assert token_notes(original, tmp_path / "out") == {"special tokens in a text": said}
+
+
+def test_a_word_that_a_flag_names_is_told_and_the_export_verified(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert("hf", "megacp", model, tmp_path / "run") == 0
+    flags = ("--tokenizer", str(model / "tokenizer.json"), "--eod-token", "<s>", "--verify")
+    assert convert("megacp", "hf", tmp_path / "run", tmp_path / "back", *flags) == 0
+    told = "special tokens in a text: eos_token '<s>': plain text in training, special to the library\n"
+    assert told in capsys.readouterr().out
+    assert "| special tokens in a text | eos_token '<s>'" in (tmp_path / "back" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("lists_tokens", [False, True])
+def test_an_older_list_of_special_tokens_becomes_settings(lists_tokens: bool, tmp_path: Path) -> None:
+    """Would catch a list that the library did not read before and reads in the export."""
+    decoder = {"added_tokens_decoder": {}} if lists_tokens else {}
+    folder = write(tmp_path / "t", eos_token="</s>", bos_token=None, sep_token="<sep>", **decoder)
+    mask = {"content": "<mask>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    (folder / "special_tokens_map.json").write_text(json.dumps({"mask_token": mask, "sep_token": "<cls>"}))
+    (tmp_path / "out").mkdir()
+    write_tokenizer(given(str(folder / "tokenizer.json")), tmp_path / "out", 512, ())
+    before, after = (transformers.AutoTokenizer.from_pretrained(tmp_path / name) for name in ("t", "out"))
+    assert after.special_tokens_map == before.special_tokens_map
+    assert (after.mask_token, after.sep_token) == ((None, "<sep>") if lists_tokens else ("<mask>", "<cls>"))
+
+
+def test_a_template_of_training_leaves_none_of_the_tokenizer_to_be_chosen_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch records with tools that are written by a template which training did not have."""
+    source = write(tmp_path / "t", **NAMED)
+    write_templates(source)
+    (source / "chat_template.json").write_text(json.dumps({"chat_template": "old"}))
+    original = given(str(source / "tokenizer.json"))
+    (tmp_path / "out").mkdir()
+    write_tokenizer(original, tmp_path / "out", 512, ())
+    monkeypatch.setattr(chat, "stored_progress", lambda _: Progress(chat_template={"default": "ours"}))
+    loaded: Any = SimpleNamespace(checkpoint=SimpleNamespace(extra={}), rules=None)
+    told = chat.write_chat_template(loaded, tmp_path / "out", original.tokenizer, "auto")
+    assert told == "that of the training data; the tokenizer's own tool_use left out, which training did not have"
+    assert templates_of(tmp_path / "out") == {"default": "ours", "rag": TEMPLATES["rag"]}
+    assert not (tmp_path / "out" / "chat_template.json").exists(), "a processor prefers it"

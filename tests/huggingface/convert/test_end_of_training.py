@@ -1,0 +1,183 @@
+"""The end token of training in prompts, in what stops an answer, and in the folder that transformers loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megacp import train
+from megacp.core.data.manifest import DatasetManifest
+from megacp.huggingface import convert_command as convert
+from megacp.huggingface import generate_command as generate
+from megacp.huggingface.generation.prompt import PromptMaker
+from megacp.huggingface.generation.sampler import Generator
+from megacp.prepare import command as preprocess
+from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
+from tests.prepare.build.builds import documents
+from tests.prepare.templates.public import write_tokenizer
+from tests.prepare.templates.test_answer_ends import PROMPT, TALK
+from tests.prepare.templates.test_public import ASK, TELL
+
+SIZES = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--ffn-hidden-size", "16"]
+MESSAGES = [ASK, TELL, ASK, TELL]
+
+
+def trained(folder: Path, *flags: str, older: bool = False, **beside: Any) -> Tokenizer:
+    """A step of training in `folder`/out on messages, built with `flags`; the tokenizer, whose files say `</s>`."""
+    path = write_tokenizer(folder / "t", **beside)
+    (folder / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
+    build = ["--input", str(folder / "a.jsonl"), "--tokenizer", str(path), "--seq-length", "512", "--workers", "1"]
+    assert preprocess.main(["build", *build, "--output", str(folder / "d"), *flags]) == 0
+    if older:
+        dataclasses.replace(DatasetManifest.read(folder / "d"), document_end=None).write(folder / "d")
+    run = [*SIZES, "--data-path", str(folder / "d"), "--seq-length", "512", "--global-batch-size", "1"]
+    assert train.main([*run, "--train-iters", "1", "--save", str(folder / "out")]) == 0
+    return load_tokenizer(str(path), engine="reference")
+
+
+def export(folder: Path, name: str, *flags: str) -> int:
+    command = ["--from", "megacp", "--to", "hf", "--input", str(folder / "out"), "--output", str(folder / name)]
+    return convert.main([*command, "--tokenizer", str(folder / "t/tokenizer.json"), *flags])
+
+
+def stops(folder: Path, monkeypatch: pytest.MonkeyPatch, *asked: str) -> tuple[int, ...]:
+    """The tokens that stop an answer of tools/generate.py."""
+    found: list[tuple[int, ...]] = []
+    answer = Generator.answer
+
+    def noted(self: Generator, prompts: Any, sampling: Any, names: Any) -> Any:
+        found.append(sampling.ends)
+        return answer(self, prompts, sampling, names)
+
+    monkeypatch.setattr(Generator, "answer", noted)
+    command = ["--checkpoint", str(folder / "out"), "--tokenizer", str(folder / "t/tokenizer.json")]
+    assert generate.main([*command, "--max-new-tokens", "1", *asked]) == 0
+    return found[-1]
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+ENDS = {
+    "another": (["--eod-token", "<|im_end|>"], "<|im_end|>"),
+    "none": (["--no-append-eod"], None),
+    "that of the files": ([], "</s>"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_prompts_stops_and_exports_have_the_end_token_of_training(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch turns that end otherwise than in training, and a model that is never stopped."""
+    transformers = pytest.importorskip("transformers")
+    flags, text = ENDS[end]
+    own = trained(tmp_path, *flags)
+    expected = None if text is None else own.token_id(text)
+    (tmp_path / "t/special_tokens_map.json").write_text('{"eos_token": "</s>"}')
+    asked = ["--input", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "answers.jsonl")]
+    found: list[list[int]] = []
+    of_record = PromptMaker.of_record
+
+    def noted(self: PromptMaker, record: Any) -> Any:
+        prompt = of_record(self, record)
+        found.append(prompt.prefix.tokens.tolist())
+        return prompt
+
+    monkeypatch.setattr(PromptMaker, "of_record", noted)
+    assert stops(tmp_path, monkeypatch, *asked) == (() if expected is None else (expected,))
+    (document,) = documents(tmp_path / "d")
+    assert found == [document[: len(found[0])]] and own.decode(document[len(found[0]) :]).startswith(TELL["content"])
+    assert export(tmp_path, "hf", "--chat-template", "messages") == 0
+    for name in ("generation_config.json", "config.json"):
+        assert read(tmp_path / "hf" / name)["eos_token_id"] == expected
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert theirs.eos_token == text
+    assert theirs.apply_chat_template(MESSAGES, return_dict=False) == document
+    given = [] if text is None else ["--eod-token", text]
+    assert export(tmp_path, "same", *given) == 0
+
+
+def test_an_end_token_that_training_did_not_have_is_refused_with_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = trained(tmp_path, "--eod-token", "<|im_end|>")
+    capsys.readouterr()
+    assert export(tmp_path, "hf", "--eod-token", "</s>") == 2
+    said, ids = capsys.readouterr().err, [own.token_id(text) for text in ("</s>", "<|im_end|>")]
+    assert f"--eod-token '</s>' (id {ids[0]}) is not what ended the documents" in said
+    assert f"trained on, which was '<|im_end|>' (id {ids[1]}): leave it out" in said
+
+
+def test_a_checkpoint_that_does_not_say_ends_as_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a checkpoint of before that is refused, or loses the end token of its files."""
+    own = trained(tmp_path, "--eod-token", "<|im_end|>", older=True)
+    assert stops(tmp_path, monkeypatch, "--prompt", "a") == (own.token_id("</s>"),)
+    for flags, text in (([], "</s>"), (["--eod-token", "<|im_end|>"], "<|im_end|>")):
+        assert export(tmp_path, text.strip("<>/|"), *flags) == 0
+        assert read(tmp_path / text.strip("<>/|") / "generation_config.json")["eos_token_id"] == own.token_id(text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ends", "older"),
+    [
+        ([], ["<|im_end|>", "</s>"], False),
+        (["--eod-token", "<|end|>"], ["<|im_end|>", "<|end|>"], False),
+        (["--no-append-eod"], ["<|im_end|>"], False),
+        ([], ["<|im_end|>", "</s>"], True),
+    ],
+)
+def test_what_ends_the_answers_of_a_chat_template_stops_the_model(
+    flags: list[str],
+    ends: list[str],
+    older: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Would catch a model that generates to the limit: `</s>` stands in none of its records."""
+    transformers = pytest.importorskip("transformers")
+    own = trained(tmp_path, "--chat-template", "chatml", *flags, older=older)
+    ids = [own.token_id(text) for text in ends]
+    assert own.token_id("</s>") not in np.concatenate(documents(tmp_path / "d"))
+    assert stops(tmp_path, monkeypatch, "--prompt", "a") == tuple(ids)
+    capsys.readouterr()
+    assert export(tmp_path, "hf") == 0
+    assert f"end of answers: '<|im_end|>' (id {ids[0]})\n" in capsys.readouterr().out
+    for name in ("generation_config.json", "config.json"):
+        assert read(tmp_path / "hf" / name)["eos_token_id"] == (ids if len(ids) > 1 else ids[0])
+    # what a template writes for `eos_token` stays that of the files
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").eos_token == "</s>"
+    given = [word for word in flags if word != "--no-append-eod"]
+    assert export(tmp_path, "same", *given) == 0
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "same").eos_token == "</s>"
+
+
+def test_settings_that_stop_at_more_tokens_keep_them(tmp_path: Path) -> None:
+    own = trained(tmp_path, "--chat-template", "chatml", "--no-append-eod")
+    end, other = (own.token_id(text) for text in ("<|im_end|>", "<|eot_id|>"))
+    for said, expected in ((other, [end, other]), ([other, end], [other, end]), (end, end)):
+        (tmp_path / "t/generation_config.json").write_text(json.dumps({"eos_token_id": said}))
+        name = f"hf {said}"
+        assert export(tmp_path, name) == 0
+        assert read(tmp_path / name / "generation_config.json")["eos_token_id"] == expected
+
+
+def test_answers_that_end_with_no_special_token_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(
+        tmp_path, "--chat-template", "auto", "--no-append-eod", chat_template=f"{TALK}{{{{ m.content }}}}\n{PROMPT}"
+    )
+    capsys.readouterr()
+    assert stops(tmp_path, monkeypatch, "--prompt", "a") == ()
+    assert "end answers with a special token; they may go on to --max-new-tokens 1\n" in capsys.readouterr().err
+    assert export(tmp_path, "hf") == 0
+    assert "end of answers: not known: " in (said := capsys.readouterr().out)
+    assert "set eos_token_id in generation_config.json" in said

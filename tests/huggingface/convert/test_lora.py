@@ -1,0 +1,344 @@
+"""Low-rank pairs against peft: loss, gradients and weights over AdamW steps, and what peft loads of an export."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.distributed.grid import single_axis
+from megacp.core.ops.dropout import keep_mask
+from megacp.core.tensor_parallel.linear import LinearOptions, LinearSpec
+from megacp.core.tensor_parallel.lora import DropoutNames, LoraSpec, RowPair
+from megacp.core.training.state import Progress
+from megacp.core.training.step import ParallelModel
+from megacp.huggingface.convert.source import read_hf
+from megacp.huggingface.convert.tables.architectures import LAYOUTS, of_config
+from megacp.huggingface.convert.tables.mapping import Mapped, whole
+from megacp.huggingface.convert_command import main as convert
+from megacp.train import main as train
+from tests.huggingface.convert.models import MODELS, save
+from tests.huggingface.convert.test_exact import TOKENS, Tensors, float32_is_float64, row
+from tests.huggingface.convert.test_start import trained, weights_of
+from tests.ranks import grid, run_ranks
+from tests.reference.sharding import Pieces, assemble, fill
+from tests.reference.training import AXIS_FLAGS, pieces_of_slices
+from tests.training import runs
+
+pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+peft = pytest.importorskip("peft", reason="peft is not installed (extra: test)")
+
+# peft asks a model of transformers for an attribute by its old name
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+RANK, ALPHA, STEPS = 3, 7.0, 3
+MODULES = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "output": "o_proj"}
+MODULES |= {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+ADAMW = {"lr": 0.01, "weight_decay": 0.1, "clip_grad": 0.3, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-4}
+PAIRS = {"lora_rank": RANK, "lora_alpha": ALPHA}
+Tuned = tuple[float, dict[str, np.ndarray], dict[str, np.ndarray]]
+"""Loss, gradients and, after the update, weights by our names."""
+
+
+def our_name(name: str) -> str:
+    """Of a matrix in peft's model."""
+    parts = name.replace(".default", "").split(".")
+    place = parts.index("layers")
+    kind = {"self_attn": "attention", "mlp": "mlp"}[parts[place + 2]]
+    ours = {theirs: ours for ours, theirs in MODULES.items()}[parts[place + 3]]
+    return ".".join(["layers", parts[place + 1], kind, ours, *parts[place + 4 :]])
+
+
+def peft_of(name: str, targets: str, patch: pytest.MonkeyPatch) -> tuple[dict[str, Any], dict[str, torch.Tensor], Any]:
+    """Our values, all weights at the start, and what each of the steps of peft and torch's AdamW makes."""
+    torch.manual_seed(0)
+    names = list(MODULES) if targets == "all" else targets.split(",")
+    with float32_is_float64(patch):
+        base = MODELS[name]().to(torch.float64)
+        base.config._attn_implementation = "eager"
+        with torch.no_grad():
+            for key, parameter in base.named_parameters():
+                parameter.normal_(1.0 if "norm" in key and key.endswith("weight") else 0.0, 0.2)
+        content = base.config.to_dict()
+        architecture = of_config(content)
+        values = architecture.values(content)
+        frozen = Mapped(Tensors(dict(base.state_dict())), architecture.links(values, LAYOUTS[0]), to_ours=True)
+        weights = {key: whole(frozen, key).clone() for key in frozen.infos}
+        wanted = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=[MODULES[n] for n in names])
+        model = peft.get_peft_model(base, wanted).to(torch.float64)
+        trained = {our_name(key): p for key, p in model.named_parameters() if p.requires_grad}
+        with torch.no_grad():
+            for parameter in trained.values():
+                parameter.normal_(0.0, 0.2)
+        weights |= {key: p.detach().clone() for key, p in trained.items()}
+        settings = {"betas": (0.9, 0.95), "eps": ADAMW["adam_eps"], "weight_decay": ADAMW["weight_decay"]}
+        adamw = torch.optim.AdamW(trained.values(), lr=ADAMW["lr"], **settings)
+        steps = []
+        for _ in range(STEPS):
+            logits = model(input_ids=torch.from_numpy(row().tokens)[None]).logits[0]
+            loss = F.cross_entropy(logits, torch.from_numpy(row().labels))
+            loss.backward()
+            gradients = {key: p.grad.numpy().copy() for key, p in trained.items()}
+            torch.nn.utils.clip_grad_norm_(trained.values(), ADAMW["clip_grad"])
+            adamw.step()
+            adamw.zero_grad()
+            steps.append((loss.item(), gradients, {key: p.detach().numpy().copy() for key, p in trained.items()}))
+    return values, weights, steps
+
+
+def ours(
+    rank: int, world_size: int, shape: dict[str, int], values: dict[str, Any], weights: dict[str, torch.Tensor]
+) -> list[tuple[float, Pieces, Pieces]]:
+    axes = {flag: shape.get(axis, 1) for axis, flag in AXIS_FLAGS.items()}
+    run = {"seq_length": TOKENS, "dtype": "float64", "global_batch_size": 1}
+    model = ParallelModel(with_values(RunConfig(), {**values, **axes, **ADAMW, **run}), grid(**shape))
+    for chunk in model.chunks:
+        fill(chunk, weights)
+    steps = []
+    for step in range(1, STEPS + 1):
+        loss = model.gradients([row()], step, float(TOKENS))
+        found = pieces_of_slices(model.parameters.gradient_slices())
+        model.optimizer.step(ADAMW["lr"])
+        held = pieces_of_slices(model.parameters.parameters_held())
+        steps.append((loss, found, {key: piece for key, piece in held.items() if ".lora_" in key[0]}))
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"), [("qwen3", "all"), ("llama 3 with biases", "q,v"), ("olmo2", "k,output,up")]
+)
+@pytest.mark.slow
+def test_loss_gradients_and_steps_are_those_of_peft(name: str, targets: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a scale left out of a gradient, a pair on another linear, and a frozen weight that is clipped."""
+    values, weights, expected = peft_of(name, targets, monkeypatch)
+    values |= PAIRS | {"lora_targets": targets}
+    for shape in ({}, {"tp": 2}):
+        results = run_ranks(ours, 2, shape, values, weights) if shape else [ours(0, 1, shape, values, weights)]
+        for step, (loss, gradients, after) in enumerate(expected):
+            for rank in results:
+                assert abs(rank[step][0] - loss) <= 1e-10 * loss
+            for found, theirs in ((1, gradients), (2, after)):
+                summed = assemble([rank[step][found] for rank in results])
+                assert summed.keys() == theirs.keys()
+                for key, value in theirs.items():
+                    assert np.abs(summed[key] - value).max() <= 1e-10 * np.abs(value).max(), (step, key)
+
+
+DROPPED = {"lora_targets": "all", "lora_dropout": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("shape", "flags"),
+    [
+        ({"tp": 2}, {}),
+        ({"tp": 2}, {"sequence_parallel": True, "recompute_granularity": "selective"}),
+        ({"cp": 2}, {"cp_comm_type": "kv_exchange", "cp_layout": "balanced", "recompute_granularity": "full"}),
+        ({"pp": 2}, {}),
+    ],
+)
+def test_dropout_of_pairs_has_the_bits_of_one_process_on_every_grid(
+    shape: dict[str, int], flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch bits by the place on a rank, and a mask that is drawn anew in backward."""
+    values, weights, _ = peft_of("llama 2", "all", monkeypatch)
+    values |= PAIRS | DROPPED
+    expected = ours(0, 1, {}, values, weights)
+    assert expected[0][0] != ours(0, 1, {}, {**values, "lora_dropout": 0.0}, weights)[0][0]
+    results = run_ranks(ours, 2, shape, {**values, **flags}, weights)
+    for step, (loss, *found) in enumerate(expected):
+        for rank in results:
+            assert abs(rank[step][0] - loss) <= 1e-10 * loss
+        for number, pieces in enumerate(found, 1):
+            summed, want = assemble([rank[step][number] for rank in results]), assemble([pieces])
+            assert summed.keys() == want.keys()
+            for key, value in want.items():
+                assert np.abs(summed[key] - value).max() <= 1e-10 * np.abs(value).max(), (step, key)
+
+
+def test_dropout_of_pairs_is_dropout_of_what_they_are_given() -> None:
+    """A row pair that holds the last 6 of 12 columns; would catch columns counted from 0 on every tp rank, a mask on
+    the frozen linear, and dropout in evaluation.
+    """
+    options = LinearOptions(single_axis("tp"), False, torch.float64, torch.device("cpu"))
+    linear = LinearSpec("layers.3.mlp", (("down", 8),), 6, False, 0.02)
+    pair = RowPair(linear, LoraSpec(("down",), 2, 0.5, 0.4), options)
+    pair.first = 6
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in pair.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    x, y = torch.randn(20, 6, generator=generator).double(), torch.randn(20, 8, generator=generator).double()
+    names = torch.arange(20) * 3
+    pair.names = DropoutNames(77, names[:0], names)
+    kept = keep_mask(77 + pair.site, names, 12, 0.4)[:, 6:]
+    assert 0.5 < kept.double().mean() < 0.7
+    dense = y + 0.5 * (x * kept / 0.6) @ pair.down.T @ pair.up.T
+    assert torch.allclose(pair(x, y), dense, rtol=0, atol=1e-13)
+    others = [
+        RowPair(dataclasses.replace(linear, prefix=f"layers.{i}.mlp"), LoraSpec(("down",), 2, 0.5), options).site
+        for i in range(9)
+    ]
+    assert len({*others, pair.site}) == 9, "each linear draws its own bits"
+    assert torch.allclose(pair.eval()(x, y), y + 0.5 * x @ pair.down.T @ pair.up.T, rtol=0, atol=1e-13)
+
+
+def trained_checkpoint(name: str, folder: Path, targets: str) -> Path:
+    """A library model in `hf`, and in `run` a checkpoint of it with random pairs; the latter."""
+    save(name, folder / "hf", torch.float64)
+    content = json.loads((folder / "hf" / "config.json").read_text())
+    values = of_config(content).values(content)
+    config = with_values(
+        RunConfig(),
+        {
+            **{**values, **PAIRS, "lora_targets": targets, "hf_model_type": content["model_type"]},
+            **{"dtype": "float64", "save": str(folder / "run"), "load_hf": "base"},
+        },
+    )
+    model = ParallelModel(config, grid())
+    source = Mapped(
+        Tensors(_tensors(folder / "hf" / "model.safetensors")),
+        of_config(content).links(values, LAYOUTS[0]),
+        to_ours=True,
+    )
+    weights = {key: whole(source, key) for key in source.infos}
+    generator = torch.Generator().manual_seed(1)
+    for chunk in model.chunks:
+        for parameter in chunk.parameters():
+            for piece in parameter.megacp_spec.pieces:  # type: ignore[attr-defined]
+                shape = piece.global_shape
+                weights.setdefault(piece.name, torch.randn(shape, generator=generator, dtype=torch.float64) * 0.2)
+        fill(chunk, weights)
+    return runs.save(model, Progress(step=1), config).parent
+
+
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"), [("qwen3 tied", "all"), ("phi3", "q,v,gate,up,down"), ("molmo2 native", "q,output,up")]
+)
+@pytest.mark.slow
+def test_peft_loads_the_adapter_and_computes_what_the_folded_model_does(
+    name: str, targets: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch pairs in another order than joined linears, a lost alpha, and names that peft leaves out."""
+    import transformers
+
+    run = trained_checkpoint(name, tmp_path, targets)
+    flags = ["--from", "megacp", "--input", str(run)]
+    assert convert([*flags, "--to", "peft", "--output", str(tmp_path / "adapter")]) == 0
+    assert convert([*flags, "--to", "hf", "--output", str(tmp_path / "folded"), "--verify"]) == 0
+    auto = transformers.AutoModelForImageTextToText if "molmo2" in name else transformers.AutoModelForCausalLM
+    tokens = torch.arange(2, 30)[None]
+    with float32_is_float64(monkeypatch):
+        base, merged = (auto.from_pretrained(tmp_path / which, dtype=torch.float64) for which in ("hf", "folded"))
+        plain, expected = (model.eval()(input_ids=tokens).logits for model in (base, merged))
+        tuned = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+        found = tuned(input_ids=tokens).logits
+    held = {key for key in tuned.state_dict() if ".lora_" in key}
+    assert len(held) == len(_tensors(tmp_path / "adapter" / "adapter_model.safetensors")), "peft has made more pairs"
+    assert (plain - expected).abs().max() > 0.01
+    assert (found - expected).abs().max() <= 1e-10 * expected.abs().max()
+    content = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (content["r"], content["lora_alpha"], content["base_model_name_or_path"]) == (RANK, ALPHA, "base")
+
+
+RANKED = ["--lora-rank", "4", "--lora-targets", "all", "--global-batch-size", "4", "--seq-length", "64"]
+SHARDED = ["--data-parallel-sharding-strategy", "optim_grads_params"]
+GRIDS = {
+    "one process": (1, []),
+    "tp x pp": (4, runs.grid_flags(tp=2, pp=2)),
+    "cp, all sharded": (2, [*runs.grid_flags(cp=2), *SHARDED]),
+}
+SEEN: dict[str, dict[str, torch.Tensor]] = {}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 in bfloat16, as a folder of the library."""
+    path = tmp_path_factory.mktemp("hf") / "tiny"
+    torch.manual_seed(0)
+    MODELS["qwen3 tied"]().to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if "pp" in n else n for n in GRIDS])
+@pytest.mark.slow
+def test_a_run_from_a_folder_begins_with_its_bits_and_the_same_pairs_on_any_grid(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
+    """A step at learning rate 0. Would catch a matrix A drawn by rank, or zeroed with what the folder fills."""
+    ranks, flags = GRIDS[name]
+    start = ["--load-hf", str(folder), "--save", str(tmp_path / "run"), "--lr", "0", "--train-iters", "1"]
+    trained([*start, *RANKED, *flags], ranks)
+    found, base = weights_of(tmp_path / "run"), read_hf(folder).source
+    for key in base.infos:
+        assert torch.equal(found[key], whole(base, key)), key
+    pairs = {key: value for key, value in found.items() if key not in base.infos}
+    assert len(pairs) == 3 * 7 * 2
+    for key, value in pairs.items():
+        if key.endswith("lora_B.weight"):
+            assert not value.any()
+        else:
+            bound = value.shape[1] ** -0.5
+            assert value.shape[0] == 4 and 0.8 * bound < value.abs().max() <= 1.01 * bound  # in bfloat16
+            assert 0.5 * bound < value.float().std() < 0.65 * bound
+    first = SEEN.setdefault("pairs", pairs)
+    assert first.keys() == pairs.keys() and all(torch.equal(first[key], pairs[key]) for key in pairs)
+
+
+def refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert train(flags) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_of_pairs_goes_on_on_another_grid_and_leaves_the_model_as_it_was(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch a base that decays, pairs that a resumed run draws again, and flags that would be lost in silence."""
+    run, base = str(tmp_path / "run"), str(tmp_path / "base")
+    steps = "--lr 0.01 --lr-decay-style constant --adam-eps 1e-4 --dtype float64 --train-iters".split()
+    assert train(["--load-hf", str(folder), "--save", run, *RANKED, *steps, "2"]) == 0
+    assert "(9.22 k trained in low-rank pairs of rank 4 on q, k, v, output, gate, up, down) in float64" in (
+        capsys.readouterr().out
+    )
+    before = weights_of(tmp_path / "run")
+    rows = ["--global-batch-size", "4", "--seq-length", "64"]
+    go_on = ["--load", run, "--save", run, *rows, *steps, "4"]
+    trained([*go_on, *runs.grid_flags(tp=2), *SHARDED], 2)
+    assert train(["--load-hf", str(folder), "--save", str(tmp_path / "whole"), *RANKED, *steps, "4"]) == 0
+    after, whole_run, start = weights_of(tmp_path / "run"), weights_of(tmp_path / "whole"), read_hf(folder).source
+    assert all(torch.equal(after[key], whole(start, key).double()) for key in start.infos), "the model has not moved"
+    moved = [key for key in after if ".lora_" in key and not torch.equal(after[key], before[key])]
+    assert len(moved) == 42
+    assert all((after[key] - whole_run[key]).abs().max() <= 1e-10 * whole_run[key].abs().max() for key in moved)
+    assert "has --lora-rank 4, this run 8" in refused([*go_on, "--lora-rank", "8"], capsys)
+    tune = ["--load", run, "--finetune", "--save", str(tmp_path / "x"), *rows]
+    assert "has --lora-rank 4, this run 0" in refused([*tune, "--lora-rank", "0"], capsys)
+    assert (
+        convert(["--from", "hf", "--to", "megacp", "--dtype", "float64", "--input", str(folder), "--output", base]) == 0
+    )
+    assert "has --lora-rank 0, this run 4" in refused(["--load", base, "--save", base, *RANKED], capsys)
+    assert train(["--load", base, "--finetune", "--save", str(tmp_path / "y"), *RANKED, *steps, "2"]) == 0
+    begun = weights_of(tmp_path / "y")
+    assert begun.keys() == before.keys() and all(torch.equal(begun[key], before[key]) for key in begun)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        convert(["--from", "megacp", "--to", "hf", "--input", run, "--output", "x", "--base-model", "name"])
+    assert "--base-model name is for --to peft" in capsys.readouterr().err
+    flags = ["--from", "megacp", "--to", "peft", "--output", str(tmp_path / "z"), "--input"]
+    assert convert([*flags, base]) == 2
+    assert "has no low-rank pairs" in capsys.readouterr().err
+    assert convert([*flags, run]) == 0
+    content = json.loads((tmp_path / "z" / "adapter_config.json").read_text())
+    assert content["base_model_name_or_path"] is None

@@ -1,0 +1,109 @@
+"""Ranks that convert together leave the bytes of one process, in both directions, or one message and nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacp.core.distributed.grid import single_axis
+from megacp.huggingface.convert.conversion import convert
+from megacp.huggingface.convert.export import Request
+from megacp.huggingface.convert.sharing import files_of, mine
+from megacp.huggingface.convert.tables.mapping import Info
+from tests.huggingface.convert.models import save
+from tests.ranks import grid, run_ranks
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("safetensors", reason="safetensors is not installed (extra: hf)")
+LIMIT = 80_000
+"""Bytes of a weight file: four files of the tiny model in float32."""
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """Of all files below a folder; the card of an export names its folder nowhere."""
+    below = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in below}
+
+
+def converted(rank: int, world_size: int, requests: list[Request]) -> str:
+    """What is said."""
+    words = io.StringIO()
+    with contextlib.redirect_stdout(words):
+        for request in requests:
+            convert(request, grid(dp=world_size).world)
+    return words.getvalue()
+
+
+def both_ways(given: Path, start: Path, again: Path, limit: int = LIMIT, **more: Any) -> list[Request]:
+    """A folder to a checkpoint and back."""
+    there = Request("hf", "megacp", given, start, max_shard_bytes=limit, **more)
+    return [there, Request("megacp", "hf", start, again, max_shard_bytes=limit, **more)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_ranks_leave_the_bytes_of_one_process(ranks: int, tmp_path: Path) -> None:
+    """Four files on 2, 3 and 8 ranks; would catch a file per rank, an index of some files, a hash of another."""
+    save("qwen3", tmp_path / "given")
+    for request in both_ways(tmp_path / "given", tmp_path / "start", tmp_path / "again"):
+        convert(request, single_axis("world"))
+    want = {name: hashes(tmp_path / name) for name in ("start", "again")}
+    weights = [name for name in want["start"] if "rank_" in name], [name for name in want["again"] if "model-" in name]
+    assert [len(names) for names in weights] == [4, 4]
+    requests = both_ways(tmp_path / "given", tmp_path / "start 2", tmp_path / "again 2")
+    said = run_ranks(converted, ranks, requests)[0]
+    assert hashes(tmp_path / "start 2") == want["start"]
+    assert hashes(tmp_path / "again 2") == want["again"]
+    assert len(re.findall(rf"\d\.\d s on {ranks} ranks; a process held at most [\d,]+ MiB", said)) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "again 2", "given", "start", "start 2"]
+
+
+def refused(rank: int, world_size: int, request: Request, full: bool) -> str:
+    """What a rank is told; `full`: the last one cannot write."""
+    with pytest.MonkeyPatch.context() as patch:
+        if full and rank == world_size - 1:
+
+            def no_space(*_: Any) -> None:
+                raise OSError(28, "No space left on device", "weights")
+
+            patch.setattr("megacp.huggingface.convert.hf_files.tensor_file.write_values", no_space)
+            patch.setattr("megacp.huggingface.convert.export.write_values", no_space)
+        with pytest.raises(ValueError) as error:
+            convert(request, grid(dp=world_size).world)
+    return str(error.value)
+
+
+def test_an_error_of_one_rank_ends_all_with_its_words(tmp_path: Path) -> None:
+    """Would catch ranks that wait for one that has failed, and what it leaves."""
+    save("qwen3", tmp_path / "given")
+    there, _ = both_ways(tmp_path / "given", tmp_path / "start", tmp_path / "x")
+    over = Request("hf", "hf", tmp_path / "given", tmp_path / "x", max_shard_bytes=LIMIT)
+    for request in (there, over):
+        said = run_ranks(refused, 2, request, True)
+        assert said == ["rank 1: No space left on device (ENOSPC) weights"] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["given"]
+
+
+def test_what_one_rank_refuses_all_do(tmp_path: Path) -> None:
+    """Would catch an output that is written over, and a folder that is no model."""
+    save("qwen3", tmp_path / "given")
+    for request, words in (
+        (Request("hf", "hf", tmp_path / "given", tmp_path / "given"), "given exists; nothing is ever written over"),
+        (Request("hf", "hf", tmp_path / "none", tmp_path / "x"), "--input .*none: .*there is no such folder"),
+    ):
+        said = run_ranks(refused, 2, request, False)
+        assert said[0] == said[1] and re.search(words, said[0])
+
+
+def test_files_are_planned_from_sizes_and_dealt_in_turns() -> None:
+    infos = {name: Info((size,), torch.float32) for name, size in {"a": 5, "b": 5, "c": 30, "d": 1, "e": 9}.items()}
+    assert files_of(infos, 40) == [["a", "b"], ["c"], ["d", "e"]]
+    assert files_of(infos, 1 << 30) == [list("abcde")]
+    axis = single_axis("world")
+    assert mine([1, 2, 3], axis) == [1, 2, 3]

@@ -1,0 +1,289 @@
+"""Runs that start from a Hugging Face folder: the bits of a converted checkpoint on any grid, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacp.core.checkpoint import weights as reading
+from megacp.core.checkpoint.commit import load_checkpoint
+from megacp.core.checkpoint.names import TensorBox
+from megacp.core.distributed import launch
+from megacp.core.distributed.grid import GridShape, build_grid
+from megacp.core.distributed.supervision.watch import run_store
+from megacp.huggingface.convert.source import CheckpointSource, read_hf
+from megacp.huggingface.convert.tables.mapping import whole
+from megacp.huggingface.convert.tokenizer import write_tokenizer
+from megacp.huggingface.convert_command import main as convert
+from megacp.prepare.command import main as preprocess
+from megacp.train import main, plan_of, trainer_of
+from tests.huggingface.convert.models import BYTES, MODELS, given, qwen3, save
+from tests.ranks import grid, run_ranks
+from tests.training.runs import grid_flags, losses
+
+pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+
+STEPS = ["--train-iters", "2", "--lr", "0.01", "--global-batch-size", "4"]
+CHAT = [
+    {
+        "messages": [
+            {"role": "user", "content": f"What is {i} + 1?"},
+            {"role": "assistant", "content": f"It is {i + 1}."},
+        ]
+    }
+    for i in range(40)
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 in bfloat16 with a byte tokenizer, as a folder of the library."""
+    path = tmp_path_factory.mktemp("hf") / "tiny"
+    torch.manual_seed(0)
+    qwen3(vocab_size=BYTES + 3, tie_word_embeddings=True).to(torch.bfloat16).save_pretrained(path)
+    write_tokenizer(given("byte"), path, 256, ())
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Chats packed with the folder's tokenizer in rows of 128."""
+    place = tmp_path_factory.mktemp("data")
+    (place / "chat.jsonl").write_text("\n".join(map(json.dumps, CHAT)))
+    return build(place / "chat.jsonl", place / "packs", str(folder / "tokenizer.json"))
+
+
+def build(records: Path, output: Path, tokenizer: str) -> Path:
+    flags = ["--input", str(records), "--output", str(output), "--tokenizer", tokenizer, "--seq-length", "128"]
+    assert preprocess(["build", *flags]) == 0
+    return output
+
+
+def run_on_rank(rank: int, world_size: int, flags: list[str]) -> int:
+    run_store().delete_key(f"megacp_failure/{rank}")
+    plan = plan_of(flags, launch.World(rank=rank, size=world_size, local_rank=rank))
+    assert plan is not None
+    s = plan.shape
+    return trainer_of(plan, grid(tp=s.tp, cp=s.cp, dp=s.dp, pp=s.pp)).run()
+
+
+def trained(flags: list[str], ranks: int) -> None:
+    assert (run_ranks(run_on_rank, ranks, flags) if ranks > 1 else [main(flags)]) == [0] * ranks
+
+
+def weights_of(path: Path) -> dict[str, torch.Tensor]:
+    source = CheckpointSource(load_checkpoint(path, build_grid(GridShape(), 0).world))
+    return {name: whole(source, name) for name in source.infos}
+
+
+GRIDS: dict[str, tuple[int, list[str]]] = {
+    "one process": (1, []),
+    "tp": (2, grid_flags(tp=2)),
+    "pp": (2, grid_flags(pp=2)),
+    "cp": (2, grid_flags(cp=2)),
+    "dp x tp, all sharded": (4, [*grid_flags(tp=2), "--data-parallel-sharding-strategy", "optim_grads_params"]),
+    "cp x pp, all sharded": (4, [*grid_flags(cp=2, pp=2), "--data-parallel-sharding-strategy", "optim_grads_params"]),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ("tp", "pp") else []) for name in GRIDS]
+)
+@pytest.mark.slow
+def test_a_run_from_a_folder_has_the_bits_of_one_from_the_converted_checkpoint(
+    name: str, folder: Path, data: Path, tmp_path: Path
+) -> None:
+    ranks, flags = GRIDS[name]
+    flags = [*STEPS, *flags, "--data-path", str(data)]
+    assert convert(["--from", "hf", "--to", "megacp", "--input", str(folder), "--output", str(tmp_path / "start")]) == 0
+    trained([*flags, "--load", str(tmp_path / "start"), "--finetune", "--save", str(tmp_path / "a")], ranks)
+    trained([*flags, "--load-hf", str(folder), "--save", str(tmp_path / "b")], ranks)
+    first, second = weights_of(tmp_path / "a"), weights_of(tmp_path / "b")
+    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    assert next(iter(first.values())).dtype is torch.bfloat16
+    start = weights_of(tmp_path / "start")
+    assert any(not torch.equal(start[key], first[key]) for key in first), "the run moved the weights"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["phi3", "smollm3", "olmo2"])
+def test_joined_tensors_and_other_decoders_start_on_ranks_too(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    MODELS[name]().save_pretrained(tmp_path / "hf")
+    flags = [*STEPS, "--seq-length", "64", *grid_flags(tp=2), "--dtype", "float64"]
+    hf = ["--from", "hf", "--to", "megacp", "--dtype", "float64"]
+    assert convert([*hf, "--input", str(tmp_path / "hf"), "--output", str(tmp_path / "start")]) == 0
+    trained([*flags, "--load", str(tmp_path / "start"), "--finetune", "--save", str(tmp_path / "a")], 2)
+    trained([*flags, "--load-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "b")], 2)
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+
+
+@pytest.mark.slow
+def test_three_commands_are_a_fine_tune_and_its_export_and_the_folder_is_read_once(
+    folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch an export that asks for the tokenizer, and a resumed run that needs the folder."""
+    copy, run = tmp_path / "copy", tmp_path / "run"
+    shutil.copytree(folder, copy)
+    flags = ["--load-hf", str(copy), "--data-path", str(data), "--save", str(run), "--auto-resume", *STEPS]
+    flags += ["--lr-decay-style", "constant"]
+    assert main(flags) == 0
+    told = capsys.readouterr().out
+    assert (
+        f"the model is that of {copy}: --num-layers 3" in told and "--seq-length 128, as --data-path was packed" in told
+    )
+    assert f"weights of {copy}; this run starts at step 0" in told
+    shutil.rmtree(copy)
+    assert main([*flags, "--train-iters", "3"]) == 0
+    told = capsys.readouterr().out
+    assert f"--load-hf {copy} is not read" in told and "after step 2" in told
+    assert main([*STEPS, "--data-path", str(data), "--load", str(run), "--save", str(run), "--train-iters", "4"]) == 0
+    assert f"resumed from {run / 'step_0000003'}" in capsys.readouterr().out
+    out = tmp_path / "out"
+    assert convert(["--from", "megacp", "--to", "hf", "--input", str(run), "--output", str(out), "--verify"]) == 0
+    assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    before, after = (json.loads((place / "config.json").read_text()) for place in (folder, out))
+    assert all(after[key] == before[key] for key in ("model_type", "max_position_embeddings", "vocab_size", "dtype"))
+
+
+def refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(flags) == 2
+    return capsys.readouterr().err
+
+
+def test_flags_that_contradict_the_folder_are_refused_with_both_numbers(
+    folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = ["--load-hf", str(folder), "--data-path", str(data)]
+    told = refused([*start, "--hidden-size", "64", "--no-qk-layernorm"], capsys)
+    assert f"{folder} has --hidden-size 48, this run 64" in told
+    assert "has --qk-layernorm True, this run False" in told
+    assert "are two starts: give one of them" in refused([*start, "--load", str(data)], capsys)
+    assert "acts only with --load-hf" in refused(["--ignore-field", "x"], capsys)
+    assert "no unknown field of this name" in refused([*start, "--ignore-field", "x"], capsys)
+    assert f"--load-hf {data}: " in refused(["--load-hf", str(data)], capsys)
+    assert "was packed for rows of 128 tokens" in refused([*start, "--seq-length", "64"], capsys)
+
+
+def test_a_dataset_of_another_tokenizer_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "words " * 10}))
+    other = build(tmp_path / "text.jsonl", tmp_path / "packs", "byte")
+    told = refused(["--load-hf", str(folder), "--data-path", str(other)], capsys)
+    assert f"--data-path {other} was built with the tokenizer" in told
+    assert f"build it again with --tokenizer {folder / 'tokenizer.json'}" in told
+
+
+def test_rows_are_read_some_at_a_time_and_columns_taken_from_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a rank that reads whole tensors."""
+    table, read = torch.arange(100 * 8.0).view(100, 8), list[int]()
+
+    class Table:
+        def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+            assert name == "a"
+            read.append(stop - start)
+            return table[start:stop]
+
+    monkeypatch.setattr(reading, "BYTES_AT_ONCE", 8 * 8 * 10)
+    box = TensorBox("model.a", (100, 8), (30, 4), torch.zeros(45, 3))
+    reading.fill(box, Table(), None)
+    assert torch.equal(box.tensor, table[30:75, 4:7]) and read == [10, 10, 10, 10, 5]
+    part: Any = TensorBox("model.a", (120, 8), (90, 0), torch.full((20, 8), -1.0))
+    reading.fill(part, Table(), 100)
+    assert torch.equal(part.tensor[:10], table[90:]) and bool((part.tensor[10:] == -1).all())
+
+
+@pytest.fixture(scope="module")
+def tower(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Molmo2 in the library's own layout; its text is narrower than the Qwen3's."""
+    path = tmp_path_factory.mktemp("tower") / "molmo2"
+    save("molmo2 native", path)
+    return path
+
+
+VLM_GRIDS: dict[str, tuple[int, list[str]]] = {
+    "one process": (1, []),
+    "tp x pp": (4, grid_flags(tp=2, pp=2)),
+    "cp, all sharded": (2, [*grid_flags(cp=2), "--data-parallel-sharding-strategy", "optim_grads_params"]),
+}
+
+
+@pytest.mark.parametrize("name", VLM_GRIDS)
+@pytest.mark.slow
+def test_a_text_model_takes_the_tower_of_a_molmo2(name: str, folder: Path, tower: Path, tmp_path: Path) -> None:
+    """A step at learning rate 0 leaves each weight as it was read, or as its seed makes it on any grid."""
+    ranks, flags = VLM_GRIDS[name]
+    flags = [*flags, "--vision-from-hf", str(tower), "--seq-length", "64", "--lr", "0", "--train-iters", "1"]
+    trained([*flags, "--load-hf", str(folder), "--save", str(tmp_path / "run"), "--global-batch-size", "2"], ranks)
+    found, text, molmo = weights_of(tmp_path / "run"), read_hf(folder).source, read_hf(tower).source
+    rows = BYTES + 3
+    assert torch.equal(found["embedding.weight"][:rows], whole(text, "embedding.weight"))
+    assert torch.equal(found["head.weight"], whole(text, "embedding.weight")), "the tied head became its own"
+    assert found["embedding.weight"].shape[0] == rows + 128
+    assert 0.01 < found["embedding.weight"][rows:].float().std() < 0.03, "new rows have their initial values"
+    new = {"connector.mlp.down.weight"}
+    for key in found.keys() - text.infos.keys() - {"head.weight"} - new:
+        assert torch.equal(found[key], whole(molmo, key).bfloat16()), key
+    for key in text.infos.keys() - {"embedding.weight"}:
+        assert torch.equal(found[key], whole(text, key)), key
+    one = flat_digest(found, new | {"embedding.weight"})
+    assert SEEN.setdefault("digest", one) == one, "what is new has the same bits on any grid"
+
+
+SEEN: dict[str, list[float]] = {}
+
+
+def flat_digest(found: dict[str, torch.Tensor], names: set[str]) -> list[float]:
+    return [x for key in sorted(names) for x in found[key].double().flatten().tolist()]
+
+
+@pytest.mark.slow
+def test_a_new_tower_has_the_sizes_of_the_flags_and_the_run_is_exported_as_molmo2(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = "--vision-num-layers 2 --vision-hidden-size 24 --vision-ffn-hidden-size 32 --vision-num-attention-heads 4 "
+    sizes += "--vision-head-dim 6 --vision-patch-size 4 --vision-image-size 16 --vision-feature-layers -1 -2 "
+    sizes += "--connector-num-attention-heads 4 --additional-vocab-size 16 --freeze-text --seq-length 64"
+    flags = ["--load-hf", str(folder), "--vision-from-hf", "none", "--save", str(tmp_path / "run")]
+    assert main([*flags, *sizes.split(), *STEPS]) == 0
+    assert "new and not read: tower and connector, 16 rows of the embedding" in capsys.readouterr().out
+    found, text = weights_of(tmp_path / "run"), read_hf(folder).source
+    assert torch.equal(found["layers.0.mlp.up.weight"], whole(text, "layers.0.mlp.up.weight")), "text was frozen"
+    assert found["vision.position_embedding.weight"].shape == (16, 24)
+    out = ["--output", str(tmp_path / "out"), "--tokenizer", "none"]
+    assert convert(["--from", "megacp", "--to", "hf", "--input", str(tmp_path / "run"), *out, "--verify"]) == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "molmo2"
+
+
+@pytest.mark.slow
+def test_a_tower_that_does_not_fit_is_refused(folder: Path, tower: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = ["--load-hf", str(folder), "--vision-from-hf"]
+    assert "is a qwen3, a molmo2 is needed" in refused([*start, str(folder)], capsys)
+    assert "none makes a new tower: give its --vision-num-layers" in refused([*start, "none"], capsys)
+    assert "has --vision-num-layers 3, this run 2" in refused([*start, str(tower), "--vision-num-layers", "2"], capsys)
+    assert "has one: leave the flag out" in refused(["--load-hf", str(tower), "--vision-from-hf", "none"], capsys)
+    assert "acts only with --load-hf" in refused(["--vision-from-hf", "none"], capsys)
+
+
+@pytest.mark.slow
+def test_a_field_of_the_towers_folder_is_ignored_by_its_name(
+    folder: Path, tower: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch a name that is asked of the text's folder alone, and one that neither folder has."""
+    other = tmp_path / "tower"
+    shutil.copytree(tower, other)
+    content = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**content, "colour_of_the_cover": "blue"}))
+    (other / "SHA256SUMS").unlink(missing_ok=True)
+    start = ["--load-hf", str(folder), "--vision-from-hf", str(other), "--seq-length", "64"]
+    assert "colour_of_the_cover is not known" in refused(start, capsys)
+    assert "no unknown field of this name" in refused([*start, "--ignore-field", "colour_of_the_cover,x"], capsys)
+    named = ["--ignore-field", "colour_of_the_cover"]
+    assert main([*start, *named, "--save", str(tmp_path / "run"), *STEPS]) == 0

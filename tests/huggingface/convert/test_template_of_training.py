@@ -1,0 +1,66 @@
+"""A chat template from a dataset through a run to the folder that transformers loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megacp import train
+from megacp.huggingface import convert_command as convert
+from megacp.huggingface import generate_command as generate
+from megacp.prepare import command as preprocess
+from tests.prepare.build.builds import documents
+from tests.prepare.templates.public import TEMPLATES, write_tokenizer
+from tests.prepare.templates.test_public import ASK, TELL, TOOLS
+
+SIZES = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--ffn-hidden-size", "16"]
+
+
+@pytest.mark.slow
+def test_the_template_of_the_data_is_that_of_the_exported_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch a model that is served by its tokenizer's template and was trained by another."""
+    transformers = pytest.importorskip("transformers")
+    texts = {"default": TEMPLATES["llama_3"], "tool_use": TEMPLATES["qwen_25"]}
+    two = [{"name": name, "template": text} for name, text in texts.items()]
+    path = write_tokenizer(tmp_path / "t", chat_template=two)
+    talk = {"messages": [ASK, TELL]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(talk) + "\n" + json.dumps({**talk, "tools": TOOLS}) + "\n")
+    flags = ["--input", str(tmp_path / "a.jsonl"), "--tokenizer", str(path), "--seq-length", "512", "--workers", "1"]
+    assert preprocess.main(["build", *flags, "--output", str(tmp_path / "d"), "--chat-template", "auto"]) == 0
+    write_tokenizer(tmp_path / "t", chat_template="{{ 'another' }}")
+    run = [*SIZES, "--seq-length", "512", "--global-batch-size", "1", "--train-iters", "1"]
+    run += ["--save", str(tmp_path / "out"), "--data-path"]
+    assert train.main([*run, str(tmp_path / "d")]) == 0
+    command = ["--from", "megacp", "--to", "hf", "--input", str(tmp_path / "out"), "--tokenizer", str(path)]
+    capsys.readouterr()
+    assert convert.main([*command, "--output", str(tmp_path / "hf")]) == 0
+    assert "chat template: that of the training data" in capsys.readouterr().out
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert theirs.chat_template == texts
+    found = [theirs.apply_chat_template(talk["messages"], tools=t, return_dict=False) for t in (None, TOOLS)]
+    assert found == documents(tmp_path / "d")
+    back = ["--from", "hf", "--to", "megacp", "--input", str(tmp_path / "hf"), "--output", str(tmp_path / "back")]
+    assert convert.main(back) == 0
+    assert convert.main([*command, "--output", str(tmp_path / "no"), "--chat-template", "messages"]) == 2
+    assert "messages of the run's data were written by another template" in capsys.readouterr().err
+    (tmp_path / "asked.jsonl").write_text(json.dumps(talk))
+    asked = ["--checkpoint", str(tmp_path / "out"), "--tokenizer", str(path), "--max-new-tokens", "1"]
+    asked += ["--input", str(tmp_path / "asked.jsonl"), "--output", str(tmp_path / "answers.jsonl")]
+    assert generate.main(asked) != 0
+    assert "asked.jsonl:1: messages, which the model learned by a chat template" in capsys.readouterr().err
+
+
+def test_validation_data_by_another_template_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_tokenizer(tmp_path / "t")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [ASK, TELL]}) + "\n")
+    flags = ["--input", str(tmp_path / "a.jsonl"), "--tokenizer", str(path), "--seq-length", "512", "--workers", "1"]
+    for name, more in (("a", ["--chat-template", "chatml"]), ("b", [])):
+        assert preprocess.main(["build", *flags, "--output", str(tmp_path / name), *more]) == 0
+    run = [*SIZES, "--seq-length", "512", "--global-batch-size", "1", "--train-iters", "1"]
+    capsys.readouterr()
+    assert train.main([*run, "--data-path", str(tmp_path / "a"), "--valid-data-path", str(tmp_path / "b")]) != 0
+    assert "--valid-data-path was built with another --chat-template" in capsys.readouterr().err

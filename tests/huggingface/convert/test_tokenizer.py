@@ -1,0 +1,281 @@
+"""Tokenizer files: the ids of the original, by the tokenizers package and by the transformers library."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megacp.huggingface.convert import sentencepiece as spm
+from megacp.huggingface.convert.tokenizer import write_tokenizer
+from megacp.prepare.tokenize.tokenizer import PROBE
+from tests.huggingface.convert.models import given
+
+sentencepiece = pytest.importorskip("sentencepiece")
+tokenizers = pytest.importorskip("tokenizers")
+
+CORPUS = [Path(json.__file__).read_text(encoding="utf-8"), Path(np.__file__).read_text(encoding="utf-8")]
+LINES = [line for text in CORPUS for line in text.splitlines() if line] + [text for text in PROBE if text.strip()]
+PLAIN = {"normalization_rule_name": "identity", "byte_fallback": True, "remove_extra_whitespaces": False}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "of train_tokenizer": PLAIN,
+    "defaults": {},
+    "no dummy prefix": {**PLAIN, "add_dummy_prefix": False},
+    "extra whitespace removed": {"normalization_rule_name": "identity"},
+    "nmt_nfkc": {**PLAIN, "normalization_rule_name": "nmt_nfkc"},
+    "nfkc_cf without a prefix": {"normalization_rule_name": "nfkc_cf", "add_dummy_prefix": False},
+    "symbols": {**PLAIN, "user_defined_symbols": ["<|user|>", "ab"]},
+    "symbols and squeezing": {"user_defined_symbols": ["<|user|>", "ab"]},
+    "pieces across words": {**PLAIN, "split_by_whitespace": False},
+    "control symbols and padding": {**PLAIN, "control_symbols": ["<ctl>", "<b>"], "pad_id": 3},
+}
+
+
+def train(folder: Path, kind: str, **options: Any) -> str:
+    """A small SentencePiece model; its file."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES),
+        model_writer=model,
+        model_type=kind,
+        vocab_size=700,
+        hard_vocab_limit=False,
+        minloglevel=3,
+        num_threads=1,
+        **options,
+    )
+    path = folder / f"{kind}.model"
+    path.write_bytes(model.getvalue())
+    return str(path)
+
+
+def theirs(folder: Path) -> Any:
+    """What the transformers library makes of a folder, whatever model is in it."""
+    transformers = pytest.importorskip("transformers")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return transformers.AutoTokenizer.from_pretrained(folder, model_max_length=1 << 30)
+
+
+SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in list(OPTIONS)[1:]]
+
+
+@pytest.mark.parametrize("name", ["of train_tokenizer", *SLOWER])
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_fast_tokenizer_gives_the_ids_of_sentencepiece(kind: str, name: str, tmp_path: Path) -> None:
+    """Would catch a flag of the normalizer that is lost, and a Unigram model that is read as BPE."""
+    original = dataclasses.replace(given(train(tmp_path, kind, **OPTIONS[name])), accept_ties=kind == "unigram")
+    (tmp_path / "out").mkdir()
+    write_tokenizer(original, tmp_path / "out", 512, [*PROBE, *CORPUS])
+    library, model = theirs(tmp_path / "out"), spm.parse(original.file.read_bytes())
+    for text in [*PROBE, *LINES, "a<|user|>b <|user|>  c", "  <|user|><|user|>"]:
+        expected, found = list(original.encode(text)), library.encode(text)
+        assert found == expected or spm.are_tied(model, found, expected), text
+    config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert (library.eos_token_id, library.bos_token_id) == (original.tokenizer.eos_id, original.tokenizer.bos_id)
+    assert library.pad_token_id == original.tokenizer.pad_id
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(original.file))
+    for text in LINES:
+        ids = processor.encode(text)
+        if processor.unk_id() not in ids:
+            assert library.decode(ids) == processor.decode(ids)
+
+
+def test_the_settings_of_a_model_are_read_from_its_file(tmp_path: Path) -> None:
+    """Against the classes that protobuf makes, which are no dependency."""
+    reference = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
+    for kind in ("bpe", "unigram"):
+        path = Path(train(tmp_path, kind, **OPTIONS["symbols"], pad_id=3))
+        model, message = spm.parse(path.read_bytes()), reference.ModelProto()
+        message.ParseFromString(path.read_bytes())
+        trainer, normalizer = message.trainer_spec, message.normalizer_spec
+        assert [(p.text, p.score, p.kind) for p in model.pieces] == [(p.piece, p.score, p.type) for p in message.pieces]
+        assert (model.kind, model.byte_fallback) == (trainer.model_type, trainer.byte_fallback)
+        assert (model.unk, model.bos, model.eos) == (trainer.unk_id, trainer.bos_id, trainer.eos_id)
+        assert (model.charsmap, model.dummy_prefix) == (normalizer.precompiled_charsmap, normalizer.add_dummy_prefix)
+        assert model.pad == trainer.pad_id == 3 and model.squeeze == normalizer.remove_extra_whitespaces
+
+
+def test_models_that_cannot_be_expressed_are_refused_by_the_name_of_the_setting(tmp_path: Path) -> None:
+    for kind, options, message in (
+        ("word", {}, "model_type is Word"),
+        ("bpe", {"treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix is true"),
+        ("bpe", {"user_defined_symbols": ["\uff21"], "normalization_rule_name": "nfkc"}, "changed by its normalizer"),
+    ):
+        path = train(tmp_path, kind, **options)
+        with pytest.raises(ValueError, match=message):
+            spm.fast_tokenizer(spm.parse(Path(path).read_bytes()))
+    for data in (b"", b"no model at all", Path(path).read_bytes()[:-5]):
+        with pytest.raises(ValueError, match="not a SentencePiece model"):
+            spm.parse(data)
+
+
+def test_a_symbol_is_found_from_the_left_and_the_longest_first_by_a_bpe_model_alone(tmp_path: Path) -> None:
+    """A Unigram model weighs overlapping symbols against each other, which no fast tokenizer does: refused."""
+    options = {**PLAIN, "user_defined_symbols": ["<|user|>", "<|user|><|"]}
+    write_tokenizer(given(train(tmp_path, "bpe", **options)), tmp_path, 512, PROBE)
+    unigram = dataclasses.replace(given(train(tmp_path, "unigram", **options)), accept_ties=True)
+    with pytest.raises(ValueError, match="does not encode as the original: ' <|user|>"):
+        write_tokenizer(unigram, tmp_path, 512, PROBE)
+
+
+def test_a_tie_of_a_unigram_model_is_refused_unless_it_is_accepted(tmp_path: Path) -> None:
+    """300 times A can be cut in many ways of one score; which is taken hangs on rounding."""
+    original = given(train(tmp_path, "unigram", **PLAIN))
+    with pytest.raises(ValueError, match="'AAAA.*to the model both are as likely: --accept-ties exports it"):
+        write_tokenizer(original, tmp_path, 512, PROBE)
+    write_tokenizer(dataclasses.replace(original, accept_ties=True), tmp_path, 512, PROBE)
+
+
+def test_a_tokenizer_that_gives_other_ids_is_refused_with_the_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mistake of others: the ids of a Unigram model, and files that are BPE."""
+    unigram = given(train(tmp_path, "unigram", **PLAIN))
+    bpe = given(train(tmp_path, "bpe", **PLAIN))
+    monkeypatch.setattr(bpe.tokenizer, "encode_reference", unigram.tokenizer.encode_reference)
+    mixed = dataclasses.replace(bpe, accept_ties=True)
+    with pytest.raises(ValueError, match=r"does not encode as the original: '.*' gives \[\d.*\] instead of \[\d"):
+        write_tokenizer(mixed, tmp_path, 512, PROBE)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "byte"])
+def test_a_tokenizer_that_is_written_begins_texts_as_training_did(kind: str, tmp_path: Path) -> None:
+    """Would catch a model trained on documents with a first token that the library serves without it."""
+    original = given("byte" if kind == "byte" else train(tmp_path, kind, **PLAIN))
+    first = original.tokenizer.bos_id if kind != "byte" else 256
+    for begins_with, before in ((None, []), (first, [first])):
+        original.tokenizer.begins_with = begins_with
+        folder = tmp_path / str(begins_with)
+        folder.mkdir()
+        write_tokenizer(original, folder, 512, ["a b", "x"])
+        library = theirs(folder)
+        assert library.encode("a b") == [*before, *original.encode("a b")]
+        assert library.encode("a b", "x") == [*before, *original.encode("a b"), *before, *original.encode("x")]
+
+
+def byte_level(folder: Path) -> tuple[str, str]:
+    """A trained tokenizer.json, and its vocab.json with merges.txt."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    made.train_from_iterator(
+        CORPUS,
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=600, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    made.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in ("<|user|>", "<|assistant|>")])
+    made.save(str(folder / "tokenizer.json"))
+    made.model.save(str(folder))
+    return str(folder / "tokenizer.json"), f"{folder}/vocab.json,{folder}/merges.txt"
+
+
+@pytest.mark.parametrize("kind", ["byte", "huggingface", "gpt2"])
+@pytest.mark.parametrize("images", [False, True])
+@pytest.mark.slow
+def test_other_kinds_give_their_ids_too_and_image_tokens_theirs(kind: str, images: bool, tmp_path: Path) -> None:
+    names = dict(zip(("huggingface", "gpt2"), byte_level(tmp_path), strict=True)) | {"byte": "byte"}
+    original = given(names[kind])
+    if images:  # a gap of 5 ids, as between a tokenizer and the rows of its model
+        special = {f"<im_{i}>": original.tokenizer.vocab_size + 5 + i for i in range(3)}
+        original = dataclasses.replace(original, special=special)
+    (tmp_path / "out").mkdir()
+    ids = write_tokenizer(original, tmp_path / "out", 512, [*PROBE, *CORPUS])
+    library = theirs(tmp_path / "out")
+    for text in (*PROBE, *CORPUS, "a<|user|>b<|assistant|>c"):
+        assert library.encode(text) == list(original.encode(text)), "symbols behind the vocabulary keep their ids"
+        assert library.decode(library.encode(text)) == text
+    assert (
+        ids == {"eos": original.tokenizer.eos_id, "bos": None, "pad": None}
+        and library.eos_token_id == original.tokenizer.eos_id
+    )
+    for text, i in original.special.items():
+        assert library.encode(f"a{text}b") == [*original.encode("a"), i, *original.encode("b")]
+    if kind == "huggingface" and not images:
+        assert (tmp_path / "out" / "tokenizer.json").read_bytes() == Path(names[kind]).read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_image_tokens_behind_a_sentencepiece_vocabulary_leave_its_ids_alone(kind: str, tmp_path: Path) -> None:
+    original = given(train(tmp_path, kind, **PLAIN))
+    probe = [text for text in PROBE if not text.startswith("AAA")]
+    special = {"<im_patch>": original.tokenizer.vocab_size + 9}
+    original = dataclasses.replace(original, special=special, accept_ties=True)
+    (tmp_path / "out").mkdir()
+    write_tokenizer(original, tmp_path / "out", 512, probe)
+    library = theirs(tmp_path / "out")
+    expected = [*original.encode("x y"), original.tokenizer.vocab_size + 9, *original.encode("z")]
+    assert library.encode("x y<im_patch>z") == expected, "each stretch of text is encoded as one of its own"
+
+
+def test_a_special_token_whose_id_is_taken_is_refused(tmp_path: Path) -> None:
+    original = dataclasses.replace(given("byte"), special={"<im_patch>": 65})
+    with pytest.raises(ValueError, match="as 65"):
+        write_tokenizer(original, tmp_path, 512, ())
+
+
+def test_what_lies_beside_a_tokenizer_goes_with_it(tmp_path: Path) -> None:
+    """Would catch a chat template that is left behind."""
+    name, _ = byte_level(tmp_path)
+    settings = {"eos_token": "<|endoftext|>", "chat_template": "{{ x }}", "tokenizer_class": "LlamaTokenizer"}
+    kept = {"padding_side": "left", "truncation_side": "left", "add_bos_token": False, "add_eos_token": True}
+    settings |= {**kept, "model_input_names": ["input_ids"], "unk_token": "?"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "chat_template.jinja").write_text("{{ y }}")
+    (tmp_path / "out").mkdir()
+    write_tokenizer(given(name), tmp_path / "out", 512, PROBE)
+    config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert config["chat_template"] == "{{ x }}" and config["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ y }}"
+    assert {key: config[key] for key in kept} == kept and config["model_input_names"] == ["input_ids"]
+    library = theirs(tmp_path / "out")
+    assert (library.padding_side, library.truncation_side) == ("left", "left")
+    assert library.model_input_names == ["input_ids"] and library.encode("x y") == list(given(name).encode("x y"))
+    (tmp_path / "tokenizer_config.json").unlink()
+    write_tokenizer(given(name), tmp_path / "out", 512, PROBE)
+    config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert config["model_input_names"] == ["input_ids", "attention_mask"]
+
+
+def spelling(folder: Path, settings: dict[str, Any]) -> str:
+    """A tokenizer.json whose vocabulary has `<s>` as a word, and `><`, which that word as a special token breaks."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    pieces = [*alphabet, "><", "<s", "<s>"]
+    merges = [(">", "<"), ("<", "s"), ("<s", ">")]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(["<|endoftext|>"])
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return str(folder / "tokenizer.json")
+
+
+@pytest.mark.parametrize("settings", [{"bos_token": None, "eos_token": "<|endoftext|>"}, {}])
+def test_an_export_makes_no_special_token_of_a_word(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Would catch a library that cuts texts at `<s>` and drops it, where training read and learned a word."""
+    original = given(spelling(tmp_path, settings))
+    (tmp_path / "out").mkdir()
+    ids = write_tokenizer(original, tmp_path / "out", 512, PROBE)
+    library = theirs(tmp_path / "out")
+    assert ids["bos"] is None is library.bos_token and ids["eos"] == library.eos_token_id == 259
+    text = "<b><s>1</s></b>"
+    assert library.encode(text) == original.encode(text)
+    assert library.decode(library.encode(text), skip_special_tokens=True) == text
+
+
+def test_a_special_token_that_training_read_as_a_word_is_refused_by_the_library_s_ids(tmp_path: Path) -> None:
+    """The tokenizers package alone gives the same ids: tokenizer.json does not hold what the settings add."""
+    pytest.importorskip("transformers")
+    original = given(spelling(tmp_path, {"bos_token": None}))
+    original.tokenizer.bos_id = original.tokenizer.token_id("<s>")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match="does not encode as the original: 'a<s>b "):
+        write_tokenizer(original, tmp_path / "out", 512, PROBE)

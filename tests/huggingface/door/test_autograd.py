@@ -1,0 +1,153 @@
+"""A block beside autograd, recomputation and the compiler: the same gradients, one plan, nothing kept.
+
+The reference is the same layers on one process.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+from megacp.core.context_parallel import plan as planning
+from megacp.core.context_parallel.attention import TRANSPORTS
+from megacp.core.distributed.grid import single_axis
+from megacp.core.ops import mask as mask_data
+from megacp.huggingface.door.context import context_parallel
+from megacp.huggingface.door.loop import sum_gradients
+from tests.huggingface.door.test_context import DIM, axis_of, tensors, transport_on
+from tests.ranks import grid, run_ranks
+
+
+class Layers(torch.nn.Module):
+    """Two layers of attention with a skip, to be recomputed or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.projections = torch.nn.ModuleList(torch.nn.Linear(DIM, 3 * DIM).double() for _ in range(2))
+
+    def layer(self, number: int, x: Tensor) -> Tensor:
+        q, k, v = self.projections[number](x).chunk(3, -1)
+        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def forward(self, x: Tensor, reentrant: bool | None = None) -> Tensor:
+        for number in range(2):
+            layer = functools.partial(self.layer, number)
+            x = layer(x) if reentrant is None else checkpoint(layer, x, use_reentrant=reentrant)
+        return x
+
+
+def gradients_of(model: Layers) -> list[Tensor]:
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return found
+
+
+def layers_on_ranks(rank: int, world_size: int) -> dict[str, dict[str, list[Tensor]]]:
+    """Gradients by transport and by the way into autograd."""
+    axis, found = axis_of(4), {}
+    whole = tensors(24)[0]
+    for transport in TRANSPORTS:
+        model, ways = Layers(), {}
+        parameters = list(model.parameters())
+        with (
+            mock.patch.object(planning, "tile_table", wraps=planning.tile_table) as of_ranks,
+            mock.patch.object(mask_data, "tile_table", wraps=mask_data.tile_table) as of_row,
+            context_parallel(
+                axis,
+                buffers=[whole],
+                buffer_seq_dims=[2],
+                transport=transport_on(transport, axis),
+                document_ids=torch.arange(24) // 7,
+            ) as context,
+        ):
+            x = whole.clone().requires_grad_()  # reentrant recomputation wants an input with a gradient
+            model.layer(0, x).square().sum().backward()
+            once = of_ranks.call_count, of_row.call_count
+            model.zero_grad()
+            for way, reentrant in (("kept", None), ("recomputed", False), ("reentrant", True)):
+                model(x, reentrant).square().sum().backward()
+                ways[way] = gradients_of(model)
+            torch.autograd.backward([model(x, False).square().sum()], inputs=parameters)
+            ways["backward"] = gradients_of(model)
+            ways["grad"] = list(torch.autograd.grad(model(x, False).square().sum(), parameters))
+            with torch.no_grad():
+                assert not model(x).requires_grad and torch.equal(model(x), model(x, False))
+            counts = of_ranks.call_count, of_row.call_count
+            assert len(context.plans) == 1 and any(once) and counts == once, "planned again in a later layer"
+        for p, grad in zip(parameters, ways["kept"], strict=True):
+            p.grad = grad.clone()
+        sum_gradients(parameters, axis)
+        ways["summed"] = gradients_of(model)
+        found[transport] = ways
+    return found
+
+
+@pytest.mark.slow
+def test_recomputed_layers_go_through_the_mode_and_the_plan_is_made_once() -> None:
+    """Would catch a mode that torch takes off for backward, and a plan for each layer; float64, 24 tokens."""
+    whole, model = tensors(24)[0], Layers()
+    with context_parallel(single_axis("cp"), buffers=[whole], buffer_seq_dims=[2], document_ids=torch.arange(24) // 7):
+        model(whole).square().sum().backward()
+    expected = gradients_of(model)
+    results = run_ranks(layers_on_ranks, 4)
+    for transport, way in itertools.product(TRANSPORTS, ("kept", "recomputed", "reentrant", "backward", "grad")):
+        parts = [result[transport][way] for result in results]
+        for want, found in zip(expected, zip(*parts, strict=True), strict=True):
+            torch.testing.assert_close(sum(found), want, rtol=1e-11, atol=1e-11, msg=f"{transport}, {way}")
+    for result, transport in itertools.product(results, TRANSPORTS):
+        torch.testing.assert_close(result[transport]["summed"], expected, rtol=1e-11, atol=1e-11)
+
+
+def compiled_on_ranks(rank: int, world_size: int) -> tuple[list[list[Tensor]], int]:
+    """Gradients of a model in a block, plain and compiled, and the functions that the compiler took up."""
+    whole, model = tensors(24)[0], Layers()
+    found = []
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for called in (model, torch.compile(model, backend="eager")):
+        with context_parallel(grid(cp=world_size).cp, buffers=[whole], buffer_seq_dims=[2]):
+            called(whole).square().sum().backward()
+        found.append(gradients_of(model))
+    return found, torch._dynamo.utils.counters["frames"]["total"]
+
+
+@pytest.mark.slow
+def test_a_compiled_model_trains_in_a_block_as_a_plain_one_does() -> None:
+    """Would catch a compiler that traces plans and messages: it ends in an error, or takes a hundred functions."""
+    for (plain, compiled), functions in run_ranks(compiled_on_ranks, 2):
+        torch.testing.assert_close(compiled, plain, rtol=1e-12, atol=1e-12)  # float64, the same operations
+        assert functions < 20, functions
+
+
+def test_a_block_is_freed_when_it_is_let_go() -> None:
+    """Would catch plans of every step that wait for the garbage collector, which a run may turn off."""
+    whole = tensors(24)[0]
+    gc.disable()
+    try:
+        for _ in range(2):  # torch keeps the frames below which its compiler is first turned off
+            with context_parallel(single_axis("cp"), buffers=[whole], buffer_seq_dims=[2]) as context:
+                F.scaled_dot_product_attention(whole, whole, whole)
+                held = weakref.ref(context)
+            del context
+        assert held() is None
+    finally:
+        gc.enable()
+
+
+def test_a_layer_recomputed_outside_of_the_block_is_noticed() -> None:
+    """Would catch a backward behind the block that quietly recomputes with this rank's tokens alone."""
+    whole, model = tensors(24)[0], Layers()
+    with context_parallel(single_axis("cp"), buffers=[whole], buffer_seq_dims=[2]):
+        loss = model(whole.clone(), False).sum()
+    with pytest.raises(CheckpointError):
+        loss.backward()

@@ -1,0 +1,430 @@
+"""Other people's models: an attention call over a sharded sequence equals dense attention, or is refused."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacp.core.context_parallel.attention import TRANSPORTS, TransportOptions, select_transport
+from megacp.core.context_parallel.layout import LAYOUTS
+from megacp.core.distributed.grid import Axis, single_axis
+from megacp.core.ops.flex import FlexKernel
+from megacp.core.ops.mask import Metadata
+from megacp.core.ops.tile_kernels import MathKernel, dense_attention
+from megacp.huggingface.door.context import context_parallel, current_context
+from megacp.huggingface.door.loop import shift_labels, sum_gradients
+from megacp.huggingface.door.mask import batch_mask, batch_mask_problems
+from tests.ranks import grid, run_ranks
+from tests.reference.attention import visible
+from tests.reference.packs import random_batch
+
+BATCH, HEADS, GROUPS, DIM = 2, 4, 2, 8
+CPU = torch.device("cpu")
+TWO = Axis("cp", 2, 1, (0, 1), group=object())  # type: ignore[arg-type]
+"""An axis to refuse things on: no message is sent."""
+
+
+def no_attention() -> Any:
+    """Around a block in which nothing attends, which is refused when it ends."""
+    return pytest.raises(ValueError, match="no scaled_dot_product_attention was called")
+
+
+@functools.cache
+def axis_of(size: int) -> Axis:
+    """In a world of four: the axis over four, two, or the first three ranks; the fourth is then alone."""
+    if size != 3:
+        return grid(cp=size, dp=4 // size).cp
+    members = (0, 1, 2) if dist.get_rank() < 3 else (3,)
+    group = dist.new_group(list(members), use_local_synchronization=True)  # all ranks make equally many groups
+    if len(members) == 1:
+        return single_axis("cp", 3)
+    return Axis("cp", 3, dist.get_rank(), members, group, "gloo")
+
+
+@functools.cache
+def transport_on(name: str, axis: Axis) -> Any:
+    """What is given as transport: a name, or an object for the transport that makes groups."""
+    if name != "a2a+p2p":
+        return name
+    return select_transport(name, "auto", axis, CPU, TransportOptions(hierarchy=(2, axis.size // 2)))
+
+
+def row_metadata(mask: str, tokens: int) -> list[Metadata]:
+    """The mask of each batch row, drawn at random."""
+    kinds: dict[str, dict[str, Any]] = {
+        "one document": {"documents": 1},
+        "documents": {"documents": 3, "padding": True},
+        "documents, all rows alike": {"documents": 3},
+        "branches and spans": {"documents": 2, "branches": True, "images": True, "padding": True},
+    }
+    if mask == "video":  # frames that see each other across text: their plan sorts tokens by type
+        span = np.where(np.arange(tokens) % 5 < 3, 1, 0)
+        return [Metadata(np.zeros(tokens, int), np.zeros(tokens, int), span, np.arange(tokens))] * BATCH
+    alike = mask in ("one document", "documents, all rows alike")
+    rng = np.random.default_rng(tokens + len(mask))
+    batches = [random_batch(rng, tokens, **kinds[mask]) for _ in range(1 if alike else BATCH)]
+    rows = [Metadata(b.document, b.branch, b.span, np.arange(tokens)) for b in batches]
+    return rows * (BATCH // len(rows))
+
+
+def as_argument(mask: str, rows: list[Metadata]) -> Tensor | Metadata | None:
+    """The same as a caller would say it; numbers of documents, branches and spans are large and fall along the row."""
+    if mask == "one document":
+        return None
+    documents = np.stack([np.where(row.document >= 0, 10**12 - 7 * row.document.astype(np.int64), -1) for row in rows])
+    if mask == "documents, all rows alike":
+        return torch.from_numpy(documents[0])
+    if mask == "documents":
+        return torch.from_numpy(documents)
+    if mask == "video":
+        return rows[0]
+    fields = (np.concatenate([getattr(row, name) for row in rows]).astype(np.int64) for name in ("branch", "span"))
+    wide = (np.where(x > 0, 10**18 - 7 * x, 0) for x in fields)
+    return Metadata(documents.reshape(-1), *wide, np.arange(documents.size))
+
+
+def tensors(tokens: int) -> list[Tensor]:
+    """q, k, v and the gradient of the output, `[B, H, S, D]`."""
+    g = torch.Generator().manual_seed(tokens)
+    return [
+        torch.randn(BATCH, heads, tokens, DIM, generator=g, dtype=torch.float64)
+        for heads in (HEADS, GROUPS, GROUPS, HEADS)
+    ]
+
+
+@functools.cache
+def dense(mask: str, tokens: int, causal: bool) -> list[Tensor]:
+    """out, dq, dk, dv by autograd through the rule written pair by pair."""
+    *inputs, dout = tensors(tokens)
+    leaves = [x.requires_grad_() for x in inputs]
+    outs = []
+    for number, row in enumerate(row_metadata(mask, tokens)):
+        if not causal:  # the rule without its clause on the order
+            row = Metadata(row.document, row.branch, np.ones_like(row.span), row.order)
+        seen = visible(row, row)
+        q, k, v = (x[number].transpose(0, 1) for x in leaves)  # [H, S, D] -> [S, H, D]
+        outs.append(dense_attention(q, k, v, torch.from_numpy(seen), 0.3).transpose(0, 1))
+    out = torch.stack(outs)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+Case = tuple[int, str, str, str, int, bool]
+"""Ranks, transport, layout, mask, tokens, causal."""
+
+
+def attend_on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[Any]:
+    found = []
+    for size, transport, layout, mask, tokens, causal in cases:
+        axis = axis_of(size)
+        if axis.size != size:
+            found.append(None)
+            continue
+        whole = tensors(tokens)
+        with context_parallel(
+            axis,
+            buffers=whole,
+            buffer_seq_dims=[2, -2, 2, 2],
+            pad_values=[0.5] * 4,
+            document_ids=as_argument(mask, row_metadata(mask, tokens)),
+            transport=transport_on(transport, axis),
+            layout=layout,
+        ) as context:
+            *inputs, dout = whole
+            leaves = [x.clone().requires_grad_() for x in inputs]
+            out = F.scaled_dot_product_attention(*leaves, is_causal=causal, scale=0.3, enable_gqa=True)
+            found.append((context.local, [out.detach(), *torch.autograd.grad(out, leaves, dout)]))
+        assert all(torch.equal(x, y) for x, y in zip(whole, tensors(tokens), strict=True))
+    return found
+
+
+def all_cases() -> list[Case]:
+    masks = ["one document", "documents", "documents, all rows alike", "branches and spans", "video"]
+    cases: list[Case] = []
+    for size in (2, 3, 4):
+        names = itertools.cycle(name for name in TRANSPORTS if name != "a2a+p2p" or size == 4)
+        for number, (layout, mask) in enumerate(itertools.product(LAYOUTS, masks)):
+            tokens = 24 - number % 2  # 23 must be filled up
+            cases.append((size, next(names), layout, mask, tokens, number % 3 > 0))
+    return cases
+
+
+@pytest.mark.slow
+def test_attention_in_a_block_is_dense_attention_for_every_layout_transport_and_mask() -> None:
+    """Would catch batch rows that see each other, buffers cut in another order than the plan's, wrong padding.
+
+    float64, sums of at most 24 terms.
+    """
+    cases = all_cases()
+    results = run_ranks(attend_on_ranks, 4, cases)
+    for number, case in enumerate(cases):
+        parts = [result[number] for result in results[: case[0]]]
+        expected = dense(case[3], case[4], case[5])
+        for position, want in enumerate(expected):
+            found = torch.full((*want.shape[:2], 64, DIM), torch.nan, dtype=torch.float64)
+            for local, values in parts:
+                for row in range(BATCH):
+                    found[row][:, local[min(row, len(local) - 1)]] = values[position][row]
+            tokens = case[4]
+            assert (found[:, :, :tokens] - want).abs().max() <= 1e-12 * want.abs().max(), (case, position)
+            if position == 0:  # places past the end are padding: they see nothing
+                assert torch.nan_to_num(found[:, :, tokens:]).abs().max() == 0, case
+
+
+@pytest.mark.parametrize("error", [False, True])
+def test_buffers_are_cut_in_place_and_come_back_as_the_same_memory(error: bool) -> None:
+    """Would catch copies that overwrite what views share, and buffers lost by an exception."""
+    rows = torch.arange(2 * 11).view(2, 11)
+    tokens, labels, positions, mask = (
+        rows[:, :-1],
+        rows[:, 1:],
+        torch.arange(10),
+        torch.ones(1, 3, 10, dtype=torch.bool),
+    )
+    buffers = [tokens, labels, positions, mask]
+    before = [(id(x), x.data_ptr(), x.clone()) for x in buffers]
+    block = context_parallel(
+        TWO,
+        buffers=buffers,
+        buffer_seq_dims=[1, -1, 0, 2],
+        pad_values=[0, -100, 0, False],
+        no_restore_buffers={positions},
+        document_ids=torch.tensor([0] * 9 + [-1]),
+    )
+    with no_attention() if not error else pytest.raises(KeyError), block as context:
+        assert context.local.tolist() == [[3, 4, 5, 6, 7, 8]]  # rank 1 of zigzag on 12 tokens
+        assert tokens.tolist() == [[3, 4, 5, 6, 7, 8], [14, 15, 16, 17, 18, 19]]
+        assert labels.tolist() == [[4, 5, 6, 7, 8, 9], [15, 16, 17, 18, 19, 20]]
+        assert mask.shape == (1, 3, 6) and mask.all() and current_context() is context
+        if error:
+            raise KeyError
+    assert current_context() is None and torch.equal(rows, torch.arange(22).view(2, 11))
+    assert positions.tolist() == [3, 4, 5, 6, 7, 8]
+    for x, (name, memory, values) in zip(buffers, before, strict=True):
+        assert id(x) == name
+        assert x is positions or (x.data_ptr() == memory and torch.equal(x, values))
+
+
+def test_padding_has_the_values_that_were_asked_for() -> None:
+    first = Axis("cp", 2, 0, (0, 1), group=object())  # type: ignore[arg-type]
+    x, y = torch.arange(10), torch.ones(2, 10)
+    block = context_parallel(first, buffers=[x, y], buffer_seq_dims=[0, 1], pad_values=[-100, 0.25])
+    with no_attention(), block:
+        assert x.tolist() == [0, 1, 2, 9, -100, -100]
+        assert y.tolist() == [[1, 1, 1, 1, 0.25, 0.25]] * 2
+
+
+def test_rows_of_different_documents_are_dealt_each_in_its_own_way() -> None:
+    """Would catch one row's balance used for all, which is exact but not balanced."""
+    documents = torch.stack([torch.zeros(16).long(), torch.arange(16) // 3])
+    x, y = torch.arange(32).view(2, 16), torch.arange(32.0).view(2, 16)[..., None]
+    block = context_parallel(TWO, buffers=[x, y], buffer_seq_dims=[1, 1], document_ids=documents, layout="balanced")
+    with no_attention(), block as context:
+        assert context.local.shape == (2, 8) and not np.array_equal(context.local[0], context.local[1])
+        assert np.array_equal(x.numpy(), context.local + [[0], [16]]) and torch.equal(x, y[..., 0].long())
+
+
+def refused(message: str, **arguments: Any) -> None:
+    given: dict[str, Any] = {"buffers": [torch.zeros(1, 48)], "buffer_seq_dims": [1]}
+    with pytest.raises(ValueError, match=message), context_parallel(TWO, **{**given, **arguments}):
+        pass
+
+
+def test_everything_wrong_with_the_buffers_is_said_at_once_with_numbers() -> None:
+    """Would catch a first reason that hides the others."""
+    x = torch.zeros(2, 8)
+    with pytest.raises(ValueError) as caught:
+        with context_parallel(
+            TWO,
+            buffers=[x, x, torch.zeros(3, requires_grad=True), torch.zeros(4)],
+            buffer_seq_dims=[1, 1, 0, 2, 0],
+            pad_values=[0],
+            no_restore_buffers=[torch.zeros(1)],
+            transport="p3p",
+            layout="spiral",
+        ):
+            pass
+    for part in (
+        "layout spiral is unknown; choose contiguous, zigzag, zigzag_document, balanced",
+        "transport p3p is unknown; choose p2p, all_gather, a2a, a2a+p2p, kv_exchange",
+        "4 buffers but 5 buffer_seq_dims",
+        "4 buffers but 1 pad_values",
+        "buffer 1 is buffer 0 again",
+        "buffer 2 requires grad",
+        r"buffer 3 (4,) has no dim 2",
+        "1 of 1 no_restore_buffers are not among the buffers",
+    ):
+        assert part in str(caught.value), part
+
+
+def test_arguments_that_do_not_fit_are_refused_with_numbers() -> None:
+    refused("buffers is empty", buffers=[], buffer_seq_dims=[])
+    refused(
+        "48 along dim 1 of buffer 0, 47 along dim 0 of buffer 1",
+        buffers=[torch.zeros(1, 48), torch.zeros(47)],
+        buffer_seq_dims=[1, 0],
+    )
+    refused("cannot deal 46 tokens to 2 ranks, the next length is 48: give pad_values", buffers=[torch.zeros(1, 46)])
+    refused(
+        "cannot deal 48 tokens to 2 ranks, the next length is 56",
+        document_ids=torch.arange(48) // 7,
+        layout="zigzag_document",
+    )
+    refused(r"\[S\] or \[B, S\] with S = 48 of the buffers, got \(2, 24\)", document_ids=torch.zeros(2, 24).int())
+    refused("must be an int tensor or a Metadata, got torch.float32", document_ids=torch.zeros(48))
+    refused(r"at least -1 \(padding\), got -2", document_ids=torch.full((48,), -2))
+    zeros = np.zeros(50, np.int64)
+    refused("Metadata has 50 tokens, the buffers have 48", document_ids=Metadata(zeros, zeros, zeros, np.arange(50)))
+    zeros = zeros[:48]
+    places = np.arange(48)
+    refused("order must be 0, 1, 2", document_ids=Metadata(zeros, zeros, zeros, zeros))
+    refused(
+        r"document.*got -3; .*branch must be at least 0 \(0 means none.*got -2; .*span must be at least 0 .*got -1",
+        document_ids=Metadata(zeros - 3, zeros - 2, np.where(places < 9, 0, -1), places),
+    )
+    refused(
+        r"Metadata.branch is \(40,\), Metadata.span is \(2, 24\), Metadata.order is \(48,\): give a number for each",
+        document_ids=Metadata(zeros, zeros[:40], zeros.reshape(2, 24), places),
+    )
+    refused("A x B = --context-parallel-size 2, got none.*built once, with select_transport", transport="a2a+p2p")
+    rows = torch.stack([torch.arange(48) // 20, torch.arange(48) // 7])
+    refused(
+        r"buffer 1 \(48,\) must have the 2 batch rows in dim 0",
+        buffers=[torch.zeros(2, 48), torch.zeros(48)],
+        buffer_seq_dims=[1, 0],
+        document_ids=rows,
+        layout="balanced",
+    )
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_documents_branches_and_spans_may_have_any_numbers(dtype: type) -> None:
+    """Would catch memory for as many branches as the largest number says, and numbers that a kernel cuts off."""
+    small = np.array([[0, 0, 1, 2, 0, 3], [0, 1, 1, 0, 2, 2]])
+    wide = np.where(small > 0, 2**62 + 2**33 * small, 0).astype(dtype).reshape(-1)
+    ids = Metadata(2**62 + np.arange(12).astype(dtype) // 6, wide, wide, np.arange(12))
+    assert not batch_mask_problems(ids, 6)
+    rows = batch_mask(ids, 6)
+    assert rows.document.tolist() == [[0] * 6, [1] * 6]
+    for found in (rows.branch, rows.span):
+        assert found.dtype == np.int64 and found.tolist() == small.tolist()
+
+
+def test_calls_that_cannot_be_taken_over_are_refused() -> None:
+    """Would catch a mask, a cache or dropout that is dropped, and attention that is not taken over."""
+    q, few = torch.zeros(2, 4, 24, 8), torch.zeros(2, 2, 24, 8)
+    sdpa = F.scaled_dot_product_attention
+    calls: list[tuple[str, Any]] = [
+        ("dropout_p = 0.1", lambda: sdpa(q, q, q, dropout_p=0.1)),
+        ("24 queries and 48 keys: cross attention and a KV cache", lambda: sdpa(q, *[torch.zeros(2, 4, 48, 8)] * 2)),
+        ("48 tokens, the buffers hold 24 of 48", lambda: sdpa(*[torch.zeros(2, 4, 48, 8)] * 3)),
+        ("4 query heads and 2 key heads need enable_gqa", lambda: sdpa(q, few, few)),
+        ("4 query heads are no multiple of 3", lambda: sdpa(q, *[torch.zeros(2, 3, 24, 8)] * 2, enable_gqa=True)),
+        ("must agree in batch and head dim", lambda: sdpa(q, q, torch.zeros(2, 4, 24, 16))),
+        ("one dtype, got torch.float32, torch.float32, torch.float64", lambda: sdpa(q, q, q.double())),
+        (r"wants \[B, H, s, D\]", lambda: sdpa(q[0], q[0], q[0])),
+        ("3 batch rows, document_ids have 2", lambda: sdpa(*[torch.zeros(3, 4, 24, 8)] * 3)),
+        (
+            "multi_head_attention_forward would see this rank's tokens alone",
+            lambda: torch.nn.MultiheadAttention(8, 2, batch_first=True)(q[0], q[0], q[0], need_weights=False),
+        ),
+        ("cannot be nested", lambda: context_parallel(TWO, buffers=[few], buffer_seq_dims=[2]).__enter__()),
+    ]
+    documents = torch.zeros(2, 48, dtype=torch.int64)
+    block = context_parallel(TWO, buffers=[torch.zeros(48)], buffer_seq_dims=[0], document_ids=documents)
+    with no_attention(), block, torch.device("cpu"):  # another mode on top changes nothing
+        for message, call in calls:
+            with pytest.raises(ValueError, match=message):
+                call()
+    short = context_parallel(TWO, buffers=[torch.zeros(2)], buffer_seq_dims=[0], layout="contiguous")
+    with no_attention(), short, pytest.raises(ValueError, match="one token on a rank and is_causal=False"):
+        sdpa(*[torch.zeros(1, 1, 1, 8)] * 3)
+    assert torch.equal(sdpa(q, q, q, torch.ones(24, 24, dtype=torch.bool)), q), "the mode is still on"
+
+
+def test_on_cuda_a_float64_model_gets_the_kernel_that_adds_up_in_float64() -> None:
+    """Would catch FlexAttention, which adds up in float32, for every model on CUDA."""
+    cuda = torch.device("cuda")
+    with no_attention(), context_parallel(TWO, buffers=[torch.zeros(48)], buffer_seq_dims=[0]) as context:
+        kernels = [context.transport_on(cuda, dtype).inner.kernel for dtype in (torch.float64, torch.bfloat16)]
+        assert [type(kernel) for kernel in kernels] == [MathKernel, FlexKernel]
+        assert context.transport_on(cuda, torch.float32) is context.transport_on(cuda, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["p2p", "a2a"])
+def test_a_callers_transport_whose_kernel_is_too_narrow_is_refused(name: str) -> None:
+    """Would catch float64 summed in float32 by a transport that was built before its tensors were known."""
+    transport = select_transport(name, "flex", TWO, torch.device("cuda"))
+    q, x = torch.zeros(1, 2, 24, 8, dtype=torch.float64), torch.zeros(48)
+    with no_attention(), context_parallel(TWO, buffers=[x], buffer_seq_dims=[0], transport=transport):
+        with pytest.raises(ValueError, match="--attention-kernel flex adds up in float32, the tensors are float64"):
+            F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+def too_few_heads(rank: int, world_size: int) -> None:
+    block = context_parallel(axis_of(2), buffers=[torch.zeros(48)], buffer_seq_dims=[0], transport="a2a")
+    with pytest.raises(ValueError, match="gives each of 2 ranks a head of its own, there are 1 heads"), block:
+        F.scaled_dot_product_attention(*[torch.zeros(1, 1, 24, 8)] * 3, is_causal=True)
+
+
+def test_heads_for_sequence_with_more_ranks_than_heads_is_refused() -> None:
+    run_ranks(too_few_heads, 4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_rank_needs_no_process_group_and_follows_autocast(layout: str) -> None:
+    """Would catch a size that does not fit where nothing is dealt, and mixed dtypes that torch's own call unites."""
+    q = torch.randn(2, 4, 13, 8)
+    with context_parallel(single_axis("cp"), buffers=[q], buffer_seq_dims=[2], transport="a2a+p2p", layout=layout):
+        out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            half = F.scaled_dot_product_attention(q, q.bfloat16(), q, is_causal=True)
+    # sums of at most 13 terms in fp32; one rounding of inputs and output to 2^-9
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, q, q, is_causal=True), rtol=1e-5, atol=1e-5)
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), out, rtol=2e-2, atol=2e-2)
+
+
+def test_labels_are_shifted_within_documents_before_the_cut() -> None:
+    """Would catch a last token that predicts the next document, and padding that predicts or is predicted."""
+    labels = torch.arange(10, 18)
+    assert shift_labels(labels).tolist() == [11, 12, 13, 14, 15, 16, 17, -100]
+    documents = torch.tensor([0, 0, 0, 5, 5, -1, -1, 2])
+    want = [11, 12, -1, 14, -1, -1, -1, -1]
+    assert shift_labels(labels, documents, ignore_index=-1).tolist() == want
+    both = torch.stack([labels, labels])
+    assert shift_labels(both, documents, -1).tolist() == [want, want] and torch.equal(both[0], labels)
+    with pytest.raises(ValueError, match=r"document_ids \(7,\) do not fit labels \(8,\)"):
+        shift_labels(labels, documents[1:])
+
+
+def sum_on_ranks(rank: int, world_size: int) -> list[Tensor | None]:
+    parameters = [torch.nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in (torch.float32, torch.float64) * 3]
+    for number, p in enumerate(parameters[:4]):
+        if number == 0 or rank == number:  # one gradient everywhere, the others on one rank each
+            p.grad = torch.full((3,), 1.0 + rank, dtype=p.dtype)
+    parameters[4].requires_grad_(False)
+    with mock.patch("megacp.huggingface.door.loop._AT_ONCE", 4):
+        sum_gradients(parameters, axis_of(4))
+    return [p.grad for p in parameters]
+
+
+def test_gradients_are_summed_also_where_some_ranks_have_none() -> None:
+    """Would catch a mean, ranks that wait for messages others do not send, and zeros where nobody has a gradient."""
+    for found in run_ranks(sum_on_ranks, 4):
+        assert [x if x is None else x.tolist() for x in found] == [
+            [10.0] * 3,
+            [2.0] * 3,
+            [3.0] * 3,
+            [4.0] * 3,
+            None,
+            None,
+        ]

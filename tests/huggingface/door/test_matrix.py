@@ -1,0 +1,196 @@
+"""Every causal model of transformers in this table is exact over two ranks or refused by both: none silently wrong.
+
+The table of docs/sdpa.md is what this test finds. `python -m tests.huggingface.door.test_matrix` prints it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megacp.core.distributed.collectives import all_reduce
+from megacp.huggingface.door.context import context_parallel
+from megacp.huggingface.door.loop import shift_labels, sum_gradients
+from megacp.huggingface.door.transformers import register_with_transformers
+from tests.ranks import grid, run_ranks
+from tests.reference.precision import float32_is_float64
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "sdpa.md"
+TOKENS, VOCAB = 48, 61
+WIDTHS = {
+    32: "hidden_size d_model n_embd word_embed_proj_dim embedding_size",
+    48: "intermediate_size ffn_dim n_inner ffn_hidden_size mlp_hidden_size",
+    24: "moe_intermediate_size shared_expert_intermediate_size",
+    16: "q_lora_rank kv_lora_rank",
+    8: "head_dim qk_nope_head_dim v_head_dim state_size mamba_d_state mamba_d_head mamba_headdim",
+    4: "num_attention_heads n_head num_heads attention_heads num_experts num_local_experts n_routed_experts",
+    2: "num_hidden_layers n_layer num_layers num_key_value_heads num_experts_per_tok",
+    1: "n_group topk_group n_shared_experts",
+    128: "max_position_embeddings n_positions",
+    VOCAB: "vocab_size",
+    0.0: "attention_dropout resid_pdrop embd_pdrop attn_pdrop hidden_dropout dropout activation_dropout "
+    "attention_probs_dropout_prob hidden_dropout_prob residual_dropout embedding_dropout layerdrop",
+}
+SMALL = {name: size for size, names in WIDTHS.items() for name in names.split()}
+SMALL |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True, "use_cache": False}
+MLA = {"head_dim": None, "qk_rope_head_dim": 8, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+EXACT, WINDOW = "exact", "exact, window wider than the row"
+
+
+class Model(NamedTuple):
+    """A row of the table."""
+
+    name: str
+    """`model_type`."""
+    found: str
+    """EXACT, WINDOW, or a part of the reason that all ranks give."""
+    changes: dict[str, Any] = {}
+    """Of the config, beside SMALL; None leaves the library's default."""
+
+
+MODELS = [
+    *(
+        Model(name, EXACT)
+        for name in (
+            "apertus arcee bert bert-generation biogpt bitnet cohere diffllama electra ernie4_5 exaone4 gemma glm glm4 "
+            "gpt2 gpt_neox granite helium hunyuan_v1_dense llama mistral mixtral nemotron olmo olmo2 olmoe opt "
+            "persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe roberta seed_oss smollm3 stablelm starcoder2 "
+            "granitemoe llama4_text"
+        ).split()
+    ),
+    Model("deepseek_v2", EXACT, MLA),
+    Model("deepseek_v3", EXACT, MLA),
+    *(Model(name, WINDOW) for name in ("cohere2", "gemma3_text", "ministral", "olmo3")),
+    Model("mistral", "a sliding (or chunked) window of 16 tokens", {"sliding_window": 16}),
+    Model("gemma3_text", "a sliding (or chunked) window of 16 tokens", {"sliding_window": 16}),
+    Model("gemma2", "softcap"),
+    Model("gpt_oss", "s_aux"),
+    Model("bart", "takes no position_ids"),
+    Model("blenderbot", "takes no position_ids"),
+    Model("lfm2", "layers of type conv", {"layer_types": ["conv", "full_attention"]}),
+    Model("bailing_hybrid", "layers of type linear_attention"),
+    Model("qwen3_next", "layers of type linear_attention"),
+    Model("falcon_h1", "layers of type hybrid"),
+    *(Model(name, "cannot reach it") for name in ("bloom", "codegen", "gptj", "mpt", "xglm")),
+    Model("rwkv", "cannot reach it"),
+    *(Model(name, "layers of type linear_attention") for name in ("mamba", "recurrent_gemma")),
+]
+
+
+def build(row: Model, attention: str) -> Any:
+    """A random model in float64; the same in every process."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    transformers.logging.set_verbosity_error()
+    model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[row.name])
+    known = model_class.config_class()
+    wanted = {**SMALL, **row.changes}
+    given = {name: value for name, value in wanted.items() if value is not None and hasattr(known, name)}
+    torch.manual_seed(1)
+    config = model_class.config_class(**given)
+    config._experts_implementation = "eager"  # the library's fast one has no float64
+    return model_class._from_config(config, attn_implementation=attention).double().eval()
+
+
+def loss_of(model: Any, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A sum over tokens, of logits that the model is asked for as its signature allows."""
+    takes = "position_ids" in inspect.signature(model.forward).parameters
+    logits = model(input_ids=ids, use_cache=False, **({"position_ids": positions} if takes else {})).logits
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def batch() -> tuple[torch.Tensor, ...]:
+    ids = torch.randint(3, VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(2))
+    return ids, torch.arange(TOKENS).repeat(2, 1), shift_labels(ids)
+
+
+def gradients_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def on_one(row: Model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients with the library's own attention."""
+    with pytest.MonkeyPatch.context() as patch, float32_is_float64(patch):
+        model = build(row, "sdpa")
+        loss = loss_of(model, *batch())
+        loss.backward()
+    return loss.detach(), gradients_of(model)
+
+
+def on_rank(axis: Any, row: Model) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | str:
+    """The same of this rank's tokens, or why not."""
+    with pytest.MonkeyPatch.context() as patch, float32_is_float64(patch):
+        try:
+            model, buffers = build(row, register_with_transformers()), batch()
+            with context_parallel(
+                axis, buffers=buffers, buffer_seq_dims=[1, 1, 1], transport="kv_exchange", model=model
+            ):
+                loss = loss_of(model, *buffers)
+                loss.backward()
+        except Exception as error:
+            return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    sum_gradients(model.parameters(), axis)
+    return all_reduce(loss.detach(), axis), gradients_of(model)
+
+
+def compared(rank: int, world_size: int) -> list[str]:
+    """What each model does; all ranks must agree."""
+    said = []
+    for row in MODELS:
+        found = on_rank(grid(cp=world_size).cp, row)
+        if isinstance(found, str):
+            said.append(found)
+            continue
+        (loss, gradients), (want_loss, want) = found, on_one(row)
+        largest = max(x.abs().max() for x in want.values())
+        # of the largest gradient of the model: that of a bias of keys is 0 but for rounding
+        error = max((gradients[name] - x).abs().max() / largest for name, x in want.items())
+        right = gradients.keys() == want.keys() and abs(loss - want_loss) <= 1e-12 * want_loss and error <= 1e-10
+        said.append(EXACT if right else f"WRONG: loss {loss} for {want_loss}, gradients off by {error:.1e}")
+    return said
+
+
+@functools.cache
+def results() -> list[list[str]]:
+    return run_ranks(compared, 2, timeout=300)
+
+
+def as_found(row: Model, said: str) -> str:
+    """What the table says of it."""
+    if said == EXACT:
+        return WINDOW if row.found == WINDOW else EXACT
+    return f"refused: {row.found}" if row.found in said else said
+
+
+def table() -> str:
+    """Rows of the page: what is found, and the models of which it is."""
+    groups: dict[str, list[str]] = {}
+    for row, said in zip(MODELS, results()[0], strict=True):
+        groups.setdefault(as_found(row, said), []).append(row.name.replace("_", "\\_"))
+    lines = [f"| {found} | {len(names)} | {', '.join(sorted(names))} |" for found, names in groups.items()]
+    return "\n".join(["| | | `model_type` |", "|---|---|---|", *lines])
+
+
+@pytest.mark.slow
+def test_no_model_is_silently_wrong() -> None:
+    """Would catch a convolution, a window or a state along the sequence that passes, and ranks that disagree."""
+    for row, *said in zip(MODELS, *results(), strict=True):
+        assert said[0] == said[1], row
+        right = said[0] == EXACT if row.found in (EXACT, WINDOW) else row.found in said[0]
+        assert right, (row.name, said[0])
+
+
+@pytest.mark.slow
+def test_the_page_has_the_table_that_is_found() -> None:
+    assert table() in PAGE.read_text(encoding="utf-8"), table()
+
+
+if __name__ == "__main__":
+    print(table())

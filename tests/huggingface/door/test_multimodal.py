@@ -1,0 +1,292 @@
+"""Stock models of text and images train over a sharded sequence as they do on one process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megacp.core.distributed.collectives import all_reduce
+from megacp.core.distributed.grid import axis_of_mesh, single_axis
+from megacp.core.ops.mask import Metadata
+from megacp.huggingface.door.context import context_parallel
+from megacp.huggingface.door.loop import shift_labels, sum_gradients
+from megacp.huggingface.door.multimodal import cut_multimodal, image_shares
+from megacp.huggingface.door.transformers import register_with_transformers
+from tests.ranks import grid, run_ranks
+
+TOKENS, IMAGE = 40, 65
+TEXT: dict[str, Any] = {
+    "vocab_size": 70,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+ROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
+TOWER: dict[str, Any] = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
+TOWER |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32}
+SIGLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+TOKEN_IDS = {"image_token_id": IMAGE, "video_token_id": 66, "vision_start_token_id": 67, "vision_end_token_id": 68}
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen2_5_VL": {
+        "text_config": {**TEXT, "rope_parameters": ROPE},
+        "vision_config": {**TOWER, "window_size": 16, "fullatt_block_indexes": [1]},
+        **TOKEN_IDS,
+    },
+    "Qwen3VL": {
+        "text_config": {**TEXT, "head_dim": 8, "rope_parameters": ROPE},
+        "vision_config": {**TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+        **TOKEN_IDS,
+    },
+    "Gemma3": {
+        "text_config": {**TEXT, "head_dim": 8, "sliding_window": 512, "query_pre_attn_scalar": 8},
+        "vision_config": {**SIGLIP, "image_size": 16, "patch_size": 4},
+        "mm_tokens_per_image": 4,
+        "image_token_index": IMAGE,
+        "boi_token_index": 67,
+        "eoi_token_index": 68,
+    },
+}
+TOLERANCE = {"Qwen2_5_VL": 1e-12, "Qwen3VL": 1e-12, "Gemma3": 1e-6}
+"""Of gradients in float64; Gemma's norms are computed in float32."""
+
+
+def build(name: str, attention: str) -> Any:
+    """A random model in float64; the same in every process."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+    register_with_transformers()
+    config = getattr(transformers, f"{name}Config")(**MODELS[name])
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    model.set_attn_implementation(attention)
+    return model.double().train()
+
+
+@functools.cache
+def images(name: str) -> Tensor:
+    """`[2, S]`: 1 at tokens of images; two in the first row, of different sizes where the model has such."""
+    found = torch.zeros(2, TOKENS, dtype=torch.long)
+    for row, first, last in ((0, 5, 9), (0, 20, 24 if name == "Gemma3" else 28), (1, 30, 34)):
+        found[row, first:last] = 1
+    return found
+
+
+def batch_of(name: str) -> tuple[dict[str, Tensor], Tensor]:
+    """What a processor gives to the model, and shifted labels."""
+    generator = torch.Generator().manual_seed(3)
+    kinds = images(name).clone()
+    ids = torch.randint(0, 64, (2, TOKENS), generator=generator).masked_fill(kinds == 1, IMAGE)
+    batch = {"input_ids": ids}
+    if name == "Gemma3":
+        batch |= {"pixel_values": torch.randn(3, 3, 16, 16, generator=generator).double(), "token_type_ids": kinds}
+    else:
+        grids = torch.tensor([[1, 4, 4], [1, 4, 8], [1, 4, 4]])
+        patches = torch.randn(int(grids.prod(-1).sum()), 3 * 2 * 4 * 4, generator=generator).double()
+        batch |= {"pixel_values": patches, "image_grid_thw": grids, "mm_token_type_ids": kinds}
+    return batch, shift_labels(ids.masked_fill(kinds == 1, -100))
+
+
+def rule_of(name: str) -> Metadata | None:
+    """Tokens of an image of Gemma 3 see each other."""
+    if name != "Gemma3":
+        return None
+    flat = images(name).flatten().numpy()
+    begins = (np.diff(flat, prepend=0) > 0).cumsum()
+    zeros = np.zeros(2 * TOKENS, np.int64)
+    return Metadata(np.repeat([0, 1], TOKENS), zeros, begins * flat, np.arange(2 * TOKENS))
+
+
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@functools.cache
+def reference(name: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of the stock model with its own attention on one process."""
+    model, (batch, labels) = build(name, "sdpa"), batch_of(name)
+    logits = model(**batch, use_cache=False).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (labels != -100).sum()
+    loss.backward()
+    return loss.detach(), gradients_of(model)
+
+
+class Found(NamedTuple):
+    """What a rank has after backward."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    seen: list[int]
+    """Patches (images of Gemma 3) that its tower was given."""
+    sent: list[int]
+    """Bytes of features sent in the forward, and of their gradients in backward."""
+
+
+def on_ranks(
+    rank: int,
+    world_size: int,
+    name: str,
+    layout: str,
+    recomputed: bool,
+    vision: str = "auto",
+    transport: str = "kv_exchange",
+) -> Found:
+    """Loss and summed gradients in a block."""
+    axis, model, (batch, labels) = grid(cp=world_size).cp, build(name, "megacp"), batch_of(name)
+    if recomputed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    seen, sent = list[int](), list[int]()
+    tower = model.model.vision_tower if name == "Gemma3" else model.model.visual
+
+    def look(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append(len(args[0] if args else kwargs["pixel_values"]))
+
+    tower.register_forward_pre_hook(look, with_kwargs=True)
+    axis.traffic.clear()
+    counted = (labels != -100).sum()
+    block = context_parallel(
+        axis,
+        buffers=[labels],
+        buffer_seq_dims=[1],
+        document_ids=rule_of(name),
+        transport=transport,
+        layout=layout,
+    )
+    with block as context, cut_multimodal(model, context, vision):
+        logits = model(**batch, use_cache=False).logits
+        assert logits.shape[:2] == (2, TOKENS // world_size)
+        sent.append(axis.traffic.bytes_by_name["all_to_all"])
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / counted
+        loss.backward()
+        sent.append(axis.traffic.bytes_by_name["all_to_all"] - sent[0])
+    sum_gradients(model.parameters(), axis)
+    return Found(all_reduce(loss.detach(), axis), gradients_of(model), seen, sent)
+
+
+def same(found: Found, name: str) -> None:
+    """As on one process."""
+    want_loss, want = reference(name)
+    assert abs(found.loss - want_loss) <= 1e-12 * want_loss
+    assert found.gradients.keys() == want.keys()
+    for key, gradient in found.gradients.items():
+        assert (gradient - want[key]).abs().max() <= TOLERANCE[name] * want[key].abs().max() + 1e-15, key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "recomputed"), [("zigzag", False), ("balanced", True)])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_see_train_on_ranks_as_on_one(name: str, layout: str, recomputed: bool) -> None:
+    """Would catch features at the wrong tokens, positions of one axis, towers that are summed twice or see a part."""
+    for found in run_ranks(on_ranks, 2, name, layout, recomputed):
+        same(found, name)
+
+
+FEATURES = {"Qwen2_5_VL": 32, "Qwen3VL": 32 * 3, "Gemma3": 32}
+"""Numbers of a token of an image: its embedding, and those that Qwen3-VL adds to two layers."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_rank_sees_its_own_images_and_sends_their_features(name: str, ranks: int) -> None:
+    """Images of 16, 32 and 16 patches (one each of Gemma 3); the fourth rank runs the smallest one for nothing.
+
+    Would catch towers that run on all images, features of another image, gradients that stay where they were made.
+    """
+    sizes, per_token = ([1, 1, 1], 0.25) if name == "Gemma3" else ([16, 32, 16], 4)
+    # the best cut of 16, 32, 16 into two ranges is either
+    shares = {2: [[0], [1, 2]] if image_shares(sizes, 2)[0] == range(1) else [[0, 1], [2]], 4: [[0], [1], [2], []]}
+    for rank, found in enumerate(run_ranks(on_ranks, ranks, name, "zigzag", False, "sharded", "p2p")):
+        same(found, name)
+        mine = sum(sizes[i] for i in shares[ranks][rank])
+        assert found.seen == [mine or min(sizes)]
+        numbers = [mine / per_token, (sum(sizes) - mine) / per_token]  # tokens sent to each other rank, and to others
+        forward, backward = numbers[0] * (ranks - 1), numbers[1]
+        assert found.sent == [forward * FEATURES[name] * 8, backward * FEATURES[name] * 8]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_every_rank_may_see_all_images(name: str) -> None:
+    """Would catch an option that does nothing."""
+    for found in run_ranks(on_ranks, 2, name, "zigzag", False, "replicated", "p2p"):
+        same(found, name)
+        assert found.seen == [3 if name == "Gemma3" else 64] and found.sent == [0, 0]
+
+
+def fully_sharded(rank: int, world_size: int, name: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weights in shards of torch over the ranks that share a row, which average: the loss is times their number."""
+    mesh = dist.init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    axis, model, (batch, labels) = axis_of_mesh(mesh["cp"]), build(name, "megacp"), batch_of(name)
+    for layer in (*model.model.visual.blocks, *model.model.language_model.layers, model):
+        dist.fsdp.fully_shard(layer, mesh=mesh)
+    counted = (labels != -100).sum()
+    block = context_parallel(axis, buffers=[labels], buffer_seq_dims=[1], transport="kv_exchange")
+    with block as context, cut_multimodal(model, context):
+        logits = model(**batch, use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / counted
+        (loss * world_size).backward()
+    gradients = {key: p.grad.full_tensor() for key, p in model.named_parameters() if p.grad is not None}
+    return all_reduce(loss.detach(), axis), gradients
+
+
+@pytest.mark.slow
+def test_ranks_that_share_weights_meet_in_every_layer_of_the_tower() -> None:
+    """Three images on four ranks; would catch a rank without images that leaves the others waiting for its shards."""
+    for loss, gradients in run_ranks(fully_sharded, 4, "Qwen3VL"):
+        same(Found(loss, gradients, [], []), "Qwen3VL")
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 6))
+def test_images_are_dealt_whole_and_evenly(sizes: list[int], ranks: int) -> None:
+    """Would catch an image that is left out, taken twice or a rank that idles while another has several."""
+    shares = image_shares(sizes, ranks)
+    assert [i for share in shares for i in share] == list(range(len(sizes)))
+    assert sum(bool(share) for share in shares) == min(ranks, len(sizes))
+    largest = max(sum(sizes[i] for i in share) for share in shares)
+    assert largest <= sum(sizes) / ranks + max(sizes)
+
+
+def test_towers_that_mix_images_are_not_sharded() -> None:
+    """Would catch statistics of a part of the images, and a method whose images cannot be told apart."""
+    model, (_, labels) = build("Gemma3", "megacp"), batch_of("Gemma3")
+    with pytest.raises(ValueError, match="vision is half; choose auto"), block_of(labels, rule_of("Gemma3")) as context:
+        with cut_multimodal(model, context, "half"):
+            pass
+    model.model.vision_tower.norm = torch.nn.BatchNorm1d(4)
+    with pytest.raises(ValueError, match="BatchNorm1d in the towers of Gemma3Model has statistics of all images"):
+        with block_of(labels, rule_of("Gemma3")) as context, cut_multimodal(model, context, "sharded"):
+            pass
+
+
+def block_of(labels: Tensor, rule: Any = None) -> Any:
+    return context_parallel(single_axis("cp"), buffers=[labels], buffer_seq_dims=[1], document_ids=rule)
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    """Would catch text models whose tokens are counted twice, and images of Gemma that no longer see each other."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+    text = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT))
+    batch, labels = batch_of("Gemma3")
+    with pytest.raises(ValueError, match="LlamaForCausalLM has nothing beside its language model"):
+        with block_of(labels) as context, cut_multimodal(text, context):
+            pass
+    model = build("Gemma3", "megacp")
+    with pytest.raises(ValueError, match="Metadata with those spans"), torch.no_grad():
+        with block_of(labels) as context, cut_multimodal(model, context):
+            model(**batch, use_cache=False)
+    assert not model.model.language_model._forward_pre_hooks and not model.model.vision_tower._forward_hooks
+    with pytest.raises(ValueError, match="cut wants the 40 tokens"), block_of(labels) as context:
+        context.cut(torch.zeros(2, 7))

@@ -1,0 +1,76 @@
+"""Prompts: what is given beside a text has the tokens and the pixels that a record of the same has."""
+
+from __future__ import annotations
+
+import base64
+
+import numpy as np
+import pytest
+
+from megacp.huggingface.generation.prompt import Prompt, PromptMaker, prompt_pixels
+from megacp.prepare.records.parts import Media
+from megacp.prepare.tokenize.tokenizer import load_tokenizer
+from tests.prepare.media.pictures import TINY, encoded, noise, video
+
+pytest.importorskip("av")
+PICTURE, MOVING = encoded(noise(30, 20)), video(43)
+GIVEN = {"image": PICTURE, "video": MOVING}
+HEADER = b"\n<|assistant|>\n"
+
+
+def of_texts(*kinds: str) -> Prompt:
+    media = [Media(kind, "bytes", GIVEN[kind], f"--{kind}") for kind in kinds]
+    return PromptMaker(load_tokenizer("byte"), TINY).of_texts(["what?"], media)
+
+
+def of_record(*kinds: str) -> Prompt:
+    parts = [{"type": kind, "base64": base64.b64encode(GIVEN[kind]).decode()} for kind in kinds]
+    record = {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}]}
+    return PromptMaker(load_tokenizer("byte"), TINY).of_record(record)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", [("video",), ("image", "video"), ("video", "image"), ("video", "video")])
+def test_given_media_have_the_tokens_and_pixels_of_a_record(kinds: tuple[str, ...]) -> None:
+    """Would catch frames that are sampled by another rule, and two videos of one file taken for one."""
+    given, record = of_texts(*kinds), of_record(*kinds)
+    assert [*b"<|user|>\n", *given.prefix.tokens.tolist(), *HEADER] == record.prefix.tokens.tolist()
+    assert len(given.prefix.units) == sum(1 if kind == "image" else 12 for kind in kinds)
+    for found, expected in zip(prompt_pixels([given], TINY), prompt_pixels([record], TINY), strict=True):
+        assert np.array_equal(found, expected)
+    crops = sum(unit.num_crops for unit in given.prefix.units)
+    assert len(prompt_pixels([given], TINY)[0]) == crops
+
+
+ASK, TELL = {"role": "user", "content": "which?"}, {"role": "assistant", "content": "this"}
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [ASK],
+        [{"role": "system", "content": "say"}, ASK],
+        [ASK, TELL, ASK],
+        [ASK, TELL, {"role": "tool", "content": ""}],
+    ],
+)
+def test_messages_without_an_answer_are_asked_as_those_with_one(messages: list[dict[str, str]]) -> None:
+    """Would catch a question without the header of the answer, which has no weight in training: no model writes it."""
+    maker = PromptMaker(load_tokenizer("byte"))
+    asked, answered = (maker.of_record({"messages": found}) for found in (messages, [*messages, TELL]))
+    assert asked.prefix.tokens.tolist() == answered.prefix.tokens.tolist()
+    assert bytes(asked.prefix.tokens[-len(HEADER) :].tolist()) == HEADER
+    assert (asked.expected, answered.expected) == ((None,), ("this",))
+    assert maker.of_record({"conversations": messages}).prefix.tokens.tolist() == asked.prefix.tokens.tolist()
+    begun = maker.of_record({"messages": [*messages, {**TELL, "content": ""}]})
+    assert begun.prefix.tokens.tolist() == asked.prefix.tokens.tolist()
+
+
+def test_the_header_of_an_answer_stands_at_the_end_of_each_branch_alone() -> None:
+    maker = PromptMaker(load_tokenizer("byte"))
+    branches = [{"messages": [ASK]}, {"messages": [ASK, TELL]}, "more"]
+    prompt = maker.of_record({"messages": [ASK, TELL, ASK], "branches": branches})
+    told = [bytes(branch.tokens[branch.tokens < 256].tolist()) for branch in prompt.branches]
+    assert told == [b"\n<|user|>\nwhich?" + HEADER] * 2 + [b""]
+    assert prompt.prefix.tokens.tolist() == [*b"<|user|>\nwhich?", *HEADER, *b"this", 256, *b"\n<|user|>\nwhich?"]
+    assert prompt.expected == (None, "this", "more")

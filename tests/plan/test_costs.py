@@ -1,0 +1,125 @@
+"""Parameters and FLOPs, against hand-counted and published numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megacp.core.config.data import DataConfig
+from megacp.core.config.model import ModelConfig
+from megacp.core.config.run import RunConfig
+from megacp.core.planner import costs, vision
+
+LLAMA_3_8B = ModelConfig(
+    num_layers=32,
+    hidden_size=4096,
+    ffn_hidden_size=14336,
+    num_attention_heads=32,
+    num_query_groups=8,
+    vocab_size=128256,
+    untie_embeddings_and_output_weights=True,
+)
+QWEN3_0_6B = ModelConfig(
+    num_layers=28,
+    hidden_size=1024,
+    ffn_hidden_size=3072,
+    num_attention_heads=16,
+    num_query_groups=8,
+    kv_channels=128,
+    vocab_size=151936,
+    qk_layernorm=True,
+)
+
+
+OLMO2_7B = ModelConfig(
+    num_layers=32,
+    hidden_size=4096,
+    ffn_hidden_size=11008,
+    num_attention_heads=32,
+    vocab_size=100352,
+    qk_layernorm=True,
+    qk_layernorm_scope="all_heads",
+    norm_position="after",
+    untie_embeddings_and_output_weights=True,
+)
+PUBLISHED = [(LLAMA_3_8B, 8_030_261_248), (QWEN3_0_6B, 596_049_920), (OLMO2_7B, 7_298_617_344)]
+
+
+@pytest.mark.parametrize(("model", "published"), PUBLISHED)
+def test_known_models_have_their_published_number_of_parameters(model: ModelConfig, published: int) -> None:
+    """Would catch a forgotten norm, a tied weight counted twice, or head width taken from the hidden size."""
+    assert costs.model_parameters(model) == published
+
+
+def test_biases_are_counted_where_they_are() -> None:
+    """Would catch a bias that is sharded but counted whole, or the reverse."""
+    plain = ModelConfig(num_query_groups=2)
+    biased = dataclasses.replace(plain, add_qkv_bias=True, add_attention_output_bias=True, add_mlp_bias=True)
+    extra = [costs.layer_parameters(biased, tp) - costs.layer_parameters(plain, tp) for tp in (1, 2)]
+    qkv, gate_up, rows = (8 + 2 + 2) * 32, 2 * 768, 256 + 256
+    assert extra == [qkv + gate_up + rows, (qkv + gate_up) // 2 + rows]
+
+
+def test_layers_shrink_with_tp_except_what_every_rank_holds() -> None:
+    """Would catch norms divided by tp."""
+    model = QWEN3_0_6B
+    replicated = 2 * 1024 + 2 * 128
+    assert 8 * (costs.layer_parameters(model, 8) - replicated) == costs.layer_parameters(model) - replicated
+    norms = 2 * 4096
+    assert 8 * (costs.layer_parameters(OLMO2_7B, 8) - norms) == costs.layer_parameters(OLMO2_7B) - norms
+
+
+def test_vocabulary_rows_are_padded_on_each_rank() -> None:
+    """Would catch padding of the whole vocabulary instead of each rank's part."""
+    model = ModelConfig(vocab_size=1001, make_vocab_size_divisible_by=8)
+    assert [costs.vocabulary_rows(model, model.vocab_size, tp) for tp in (1, 2, 4, 16)] == [1008, 504, 256, 64]
+    assert costs.vocabulary_rows(ModelConfig(), 0) == 0
+
+
+def test_flops_of_a_tiny_layer_equal_the_count_by_hand() -> None:
+    """Would catch a missing factor of two, or key/value heads counted as query heads."""
+    model = ModelConfig(
+        num_layers=1, hidden_size=8, ffn_hidden_size=16, num_attention_heads=4, num_query_groups=2, vocab_size=10
+    )
+    layer = costs.layer_flops(model, 3, costs.causal_area(3))
+    products = [(8, 8), (8, 4), (8, 4), (8, 8), (8, 16), (8, 16), (16, 8)]
+    assert layer.matmul == sum(2 * 3 * a * b for a, b in products)
+    assert layer.attention == 6 * 4 * (2 + 2) * 2  # pairs x heads x two products of width 2
+    assert costs.model_flops(model, 3, 6).matmul == layer.matmul + 2 * 3 * 8 * 10
+    assert layer.training == 3 * layer.matmul + 3.5 * layer.attention
+
+
+def test_long_rows_cost_more_than_six_times_parameters_times_tokens() -> None:
+    """Would catch attention left out of the work of a step."""
+    short = costs.model_flops(LLAMA_3_8B, 128, costs.causal_area(128)).training / 128
+    long = costs.model_flops(LLAMA_3_8B, 131072, costs.causal_area(131072)).training / 131072
+    body = costs.model_parameters(LLAMA_3_8B) - LLAMA_3_8B.vocab_size * LLAMA_3_8B.hidden_size
+    assert short == pytest.approx(6 * body, rel=0.01)
+    assert long > 1.5 * short
+
+
+def test_the_pipeline_is_cut_by_training_flops() -> None:
+    """Would catch a head that costs nothing."""
+    config = RunConfig(model=LLAMA_3_8B, data=DataConfig(seq_length=64))
+    layers, first, last = vision.run_stage_costs(config, 1)
+    assert len(layers) == 32 and len(set(layers)) == 1
+    assert last == 3 * 2 * 64 * 4096 * 128256
+    assert 0 < first < layers[0] / 100
+
+
+@pytest.mark.parametrize(
+    ("rank", "targets", "published"), [(16, "all", 41_943_040), (8, None, 3_407_872)], ids=["all", "q and v"]
+)
+def test_low_rank_pairs_of_llama_3_have_the_number_that_peft_prints(
+    rank: int, targets: str | None, published: int
+) -> None:
+    """Would catch a pair cut by the wrong side over tp, frozen weights in the work of a step, pairs left out of it."""
+    model = dataclasses.replace(LLAMA_3_8B, lora_rank=rank, lora_targets=targets)
+    config = RunConfig(model=model)
+    assert vision.trained_parameters(config) == published
+    assert vision.run_parameters(config) == 8_030_261_248 + published
+    whole, cut = (32 * costs.pair_parameters(model, tp) for tp in (1, 8))
+    assert whole == published and published / 8 < cut < published
+    plain = costs.model_flops(model, 100, 5050)
+    assert vision.text_flops(config, 100, 5050) == plain.passing + 6 * 100 * published

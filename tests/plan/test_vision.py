@@ -1,0 +1,166 @@
+"""What vision costs: parameters against transformers' own model, FLOPs by hand, activations against autograd."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.models.build import build_chunks, stage_layers
+from megacp.core.planner import vision
+from megacp.core.planner.memory import stage_memory
+from megacp.core.planner.report import describe
+from megacp.core.planner.states import stage_parameters
+from tests.plan.test_memory import kept_storages
+from tests.ranks import grid
+from tests.reference.training import Values, config_of
+from tests.reference.vision import TINY
+
+MOLMO2_4B = {"vision_num_layers": 25, "hidden_size": 2560, "ffn_hidden_size": 9728, "additional_vocab_size": 128}
+MOLMO2_4B |= {"vocab_size": 151_936, "untie_embeddings_and_output_weights": True, "seq_length": 16_384}
+PP, TP = "pipeline_model_parallel_size", "tensor_model_parallel_size"
+
+
+def config(**values: object) -> RunConfig:
+    return with_values(RunConfig(), {**MOLMO2_4B, **values})  # type: ignore[arg-type]
+
+
+def test_molmo2_has_the_parameters_that_transformers_builds() -> None:
+    """Would catch a bias, a norm or the positions left out of the count."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+    modeling = importlib.import_module("transformers.models.molmo2.modeling_molmo2")
+    theirs = transformers.Molmo2Config(adapter_config={"text_hidden_size": 2560, "intermediate_size": 9728})
+    with torch.device("meta"):
+        modules = modeling.Molmo2VisionModel(theirs.vision_config), modeling.Molmo2Adapter(theirs.adapter_config)
+    counts = [sum(p.numel() for p in module.parameters()) for module in modules]
+    assert [vision.tower_parameters(config()), vision.connector_parameters(config())] == counts
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("values", [{}, {"vision_num_query_groups": 2, "connector_num_query_groups": 2}], ids=str)
+def test_a_rank_holds_as_many_parameters_as_are_planned(tp: int, values: Values) -> None:
+    """Would catch a replicated tensor that is counted as cut, or the reverse."""
+    if tp == 1:
+        (chunk,) = build_chunks(config_of({**TINY, **values}, {}), grid())
+        assert sum(p.numel() for p in chunk.parameters()) == stage_parameters(
+            config_of({**TINY, **values}, {}), [range(4)]
+        )
+        assert vision.run_parameters(config_of({**TINY, **values}, {})) < stage_parameters(
+            config_of(TINY, {}), [range(4)]
+        )
+        return
+    one, two = (config_of({**TINY, **values}, {"tp": tp}) for tp in (1, 2))
+    v = one.vision
+    whole = v.vision_hidden_size * (6 * v.vision_num_layers + 48 + 1 + 16)
+    found = vision.tower_parameters(one) - 2 * vision.tower_parameters(two, 2)
+    assert found == -whole, "two ranks hold what is replicated twice"
+
+
+def test_flops_of_a_tiny_tower_equal_the_count_by_hand() -> None:
+    """Would catch a factor of two, or the keys of a window counted once."""
+    tiny = config_of(TINY, {})
+    products = [(24, 24)] * 4 + [(24, 36), (36, 24)]
+    tower = vision.crop_flops(tiny)
+    assert tower.matmul == 16 * 2 * (3 * sum(a * b for a, b in products) + 48 * 24)
+    assert tower.attention == 3 * 16 * 16 * 4 * (6 + 6) * 2
+    pooled = vision.pooled_flops(tiny, window=9)
+    per_token = [(48, 40), (40, 24), (24, 40), (24, 40), (40, 32)]
+    assert pooled.matmul == 2 * (sum(a * b for a, b in per_token) + 9 * 2 * 48 * 40)
+    assert pooled.attention == 9 * 4 * (10 + 10) * 2
+    assert vision.vision_flops(tiny, 3, 5, 9) == 3 * tower.training + 5 * pooled.training
+
+
+def test_frozen_towers_cost_what_is_left_of_their_work() -> None:
+    """Would catch the backward of a frozen tower counted, or that through a frozen connector left out."""
+    tower, pooled = vision.crop_flops(config()), vision.pooled_flops(config())
+    costs = {
+        ("freeze_vision",): tower.forward + pooled.training,
+        ("freeze_connector",): tower.training + 2 * pooled.matmul + 3.5 * pooled.attention,
+        ("freeze_vision", "freeze_connector"): tower.forward + pooled.forward,
+    }
+    for names, expected in costs.items():
+        found = vision.vision_flops(config(**dict.fromkeys(names, True)), 1, 1)
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_first_stage_gets_fewer_layers_for_its_tower() -> None:
+    """Would catch a cut that does not know of vision, or one that a frozen tower weighs down like a trained one."""
+    sizes = {"num_layers": 36, "num_attention_heads": 32, "num_query_groups": 8, "kv_channels": 128, PP: 4}
+    counts = [
+        len(stage_layers(config(**sizes, **extra), 4)[0][0])
+        for extra in ({"vision_num_layers": 0}, {"freeze_vision": True}, {})
+    ]
+    assert counts == sorted(counts, reverse=True) and len(set(counts)) == 3
+    fewer = config(**sizes, vision_planned_crops=1)
+    assert len(stage_layers(fewer, 4)[0][0]) > counts[2]
+    report = describe(fewer, 4, stage_layers(fewer, 4))
+    assert "embedding + vision" in report and "planned for 1 crops a pack" in report and "vision FLOPs" in report
+
+
+def test_replicated_images_are_kept_whole_by_each_rank() -> None:
+    """Would catch a plan that divides by cp what every rank encodes."""
+    cp = "context_parallel_size"
+    whole = vision.vision_activations(config(vision_planned_crops=8), 4, 4, 4)
+    assert (
+        vision.vision_activations(config(**{cp: 4}, vision_planned_crops=8, vision_shards="replicate"), 4, 4, 4)
+        == whole
+    )
+    assert vision.vision_activations(config(**{cp: 4}, vision_planned_crops=8), 4, 4, 4) < whole / 3
+
+
+def test_replicated_images_of_a_dynamic_row_are_those_of_all_its_packs() -> None:
+    """Would catch a plan for one pack's images on a rank that encodes those of dp packs."""
+    dynamic = {"dynamic_context_parallel": True, "cp_comm_type": "kv_exchange", "cp_layout": "balanced"}
+    row = {"context_parallel_size": 2, "vision_planned_crops": 8}
+    replicated = {"vision_shards": "replicate"}
+    plain, all_packs = (config(**row, **replicated, **values) for values in ({}, dynamic))
+    kept = [vision.vision_activations(one, 4, 4, 8) for one in (plain, all_packs)]
+    assert kept[1] == 4 * kept[0]
+    dealt = [vision.vision_activations(config(**row, **values), 4, 4, 8) for values in ({}, dynamic)]
+    assert dealt[0] == dealt[1] == kept[0] / 2
+    embedding = 2 * plain.data.seq_length * plain.model.hidden_size
+    firsts = [vision.run_stage_costs(one, 8)[1] - embedding for one in (config(**row, **dynamic), plain, all_packs)]
+    assert [first / firsts[0] for first in firsts] == pytest.approx([1, 2, 8])
+    assert vision.run_stage_costs(all_packs, 8)[0] == vision.run_stage_costs(plain, 8)[0]
+
+
+@pytest.mark.parametrize("granularity", ["none", "selective", "full"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])  # LayerNorm on the CPU keeps bfloat16 statistics
+def test_a_block_keeps_what_is_planned(granularity: str, dtype: str) -> None:
+    """Every storage that autograd holds from a block's forward to its backward, and nothing else."""
+    values = {**TINY, "dtype": dtype, "recompute_granularity": granularity, "vision_num_query_groups": 2}
+    (chunk,) = build_chunks(config_of(values, {}), grid())
+    block, patches = chunk.vision.tower.blocks[1], 3 * 16
+    found: dict[int, torch.UntypedStorage] = {}
+    with kept_storages(found):
+        x = torch.zeros(patches, 24, dtype=block.down.weight.dtype, requires_grad=True)
+        out = block(x)
+    for parameter in block.parameters():
+        found.pop(parameter.untyped_storage().data_ptr(), None)
+    elements, wide = vision.block_activations(config_of(values, {}), granularity)
+    assert out.requires_grad
+    assert sum(storage.nbytes() for storage in found.values()) == patches * (elements + wide) * x.element_size()
+
+
+def test_memory_counts_vision_on_the_first_stage_and_frozen_parts_once() -> None:
+    """Would catch gradients of a frozen tower, activations on the wrong stage or of no more than one microbatch."""
+    sizes = {"num_attention_heads": 32, "num_query_groups": 8, "kv_channels": 128, PP: 2, "vocab_size": 1024}
+    chunks = [range(2)]
+    plain, frozen = config(**sizes), config(**sizes, freeze_vision=True)
+    text = config(**sizes, vision_num_layers=0)
+    first = [stage_memory(c, 0, chunks, 2) for c in (plain, frozen, text)]
+    last = [range(plain.model.num_layers - 2, plain.model.num_layers)]
+    assert len({stage_memory(c, 1, last, 2).total for c in (plain, frozen, text)}) == 1
+    tower = vision.tower_parameters(plain)
+    assert first[0].weights - first[2].weights == 4 * (tower + vision.connector_parameters(plain))
+    assert (first[0].gradients - first[1].gradients, first[0].optimizer - first[1].optimizer) == (4 * tower, 8 * tower)
+    counts = [stage_parameters(config, chunks, trained=True) for config in (plain, frozen)]
+    assert counts[0] - counts[1] == tower
+    held = 2 * vision.vision_activations(plain, 4, 4, 4)
+    assert first[0].activations - first[2].activations == held > first[1].activations - first[2].activations > 0
+    half = config(**sizes, context_parallel_size=2)
+    assert vision.vision_activations(half, 4, 4, 4) == pytest.approx(
+        vision.vision_activations(plain, 4, 4, 4) / 2, rel=0.02
+    )

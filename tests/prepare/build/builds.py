@@ -1,0 +1,65 @@
+"""Small text corpora, builds of them, and what is in the result."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megacp.core.data.reader import PackedDataset
+from megacp.prepare.build.run import BuildSummary, build
+from megacp.prepare.build.settings import BuildSettings
+
+
+def write_records(path: Path, count: int, seed: int = 0, first_id: int | None = 0) -> list[dict[str, Any]]:
+    rng = random.Random(seed)
+    records = []
+    for i in range(count):
+        record: dict[str, Any] = {"text": f"{seed}.{i} " + "ab\u00e9 "[i % 4] * rng.randrange(1, 60)}
+        if first_id is not None:
+            record["id"] = first_id + i
+        records.append(record)
+    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+    return records
+
+
+def settings(inputs: Sequence[Path], output: Path, **changes: Any) -> BuildSettings:
+    values: dict[str, Any] = {"tokenizer": "byte", "seq_length": 128, "unit_bytes": 2000, **changes}
+    return BuildSettings(input=tuple(map(str, inputs)), output=str(output), **values)
+
+
+def run(inputs: Sequence[Path], output: Path, overwrite: bool = False, **changes: Any) -> BuildSummary:
+    return build(settings(inputs, output, **changes), io.StringIO(), overwrite)
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def visible(directory: Path) -> dict[str, bytes]:
+    """As `files`, without the lock that every build leaves."""
+    return {name: data for name, data in files(directory).items() if name != ".lock"}
+
+
+def documents(directory: Path) -> list[list[int]]:
+    """All documents, in the order of their sources and offsets; pieces of split ones joined."""
+    dataset = PackedDataset(directory)
+    found = []
+    for i in range(len(dataset)):
+        pack, start = dataset.pack(i), 0
+        for row in pack.segments:
+            stop = start + int(row["true_length"])
+            place = (int(row["source_file"]), int(row["source_offset"]), int(row["source_start"]))
+            found.append((place, pack.tokens[start:stop].tolist()))
+            start = stop
+    joined: dict[tuple[int, int], list[int]] = {}
+    for place, tokens in sorted(found):
+        joined.setdefault(place[:2], []).extend(tokens)
+    return list(joined.values())
+
+
+def expected(records: list[dict[str, Any]]) -> list[list[int]]:
+    return [[*record["text"].encode(), 256] for record in records]

@@ -1,0 +1,133 @@
+"""A full disk, and paths that cannot be read or written, are one message each, whichever write or worker met them."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacp.prepare.build.faults import StorageFault, told
+from tests.prepare.build.builds import files, run, write_records
+from tests.tools.in_process import preprocessed as tool
+
+ROOT = Path(__file__).resolve().parents[3]
+TOOL = ROOT / "tools" / "preprocess_data.py"
+
+
+def on_full_disk(largest_file: int, *args: Any) -> subprocess.CompletedProcess[str]:
+    """The tool in a process that may write files of `largest_file` bytes at most, as on a disk that is full then."""
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+
+    command = [sys.executable, str(TOOL), *map(os.fspath, map(str, args))]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        preexec_fn=limit,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def build_args(path: Path, output: Path, *more: Any) -> list[Any]:
+    return ["build", "--input", path, "--output", output, "--tokenizer", "byte", "--seq-length", 512, *more]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("largest", [100, 1500, 9000])
+def test_a_disk_that_is_full_at_any_write_is_one_message_with_path_and_bytes(
+    tmp_path: Path, workers: int, largest: int
+) -> None:
+    """Journal, tables, tokens: would catch the worker's traceback that some sizes gave."""
+    corpus = tmp_path / "a.jsonl"
+    write_records(corpus, 300)
+    full = on_full_disk(largest, *build_args(corpus, tmp_path / "d", "--unit-bytes", 12000, "--workers", workers))
+    assert full.returncode == 2 and full.stderr.count("\n") == 1, full.stderr
+    assert full.stderr.startswith(f"error: --output {tmp_path}/d: File too large"), full.stderr
+    assert "bytes are free there" in full.stderr and "run the same command again" in full.stderr
+    if workers == 1:  # another worker is ended where it is; the next run takes its place
+        assert not list(tmp_path.glob("d/.shard_*"))
+    again = build_args(corpus, tmp_path / "d", "--unit-bytes", 12000, "--workers", 1)
+    assert tool(*again).returncode == 0
+    whole = build_args(corpus, tmp_path / "whole", "--unit-bytes", 12000, "--workers", 1)
+    assert tool(*whole).returncode == 0 and files(tmp_path / "d") == files(tmp_path / "whole")
+
+
+def test_an_error_without_a_number_or_a_name_is_told_too(tmp_path: Path) -> None:
+    with pytest.raises(StorageFault, match=f"--output {tmp_path}: 7 requested and 0 written, .* bytes are free there"):
+        with told(tmp_path):
+            raise OSError("7 requested and 0 written")
+    with pytest.raises(StorageFault, match="Input/output error, while the input was read or --output"), told(tmp_path):
+        raise OSError(5, os.strerror(5))
+    with pytest.raises(StorageFault, match="^/else/where: Permission denied$"), told(tmp_path):
+        raise PermissionError(13, os.strerror(13), "/else/where")
+
+
+def test_an_output_that_cannot_be_written_names_its_flag(tmp_path: Path) -> None:
+    corpus = tmp_path / "a.jsonl"
+    write_records(corpus, 3)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=f"^--output {tmp_path}/file/d: .*Not a directory"):
+        run([corpus], tmp_path / "file/d")
+
+
+def test_each_kind_of_wrong_input_is_named_as_what_it_is(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    inputs = [tmp_path / name for name in ("folder", "pipe", "none.jsonl")]
+    with pytest.raises(ValueError) as error:
+        run(inputs, tmp_path / "d")
+    for part in ("folder is a directory; give the files in it", "pipe is a named pipe", "no such file: "):
+        assert f"--input: {tmp_path}/{part}" in str(error.value) or part in str(error.value)
+    assert "no such file: " + str(tmp_path / "none.jsonl") in str(error.value)
+    assert str(error.value).count("no such file") == 1
+
+
+def test_an_empty_input_is_named(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_bytes(b"")
+    with pytest.raises(ValueError, match=f"no usable record.* empty: {tmp_path}/a.jsonl, {tmp_path}/b.jsonl"):
+        run([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], tmp_path / "d")
+    (tmp_path / "c.jsonl").write_text('{"text": "a"}\n')
+    built = tool(
+        *build_args(tmp_path / "c.jsonl", tmp_path / "e", "--input", tmp_path / "a.jsonl", tmp_path / "c.jsonl")
+    )
+    assert built.returncode == 0 and built.stderr == f"note: --input {tmp_path}/a.jsonl is empty\n"
+
+
+@pytest.mark.parametrize("flag", ["--input", "--output", "--tokenizer", "--image-root", "stats"])
+def test_a_path_that_is_no_utf_8_is_one_message(tmp_path: Path, flag: str) -> None:
+    corpus = tmp_path / "a.jsonl"
+    write_records(corpus, 3)
+    odd = os.fsdecode(b"caf\xe9")
+    args = ["stats", odd] if flag == "stats" else [*build_args(corpus, tmp_path / "d"), flag, odd]
+    refused = tool(*args)
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
+    assert "caf\\udce9' is no path in UTF-8" in refused.stderr and "rename it" in refused.stderr
+
+
+def test_names_in_a_tar_that_are_no_utf_8_are_refused_with_their_record(tmp_path: Path) -> None:
+    import io
+    import tarfile
+
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.GNU_FORMAT) as archive:
+        for name in ("caf\udce9.json", "b.txt"):
+            data = b"{" if name.endswith("json") else b"words"
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    summary = run([tmp_path / "a.tar"], tmp_path / "d", on_error="skip")
+    assert summary.documents == 1 and summary.manifest.num_rejected == 1
+    (reject,) = [json.loads(line) for line in (tmp_path / "d/rejects.jsonl").read_text().splitlines()]
+    assert "is not UTF-8" in reject["reason"]

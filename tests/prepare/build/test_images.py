@@ -1,0 +1,352 @@
+"""Builds with images and videos: what is stored is what the records say, the same however it was made."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import megacp.prepare.build.run as build_module
+from megacp.core.data.decoding import RulesDecoder
+from megacp.core.data.geometry import ImageRules, image_patches, load_pixels
+from megacp.core.data.image_shards import compute_image_shard_boundaries
+from megacp.core.data.reader import PackedDataset
+from megacp.core.data.verify import verify
+from megacp.prepare.build.merge import merge
+from megacp.prepare.build.settings import problems
+from megacp.prepare.build.unit import UnitBuilder
+from megacp.prepare.describe import describe_pack, statistics, statistics_text
+from megacp.prepare.tokenize.tokenizer import load_tokenizer
+from tests.prepare.build import builds
+from tests.prepare.media.pictures import TINY, encoded, noise, video
+
+pytest.importorskip("av")
+RULES = dataclasses.replace(TINY, token_ids={})
+VISION: dict[str, Any] = {
+    "image_rules": RULES,
+    "seq_length": 512,
+    "max_crops_per_pack": 40,
+    "cp_degrees": (1, 2, 3),
+    "unit_bytes": 3000,
+}
+IDS = TINY.token_ids
+
+
+def say(role: str, *content: dict[str, Any] | str) -> dict[str, Any]:
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    return {"role": role, "content": parts}
+
+
+def inlined(i: int) -> bytes:
+    """The image that record `i` holds in itself."""
+    return encoded(noise(10 + i, 20, 100 + i))
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """40 records of text, images (by path and base64), videos and branches; the images lie in `images`."""
+    rng = np.random.default_rng(1)
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/v.mp4").write_bytes(video(30))
+    records: list[dict[str, Any]] = []
+    for i in range(40):
+        name, kind = (f"{i}.png", "PNG") if i % 2 else (f"{i}.jpg", "JPEG")
+        width, height = (int(side) for side in rng.integers(3, 70, 2))
+        data = encoded(noise(width, height, i), kind)
+        (tmp_path / "images" / name).write_bytes(data)
+        picture = {"type": "image", "path": name}
+        answer = say("assistant", f"answer {i}")
+        inline = {"type": "image", "base64": base64.b64encode(inlined(i)).decode()}
+        records.append(
+            [
+                {"text": f"text {i} " * 9},
+                {"messages": [say("user", "what? ", picture), answer], "weight": 0.5},
+                {"content": [picture, inline], "branches": [{"messages": [say("user", "q"), answer]}, "caption"]},
+                {"messages": [say("user", {"type": "video", "path": "v.mp4"}, "happens"), answer]},
+                {"content": [picture], "branches": [{"content": [inline]}, "other"]},
+            ][i % 5]
+            | {"id": i}
+        )
+    path = tmp_path / "c.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def run(corpus: Path, output: Path, **changes: Any) -> Any:
+    return builds.run([corpus], output, **{**VISION, "image_root": str(corpus.parent / "images"), **changes})
+
+
+def units_of_records(dataset: PackedDataset) -> dict[int, list[tuple[bytes, int, int, int, int]]]:
+    """By the record's offset: (encoded bytes, frame, crops, pooled tokens, branch) of each unit, in order."""
+    found: dict[int, list[tuple[bytes, int, int, int, int]]] = {}
+    for i in range(len(dataset)):
+        pack = dataset.pack(i)
+        assert pack.images is not None
+        units = pack.images.units
+        crops, pooled = (np.diff(units[name], prepend=0) for name in ("image_stop", "pooled_stop"))
+        begin = np.cumsum(pack.segments["true_length"]) - pack.segments["true_length"]
+        for unit, c, p in zip(units, crops.tolist(), pooled.tolist(), strict=True):
+            start = int(begin[unit["segment"]]) + int(unit["start"])
+            tokens = pack.tokens[start : start + int(unit["num_tokens"])]
+            assert int((tokens == IDS["image_patch"]).sum()) == p and (tokens >= 257).all()
+            assert pack.weights is not None and not pack.weights[start : start + len(tokens)].any()
+            offset = int(pack.segments["source_offset"][unit["segment"]])
+            row = (pack.images.read(int(unit["item"])), int(unit["frame"]), c, p, int(unit["branch"]))
+            found.setdefault(offset, []).append(row)
+    return found
+
+
+def test_every_image_and_frame_is_stored_as_it_came_with_its_tokens(corpus: Path, tmp_path: Path) -> None:
+    summary = run(corpus, tmp_path / "d")
+    dataset = PackedDataset(tmp_path / "d")
+    assert summary.documents == 40 and verify(tmp_path / "d") == []
+    assert dataset.manifest.image_rules == TINY.to_dict() and dataset.manifest.num_token_ids == 265
+    found, decoder = units_of_records(dataset), RulesDecoder(TINY)
+    offset = 0
+    for i, line in enumerate(corpus.read_bytes().splitlines(keepends=True)):
+        units, images = found.get(offset, []), corpus.parent / "images"
+        data = (images / (f"{i}.png" if i % 2 else f"{i}.jpg")).read_bytes()
+        if i % 5 == 3:
+            assert [(item, frame) for item, frame, *_ in units] == [
+                ((images / "v.mp4").read_bytes(), f) for f in range(12)
+            ]
+            patches, pooling = decoder.video(units[0][0], range(3, 7))
+            assert len(patches) == 4 and len(pooling) == sum(row[3] for row in units[3:7])
+        else:
+            expected = [(data, -1), (inlined(i), -1)]
+            assert [row[:2] for row in units] == expected[: (0, 1, 2, 0, 2)[i % 5]]
+            assert [row[4] for row in units] == [[], [0], [0, 0], [], [0, 1]][i % 5]
+        for item, frame, crops, pooled, _ in units:
+            if frame < 0:
+                patches, pooling = decoder.image(item)
+                assert (len(patches), len(pooling)) == (crops, pooled)
+                assert np.array_equal(patches, image_patches(load_pixels(item, TINY), TINY))
+        offset += len(line)
+
+
+def test_no_pack_exceeds_either_budget_and_its_boundaries_are_those_of_its_units(corpus: Path, tmp_path: Path) -> None:
+    run(corpus, tmp_path / "d", unit_bytes=1 << 20)
+    dataset = PackedDataset(tmp_path / "d")
+    crops = 0
+    for i in range(len(dataset)):
+        pack = dataset.pack(i)
+        assert pack.images is not None and int(pack.segments["padded_length"].sum()) <= 512
+        units = pack.images.units
+        total = int(units["image_stop"][-1]) if len(units) else 0
+        assert total <= 40
+        crops += total
+        for degree in (1, 2, 3) if len(units) else ():
+            expected = compute_image_shard_boundaries(units["image_stop"], units["pooled_stop"], degree)
+            assert np.array_equal(pack.images.boundaries[degree], expected)
+    assert crops == statistics(tmp_path / "d")["image_crops"] > 100
+
+
+def test_the_bytes_do_not_depend_on_workers_or_on_a_kill(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(corpus, tmp_path / "one", seed=3)
+    run(corpus, tmp_path / "two", seed=3, workers=2)
+    assert builds.files(tmp_path / "one") == builds.files(tmp_path / "two")
+    assert len(list((tmp_path / "one").glob("shard_*"))) > 3
+
+    class Dies(UnitBuilder):
+        left = 2
+
+        def __call__(self, task: Any, position: Any) -> Any:
+            result = super().__call__(task, position)
+            if Dies.left == 0:
+                raise KeyboardInterrupt
+            Dies.left -= 1
+            return result
+
+    monkeypatch.setattr(build_module, "UnitBuilder", Dies)
+    with pytest.raises(KeyboardInterrupt):
+        run(corpus, tmp_path / "killed", seed=3)
+    monkeypatch.setattr(build_module, "UnitBuilder", UnitBuilder)
+    assert run(corpus, tmp_path / "killed", seed=3, workers=2).units_resumed == 2
+    assert builds.files(tmp_path / "killed") == builds.files(tmp_path / "one")
+
+
+def test_other_image_settings_are_refused_by_name(corpus: Path, tmp_path: Path) -> None:
+    run(corpus, tmp_path / "d")
+    rules = dataclasses.replace(RULES, max_crops=5)
+    with pytest.raises(ValueError, match="image_rules: .*; max_crops_per_pack: 40 before, 41 now"):
+        run(corpus, tmp_path / "d", image_rules=rules, max_crops_per_pack=41)
+
+
+def test_a_shard_holds_so_many_records_that_several_workers_have_work(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_module, "RECORDS_OF_A_SHARD", 10)
+    whole = len(run(corpus, tmp_path / "d", unit_bytes=0).results)
+    (tmp_path / "empty.jsonl").touch()
+    more = {**VISION, "image_root": str(corpus.parent / "images"), "unit_bytes": 0}
+    after_nothing = builds.run([tmp_path / "empty.jsonl", corpus], tmp_path / "e", **more).results
+    assert 3 <= whole <= 5 and len([result for result in after_nothing if result.documents]) == whole
+    text = tmp_path / "t.jsonl"
+    builds.write_records(text, 40)
+    assert len(builds.run([text], tmp_path / "t", unit_bytes=0).results) == 1  # the rule for text is as it was
+
+
+def test_without_a_crop_budget_only_tokens_count(corpus: Path, tmp_path: Path) -> None:
+    run(corpus, tmp_path / "d", max_crops_per_pack=None, unit_bytes=1 << 20)
+    assert statistics(tmp_path / "d")["most_crops_of_a_pack"] > 40 and verify(tmp_path / "d") == []
+
+
+def test_a_shard_without_images_in_an_image_dataset_is_one_of_text(tmp_path: Path) -> None:
+    corpus = tmp_path / "c.jsonl"
+    corpus.write_text(json.dumps({"text": "only text"}) + "\n")
+    builds.run([corpus], tmp_path / "d", **VISION)
+    names = {path.name for path in (tmp_path / "d/shard_00000").iterdir()}
+    assert names == {"checksums.npy", "packs.npy", "segments.npy", "tokens.bin", "tokens.idx"}
+    assert verify(tmp_path / "d") == []
+    images = PackedDataset(tmp_path / "d").pack(0).images
+    assert images is not None and len(images.units) == 0
+
+
+def test_bad_records_are_skipped_with_their_reasons_and_nothing_else_is_lost(corpus: Path, tmp_path: Path) -> None:
+    good = corpus.read_bytes()
+    half = encoded(noise(40, 40), "JPEG")
+    (corpus.parent / "images/half.jpg").write_bytes(half[: len(half) // 2])
+    (corpus.parent / "images/page.jpg").write_bytes(b"<!doctype html><title>404</title>")
+    image = {"type": "image"}
+    bad: dict[str, dict[str, Any]] = {
+        "half.jpg': the JPEG is cut short": {"content": [{**image, "path": "half.jpg"}]},
+        "page.jpg': the file is an HTML page": {"content": [{**image, "path": "page.jpg"}]},
+        "climbs with": {"content": [{**image, "path": "../c.jsonl"}]},
+        "image crops, more than --max-crops-per-pack 40": {"content": [{**image, "path": "1.png"}] * 41},
+        "tokens with all branches, more than --seq-length 512": {
+            "content": [{**image, "path": "1.png"}],
+            "branches": ["x" * 600],
+        },
+    }
+    lines = "".join(json.dumps(record) + "\n" for record in bad.values())
+    run(corpus, tmp_path / "d")
+    corpus.write_bytes(good + lines.encode())
+    with pytest.raises(ValueError, match=r"c.jsonl:41: `content\[0\].path` 'half.jpg': the JPEG is cut short"):
+        run(corpus, tmp_path / "fails")
+    summary = run(corpus, tmp_path / "skips", on_error="skip")
+    reasons = [json.loads(line)["reason"] for line in (tmp_path / "skips/rejects.jsonl").read_text().splitlines()]
+    assert len(reasons) == len(bad) == summary.manifest.num_rejected
+    for reason, part in zip(reasons, bad, strict=True):
+        assert part in reason
+    assert units_of_records(PackedDataset(tmp_path / "skips")) == units_of_records(PackedDataset(tmp_path / "d"))
+
+
+def test_a_text_that_spells_an_image_token_is_refused(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    bpe = tokenizers.ByteLevelBPETokenizer()
+    bpe.train_from_iterator(["a b c"], vocab_size=300, show_progress=False)
+    bpe.add_special_tokens(["<im_patch>", "<|endoftext|>"])
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    corpus = tmp_path / "c.jsonl"
+    picture = {"type": "image", "base64": base64.b64encode(encoded(noise(9, 9))).decode()}
+    words = {"type": "text", "text": "a <im_patch> b"}
+    sound = {"content": [picture, {"type": "text", "text": "a b"}]}
+    corpus.write_text(json.dumps(sound) + "\n" + json.dumps({"content": [picture, words]}) + "\n")
+    settings = {**VISION, "tokenizer": str(tmp_path / "tokenizer.json")}
+    with pytest.raises(ValueError, match="c.jsonl:2: a text of this record spells the special token image_patch"):
+        builds.run([corpus], tmp_path / "d", **settings)
+    builds.run([corpus], tmp_path / "d", **settings, on_error="skip")
+    rules = PackedDataset(tmp_path / "d").manifest.image_rules
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert rules is not None and rules["token_ids"]["image_patch"] == tokenizer.token_id("<im_patch>")
+    assert min(i for name, i in rules["token_ids"].items() if name != "image_patch") == tokenizer.vocab_size
+
+
+def test_image_tokens_that_meet_in_one_id_are_refused_before_anything_is_built(tmp_path: Path) -> None:
+    """Would catch a finished dataset that only training refuses."""
+    tokenizers = pytest.importorskip("tokenizers")
+    bpe = tokenizers.ByteLevelBPETokenizer()
+    bpe.train_from_iterator(["a b c"], vocab_size=300, show_progress=False)
+    bpe.add_special_tokens(["<im_start>", "<|endoftext|>"])
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    taken = load_tokenizer(str(tmp_path / "tokenizer.json")).token_id("<im_start>")
+    (tmp_path / "c.jsonl").write_text('{"text": "a"}\n')
+    rules = dataclasses.replace(TINY, token_ids={"image_patch": taken})
+    settings = {**VISION, "tokenizer": str(tmp_path / "tokenizer.json"), "image_rules": rules}
+    with pytest.raises(ValueError, match="--image-token-ids are .*, they must differ"):
+        builds.run([tmp_path / "c.jsonl"], tmp_path / "d", **settings)
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_webdataset_tar_names_its_images_and_one_that_nobody_names_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "w.tar"
+    picture = encoded(noise(20, 20))
+    words = {"type": "text", "text": "a"}
+    named = json.dumps({"content": [{"type": "image", "member": "png"}, words]}).encode()
+    climbs = json.dumps({"content": [{"type": "image", "member": "../../secret.png"}]}).encode()
+    with tarfile.open(path, "w") as archive:
+        for name, data in {
+            "a/1.json": named,
+            "a/1.png": picture,
+            "a/2.txt": b"text",
+            "a/2.png": picture,
+            "a/3.json": climbs,
+            "a/3.png": picture,
+        }.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    builds.run([path], tmp_path / "d", **VISION, on_error="skip")
+    assert [row[:2] for row in units_of_records(PackedDataset(tmp_path / "d"))[0]] == [(picture, -1)]
+    reasons = [json.loads(line)["reason"] for line in (tmp_path / "d/rejects.jsonl").read_text().splitlines()]
+    assert "does not name its member 'a/2.png'" in reasons[0] and "does not name its member 'a/3.png'" in reasons[1]
+
+
+def test_all_wrong_image_settings_are_listed_at_once(corpus: Path, tmp_path: Path) -> None:
+    wrong = ImageRules(image_size=16, patch_size=5, max_crops=9, video_fps=-1.0)
+    changes = {**VISION, "image_rules": wrong, "max_crops_per_pack": 9, "image_root": "none", "seq_length": 0}
+    found = "; ".join(problems(builds.settings([corpus], tmp_path / "d", **changes)))
+    for part in (
+        "--seq-length is 0",
+        "--video-fps is -1.0",
+        "--image-root none is not a directory",
+        "--max-crops-per-pack 9 cannot hold an image of --max-crops 9 and its low-resolution crop",
+    ):
+        assert part in found
+    short = {**VISION, "seq_length": 5}
+    found = "; ".join(problems(builds.settings([corpus], tmp_path / "d", **short)))
+    assert "--seq-length 5 is shorter than the smallest image, 12 tokens, and than a video frame, 6" in found
+    text = {"image_root": "x", "max_crops_per_pack": 3}
+    found = "; ".join(problems(builds.settings([corpus], tmp_path / "d", **text)))
+    assert "--image-root x needs image rules" in found and "--max-crops-per-pack 3 needs image rules" in found
+
+
+def test_inspect_and_stats_show_images_and_boundaries(corpus: Path, tmp_path: Path) -> None:
+    run(corpus, tmp_path / "d", unit_bytes=1 << 20)
+    dataset = PackedDataset(tmp_path / "d")
+    shown = "\n".join(describe_pack(dataset, i, load_tokenizer("byte")) for i in range(len(dataset)))
+    assert "video frames 0..11: tokens" in shown and "image in branch 1: tokens" in shown
+    assert "  cp 3: crops 0-" in shown and "tokens a rank" in shown
+    text = statistics_text(statistics(tmp_path / "d"))
+    assert "40 images, 8 videos" in text and "pooled tokens" in text
+
+
+def test_merged_image_datasets_hold_the_images_of_both(corpus: Path, tmp_path: Path) -> None:
+    run(corpus, tmp_path / "a")
+    other = tmp_path / "other.jsonl"
+    other.write_bytes(b"".join(corpus.read_bytes().splitlines(keepends=True)[:5]))
+    run(other, tmp_path / "b")
+    manifest = merge([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "both"))
+    assert manifest.image_rules == TINY.to_dict() and verify(tmp_path / "both") == []
+    both, first, second = (statistics(tmp_path / name)["image_crops"] for name in ("both", "a", "b"))
+    assert both == first + second > first > 0
+
+
+@pytest.mark.parametrize("damage", ["units.npy", "images.bin", "shards_cp2.npy"])
+def test_verify_finds_damaged_images_and_tables(corpus: Path, tmp_path: Path, damage: str) -> None:
+    run(corpus, tmp_path / "d", unit_bytes=1 << 20)
+    path = tmp_path / "d/shard_00000" / damage
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 1
+    path.write_bytes(data)
+    reasons = verify(tmp_path / "d")
+    assert reasons and any(damage in reason for reason in reasons)

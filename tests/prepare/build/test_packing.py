@@ -1,0 +1,148 @@
+"""Packing against its slow twins, and the oversize rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megacp.prepare.build import packing
+from megacp.prepare.build.packing import Packing, best_fit_decreasing, cut_oversize, two_budgets
+from tests.reference import packing as reference
+
+LENGTHS = st.integers(1, 300).flatmap(
+    lambda capacity: st.tuples(st.just(capacity), st.lists(st.integers(1, capacity), max_size=60))
+)
+
+
+def check_each_once(result: Packing, count: int) -> None:
+    assert sorted(result.items.tolist()) == list(range(count))
+    assert result.starts[0] == 0 and result.starts[-1] == count and (np.diff(result.starts) > 0).all()
+    for p in range(len(result)):
+        assert (np.diff(result.pack(p)) > 0).all()
+
+
+def sums(result: Packing, amounts: Sequence[int] | np.ndarray) -> list[int]:
+    """What each pack holds of a per-item amount."""
+    return [int(np.asarray(amounts)[result.pack(p)].sum()) for p in range(len(result))]
+
+
+@settings(max_examples=300, deadline=None)
+@given(LENGTHS)
+def test_best_fit_in_bulk_fills_packs_exactly_as_one_item_at_a_time(case: tuple[int, list[int]]) -> None:
+    # catches a bulk step that skips a better fit opened by the step itself
+    capacity, lengths = case
+    result = best_fit_decreasing(np.array(lengths, np.int64), capacity)
+    check_each_once(result, len(lengths))
+    mine = sorted(sums(result, lengths))
+    twin = sorted(sum(lengths[i] for i in pack) for pack in reference.best_fit_decreasing(lengths, capacity))
+    assert mine == twin
+    assert all(total <= capacity for total in mine)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.sets(st.integers(0, 20_000), max_size=30), st.lists(st.integers(0, 20_000), max_size=30))
+def test_free_space_tree_finds_the_next_member(members: set[int], asked: list[int]) -> None:
+    # catches an off-by-one at a 64-boundary of a level
+    tree = packing.FreeSpaceTree(20_000)
+    for value in members:
+        tree.add(value)
+    for value in list(members)[::2]:
+        tree.remove(value)
+        members.remove(value)
+    for value in [*asked, *members, 0, 63, 64, 4095, 4096, 20_000]:
+        assert tree.next_at_least(value) == min((m for m in members if m >= value), default=-1)
+
+
+def test_200k_lognormal_lengths_are_packed_999_permille_full() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(6.0, 1.2, 200_000).astype(np.int64), 1, 8192)
+    result = best_fit_decreasing(lengths, 8192)
+    check = np.sort(result.items)
+    assert np.array_equal(check, np.arange(200_000))
+    assert lengths.sum() / (len(result) * 8192) >= 0.999
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 9)), max_size=40),
+    st.integers(1, 45),
+)
+def test_two_budgets_keeps_the_fewest_packs_of_the_three_orders(items: list[tuple[int, int]], window: int) -> None:
+    # catches a packer that forgets one budget, mixes windows, or keeps the wrong order
+    tokens, crops = [t for t, _ in items], [c for _, c in items]
+    result = two_budgets(np.array(tokens, np.int64), np.array(crops, np.int64), 40, 9, window)
+    check_each_once(result, len(items))
+    expected = []
+    for begin in range(0, len(items), window):
+        here = list(range(begin, min(begin + window, len(items))))
+        orders = [
+            here,
+            sorted(here, key=lambda i: -max(tokens[i] / 40, crops[i] / 9)),
+            sorted(here, key=lambda i: -tokens[i]),
+        ]
+        tried = [reference.first_fit(tokens, crops, 40, 9, order) for order in orders]
+        expected += [sorted(pack) for pack in min(tried, key=len)]
+    assert [result.pack(p).tolist() for p in range(len(result))] == expected
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 500), max_size=30), st.integers(1, 64))
+def test_split_pieces_join_to_the_documents_and_fit(lengths: list[int], longest: int) -> None:
+    pieces = cut_oversize(np.array(lengths, np.int64), longest, truncate=False)
+    assert ((0 < pieces.lengths) & (pieces.lengths <= longest)).all()
+    covered: list[tuple[int, int]] = []
+    for document, start, stop in zip(pieces.document, pieces.start, pieces.stop, strict=True):
+        covered += [(int(document), token) for token in range(start, stop)]
+    assert covered == [(document, token) for document, length in enumerate(lengths) for token in range(length)]
+
+
+def test_each_oversize_rule_does_what_its_name_says() -> None:
+    lengths = np.array([3, 11, 8, 20])
+    truncated = cut_oversize(lengths, 8, truncate=True)
+    assert truncated.lengths.tolist() == [3, 8, 8, 8] and not truncated.start.any()
+    assert cut_oversize(lengths, 8, truncate=False).lengths.tolist() == [3, 8, 3, 8, 8, 8, 4]
+    assert cut_oversize(lengths, 20, truncate=False).lengths.tolist() == [3, 11, 8, 20]
+
+
+def test_bad_input_is_named() -> None:
+    with pytest.raises(ValueError, match="run from 1 to 9"):
+        best_fit_decreasing(np.array([1, 9]), 8)
+    with pytest.raises(ValueError, match="crops of an item run from 0 to 3"):
+        two_budgets(np.array([1, 1]), np.array([0, 3]), 8, 2)
+
+
+def test_no_items_give_no_packs() -> None:
+    empty = np.zeros(0, np.int64)
+    assert len(best_fit_decreasing(empty, 8)) == 0 and len(two_budgets(empty, empty, 8, 2)) == 0
+    assert len(cut_oversize(empty, 8, truncate=False).document) == 0
+
+
+def mixed_documents(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, crops): half images of 2 to 9 crops with branches, 40 % videos of 8 to 128 frames, the rest text."""
+    kind, crops, frames = rng.random(count), rng.integers(2, 10, count), rng.integers(8, 129, count)
+    tokens = 100 + crops * 110 + rng.integers(1, 9, count) * 60
+    text = np.clip(rng.lognormal(6, 1, count), 10, 8192).astype(np.int64)
+    video, plain = kind >= 0.5, kind >= 0.9
+    tokens = np.where(plain, text, np.where(video, frames * 88 + 100, tokens))
+    return tokens, np.where(plain, 0, np.where(video, frames, crops))
+
+
+@pytest.mark.parametrize("capacity", [(16_384, 128), (36_864, 256), (36_864, 384), (16_384, 160)])
+@pytest.mark.parametrize("count", [1_000, 4_000])
+def test_two_budgets_need_at_most_5_percent_more_packs_than_the_lower_bound(
+    capacity: tuple[int, int], count: int
+) -> None:
+    for seed in range(2):
+        tokens, crops = mixed_documents(np.random.default_rng(seed), count)
+        fits = (tokens <= capacity[0]) & (crops <= capacity[1])
+        tokens, crops = tokens[fits], crops[fits]
+        result = two_budgets(tokens, crops, *capacity)
+        check_each_once(result, len(tokens))
+        assert max(sums(result, tokens)) <= capacity[0] and max(sums(result, crops)) <= capacity[1]
+        # no packing has fewer packs than either budget alone needs
+        bound = max(-(-int(tokens.sum()) // capacity[0]), -(-int(crops.sum()) // capacity[1]))
+        assert len(result) <= 1.05 * bound, (len(result), bound)

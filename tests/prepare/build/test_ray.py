@@ -1,0 +1,231 @@
+"""Builds on Ray: the bytes of the local pool on any number of nodes, and one clear message for what is wrong."""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import io
+import os
+import signal
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacp.prepare import command as preprocess
+from megacp.prepare.build.ray_workers import differences, run_on_ray, statement
+from megacp.prepare.build.run import build
+from megacp.prepare.build.workers import WorkerFailed
+from tests.prepare.build.builds import files, run, settings, visible, write_records
+
+
+class Lost(Exception):
+    """Stands for a worker that died."""
+
+
+@dataclasses.dataclass(eq=False)
+class Answer:
+    """A task that was handed in."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+
+
+class FakeRay(types.SimpleNamespace):
+    """The calls of Ray that a build makes, in this process: tasks are run when their answer is asked for."""
+
+    def __init__(self, lose: dict[int, int] | None = None, nodes: int = 2) -> None:
+        lost = {name: type(name, (Lost,), {}) for name in ("WorkerCrashedError", "NodeDiedError")}
+        lost |= {name: type(name, (Lost,), {}) for name in ("OutOfMemoryError", "ObjectLostError")}
+        self.exceptions = types.SimpleNamespace(RayError=Lost, **lost)
+        self.lose, self.submitted, self.ended = dict(lose or {}), 0, False
+        self.count, self.most, self.flying = nodes, 0, 0
+
+    def init(self, **options: Any) -> None:
+        self.options = options
+
+    def shutdown(self) -> None:
+        self.ended = True
+
+    def nodes(self) -> list[dict[str, Any]]:
+        one = {"Alive": True, "Resources": {"CPU": 2.0}, "NodeManagerAddress": "10.0.0.1"}
+        return [{**one, "NodeID": f"{number}" * 8} for number in range(self.count)]
+
+    def remote(self, function: Any) -> Any:
+        def submit(*arguments: Any) -> Any:
+            self.flying += 1
+            self.most = max(self.most, self.flying)
+            return Answer(function, arguments)
+
+        return types.SimpleNamespace(options=lambda **options: types.SimpleNamespace(remote=submit))
+
+    def wait(self, answers: list[Any], num_returns: int = 1, timeout: float = 0) -> tuple[list[Any], list[Any]]:
+        return answers[-num_returns:], answers[:-num_returns]  # the last one first: no order may be relied on
+
+    def get(self, answer: Any, timeout: float | None = None) -> Any:
+        self.flying -= 1
+        number = answer.arguments[-1] if isinstance(answer.arguments[-1], int) else -1
+        if self.lose.get(number, 0):
+            self.lose[number] -= 1
+            raise self.exceptions.WorkerCrashedError("the worker died\nunexpectedly")
+        return answer.function(*answer.arguments)
+
+    def cancel(self, answer: Any, force: bool) -> None:
+        self.flying -= 1
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
+    """Ray as a fake; what workers keep in their processes is forgotten."""
+    ray = FakeRay()
+    strategies = types.SimpleNamespace(NodeAffinitySchedulingStrategy=lambda number, soft: number)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.util", types.SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)
+    statement.cache_clear()
+    yield ray
+
+
+def _start(settings_: str) -> Any:
+    def handle(task: int, position: Any) -> int:
+        if task == 3 and settings_ == "refuses":
+            raise ValueError("a.jsonl:4: not a record")
+        if task == 3 and settings_ == "raises":
+            raise KeyError("surprise")
+        return task * task
+
+    return handle
+
+
+def squares(settings_: str = "fine", count: int = 9, **more: Any) -> list[int]:
+    return sorted(run_on_ray(_start, settings_, list(range(count)), 2, lambda task, place: f"at task {task}", **more))
+
+
+def test_lost_workers_are_replaced_and_no_more_than_two_tasks_a_cpu_are_under_way(fake: FakeRay) -> None:
+    fake.lose = {2: 3, 5: 1}
+    seen: list[tuple[int, int]] = []
+    assert squares(count=30, address="auto", grown=lambda nodes, cpus: seen.append((nodes, cpus))) == [
+        n * n for n in range(30)
+    ]
+    assert seen == [(2, 4)] and fake.most <= 8 and fake.options["address"] == "auto" and fake.ended
+
+
+def test_a_task_whose_workers_are_lost_again_and_again_ends_the_build(fake: FakeRay) -> None:
+    """Would catch a record that fills the memory of one node after another, without end."""
+    fake.lose = {2: 99}
+    with pytest.raises(WorkerFailed, match="^4 workers were lost at task 2: the worker died$"):
+        squares()
+    assert fake.ended and fake.flying == 0
+
+
+def test_errors_are_not_tried_again(fake: FakeRay) -> None:
+    with pytest.raises(ValueError, match="^a.jsonl:4: not a record$"):
+        squares("refuses")
+    with pytest.raises(WorkerFailed, match="(?s)a worker failed at task 3:.*KeyError: 'surprise'"):
+        squares("raises")
+    assert fake.ended and fake.flying == 0
+
+
+def test_a_node_with_other_packages_or_without_the_files_is_named_before_any_work(
+    fake: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_records(tmp_path / "a.jsonl", 40)
+    own, there = fake.get, {"the version of numpy": "1.0", f"the size of --input {tmp_path / 'a.jsonl'}": "absent"}
+
+    def get(answer: Any, timeout: float | None = None) -> Any:
+        if answer.function.__name__ == "_state":
+            return {**own(answer), **there}
+        raise AssertionError("a task was begun")
+
+    monkeypatch.setattr(fake, "get", get)
+    with pytest.raises(ValueError) as error:
+        run([tmp_path / "a.jsonl"], tmp_path / "d", executor="ray", ray_address="auto")
+    head, *nodes = str(error.value).splitlines()
+    assert head == "--executor ray: all nodes must have the packages of this one and see its files"
+    assert len(nodes) == 2 and nodes[0].startswith("node 10.0.0.1 (00000000): the version of numpy is 1.0 there, ")
+    assert f"the size of --input {tmp_path / 'a.jsonl'} is absent there, " in nodes[1]
+    there.clear()
+    monkeypatch.setattr(fake, "get", own)
+    run([tmp_path / "a.jsonl"], tmp_path / "d", executor="ray", ray_address="auto")
+    run([tmp_path / "a.jsonl"], tmp_path / "one")
+    assert visible(tmp_path / "d") == visible(tmp_path / "one")
+
+
+def test_a_worker_that_came_later_and_is_another_does_nothing(fake: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = fake.get
+
+    def get(answer: Any, timeout: float | None = None) -> Any:
+        if answer.function.__name__ == "_work":
+            packed, folder, stated, task = answer.arguments
+            answer.arguments = packed, folder, {**stated, "the version of numpy": "9.9"}, task
+        return own(answer)
+
+    monkeypatch.setattr(fake, "get", get)
+    with pytest.raises(
+        ValueError, match=r"a worker is not like this process: on .* the version of numpy is .* there, 9"
+    ):
+        squares()
+
+
+def test_two_statements_differ_in_what_they_name() -> None:
+    assert differences({"a": "1", "b": "2"}, {"a": "1", "c": "3"}) == [
+        "b is absent there, 2 here",
+        "c is 3 there, absent here",
+    ]
+
+
+def test_without_ray_a_build_runs_as_ever_and_the_flag_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch an import of Ray that everybody pays for."""
+    found = builtins.__import__
+
+    def no_ray(name: str, *arguments: Any, **more: Any) -> Any:
+        if name.split(".")[0] == "ray":
+            raise ModuleNotFoundError("No module named 'ray'")
+        return found(name, *arguments, **more)
+
+    monkeypatch.setattr(builtins, "__import__", no_ray)
+    write_records(tmp_path / "a.jsonl", 20)
+    flags = ["build", "--input", str(tmp_path / "a.jsonl"), "--tokenizer", "byte", "--seq-length", "128"]
+    assert preprocess.main([*flags, "--output", str(tmp_path / "d"), "--workers", "1"]) == 0
+    capsys.readouterr()
+    assert preprocess.main([*flags, "--output", str(tmp_path / "e"), "--executor", "ray"]) == 2
+    told = capsys.readouterr().err
+    assert "--executor ray needs the package ray (No module named 'ray'): pip install 'megacp[ray]'" in told
+    assert preprocess.main([*flags, "--output", str(tmp_path / "e"), "--ray-address", "auto"]) == 2
+    assert "--ray-address auto needs --executor ray" in capsys.readouterr().err
+
+
+def test_a_ray_that_cannot_start_is_told_in_one_line(fake: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**options: Any) -> None:
+        raise RuntimeError("Version mismatch:\n    the cluster has Ray 2.1\n")
+
+    monkeypatch.setattr(fake, "init", init)
+    with pytest.raises(
+        ValueError, match="^--executor ray: no Ray is reached at --ray-address h:1: Version mismatch: the"
+    ):
+        squares(address="h:1")
+    with pytest.raises(ValueError, match="^--executor ray: Ray cannot start on this machine: Version mismatch"):
+        squares()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_one_node_of_the_real_ray_makes_the_bytes_of_the_local_pool(tmp_path: Path) -> None:
+    """Also that a bad record ends a build with its line, and that the signal of an orderly end is left as it was."""
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'megacp[ray]'")
+    write_records(tmp_path / "a.jsonl", 150)
+    run([tmp_path / "a.jsonl"], tmp_path / "one", seed=3)
+    run([tmp_path / "a.jsonl"], tmp_path / "two", seed=3, workers=2)
+    before, stream = signal.getsignal(signal.SIGTERM), io.StringIO()
+    chosen = settings([tmp_path / "a.jsonl"], tmp_path / "ray", seed=3, workers=2, executor="ray")
+    summary = build(chosen, stream)
+    assert visible(tmp_path / "ray") == visible(tmp_path / "one") == visible(tmp_path / "two")
+    assert len(summary.results) > 3 and "on 1 node, 2 CPUs" in stream.getvalue()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not any(name.endswith(".partial") for name in os.listdir(tmp_path / "ray"))
+    assert files(tmp_path / "ray").keys() == files(tmp_path / "one").keys()

@@ -1,0 +1,332 @@
+"""Builds say what records would lose and what they teach: templates, first tokens, learned tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megacp.core.data.collate import collate
+from megacp.core.data.reader import PackedDataset
+from megacp.core.data.verify import verify
+from megacp.huggingface.convert.chat import TEMPLATE_FILE
+from megacp.huggingface.convert.chat import template as template_text
+from megacp.huggingface.generation.prompt import PromptMaker
+from megacp.prepare.build.document import DocumentMaker
+from megacp.prepare.build.merge import merge
+from megacp.prepare.describe import statistics, statistics_text
+from megacp.prepare.records.parts import SamplePart
+from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
+from tests.prepare.build.builds import documents, run
+
+USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+TALK = {"messages": [USER, ASSISTANT]}
+
+
+def write(path: Path, *records: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+# ---- keys and roles
+
+
+def test_a_key_that_would_be_lost_ends_the_build_with_its_place_and_a_flag_accepts_it(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.jsonl", {"text": "one", "url": "u"}, {"text": "see <image>", "images": ["x.jpg"]})
+    with pytest.raises(ValueError, match=f"{a}:2: `images` looks like content and would be lost"):
+        run([a], tmp_path / "d")
+    summary = run([a], tmp_path / "d", ignore_keys=("images",))
+    assert summary.documents == 2
+    with pytest.raises(ValueError, match="ignore_keys: .*images.* before, .* now"):
+        run([a], tmp_path / "d")
+
+
+def test_a_role_that_nothing_is_learned_of_ends_the_build_and_a_flag_accepts_it(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.jsonl", {"messages": [{"role": "gpt", "content": "x"}, ASSISTANT]})
+    with pytest.raises(ValueError, match=f"{a}:1: `messages.0..role`: 'gpt' is none of the roles"):
+        run([a], tmp_path / "d")
+    assert run([a], tmp_path / "d", context_roles=("gpt",)).documents == 1
+
+
+def test_flags_that_say_the_opposite_of_the_rules_are_refused(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.jsonl", TALK)
+    changes = {
+        "ignore_keys": ("text", "weight", "x"),
+        "context_roles": ("assistant",),
+    }
+    with pytest.raises(ValueError) as error:
+        run([a], tmp_path / "d", chat_template_date="2026-01-02", **changes)
+    for part in (
+        "--ignore-keys text,weight: these keys are read",
+        "--context-roles assistant",
+        "--chat-template-date 2026-01-02 goes with --chat-template auto, NAME or FILE",
+    ):
+        assert part in str(error.value)
+
+
+def test_a_message_of_weight_zero_is_not_learned(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.jsonl", {"messages": [USER, {**ASSISTANT, "weight": 0}, USER, ASSISTANT]})
+    run([a], tmp_path / "d")
+    weights = PackedDataset(tmp_path / "d").pack(0).weights
+    assert weights is not None and np.flatnonzero(weights).tolist() == [len(weights) - 2, len(weights) - 1]
+
+
+# ---- what is learned
+
+
+def test_the_build_and_its_statistics_count_what_training_learns(tmp_path: Path) -> None:
+    """Against the loss weights of the batches themselves: branches, split and truncated documents, weights."""
+    records = [
+        TALK,
+        {"text": "plain text"},
+        {"text": "to be cut " * 30},
+        {"text": "What? ", "branches": ["same", "same too"], "weight": 0.5},
+        {"text": "What? ", "branches": ["A", "Bc", {"messages": [USER, ASSISTANT]}]},
+        {"messages": [USER], "branches": [{"messages": [ASSISTANT]}, {"messages": [{**ASSISTANT, "weight": 0}]}]},
+    ]
+    a = write(tmp_path / "a.jsonl", *records)
+    for oversize in ("split", "truncate"):
+        summary = run([a], tmp_path / oversize, oversize=oversize)
+        dataset = PackedDataset(tmp_path / oversize)
+        counted = sum(int((collate([dataset.pack(i)]).loss_weights > 0).sum()) for i in range(len(dataset)))
+        values = statistics(tmp_path / oversize)
+        assert summary.learned_tokens == values["learned_tokens"] == counted > 0
+        assert f"{counted:,} learned" in statistics_text(values)
+    again = run([a], tmp_path / "split", oversize="split")
+    assert again.already_complete and again.learned_tokens > summary.learned_tokens
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [USER]},
+        {"messages": [USER, {**ASSISTANT, "weight": 0}]},
+        {"text": "words", "weight": 0},
+        {"messages": [{"role": "user", "content": "long " * 60}, ASSISTANT]},
+    ],
+)
+def test_a_record_of_which_nothing_is_learned_is_refused_unless_it_is_allowed(
+    tmp_path: Path, record: dict[str, Any]
+) -> None:
+    a = write(tmp_path / "a.jsonl", TALK, record)
+    with pytest.raises(ValueError, match=f"{a}:2: nothing of this record is learned.*--allow-unlearned"):
+        run([a], tmp_path / "d", oversize="truncate")
+    assert run([a], tmp_path / "skip", oversize="truncate", on_error="skip").documents == 1
+    summary = run([a], tmp_path / "allowed", oversize="truncate", allow_unlearned=True)
+    assert (summary.documents, summary.unlearned) == (2, 1)
+
+
+def test_a_record_of_one_token_is_refused_as_such(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.jsonl", {"text": "a"})
+    with pytest.raises(ValueError, match="it is a single token, which no token before it predicts; --append-eod or"):
+        run([a], tmp_path / "d", append_eod=False)
+
+
+def test_a_dataset_of_which_nothing_is_learned_is_not_made(tmp_path: Path) -> None:
+    """Would catch a run whose loss is 0.0000 from the first step to the last."""
+    a = write(tmp_path / "a.jsonl", {"messages": [USER]}, {"text": "words", "weight": 0})
+    with pytest.raises(ValueError, match="2 documents, and none of their tokens is learned"):
+        run([a], tmp_path / "d", allow_unlearned=True)
+    assert not (tmp_path / "d/manifest.json").exists()
+
+
+# ---- the tokenizer's template and first token
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer.json whose post-processor begins every text with <s>."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("tokenizer")
+    bpe = tokenizers.ByteLevelBPETokenizer()
+    bpe.train_from_iterator(["a b c"], vocab_size=300, show_progress=False)
+    bpe.add_special_tokens(["<s>", "</s>", "<sep>"])
+    bpe.save(str(folder / "plain.json"))
+    content = json.loads((folder / "plain.json").read_text())
+    content["post_processor"] = template(content, ["<s>", "A"])
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
+
+
+def template(content: dict[str, Any], order: list[str]) -> dict[str, Any]:
+    """A post-processor that puts special tokens around a text, A."""
+    ids = {token["content"]: token["id"] for token in content["added_tokens"]}
+    parts = [
+        {"Sequence": {"id": "A", "type_id": 0}} if name == "A" else {"SpecialToken": {"id": name, "type_id": 0}}
+        for name in order
+    ]
+    special = {name: {"id": name, "ids": [ids[name]], "tokens": [name]} for name in order if name != "A"}
+    return {"type": "TemplateProcessing", "single": parts, "pair": parts, "special_tokens": special}
+
+
+def tokenizer_in(place: Path, folder: Path, order: list[str] | None, **config: Any) -> Path:
+    """A tokenizer.json in a folder of its own, with this post-processor and tokenizer_config.json."""
+    place.mkdir()
+    content = json.loads((folder / "plain.json").read_text())
+    content["post_processor"] = None if order is None else template(content, order)
+    (place / "tokenizer.json").write_text(json.dumps(content))
+    if config:
+        (place / "tokenizer_config.json").write_text(json.dumps(config))
+    return place / "tokenizer.json"
+
+
+def test_documents_begin_as_the_post_processor_begins_a_text(folder: Path, tmp_path: Path) -> None:
+    """Would catch a model that is served with a first token that it never saw."""
+    library = pytest.importorskip("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
+    a = write(tmp_path / "a.jsonl", {"text": "a b"}, TALK, {"text": "c" * 40, "branches": ["a", "b"]}, {"text": "<s>a"})
+    run([a], tmp_path / "d", tokenizer=str(folder / "tokenizer.json"), oversize="split")
+    stored = documents(tmp_path / "d")
+    first, end = library.token_to_id("<s>"), library.token_to_id("</s>")
+    assert stored[0] == [*library.encode("a b").ids, end]
+    assert [tokens.count(first) for tokens in stored] == [1, 1, 1, 1] and {tokens[0] for tokens in stored} == {first}
+    dataset = PackedDataset(tmp_path / "d")
+    assert dataset.manifest.tokenizer.begins_with == first and verify(tmp_path / "d") == []
+    learned = sum(int((collate([dataset.pack(i)]).loss_weights > 0).sum()) for i in range(len(dataset)))
+    assert statistics(tmp_path / "d")["learned_tokens"] == learned
+    run([a], tmp_path / "none", tokenizer=str(folder / "tokenizer.json"), prepend_bos=False)
+    assert documents(tmp_path / "none")[0] == [*library.encode("a b", add_special_tokens=False).ids, end]
+    assert "begins_with" not in (tmp_path / "none/manifest.json").read_text()
+    with pytest.raises(ValueError, match=r"begins_with none, not \d+ \(.*--prepend-bos or --no-prepend-bos"):
+        merge([str(tmp_path / name) for name in ("d", "none")], str(tmp_path / "both"))
+
+
+@pytest.mark.parametrize("eod", ["</s>", "<sep>", None])
+def test_a_dataset_keeps_what_ends_its_documents(folder: Path, tmp_path: Path, eod: str | None) -> None:
+    """Would catch an end token that only the flags of the build knew."""
+    a = write(tmp_path / "a.jsonl", {"text": "a b"})
+    path = str(folder / "tokenizer.json")
+    run([a], tmp_path / "d", tokenizer=path, eod_token=eod, append_eod=eod is not None)
+    expected = None if eod is None else load_tokenizer(path).token_id(eod)
+    assert PackedDataset(tmp_path / "d").manifest.document_end == {"token": expected}
+    assert eod is None or documents(tmp_path / "d")[0][-1] == expected
+
+
+def test_weights_of_one_stay_unstored_where_documents_begin_with_a_token(folder: Path, tmp_path: Path) -> None:
+    a = write(tmp_path / "a.jsonl", {"text": "a b"})
+    run([a], tmp_path / "d", tokenizer=str(folder / "tokenizer.json"))
+    assert PackedDataset(tmp_path / "d").pack(0).weights is None
+
+
+def test_a_prompt_begins_as_documents_do(folder: Path) -> None:
+    tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
+    prompt = PromptMaker(tokenizer).of_texts(["a b"])
+    parts = next(DocumentMaker(tokenizer, True, {}).encode([[[SamplePart("a b", 1.0)]]])).stretches
+    assert prompt.prefix.tokens.tolist() == np.concatenate([part.ids for part in parts]).tolist()
+    assert prompt.prefix.tokens[0] == tokenizer.token_id("<s>")
+
+
+def test_a_text_that_ends_as_documents_do_is_clear_and_other_surroundings_ask_for_a_choice(
+    folder: Path, tmp_path: Path
+) -> None:
+    a = write(tmp_path / "a.jsonl", {"text": "a b"})
+    both = tokenizer_in(tmp_path / "both", folder, ["<s>", "A", "</s>"])
+    run([a], tmp_path / "d", tokenizer=str(both))
+    for name, order in (("after", ["<s>", "A", "<sep>"]), ("before", ["<s>", "<sep>", "A"])):
+        path = tokenizer_in(tmp_path / name, folder, order)
+        with pytest.raises(ValueError, match=r"puts the tokens \[.*choose --prepend-bos or --no-prepend-bos"):
+            run([a], tmp_path / f"{name}.d", tokenizer=str(path))
+        run([a], tmp_path / f"{name}.d", tokenizer=str(path), prepend_bos=True)
+        assert documents(tmp_path / f"{name}.d") == documents(tmp_path / "d")
+
+
+@pytest.mark.parametrize(("order", "says"), [(["<s>", "A"], False), (None, True)])
+def test_a_config_that_contradicts_the_post_processor_asks_for_a_choice(
+    folder: Path, tmp_path: Path, order: list[str] | None, says: bool
+) -> None:
+    a = write(tmp_path / "a.jsonl", {"text": "a b"})
+    path = tokenizer_in(tmp_path / "t", folder, order, add_bos_token=says, bos_token="<s>", eos_token="</s>")
+    with pytest.raises(ValueError, match=f"says add_bos_token {says}, but the post-processor of tokenizer.json puts"):
+        run([a], tmp_path / "d", tokenizer=str(path))
+    run([a], tmp_path / "d", tokenizer=str(path), prepend_bos=True)
+    run([a], tmp_path / "e", tokenizer=str(path), prepend_bos=False)
+    assert [len(documents(tmp_path / name)[0]) for name in "de"] == [5, 4]
+
+
+def test_a_config_beside_vocab_and_merges_says_how_texts_begin(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    bpe = tokenizers.ByteLevelBPETokenizer()
+    bpe.train_from_iterator(["a b c"], vocab_size=300, show_progress=False, special_tokens=["<|endoftext|>"])
+    bpe.save_model(str(tmp_path))
+    specification = f"{tmp_path}/vocab.json,{tmp_path}/merges.txt"
+    assert load_tokenizer(specification).begins_with is None
+    config = {"add_bos_token": True, "bos_token": {"content": "<|endoftext|>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer: Tokenizer = load_tokenizer(specification)
+    assert tokenizer.begins_with == tokenizer.eos_id is not None
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match="tokenizer_config.json is no JSON"):
+        load_tokenizer(specification)
+
+
+def test_a_first_token_that_nobody_names_is_refused(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.jsonl", {"text": "a b"})
+    with pytest.raises(ValueError, match="--prepend-bos: --tokenizer byte does not say which token begins"):
+        run([a], tmp_path / "d", prepend_bos=True)
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize("branch", [False, True])
+def test_messages_are_refused_where_the_tokenizer_has_a_template_for_them(
+    folder: Path, tmp_path: Path, where: str, branch: bool
+) -> None:
+    """Would catch a model that is served with a prompt it was not trained on."""
+    path = tokenizer_in(tmp_path / "t", folder, ["<s>", "A"])
+    written = {"tokenizer_config.json": json.dumps({"chat_template": "{{ messages }}"}), "chat_template.jinja": "{{ }}"}
+    (tmp_path / "t" / where).write_text(written[where])
+    record = {"text": "words", "branches": ["a", TALK]} if branch else TALK
+    a = write(tmp_path / "a.jsonl", {"text": "a"}, record)
+    with pytest.raises(ValueError, match=f"{a}:2: a record with messages, and .*{where} has a chat template"):
+        run([a], tmp_path / "d", tokenizer=str(path), on_error="skip")
+    assert run([a], tmp_path / "d", tokenizer=str(path), chat_template="ignore").documents == 2
+    text = write(tmp_path / "b.jsonl", {"text": "a"})
+    assert run([text], tmp_path / "e", tokenizer=str(path)).documents == 1
+
+
+def test_records_that_carry_ids_in_messages_or_text_under_a_forms_name_are_read(tmp_path: Path) -> None:
+    """Would catch a flag that the message names and the command refuses, and `content`, the key of code corpora."""
+    told = {"messages": [{**USER, "id": "1"}, {**ASSISTANT, "id": 2}]}
+    run([write(tmp_path / "a.jsonl", told)], tmp_path / "a")
+    code = {"content": "some code", "ext": "py"}
+    run([write(tmp_path / "b.jsonl", code)], tmp_path / "b", text_key="content")
+    run([write(tmp_path / "c.jsonl", {"text": "some code"})], tmp_path / "c")
+    assert documents(tmp_path / "b") == documents(tmp_path / "c")
+    both = write(tmp_path / "d.jsonl", {"text": "some code", "messages": told["messages"]})
+    with pytest.raises(ValueError, match="more than one content key.*--ignore-keys leaves one out"):
+        run([both], tmp_path / "d")
+    run([both], tmp_path / "d", ignore_keys=("messages",))
+    assert documents(tmp_path / "d") == documents(tmp_path / "c")
+
+
+def test_a_vocabulary_without_letters_still_says_how_texts_begin(tmp_path: Path) -> None:
+    """Would catch a first token that is taken for a last one because the probe has no ids."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {name: i for i, name in enumerate(["<s>", "</s>", "A", "C", "G", "T"])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="</s>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("[ACGT]"), "removed", invert=True)
+    made.add_special_tokens(["<s>", "</s>"])
+    made.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [("<s>", 0)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(str(tmp_path / "tokenizer.json")).begins_with == 0
+
+
+def test_the_template_that_the_converter_wrote_is_what_a_build_does(folder: Path, tmp_path: Path) -> None:
+    path = tokenizer_in(tmp_path / "t", folder, ["<s>", "A"], eos_token="</s>")
+    (path.parent / TEMPLATE_FILE).write_text(template_text("", True, "<s>"))
+    run([write(tmp_path / "a.jsonl", TALK)], tmp_path / "a", tokenizer=str(path))
+    (path.parent / TEMPLATE_FILE).write_text("{{ messages }}")
+    with pytest.raises(ValueError, match="has a chat template"):
+        run([write(tmp_path / "a.jsonl", TALK)], tmp_path / "b", tokenizer=str(path))
+
+
+def test_a_build_that_an_earlier_version_began_is_not_called_damaged(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", {"text": "a b"})
+    run([source], tmp_path / "d")
+    journal = tmp_path / "d" / "journal.jsonl"
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    del lines[0]["settings"]["record_rules"], lines[1]["learned_tokens"], lines[1]["unlearned"]
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match="begun with other settings.*record_rules: null before"):
+        run([source], tmp_path / "d")

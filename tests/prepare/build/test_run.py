@@ -1,0 +1,440 @@
+"""Builds: the same bytes however they were made, nothing lost, and one clear error for whatever is wrong."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import megacp.prepare.build.run as build_module
+from megacp.core.data.collate import collate
+from megacp.core.data.reader import PackedDataset
+from megacp.core.data.tables import FLAG_SPLIT, FLAG_TRUNCATED
+from megacp.core.data.verify import verify
+from megacp.prepare.build.journal import locked
+from megacp.prepare.build.run import kept_tokenizer
+from megacp.prepare.build.settings import BuildSettings
+from megacp.prepare.build.unit import UnitBuilder, UnitTask
+from megacp.prepare.records.record import Record
+from megacp.prepare.tokenize.tokenizer import load_tokenizer
+from tests.prepare.build.builds import documents, expected, files, run, settings, write_records
+
+
+def test_every_document_is_stored_once_and_whole(tmp_path: Path) -> None:
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    records = write_records(a, 120, 1, 0) + write_records(b, 30, 2, 1000)
+    summary = run([a, b], tmp_path / "d")
+    assert documents(tmp_path / "d") == expected(records)
+    assert summary.documents == 150 and len(summary.results) > 3
+    assert len(summary.manifest.shards) == len(summary.results)
+    assert verify(tmp_path / "d") == []
+    assert not (tmp_path / "d/.ids").exists()
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
+    a = tmp_path / "a.jsonl"
+    write_records(a, 150)
+    run([a], tmp_path / "one", seed=3)
+    run([a], tmp_path / "two", seed=3, workers=2)
+    run([a], tmp_path / "three", seed=3, workers=3)
+    assert files(tmp_path / "one") == files(tmp_path / "two") == files(tmp_path / "three")
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_what_a_killed_build_was_just_writing_is_gone_when_the_next_one_ends(tmp_path: Path, finished: bool) -> None:
+    """Would catch parts of a journal, a manifest or a tokenizer that stay in the dataset for ever."""
+    a = tmp_path / "a.jsonl"
+    write_records(a, 30)
+    run([a], tmp_path / "whole")
+    if finished:
+        run([a], tmp_path / "d")
+    left = [".journal.jsonl.c8d21ca78463.partial", ".shard_00007.partial/tokens.bin"]
+    left += [".manifest.json.0011aabbccdd.partial", "tokenizer/.tokenizer.json.ab.partial"] if finished else []
+    for name in left:
+        (tmp_path / "d" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "d" / name).write_bytes(b"{")
+    assert run([a], tmp_path / "d").already_complete == finished
+    assert files(tmp_path / "d") == files(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"), [({}, None), ({"workers": 2}, "false"), ({"executor": "ray"}, "false")]
+)
+def test_workers_beside_others_have_a_thread_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: str | None
+) -> None:
+    """Would catch as many threads as cores in every one of as many workers as cores."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "x")  # so that what the builder sets is taken back
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM")
+    UnitBuilder(settings([tmp_path / "a.jsonl"], tmp_path / "d", **changes))
+    assert os.environ.get("TOKENIZERS_PARALLELISM") == expected
+
+
+class _Killed(BaseException):
+    """Stands for a kill: nothing may catch it."""
+
+
+@pytest.mark.parametrize("survived", [0, 1, 3])
+def test_a_build_killed_anywhere_and_run_again_has_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survived: int
+) -> None:
+    a = tmp_path / "a.jsonl"
+    write_records(a, 150)
+    run([a], tmp_path / "whole")
+
+    class Dies(UnitBuilder):
+        left = survived
+
+        def __call__(self, task: UnitTask, position: Any) -> Any:
+            result = super().__call__(task, position)  # the shard is there, the journal does not know it yet
+            if Dies.left == 0:
+                raise _Killed
+            Dies.left -= 1
+            return result
+
+    monkeypatch.setattr(build_module, "UnitBuilder", Dies)
+    with pytest.raises(_Killed):
+        run([a], tmp_path / "d")
+    with open(tmp_path / "d/journal.jsonl", "ab") as stream:
+        stream.write(b'{"unit": 7, "sha')  # a line torn by the crash
+    assert not (tmp_path / "d/manifest.json").exists()
+    monkeypatch.setattr(build_module, "UnitBuilder", UnitBuilder)
+    summary = run([a], tmp_path / "d", workers=2)
+    assert summary.units_resumed == survived
+    assert files(tmp_path / "d") == files(tmp_path / "whole")
+
+
+def test_a_finished_build_run_again_does_nothing(tmp_path: Path) -> None:
+    a = tmp_path / "a.jsonl"
+    write_records(a, 20)
+    assert not run([a], tmp_path / "d").already_complete
+    before = files(tmp_path / "d")
+    assert run([a], tmp_path / "d").already_complete
+    assert files(tmp_path / "d") == before
+
+
+def test_a_shard_that_was_lost_is_built_again(tmp_path: Path) -> None:
+    a = tmp_path / "a.jsonl"
+    write_records(a, 100)
+    run([a], tmp_path / "d")
+    before = files(tmp_path / "d")
+    (tmp_path / "d/shard_00001/tokens.bin").unlink()
+    run([a], tmp_path / "d")
+    assert files(tmp_path / "d") == before
+
+
+def test_other_settings_or_input_are_refused_by_name_and_overwrite_replaces(tmp_path: Path) -> None:
+    a = tmp_path / "a.jsonl"
+    write_records(a, 20)
+    run([a], tmp_path / "d")
+    before = files(tmp_path / "d")
+    with pytest.raises(ValueError, match="oversize: .error. before, .drop. now; seq_length: 128 before, 256 now"):
+        run([a], tmp_path / "d", seq_length=256, oversize="drop")
+    records = write_records(a, 20, seed=9)
+    with pytest.raises(ValueError, match="input: .*nothing was overwritten|nothing was overwritten.*input: "):
+        run([a], tmp_path / "d")
+    assert files(tmp_path / "d") == before
+    run([a], tmp_path / "d", overwrite=True, seq_length=256)
+    assert documents(tmp_path / "d") == expected(records)
+
+
+def test_a_directory_with_other_files_is_left_alone_even_with_overwrite(tmp_path: Path) -> None:
+    a = tmp_path / "a.jsonl"
+    write_records(a, 3)
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d/thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match="holds files but no dataset .thesis.tex."):
+        run([a], tmp_path / "d", overwrite=True)
+    assert (tmp_path / "d/thesis.tex").read_text() == "years of work"
+
+
+def test_two_builds_of_one_directory_refuse_each_other(tmp_path: Path) -> None:
+    a = tmp_path / "a.jsonl"
+    write_records(a, 3)
+    (tmp_path / "d").mkdir()
+    with locked(tmp_path / "d"), pytest.raises(ValueError, match="another build is writing to it"):
+        run([a], tmp_path / "d")
+    run([a], tmp_path / "d")
+
+
+def test_all_wrong_settings_are_listed_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as error:
+        changes = {"seq_length": 100, "pad_multiple": 16, "workers": 0, "oversize": "x", "max_errors": 3}
+        run([tmp_path / "none.jsonl"], tmp_path / "d", **changes)
+    text = str(error.value)
+    fit = "--seq-length 100 is not a multiple of --pad-multiple 16"
+    for part in ("none.jsonl", fit, "--workers is 0", "--oversize"):
+        assert part in text
+    assert "--max-errors 3 needs --on-error skip" in text and not (tmp_path / "d").exists()
+
+
+# ---- bad records
+
+
+def spoiled(path: Path, position: int, line: bytes) -> list[dict[str, Any]]:
+    records = write_records(path, 60)
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines.insert(position, line + b"\n")
+    path.write_bytes(b"".join(lines))
+    return records
+
+
+@pytest.mark.parametrize(
+    ("line", "workers"),
+    [(b"", 1), (b"{", 1), (b'{"text": 1}', 1), (b'{"t": "x"}', 1), (b'{"text": "\xff"}', 1), (b"{", 2)],
+)
+def test_a_bad_line_ends_the_build_with_its_place(tmp_path: Path, line: bytes, workers: int) -> None:
+    a = tmp_path / "a.jsonl"
+    spoiled(a, 50, line)
+    with pytest.raises(ValueError, match=f"{a}:51: .*byte offset"):
+        run([a], tmp_path / "d", workers=workers)
+    assert not (tmp_path / "d/manifest.json").exists()
+
+
+def test_skipped_records_are_listed_and_all_others_stored(tmp_path: Path) -> None:
+    a = tmp_path / "a.jsonl"
+    records = spoiled(a, 50, b"{oops")
+    summary = run([a], tmp_path / "d", on_error="skip")
+    assert documents(tmp_path / "d") == expected(records) and summary.manifest.num_rejected == 1
+    (rejected,) = map(json.loads, (tmp_path / "d/rejects.jsonl").read_text().splitlines())
+    assert (rejected["file"], rejected["line"]) == (str(a), 51) and "invalid JSON" in rejected["reason"]
+    assert a.read_bytes()[rejected["offset"] :].startswith(b"{oops")
+
+
+def test_more_bad_records_than_max_errors_end_the_build(tmp_path: Path) -> None:
+    a = tmp_path / "a.jsonl"
+    spoiled(a, 50, b"{\n{\n{")
+    run([a], tmp_path / "enough", on_error="skip", max_errors=3)
+    with pytest.raises(ValueError, match=r"3 bad records, more than --max-errors 2"):
+        run([a], tmp_path / "d", on_error="skip", max_errors=2)
+
+
+def test_skipped_records_are_not_forgiven_by_a_rerun_that_fails_on_errors(tmp_path: Path) -> None:
+    a = tmp_path / "a.jsonl"
+    spoiled(a, 50, b"{")
+    run([a], tmp_path / "d", on_error="skip")
+    with pytest.raises(ValueError, match=f"{a}:51: .*an earlier run skipped it"):
+        run([a], tmp_path / "d")
+
+
+@pytest.mark.parametrize("distance", [1, 59])
+def test_a_duplicate_id_is_refused_with_both_places(tmp_path: Path, distance: int) -> None:
+    """In the same unit, and in another one, which only the parent can see."""
+    a = tmp_path / "a.jsonl"
+    records = spoiled(a, distance, json.dumps({"text": "again", "id": 0}).encode())
+    with pytest.raises(ValueError, match=f"{a}:{distance + 1}: duplicate id.* the first is at {a}:1"):
+        run([a], tmp_path / "d")
+    run([a], tmp_path / "d", on_error="skip")  # goes on with what the first run has made
+    run([a], tmp_path / "fresh", on_error="skip", workers=2)
+    assert documents(tmp_path / "d") == expected(records)
+    assert files(tmp_path / "d") == files(tmp_path / "fresh")
+    (rejected,) = map(json.loads, (tmp_path / "d/rejects.jsonl").read_text().splitlines())
+    assert rejected["reason"] == f"duplicate id '0', the first is at {a}:1" and rejected["line"] == distance + 1
+
+
+def test_a_cut_gz_ends_the_build_and_skip_keeps_what_is_whole(tmp_path: Path) -> None:
+    plain, packed = tmp_path / "a.jsonl", tmp_path / "a.jsonl.gz"
+    records = write_records(plain, 900)
+    data = gzip.compress(plain.read_bytes())
+    packed.write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match="a.jsonl.gz:.*cut short"):
+        run([packed], tmp_path / "d")
+    run([packed], tmp_path / "d", on_error="skip")
+    kept = documents(tmp_path / "d")
+    assert 0 < len(kept) < 900 and kept == expected(records)[: len(kept)]
+
+
+def test_input_without_a_usable_record_makes_no_dataset(tmp_path: Path) -> None:
+    a = tmp_path / "a.jsonl"
+    a.write_bytes(b"")
+    with pytest.raises(ValueError, match="no usable record"):
+        run([a], tmp_path / "d")
+    assert not (tmp_path / "d/manifest.json").exists()
+
+
+# ---- lengths
+
+
+def test_an_oversize_document_is_an_error_by_default_with_the_numbers(tmp_path: Path) -> None:
+    a = tmp_path / "a.jsonl"
+    a.write_text(json.dumps({"text": "x" * 300}) + "\n")
+    with pytest.raises(ValueError, match=f"{a}:1: a document of 301 tokens, more than --seq-length 128.*--oversize"):
+        run([a], tmp_path / "d")
+
+
+def test_oversize_documents_are_dropped_split_or_truncated_as_told(tmp_path: Path) -> None:
+    a = tmp_path / "a.jsonl"
+    a.write_text(json.dumps({"text": "x" * 300}) + "\n" + json.dumps({"text": "short"}) + "\n")
+    long, short = [*b"x" * 300, 256], [*b"short", 256]
+    run([a], tmp_path / "drop", oversize="drop")
+    assert documents(tmp_path / "drop") == [short]
+    assert "dropped by --oversize drop" in (tmp_path / "drop/rejects.jsonl").read_text()
+    run([a], tmp_path / "split", oversize="split", pad_multiple=16)
+    assert documents(tmp_path / "split") == [long, short]
+    run([a], tmp_path / "truncate", oversize="truncate")
+    assert documents(tmp_path / "truncate") == [long[:128], short]
+    for name, flag, count in (("split", FLAG_SPLIT, 3), ("truncate", FLAG_TRUNCATED, 1)):
+        dataset = PackedDataset(tmp_path / name)
+        flags = np.concatenate([dataset.pack(i).segments["flags"] for i in range(len(dataset))])
+        assert sorted(flags.tolist()) == [0] + [flag] * count
+        assert verify(tmp_path / name) == []
+
+
+def test_a_seed_shuffles_documents_and_none_keeps_their_order(tmp_path: Path) -> None:
+    a = tmp_path / "a.jsonl"
+    a.write_text("".join(json.dumps({"text": f"{i:03d}"}) + "\n" for i in range(60)))
+    seeds = {"none": None, "one": 1, "again": 1, "two": 2}
+    for name, seed in seeds.items():
+        run([a], tmp_path / name, seed=seed, unit_bytes=1 << 20)
+    tokens = {name: (tmp_path / name / "shard_00000/tokens.bin").read_bytes() for name in seeds}
+    assert tokens["one"] == tokens["again"] and len({tokens["none"], tokens["one"], tokens["two"]}) == 3
+    assert documents(tmp_path / "none") == documents(tmp_path / "one") == documents(tmp_path / "two")
+
+
+def test_windows_inside_a_unit_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megacp.prepare.build.unit.CHUNK_RECORDS", 7)
+    a = tmp_path / "a.jsonl"
+    records = write_records(a, 100)
+    run([a], tmp_path / "d", window_tokens=300, unit_bytes=1 << 20, seed=1)
+    assert documents(tmp_path / "d") == expected(records)
+
+
+# ---- weights and branches
+
+
+def test_conversation_weights_and_record_weights_are_stored(tmp_path: Path) -> None:
+    a = tmp_path / "a.jsonl"
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    a.write_text(json.dumps({"messages": messages, "weight": 0.5}) + "\n")
+    run([a], tmp_path / "d")
+    pack = PackedDataset(tmp_path / "d").pack(0)
+    assert bytes(pack.tokens[:-1].tolist()) == b"<|user|>\nhi\n<|assistant|>\nyo" and pack.tokens[-1] == 256
+    assert pack.weights is not None
+    assert pack.weights.tolist() == [0.0] * (len(pack.tokens) - 3) + [0.5] * 3
+
+
+def test_branches_are_stored_behind_their_prefix(tmp_path: Path) -> None:
+    a = tmp_path / "a.jsonl"
+    user = {"role": "user", "content": "Q"}
+    unlearned = {"text": "T", "branches": [{"messages": [user]}, {"messages": [user, user]}]}
+    a.write_text(json.dumps(unlearned) + "\n" + json.dumps({"text": "x"}) + "\n")
+    run([a], tmp_path / "d", allow_unlearned=True, seq_length=34)
+    pack = PackedDataset(tmp_path / "d").pack(0)
+    said = b"<|user|>\nQ"
+    assert pack.tokens.tolist() == [*b"T", *said, 256, *said, *b"\n", *said, 256]
+    assert pack.branches is not None and [tuple(row) for row in pack.branches.tolist()] == [(1, 11), (12, 22)]
+    assert int(pack.segments["prefix_length"][0]) == 1 and verify(tmp_path / "d") == []
+
+
+def learned(directory: Path) -> list[tuple[bytes, int, float]]:
+    """Of every place with a loss weight: the tokens that it sees, in order, the label, the weight."""
+    found, dataset = [], PackedDataset(directory)
+    for number in range(len(dataset)):
+        batch = collate([dataset.pack(number)])
+        for place in np.flatnonzero(batch.loss_weights).tolist():
+            own = (batch.document == batch.document[place]) & np.isin(batch.branch, [0, batch.branch[place]])
+            seen = np.flatnonzero(own & (batch.position_ids <= batch.position_ids[place]))
+            assert batch.position_ids[seen].tolist() == list(range(len(seen)))
+            text = bytes(min(int(token), 255) for token in batch.tokens[seen])
+            found.append((text, int(batch.labels[place]), float(batch.loss_weights[place])))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("prefix", "branches"),
+    [
+        ("What? ", ["A", "Bc"]),
+        ("What? ", ["same", "same too", "sand"]),
+        ("What? ", ["one"]),
+        ("What? ", ["A", {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}]),
+        ("ab", ["b", "b"]),
+    ],
+)
+def test_branches_teach_what_their_records_apart_would(tmp_path: Path, prefix: str, branches: list[Any]) -> None:
+    """Would catch a first word of an answer that no token predicts, or that the wrong one does."""
+    both = {"text": prefix, "weight": 0.5, "branches": branches}
+    (tmp_path / "a.jsonl").write_text(json.dumps(both) + "\n")
+    run([tmp_path / "a.jsonl"], tmp_path / "together")
+    apart = [{**both, "branches": [branch]} for branch in branches]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(record) + "\n" for record in apart))
+    run([tmp_path / "b.jsonl"], tmp_path / "apart")
+    (tmp_path / "c.jsonl").write_text(json.dumps({"text": prefix + str(branches[0]), "weight": 0.5}) + "\n")
+    run([tmp_path / "c.jsonl"], tmp_path / "flat")
+    together, separate = learned(tmp_path / "together"), learned(tmp_path / "apart")
+    stored = PackedDataset(tmp_path / "together").pack(0).weights
+    assert stored is not None and sum(weight for *_, weight in together) == stored.sum() - 0.5, (
+        "nothing predicts the first"
+    )
+    assert set(together) == set(separate)
+    once = [row for row in together if len(row[0]) < len(prefix)]
+    assert len(once) == len(set(once)) == len(prefix) - 1, "the prefix is learned once"
+    assert len(together) - len(once) == len(separate) - len(branches) * len(once)
+    if isinstance(branches[0], str):
+        assert set(learned(tmp_path / "flat")) <= set(together)
+
+
+def test_learned_text_after_a_single_token_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "Q", "branches": ["one", "second"]}) + "\n")
+    with pytest.raises(ValueError, match="begin with learned text after a prefix of a single token"):
+        run([tmp_path / "a.jsonl"], tmp_path / "d")
+
+
+def test_a_document_with_branches_is_never_cut(tmp_path: Path) -> None:
+    a = tmp_path / "a.jsonl"
+    a.write_text(json.dumps({"text": "Q" * 100, "branches": ["one" * 20]}) + "\n")
+    with pytest.raises(ValueError, match="tokens with all branches.*--oversize drop .byte"):
+        run([a], tmp_path / "d", oversize="split")
+
+
+def test_no_append_eod_adds_nothing(tmp_path: Path) -> None:
+    a = tmp_path / "a.jsonl"
+    records = write_records(a, 10)
+    run([a], tmp_path / "d", append_eod=False)
+    assert documents(tmp_path / "d") == [tokens[:-1] for tokens in expected(records)]
+
+
+def test_the_tokenizer_is_kept_with_the_dataset(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    bpe = tokenizers.ByteLevelBPETokenizer()
+    bpe.train_from_iterator(["a b c"], vocab_size=300, show_progress=False)
+    bpe.save_model(str(tmp_path))
+    a = tmp_path / "a.jsonl"
+    records = write_records(a, 10)
+    with pytest.raises(ValueError, match="--eod-token, or give --no-append-eod"):
+        run([a], tmp_path / "d", tokenizer=f"{tmp_path}/vocab.json,{tmp_path}/merges.txt")
+    run([a], tmp_path / "d", tokenizer=f"{tmp_path}/vocab.json,{tmp_path}/merges.txt", append_eod=False)
+    kept = load_tokenizer(kept_tokenizer(tmp_path / "d"))
+    assert kept.info() == PackedDataset(tmp_path / "d").manifest.tokenizer
+    assert kept.decode(documents(tmp_path / "d")[3]) == records[3]["text"]
+
+
+def test_an_engine_that_differs_on_the_real_text_stops_the_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Doubtful(type(load_tokenizer("byte"))):  # type: ignore[misc]
+        engine = "gigatoken"
+
+        def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+            return [ids[:-1] for ids in super().encode(texts)]
+
+    a = tmp_path / "a.jsonl"
+    write_records(a, 5)
+    monkeypatch.setattr(BuildSettings, "load_tokenizer", lambda self: Doubtful())
+    with pytest.raises(ValueError, match=f"{a}:1: gigatoken gives other ids.*--tokenizer-engine reference --overwrite"):
+        run([a], tmp_path / "d")
+
+
+def test_a_record_knows_its_size(tmp_path: Path) -> None:
+    """Progress and chunking are in bytes of the input, so sizes must add up to the file."""
+    from megacp.prepare.records.read import Extent, read_extent
+
+    a = tmp_path / "a.jsonl"
+    write_records(a, 10)
+    items = list(read_extent(Extent(0, str(a), 0, a.stat().st_size)))
+    assert sum(item.size for item in items if isinstance(item, Record)) == a.stat().st_size

@@ -1,0 +1,383 @@
+"""Builds that read from URLs and write to them: the same bytes as on a disk, whatever the store does meanwhile."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import shutil
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from megacp.core.data.manifest import MANIFEST_NAME
+from megacp.core.data.reader import PackedDataset
+from megacp.core.storage.retry import UnreachableError
+from megacp.core.storage.url import Url
+from megacp.prepare.build.journal import JOURNAL_NAME
+from megacp.prepare.build.parts import BuildPart
+from megacp.prepare.build.run import BuildSummary, build, build_part, kept_tokenizer
+from megacp.prepare.build.settings import BuildSettings, problems
+from megacp.prepare.build.unit import BadRecord
+from megacp.prepare.build.upload import FAILED_IMAGES_NAME
+from megacp.prepare.records import jsonl
+from megacp.prepare.records.inputs import identity
+from megacp.prepare.records.read import input_files, plan_units, read_extent
+from megacp.prepare.records.record import Record
+from tests.prepare.build import builds
+from tests.prepare.media.pictures import TINY, encoded, noise
+from tests.storage.stores import FlakyStore, flaky, memory, under_flaky
+
+LINES = [{"id": i, "text": f"{i} " + "word " * (i % 17)} for i in range(300)]
+JSONL = "".join(json.dumps(line) + "\n" for line in LINES).encode()
+
+
+def parquet() -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(LINES), sink, row_group_size=64)
+    return sink.getvalue()
+
+
+def arrow(kind: Any) -> bytes:
+    sink = io.BytesIO()
+    table = pa.Table.from_pylist(LINES)
+    with kind(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=50)
+    return sink.getvalue()
+
+
+def tar() -> bytes:
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode="w") as archive:
+        for line in LINES:
+            info = tarfile.TarInfo(f"{line['id']:05d}.json")
+            info.size = len(content := json.dumps(line).encode())
+            archive.addfile(info, io.BytesIO(content))
+    return sink.getvalue()
+
+
+FORMS = {
+    "a.jsonl": lambda: JSONL,
+    "a.jsonl.gz": lambda: gzip.compress(JSONL),
+    "a.jsonl.zst": lambda: zstandard.compress(JSONL),
+    "a.parquet": parquet,
+    "stream.arrow": lambda: arrow(pa.ipc.new_stream),
+    "file.arrow": lambda: arrow(pa.ipc.new_file),
+    "a.tar": tar,
+}
+
+
+def records(path: str, unit_bytes: int = 2000) -> list[Any]:
+    units = plan_units(input_files([path]), unit_bytes)
+    found = [item for unit in units for extent in unit.extents for item in read_extent(extent, media=True)]
+    assert all(isinstance(item, Record) for item in found), found[-1]
+    return [item.value for item in found if isinstance(item, Record)]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_reader_reads_a_url_as_it_reads_a_file(tmp_path: Path, name: str) -> None:
+    url = memory() / name
+    data = FORMS[name]()
+    url.write(data)
+    (tmp_path / name).write_bytes(data)
+    assert records(str(url)) == records(str(tmp_path / name)) == LINES
+
+
+def test_a_folder_of_save_to_disk_is_read_at_a_url() -> None:
+    url = memory() / "saved"
+    (url / "data-0.arrow").write(FORMS["stream.arrow"]())
+    (url / "state.json").write(json.dumps({"_data_files": [{"filename": "data-0.arrow"}]}).encode())
+    assert input_files([str(url)]) == (f"{url}/data-0.arrow",) and records(str(url)) == LINES
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_store_that_fails_loses_no_record(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a cut connection that is taken for the end of a file, or for damage of it."""
+    monkeypatch.setattr("megacp.core.storage.place._BLOCK", 4096)
+    url = memory() / name
+    url.write(FORMS[name]())
+    with flaky(0.4, seed=3) as store:
+        assert records(str(under_flaky(url))) == LINES
+    assert sum(store.failed.values()), dict(store.asked)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_store_that_is_gone_ends_the_reading(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch --on-error skip that takes an outage for the last, bad record of each file."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    url = memory() / name
+    url.write(FORMS[name]())
+    place = str(under_flaky(url))
+    units = plan_units([place], 1 << 20)
+    monkeypatch.setattr(FlakyStore, "cat_file", lambda *_, **__: (_ for _ in ()).throw(ConnectionResetError("down")))
+    with pytest.raises(UnreachableError, match=r"down \(tried 6 times\)"):
+        list(read_extent(units[0].extents[0]))
+
+
+def test_a_large_file_is_read_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a reader that takes a whole object to read a part of it."""
+    asked: list[int] = []
+    original = Url.read
+
+    def noted(self: Url, offset: int, count: int) -> bytes:
+        asked.append(count)
+        return original(self, offset, count)
+
+    monkeypatch.setattr(Url, "read", noted)
+    monkeypatch.setattr("megacp.core.storage.place._BLOCK", 1 << 12)
+    monkeypatch.setattr("megacp.core.storage.place._BUFFER", 1 << 10)
+    url = memory() / "a.jsonl"
+    url.write(JSONL)
+    assert records(str(url), 1000) == LINES
+    assert max(asked) <= 1 << 12
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> list[Path]:
+    paths = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    builds.write_records(paths[0], 80, seed=1)
+    builds.write_records(paths[1], 60, seed=2, first_id=1000)
+    return paths
+
+
+def uploaded(paths: Sequence[Path]) -> Url:
+    url = memory()
+    for path in paths:
+        (url / path.name).write(path.read_bytes())
+    return url
+
+
+def to_url(inputs: str, output: Url, work: Path, overwrite: bool = False, **changes: Any) -> BuildSummary:
+    values = {"tokenizer": "byte", "seq_length": 128, "unit_bytes": 2000, **changes}
+    settings = BuildSettings(input=(inputs,), output=str(output), work_dir=str(work), **values)
+    return build(settings, io.StringIO(), overwrite)
+
+
+def content(url: Url, leave_out: Sequence[str] = (MANIFEST_NAME, JOURNAL_NAME)) -> dict[str, bytes]:
+    return {name: (url / name).content(1 << 20) for name in url.sizes_below() if name not in leave_out}
+
+
+def test_a_build_from_a_url_to_a_url_has_the_bytes_of_one_on_a_disk(corpus: list[Path], tmp_path: Path) -> None:
+    builds.run(corpus, tmp_path / "local")
+    local = {name: data for name, data in builds.files(tmp_path / "local").items() if not name.startswith(".")}
+    url = memory()
+    to_url(f"{uploaded(corpus)}/*.jsonl", url, tmp_path / "work")
+    assert content(url) == {name: data for name, data in local.items() if name not in (MANIFEST_NAME, JOURNAL_NAME)}
+    there = PackedDataset(url)
+    assert [there.pack(i).tokens.tolist() for i in range(len(there))] == [
+        pack.tokens.tolist() for pack in map(PackedDataset(tmp_path / "local").pack, range(len(there)))
+    ]
+    assert not list((tmp_path / "work").glob("shard_*"))
+    assert kept_tokenizer(url) == "byte"
+
+
+def test_a_store_that_fails_one_request_in_twenty_gets_the_same_dataset(corpus: list[Path], tmp_path: Path) -> None:
+    inputs, sound, url = uploaded(corpus), memory(), memory()
+    to_url(f"{inputs}/*.jsonl", sound, tmp_path / "sound")
+    with flaky(0.05) as store:
+        to_url(f"{under_flaky(inputs)}/*.jsonl", under_flaky(url), tmp_path / "work")
+    assert sum(store.failed.values()) > 1 and content(url) == content(sound)
+
+
+def test_parts_send_their_shards_and_finish_sends_the_manifest(corpus: list[Path], tmp_path: Path) -> None:
+    """Would catch a part that takes what it has sent for missing, and a finish that builds it again."""
+    inputs, url, whole, work = f"{uploaded(corpus)}/*.jsonl", memory(), memory(), tmp_path / "work"
+    to_url(inputs, whole, tmp_path / "whole")
+    flags: dict[str, Any] = {"tokenizer": "byte", "seq_length": 128, "unit_bytes": 2000, "work_dir": str(work)}
+    settings = BuildSettings(input=(inputs,), output=str(url), **flags)
+    first = build_part(settings, io.StringIO(), BuildPart(1, 2))
+    assert first.results and build_part(settings, io.StringIO(), BuildPart(1, 2)).units_resumed == len(first.results)
+    assert sum(name.endswith("tokens.bin") for name in url.sizes_below()) == len(first.results)
+    with pytest.raises(ValueError, match=r"lacks \d+ units"):
+        build(settings, io.StringIO(), builds_missing=False)
+    build_part(settings, io.StringIO(), BuildPart(0, 2))
+    summary = build(settings, io.StringIO(), builds_missing=False)
+    assert summary.units_resumed == len(summary.results)
+    assert content(url) == content(whole) and len(PackedDataset(url)) == len(PackedDataset(whole))
+
+
+def test_a_finished_build_does_nothing_and_a_lost_shard_is_built_again(
+    corpus: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, url, work = f"{uploaded(corpus)}/*.jsonl", memory(), tmp_path / "work"
+    to_url(inputs, url, work)
+    before = content(url, ())
+    assert to_url(inputs, url, work).already_complete
+    (url / "shard_00001" / "tokens.bin").unlink()
+    with pytest.raises(ValueError, match=rf"{url}/shard_00001/tokens.bin: no such file, the manifest says \d+ bytes"):
+        PackedDataset(url)
+    with monkeypatch.context() as patch:
+        patch.setattr(Url, "upload", lambda self, source: (_ for _ in ()).throw(UnreachableError("down")))
+        with pytest.raises(UnreachableError):
+            to_url(inputs, url, work)
+    assert not (url / MANIFEST_NAME).exists()  # nobody takes it for a finished dataset meanwhile
+    assert to_url(inputs, url, work).units_resumed > 0
+    assert content(url, ()) == before
+
+
+def test_a_build_goes_on_where_another_machine_began(
+    corpus: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch a directory that is lost with its machine, and all shards with it."""
+    monkeypatch.setattr("megacp.prepare.build.upload._EVERY_SECONDS", 0.0)
+    inputs, url = f"{uploaded(corpus)}/*.jsonl", memory()
+    original, sent = Url.upload, []
+
+    def fails_later(self: Url, source: Path) -> None:
+        sent.append(self.name)
+        if sent.count("tokens.bin") == 4:
+            raise UnreachableError("the machine is lost")
+        original(self, source)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Url, "upload", fails_later)
+        with pytest.raises(UnreachableError):
+            to_url(inputs, url, tmp_path / "one")
+    with pytest.raises(
+        ValueError, match=r"manifest.json: no such file; .* or the upload of a finished one, interrupted"
+    ):
+        PackedDataset(url)
+    shutil.rmtree(tmp_path / "one")
+    (summary := to_url(inputs, url, tmp_path / "two", allow_unlearned=False))
+    assert summary.manifest.num_packs
+    whole = memory()
+    to_url(inputs, whole, tmp_path / "three")
+    assert content(url, ()) == content(whole, ())
+
+
+def test_a_changed_object_is_seen_and_refused_by_name(corpus: list[Path], tmp_path: Path) -> None:
+    inputs, url, work = uploaded(corpus), memory(), tmp_path / "work"
+    to_url(f"{inputs}/*.jsonl", url, work)
+    before = identity(f"{inputs}/one.jsonl")
+    (inputs / "one.jsonl").write(corpus[0].read_bytes().replace(b"ab", b"ba"))
+    assert identity(f"{inputs}/one.jsonl")[1] == before[1] and identity(f"{inputs}/one.jsonl") != before
+    with pytest.raises(ValueError, match=r"begun with other settings or other input.*input"):
+        to_url(f"{inputs}/*.jsonl", url, work)
+    to_url(f"{inputs}/*.jsonl", url, work, overwrite=True)
+
+
+def test_an_object_that_changes_while_it_is_read_makes_no_dataset(
+    corpus: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, url = uploaded(corpus), memory()
+    original = jsonl.read_jsonl
+
+    def changing(path: str, *rest: Any) -> Any:
+        (inputs / "two.jsonl").write(corpus[1].read_bytes())
+        return original(path, *rest)
+
+    monkeypatch.setattr("megacp.prepare.records.read.read_jsonl", changing)
+    with pytest.raises(ValueError, match=r"changed while it was read: .*two.jsonl"):
+        to_url(f"{inputs}/*.jsonl", url, tmp_path / "work")
+    assert not (url / MANIFEST_NAME).exists()
+
+
+def test_what_is_no_dataset_at_a_url_is_left_alone(corpus: list[Path], tmp_path: Path) -> None:
+    url = memory()
+    (url / "photos" / "a.jpg").write(b"1")
+    with pytest.raises(ValueError, match=r"--output .* holds what is no dataset \(photos\)"):
+        to_url(f"{uploaded(corpus)}/*.jsonl", url, tmp_path / "work", overwrite=True)
+    assert (url / "photos" / "a.jpg").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("none.jsonl", "no such file: memory://"), ("", "is a directory; give the files in it, as memory://")],
+)
+def test_an_input_that_is_not_there_is_told_before_anything_is_read(name: str, message: str, tmp_path: Path) -> None:
+    url = memory()
+    (url / "a.jsonl").write(JSONL)
+    path = str(url / name) if name else str(url)
+    found = problems(BuildSettings((path,), str(tmp_path / "out"), "byte", 128))
+    assert len(found) == 1 and message in found[0]
+
+
+def image_records(places: Sequence[str], folder: Path) -> Path:
+    path = folder / "pairs.jsonl"
+    rows = [{"content": [{"type": "image", "path": p}, {"type": "text", "text": "A cat."}]} for p in places]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def items_of(dataset: PackedDataset) -> list[bytes]:
+    """The stored images in the order of their records."""
+    found = {}
+    for i in range(len(dataset)):
+        pack = dataset.pack(i)
+        assert pack.images is not None
+        for unit in pack.images.units:
+            found[int(pack.segments[int(unit["segment"])]["source_offset"])] = pack.images.read(int(unit["item"]))
+    return [found[offset] for offset in sorted(found)]
+
+
+IMAGES = {"image_rules": TINY, "seq_length": 512, "unit_bytes": 400}
+
+
+def test_images_are_fetched_by_url_and_by_key_once_each(tmp_path: Path) -> None:
+    store = memory()
+    pictures = [encoded(noise(20 + i, 16, seed=i)) for i in range(5)]
+    for i, picture in enumerate(pictures):
+        (store / "photos" / f"{i}.png").write(picture)
+    by_url = image_records([f"{store}/photos/{i}.png" for i in (0, 1, 2, 3, 4, 0)], tmp_path)
+    with flaky(0.0) as counted:
+        prefix = under_flaky(store).text
+        by_url.write_text(by_url.read_text().replace(store.text, prefix))
+        builds.run([by_url], tmp_path / "urls", image_urls=(prefix,), image_cache=str(tmp_path / "cache"), **IMAGES)
+        assert counted.asked["read"] == 5
+        builds.run([by_url], tmp_path / "again", image_urls=(prefix,), image_cache=str(tmp_path / "cache"), **IMAGES)
+        assert counted.asked["read"] == 5
+    by_key = image_records([f"photos/{i}.png" for i in (0, 1, 2, 3, 4, 0)], tmp_path)
+    builds.run([by_key], tmp_path / "keys", image_root=str(store), **IMAGES)
+    for name in ("urls", "again", "keys"):
+        assert items_of(PackedDataset(tmp_path / name)) == [*pictures, pictures[0]]
+    assert not (tmp_path / "keys" / ".images").exists() and (tmp_path / "urls" / FAILED_IMAGES_NAME).read_bytes() == b""
+
+
+def test_images_that_do_not_come_are_listed_with_their_urls(tmp_path: Path) -> None:
+    store = memory()
+    (store / "good.png").write(encoded(noise(16, 16)))
+    (store / "bad.png").write(b"<html>")
+    path = image_records([f"{store}/good.png", f"{store}/gone.png", f"{store}/bad.png", f"{store}/good.png"], tmp_path)
+    summary = builds.run([path], tmp_path / "out", on_error="skip", image_urls=(store.text,), **IMAGES)
+    assert summary.documents == 2 and summary.manifest.num_rejected == 2
+    failed = [json.loads(line) for line in (tmp_path / "out" / FAILED_IMAGES_NAME).read_text().splitlines()]
+    assert [(line["url"], line["line"]) for line in failed] == [(f"{store}/gone.png", 2)]
+    assert "could not be fetched: the store has no such object" in failed[0]["reason"]
+    with pytest.raises(BadRecord, match=r"pairs.jsonl:2: .*gone.png': it could not be fetched"):
+        builds.run([path], tmp_path / "strict", image_urls=(store.text,), **IMAGES)
+
+
+def test_images_of_a_store_that_fails_come_all_the_same(tmp_path: Path) -> None:
+    store = memory()
+    pictures = [encoded(noise(20, 16, seed=i)) for i in range(30)]
+    for i, picture in enumerate(pictures):
+        (store / f"{i}.png").write(picture)
+    path = image_records([f"{i}.png" for i in range(30)], tmp_path)
+    with flaky(0.2) as counted:
+        builds.run([path], tmp_path / "out", image_root=str(under_flaky(store)), **IMAGES)
+    assert counted.failed["read"] and items_of(PackedDataset(tmp_path / "out")) == pictures
+
+
+@pytest.mark.parametrize(
+    "place", ["https://images.example/a.png", "file:///etc/passwd", "memory://elsewhere/a.png", "../a.png", "/a.png"]
+)
+def test_nothing_is_fetched_that_no_prefix_allows(tmp_path: Path, place: str) -> None:
+    """Would catch a record that has the build ask a server inside of the user's network."""
+    store = memory()
+    path = image_records([place], tmp_path)
+    with pytest.raises(BadRecord, match=r"URL, allowed are paths|absolute|climbs"):
+        builds.run([path], tmp_path / "out", image_root=str(store), image_urls=(store.text,), **IMAGES)
+
+
+def test_a_prefix_is_not_left_by_climbing(tmp_path: Path) -> None:
+    store = memory()
+    (store / "secret.png").write(encoded(noise(16, 16)))
+    path = image_records([f"{store}/photos/../secret.png"], tmp_path)
+    with pytest.raises(BadRecord, match=r"allowed are paths"):
+        builds.run([path], tmp_path / "out", image_urls=(f"{store}/photos/",), **IMAGES)

@@ -1,0 +1,183 @@
+"""Crops, patches, pooling and tokens of an image against the transformers library's Molmo2 processor."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megacp.core.data.geometry import (
+    TOKEN_TEXTS,
+    ImageRules,
+    frame_layout,
+    image_layout,
+    image_patches,
+    load_pixels,
+    resized,
+)
+from tests.prepare.media.pictures import TINY, WordTokenizer, encoded, noise
+from tests.reference import molmo2_processor as reference
+
+MOLMO2 = ImageRules().with_token_ids(WordTokenizer)
+RULES = {
+    "tiny": TINY,
+    "no margins, odd pooling": dataclasses.replace(TINY, overlap_margins=(0, 0), image_pooling=(3, 2), image_size=20),
+    "uneven margins": dataclasses.replace(TINY, overlap_margins=(2, 1), image_size=24, max_crops=9),
+    "one crop": dataclasses.replace(TINY, max_crops=1),
+    "Molmo2": MOLMO2,
+}
+SIZES = {
+    "tiny": [(int(w), int(h)) for w, h in np.random.default_rng(0).integers(1, 120, (150, 2))],
+    "Molmo2": [
+        (378, 378),
+        (100, 100),
+        (640, 480),
+        (1, 1),
+        (112, 300),
+        (2000, 300),
+        (77, 1500),
+        (1024, 768),
+        (113, 112),
+    ],
+}
+ONE_LEVEL = 2 / 255 * 1.001  # of 255 levels, over a deviation of 0.5, and a rounding of the last float32 digit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RULES)
+def test_pixels_and_pooling_are_those_of_the_transformers_library(name: str) -> None:
+    rules = RULES[name]
+    for number, (width, height) in enumerate(SIZES.get(name, SIZES["tiny"][:40])):
+        pixels = noise(width, height, number)
+        patches, pooling, _ = reference.process_image(pixels, rules)
+        mine, layout = image_patches(pixels, rules), image_layout(width, height, rules)
+        assert mine.dtype == np.float32 and mine.shape == patches.shape == (layout.num_crops, *mine.shape[1:])
+        assert np.array_equal(layout.pooling, pooling), (width, height)
+        assert np.abs(mine - patches).max() <= ONE_LEVEL, (width, height)
+
+
+@pytest.mark.parametrize(("width", "height"), [(16, 16), (20, 20), (37, 64), (90, 55), (11, 100)])
+def test_resized_pixels_differ_from_torch_only_on_a_rounding_edge(width: int, height: int) -> None:
+    for seed in range(5):
+        pixels = noise(width, height, seed)
+        exact = reference.interpolated(pixels, 28, 20)
+        off = resized(pixels, 28, 20) != np.rint(exact)
+        # below 256 a float32 rounding errs by 2 ** -17; one for each weight, product and sum on the way is eight for
+        # either side
+        assert (np.abs(exact[off] % 1 - 0.5) <= 16 * 2**-17).all() and off.mean() < 0.01
+
+
+def test_without_resizing_pixels_are_those_of_the_library_to_the_last_digit() -> None:
+    pixels = noise(16, 16)
+    rules = dataclasses.replace(TINY, image_mean=(0.48, 0.46, 0.41), image_std=(0.27, 0.26, 0.28))
+    assert np.array_equal(image_patches(pixels, rules), reference.process_image(pixels, rules)[0])
+
+
+def spelled(text: str, rules: ImageRules) -> list[int]:
+    ids = {text: rules.token_ids[name] for name, text in TOKEN_TEXTS.items()}
+    return [ids[word] for word in re.findall("<[^>]*>", text)]
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("low_res_columns", [None, False, True])
+def test_tokens_are_those_of_the_transformers_library(columns: bool, low_res_columns: bool | None) -> None:
+    for name in ("tiny", "no margins, odd pooling"):
+        rules = dataclasses.replace(RULES[name], use_column_tokens=columns, low_res_column_tokens=low_res_columns)
+        for width, height in SIZES["tiny"][:30]:
+            _, _, grid = reference.process_image(noise(width, height), rules)
+            layout = image_layout(width, height, rules)
+            assert layout.tokens.tolist() == spelled(reference.image_text(grid, rules), rules)
+            assert int((layout.tokens == rules.token_ids["image_patch"]).sum()) == layout.num_pooled
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_a_frame_is_one_crop_whose_tokens_are_those_of_the_library(columns: bool) -> None:
+    rules = dataclasses.replace(TINY, video_column_tokens=columns)
+    patches, pooling, grid = reference.process_video(noise(30, 20)[None], rules)
+    layout = frame_layout(rules)
+    assert layout.num_crops == len(patches) == 1 and np.array_equal(layout.pooling, pooling)
+    text = reference.video_text([1, *grid], [0.0], rules)
+    assert text.startswith("0.0 <frame_start>") and layout.tokens.tolist() == spelled(text, rules)
+
+
+def test_a_pooling_index_never_leaves_its_image_and_every_canvas_patch_is_pooled_once() -> None:
+    for width, height in SIZES["tiny"]:
+        layout = image_layout(width, height, TINY)
+        used = layout.pooling[layout.pooling >= 0]
+        assert used.max() < layout.num_crops * TINY.patches_per_crop and len(np.unique(used)) == len(used)
+        assert np.isin(np.arange(TINY.patches_per_crop), used).all()  # the low-resolution crop has no neighbours
+
+
+def test_resizing_keeps_a_plain_colour_and_an_unchanged_size() -> None:
+    plain = np.full((7, 9, 3), 77, np.uint8)
+    assert (resized(plain, 30, 2) == 77).all()
+    assert np.array_equal(resized(noise(9, 7), 7, 9), noise(9, 7))
+
+
+def test_encoded_bytes_and_their_pixels_give_the_same_patches() -> None:
+    assert np.array_equal(
+        image_patches(load_pixels(encoded(noise(40, 30)), TINY), TINY), image_patches(noise(40, 30), TINY)
+    )
+
+
+def test_shared_layouts_cannot_be_changed() -> None:
+    layout = image_layout(20, 20, TINY)
+    for array in (layout.tokens, layout.pooling, frame_layout(TINY).tokens):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 5
+    other = dataclasses.replace(TINY, token_ids={name: 900 + i for i, name in enumerate(TOKEN_TEXTS)})
+    assert set(image_layout(20, 20, other).tokens.tolist()).isdisjoint(layout.tokens.tolist())  # not the cached one
+
+
+# ---- rules
+
+
+def test_rules_survive_json_and_unknown_keys_or_types_are_named() -> None:
+    assert ImageRules.from_dict(MOLMO2.to_dict()) == MOLMO2
+    assert ImageRules.from_dict({"patch_size": 7, "video_fps": 3}).patch_size == 7
+    with pytest.raises(ValueError, match="unknown keys patchsize; known are image_size"):
+        ImageRules.from_dict({"patchsize": 7})
+    with pytest.raises(ValueError, match="`patch_size` is '7'; `use_column_tokens` is 1"):
+        ImageRules.from_dict({"patch_size": "7", "use_column_tokens": 1})
+
+
+def test_all_wrong_rules_are_listed_at_once_with_their_flags() -> None:
+    with pytest.raises(ValueError) as error:
+        ImageRules.from_dict(
+            {"image_size": 0, "max_crops": 0, "video_fps": 0.0, "image_pooling": [0, 2], "time_mode": "x"}
+            | {"image_std": [0.0, 1.0, 1.0], "token_ids": {"image_patch": 3, "image_col": 3, "cat": 1}}
+        )
+    for part in (
+        "--image-size is 0",
+        "--max-crops is 0",
+        "--video-fps is 0.0",
+        "--image-pooling is [0, 2]",
+        "--time-mode is 'x', allowed are per-frame, off",
+        "--image-std is",
+        "--image-token-ids names cat",
+        "they must differ",
+    ):
+        assert part in str(error.value)
+    with pytest.raises(
+        ValueError, match="--image-token-ids are .*4000000000.*, they must differ and be 0 to 2147483646"
+    ):
+        ImageRules.from_dict({"token_ids": {"image_patch": 4_000_000_000}})
+    with pytest.raises(ValueError, match="unknown keys 14, foo; known are"):
+        ImageRules.from_dict({14: 2, "foo": 3})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="--image-token-ids names 5, known are"):
+        ImageRules.from_dict({"token_ids": {5: 7}})
+    with pytest.raises(ValueError, match="--image-size 378 is not a multiple of --patch-size 16"):
+        ImageRules.from_dict({"patch_size": 16})
+    with pytest.raises(ValueError, match=r"--overlap-margins 4 \+ 4 patches leave nothing of a crop of 4"):
+        ImageRules.from_dict({"image_size": 16, "patch_size": 4})
+
+
+def test_image_tokens_are_given_found_in_the_tokenizer_or_put_above_it() -> None:
+    assert sorted(MOLMO2.token_ids.values()) == list(range(257, 265))
+    tokenizer = SimpleNamespace(vocab_size=50, token_id={"<im_patch>": 7, "<im_end>": 9}.get)
+    ids = ImageRules(token_ids={"image_start": 60}).with_token_ids(tokenizer).token_ids
+    assert (ids["image_patch"], ids["image_end"], ids["image_start"]) == (7, 9, 60)
+    assert sorted(ids.values())[3:] == [61, 62, 63, 64, 65] and set(ids) == set(TOKEN_TEXTS)

@@ -1,0 +1,170 @@
+"""What records name: every way to give an image, and nothing outside of the root and the record is ever opened."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megacp.core.data.geometry import frame_layout, image_layout
+from megacp.prepare.media.reader import MediaReader, Part, Placed, unnamed_members
+from megacp.prepare.records.parts import SamplePart
+from megacp.prepare.records.record import RecordError
+from megacp.prepare.records.sample import parse_record
+from tests.data.streams import coded, damaged
+from tests.prepare.media.pictures import TINY, encoded, noise, video
+
+pytest.importorskip("av")
+PICTURE = encoded(noise(30, 20))
+GREY = damaged(coded(40, "libx264", {}, "mp4", (160, 96), "yuv420p"), 20, 0)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "root"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub/a.png").write_bytes(PICTURE)
+    (folder / "v.mp4").write_bytes(video(30))
+    (tmp_path / "secret.png").write_bytes(PICTURE)
+    (folder / "out.png").symlink_to(tmp_path / "secret.png")
+    (folder / "up").symlink_to(tmp_path)
+    (folder / "in.png").symlink_to("sub/a.png")
+    os.mkfifo(folder / "pipe.png")
+    (folder / "zero.png").symlink_to("/dev/zero")
+    (folder / "round.png").symlink_to("round.png")
+    return folder
+
+
+def expand(
+    content: list[dict[str, Any]], root: Path | None, members: dict[str, bytes] | None = None, **changes: Any
+) -> tuple[tuple[Part, ...], list[bytes]]:
+    pieces = parse_record({"content": content}, media=True).prefix
+    items: list[bytes] = []
+    reader = MediaReader(dataclasses.replace(TINY, **changes), None if root is None else str(root))
+    return reader.expand(pieces, members or {}, items), items
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"path": "sub/a.png"},
+        {"image": "./sub//a.png"},
+        {"path": "in.png"},
+        {"base64": base64.b64encode(PICTURE).decode()},
+        {"base64": "data:image/png;base64," + base64.encodebytes(PICTURE).decode(), "path": None},
+        {"bytes": PICTURE},
+        {"member": "png"},
+        {"member": "d/1.png"},
+    ],
+)
+def test_an_image_may_be_given_in_every_way(root: Path, part: dict[str, Any]) -> None:
+    content = [{"type": "text", "text": "see "}, {"type": "image", **part}, {"type": "text", "text": "!"}]
+    (text, placed, after, end), items = expand(content, root, {"d/1.png": PICTURE})
+    assert (
+        (text, after) == (SamplePart("see ", 1.0), SamplePart("!", 1.0)) and isinstance(end, SamplePart) and end.is_end
+    )
+    assert isinstance(placed, Placed) and items == [PICTURE] and (placed.item, placed.frame) == (0, -1)
+    assert placed.tokens.tolist() == image_layout(30, 20, TINY).tokens.tolist()
+
+
+def test_a_video_is_its_frames_with_their_times_between(root: Path) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "now"}, {"type": "video", "path": "v.mp4"}]}]
+    pieces = parse_record({"messages": messages}, media=True).prefix
+    items: list[bytes] = []
+    parts = MediaReader(TINY, str(root)).expand(pieces, {}, items)
+    texts = [part.text for part in parts if isinstance(part, SamplePart)]
+    # the first time joins the text before it, as in a prompt that is written out
+    assert texts[:4] == ["<|user|>\n", "now0.0 ", " 0.2 ", " 0.5 "]
+    placed = [part for part in parts if isinstance(part, Placed)]
+    assert [part.frame for part in placed] == list(range(12)) and {part.item for part in placed} == {0}
+    assert len(items) == 1 and all(part.layout is frame_layout(TINY) for part in placed)
+    assert not any(part.weight for part in parts if isinstance(part, SamplePart))
+
+
+def test_frames_given_as_images_are_items_of_one_frame_each(root: Path) -> None:
+    frames = ["sub/a.png", {"base64": base64.b64encode(PICTURE).decode()}]
+    parts, items = expand([{"type": "video", "frames": frames, "fps": 0.5}], root)
+    placed = [part for part in parts if isinstance(part, Placed)]
+    assert [(part.item, part.frame) for part in placed] == [(0, 0), (1, 0)] and items == [PICTURE] * 2
+    assert [part.text for part in parts if isinstance(part, SamplePart)] == ["0.0 ", " 2.0 ", None]
+
+
+BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {
+    "climbing": ({"path": "../secret.png"}, r"`content\[0\].path` '../secret.png': the path climbs with `..`"),
+    "climbing within": ({"path": "sub/../../secret.png"}, "climbs with `..`"),
+    "absolute": ({"path": "/etc/passwd"}, "absolute"),
+    "file url": ({"path": "file:///etc/passwd"}, "it is a URL, allowed are paths relative to --image-root"),
+    "short file url": ({"path": "file:/etc/passwd"}, "it is a URL"),
+    "web url": ({"path": "https://example.org/a.png"}, "it is a URL"),
+    "data url as a path": (
+        {"path": "data:image/png;base64," + "A" * 1000},
+        "it is a data URL, which stands under `base64`",
+    ),
+    "url key": ({"url": "https://example.org/a.png"}, r"`content\[0\].url`: nothing is downloaded"),
+    "link to a file": ({"path": "out.png"}, "a symbolic link leads out of --image-root"),
+    "link to a folder": ({"path": "up/secret.png"}, "a symbolic link leads out of --image-root"),
+    "missing": ({"path": "none.png"}, "no such file under --image-root"),
+    "folder": ({"path": "sub"}, "'sub': it is a directory, no regular file"),
+    "pipe": ({"path": "pipe.png"}, "'pipe.png': it is a named pipe, no regular file"),
+    "file as a folder": ({"path": "sub/a.png/b"}, "no such file under --image-root"),
+    "device": ({"path": "zero.png"}, "a symbolic link leads out of --image-root"),
+    "links in a circle": ({"path": "round.png"}, "it cannot be read .Too many levels of symbolic links"),
+    "long name": ({"path": "a" * 300}, "it cannot be read .File name too long"),
+    "long path": ({"path": "a/" * 2100 + "b"}, "the path has 4201 characters, it may have 4096 bytes"),
+    "half a character": ({"path": "a\ud800.png"}, "the path holds half a character"),
+    "damaged video": ({"type": "video", "path": "grey.mp4"}, "grey.mp4': the video is damaged: its frame at"),
+    "zero byte": ({"path": "a\0.png"}, "absolute or no path"),
+    "empty path": ({"path": ""}, r"`content\[0\].path` is empty"),
+    "no text": ({"path": 5}, r"`content\[0\].path` is a number \(5\), it must be a string"),
+    "not base64": ({"base64": "%%%"}, r"`content\[0\].base64`: it is not base64"),
+    "empty base64": ({"base64": "data:image/png;base64,"}, "the file is empty, 0 bytes"),
+    "base64 of text": ({"base64": "aGVsbG8="}, "the file is none of JPEG, PNG"),
+    "member elsewhere": ({"member": "../x.png"}, "the record has no such member; it has d/1.png"),
+    "bytes as text": ({"bytes": "abc"}, "must be bytes"),
+    "nothing": ({}, "needs exactly one of path, base64, member, bytes, found none"),
+    "two": ({"path": "a", "base64": "b"}, "needs exactly one of .*, found path, base64"),
+    "frames of an image": ({"frames": ["a"]}, "needs exactly one of .*, found frames"),
+    "no frames": ({"type": "video", "frames": []}, "a video with no frames"),
+    "bad frame": ({"type": "video", "frames": [3]}, r"`content\[0\].frames\[0\]` must be a path or an object"),
+    "missing frame": ({"type": "video", "frames": ["sub/a.png", "b"]}, r"frames\[1\].path` 'b': no such file"),
+    "many frames": ({"type": "video", "frames": ["sub/a.png"] * 13}, "13 frames, more than --max-frames 12"),
+    "no rate": ({"type": "video", "frames": ["sub/a.png"], "fps": 0}, r"`content\[0\].fps` is a number \(0\)"),
+    "an image as video": ({"type": "video", "path": "bad.mp4"}, "bad.mp4': the mov video is cut short or damaged"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PARTS)
+def test_a_bad_part_is_refused_with_its_place_and_reason(root: Path, name: str) -> None:
+    part, message = BAD_PARTS[name]
+    whole = (root / "v.mp4").read_bytes()
+    (root / "bad.mp4").write_bytes(whole[: len(whole) // 2])
+    (root / "grey.mp4").write_bytes(GREY)
+    with pytest.raises(RecordError, match=message):
+        expand([{"type": "image", **part}], root, {"d/1.png": PICTURE})
+
+
+def test_a_message_shows_the_beginning_of_a_long_path(root: Path) -> None:
+    """Would catch an image in base64 printed whole, and stored again in rejects.jsonl."""
+    with pytest.raises(RecordError) as error:
+        expand([{"type": "image", "image": "data:image/png;base64," + "A" * 100_000}], root)
+    assert "data:image/png;base64,AAAA" in str(error.value) and len(str(error.value)) < 300
+
+
+def test_a_path_without_a_root_is_refused() -> None:
+    with pytest.raises(RecordError, match="a path needs --image-root"):
+        expand([{"type": "image", "path": "a.png"}], None)
+
+
+def test_members_that_nobody_names_are_found() -> None:
+    pieces = parse_record({"content": [{"type": "image", "member": "0.png"}]}, media=True).prefix
+    assert unnamed_members(pieces, {"d/1.0.png": b"", "d/1.1.png": b""}) == ["d/1.1.png"]
+
+
+def test_pixels_of_a_symbolic_link_inside_of_the_root_are_read(root: Path) -> None:
+    parts, items = expand([{"type": "image", "path": "in.png"}], root)
+    assert np.array_equal(np.frombuffer(items[0], np.uint8), np.frombuffer(PICTURE, np.uint8)) and len(parts) == 2

@@ -1,0 +1,199 @@
+"""Image shards: the requirements of the partition against brute force, the named cases, the three strategies."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megacp.core.data.image_shards import (
+    BOUNDARY_DTYPE,
+    VisionCost,
+    boundary_reasons,
+    compute_image_shard_boundaries,
+    image_shards,
+    longest_first,
+    uniform_boundaries,
+    unit_costs,
+    units_of,
+)
+from tests.reference.image_shards import least_largest_cost, least_largest_costs
+
+UNITS = st.lists(st.integers(1, 9), max_size=8)
+
+
+def shards(images: list[int], ranks: int, cost: list[int] | None = None) -> list[list[int]]:
+    """Images of the units of each rank, for pooled tokens = 10 x images; the table is checked on the way."""
+    bounds = np.cumsum(images, dtype=np.int64), np.cumsum(images, dtype=np.int64) * 10
+    table = compute_image_shard_boundaries(*bounds, ranks, None if cost is None else np.array(cost, np.int64))
+    assert table.dtype == BOUNDARY_DTYPE and not boundary_reasons(table, *bounds)
+    parts = [units_of(table, bounds[0], rank) for rank in range(ranks)]
+    assert list(itertools.chain(*parts)) == list(range(len(images))), "every unit once, in ascending order"
+    return [[images[u] for u in part] for part in parts]
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None)
+@given(UNITS, st.integers(1, 6), st.randoms(use_true_random=False))
+def test_the_largest_cost_is_the_optimum_and_no_rank_starves_needlessly(images: list, ranks: int, random) -> None:
+    """Would catch a greedy split by count: it is off by up to a factor of two and leaves ranks empty."""
+    costs = [random.randint(0, 30) for _ in images]
+    for given_cost in (None, costs):
+        index = iter(images if given_cost is None else given_cost)
+        parts = shards(images, ranks, given_cost)
+        loads = [sum(next(index) for _ in part) for part in parts]
+        assert max(loads) == least_largest_cost(images if given_cost is None else given_cost, ranks)
+        assert sum(not part for part in parts) == max(0, ranks - len(images))
+        assert parts == shards(images, ranks, given_cost)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40)), max_size=12), st.integers(1, 8), st.booleans())
+@pytest.mark.slow
+def test_every_field_of_the_table_counted_by_hand(units: list[tuple[int, int]], ranks: int, weighed: bool) -> None:
+    """Would catch pooled ranges that are derived from images, and a table that its own checker alone finds right."""
+    crops, pooled = [c for c, _ in units], [p for _, p in units]
+    cost = np.array([100 * c + p for c, p in units], np.int64) if weighed else None
+    bounds = np.cumsum(crops, dtype=np.int64), np.cumsum(pooled, dtype=np.int64)
+    table = compute_image_shard_boundaries(*bounds, ranks, cost)
+    edges = {(sum(crops[:unit]), sum(pooled[:unit])) for unit in range(len(units) + 1)}
+    before, largest = (0, 0), 0
+    for row in table.tolist():
+        start_image, end_image, start_pool, end_pool, most = row
+        assert (start_image, start_pool) == before and (end_image, end_pool) in edges
+        before, largest = (end_image, end_pool), max(largest, end_pool - start_pool)
+        assert most == table["max_num_tokens"][0]
+    assert before == (sum(crops), sum(pooled)) and largest == table["max_num_tokens"][0]
+    assert np.array_equal(table, compute_image_shard_boundaries(*bounds, ranks, cost))
+
+
+def test_a_million_units_take_a_second() -> None:
+    """Would catch work that grows with the square of the units. Processor time: other programs do not count."""
+    crops = np.random.default_rng(0).integers(1, 10, 1_000_000)
+    begin = time.process_time()
+    table = compute_image_shard_boundaries(np.cumsum(crops), np.cumsum(crops) * 144, 16)
+    assert time.process_time() - begin < 5
+    loads = table["end_image_idx"] - table["start_image_idx"]
+    assert loads.max() <= crops.sum() / 16 + 9
+
+
+@pytest.mark.parametrize(
+    ("images", "ranks", "expected"),
+    [
+        ([1, 2], 2, [[1], [2]]),
+        ([1, 3], 3, [[1], [3], []]),
+        ([2, 1, 1, 3], 4, [[2], [1], [1], [3]]),
+        ([2, 1, 3, 1], 4, [[2], [1], [3], [1]]),
+        ([], 3, [[], [], []]),
+        ([5], 4, [[5], [], [], []]),
+        ([9] + [1] * 128, 2, [[9] + [1] * 60, [1] * 68]),
+        ([1, 1, 64, 1, 1], 2, [[1, 1, 64], [1, 1]]),
+    ],
+)
+def test_cases_that_a_greedy_split_gets_wrong(images: list[int], ranks: int, expected: list[list[int]]) -> None:
+    found = shards(images, ranks)
+    assert max(map(sum, found)) == max(map(sum, expected))
+    assert [len(part) == 0 for part in found] == [len(part) == 0 for part in expected]
+    if len(images) <= ranks:
+        assert found == expected
+
+
+def test_a_nine_crop_image_before_a_long_video_is_balanced() -> None:
+    loads = [sum(part) for part in shards([9] + [1] * 128, 2)]
+    assert sorted(loads) == [68, 69]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_twenty_thousand_random_packs_have_the_optimal_cost(part: int) -> None:
+    """Four times 5,000 packs like those of mixed data: images of 1 to 9 crops, videos of up to 40 frames."""
+    rng = np.random.default_rng(part)
+    violations = 0
+    for _ in range(50):
+        units, ranks = int(rng.integers(1, 48)), int(rng.choice([1, 2, 3, 4, 5, 8, 16]))
+        crops = np.where(rng.random((100, units)) < 0.5, 1, rng.integers(1, 10, (100, units)))
+        pooled = crops * rng.integers(1, 200, (100, units))
+        costs = crops * 1_000_003 + pooled * 977 if part % 2 else crops
+        optimum = least_largest_costs(costs, ranks)
+        for row in range(100):
+            bounds = np.cumsum(crops[row]), np.cumsum(pooled[row])
+            table = compute_image_shard_boundaries(*bounds, ranks, costs[row])
+            ends = np.searchsorted(bounds[0], table["end_image_idx"], side="right")
+            loads = np.diff(np.concatenate(([0], np.cumsum(costs[row])))[np.concatenate(([0], ends))])
+            empty = int((np.diff(ends, prepend=0) == 0).sum())
+            good = loads.max() == optimum[row] and empty == max(0, ranks - units)
+            violations += not good or bool(boundary_reasons(table, *bounds))
+    assert violations == 0
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(UNITS, st.integers(1, 6))
+def test_a_stored_table_and_the_function_agree_and_uniform_covers_all(images: list[int], ranks: int) -> None:
+    bounds = np.cumsum(images, dtype=np.int64), np.cumsum(images, dtype=np.int64) * 4
+    table = compute_image_shard_boundaries(*bounds, ranks)
+    stored, computed = image_shards(bounds, ranks, table), image_shards(bounds, ranks)
+    assert (stored.strategy, computed.strategy) == ("stored", "computed")
+    assert np.array_equal(stored.boundaries, computed.boundaries)
+    assert not boundary_reasons(uniform_boundaries(*bounds, ranks), *bounds)
+    singles = np.arange(1, sum(images) + 1), 4 * np.arange(1, sum(images) + 1)
+    uniform = image_shards(singles, ranks, units_known=False)
+    counts = uniform.boundaries["end_image_idx"] - uniform.boundaries["start_image_idx"]
+    assert uniform.strategy == "uniform" and counts.max() - counts.min() <= 1 and counts.sum() == sum(images)
+
+
+@settings(max_examples=100, deadline=None)
+@given(UNITS, st.integers(1, 6))
+def test_longest_first_deals_every_unit_once_and_says_where(images: list[int], ranks: int) -> None:
+    """Would catch a table that counts in another order than its permutation, and a needlessly empty rank."""
+    bounds = np.cumsum(images, dtype=np.int64), np.cumsum(images, dtype=np.int64) * 4
+    dealt = longest_first(*bounds, ranks)
+    assert dealt.order is not None
+    permuted = [np.cumsum(np.array(images, np.int64)[dealt.order]) * scale for scale in (1, 4)]
+    assert not boundary_reasons(dealt.boundaries, *permuted)
+    parts = [dealt.units(bounds[0], rank).tolist() for rank in range(ranks)]
+    assert sorted(itertools.chain(*parts)) == list(range(len(images))) and all(part == sorted(part) for part in parts)
+    assert sum(not part for part in parts) == max(0, ranks - len(images))
+    if len(images) <= 4:
+        owners = itertools.product(range(ranks), repeat=len(images))
+        optimum = min(max(_loads(images, owner, ranks)) for owner in owners)
+        assert max(sum(images[u] for u in part) for part in parts) <= 4 / 3 * optimum
+
+
+def _loads(images: list[int], owner: tuple[int, ...], ranks: int) -> list[int]:
+    return [sum(number for number, one in zip(images, owner, strict=True) if one == rank) for rank in range(ranks)]
+
+
+def test_a_table_of_another_pack_or_degree_is_refused() -> None:
+    """Would catch features that go to the wrong tokens because the table belongs to a neighbouring pack."""
+    bounds = np.array([1, 3, 4]), np.array([4, 12, 16])
+    table = compute_image_shard_boundaries(*bounds, 2)
+    with pytest.raises(ValueError, match="for 2 ranks cannot be used by 4"):
+        image_shards(bounds, 4, table)
+    with pytest.raises(ValueError, match="image ranges do not follow each other from 0 to 5"):
+        image_shards((np.array([1, 3, 5]), bounds[1]), 2, table)
+    with pytest.raises(ValueError, match="image ranges end inside a unit"):
+        image_shards((np.array([2, 4]), np.array([4, 16])), 2, table)
+    swapped = table[::-1].copy()
+    assert boundary_reasons(swapped, *bounds)
+    wrong = table.copy()
+    wrong["max_num_tokens"] = 1
+    assert "the largest rank has" in boundary_reasons(wrong, *bounds)[0]
+
+
+def test_bad_bounds_are_refused_with_all_reasons() -> None:
+    with pytest.raises(ValueError, match=r"at least 1 rank, got 0.*cum_crop_bounds must rise.*costs must be integers"):
+        compute_image_shard_boundaries(np.array([2, 2]), np.array([4, 8]), 0, np.array([0.5, 1.0]))
+    with pytest.raises(ValueError, match="one entry a unit"):
+        compute_image_shard_boundaries(np.array([2, 3]), np.array([4]), 2)
+    with pytest.raises(ValueError, match="can be added"):
+        compute_image_shard_boundaries(np.array([1, 2]), np.array([1, 2]), 2, np.array([2**62, 2**61]))
+
+
+def test_costs_come_from_patches_and_pooled_tokens() -> None:
+    cost = VisionCost(patches_per_crop=9, encoder_flops_per_patch=100, connector_flops_per_token=7)
+    assert unit_costs(np.array([1, 4]), np.array([5, 6]), cost).tolist() == [9 * 100 + 5 * 7, 3 * 9 * 100 + 7]

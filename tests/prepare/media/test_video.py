@@ -1,0 +1,201 @@
+"""Videos: frames and times of the transformers library, the same pixels for every range, a message for each bad one."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+
+from megacp.core.data.pixels import ImageError, read_pixels
+from megacp.core.data.video import decode_video, sample_frames, time_text, video_info, video_pixels
+from tests.data.streams import claiming_an_old_x264, coded, damaged, growing, h264, packed_avi
+from tests.prepare.media.pictures import TINY, encoded, moving, noise, video
+from tests.reference import molmo2_processor as reference
+
+av = pytest.importorskip("av")
+EVERY = dataclasses.replace(TINY, max_frames=64, video_fps=10.0)
+"""Takes all frames of short videos."""
+CONTAINERS = [
+    ("mp4", "mpeg4"),
+    ("mp4", "libx264"),
+    ("matroska", "mpeg4"),
+    ("webm", "libvpx-vp9"),
+    ("avi", "mpeg4"),
+    ("mpegts", "mpeg2video"),
+    ("gif", "gif"),
+]
+
+
+def test_the_frames_taken_are_those_of_the_transformers_library() -> None:
+    for rules in (TINY, dataclasses.replace(TINY, max_frames=64, video_fps=2.0)):
+        for num_frames in (*range(1, 140), 1000, 4711):
+            for fps in (1.0, 2.0, 23.976, 25.0, 30000 / 1001, 60.0):
+                expected = [n for n in reference.sampled_frames(num_frames, fps, rules) if n < num_frames]
+                assert sample_frames(num_frames, fps, rules) == expected, (num_frames, fps)
+
+
+def test_times_are_written_as_the_library_does() -> None:
+    numbers = sample_frames(43, 10.0, TINY)
+    text = "".join(time_text(i, n / 10.0, TINY) + "F" for i, n in enumerate(numbers))
+    frame = "<frame_start><im_patch><frame_end>"
+    assert text.replace("F", frame) == reference.video_text([len(numbers), 1, 1], [n / 10.0 for n in numbers], TINY)
+    assert time_text(3, 1.0, dataclasses.replace(TINY, time_mode="off")) == ""
+
+
+@pytest.mark.parametrize(("container", "codec"), CONTAINERS)
+def test_every_range_of_frames_has_the_pixels_of_the_whole(container: str, codec: str) -> None:
+    data = video(43, container, codec)
+    info = video_info(data, TINY)
+    assert (info.num_frames, info.fps, info.width, info.height) == (43, 10.0, 48, 32)
+    taken = sample_frames(43, 10.0, TINY)
+    with av.open(io.BytesIO(data)) as source:  # all frames in order, the slow way
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in source.decode(video=0)])[taken]
+    assert len(taken) == 12 and np.array_equal(np.stack(list(video_pixels(data, TINY))), frames)
+    whole = decode_video(data, TINY)
+    assert np.abs(whole - reference.process_video(frames, TINY)[0]).max() <= 2 / 255 * 1.001
+    for part in (range(5), [5], [11], [], [1, 4, 5, 9], range(0, 12, 2)):
+        assert np.array_equal(decode_video(data, TINY, part), whole[list(part)])
+
+
+@pytest.mark.parametrize("kind", ["PNG", "GIF", "WEBP"])
+def test_a_still_image_is_a_video_of_one_frame(kind: str) -> None:
+    data = encoded(noise(30, 20), kind)
+    assert video_info(data, TINY).num_frames == 1
+    expected = reference.process_video(read_pixels(data, TINY.max_pixels)[None], TINY)[0]
+    assert np.abs(decode_video(data, TINY, [0]) - expected).max() <= 2 / 255 * 1.001
+    assert decode_video(data, TINY, [1, 2]).shape == (0, 16, 48)
+
+
+@pytest.mark.parametrize(
+    ("container", "left"), [("matroska", 0.5), ("webm", 0.5), ("flv", 0.5), ("avi", 0.5), ("avi", 0.8), ("gif", 0.5)]
+)
+def test_part_of_a_video_is_refused_also_where_no_index_misses(container: str, left: float) -> None:
+    """Would catch a video of which the second half is silently not there."""
+    codec = {"webm": "libvpx-vp9", "flv": "flv1", "gif": "gif"}.get(container, "mpeg4")
+    data = video(60, container, codec)
+    assert video_info(data, TINY).num_frames == 60
+    with pytest.raises(ImageError, match="video is cut short"):
+        video_info(data[: int(left * len(data))], TINY)
+
+
+def test_a_late_start_is_no_missing_end() -> None:
+    data = video(20, "matroska", first=50)
+    assert video_info(data, TINY).num_frames == 20 and len(list(video_pixels(data, TINY))) > 0
+
+
+def test_a_rate_that_the_frames_contradict_is_not_believed() -> None:
+    """Would catch 2 of 56 frames, taken because the header says 30 a second."""
+    data = video(20, "matroska", every=10)
+    info = video_info(data, TINY)
+    assert info.fps == pytest.approx(1.0, rel=0.01) and len(sample_frames(20, info.fps, TINY)) == 12
+
+
+def in_order(data: bytes) -> np.ndarray:
+    """All frames, decoded from the first to the last on one thread."""
+    with av.open(io.BytesIO(data)) as source:
+        source.streams.video[0].codec_context.thread_count = 1
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in source.decode(video=0)])
+
+
+def test_what_the_first_packet_alone_says_is_known_behind_a_seek() -> None:
+    """Would catch green frames of 4:4:4 by an old x264, whose errors FFmpeg mends where it knows the writer."""
+    now = h264(30, "cabac=1:8x8dct=1:crf=14:keyint=1")
+    old = claiming_an_old_x264(now)
+    expected = in_order(old)
+    assert (expected != in_order(now)).any(axis=(1, 2, 3)).sum() > 1, "the name decides on pixels"
+    for number in range(30):
+        (found,) = video_pixels(old, EVERY, [number])
+        assert np.array_equal(found, expected[number]), number
+
+
+SOUND = {
+    "open groups": lambda: h264(40, "open-gop=1:bframes=3:keyint=12"),
+    "open groups in a stream": lambda: h264(40, "open-gop=1:bframes=3:keyint=12", "mpegts"),
+    "refreshed in columns": lambda: h264(40, "intra-refresh=1:keyint=12", size=(64, 16)),
+    "H.264 in AVI": lambda: h264(40, "bframes=3:keyint=12", "avi"),
+    "open groups in AVI": lambda: h264(40, "open-gop=1:bframes=3:keyint=12", "avi"),
+    "one frame in AVI": lambda: h264(1, "bframes=3:keyint=12", "avi"),
+    "packed": lambda: packed_avi(40),
+    "packed, odd": lambda: packed_avi(31),
+    "AVI with holes": lambda: video(40, "avi", every=2),
+    "AVI with long holes": lambda: video(30, "avi", every=10),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_video_is_read_frame_by_frame_as_in_order(name: str) -> None:
+    """Would catch a sound video that is called damaged, or whose frames stand at other times."""
+    data = SOUND[name]()
+    expected = in_order(data)
+    info = video_info(data, EVERY)
+    assert info.num_frames == len(expected) == len(sample_frames(info.num_frames, info.fps, EVERY))
+    assert np.array_equal(np.stack(list(video_pixels(data, EVERY))), expected)
+    for number in range(len(expected)):
+        (found,) = video_pixels(data, EVERY, [number])
+        assert np.array_equal(found, expected[number]), number
+
+
+def test_an_avi_whose_header_counts_in_another_unit_is_whole_when_its_bytes_are() -> None:
+    data = bytearray(video(40, "avi", every=2))
+    place = data.index(b"strh") + 8 + 32
+    assert int.from_bytes(data[place : place + 4], "little") == 79
+    data[place : place + 4] = (79 * 1001).to_bytes(4, "little")
+    assert video_info(bytes(data), EVERY).num_frames == 40
+    with pytest.raises(ImageError, match=r"avi video is cut short: it ends at frame \d\d, its header says 79079"):
+        video_info(bytes(data[: len(data) * 2 // 3]), EVERY)
+
+
+@pytest.mark.parametrize("count", [20, 200])
+@pytest.mark.parametrize("codec", ["libx264", "mpeg4"])
+@pytest.mark.slow
+def test_a_damaged_video_is_refused(codec: str, count: int) -> None:
+    """Would catch the grey that FFmpeg fills in for blocks that it cannot decode."""
+    whole = coded(40, codec, {}, "mp4", (160, 96), "yuv420p")
+    assert len(list(video_pixels(whole, EVERY))) == 40
+    for seed in range(6):
+        with pytest.raises(ImageError, match=r"the video is damaged: its frame at \d.\d0 s|is cut short or damaged"):
+            list(video_pixels(damaged(whole, count, seed), EVERY))
+
+
+def test_frames_really_differ() -> None:
+    assert len({frame.tobytes() for frame in moving(43)}) == 43
+
+
+def sound_only() -> bytes:
+    stream = io.BytesIO()
+    with av.open(stream, "w", format="matroska") as output:
+        track = output.add_stream("pcm_s16le", rate=8000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 800), np.int16), format="s16", layout="mono")
+        frame.sample_rate = 8000
+        output.mux(track.encode(frame))
+    return stream.getvalue()
+
+
+def test_a_bad_video_is_refused_with_its_own_message() -> None:
+    half = video(43)
+    bad = {
+        b"": "the file is empty, 0 bytes",
+        b"<html>404</html>": "is an HTML page",
+        b"#EXTM3U\nfile:///etc/passwd\n": "no video that is read here .mov.*begins with b'#EXTM3U",
+        half[: len(half) // 2]: "the mov video is cut short or damaged",
+        video(0, "matroska"): "the video has no frames",
+        sound_only(): "no video stream",
+        encoded(noise(5, 5), "JPEG")[:100]: "the JPEG is cut short or damaged",
+    }
+    for data, message in bad.items():
+        with pytest.raises(ImageError, match=message):
+            decode_video(data, TINY)
+    with pytest.raises(ImageError, match="frames of 48 x 32 = 1536 pixels, more than --max-pixels 1000"):
+        video_info(video(3), dataclasses.replace(TINY, max_pixels=1000))
+
+
+def test_frames_that_grow_within_a_video_are_held_to_the_limit_too() -> None:
+    """Would catch a limit that the header alone is held to."""
+    data = growing((32, 16), (320, 160))
+    assert (video_info(data, EVERY).width, video_info(data, EVERY).num_frames) == (32, 8)
+    assert [pixels.shape[0] for pixels in video_pixels(data, EVERY)] == [16] * 4 + [160] * 4
+    with pytest.raises(ImageError, match="frames of 320 x 160 = 51200 pixels, more than --max-pixels 1000 of"):
+        list(video_pixels(data, dataclasses.replace(EVERY, max_pixels=1000)))

@@ -1,0 +1,208 @@
+"""Where --chat-template finds a template, and what a dataset keeps of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacp.core.data.manifest import DatasetManifest
+from megacp.core.data.reader import PackedDataset
+from megacp.core.data.verify import verify
+from megacp.prepare.build.merge import merge
+from megacp.prepare.command import main
+from megacp.prepare.records.chat_template import load_chat_template
+from megacp.prepare.records.named_templates import CHATML
+from megacp.prepare.tokenize.tokenizer import load_tokenizer
+from tests.prepare.build.builds import documents, files, run
+from tests.prepare.templates.public import TEMPLATES, tokenizer_at, write_tokenizer
+from tests.prepare.templates.test_public import ASK, TELL, TOOLS, expected, library
+
+TWO = [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}, {"name": "rag", "template": "C"}]
+
+
+def texts(folder: Path, choice: str = "auto", today: str | None = None) -> dict[str, str]:
+    return dict(load_chat_template(choice, tokenizer_at(folder / "tokenizer.json"), today).texts)
+
+
+def test_a_template_is_found_where_the_library_finds_it(tmp_path: Path) -> None:
+    """Would catch a config's template that is taken although a file stands beside it."""
+    write_tokenizer(tmp_path)
+    with pytest.raises(
+        ValueError, match=f"auto: {tmp_path} has no chat template; give auto, .* chatml, qwen3, or FILE.jinja"
+    ):
+        texts(tmp_path)
+    assert texts(tmp_path, "chatml") == {"default": CHATML}
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "old"}')
+    assert texts(tmp_path) == {"default": "old"}
+    write_tokenizer(tmp_path, chat_template="stated")
+    assert texts(tmp_path) == {"default": "stated"}
+    write_tokenizer(tmp_path, chat_template=TWO)
+    assert texts(tmp_path) == {"default": "A", "tool_use": "B"} and texts(tmp_path, "rag") == {"default": "C"}
+    with pytest.raises(ValueError, match="x: .* has the templates default, rag, tool_use; give auto"):
+        texts(tmp_path, "x")
+    (tmp_path / "chat_template.jinja").write_text("file")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "more.jinja").write_text("more")
+    assert texts(tmp_path) == {"default": "file"} and texts(tmp_path, "more") == {"default": "more"}
+    assert library(tmp_path, "").from_pretrained(tmp_path).chat_template == {"default": "file", "more": "more"}
+    (tmp_path / "own.jinja").write_text("own")
+    assert texts(tmp_path, str(tmp_path / "own.jinja")) == {"default": "own"}
+    with pytest.raises(ValueError, match="no.jinja cannot be read"):
+        texts(tmp_path, str(tmp_path / "no.jinja"))
+
+
+def test_a_template_that_cannot_be_applied_is_refused_before_a_record_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tokenizer(tmp_path, chat_template="{% if %}")
+    with pytest.raises(ValueError, match="--chat-template auto: the template is no Jinja"):
+        texts(tmp_path)
+    write_tokenizer(tmp_path, chat_template=TEMPLATES["smollm_3"])
+    with pytest.raises(ValueError, match="writes today's date.*--chat-template-date YYYY-MM-DD"):
+        texts(tmp_path)
+    with pytest.raises(ValueError, match="--chat-template-date tomorrow is no date"):
+        texts(tmp_path, today="tomorrow")
+    with pytest.raises(ValueError, match="--chat-template-date 2026-01-02: the template of .* writes no date"):
+        texts(tmp_path, "chatml", "2026-01-02")
+    with pytest.raises(ValueError, match="--chat-template auto needs a tokenizer.json: a byte tokenizer"):
+        load_chat_template("auto", load_tokenizer("byte"), None)
+    write_tokenizer(tmp_path, eos_token="<nowhere>")
+    with pytest.raises(ValueError, match="name tokens that it does not have: <nowhere>"):
+        texts(tmp_path, "chatml")
+    path = write_tokenizer(tmp_path)
+    path.write_text(path.read_text().replace("<|im_end|>", "<|im_stop|>"))
+    with pytest.raises(ValueError, match=r"chatml: .*tokenizer.json lacks the special tokens <\|im_start\|>"):
+        texts(tmp_path, "chatml")
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ValueError, match=r"needs the package jinja2: pip install 'megacp\[data\]'"):
+        texts(tmp_path, "chatml")
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_tokens_that_only_the_settings_add_are_special_as_in_the_library(tmp_path: Path, older: bool) -> None:
+    """Would catch an end of turn that stays plain text because tokenizer.json does not list it."""
+    path = write_tokenizer(tmp_path)
+    content = json.loads(path.read_text())
+    content["added_tokens"] = [t for t in content["added_tokens"] if t["content"] not in ("</s>", "<|im_end|>")]
+    content["model"]["vocab"] |= {"</s>": 900, "<|im_end|>": 901}
+    path.write_text(json.dumps(content))
+    named = {"eos_token": "</s>", "additional_special_tokens": ["<|im_end|>"]}
+    if older:
+        write = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        del write["eos_token"]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(write))
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
+    else:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", **named}))
+    template = load_chat_template("chatml", tokenizer_at(path), None)
+    text = template.render([ASK, TELL]).text + "</s>"
+    theirs = library(tmp_path, CHATML)
+    assert template.encode(text)[0].tolist() == theirs(text, add_special_tokens=False)["input_ids"]
+    assert {900, 901} <= set(template.encode(text)[0].tolist()) and template.special["eos_token"] == "</s>"
+
+
+def records(path: Path, count: int = 40) -> list[dict[str, Any]]:
+    made = [
+        {"id": i, "messages": [ASK, {**TELL, "content": f"{'It is ' * (i % 7)}{i}."}] * (1 + i % 3)}
+        for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in made))
+    return made
+
+
+@pytest.mark.slow
+def test_a_build_by_a_template_has_the_same_bytes_for_any_number_of_workers_and_of_interruptions(
+    tmp_path: Path,
+) -> None:
+    path = write_tokenizer(tmp_path / "t", chat_template=TEMPLATES["qwen_25"])
+    made = records(tmp_path / "a.jsonl")
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(json.dumps({"messages": [{**ASK, "mood": "x"}, TELL]}) + "\n")
+    values: dict[str, Any] = {"tokenizer": str(path), "chat_template": "auto", "seq_length": 512, "unit_bytes": 1500}
+    run([tmp_path / "a.jsonl"], tmp_path / "one", workers=1, **values)
+    run([tmp_path / "a.jsonl"], tmp_path / "two", workers=2, **values)
+    with pytest.raises(ValueError, match=f"{bad}:1: `messages.0..mood` would be lost"):
+        run([tmp_path / "a.jsonl", bad], tmp_path / "three", workers=1, **values)
+    bad.write_text("")
+    with pytest.raises(ValueError, match="begun with other settings"):
+        run([tmp_path / "a.jsonl"], tmp_path / "three", workers=1, **values)
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+    theirs = library(tmp_path / "t", TEMPLATES["qwen_25"])
+    assert documents(tmp_path / "one") == [expected(theirs, record["messages"])[0] for record in made]
+    assert verify(tmp_path / "one") == []
+    one = tmp_path / "one"
+    journal = one / "journal.jsonl"
+    lines = journal.read_text().splitlines(True)
+    whole = files(one)
+    journal.write_text("".join(lines[:3]))
+    (one / "manifest.json").unlink()
+    run([tmp_path / "a.jsonl"], one, workers=2, **values)
+    assert files(one) == whole
+
+
+def test_the_template_is_part_of_the_dataset(tmp_path: Path) -> None:
+    """Would catch a build that goes on with another template, and two that are merged."""
+    path = write_tokenizer(tmp_path / "t", chat_template=TEMPLATES["qwen_25"])
+    made = records(tmp_path / "a.jsonl", 4)
+    values: dict[str, Any] = {"tokenizer": str(path), "seq_length": 512}
+    run([tmp_path / "a.jsonl"], tmp_path / "d", chat_template="auto", **values)
+    manifest = DatasetManifest.read(tmp_path / "d")
+    assert manifest.chat_template == {"default": TEMPLATES["qwen_25"]}
+    write_tokenizer(tmp_path / "t", chat_template=TEMPLATES["chatml"])
+    with pytest.raises(ValueError, match="begun with other settings.*chat_template: "):
+        run([tmp_path / "a.jsonl"], tmp_path / "d", chat_template="auto", **values)
+    run([tmp_path / "a.jsonl"], tmp_path / "e", chat_template="auto", **values)
+    assert documents(tmp_path / "d") != documents(tmp_path / "e")
+    with pytest.raises(ValueError, match=r"e has chat_template\.default"):
+        merge([str(tmp_path / "d"), str(tmp_path / "e")], str(tmp_path / "m"))
+    merged = merge([str(tmp_path / "d"), str(tmp_path / "d")], str(tmp_path / "m"))
+    assert merged.chat_template == manifest.chat_template
+    run([tmp_path / "a.jsonl"], tmp_path / "f", chat_template="ignore", **values)
+    assert "chat_template" not in (tmp_path / "f" / "manifest.json").read_text()
+    assert len(made) == 4
+
+
+def test_a_record_with_tools_takes_the_template_for_tools(tmp_path: Path) -> None:
+    two = [
+        {"name": "default", "template": TEMPLATES["chatml"]},
+        {"name": "tool_use", "template": TEMPLATES["qwen_25"]},
+    ]
+    path = write_tokenizer(tmp_path / "t", chat_template=two)
+    plain, tooled = {"messages": [ASK, TELL]}, {"messages": [ASK, TELL], "tools": TOOLS}
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(plain)}\n{json.dumps(tooled)}\n")
+    run([tmp_path / "a.jsonl"], tmp_path / "d", tokenizer=str(path), seq_length=512, chat_template="auto")
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path / "t")
+    assert documents(tmp_path / "d") == [
+        theirs.apply_chat_template([ASK, TELL], return_dict=False),
+        theirs.apply_chat_template([ASK, TELL], tools=TOOLS, return_dict=False),
+    ]
+
+
+def test_plain_texts_beside_conversations_are_those_of_a_build_without_a_template(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path / "t")
+    (tmp_path / "a.jsonl").write_text('{"text": "The answer"}\n' + json.dumps({"messages": [ASK, TELL]}) + "\n")
+    (tmp_path / "b.jsonl").write_text('{"text": "The answer"}\n')
+    values: dict[str, Any] = {"tokenizer": str(path), "seq_length": 256}
+    run([tmp_path / "a.jsonl"], tmp_path / "a", chat_template="chatml", **values)
+    run([tmp_path / "b.jsonl"], tmp_path / "b", **values)
+    assert documents(tmp_path / "a")[0] == documents(tmp_path / "b")[0]
+    weights = PackedDataset(tmp_path / "a").pack(0).weights
+    assert weights is not None and 0 < weights.sum() < len(weights)
+
+
+def test_the_command_takes_a_template_and_its_date(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_tokenizer(tmp_path / "t", chat_template=TEMPLATES["smollm_3"])
+    records(tmp_path / "a.jsonl", 3)
+    flags = ["--input", str(tmp_path / "a.jsonl"), "--tokenizer", str(path), "--seq-length", "512", "--workers", "1"]
+    flags += ["--chat-template", "auto"]
+    assert main(["build", *flags, "--output", str(tmp_path / "d")]) == 2
+    assert "--chat-template-date YYYY-MM-DD" in capsys.readouterr().err
+    for date in ("2026-01-02", "2026-01-03"):
+        assert main(["build", *flags, "--output", str(tmp_path / date), "--chat-template-date", date]) == 0
+    assert documents(tmp_path / "2026-01-02") != documents(tmp_path / "2026-01-03")

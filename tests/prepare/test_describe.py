@@ -1,0 +1,52 @@
+"""What a person reads of a dataset: short, and cut between characters."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from megacp.core.data.reader import PackedDataset
+from megacp.prepare.build.progress import BuildProgress, rate
+from megacp.prepare.describe import beginning, describe_pack
+from megacp.prepare.tokenize.tokenizer import load_tokenizer
+from tests.prepare.build.builds import run
+
+
+def test_a_pack_of_many_documents_is_shown_by_its_first_ones(tmp_path: Path) -> None:
+    a = tmp_path / "a.jsonl"
+    a.write_text("".join(json.dumps({"text": f"{i}"}) + "\n" for i in range(40)))
+    run([a], tmp_path / "d")
+    dataset, tokenizer = PackedDataset(tmp_path / "d"), load_tokenizer("byte")
+    shown = describe_pack(dataset, 0, tokenizer)
+    assert shown.count("\n") == 21 and shown.endswith("30 more documents; --documents 0 shows all")
+    assert "110 tokens, 70 learned" in shown
+    assert describe_pack(dataset, 0, tokenizer, documents=0).count("\n") == 80
+
+
+@pytest.mark.parametrize("text", ["\u6f22\u5b57" * 60, "e\u0301" * 60, "\U0001f468\u200d\U0001f469 " * 30])
+@pytest.mark.parametrize("characters", range(20, 30))
+def test_a_beginning_ends_with_a_whole_character(tmp_path: Path, text: str, characters: int) -> None:
+    a = tmp_path / "a.jsonl"
+    a.write_text(json.dumps({"text": text}) + "\n")
+    run([a], tmp_path / "d", seq_length=1024)
+    shown = describe_pack(PackedDataset(tmp_path / "d"), 0, load_tokenizer("byte"), characters).splitlines()[2].strip()
+    words = ast.literal_eval(shown).removesuffix("...")
+    rest = text.removeprefix(words)
+    assert words and text.startswith(words) and rest[0] not in "\u0301\u200d" and words[-1] != "\u200d", shown
+
+
+def test_a_beginning_ends_with_a_whole_word_where_words_are_short() -> None:
+    assert beginning("one two three four", 12) == "one two"
+    assert beginning("one two three four", 13) == "one two three"
+    assert beginning("o" * 30, 12) == "o" * 12 and beginning("short", 12) == "short"
+
+
+def test_the_speed_of_a_build_counts_images_that_lie_in_files_of_their_own() -> None:
+    progress = BuildProgress(io.StringIO(), 1000)
+    progress.add(10, 1000, 100, 128, image_bytes=80_000_000)
+    assert progress.read_bytes == 80_000_000 and "MB/s" in progress.line() and " 0.0 MB/s" not in progress.line()
+    assert rate(80_000_000, 2.0) == "40.0 MB/s" and rate(3000, 2.0) == "1.5 kB/s"

@@ -1,0 +1,98 @@
+"""The page of a pack: one file, everything escaped, learned text marked, images with their crops."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megacp.core.data.reader import PackedDataset
+from megacp.prepare.inspect_page import write_page
+from megacp.prepare.tokenize.tokenizer import load_tokenizer
+from tests.prepare.build.builds import run
+from tests.prepare.media.pictures import TINY, encoded, noise
+
+EVIL = "<script>alert('x')</script><img src=http://evil/ onerror=1> & \u6f22"
+VOID = {"meta", "img", "image", "rect", "br"}
+
+
+class Page(HTMLParser):
+    """What stands on a page: tags with their attributes, marked text, all text; every tag is closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text, self.marked = "", ""
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        self.marked += data if "mark" in self.open else ""
+
+
+def page_of(tmp_path: Path, *records: dict, **changes: object) -> Page:
+    corpus = tmp_path / "<b>.jsonl"
+    corpus.write_text("".join(json.dumps(record) + "\n" for record in records))
+    run([corpus], tmp_path / "d", seq_length=1024, **changes)
+    write_page(tmp_path / "page.html", PackedDataset(tmp_path / "d"), 0, load_tokenizer("byte"))
+    return Page((tmp_path / "page.html").read_text())
+
+
+def test_text_of_records_is_escaped_and_what_is_learned_is_marked(tmp_path: Path) -> None:
+    """Would catch a record that runs in the reader's browser."""
+    page = page_of(
+        tmp_path, {"messages": [{"role": "user", "content": EVIL}, {"role": "assistant", "content": f"no {EVIL}"}]}
+    )
+    names = {tag for tag, _ in page.tags}
+    assert "script" not in names and not any("onerror" in attributes for _, attributes in page.tags)
+    assert f"<|user|>\n{EVIL}" in page.text and f"no {EVIL}" in page.marked and "user" not in page.marked
+    sources = [value for _, attributes in page.tags for name, value in attributes.items() if name in ("src", "href")]
+    assert sources and all(source and source.startswith("data:image/png;base64,") for source in sources)
+
+
+def test_branches_stand_apart_and_images_have_their_crops(tmp_path: Path) -> None:
+    data = base64.b64encode(encoded(noise(60, 30))).decode()
+    record = {"content": [{"type": "image", "base64": data}, {"type": "text", "text": "Q"}], "branches": ["one", "two"]}
+    page = page_of(tmp_path, record, image_rules=TINY)
+    assert "Branch 1" in page.text and "Branch 2" in page.text and "ne" in page.marked and "wo" in page.marked
+    assert "item 0: 60 x 30" in page.text and "item 0, " in page.text
+    crops = sum(tag == "rect" for tag, _ in page.tags)
+    assert crops > 1 and f"{crops} crops and the whole" in page.text
+
+
+def test_the_mask_is_that_of_the_pack(tmp_path: Path) -> None:
+    """Two documents of four bytes and their ends: two triangles."""
+    page = page_of(tmp_path, {"text": "abcd"}, {"text": "efgh"})
+    (source,) = [str(attributes["src"]) for tag, attributes in page.tags if tag == "img"]
+    image = Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2])))
+    triangle = np.tril(np.ones((5, 5), bool))
+    assert ((np.asarray(image)[..., 0] < 100) == np.kron(np.eye(2, dtype=bool), triangle)).all()
+
+
+def test_a_page_that_cannot_be_written_names_its_flag(tmp_path: Path) -> None:
+    page_of(tmp_path, {"text": "abcd"})
+    dataset, tokenizer = PackedDataset(tmp_path / "d"), load_tokenizer("byte")
+    with pytest.raises(ValueError, match="--html .*/none/page.html: No such file or directory"):
+        write_page(tmp_path / "none/page.html", dataset, 0, tokenizer)
+    with pytest.raises(ValueError, match="--pack 1: the dataset has packs 0 to 0"):
+        write_page(tmp_path / "page.html", dataset, 1, tokenizer)

@@ -1,0 +1,380 @@
+"""Tokenizers: ids equal to each kind's reference, whatever the engine, and clear words for what cannot be loaded."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megacp.prepare.build.settings import BuildSettings, tokenizer_problem
+from megacp.prepare.tokenize.newer_characters import has_newer_characters
+from megacp.prepare.tokenize.tokenizer import PROBE, Tokenizer, load_tokenizer
+
+tokenizers = pytest.importorskip("tokenizers")
+sentencepiece = pytest.importorskip("sentencepiece")
+
+KINDS = ("byte", "sentencepiece", "huggingface", "gpt2")
+SOURCES = [Path(json.__file__), Path(np.__file__)]
+CORPUS = [path.read_text(encoding="utf-8") for path in SOURCES]
+AWKWARD = [*PROBE, "<s> <unk> </s> <0x41>", "<|endoftext|>x<|endoftext|>", "\U000323b0\U0001e5d0 x", "\U00011de0a1"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small tokenizer of each kind, trained here."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator([*CORPUS, *PROBE], trainer)
+    bpe.save(str(folder / "tokenizer.json"))
+    bpe.model.save(str(folder))
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([line for text in CORPUS for line in text.splitlines() if line]),
+        model_prefix=str(folder / "sp"),
+        vocab_size=500,
+        model_type="bpe",
+        byte_fallback=True,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        minloglevel=2,
+    )
+    return folder
+
+
+def load(kind: str, folder: Path, engine: str = "auto") -> Tokenizer:
+    names = {
+        "byte": "byte",
+        "sentencepiece": f"{folder}/sp.model",
+        "huggingface": f"{folder}/tokenizer.json",
+        "gpt2": f"{folder}/vocab.json,{folder}/merges.txt",
+    }
+    return load_tokenizer(names[kind], engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_ids_of_the_fast_engine_are_those_of_the_reference(folder: Path, kind: str) -> None:
+    fast, reference = load(kind, folder), load(kind, folder, "reference")
+    assert fast.kind == kind and reference.engine == "reference"
+    texts = [*AWKWARD, *CORPUS, "\n".join(AWKWARD)]
+    for text, a, b in zip(texts, fast.encode(texts), reference.encode(texts), strict=True):
+        assert a.tolist() == b.tolist(), text
+        assert a.ndim == 1 and a.dtype.kind in "iu"
+        assert len(a) == 0 or 0 <= a.min() <= a.max() < fast.vocab_size
+    assert fast.info() == reference.info()
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface", "gpt2"])
+def test_the_fast_engine_is_used_where_it_is_installed(folder: Path, kind: str) -> None:
+    pytest.importorskip("gigatoken")
+    assert load(kind, folder).engine == "gigatoken"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface", "gpt2"])
+@settings(max_examples=80, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_any_text_has_the_same_ids_in_both_engines(folder: Path, kind: str, text: str) -> None:
+    tokenizer = _cached(kind, folder)
+    assert tokenizer.disagreement([text]) is None
+
+
+_LOADED: dict[str, Tokenizer] = {}
+
+
+def _cached(kind: str, folder: Path) -> Tokenizer:
+    return _LOADED.setdefault(kind, load(kind, folder))
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "gpt2"])
+def test_many_texts_at_once_have_the_ids_of_each_alone(folder: Path, kind: str) -> None:
+    """Would catch texts of another call, a lost order, and special tokens that a call of many adds."""
+    tokenizer = load(kind, folder, "reference")
+    texts = [f"{number} {text}" if number % 7 else text for number, text in enumerate([*PROBE] * 12)]
+    assert len(texts) > 128
+    found = tokenizer.encode(texts)
+    assert len(found) == len(texts) and {ids.dtype for ids in found} == {np.dtype(np.int32)}
+    for text, ids in zip(texts, found, strict=True):
+        np.testing.assert_array_equal(ids, tokenizer.encode_reference(text), err_msg=repr(text))
+    assert tokenizer.encode([]) == []
+
+
+@pytest.mark.parametrize("engine", ["auto", "reference"])
+@pytest.mark.parametrize("kind", ["byte", "gpt2", "huggingface"])
+def test_a_lone_surrogate_is_no_text_of_any_kind(folder: Path, kind: str, engine: str) -> None:
+    """Would catch a TypeError of a library in place of the error that callers catch."""
+    with pytest.raises(ValueError):
+        load(kind, folder, engine).encode(["\ud800"])
+
+
+@pytest.mark.parametrize("kind", ["byte", "gpt2", "sentencepiece"])
+def test_decoding_gives_the_text_back(folder: Path, kind: str) -> None:
+    tokenizer = load(kind, folder)
+    for text in [*PROBE, *CORPUS]:
+        assert tokenizer.decode(tokenizer.encode([text])[0]) == text
+
+
+def test_gpt2_ids_are_those_of_the_tokenizers_package(folder: Path) -> None:
+    ours = load("gpt2", folder, "reference")
+    theirs = tokenizers.ByteLevelBPETokenizer(f"{folder}/vocab.json", f"{folder}/merges.txt")
+    for text in [*PROBE, *CORPUS]:
+        assert ours.encode([text])[0].tolist() == theirs.encode(text).ids
+
+
+def test_gpt2_splits_as_its_pattern_does(folder: Path) -> None:
+    """Words found by hand: a space goes with the word behind it, the last of several spaces too."""
+    tokenizer = load("gpt2", folder, "reference")
+    words = ["it", "'s", " a", "  ", " 12", "!?", "\n"]
+    alone = [i for word in words for i in tokenizer.encode([word])[0].tolist()]
+    assert tokenizer.encode(["".join(words)])[0].tolist() == alone
+
+
+def test_characters_newer_than_python_go_to_the_reference() -> None:
+    """U+11DE0 became a digit in Unicode 17: older engines split it off as a symbol."""
+    if sys.version_info < (3, 15):
+        assert has_newer_characters("a\U00011de0")
+    assert not has_newer_characters("plain") and not has_newer_characters("\u00e9\u6f22\U0001f642")
+
+
+def test_a_character_newer_than_some_engine_has_the_ids_of_the_reference(tmp_path: Path) -> None:
+    """A merge of "1" with the first byte of the new digit U+11DE0 applies only where it is known to be a digit."""
+    first = byte_characters()["\U00011de0".encode()[0]]
+    ids = {token: i for i, token in enumerate([*byte_characters(), f"1{first}"])}
+    (tmp_path / "vocab.json").write_text(json.dumps(ids))
+    (tmp_path / "merges.txt").write_text(f"1 {first}\n")
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(ids, [("1", first)]))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.save(str(tmp_path / "tokenizer.json"))
+    for names in (f"{tmp_path}/vocab.json,{tmp_path}/merges.txt", f"{tmp_path}/tokenizer.json"):
+        assert load_tokenizer(names).disagreement(["1\U00011de0"]) is None
+
+
+@pytest.mark.slow
+def test_a_very_long_word_takes_no_quadratic_time(folder: Path) -> None:
+    """A line of one character repeated, and text beyond U+FFFF, both once took minutes."""
+    text = "x" * 100_000 + " " + "\U0001f642\u6f22" * 50_000
+    for engine in ("auto", "reference"):
+        tokenizer = load("gpt2", folder, engine)
+        assert tokenizer.decode(tokenizer.encode([text])[0]) == text
+
+
+def byte_characters() -> list[str]:
+    """The printable character that GPT-2's files write for each byte: itself in printable Latin-1, else from U+0100."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    moved = itertools.count(256)
+    return [chr(byte if byte in printable else next(moved)) for byte in range(256)]
+
+
+def textbook_merge(word: str, ids: dict[str, int], merges: list[str]) -> list[int]:
+    """The obvious loop: merge every occurrence of the best pair, then look again."""
+    parts = [byte_characters()[byte] for byte in word.encode()]
+    while True:
+        best = min(
+            (merges.index(f"{a} {b}") for a, b in zip(parts, parts[1:], strict=False) if f"{a} {b}" in merges),
+            default=None,
+        )
+        if best is None:
+            return [ids[part] for part in parts]
+        a, b = merges[best].split(" ")
+        i = 0
+        while i < len(parts) - 1:
+            if parts[i] == a and parts[i + 1] == b:
+                parts[i : i + 2] = [a + b]
+            i += 1
+
+
+def test_merging_is_that_of_the_textbook_loop(folder: Path) -> None:
+    ids = json.loads((folder / "vocab.json").read_text())
+    merges = [line for line in (folder / "merges.txt").read_text().splitlines() if not line.startswith("#version")]
+    tokenizer = load("gpt2", folder, "reference")
+    for word in sorted(set(CORPUS[0].split()))[:300] + ["a" * 50, "ab" * 30, "------------"]:
+        if word.isalpha() or len(set(word)) < 3:
+            assert tokenizer.encode([word])[0].tolist() == textbook_merge(word, ids, merges), word
+
+
+def test_an_engine_that_disagrees_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gigatoken = pytest.importorskip("gigatoken")
+    right = gigatoken.Tokenizer.from_json
+
+    class Wrong:
+        vocab_size = 10
+
+        def encode(self, text: str) -> np.ndarray:
+            return np.zeros(len(text), np.uint32)
+
+    monkeypatch.setattr(gigatoken.Tokenizer, "from_json", lambda text: type("T", (), {"backend": Wrong()})())
+    assert load("huggingface", folder).engine == "reference"
+    monkeypatch.setattr(gigatoken.Tokenizer, "from_json", right)
+    assert load("huggingface", folder).engine == "gigatoken"
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface"])
+def test_symbols_and_added_tokens_have_the_ids_of_the_reference(folder: Path, tmp_path: Path, kind: str) -> None:
+    """Would catch an engine that passes the probe but spells out user-defined symbols, or forgets a token's flags."""
+    if kind == "sentencepiece":
+        path = tmp_path / "sp.model"
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter([line for text in CORPUS for line in text.splitlines() if line]),
+            model_prefix=str(path.with_suffix("")),
+            vocab_size=500,
+            model_type="bpe",
+            byte_fallback=True,
+            user_defined_symbols=["<|user|>", "##"],
+            minloglevel=2,
+        )
+    else:
+        path = tmp_path / "tokenizer.json"
+        bpe = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        greedy = tokenizers.AddedToken("##", lstrip=True, rstrip=True, normalized=False)
+        bpe.add_tokens([greedy, tokenizers.AddedToken("<|user|>", single_word=True)])
+        bpe.save(str(path))
+    tokenizer = load_tokenizer(str(path))
+    texts = ["<|user|>\nwhat ## is\n<|user|>x", "a<|user|>b", " ##  ## ", "###", "nothing of the kind"]
+    assert tokenizer.disagreement(texts) is None
+
+
+def test_special_ids_are_found(folder: Path) -> None:
+    assert (load("byte", folder).vocab_size, load("byte", folder).eos_id) == (257, 256)
+    assert load("huggingface", folder).eos_id == 0 == load("gpt2", folder).eos_id
+    assert (load("sentencepiece", folder).eos_id, load("sentencepiece", folder).bos_id) == (2, 1)
+    assert load("sentencepiece", folder).pad_id is None
+
+
+def test_tokenizer_config_and_eod_token_name_the_end_of_document(folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "tokenizer.json").read_text())
+    config["added_tokens"][0]["content"] = "<stop>"
+    vocabulary = config["model"]["vocab"]
+    vocabulary["<stop>"] = vocabulary.pop("<|endoftext|>")
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(config))
+    assert load_tokenizer(str(path)).eos_id is None
+    assert load_tokenizer(str(path), eod_token="<stop>").eos_id == 0
+    with pytest.raises(ValueError, match="--eod-token '<none>' is not in the vocabulary"):
+        load_tokenizer(str(path), eod_token="<none>")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<stop>"}}')
+    assert load_tokenizer(str(path)).eos_id == 0
+
+
+def spelled(folder: Path, merged: bool, **added: bool) -> Path:
+    """Files of both kinds with `</s>`, `<s>` and `<pad>` in their vocabulary, results of merges or not.
+
+    added: which of them, by `eos`, `bos` and `pad`, tokenizer.json has as added tokens, and whether as special ones.
+    """
+    names = {"eos": "</s>", "bos": "<s>", "pad": "<pad>"}
+    pieces, merges = list(byte_characters()), list[tuple[str, str]]()
+    for name in names.values():
+        parts = [name[: i + 1] for i in range(1, len(name))]
+        pieces += [part for part in parts if merged and part not in pieces] or [name]
+        merges += [(part[:-1], part[-1]) for part in parts if merged and (part[:-1], part[-1]) not in merges]
+    ids = {piece: i for i, piece in enumerate(pieces)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(ids, merges))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    for name, special in added.items():
+        made.add_tokens([tokenizers.AddedToken(names[name], special=special)])
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "vocab.json").write_text(json.dumps(ids))
+    (folder / "merges.txt").write_text("".join(f"{a} {b}\n" for a, b in merges))
+    return folder / "tokenizer.json"
+
+
+def special_ids(path: Path) -> tuple[int | None, int | None, int | None]:
+    tokenizer = load_tokenizer(str(path))
+    return tokenizer.eos_id, tokenizer.bos_id, tokenizer.pad_id
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_word_of_the_vocabulary_is_no_special_token_by_its_spelling(merged: bool, tmp_path: Path) -> None:
+    """Qwen2's vocabulary has `<s>` as a word: would catch documents that silently begin with it."""
+    assert special_ids(spelled(tmp_path, merged)) == (None, None, None)
+    with pytest.raises(ValueError, match="--prepend-bos: .* does not say which token begins a document"):
+        load_tokenizer(str(tmp_path / "tokenizer.json"), prepend_bos=True)
+    path = spelled(tmp_path, merged, eos=True, bos=False, pad=True)
+    ids = json.loads((tmp_path / "vocab.json").read_text())
+    assert special_ids(path) == (ids["</s>"], None, ids["<pad>"]), "an added token that is not special is none"
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    assert special_ids(path) == (ids["</s>"], ids["<s>"], ids["<pad>"]), "a name in the settings counts as it is"
+
+
+def test_a_null_in_the_settings_says_that_there_is_none(tmp_path: Path) -> None:
+    path = spelled(tmp_path, False, eos=True, bos=True, pad=True)
+    assert None not in special_ids(path)
+    for name in ("eos", "bos", "pad"):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({f"{name}_token": None}))
+        assert [i is None for i in special_ids(path)] == [name == other for other in ("eos", "bos", "pad")]
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": null}')
+    settings = BuildSettings(input=("a",), output="b", tokenizer=str(path), seq_length=8)
+    assert "name it with --eod-token, or give" in str(tokenizer_problem(settings, load_tokenizer(str(path))))
+    assert tokenizer_problem(settings, load_tokenizer(str(path), eod_token="</s>")) is None
+
+
+def test_gpt2_files_end_documents_with_a_token_that_no_merge_makes(tmp_path: Path) -> None:
+    names = f"{tmp_path}/vocab.json,{tmp_path}/merges.txt"
+    spelled(tmp_path, True)
+    assert load_tokenizer(names).eos_id is None
+    ids = json.loads((tmp_path / "vocab.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<pad>"}')
+    assert load_tokenizer(names).eos_id == ids["<pad>"], "as the settings say"
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    spelled(tmp_path, False)
+    assert load_tokenizer(names).eos_id == 256
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": null}')
+    assert load_tokenizer(names).eos_id is None and load_tokenizer(names, eod_token="</s>").eos_id == 256
+
+
+def test_a_sentencepiece_model_names_its_special_tokens_itself(tmp_path: Path) -> None:
+    """Pieces that are spelled like special tokens are none."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([line for text in CORPUS for line in text.splitlines() if line]),
+        model_prefix=str(tmp_path / "sp"),
+        vocab_size=400,
+        model_type="bpe",
+        bos_id=-1,
+        eos_id=-1,
+        user_defined_symbols=["<s>", "</s>", "<pad>"],
+        minloglevel=2,
+    )
+    assert special_ids(tmp_path / "sp.model") == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("specification", "message"),
+    [
+        ("gpt-4", r"'gpt-4', allowed are byte \| FILE.model .* nothing is downloaded"),
+        ("openai/gpt2", "allowed are byte"),
+        ("none/tokenizer.json", "no such file: none/tokenizer.json"),
+        ("none/vocab.json,none/merges.txt", "no such file: none/vocab.json, none/merges.txt"),
+    ],
+)
+def test_what_is_no_tokenizer_is_refused_with_what_is_allowed(specification: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(specification)
+
+
+@pytest.mark.parametrize("name", ["a.model", "a.json"])
+def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match=f"{name}: not a "):
+        load_tokenizer(str(tmp_path / name))
+
+
+def test_a_vocabulary_without_all_bytes_or_merges_is_refused(tmp_path: Path) -> None:
+    ids = {c: i for i, c in enumerate(byte_characters())}
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    (tmp_path / "vocab.json").write_text(json.dumps(ids))
+    with pytest.raises(ValueError, match="1 tokens missing .'ab'."):
+        load_tokenizer(f"{tmp_path}/vocab.json,{tmp_path}/merges.txt")
+
+
+def test_an_unknown_engine_is_refused() -> None:
+    with pytest.raises(ValueError, match="--tokenizer-engine is 'fast', allowed are auto, reference"):
+        load_tokenizer("byte", "fast")
