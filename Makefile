@@ -91,8 +91,6 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python tools/benchmark.py
 	$(BIN)/python tools/bench_cp.py
-	$(BIN)/python tools/bench_vision.py
-	$(BIN)/python tools/bench_sharding.py
 
 clean:
 	rm -rf $(VENV) build megacp.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,4 +1,4 @@
-"""Speed of `tools/preprocess_data.py build` on text, photos and videos with 1 and 2 workers, start-up included.
+"""Speed of `tools/preprocess_data.py build` on text with 1 and 2 workers, start-up included.
 
 The real command runs in its own process; the numbers of workers take turns and medians are shown. Text is also made
 tokens as Megatron does it, where megatron-core is installed. Ours also packs, hashes and syncs what it writes.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import megacp
 from bench.report import Goal, Part, Seconds, take_turns, timed
-from megacp.core.data.synthetic.records import write_photos, write_text, write_videos
+from megacp.core.data.synthetic.records import write_text
 from megacp.core.planner.report import table
 
 WORKERS = (1, 2)
@@ -35,10 +35,6 @@ MEGATRON = {PLAIN: 1, BATCHED: 64}
 TEXT_GOALS = ((SAME_ENGINE, PLAIN, 1.3), (ANY_ENGINE, BATCHED, 1.0))
 """Ours, theirs, and the least ratio."""
 PEER = Path(__file__).parents[1] / "tools" / "peers" / "preprocess_megatron.py"
-UNITS = 4
-"""Parts of the records of media that workers take."""
-MEDIA = {"photos": (write_photos, 16, 300), "videos": (write_videos, 2, 96)}
-"""Who writes a folder of that name and its records, and how many: quick, and else."""
 
 
 def text_part(quick: bool) -> Part:
@@ -77,37 +73,6 @@ def text_part(quick: bool) -> Part:
     return Part({"preprocess": found}, goals, table(rows))
 
 
-def media_part(quick: bool) -> Part:
-    """Photos and videos: files and megabytes per second, and files per processor second."""
-    rounds = 1 if quick else 3
-    parts = [_media(name, *sizes, quick, rounds) for name, sizes in MEDIA.items()]
-    return Part(
-        {key: value for part in parts for key, value in part.figures.items()}, table="\n".join(p.table for p in parts)
-    )
-
-
-def _media(name: str, write: Callable[[Path, int], Path], small: int, large: int, quick: bool, rounds: int) -> Part:
-    count = small if quick else large
-    with tempfile.TemporaryDirectory() as folder:
-        records = write(Path(folder), count)
-        megabytes = sum(file.stat().st_size for file in [records, *(Path(folder) / name).iterdir()]) / 1e6
-        flags = ["--tokenizer", "byte", "--unit-bytes", -(-records.stat().st_size // UNITS), "--seq-length", 16384]
-        flags += ["--image-root", records.parent / name, "--max-crops-per-pack", 128]
-        seconds = take_turns({f"{n} workers": _build(records, n, *flags) for n in WORKERS}, rounds)
-    rows = [[f"{count} {name}, {megabytes:.1f} MB", f"{name}/s", "MB/s", f"{name}/CPU s"]]
-    for way, times in seconds.items():
-        wall, cpu = (statistics.median(getattr(one, clock) for one in times) for clock in ("wall", "cpu"))
-        rows.append([way, *(f"{speed:.1f}" for speed in (count / wall, megabytes / wall, count / cpu))])
-    by_workers = list(zip(WORKERS, seconds.values(), strict=True))
-    found = {
-        "files": count,
-        "megabytes": megabytes,
-        "seconds": {workers: [one.wall for one in times] for workers, times in by_workers},
-        "cpu_seconds": {workers: [one.cpu for one in times] for workers, times in by_workers},
-    }
-    return Part({name: found}, table=table(rows))
-
-
 def _way(name: str, workers: int) -> str:
     return f"{name}, {workers} workers"
 
@@ -123,7 +88,7 @@ def _build(records: Path, workers: int, *flags: object) -> Callable[[], Seconds]
 
     def build() -> Seconds:
         output = tempfile.mkdtemp(dir=records.parent) + "/built"
-        program = "import sys; from megacp.commands import preprocess; sys.exit(preprocess.main())"
+        program = "import sys; from megacp.prepare.command import main; sys.exit(main())"
         command = [sys.executable, "-c", program, "build", "--input", records, "--output", output]
         return _run([*command, "--workers", workers, *flags])[1]
 

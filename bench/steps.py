@@ -5,7 +5,6 @@ A rank keeps its model between calls. So the layouts can take turns, one step ea
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import statistics
 from collections import defaultdict
@@ -17,18 +16,15 @@ from typing import Any
 import torch
 
 from bench.report import Part, Seconds, take_turns, timed
-from bench.traffic import ContextPlace, RowImages, StageTraffic, stage_traffic
 from megacp.core.config.run import RunConfig, Value, with_values
 from megacp.core.context_parallel.auto.choose import refuse_auto
-from megacp.core.context_parallel.auto.counts import exchanged_rows
-from megacp.core.context_parallel.vision import LocalVision
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.synthetic.images import MockDecoder
 from megacp.core.data.synthetic.mock import MockRules
 from megacp.core.distributed.collectives import barrier
 from megacp.core.distributed.grid import ProcessGrid, build_grid
 from megacp.core.distributed.spawn import RankPool
-from megacp.core.models.build import grid_shape, stage_layers
+from megacp.core.models.build import grid_shape
 from megacp.core.monitor.memory import peak_bytes
 from megacp.core.monitor.timers import Phase, unmeasured
 from megacp.core.planner.report import human_bytes, table
@@ -48,9 +44,7 @@ class StepMeasure(Seconds):
     memory: int
     """Bytes: the process's peak so far, less what it held before the model was built."""
     sent: dict[str, int]
-    """Bytes sent by axis, named as in `StageTraffic`."""
-    formula: StageTraffic
-    """Bytes by the formulas of measure/traffic."""
+    """Bytes sent by axis."""
 
 
 class Subject:
@@ -80,7 +74,7 @@ class Subject:
         with around or nullcontext():
             (tokens, loss), seconds = timed(lambda: self._train(batches))
         memory, sent = peak_bytes() - self.before, sent_bytes(self.grid)
-        return StepMeasure(seconds.wall, seconds.cpu, tokens, loss, memory, sent, self._formula(batches))
+        return StepMeasure(seconds.wall, seconds.cpu, tokens, loss, memory, sent)
 
     def _train(self, batches: Sequence[PackedBatch]) -> tuple[int, float]:
         """Tokens and loss of the step, once all ranks have ended it."""
@@ -89,34 +83,9 @@ class Subject:
         barrier(self.grid.world)
         return agreed.tokens, loss
 
-    def _formula(self, batches: Sequence[PackedBatch]) -> StageTraffic:
-        """Bytes of the step by the formulas; the plans are made again, outside the measured time."""
-        local = [self.model.shard(batch, self.step) for batch in batches]
-        plans = [batch.plan for batch in local]
-        exchanges = self.config.parallel.cp_comm_type == "kv_exchange"
-        place = ContextPlace(
-            self.grid.cp.rank,
-            tuple(exchanged_rows(plan) for plan in plans) if exchanges else None,
-            tuple(row_images(batch.vision) for batch in local if batch.vision is not None),
-        )
-        rows, stage = [plan.indices.size for plan in plans], self.grid.pp.rank
-        return stage_traffic(
-            self.config, self.world_size, stage, stage_layers(self.config, self.world_size)[stage], rows, place
-        )
-
-
-def row_images(vision: LocalVision) -> RowImages:
-    """Counts of one row's images on this rank, for the formulas."""
-    rank, counts = vision.routes.cp_rank, vision.routes.counts
-    pooled, window = vision.pooling.shape
-    kept, arriving, leaving = (int(x) for x in (counts[rank, rank], counts[:, rank].sum(), counts[rank].sum()))
-    return RowImages(
-        len(vision.patches), pooled, window, arriving, leaving - kept, arriving - kept, vision.routes.largest
-    )
-
 
 def sent_bytes(grid: ProcessGrid) -> dict[str, int]:
-    """Bytes this rank has sent since the counters were cleared, by axis as `StageTraffic` names them."""
+    """Bytes this rank has sent since the counters were cleared, by axis."""
     names = {"cp_dp": "dp_cp", "pp_forward": "pp", "pp_backward": "pp"}
     total: dict[str, int] = defaultdict(int)
     for axis in grid.all_axes():
@@ -180,8 +149,15 @@ GROUPS: dict[str, dict[str, Case]] = {
         "cp 4": Case(4, {CP: 4}),
         "tp 2 x cp 2": Case(4, {TP: 2, CP: 2}),
     },
+    "sharding": {
+        BASE: Case(1, {}),
+        **{
+            f"dp 2, {strategy}": Case(2, {"data_parallel_sharding_strategy": strategy})
+            for strategy in ("optim", "optim_grads", "optim_grads_params")
+        },
+    },
 }
-"""2 ranks on 1,024 tokens, cp 2 on 4,096, 4 ranks."""
+"""2 ranks on 1,024 tokens, cp 2 on 4,096, 4 ranks, what is sharded over dp."""
 
 
 def step_part(name: str, sizes: Mapping[str, Value], rounds: int) -> Part:
@@ -213,19 +189,15 @@ def step_part(name: str, sizes: Mapping[str, Value], rounds: int) -> Part:
             "cpu_seconds": statistics.median(max(rank.cpu for rank in step) for step in found),
             "peak_memory": [rank.memory for rank in found[-1]],
             "loss": found[-1][0].loss,
-            "bytes_sent_and_formula": [_sent_and_formula(rank) for rank in found[-1]],
+            "bytes_sent": [rank.sent for rank in found[-1]],
         }
         for layout, found in measured.items()
     ]
     return Part({name: rows}, table=step_table(f"{steps[BASE][0][0].tokens:,} tokens a step", rows))
 
 
-def _sent_and_formula(rank: StepMeasure) -> dict[str, list[int]]:
-    return {axis: [rank.sent.get(axis, 0), n] for axis, n in dataclasses.asdict(rank.formula).items() if n}
-
-
 def step_table(title: str, rows: Sequence[dict[str, Any]]) -> str:
-    """Speed, ratios, memory of the fullest rank; then the bytes of every axis beside the formula."""
+    """Speed, ratios, memory of the fullest rank; then the bytes of every axis."""
     cells = [[title, "tokens/s", "/1 thread", "/2 threads", "CPU s/rank", "peak/rank"]]
     bytes_sent = []
     for row in rows:
@@ -233,11 +205,8 @@ def step_table(title: str, rows: Sequence[dict[str, Any]]) -> str:
         speed, first = f"{row['tokens_per_second']:,.0f}", f"{row['over_one_thread']:.2f}"
         peak = human_bytes(max(row["peak_memory"]))
         cells.append([row["layout"], speed, first, second, f"{row['cpu_seconds']:.2f}", peak])
-        for rank, axes in enumerate(row["bytes_sent_and_formula"]):
-            parts = [
-                f"{axis} {sent:,} " + ("= formula" if sent == formula else f"(formula {formula:,})")
-                for axis, (sent, formula) in axes.items()
-            ]
-            if parts:
-                bytes_sent.append(f"  sent by rank {rank} of {row['layout']}: {', '.join(parts)}")
+        for rank, sent in enumerate(row["bytes_sent"]):
+            if sent:
+                parts = ", ".join(f"{axis} {count:,}" for axis, count in sent.items())
+                bytes_sent.append(f"  sent by rank {rank} of {row['layout']}: {parts}")
     return "\n".join([table(cells), *bytes_sent])

@@ -1,13 +1,11 @@
 """Speed, memory and traffic of training steps on this machine's CPU, every layout in one run (`make bench`).
 
     python tools/benchmark.py [--quick] [--json FILE]
-    python tools/benchmark.py --profile
     python tools/benchmark.py --peers --peers-python ENVIRONMENT/bin/python
 
 The layouts of a group take turns, one step each; the table shows medians. Ratios are over one process with one thread
-and over one process with two; ranks have one thread. Bytes sent stand beside the formulas of bench/traffic.py.
+and over one process with two; ranks have one thread.
 
-`--profile` tells where the time of a step goes on every grid, and what its products need alone on this machine.
 `--peers` trains the same model on the same tokens with ours and with other trainers, by turns (tools/peers). Their
 packages are no dependency: `--peers-python` names an interpreter that has them.
 """
@@ -25,14 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # bench/ is not
 from bench.peers.comparison import Opponents, peers_part
 from bench.peers.grids import GRIDS, PEERS
 from bench.preprocessing import text_part
-from bench.profile.report import profile_part
 from bench.report import benchmark_parser, run_parts
 from bench.steps import GROUPS, QUICK_SIZES, SIZES, step_part
 from megacp.core.distributed.grid import single_axis
 from megacp.huggingface.convert.conversion import convert
 from megacp.huggingface.convert.export import Request
 
-EXTRA = ("profile", "peers")
+EXTRA = ("peers",)
 """Parts that run only when they are asked for, and have a flag of their own."""
 
 
@@ -45,7 +42,7 @@ def to_hugging_face(checkpoint: Path, folder: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     about = "Measure training steps and preprocessing on this machine's CPU."
-    parser = benchmark_parser(about, [*GROUPS, *EXTRA, "preprocess"], left_out=["four", *EXTRA])
+    parser = benchmark_parser(about, [*GROUPS, *EXTRA, "preprocess"], left_out=["four", "sharding", *EXTRA])
     parser.add_argument(
         "--rounds", type=int, metavar="N", help="steps measured of each layout (default 3, peers 5, quick 1)"
     )
@@ -53,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(
             f"--{name}", action="store_const", const=[name], dest="only", help=f"the same as --only {name}"
         )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of steps and --profile")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of steps")
     parser.add_argument(
         "--peers-python", metavar="PATH", default=sys.executable, help="interpreter that has the peers (default: this)"
     )
@@ -64,7 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     quick, rounds = arguments.quick, arguments.rounds or (1 if arguments.quick else 3)
     parts = {name: functools.partial(step_part, name, sizes, rounds) for name in GROUPS}
     parts |= {"preprocess": functools.partial(text_part, quick)}
-    parts |= {"profile": functools.partial(profile_part, sizes, rounds)}
     checkouts = {"--picotron": arguments.picotron} if arguments.picotron else {}
     scripts = Path(__file__).resolve().parent / "peers"
     opponents = Opponents(arguments.peers_python, scripts, checkouts, PEERS)

@@ -135,12 +135,6 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     )
 
 
-def shard_plainly(modules: Sequence[nn.Module], axis: Axis) -> None:
-    """Shard any modules, the outermost last, as torch does by itself: to compare with."""
-    for module in modules:
-        fully_shard(module, mesh=_mesh(_group_of(axis), next(module.parameters()).device.type))
-
-
 def shard_of(x: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a tensor that torch shards (a DTensor), in its memory; any other tensor as it is."""
     return x.to_local() if isinstance(x, DTensor) else x

@@ -96,14 +96,3 @@ def causal_row(tokens: int) -> PackedBatch:
     segments = np.zeros(1, SEGMENT_DTYPE)
     segments["true_length"] = segments["padded_length"] = segments["prefix_length"] = tokens
     return collate([Pack(0, np.zeros(tokens, np.int64), None, segments, None)])
-
-
-def branched_row(documents: int, prefix: int, branch: int, branches: int = 3) -> PackedBatch:
-    """Equal documents: a prefix of so many tokens, and branches of `branch` tokens each."""
-    tokens = prefix + branches * branch  # of a document
-    segments = np.zeros(documents, SEGMENT_DTYPE)
-    segments["true_length"] = segments["padded_length"] = tokens
-    segments["prefix_length"], segments["num_branches"] = prefix, branches
-    parts = np.zeros(documents * branches, BRANCH_DTYPE)
-    parts["start"], parts["length"] = np.tile(prefix + branch * np.arange(branches), documents), branch
-    return collate([Pack(0, np.zeros(documents * tokens, np.int64), None, segments, parts)])
