@@ -371,7 +371,7 @@ LINES = {
     "megacp/core": 27_100,
     "megacp/prepare": 7_850,
     "megacp/huggingface": 7_500,
-    "megacp/verify": 1_530,
+    "megacp/verify": 1_400,
     "bench tools": 3_160,
     "tests": 43_200,
 }

@@ -13,17 +13,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import math
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from megacp.core.config.cli import given_flags, parse
 from megacp.core.config.parallel import ParallelConfig
-from megacp.core.config.run import flatten
 from megacp.core.context_parallel.auto.choose import is_auto
 from megacp.core.data.synthetic.mock import MASKS
 from megacp.core.distributed.spawn import RankFailure, run_ranks
@@ -52,14 +47,11 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--steps", type=int, default=2, metavar="N", help="optimizer steps to compare (default 2)")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds until a hang is told (600)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
     own, rest = parser.parse_known_args(argv)
     for name, least in (("nproc", 1), ("steps", 1), ("timeout", 1)):
         value = getattr(own, name)
         if value is not None and value < least:
             parser.error(f"--{name} {value:g}: must be at least {least}")
-    if own.json is not None and not own.json.parent.is_dir():
-        parser.error(f"--json {own.json}: {own.json.parent} is not a directory")
     return own, rest
 
 
@@ -112,24 +104,6 @@ def _line(c: StepComparison) -> str:
     )
 
 
-def _as_json(setup: ParitySetup, comparisons: Sequence[StepComparison], tolerance: float, passed: bool) -> str:
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(inner) for key, inner in value.items()}
-        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-    result = {
-        "passed": passed,
-        "tolerance": tolerance,
-        "world_size": setup.world_size,
-        "packs": setup.packs,
-        "notes": list(setup.notes),
-        "steps": [plain(dataclasses.asdict(c)) for c in comparisons],
-        "config": flatten(setup.config),
-    }
-    return json.dumps(result, indent=2, allow_nan=False) + "\n"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     own, rest = _arguments(sys.argv[1:] if argv is None else argv)
@@ -154,8 +128,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = [f"step {c.step}: {reason}" for c in comparisons for reason in c.beyond(tolerance)]
     for comparison in comparisons:
         print(_line(comparison))
-    if own.json is not None:
-        own.json.write_text(_as_json(setup, comparisons, tolerance, not wrong), encoding="utf-8")
     kind = f"{tolerance:g} ({setup.config.training.dtype}, relative), {time.monotonic() - begin:.1f} s"
     if wrong:
         print("\n".join([f"DIFFERENT: beyond {kind}", *(f"  {reason}" for reason in wrong)]))

@@ -21,9 +21,6 @@ from typing import Any
 import torch
 
 from megacp.core.backends.apex import describe_apex
-from megacp.core.config.checks.check import require
-from megacp.core.config.run import RunConfig, with_values
-from megacp.core.planner.costs import model_parameters
 from megacp.verify import gpu_checks, gpu_speed
 from megacp.verify.gpu_checks import CheckSizes, Finding
 from megacp.verify.gpu_speed import BILLION, Figure
@@ -49,7 +46,6 @@ class GpuPlan:
     dense_up_to: int = 36864
     heads: tuple[int, int] = (32, 8)
     width: int = 128
-    cp: int = 8
 
 
 SMALL = GpuPlan(
@@ -66,7 +62,6 @@ SMALL = GpuPlan(
     dense_up_to=512,
     heads=(4, 2),
     width=16,
-    cp=4,
 )
 
 
@@ -81,11 +76,7 @@ def parts(plan: GpuPlan, device: str) -> dict[str, Check]:
     attention: dict[int, dict[str, Check]] = {}
     for tokens in plan.rows:
         name = f"attention with mixed masks at {tokens} tokens" + (" and SDPA" if tokens <= plan.dense_up_to else "")
-        replayed = partial(gpu_speed.replay, device, tokens, plan.cp, *shape)
-        attention[tokens] = {
-            name: partial(gpu_speed.attention_speed, device, tokens, *shape, plan.dense_up_to),
-            f"replay of a cp {plan.cp} plan at {tokens} tokens": replayed,
-        }
+        attention[tokens] = {name: partial(gpu_speed.attention_speed, device, tokens, *shape, plan.dense_up_to)}
     (short, *long), (row, *longer) = training.values(), attention.values()
     ranks = {
         f"{', '.join(map(str, c.ranks))} ranks on one {device}": partial(gpu_checks.ranks_on_one_device, device, c)
@@ -184,21 +175,6 @@ def markdown(device: str, environment: dict[str, str], entries: Sequence[dict[st
                 figures += [f"* {note}" for note in result.notes]
     formula = "MFU = model FLOPs / (seconds x dense peak); allowed pairs are counted, recomputation is not."
     return "\n".join([*lines, *figures, "", formula, ""])
-
-
-def describe(plan: GpuPlan, device: str) -> str:
-    """The parts that would run; ValueError for a size that cannot."""
-    lines = [f"{index}. {name}" for index, name in enumerate(parts(plan, device), 1)]
-    for tokens, recompute, layers in plan.training:
-        settings = {**dict(plan.model), "seq_length": tokens, "recompute_granularity": recompute}
-        settings |= {"transformer_impl": layers, "global_batch_size": 1, "dry_run": True}
-        config = with_values(RunConfig(), settings)
-        require(config, 1)
-        lines.append(f"   model of {model_parameters(config.model):,} parameters, packs of {tokens} tokens, {layers}")
-    require(with_values(RunConfig(), {**plan.checks.settings, "dry_run": True}), 1)
-    dense = 3 * plan.dense_up_to**2 / 2**30
-    lines.append(f"   dense masks up to {plan.dense_up_to} tokens: about {dense:.1f} GiB as bool and in bfloat16")
-    return "\n".join(["dry run, nothing is measured; a full run does:", *lines])
 
 
 def check(device: str, output: Path, minutes: float) -> int:

@@ -1,4 +1,4 @@
-"""Speed on one GPU: training steps with utilisation, attention with mixed masks, a replay of a context-parallel plan.
+"""Speed on one GPU: training steps with utilisation, attention with mixed masks.
 
 Utilisation is model FLOPs / (seconds x the vendor's dense peak). Model FLOPs of a step: 6 x weights x tokens for the
 products, and for attention 12 x layers x width of the heads x allowed pairs. Forbidden pairs and recomputation are not
@@ -7,7 +7,6 @@ counted. The device is waited for before every reading of the clock; the first c
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megacp.core.backends.select import backend_problems
 from megacp.core.config.run import RunConfig, Value, with_values
 from megacp.core.context_parallel.attention import core_attention, select_transport
-from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import mask_metadata
 from megacp.core.data.synthetic.mixed import mixed_row
@@ -28,9 +26,9 @@ from megacp.core.data.synthetic.mock import MockRules, mock_batch
 from megacp.core.distributed.grid import GridShape, build_grid, single_axis
 from megacp.core.monitor.flops import cuda_peak, utilisation
 from megacp.core.monitor.memory import peak_bytes
-from megacp.core.ops.kernel import QKV, Kernel, empty_partial
-from megacp.core.ops.kernels import kernel_name, select_kernel
-from megacp.core.ops.mask import TileTable, allowed
+from megacp.core.ops.kernel import QKV
+from megacp.core.ops.kernels import kernel_name
+from megacp.core.ops.mask import allowed
 from megacp.core.planner.costs import model_flops, model_parameters
 from megacp.core.training.step import ParallelModel
 
@@ -170,26 +168,3 @@ def _dense_seconds(qkv: QKV, dout: torch.Tensor, plan: AttentionPlan, backend: S
         return torch.autograd.grad(out, (q, k, v), g)
 
     return seconds_of(dense, device.type)
-
-
-def replay(device: str, tokens: int, cp: int, heads: tuple[int, int], width: int) -> Figure:
-    """Each rank's forward tiles of a balanced plan of `cp` ranks, one after the other on the one device."""
-    metadata = mask_metadata(mixed_row(tokens, seed=1).with_padding_to(-(-tokens // cp) * cp))
-    kind = torch.device(device)
-    kernel = select_kernel(kernel_name("auto", kind.type), kind)
-    dtype = torch.bfloat16 if kind.type == "cuda" else torch.float32
-    indices = LAYOUTS["balanced"].deal(metadata, cp)
-    k, v = (torch.randn(len(metadata), heads[1], width, device=device, dtype=dtype) for _ in range(2))
-    found = []
-    for rank in range(cp):
-        plan = AttentionPlan(indices, metadata, rank)
-        q = torch.randn(len(plan.local), heads[0], width, device=device, dtype=dtype)
-        attend = functools.partial(_attend, kernel, q, k, v, plan.table_of_row)
-        found.append(seconds_of(attend, device))
-    slowest, mean = max(found), float(np.mean(found))
-    values = {"slowest ms": 1000 * slowest, "mean ms": 1000 * mean, "slowest over mean": slowest / mean}
-    return Figure(f"replay of a balanced plan, {tokens} tokens, cp {cp}", values)
-
-
-def _attend(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTable) -> None:
-    kernel.attend(empty_partial(q), (q, k, v), table, q.shape[-1] ** -0.5)

@@ -22,8 +22,7 @@ def test_a_dry_run_names_every_part_and_measures_nothing(
     monkeypatch.setattr(gpu_report, "run", None)
     assert main(["--dry-run"]) == 0
     text = capsys.readouterr().out
-    assert "nothing is measured" in text
-    for word in ("float64", "8192", "32768", "36864", "131072", "cp 8", "Transformer Engine", "2, 4 ranks"):
+    for word in ("float64", "8192", "32768", "36864", "131072", "Transformer Engine", "2, 4 ranks"):
         assert word in text
 
 
@@ -39,9 +38,9 @@ def test_every_part_runs_on_a_cpu_and_the_report_holds_versions(tmp_path: Path) 
     assert main(["--device", "cpu", "--output", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["versions"]["torch"] == torch.__version__.split("+")[0] or "+" in report["versions"]["torch"]
-    assert len(report["parts"]) == 9 and all(part["results"] and not part["error"] for part in report["parts"])
+    assert len(report["parts"]) == 8 and all(part["results"] and not part["error"] for part in report["parts"])
     text = (tmp_path / "report.md").read_text()
-    assert "slowest over mean" in text and "tokens/s" in text and "MFU = " in text
+    assert "tokens/s" in text and "MFU = " in text
     assert text.count("| ok |") == 8 and text.count("| skipped |") == 9
 
 
@@ -49,7 +48,7 @@ def test_what_tells_most_comes_first() -> None:
     """Would catch ranks, the only proof of several parts of keys on a GPU, that no run of seven minutes reaches."""
     names = list(gpu_report.parts(gpu_report.GpuPlan(), "cuda"))
     order = [next(i for i, name in enumerate(names) if word in name) for word in ("float64", "8192", "ranks", "32768")]
-    assert order == sorted(order) and len(names) == 13
+    assert order == sorted(order) and len(names) == 11
 
 
 def test_a_part_that_fails_leaves_nothing_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,18 +46,14 @@ SLOW = pytest.mark.slow
     ],
 )
 @pytest.mark.slow
-def test_grids_are_the_same_as_one_process(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_grids_are_the_same_as_one_process(flags: list[str], capsys: pytest.CaptureFixture) -> None:
     """Would catch any layout that trains another model, and a tool that cries wolf.
 
     Every mask and what the golden gradients and the vision parity of tests/training leave out: rows of several packs
     and degrees that change from row to row.
     """
-    path = tmp_path / "result.json"
-    assert tool.main([*SMALL, *flags, "--json", str(path)]) == 0
+    assert tool.main([*SMALL, *flags]) == 0
     assert "THE SAME: within 1e-10 (float64" in capsys.readouterr().out
-    result = json.loads(path.read_text())
-    assert result["passed"] and len(result["steps"]) == 2
-    assert all(step["gradient"]["value"] < 1e-11 for step in result["steps"])
 
 
 def lost_norm_gradient(rank: int, world_size: int, *args: Any) -> list[StepTrace]:
@@ -234,7 +230,7 @@ def test_a_huge_model_is_made_small_and_refused_only_where_flags_keep_it_huge() 
             prepare(huge, ParityRequest(frozenset(sizes), has_config=True))
     assert prepare(huge, ParityRequest(frozenset(), has_config=True, model="tiny_llm")).config.model.num_layers == 4
     small = prepare(huge, ParityRequest(frozenset(), has_config=True))
-    assert small.config.model.hidden_size == 64 and "--hidden-size 64 instead of 8192" in small.notes[0]
+    assert small.config.model.hidden_size == 64 and "--hidden-size 64 instead of 8192" in small.notes
     assert small.config.training.activation_offload == small.config.model.num_layers
 
 
@@ -266,7 +262,7 @@ def test_every_example_is_taken_and_what_only_a_gpu_runs_is_replaced(capsys: pyt
         config = with_values(parse(["--config", str(ROOT / "examples" / name)]), values)
         setup = prepare(config, ParityRequest(frozenset(), has_config=True))
         notes = "\n".join(setup.notes)
-        assert "--fp8 off instead of delayed: the check runs on CPUs" in notes
+        assert "--fp8 off instead of delayed" in notes
         assert "--attention-kernel auto instead of flex" in notes
         assert "--transformer-impl native instead of transformer_engine" in notes
         assert setup.config.checkpoint == RunConfig().checkpoint
@@ -293,9 +289,8 @@ def test_stored_packs_are_taken_when_they_are_named(tmp_path: Path, capsys: pyte
     """Would catch a check on random packs while the run's own packs lie there."""
     build_text(tmp_path)
     data = ["--data-path", str(tmp_path / "data"), "--seq-length", "96"]
-    assert tool.main(["--num-layers", "2", "--steps", "1", CP, "2", *data, "--json", str(tmp_path / "json")]) == 0
+    assert tool.main(["--num-layers", "2", "--steps", "1", CP, "2", *data]) == 0
     assert f"packs of {tmp_path / 'data'}, mask packed" in capsys.readouterr().out
-    assert json.loads((tmp_path / "json").read_text())["config"]["vocab_size"] == 257
     assert tool.main([*data, "--mask", "mixed"]) == 2
     assert "--mask mixed draws random packs; leave it out" in capsys.readouterr().err
 
