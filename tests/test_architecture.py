@@ -372,7 +372,7 @@ LINES = {
     "megacp/prepare": 7_850,
     "megacp/huggingface": 7_500,
     "megacp/verify": 1_400,
-    "bench tools": 3_160,
+    "bench tools": 2_600,
     "tests": 43_200,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""

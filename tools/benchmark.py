@@ -54,16 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--peers-python", metavar="PATH", default=sys.executable, help="interpreter that has the peers (default: this)"
     )
-    parser.add_argument("--picotron", metavar="DIR", help="a checkout of Picotron, which is no package")
     parser.add_argument("--grids", nargs="+", choices=GRIDS, default=list(GRIDS), help="of --peers (default: all)")
     arguments = parser.parse_args(argv)
     sizes = {**(QUICK_SIZES if arguments.quick else SIZES), "dtype": arguments.dtype}
     quick, rounds = arguments.quick, arguments.rounds or (1 if arguments.quick else 3)
     parts = {name: functools.partial(step_part, name, sizes, rounds) for name in GROUPS}
     parts |= {"preprocess": functools.partial(text_part, quick)}
-    checkouts = {"--picotron": arguments.picotron} if arguments.picotron else {}
     scripts = Path(__file__).resolve().parent / "peers"
-    opponents = Opponents(arguments.peers_python, scripts, checkouts, PEERS)
+    opponents = Opponents(arguments.peers_python, scripts, PEERS)
     turns = arguments.rounds or (1 if quick else 5)
     parts |= {"peers": functools.partial(peers_part, quick, turns, opponents, to_hugging_face, arguments.grids)}
     return run_parts(parts, arguments, sizes=sizes, rounds=rounds)

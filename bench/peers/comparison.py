@@ -1,19 +1,16 @@
 """Our steps and those of other trainers by turns, on the same weights and tokens: speed, losses, memory.
 
 Key property: on each grid all trainers are alive at once and take turns, one step each. A slow minute of the machine
-slows all of them, and ratios are of one run. What other programs of the machine took meanwhile stands beside them.
+slows all of them, and ratios are of one run.
 """
 
 from __future__ import annotations
 
-import functools
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -63,8 +60,6 @@ class Opponents:
     """The interpreter in which they are installed."""
     scripts: Path
     """The folder with their scripts."""
-    checkouts: Mapping[str, str]
-    """Folders of those that are no packages, by the flag that named them."""
     peers: Mapping[str, Peer]
 
 
@@ -75,14 +70,10 @@ def versions(python: str, names: Sequence[str]) -> dict[str, str | None]:
     return found
 
 
-def absent(peer: Peer, found: Mapping[str, str | None], checkouts: Mapping[str, str]) -> str | None:
+def absent(peer: Peer, found: Mapping[str, str | None]) -> str | None:
     """Why a peer cannot run here, or None."""
     missing = [name for name in peer.needs if found.get(name) is None]
-    if missing:
-        return f"not installed: {', '.join(missing)}"
-    if peer.checkout is not None and peer.checkout not in checkouts:
-        return f"{peer.checkout} names no checkout"
-    return None
+    return f"not installed: {', '.join(missing)}" if missing else None
 
 
 def save_rank(rank: int, world_size: int, config: RunConfig, folder: Path) -> None:
@@ -102,22 +93,11 @@ def write_tokens(config: RunConfig, rules: MockRules, steps: int, path: Path) ->
     np.savez(path, tokens=tokens, labels=np.array(labels))
 
 
-def busy_seconds() -> float:
-    """Processor seconds that all programs of this machine have used, over all its cores; 0 where it is not told."""
-    try:
-        fields = [int(x) for x in Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
-    except OSError:
-        return 0.0
-    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")  # all but idle and waiting for disks
-
-
 @dataclass(frozen=True)
 class Turn:
     """One step of one trainer."""
 
     steps: Steps
-    others: float
-    """Cores that other programs used meanwhile."""
 
     @property
     def speed(self) -> float:
@@ -128,14 +108,6 @@ class Turn:
     def loss(self) -> float:
         """Of the step, from the first rank that knows it."""
         return next((rank.loss for rank in self.steps if rank.loss is not None), float("nan"))
-
-
-def turn(way: Callable[[], Steps]) -> Turn:
-    """Run one step and see what else ran."""
-    busy, wall = busy_seconds(), time.perf_counter()
-    steps = way()
-    busy, wall = busy_seconds() - busy, time.perf_counter() - wall
-    return Turn(steps, max(0.0, busy - sum(rank.cpu for rank in steps)) / wall)
 
 
 class Column:
@@ -157,7 +129,7 @@ class Column:
             for number in range(self.rounds + 1):
                 for trainer, way in list(ways.items()):
                     try:
-                        turns.setdefault(trainer, []).append(turn(functools.partial(way, number)))
+                        turns.setdefault(trainer, []).append(Turn(way(number)))
                     except PeerFailure as failure:
                         self.failures[trainer] = str(failure)
                         ways.pop(trainer)
@@ -202,7 +174,7 @@ class Column:
             "clip_grad": training.clip_grad,
         }
         paths = {"weights": str(folder / "weights"), "tokens": str(folder / "tokens.npz")}
-        return {**paths, "adamw": adamw, "axes": self.grid.axes(), "packages": dict(self.opponents.checkouts)}
+        return {**paths, "adamw": adamw, "axes": self.grid.axes()}
 
     def _start(self, peer: Peer, work: Mapping[str, Any], folder: Path) -> PeerRanks:
         command = [self.opponents.python, str(self.opponents.scripts / peer.script)]
@@ -218,7 +190,6 @@ def figures(turns: Sequence[Turn]) -> dict[str, Any]:
         "cpu_seconds": statistics.median(sum(rank.cpu for rank in one.steps) for one in timed),
         "peak_memory": [rank.memory for rank in turns[-1].steps],
         "losses": [one.loss for one in turns],
-        "others": statistics.median(one.others for one in timed),
     }
 
 
@@ -259,8 +230,6 @@ def speed_table(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
         if title == "tokens/s":
             ratios = [over_best(rows) for rows in found.values()]
             cells.append(["over the best peer", *("-" if ratio is None else f"{ratio[0]:.2f}" for ratio in ratios)])
-    others = [statistics.median(row["others"] for row in rows.values()) for rows in found.values()]
-    cells.append(["cores used by others", *(f"{value:.2f}" for value in others)])
     for title, number in (("our first loss", 0), ("our last loss", -1)):
         cells.append([title, *(f"{rows[OURS]['losses'][number]:.4f}" for rows in found.values())])
     return table(cells)
@@ -272,7 +241,7 @@ def peers_part(
     """Every grid in turn, all trainers on it by turns."""
     names = sorted({name for peer in opponents.peers.values() for name in peer.needs} | {"torch"})
     there = versions(opponents.python, names)
-    reasons = {name: absent(peer, there, opponents.checkouts) for name, peer in opponents.peers.items()}
+    reasons = {name: absent(peer, there) for name, peer in opponents.peers.items()}
     installed = [name for name, reason in reasons.items() if reason is None]
     lines = [f"{name} is absent, {reason}" for name, reason in reasons.items() if reason is not None]
     found: dict[str, dict[str, dict[str, Any]]] = {}

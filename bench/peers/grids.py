@@ -66,8 +66,6 @@ class Peer:
     """Modules that its interpreter must have; also the distributions whose versions are shown."""
     cells: Mapping[str, Mapping[str, Any]]
     """Grid to options of the script."""
-    checkout: str | None = None
-    """The flag that names its checkout, for one that is no package."""
 
 
 _ONE: dict[str, dict[str, Any]] = {"one process": {"microbatch": 1}, "one process, long": {}}
@@ -98,14 +96,4 @@ PEERS: dict[str, Peer] = {
     ),
     "Accelerate FSDP2": Peer("run_accelerate.py", ("accelerate", "transformers"), {"dp 2": {"data": "shard"}}),
     "fully_shard": Peer("run_fully_shard.py", ("transformers",), {**_ONE, "dp 2": {}}),
-    "Picotron": Peer(
-        "run_picotron.py",
-        ("safetensors",),
-        {
-            **_ONE,
-            **{grid: {"microbatch": 1} for grid in ("dp 2", "tp 2", "pp 2", "cp 2", "cp 4", "tp 2 x cp 2")},
-            "cp 2, long": {},
-        },
-        checkout="--picotron",
-    ),
 }

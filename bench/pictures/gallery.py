@@ -10,14 +10,12 @@ from matplotlib.figure import Figure
 from bench.pictures import style
 from bench.pictures.demo import draw_demo
 from bench.pictures.flow import draw_flow
-from bench.pictures.grid import draw_grid
 from bench.pictures.masks import draw_masks
 from bench.pictures.pipeline import draw_pipeline
 
 PICTURES: dict[str, Callable[[], Figure]] = {
     "flow": draw_flow,
     "mask": draw_masks,
-    "grid": draw_grid,
     "pipeline": draw_pipeline,
 }
 """Pictures that need nothing besides the code."""

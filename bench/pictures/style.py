@@ -66,13 +66,6 @@ def arrow(axes: Axes, start: tuple[float, float], stop: tuple[float, float]) -> 
     axes.add_patch(FancyArrowPatch(start, stop, arrowstyle="-|>", mutation_scale=16, color=GREY, linewidth=1.6))
 
 
-def link(axes: Axes, start: tuple[float, float], stop: tuple[float, float], color: str, bend: float) -> None:
-    """A thick line without a head; `bend` is how far its middle lies aside, over its length."""
-    line = FancyArrowPatch(start, stop, arrowstyle="-", connectionstyle=f"arc3,rad={bend}", shrinkA=0, shrinkB=0)
-    line.set(color=color, linewidth=4, capstyle="round", zorder=5)
-    axes.add_patch(line)
-
-
 def write_png(figure: Figure, path: Path) -> None:
     """Write a figure as a PNG with a palette, which needs a third of the bytes; the same figure gives the same file."""
     drawn = io.BytesIO()

@@ -80,14 +80,12 @@ def test_every_cell_of_the_table_names_a_grid_and_a_script_that_exist() -> None:
 
 
 def test_a_peer_without_its_packages_is_absent_and_says_which() -> None:
-    checkout = Peer("a.py", ("torch",), {"dp 2": {}}, checkout="--picotron")
-    assert absent(Peer("a.py", ("torch", "titan"), {}), {"torch": "2", "titan": None}, {}) == "not installed: titan"
-    assert absent(checkout, {"torch": "2"}, {}) == "--picotron names no checkout"
-    assert absent(checkout, {"torch": "2"}, {"--picotron": "/p"}) is None
+    assert absent(Peer("a.py", ("torch", "titan"), {}), {"torch": "2", "titan": None}) == "not installed: titan"
+    assert absent(Peer("a.py", ("torch",), {}), {"torch": "2"}) is None
 
 
 def row(speed: float, losses: list[float]) -> dict[str, Any]:
-    return {"tokens_per_second": speed, "peak_memory": [1], "cpu_seconds": 1.0, "losses": losses, "others": 0.0}
+    return {"tokens_per_second": speed, "peak_memory": [1], "cpu_seconds": 1.0, "losses": losses}
 
 
 def test_ratios_are_over_the_fastest_peer_and_other_losses_are_told() -> None:
@@ -108,7 +106,7 @@ def test_a_comparison_takes_turns_and_goes_on_without_the_peer_that_failed() -> 
         "breaks": Peer("fake_peer.py", ("numpy",), {"dp 2": {"fails": "step"}}),
         "nowhere": Peer("fake_peer.py", ("no_such_package",), {"dp 2": {}}),
     }
-    opponents = Opponents(sys.executable, HERE, {}, peers)
+    opponents = Opponents(sys.executable, HERE, peers)
     part = peers_part(True, 1, opponents, to_hugging_face, ["dp 2"])
     rows = part.figures["peers"]["dp 2"]
     assert list(rows) == ["megacp", "fake"]

@@ -48,8 +48,6 @@ class Work:
     """Of a step, over all ranks."""
     length: int
     """Tokens of a sequence."""
-    packages: dict[str, str]
-    """Checkouts that are no installed packages, by name."""
 
     @property
     def data_rank(self) -> int:
@@ -156,7 +154,6 @@ def _given() -> tuple[_Placed, torch.Tensor, torch.Tensor]:
         weights=Path(said["weights"]),
         sequences=tokens.shape[1],
         length=tokens.shape[2],
-        packages=said["packages"],
         before=peak_bytes(),
     )
     return work, tokens, labels

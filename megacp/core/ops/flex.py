@@ -74,7 +74,7 @@ def compiled(backend: str | Callable = "inductor") -> FlexAttention:
 def kernel_options(dtype: torch.dtype, width: int) -> dict[str, Any]:
     """What torch's Triton kernels are told; torch drops what a GPU has not.
 
-    TMA (Hopper's loads from global memory) is taken where it needs fewer registers: `tools/check_sm90.py`.
+    TMA (Hopper's loads from global memory) is taken where it needs fewer registers (docs/gpus.md).
     """
     narrow = dtype == torch.bfloat16
     return {
