@@ -25,7 +25,6 @@ from pathlib import Path
 
 import torch
 
-from megacp.core.checkpoint.commit import again_when_removed
 from megacp.core.config.arguments import OneLineParser
 from megacp.core.distributed.grid import GridShape, single_axis
 from megacp.core.distributed.launch import start, stop, world_from_environment
@@ -176,7 +175,7 @@ def _converted(request: Request, ranks: int) -> tuple[int, str]:
     """Convert on this process, or with the other ranks that torchrun has started; status, and what went wrong."""
     try:
         world = start(GridShape(dp=ranks), _MINUTES).world if ranks > 1 else single_axis("world")
-        again_when_removed(request.input, lambda: convert(request, world))
+        convert(request, world)
     except (ValueError, OSError) as error:
         # a full disk names no file; what is read has been named before
         begin = f"--output {request.output} cannot be written: " if isinstance(error, OSError) else ""

@@ -270,4 +270,4 @@ def test_a_misfit_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     """Would catch a pipeline stage that loads while another has refused."""
     results = run_ranks(_misfit, 2, str(tmp_path))
     assert results[0] == results[1]
-    assert "rank 1" in results[0] and "shape (2, 3) in the checkpoint, (9, 3) here" in results[0]
+    assert "rank 1" in results[0] and "(2, 3) in the checkpoint, torch.float32 (9, 3) here" in results[0]

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from megacp.core.checkpoint.directory import remove_leftovers, traces_of_checkpoints
-from megacp.core.checkpoint.lock import LOCK_FILE, DirectoryLock
+from megacp.core.checkpoint.commit import load_checkpoint
+from megacp.core.checkpoint.directory import LOCK_FILE, DirectoryLock, remove_leftovers, traces_of_checkpoints
+from tests.checkpoint.test_commit import WORLD, save, value
 
 _HOLD = """
 import sys, time
-from megacp.core.checkpoint.lock import DirectoryLock
+from megacp.core.checkpoint.directory import DirectoryLock
 lock = DirectoryLock(sys.argv[1])
 print("held", flush=True)
 sys.stdin.read()
@@ -88,7 +89,7 @@ def test_a_file_system_without_locks_is_told_and_no_reason_to_stop(
 def test_only_what_crashed_saves_left_is_removed(tmp_path: Path) -> None:
     """Would catch a user's file, a checkpoint or the log that goes with the leftovers."""
     kept = ["step_0000001", "step_0000002.2", "notes.tmp-12345678", "step_0000003.tmp-mine", "log.jsonl", "latest"]
-    gone = ["latest.tmp-0123abcd", "step_0000003.tmp-0123abcd", "step_0000001.2.tmp-0123abcd"]
+    gone = [".latest.0123abcd0123.partial", "step_0000003.tmp-0123abcd", "step_0000001.2.tmp-0123abcd"]
     for name in (*kept, *gone):
         if name.startswith("step"):
             (tmp_path / name).mkdir()
@@ -97,7 +98,39 @@ def test_only_what_crashed_saves_left_is_removed(tmp_path: Path) -> None:
             (tmp_path / name).write_text("")
     assert remove_leftovers(tmp_path) == [f"removed {tmp_path / name}, left by a crash" for name in sorted(gone)]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
-    assert remove_leftovers(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize("kind", [os.symlink, os.link])
+def test_a_lock_that_is_another_file_is_refused_and_not_written(tmp_path: Path, kind: object) -> None:
+    """Would catch a lock that truncates what a planted link points to."""
+    (tmp_path / "precious").write_text("thesis")
+    (tmp_path / "run").mkdir()
+    kind(tmp_path / "precious", tmp_path / "run" / LOCK_FILE)  # type: ignore[operator]
+    with pytest.raises(ValueError, match=LOCK_FILE):
+        DirectoryLock(tmp_path / "run")
+    assert (tmp_path / "precious").read_text() == "thesis"
+
+
+def test_a_linked_checkpoint_is_unlinked_and_what_it_points_to_stays(tmp_path: Path) -> None:
+    """Would catch `Cannot call rmtree on a symbolic link` after a good save, and at every later start."""
+    moved = save(tmp_path / "archive", 1)
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "step_0000001").symlink_to(moved)
+    (own / "step_0000000.tmp-0123abcd").symlink_to(moved)
+    save(own, 2, keep_last=1)
+    assert len(remove_leftovers(own)) == 1 and sorted(p.name for p in own.iterdir()) == ["latest", "step_0000002"]
+    assert value(load_checkpoint(tmp_path / "archive", WORLD)) == 1
+
+
+def test_a_reader_beside_a_job_that_prunes_reads_or_says_so_in_one_message(tmp_path: Path) -> None:
+    """Would catch a FileNotFoundError of a tensor's file."""
+    save(tmp_path, 1)
+    loaded = load_checkpoint(tmp_path, WORLD)
+    save(tmp_path, 2, keep_last=1)
+    with pytest.raises(ValueError, match="step_0000001 was removed while it was read"):
+        value(loaded)
+    assert value(load_checkpoint(tmp_path, WORLD)) == 2
 
 
 @pytest.mark.parametrize(

@@ -91,10 +91,5 @@ def test_a_file_that_rank_0_does_not_see_is_not_committed(tmp_path: Path, kept: 
     """Would catch a committed checkpoint without the file of a rank that saw another directory."""
     first, second = run_ranks(_elsewhere, 2, str(tmp_path), kept)
     assert first == second
-    told = (
-        "rank 0 does not see rank_00001.safetensors of rank 1"
-        if not kept
-        else "rank 0 sees 100 bytes of rank_00001.safetensors, rank 1"
-    )
-    assert told in first
+    assert ("100 bytes of" if kept else "no") + " rank_00001.safetensors" in first
     assert committed(tmp_path / "out") == []

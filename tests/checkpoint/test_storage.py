@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import pickle
-import resource
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -102,7 +99,7 @@ def test_the_same_tensors_make_the_same_bytes(tmp_path: Path) -> None:
     assert hashes(tmp_path / "a") == hashes(tmp_path / "b")
 
 
-CUTS = {"hole": [(0, 3)], "overlap": [(0, 4), (3, 6)], "overlap and hole": [(0, 3), (2, 5)]}
+CUTS = {"hole": [(0, 3)], "overlap": [(0, 4), (3, 6)], "twice": [(0, 3), (0, 3)]}
 
 
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
@@ -115,69 +112,11 @@ def test_elements_written_twice_or_not_at_all_are_refused(tmp_path: Path, cuts: 
         write_payload(tmp_path, [TensorBox("w", (6,), (i,), x[i:j]) for i, j in cuts])
 
 
-def _header(change: object) -> object:
-    """A harm: the file with a changed header, whose length is kept."""
-
-    def harm(content: bytes) -> bytes:
-        end = 8 + int.from_bytes(content[:8], "little")
-        described = json.loads(content[8:end])
-        change(described)  # type: ignore[operator]
-        text = json.dumps(described, separators=(",", ":")).encode().ljust(end - 8)
-        return content[:8] + text + content[end:]
-
-    return harm
-
-
-HARMS = {
-    "a huge header": lambda content: (1 << 62).to_bytes(8, "little") + content[8:],
-    "a header of nothing": lambda content: bytes(8) + content[8:],
-    "another dtype": _header(lambda h: h["w"].update(dtype="I32")),
-    "another shape": _header(lambda h: h["w"].update(shape=[4])),
-    "overlapping offsets": _header(lambda h: h["v"].update(data_offsets=[4, 12])),
-    "another name": _header(lambda h: h.update(x=h.pop("v"))),
-    "a pickle": lambda content: pickle.dumps(torch.zeros(4)).ljust(len(content))[: len(content)],
-    "bytes at the end": lambda content: content + b"1234",
-    "a byte less": lambda content: content[:-1],
-    "nothing": lambda content: b"",
-}
-
-
-@pytest.mark.parametrize("kind", HARMS)
-def test_a_file_with_a_right_hash_that_holds_something_else_is_refused_by_its_name(tmp_path: Path, kind: str) -> None:
-    """Would catch trust in what a file says of itself: whoever wrote it wrote its hash too."""
-    write_payload(tmp_path, [whole_box("w", torch.zeros(2)), whole_box("v", torch.ones(2))])
-    path = tmp_path / FILE
-    path.write_bytes(HARMS[kind](path.read_bytes()))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ValueError, match=f"{FILE} (does not hold the tensors that|have [0-9]* bytes, the file has)"):
-        Payload(tmp_path, hashes(tmp_path)).read_whole("w")
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
-
-
 def test_boxes_of_one_tensor_with_other_dtypes_are_refused(tmp_path: Path) -> None:
     """Would catch a file whose header gives all boxes of a tensor the dtype of the last one."""
     boxes = [TensorBox("w", (4,), (0,), torch.zeros(2)), TensorBox("w", (4,), (2,), torch.zeros(2).int())]
     with pytest.raises(PayloadError, match="two boxes disagree on shape or dtype of w"):
         write_payload(tmp_path, boxes)
-
-
-def test_what_could_not_be_read_again_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch saves that succeed for days, each of which no run can load."""
-    for name in ("w\u200b", "w" * 2000):
-        with pytest.raises(PayloadError, match="a tensor without a name"):
-            write_payload(tmp_path, [whole_box(name, torch.zeros(2))])
-    monkeypatch.setattr(storage, "_MOST_INDEX_BYTES", 50)
-    with pytest.raises(PayloadError, match="at most 50 are read again"):
-        write_payload(tmp_path, [whole_box("w", torch.zeros(2))])
-
-
-def test_a_tensor_that_is_another_one_when_it_is_read_is_refused(tmp_path: Path) -> None:
-    """Would catch a source that promises bfloat16 and gives float32, found by the run that loads it."""
-    tensor = torch.zeros(2)
-    writer = PayloadWriter([whole_box("w", tensor)], WORLD)
-    tensor.data = torch.zeros(2, dtype=torch.float64)
-    with pytest.raises(PayloadError, match=r"w became torch.float64 \(2,\)"):
-        writer.write(tmp_path)
 
 
 def test_an_index_with_another_hash_is_not_opened(tmp_path: Path) -> None:
@@ -206,7 +145,7 @@ def test_tensors_that_do_not_fit_are_named_with_both_sides(tmp_path: Path) -> No
         whole_box("u", torch.zeros(1)),
     ]
     assert payload.problems(wanted) == [
-        "w has shape (2, 3) in the checkpoint, (3, 2) here",
-        "v is torch.float32 in the checkpoint, torch.bfloat16 here",
+        "w is torch.float32 (2, 3) in the checkpoint, torch.float32 (3, 2) here",
+        "v is torch.float32 (2,) in the checkpoint, torch.bfloat16 (2,) here",
         "u is not in the checkpoint",
     ]

@@ -12,14 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megacp.core.checkpoint.commit import LoadedCheckpoint, load_checkpoint
+from megacp.core.checkpoint.commit import load_checkpoint
 from megacp.core.checkpoint.manifest import MANIFEST_FILE, checksum_of
-from megacp.core.checkpoint.storage import Payload
 from megacp.core.config.cli import given_names, parse
 from megacp.core.config.run import RunConfig
 from megacp.core.training.state import stored_progress
 from megacp.core.training.stored import stored_config, with_stored_model
-from megacp.huggingface.convert_command import main as convert
 from megacp.huggingface.generation.sampler import Generator
 from megacp.train import main
 from tests.checkpoint.test_commit import WORLD
@@ -218,37 +216,3 @@ def test_any_values_of_a_run_are_a_progress_or_a_value_error(base: Path, values:
 def test_the_whole_config_comes_back(base: Path) -> None:
     loaded = load_checkpoint(base, WORLD)
     assert isinstance(stored_config(loaded), RunConfig) and stored_config(loaded).model.num_layers == 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reader", ["generate", "convert", "train"])
-def test_a_reader_whose_checkpoint_goes_takes_the_next_one_or_says_so(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], reader: str
-) -> None:
-    """Would catch a FileNotFoundError of a tensor's file; the running job's next checkpoint stands for itself here."""
-    folder = copied(base, tmp_path / "out")
-    real = LoadedCheckpoint.payload
-
-    def payload(loaded: LoadedCheckpoint) -> Payload:
-        if loaded.path.name == "step_0000002":
-            loaded.path.rename(folder / "step_0000003")
-        return real(loaded)
-
-    def read(place: Path) -> Any:
-        if reader == "generate":
-            return Generator(place).path
-        output = str(tmp_path / f"of_{place.name}")
-        if reader == "train":
-            status = main([*REST, "--load", str(place), "--finetune", "--save", output])
-        else:
-            flags = ["--from", "megacp", "--to", "hf", "--input", str(place), "--output", output]
-            status = convert([*flags, "--dtype", "float32", "--tokenizer", "none"])
-        if status:
-            raise ValueError(capsys.readouterr().err)
-        return folder / "step_0000003"
-
-    monkeypatch.setattr(LoadedCheckpoint, "payload", payload)
-    assert read(folder) == folder / "step_0000003"
-    (folder / "step_0000003").rename(folder / "step_0000002")
-    with pytest.raises(ValueError, match=r"step_0000002 was removed while it was read.*: name the directory above"):
-        read(folder / "step_0000002")

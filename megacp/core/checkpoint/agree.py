@@ -1,7 +1,4 @@
-"""One action on all ranks: all succeed, or all raise the same error with the reasons of those that failed.
-
-Key property: a rank that fails alone would leave the others waiting; here all ranks hear of it in one exchange.
-"""
+"""One action on all ranks: all succeed, or all raise the same error with the reasons of those that failed."""
 
 from __future__ import annotations
 

@@ -1,37 +1,38 @@
-"""A directory of checkpoints: which names are committed, which are damaged, which a crash has left, and `latest`.
+"""A directory of checkpoints: which names are committed, `latest`, the lock of the run that writes here.
 
     DIRECTORY/latest                  name of the last committed checkpoint
     DIRECTORY/step_0000100/           manifest.json, config.yaml, index.json, rank_00000.safetensors, ...
     DIRECTORY/step_0000100.tmp-*/     being written, being deleted, or left by a crash: never read
     DIRECTORY/lock                    held by the run that writes here
 
-Key property: a name without `.tmp-` was given by a rename of something complete. An object store has no rename: there
-a step is complete with its manifest, which is written last and removed first, and there is no lock.
+A name without `.tmp-` was given by a rename of something complete. An object store has no rename: there a step is
+complete with its manifest, which is written last and removed first, and there is no lock.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection
+import socket
 from pathlib import Path
 from typing import overload
 
 from megacp.core.checkpoint.manifest import MANIFEST_FILE, read_manifest
-from megacp.core.storage.files import StrPath, open_regular, rename, sync_folder, write_new
-from megacp.core.storage.place import Place, folders_in, place_of, read_content, size_of
+from megacp.core.storage import files
+from megacp.core.storage.files import StrPath
+from megacp.core.storage.place import Place, folders_in, place_of, read_content
 from megacp.core.storage.retry import UnreachableError
 from megacp.core.storage.url import Url
 
 LATEST_FILE = "latest"
+LOCK_FILE = "lock"
 CONFIG_FILE = "config.yaml"
-MOST_CONFIG_BYTES = 1 << 20
-_MOST_LATEST = 4096
-_LOOKS = 10
-"""At a directory that has a `latest` and no checkpoint."""
 _STEP = re.compile(r"step_\d{7,}(\.\d+)?")
-_TEMPORARY = re.compile(r"(step_\d{7,}(\.\d+)?|latest)\.tmp-[0-9a-f]{8}")
+_TEMPORARY = re.compile(r"step_\d{7,}(\.\d+)?\.tmp-[0-9a-f]{8}|\.latest\.[0-9a-f]{12}\.partial")
+_OWNER = re.compile(rb"(host [^\n]*, process \d+\n)?")
+"""What a lock file may hold: it is written over."""
 
 
 def is_step_name(name: str) -> bool:
@@ -50,15 +51,6 @@ def temporary(root: Place, base: str) -> Place:
 
 def step_folders(directory: Place) -> tuple[list[Place], list[Place]]:
     """Step directories with a whole manifest, newest first, and those whose manifest is missing or damaged."""
-    whole, damaged = _listed(directory)
-    for _ in range(_LOOKS):
-        if whole or damaged or not (directory / LATEST_FILE).exists():
-            break
-        whole, damaged = _listed(directory)  # a running job removed the one that was listed, after it made the next
-    return whole, damaged
-
-
-def _listed(directory: Place) -> tuple[list[Place], list[Place]]:
     serials: dict[Place, int] = {}
     damaged: list[Place] = []
     for folder in folders_in(directory):
@@ -92,7 +84,7 @@ def traces_of_checkpoints(directory: StrPath | Url) -> list[Place]:
 def latest_of(directory: StrPath | Url) -> str | None:
     """The name in `latest`; None where it cannot be read, or holds no name of a step directory."""
     try:
-        name = read_content(place_of(directory) / LATEST_FILE, _MOST_LATEST).decode().strip()
+        name = read_content(place_of(directory) / LATEST_FILE).decode().strip()
     except UnreachableError:
         raise
     except (OSError, ValueError):
@@ -100,118 +92,79 @@ def latest_of(directory: StrPath | Url) -> str | None:
     return name if is_step_name(name) else None
 
 
-def refuse_unpointable(directory: Path | str) -> None:
-    """ValueError when `latest` is a link or no regular file, which the first save would find out or replace."""
-    latest = Path(directory) / LATEST_FILE
-    try:
-        if latest.is_symlink():
-            raise ValueError(f"{latest} is a link; it must be a file, or nothing")
-        open_regular(latest).close()
-    except (FileNotFoundError, PermissionError):  # whatever it holds, it can be replaced
-        return
-    except ValueError as error:
-        raise ValueError(f"{error}: move it away") from error
+def point_and_prune(final: Place, keep_last: int) -> list[str]:
+    """Let `latest` name the new checkpoint; when `keep_last` is above 0, remove all but that many of the newest.
 
-
-def point_and_prune(final: Place, keep_last: int, distrusted: Collection[Place] = ()) -> list[str]:
-    """Let `latest` name the new checkpoint; when `keep_last` is above 0, remove older ones until that many are left.
-
-    Only sound ones count, neither `distrusted` nor damaged ones. Distrusted ones had wrong hashes when this run looked
-    for a start. Damaged ones have a file of another size than their manifest says. Distrusted ones are removed with the
-    old ones: a later run does not know of them and would count them. Others stay until enough sound ones are newer.
-    Returns what there is to say: what could not be removed, and which damaged ones were. OSError only when `latest`
-    cannot be written.
+    Returns what could not be removed. OSError only when `latest` cannot be written.
     """
-    root = final.parent
-    _point(root, f"{final.name}\n".encode())
-    if keep_last <= 0:
-        return []
-    rejected = {folder.resolve() for folder in distrusted}
-    older = [folder for folder in committed(root) if folder != final]
-    doomed = [folder for folder in older if folder.resolve() in rejected]
-    sound = 1
-    for folder in older:
-        if folder in doomed:
-            continue
-        if sound >= keep_last:
-            doomed.append(folder)
-        sound += _has_its_files(folder)
-    notes = []
-    for folder in doomed:
-        told = [f"removed {folder}, which was damaged when this run started"] if folder.resolve() in rejected else []
-        notes += _remove_checkpoint(folder) or told
-    return notes
-
-
-def _point(root: Place, content: bytes) -> None:
-    """Write `latest`."""
+    root, content = final.parent, f"{final.name}\n".encode()
     if isinstance(root, Url):
         (root / LATEST_FILE).write(content)
-        return
-    pointer = temporary(root, LATEST_FILE)
-    try:
-        write_new(pointer, content)
-        rename(pointer, root / LATEST_FILE)
-    except OSError:
-        pointer.unlink(missing_ok=True)
-        raise
-    sync_folder(root)
-
-
-def _has_its_files(folder: Place) -> bool:
-    """Whether the files have the sizes of the manifest: no more than names and sizes are read."""
-    try:
-        return all(size_of(folder / name) == record.size for name, record in read_manifest(folder).files.items())
-    except (OSError, ValueError):
-        return False
+    else:
+        files.write_atomically(root / LATEST_FILE, content)
+    older = [folder for folder in committed(root) if folder != final] if keep_last > 0 else []
+    return [note for folder in older[keep_last - 1 :] for note in _remove_checkpoint(folder)]
 
 
 def _remove_checkpoint(folder: Place) -> list[str]:
-    """Remove a committed checkpoint, or a link to one; why it could not be, in words."""
-    if isinstance(folder, Url):
-        try:
-            (folder / MANIFEST_FILE).unlink()  # a half-deleted one is never taken for a checkpoint
+    """Remove a committed checkpoint, or a link to one, so that no half of it is ever taken for one."""
+    try:
+        if isinstance(folder, Url):
+            (folder / MANIFEST_FILE).unlink()
             folder.remove_below()
-        except ValueError as error:
-            return [f"the old checkpoint could not be removed: {error}"]
-        return []
-    doomed = temporary(folder.parent, folder.name)
-    try:
-        rename(folder, doomed)  # a half-deleted directory is never taken for a checkpoint
-    except OSError as error:
-        return [f"the old checkpoint {folder} could not be removed: {error.strerror}"]
-    return _remove(doomed)
-
-
-def _remove(path: Path) -> list[str]:
-    """Remove a file, a link (never what it points to) or a folder; why it could not be, in words."""
-    try:
-        if path.is_symlink() or not path.is_dir():
-            path.unlink(missing_ok=True)
-        else:
-            _remove_folder(path)
-    except OSError as error:
-        return [f"{path} could not be removed: {error.strerror or error}"]
+            return []
+        doomed = temporary(folder.parent, folder.name)
+        files.rename(folder, doomed)
+        doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        return [f"the old checkpoint {folder} could not be removed: {reason}"]
     return []
 
 
-def _remove_folder(path: Path) -> None:
-    """`shutil.rmtree`, again when a file was gone before it came to it, as on NFS or with a second remover."""
-    for last in (False, False, False, False, True):
-        try:
-            shutil.rmtree(path)
-        except FileNotFoundError:
-            if last and path.exists():
-                raise
-        else:
-            return
-
-
 def remove_leftovers(directory: Path | str) -> list[str]:
-    """Remove what crashed runs left half-written or half-deleted; what was removed or could not be, in words.
+    """Remove what crashed runs left half-written or half-deleted; what was removed.
 
     Only for the holder of the directory's lock: a live run's unfinished checkpoint looks the same.
     """
-    root = Path(directory)
-    left = sorted(path for path in root.iterdir() if _TEMPORARY.fullmatch(path.name)) if root.is_dir() else []
-    return [note for path in left for note in _remove(path) or [f"removed {path}, left by a crash"]]
+    left = sorted(path for path in Path(directory).iterdir() if _TEMPORARY.fullmatch(path.name))
+    for path in left:
+        path.unlink() if path.is_symlink() or not path.is_dir() else shutil.rmtree(path, ignore_errors=True)
+    return [f"removed {path}, left by a crash" for path in left]
+
+
+class DirectoryLock:
+    """A POSIX record lock on DIRECTORY/lock, held until `release` or the end of this process, kill -9 included.
+
+    A forked child does not keep it, as it would an `flock`. Between machines it acts where the file system has locks
+    (NFS with a lock daemon, GPFS, Lustre with `-o flock`); without any, `problem` says so and the run goes on.
+    Raises ValueError with host and process of the owner when another process holds it, or when the file is no lock.
+    """
+
+    def __init__(self, directory: Path | str) -> None:
+        path = Path(directory) / LOCK_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.problem: str | None = None
+        """Why there is no protection; None where there is."""
+        self._descriptor: int | None = None
+        try:
+            self._descriptor = files.lock(path)
+        except BlockingIOError as taken:
+            owner = files.read_regular(path).decode(errors="replace").strip()
+            raise ValueError(
+                f"--save {directory} is in use by {owner or 'another run'}: choose another directory, or end that run"
+            ) from taken
+        except files.NoLocksError as error:
+            self.problem = f"{path} cannot be locked ({error.strerror}): a second run would not be noticed"
+            return
+        if not _OWNER.fullmatch(os.pread(self._descriptor, 4096, 0)):
+            self.release()  # a second name of another file, for example
+            raise ValueError(f"{path} is no lock of a run and would be written over: move it away")
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"host {socket.gethostname()}, process {os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Let the next run in; may be called twice."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None

@@ -1,9 +1,8 @@
 """From flat slices of local parameters to boxes of named global tensors: a checkpoint depends on no grid.
 
-Key property: a file speaks only of `(global name, global shape, offsets, values)`. A range of a row-major array is a
-few boxes: part of a row, whole rows, part of a row; the same again inside a partial row. So a ZeRO slice that cuts a
-matrix anywhere is saved and loaded without being gathered. Rejected: saving flat buckets, which only the same grid can
-read, and gathering whole parameters, which moves every byte twice.
+A file speaks only of `(global name, global shape, offsets, values)`. A range of a row-major array is a few boxes: part
+of a row, whole rows, part of a row; the same again inside a partial row. So a ZeRO slice that cuts a matrix anywhere
+is saved and loaded without being gathered, and any grid reads what any other wrote.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A checkpoint being saved: begun by all ranks together, written by each alone, committed by all ranks together.
 
-Key property: only the constructor and `commit` talk to other ranks, and both run on the caller's thread. So files may
-be written on another thread while training goes on, and no collective of the one meets one of the other. In the
-background a copy of the values is written (in pinned memory on CUDA), hence the same bytes. Rejected: a process group
-for the writing thread, whose failures would reach ranks at different steps.
+Only the constructor and `commit` talk to other ranks, and both run on the caller's thread. So files may be written on
+another thread while training goes on, and no collective of the one meets one of the other. A checkpoint appears by one
+rename after all ranks reported success; saving a step that exists makes `step_0000100.2`.
 """
 
 from __future__ import annotations
@@ -13,24 +12,17 @@ import dataclasses
 import hashlib
 import shutil
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from megacp.core.checkpoint.agree import on_all_ranks, on_rank_0
-from megacp.core.checkpoint.directory import CONFIG_FILE, MOST_CONFIG_BYTES, committed, point_and_prune, temporary
-from megacp.core.checkpoint.manifest import (
-    MANIFEST_FILE,
-    CheckpointManifest,
-    FileRecord,
-    read_manifest,
-    to_json,
-)
+from megacp.core.checkpoint.directory import CONFIG_FILE, committed, point_and_prune, temporary
+from megacp.core.checkpoint.manifest import MANIFEST_FILE, CheckpointManifest, FileRecord, read_manifest, to_json
 from megacp.core.checkpoint.names import TensorBox
 from megacp.core.checkpoint.storage import PayloadError, PayloadWriter
 from megacp.core.distributed.collectives import gather_to_first
@@ -40,8 +32,7 @@ from megacp.core.storage.place import Place, size_of, write_content
 from megacp.core.storage.url import Url
 
 _BYTES_PER_BOX, _MARGIN = 1024, 1 << 20
-"""What a box takes in the files besides its values (its places in header and index), and the smallest files;
-generous, since the disk must not be full afterwards either."""
+"""What a box takes in header and index besides its values, and the smallest files; the disk must not be full after."""
 _ALIGNED, _BLOCK = 64, 1 << 30
 """Bytes at multiples of which the values of a box begin in the block of copies."""
 
@@ -64,8 +55,9 @@ class Contents:
 class PendingCheckpoint:
     """A checkpoint between its begin, which is this constructor, and `commit`; both are collective over `world`.
 
-    `background` copies the boxes and writes on a thread; else `commit` writes. The constructor raises SaveError on
-    every rank, before anything is written, when the file system of `root` has too little space.
+    `boxes` of all ranks together hold each element of each tensor once (`names.boxes_to_save`). `background` copies
+    them and writes on a thread; else `commit` writes. The constructor raises SaveError on every rank, before anything
+    is written, when the file system of `root` has too little space.
     """
 
     def __init__(
@@ -76,7 +68,7 @@ class PendingCheckpoint:
         self._records: dict[str, FileRecord] = {}
         self._thread: threading.Thread | None = None
         self.notes: list[str] = []
-        """What there is to say after `commit`: of old checkpoints that could not be removed, or were damaged."""
+        """What there is to say after `commit`: of old checkpoints that could not be removed."""
         sizes = gather_to_first(sum(b.tensor.nbytes + _BYTES_PER_BOX for b in boxes), world)
         try:
             self._folder: Place = on_rank_0(world, lambda: self._begin(sum(sizes or [])), SaveError)
@@ -110,11 +102,11 @@ class PendingCheckpoint:
         """Whether this rank's thread could not write: `commit` will raise."""
         return not self.writing and self._error is not None
 
-    def commit(self, keep_last: int = 0, distrusted: Collection[Place] = ()) -> Place:
+    def commit(self, keep_last: int = 0) -> Place:
         """Wait for this rank's files, then commit those of all ranks; the checkpoint's directory.
 
-        `keep_last` > 0 removes older checkpoints beyond that many, and `distrusted` ones (`point_and_prune`). Raises
-        SaveError on every rank when anything failed on any; committed checkpoints are untouched then.
+        `keep_last` > 0 removes older checkpoints beyond that many. Raises SaveError on every rank when anything failed
+        on any; committed checkpoints are untouched then.
         """
         try:
             on_all_ranks(self._world, self._written, SaveError)
@@ -123,22 +115,21 @@ class PendingCheckpoint:
         except SaveError as failure:
             self._clean()
             raise self._failed(failure) from failure
-        self.notes = on_rank_0(self._world, lambda: point_and_prune(final, keep_last, distrusted), SaveError)
+        self.notes = on_rank_0(self._world, lambda: point_and_prune(final, keep_last), SaveError)
         return final
 
     def _begin(self, needed: int) -> Place:
         """Refuse before anything is written, then make the folder; rank 0 only."""
-        to_json(CheckpointManifest(self.step, 0, self._world.size, self._contents.grid, {}, self._contents.extra))
+        to_json(self._manifest(0, {}))  # refuses an `extra` that is no JSON
         if isinstance(self._root, Url):
             return self._free_name()  # nothing is renamed there: the manifest alone makes it a checkpoint
-        place = next(folder for folder in (self._root.absolute(), *self._root.absolute().parents) if folder.exists())
-        free = shutil.disk_usage(place).free
+        self._root.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self._root).free
         if free < needed + _MARGIN:
             raise ValueError(
                 f"it needs about {(needed + _MARGIN) / 2**20:,.1f} MiB, the file system has {free / 2**20:,.1f} MiB "
                 "free: make room, or keep fewer checkpoints by --keep-last"
             )
-        self._root.mkdir(parents=True, exist_ok=True)
         folder = temporary(self._root, f"step_{self.step:07d}")
         folder.mkdir()
         return folder
@@ -147,17 +138,14 @@ class PendingCheckpoint:
         try:
             if device is not None:
                 torch.cuda.set_device(device)
-            self._write()
+            self._records = self._payload.write(self._folder)
         except Exception as error:  # the step loop asks for it
             self._error = error
-
-    def _write(self) -> None:
-        self._records = self._payload.write(self._folder)
 
     def _written(self) -> None:
         """This rank's files are on disk; raises what kept them from it."""
         if self._thread is None:
-            self._write()
+            self._records = self._payload.write(self._folder)
             return
         self._thread.join()
         if self._error is not None:
@@ -169,21 +157,20 @@ class PendingCheckpoint:
         self._see_all(of_ranks)
         files = {name: record for of_rank in of_ranks for name, record in of_rank.items()}
         config = self._contents.config_yaml.encode()
-        if len(config) > MOST_CONFIG_BYTES:
-            raise ValueError(f"the config has {len(config):,} bytes, at most {MOST_CONFIG_BYTES:,} are read again")
         write_content(self._folder / CONFIG_FILE, config)
         files[CONFIG_FILE] = FileRecord(len(config), hashlib.sha256(config).hexdigest())
         serial = max((read_manifest(folder).serial for folder in committed(self._root)), default=0) + 1
-        manifest = CheckpointManifest(
-            self.step, serial, self._world.size, self._contents.grid, files, self._contents.extra
-        )
-        write_content(self._folder / MANIFEST_FILE, to_json(manifest).encode())
+        write_content(self._folder / MANIFEST_FILE, to_json(self._manifest(serial, files)).encode())
         if isinstance(self._folder, Url):
             return self._folder
         final = self._free_name()
         assert isinstance(final, Path), "both lie below the root"
         place_folder(self._folder, final)
         return final
+
+    def _manifest(self, serial: int, files: Mapping[str, FileRecord]) -> CheckpointManifest:
+        what = self._contents
+        return CheckpointManifest(what.step, serial, self._world.size, what.grid, files, what.extra)
 
     def _free_name(self) -> Place:
         """The first name for this step that nothing has, not even what a crash has left."""
@@ -202,12 +189,9 @@ class PendingCheckpoint:
             path, size = self._folder / name, -1
             with contextlib.suppress(OSError):
                 size = seen(partial(size_of, path))
-            if size < 0:
-                raise SaveError(
-                    f"rank 0 does not see {name} of rank {rank}: is {path} the same place for all machines?"
-                )
             if size != record.size:
-                raise SaveError(f"rank 0 sees {size} bytes of {name}, rank {rank} wrote {record.size}: {path}")
+                what = f"{size} bytes of {name}, rank {rank} wrote {record.size}" if size >= 0 else f"no {name}"
+                raise SaveError(f"rank 0 sees {what} of rank {rank}: is {path} the same place for all machines?")
 
     def _failed(self, failure: Exception) -> SaveError:
         return SaveError(f"checkpoint of step {self.step} in {self._root} was not written: {failure}")
@@ -222,36 +206,27 @@ class PendingCheckpoint:
             self._folder.remove_below()
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
-
-
-def _blocks(sizes: Sequence[int]) -> list[list[int]]:
-    """Places of neighbours that share a block of `_BLOCK` bytes; one that is larger has its own.
+def _copied(boxes: Sequence[TensorBox]) -> list[TensorBox]:
+    """The boxes with values of their own on the CPU; those of a GPU in pinned blocks of at most 1 GiB or one box.
 
     One block for all would take up to twice their bytes: pinned memory comes in powers of two.
     """
-    found: list[list[int]] = []
-    filled = 0
-    for i, size in enumerate(map(_aligned, sizes)):
-        if not found or filled + size > _BLOCK:
-            found.append([])
-            filled = 0
-        found[-1].append(i)
-        filled += size
-    return found
-
-
-def _copied(boxes: Sequence[TensorBox]) -> list[TensorBox]:
-    """The boxes with values of their own, on the CPU; those of a GPU in pinned blocks, which are allocated once."""
-    on_gpu, copies = any(box.tensor.is_cuda for box in boxes), []
-    for group in _blocks([box.tensor.nbytes for box in boxes]):
-        starts = np.cumsum([0, *(_aligned(boxes[i].tensor.nbytes) for i in group)]).tolist()
-        block = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=on_gpu)
-        for i, start in zip(group, starts, strict=False):
-            tensor = boxes[i].tensor
-            own = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            copies.append(dataclasses.replace(boxes[i], tensor=own.copy_(tensor.detach(), non_blocking=on_gpu)))
+    on_gpu = any(box.tensor.is_cuda for box in boxes)
+    starts, filled = list[int](), list[int]()  # by box: its first byte in its block; by block: its bytes
+    blocks = list[int]()
+    for box in boxes:
+        size = -(-box.tensor.nbytes // _ALIGNED) * _ALIGNED
+        if not filled or filled[-1] + size > _BLOCK:
+            filled.append(0)
+        starts.append(filled[-1])
+        blocks.append(len(filled) - 1)
+        filled[-1] += size
+    memory = [torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu) for size in filled]
+    copies = []
+    for box, block, start in zip(boxes, blocks, starts, strict=True):
+        tensor = box.tensor.detach()
+        own = memory[block][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        copies.append(dataclasses.replace(box, tensor=own.copy_(tensor, non_blocking=on_gpu)))
     if on_gpu:
         torch.cuda.synchronize()
     return copies

@@ -1,8 +1,7 @@
 """The payload of a checkpoint: one safetensors file a rank, and an index of the boxes in all of them.
 
-Key property: a rank writes its own boxes and reads the bytes it needs, and talks to no other rank in between. Files are
-made anew and never through a link; they are read only where they are regular, as large as stated, and begin with the
-header that the index implies. Rejected: mapping files into memory, where one that is removed or cut ends the process.
+A rank writes its own boxes and reads the bytes it needs, and talks to no other rank in between. Files are read, not
+mapped: a mapped file that is cut ends the process.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from io import BufferedReader
 from typing import BinaryIO, NamedTuple
 
@@ -24,14 +22,11 @@ from megacp.core.checkpoint.names import TensorBox
 from megacp.core.checkpoint.tensor_file import as_bytes, write_values
 from megacp.core.distributed.collectives import gather_to_first
 from megacp.core.distributed.grid import Axis
-from megacp.core.storage.files import seen
 from megacp.core.storage.place import Place, open_stream, write_content, write_stream
 
 INDEX_FILE = "index.json"
-_MOST_INDEX_BYTES = 1 << 28
-"""Of an index: about three million boxes."""
 _SECONDS = 10.0
-"""For which a folder that another machine has just made is waited for."""
+"""For which a folder that another machine has just made is waited for: network file systems show it late."""
 
 
 class PayloadError(RuntimeError):
@@ -51,7 +46,7 @@ class PayloadWriter:
     """One payload on its way into a folder: made by all ranks together, written by each alone.
 
     The boxes' values are read by `write`, the only part that may run on another thread; it talks to no other rank.
-    Raises PayloadError on all ranks when the boxes do not tile their tensors.
+    Raises PayloadError on all ranks when the boxes do not make up their tensors.
     """
 
     def __init__(self, boxes: Sequence[TensorBox], world: Axis) -> None:
@@ -76,10 +71,8 @@ class PayloadWriter:
             if tensors.setdefault(box.name, tensor) != tensor:
                 raise ValueError(f"two boxes disagree on shape or dtype of {box.name}")
         index = Index(tensors, {rank_file(rank): [box for box, _ in stored] for rank, stored in enumerate(of_ranks)})
+        index.check()
         self._index = index.to_json()
-        if len(self._index) > _MOST_INDEX_BYTES:
-            raise ValueError(f"the index has {len(self._index):,} bytes, at most {_MOST_INDEX_BYTES:,} are read again")
-        read_index(self._index, {file: sum(map(index.num_bytes, boxes)) for file, boxes in index.files.items()})
 
     def write(self, folder: Place) -> dict[str, FileRecord]:
         """Write this rank's boxes, and on rank 0 the index, into a folder that all ranks share; what was written."""
@@ -94,35 +87,30 @@ class PayloadWriter:
         name = rank_file(self._rank)
         own = Index({box.name: tensor for box, tensor in self._stored}, {name: [box for box, _ in self._stored]})
         stream.write(own.header(name))
-        for box, (stored, tensor) in zip(self._boxes, self._stored, strict=True):
-            values = box.tensor.detach()  # of a source that is read only now, its dtype and shape were promises
-            if (values.dtype, tuple(values.shape)) != (tensor.dtype, stored.extents):
-                raise PayloadError(f"{box.name} became {values.dtype} {tuple(values.shape)}, not as it was stated")
-            write_values(stream, values)
+        for box in self._boxes:
+            write_values(stream, box.tensor)
 
 
 class Payload:
-    """A written payload, opened for reading; `files` are its files as the manifest states them.
+    """A written payload, opened for reading; `files` are its files as the manifest states them, already hashed.
 
-    Files that are missing are waited for `seconds`. Raises ValueError when the index has another hash, says anything
-    that no megacp checkpoint says, or refers to a file that `files` does not name.
+    Raises ValueError when the index is damaged or refers to a file that `files` does not name.
     """
 
-    def __init__(self, folder: Place, files: Mapping[str, FileRecord], seconds: float = 0.0) -> None:
-        self._folder, self._records, self._seconds = folder, files, seconds
+    def __init__(self, folder: Place, files: Mapping[str, FileRecord]) -> None:
+        self._folder, self._records = folder, files
         path = folder / INDEX_FILE
-        stated = files.get(INDEX_FILE)
-        if stated is None or stated.size > _MOST_INDEX_BYTES:
-            raise ValueError(f"{path} is not in the manifest, or larger than any index")
-        with seen(lambda: open_stream(path, stated.size), seconds) as stream:
-            content = stream.read(stated.size)
+        stated = files[INDEX_FILE]
+        with open_stream(path, stated.size) as stream:
+            content = stream.read()
         if hashlib.sha256(content).hexdigest() != stated.sha256:
             raise ValueError(f"{path} is damaged: its sha256 is not the one in the manifest")
         try:
-            self._index = read_index(content, {name: record.size for name, record in files.items()})
+            self._index = read_index(content)
         except ValueError as error:
             raise ValueError(f"{path} is damaged: {error}") from error
-        self._headers: dict[str, bytes] = {}
+        if unknown := set(self._index.files) - set(files):
+            raise ValueError(f"{path} refers to files that the manifest does not list: {sorted(unknown)[:3]}")
         self._positions: dict[str, list[Position]] = defaultdict(list)
         for position in self._index.positions():
             self._positions[position.box.name].append(position)
@@ -136,15 +124,13 @@ class Payload:
         """Why these boxes cannot be read, one line per tensor: missing, another shape, another dtype."""
         found: dict[str, str] = {}
         for box in boxes:
-            stored = self.tensors.get(box.name)
+            stored, asked = self.tensors.get(box.name), (tuple(box.global_shape), box.tensor.dtype)
             if stored is None:
                 found[box.name] = f"{box.name} is not in the checkpoint"
-            elif stored.shape != tuple(box.global_shape):
-                found[box.name] = (
-                    f"{box.name} has shape {stored.shape} in the checkpoint, {tuple(box.global_shape)} here"
+            elif stored != asked:
+                found[box.name] = f"{box.name} is {stored.dtype} {stored.shape} in the checkpoint, " + (
+                    f"{asked[1]} {asked[0]} here"
                 )
-            elif stored.dtype != box.tensor.dtype:
-                found[box.name] = f"{box.name} is {stored.dtype} in the checkpoint, {box.tensor.dtype} here"
         return list(found.values())
 
     def read(self, boxes: Iterable[TensorBox]) -> None:
@@ -163,23 +149,12 @@ class Payload:
             if found != box.tensor.numel():
                 raise ValueError(f"the checkpoint index does not cover {box.name}: {found} elements found")
         for file, of_file in sorted(reads.items()):
-            with self._opened(file) as stream:
-                begin = stream.tell()
+            path, expected = self._folder / file, self._index.header(file)
+            with open_stream(path, self._records[file].size) as stream:
+                if stream.read(len(expected)) != expected:
+                    raise ValueError(f"{path} does not hold the tensors that {INDEX_FILE} lists")
                 for read in sorted(of_file, key=lambda read: read.position.begin):
-                    _fill(stream, begin, read, self._folder / file)
-
-    @contextmanager
-    def _opened(self, name: str) -> Iterator[BufferedReader]:
-        """A file, read up to its first value."""
-        path, size = self._folder / name, self._records[name].size
-        if name not in self._headers:
-            self._headers[name] = self._index.header(name)
-        expected = self._headers[name]
-        with seen(lambda: open_stream(path, size), self._seconds) as stream:
-            values = sum(map(self._index.num_bytes, self._index.files[name]))
-            if stream.read(len(expected)) != expected or size != len(expected) + values:
-                raise ValueError(f"{path} does not hold the tensors that {INDEX_FILE} lists")
-            yield stream
+                    _fill(stream, len(expected), read, path)
 
     def read_whole(self, name: str) -> torch.Tensor:
         """One tensor, whole, on the CPU."""
@@ -213,6 +188,7 @@ def _fill(stream: BufferedReader, begin: int, read: _Read, path: Place) -> None:
     target = wanted.tensor.detach()
     for dim, (offset, low, extent) in enumerate(zip(wanted.offsets, read.offsets, read.extents, strict=True)):
         target = target.narrow(dim, low - offset, extent)
+    # row-major strides of the stored box; the shared elements lie in [first, first + count) of it
     strides = [math.prod(stored.extents[dim + 1 :]) for dim in range(len(stored.extents))]
     first = sum((low - offset) * s for low, offset, s in zip(read.offsets, stored.offsets, strides, strict=True))
     count = 1 + sum((extent - 1) * s for extent, s in zip(read.extents, strides, strict=True))

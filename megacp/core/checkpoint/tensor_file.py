@@ -1,7 +1,6 @@
 """A safetensors file, written one tensor after the other: 8 bytes of length, a JSON header, then the values.
 
-Key property: one tensor is in memory at a time, and an error of the disk keeps its number. Rejected:
-`safetensors.torch.save_file`, which copies all tensors to the CPU first and turns a full disk into text.
+`safetensors.torch.save_file` would copy all tensors to the CPU first and turn a full disk into text.
 """
 
 from __future__ import annotations

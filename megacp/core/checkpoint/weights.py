@@ -1,7 +1,6 @@
 """Weights of another format that a run starts from: each rank reads its own part, some rows of a tensor at a time.
 
-Key property: the boxes are those that a checkpoint fills, so a run starts with the bits that it would have had from the
-converted checkpoint. Rejected: reading whole tensors, since a rank of many would hold what it throws away.
+The boxes are those that a checkpoint fills: a run starts with the bits that the converted checkpoint would give it.
 """
 
 from __future__ import annotations

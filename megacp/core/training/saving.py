@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megacp.core.checkpoint.agree import on_rank_0
-from megacp.core.checkpoint.directory import refuse_unpointable, remove_leftovers
-from megacp.core.checkpoint.lock import DirectoryLock
+from megacp.core.checkpoint.directory import DirectoryLock, remove_leftovers
 from megacp.core.checkpoint.pending import PendingCheckpoint
 from megacp.core.config.run import RunConfig
 from megacp.core.distributed.grid import Axis
@@ -43,8 +42,6 @@ class Saver:
         """The last checkpoint that this run has written or was resumed from; its weights are finite."""
         self.keeps_all = False
         """Whether old checkpoints stay, whatever --keep-last says: the run has just skipped a step."""
-        self.distrusted: tuple[Place, ...] = ()
-        """Checkpoints that were found damaged when the run looked for a start: --keep-last does not count them."""
         self.notes: list[str] = []
         """What there is to say about the directory at the start."""
         if config.checkpoint.save is not None:
@@ -53,7 +50,6 @@ class Saver:
     def _enter(self, directory: str) -> list[str]:
         if is_url(directory):
             return [f"{directory} cannot be locked: a second run that saves there would not be noticed"]
-        refuse_unpointable(directory)
         self._lock = DirectoryLock(directory)
         notes = [self._lock.problem] if self._lock.problem else []
         if not self._lock.problem:
@@ -122,7 +118,7 @@ class Saver:
         assert self._pending is not None
         pending, self._pending = self._pending, None
         keep_last = 0 if self.keeps_all else self._config.checkpoint.keep_last
-        self.newest = pending.commit(keep_last, self.distrusted)
+        self.newest = pending.commit(keep_last)
         self._step, self._updates = pending.step, self._pending_updates
         say(f"{self._reason} after step {pending.step}: {self.newest}")
         for note in pending.notes:

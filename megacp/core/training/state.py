@@ -7,13 +7,12 @@ which tie a checkpoint to a number of ranks.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, get_type_hints
 
 from megacp.core.checkpoint.agree import on_rank_0
-from megacp.core.checkpoint.commit import LoadedCheckpoint, again_when_removed, load_checkpoint
+from megacp.core.checkpoint.commit import LoadedCheckpoint, load_checkpoint
 from megacp.core.checkpoint.directory import traces_of_checkpoints
 from megacp.core.checkpoint.manifest import MANIFEST_FILE
 from megacp.core.checkpoint.names import TensorBox, boxes_to_load, boxes_to_save
@@ -70,8 +69,6 @@ class Resumed:
     progress: Progress
     path: Place
     changed: tuple[str, ...]
-    rejected: tuple[Place, ...]
-    """Newer checkpoints that were damaged."""
 
 
 _OF_THE_RUN = {"save", "load", "train_iters", "log_file", "log_interval", "dry_run", "world_size"}
@@ -137,12 +134,6 @@ def load(model: ParallelModel, progress: Progress, config: RunConfig, start: Sta
     repeat some samples and miss others, without saying so. Weights alone may meet any data and need no optimizer state.
     """
     start = start or Start(config.checkpoint.load, config.checkpoint.finetune)
-    path = start.path
-    assert path is not None
-    return again_when_removed(path, lambda: _load(model, progress, config, dataclasses.replace(start, path=path)))
-
-
-def _load(model: ParallelModel, progress: Progress, config: RunConfig, start: Start) -> Resumed:
     assert start.path is not None
     loaded = load_checkpoint(start.path, patient(model.grid.world, 60.0 * config.checkpoint.checkpoint_timeout_minutes))
     reasons = [] if start.weights_only else _other_data(loaded, progress, config)
@@ -162,10 +153,10 @@ def _load(model: ParallelModel, progress: Progress, config: RunConfig, start: St
     model.parameters.loaded(masters=not start.weights_only)
     if start.weights_only:
         model.optimizer.reset_masters()
-        return Resumed(progress, loaded.path, other_meaning(loaded, progress), loaded.rejected)
+        return Resumed(progress, loaded.path, other_meaning(loaded, progress))
     model.optimizer.set_updates(_extra(loaded).integer("updates", high=LARGEST_COUNT))
     changed = tuple(f"{flag(name)} {words_of(now[name])} (was {words_of(before[name])})" for name in differing)
-    return Resumed(stored_progress(loaded), loaded.path, changed, loaded.rejected)
+    return Resumed(stored_progress(loaded), loaded.path, changed)
 
 
 def load_weights(model: ParallelModel, weights: Weights, progress: Progress) -> Resumed:
@@ -175,7 +166,7 @@ def load_weights(model: ParallelModel, weights: Weights, progress: Progress) -> 
             fill(box, weights.source, weights.known_rows.get(bare_name(box)))
     model.parameters.loaded(masters=False)
     model.optimizer.reset_masters()
-    return Resumed(progress, weights.place, (), ())
+    return Resumed(progress, weights.place, ())
 
 
 def _cleared(model: ParallelModel, new: Callable[[str], bool] | None) -> list[TensorBox]:

@@ -98,7 +98,6 @@ class Trainer:
         if resumed is None and weights is not None:
             start = dataclasses.replace(start, weights_only=True)
             resumed = load_weights(self.model, weights, self.progress)
-        self.saver.distrusted = resumed.rejected if resumed is not None else ()
         if resumed is not None and not start.weights_only:
             self.progress = resumed.progress
             self.saver.resumed(self.progress.step, self.model.optimizer.updates, resumed.path)

@@ -10,7 +10,6 @@ import shutil
 import time
 from pathlib import Path
 
-from megacp.core.checkpoint.commit import RemovedError
 from megacp.core.checkpoint.directory import is_step_name
 from megacp.core.checkpoint.manifest import MANIFEST_FILE
 from megacp.core.distributed.collectives import gather_objects
@@ -109,8 +108,6 @@ def read_input(request: Request, world: Axis) -> Loaded:
             return read_checkpoint(path, world, request.architecture)
         on_each(world, lambda: check_sums(path, world))
         return on_each(world, lambda: read_hf(path, request.architecture, request.ignored, check_sums=False))
-    except RemovedError:  # the caller tries again
-        raise
     except (ValueError, OSError) as error:
         said = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise ValueError(f"--input {path}: {said.removeprefix(f'--load {path}: ')}") from error

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megacp.core.checkpoint.commit import again_when_removed, load_checkpoint
+from megacp.core.checkpoint.commit import load_checkpoint
 from megacp.core.config.run import ON_CPU, RunConfig, Value, with_values
 from megacp.core.context_parallel.layout import select_layout
 from megacp.core.context_parallel.shard import shard_batch
@@ -69,9 +69,6 @@ class Generator:
         """Load the newest whole checkpoint below `checkpoint`, or that step. Raises ValueError when there is none."""
         self.grid = build_grid(GridShape(), 0)
         self._rules: ImageRules | None = None
-        again_when_removed(checkpoint, lambda: self._load(checkpoint))
-
-    def _load(self, checkpoint: str | Path) -> None:
         loaded = load_checkpoint(checkpoint, self.grid.world)
         self.path, self.step = loaded.path, loaded.step
         progress = stored_progress(loaded)
