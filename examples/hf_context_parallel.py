@@ -21,9 +21,8 @@ from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.distributed.collectives import all_reduce
 from megacp.core.distributed.grid import Axis, GridShape
 from megacp.core.distributed.launch import start, stop, world_from_environment
-from megacp.huggingface.door.context import context_parallel
+from megacp.huggingface import context_parallel, register_with_transformers
 from megacp.huggingface.door.loop import shift_labels, sum_gradients
-from megacp.huggingface.door.transformers import register_with_transformers
 
 VOCAB = 512
 DOCUMENTS = (0.1, 0.55, 0.35)
@@ -56,6 +55,7 @@ def sharded_step(
     counted = (labels != -100).sum()
     with context_parallel(
         axis,
+        model=model,
         buffers=[ids, positions, labels],
         buffer_seq_dims=[1, 1, 1],
         pad_values=[0, 0, -100],

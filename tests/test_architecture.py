@@ -18,6 +18,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_PARAMETERS = 8
+PUBLIC = ("megacp/__init__.py", "megacp/huggingface/__init__.py")
+"""Packages that say more than what they are: the version, and the names for other libraries in one place."""
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 DISTRIBUTED_ROOM = "megacp/core/distributed/"
 ENVIRONMENT_FILES = ("megacp/core/distributed/launch.py", "megacp/prepare/tokenize/threads.py")
@@ -282,7 +284,7 @@ def test_functions_take_few_parameters() -> None:
 
 def test_package_files_hold_a_docstring_only() -> None:
     """Would catch re-exports, which let an import of one room run another (the top one also holds the version)."""
-    inits = [path for path in sources("megacp") if path.endswith("__init__.py") and path != "megacp/__init__.py"]
+    inits = [path for path in sources("megacp") if path.endswith("__init__.py") and path not in PUBLIC]
     assert [path for path in inits if len(tree_of(path).body) != 1] == []
 
 
@@ -367,13 +369,13 @@ def test_rules_let_lawful_code_pass() -> None:
 
 
 LINES = {
-    "megacp": 44_100,
+    "megacp": 43_400,
     "megacp/core": 27_100,
     "megacp/prepare": 7_850,
-    "megacp/huggingface": 7_500,
+    "megacp/huggingface": 6_990,
     "megacp/verify": 1_400,
     "bench tools": 2_600,
-    "tests": 43_200,
+    "tests": 42_900,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
 REACHED = {"megacp.train": (270, 35_000)}

@@ -28,7 +28,7 @@ from megacp.core.distributed import launch
 from megacp.core.distributed.grid import single_axis
 from megacp.core.ops import flex
 from megacp.core.ops.kernel import Saved, empty_partial
-from megacp.core.ops.kernels import auto_kernel, dtype_problem, kernel_name, select_kernel
+from megacp.core.ops.kernels import auto_kernel, kernel_name, select_kernel
 from megacp.core.ops.mask import Metadata, TileTable, allowed, tile_table
 from megacp.core.ops.tile_kernels import MathKernel
 from megacp.train import REFUSED, main
@@ -444,11 +444,6 @@ def test_the_kernel_of_a_tensor_adds_up_as_wide_as_its_dtype_asks() -> None:
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     assert [auto_kernel("cuda", dtype) for dtype in dtypes] == ["math", "flex", "flex", "flex"]
     assert [auto_kernel("cpu", dtype) for dtype in dtypes] == ["flash"] * 4
-    kernel = flex.FlexKernel(dense)
-    assert [dtype_problem(kernel, dtype) for dtype in dtypes[1:]] == [None] * 3
-    assert dtype_problem(MathKernel(), torch.float64) is None
-    told = dtype_problem(kernel, torch.float64)
-    assert told == "--attention-kernel flex adds up in float32, the tensors are float64; choose auto or math"
 
 
 def test_a_kernel_for_another_device_is_refused_before_the_run_starts_with_all_other_reasons(

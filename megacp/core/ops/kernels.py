@@ -69,13 +69,6 @@ def auto_kernel(device_type: str, dtype: torch.dtype) -> str:
     return kernel_name("auto", device_type, str(accumulation_dtype(dtype)).removeprefix("torch."))
 
 
-def dtype_problem(kernel: Kernel, dtype: torch.dtype) -> str | None:
-    """Why a kernel that was built is not exact for tensors of `dtype`; None when it is."""
-    if isinstance(kernel, FlexKernel) and accumulation_dtype(dtype) == torch.float64:
-        return f"--attention-kernel flex adds up in float32, the tensors are {str(dtype)[6:]}; choose auto or math"
-    return None
-
-
 def select_kernel(name: str, device: torch.device) -> Kernel:
     """The kernel of a `--attention-kernel` value; raises ValueError where it is unknown or cannot run.
 

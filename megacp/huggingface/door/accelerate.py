@@ -6,10 +6,9 @@
     accelerator = Accelerator(...)                         # a loop of one's own
     shard_sequences(accelerator, cp_size=2)                # before prepare()
 
-Key property: only objects of the caller are changed: the state and two methods of this accelerator, two methods of this
-trainer. Accelerate plugs in its own context parallelism there. transformers learns the name of an attention. So
-loading, FSDP2 or DDP, clipping, logging and checkpoints are theirs, and other Accelerators and Trainers of the process
-stay as they are. Rejected: a Trainer class of our own, which would have to follow theirs.
+Only objects of the caller are changed: the state and two methods of this accelerator, two methods of this trainer.
+Accelerate plugs in its own context parallelism there. So loading, FSDP2 or DDP, clipping, logging and checkpoints are
+theirs, and other Accelerators and Trainers of the process stay as they are.
 
 Both FSDP2 and DDP take the mean of gradients over all processes. The Trainers multiply their loss by that number; a
 loop of one's own must too: `loss = summed / counted * accelerator.num_processes`, `counted` over all batches of a step.
@@ -20,8 +19,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
-import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,10 +30,8 @@ import torch
 from megacp.core.distributed.collectives import all_reduce
 from megacp.core.distributed.grid import Axis, axis_of_mesh
 from megacp.core.ops.mask import Metadata
-from megacp.huggingface.door.call_stack import is_stock_model
 from megacp.huggingface.door.context import context_parallel
-from megacp.huggingface.door.documents import documents_of
-from megacp.huggingface.door.mask import DocumentIds
+from megacp.huggingface.door.mask import DocumentIds, documents_of
 from megacp.huggingface.door.multimodal import cut_multimodal, has_towers
 from megacp.huggingface.door.transformers import register_with_transformers
 
@@ -46,6 +41,9 @@ _PAD |= {"token_type_ids": 0}
 _OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """What collators say of packed documents for other kernels; the position ids say it too."""
 _HOOKS = ("_prepare_cp", "maybe_context_parallel", "torch_device_mesh", "parallelism_config")
+_HANDS_ON = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "paligemma", "glm4v")
+"""Model types that say `accepts_loss_kwargs = False`, and yet hand options to the library's loss of shifted labels: the
+Trainer gives them no number of tokens, takes the mean of each batch, and divides by the accumulated steps."""
 _TRAINER_HOOKS: tuple[str, ...] = ("_prepare_context_parallel_inputs", "prediction_step", "compute_loss_func")
 _TRAINER_HOOKS += ("label_smoother", "_loss_shifts_labels", "model_accepts_loss_kwargs")
 
@@ -119,7 +117,7 @@ def _prepare(accelerator: Any, rows: _Blocks, *args: Any) -> tuple[Any, ...]:
     for module in (x for x in args if isinstance(x, torch.nn.Module)):
         for model in _stock_models(module):
             model.set_attn_implementation(name)
-    accelerator._cp_context = rows.of_buffers
+    accelerator._cp_context = functools.partial(rows.of_buffers, accelerator)
     return args
 
 
@@ -141,7 +139,11 @@ class _Blocks:
     layout: str
 
     def of_buffers(
-        self, buffers: Sequence[torch.Tensor], buffer_seq_dims: Sequence[int], no_restore_buffers: Any = None
+        self,
+        accelerator: Any,
+        buffers: Sequence[torch.Tensor],
+        buffer_seq_dims: Sequence[int],
+        no_restore_buffers: Any = None,
     ) -> context_parallel:
         """A block as `Accelerator.maybe_context_parallel` asks for it."""
         self._refuse_other_rows(buffers)
@@ -153,6 +155,7 @@ class _Blocks:
             )
         return context_parallel(
             self.axis,
+            model=accelerator._models[0] if accelerator._models else None,
             buffers=buffers,
             buffer_seq_dims=buffer_seq_dims,
             no_restore_buffers=no_restore_buffers or (),
@@ -161,7 +164,9 @@ class _Blocks:
             layout=self.layout,
         )
 
-    def of_inputs(self, inputs: dict[str, Any]) -> tuple[Callable[[], context_parallel], dict[str, Any]]:
+    def of_inputs(
+        self, model: torch.nn.Module, inputs: dict[str, Any]
+    ) -> tuple[Callable[[], context_parallel], dict[str, Any]]:
         """A block for the inputs of a model, and the inputs that lie in it."""
         inputs = {name: x for name, x in inputs.items() if name not in _OF_PACKING and x is not None}
         strange = [name for name, x in inputs.items() if isinstance(x, torch.Tensor) and name not in _PAD]
@@ -179,7 +184,7 @@ class _Blocks:
         names = [name for name in _PAD if name in inputs]
         buffers = [inputs[name] for name in names]
         self._refuse_other_rows(buffers)
-        return self._block(buffers, names, documents_of(inputs["position_ids"], mask)), inputs
+        return self._block(model, buffers, names, documents_of(inputs["position_ids"], mask)), inputs
 
     def of_images(self, model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[Callable[[], Any], dict[str, Any]]:
         """A block for the inputs of a model with towers: it takes the whole batch, and labels alone are cut."""
@@ -190,7 +195,7 @@ class _Blocks:
         inputs["labels"] = inputs["labels"].clone()  # the loader's stay whole
         inputs.setdefault("shift_labels", _shifted(inputs["labels"]))
         names = [name for name in ("labels", "shift_labels") if name in inputs]
-        block = self._block([inputs[name] for name in names], names, _documents_with_images(model, inputs))
+        block = self._block(model, [inputs[name] for name in names], names, _documents_with_images(model, inputs))
 
         @contextlib.contextmanager
         def both() -> Iterator[None]:
@@ -200,11 +205,12 @@ class _Blocks:
         return both, inputs
 
     def _block(
-        self, buffers: list[torch.Tensor], names: Sequence[str], documents: DocumentIds
+        self, model: torch.nn.Module, buffers: list[torch.Tensor], names: Sequence[str], documents: DocumentIds
     ) -> Callable[[], context_parallel]:
         return functools.partial(
             context_parallel,
             self.axis,
+            model=model,
             buffers=buffers,
             buffer_seq_dims=[1] * len(buffers),
             no_restore_buffers=buffers,
@@ -269,18 +275,6 @@ def _counts(x: torch.Tensor) -> bool:
     return bool((x[:, 0] == 0).all() and (up | (x[:, 1:] == 0)).all() and (x.shape[1] == 1 or up.any()))
 
 
-def _divides_by_what_it_is_given(trainer: Any) -> bool:
-    """Whether the model's forward hands options to the library's loss of shifted labels, though its class says not.
-
-    Qwen2.5-VL, Qwen3-VL and others say `accepts_loss_kwargs = False`: the Trainer then gives no number of tokens, takes
-    the mean of each batch, and divides by the accumulated steps. The number may be given all the same.
-    """
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    forwards = [type(x).forward for x in model.modules() if is_stock_model(x)][:1]
-    hands_on = any(re.search(r"\bloss_function\([^)]*\*\*kwargs", inspect.getsource(forward)) for forward in forwards)
-    return hands_on and trainer._loss_shifts_labels
-
-
 def _shard_trainer(trainer: Any, rows: _Blocks) -> None:
     """Let the steps of a Trainer run in blocks."""
     missing = [name for name in _TRAINER_HOOKS if not hasattr(trainer, name)]
@@ -291,14 +285,14 @@ def _shard_trainer(trainer: Any, rows: _Blocks) -> None:
         raise ValueError(f"{', '.join(given)} would shift the labels of one rank's tokens alone: leave it out")
     predict, accelerator, axis = trainer.prediction_step, trainer.accelerator, rows.axis
     counted = not trainer.model_accepts_loss_kwargs
-    if counted and not _divides_by_what_it_is_given(trainer):
+    if counted and trainer.accelerator.unwrap_model(trainer.model).config.model_type not in _HANDS_ON:
         raise ValueError(
             f"{type(trainer.model).__name__} takes no num_items_in_batch: its loss is a mean over one rank's tokens"
         )
 
     def prepare(model: torch.nn.Module, inputs: Mapping[str, Any]) -> tuple[Callable[[], Any], dict[str, Any]]:
         bare = accelerator.unwrap_model(trainer.model)
-        block, found = rows.of_images(bare, dict(inputs)) if has_towers(bare) else rows.of_inputs(dict(inputs))
+        block, found = rows.of_images(bare, dict(inputs)) if has_towers(bare) else rows.of_inputs(bare, dict(inputs))
         if counted and "shift_labels" in found:
             # the Trainer takes the mean of processes, which is that of the row with its sum over these labels
             found["num_items_in_batch"] = (found["shift_labels"] != -100).sum().double() / axis.size

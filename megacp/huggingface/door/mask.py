@@ -1,7 +1,7 @@
 """One mask for a batch of rows laid end to end: `document, branch, span` of each row, and one plan for all.
 
-Key property: document numbers keep rows apart, so a batch is one longer row to every layout, transport and kernel.
-Rejected: one plan and one collective for each batch row, which costs B times the messages.
+Document numbers keep rows apart, so a batch is one longer row to every layout, transport and kernel, with the messages
+of one.
 """
 
 from __future__ import annotations
@@ -151,6 +151,33 @@ def batch_mask(document_ids: DocumentIds, length: int) -> BatchMask:
     document = _numbered(document_ids.detach().cpu().numpy().reshape(-1, length), PADDING)
     zeros = np.zeros_like(document)
     return BatchMask(document, zeros, zeros)
+
+
+def documents_of(position_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Document numbers int64 `[B, S]` of whole packed or padded rows, -1 at padding.
+
+    `position_ids[B, S]`: a document begins where a position is not its left neighbour's plus one. None: each row is one
+    document. `attention_mask[B, S]`: 1 (or True) at tokens, 0 at padding; one row may stand for all. Raises ValueError
+    for other shapes and values.
+    """
+    given = [x for x in (position_ids, attention_mask) if x is not None]
+    rows = {len(x) for x in given if x.dim() == 2} - {1}  # one row of positions may stand for all
+    if not given or len(rows) > 1 or any(x.dim() != 2 or x.shape[1] != given[0].shape[1] for x in given):
+        shapes = ", ".join(str(tuple(x.shape)) for x in given) or "neither"
+        raise ValueError(
+            f"documents_of wants position_ids and attention_mask [B, S], one or both, got {shapes}; describe masks of "
+            f"more dims, and positions of several axes, by document_ids of your own"
+        )
+    numbers = torch.zeros(given[0].shape, dtype=torch.int64, device=given[0].device)
+    if position_ids is not None:
+        numbers[:, 1:] = (position_ids.diff(dim=1) != 1).cumsum(1)
+    if attention_mask is None:
+        return numbers
+    if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
+        raise ValueError(
+            "an attention_mask with numbers beside 0 and 1 is no mask of padding: documents_of wants those"
+        )
+    return numbers.masked_fill(attention_mask == 0, PADDING)  # [1 or B, S] of either
 
 
 def _number_problems(document: np.ndarray) -> list[str]:

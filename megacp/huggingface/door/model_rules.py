@@ -1,8 +1,7 @@
 """Why a model of transformers cannot run over a sharded sequence, or not with these arguments.
 
-Key property: each reason is read from the config, the class and the arguments, which are the same on all ranks. So all
-ranks refuse alike and before a message. The names are those of the library's configs and signatures, across its models.
-Rejected: a list of models that are known to work, which is out of date with each release.
+Each reason is read from the config, the class and the arguments, which are the same on all ranks: so all ranks refuse
+alike and before a message. The names are those of the library's configs and signatures, across its models.
 """
 
 from __future__ import annotations
@@ -10,20 +9,21 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from megacp.huggingface.door.call_stack import ModuleCall, is_stock_model
-
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "global", "local"}
 _TOKENWISE_LAYERS = {"moe", "mlp", "sparse", "dense"}
 """Values of `layer_types` whose layers mix tokens by attention alone, or not at all."""
-_RECURRENT: tuple[str, ...] = ("mamba", "rwkv", "deltanet", "deltaattention", "linearattention", "lightning")
-_RECURRENT += ("retention", "recurrentblock", "rglru", "shortconv", "hyena", "xlstm")
-"""Parts of class names of layers that carry a state or a convolution along the sequence."""
-_STATE_SPACE = re.compile("SSM|Ssm(?![a-z])")  # in SeedOssModel these letters are parts of two words
+_STATEFUL = re.compile(
+    "mamba|rwkv|delta_?net|delta_?attention|linear_?attention|lightning|retention|recurrent_?block|rg_?lru|short_?conv"
+    "|hyena|xlstm|(?-i:SSM|Ssm(?![a-z]))",  # in SeedOssModel these letters are parts of two words
+    re.IGNORECASE,
+)
+"""Finds class names of layers that carry a state or a convolution along the sequence."""
+_MIXING = (torch.nn.RNNBase, torch.nn.Conv1d, torch.nn.MultiheadAttention)
 _ONE_ANSWER: tuple[str, ...] = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
 _ONE_ANSWER += ("ForPreTraining", "DoubleHeadsModel")
 """Ends of class names of models that pool the sequence into one vector."""
@@ -43,21 +43,58 @@ class RotaryLength(NamedTuple):
         return 1 if self.kind == "longrope" else longest
 
 
-def config_problems(config: Any, tokens: int) -> list[str]:
-    """Layers of a text config that see this rank's tokens alone in a sequence of `tokens`."""
+def is_stock_model(module: torch.nn.Module) -> bool:
+    """Whether this is a whole model of transformers."""
+    from transformers import PreTrainedModel
+
+    return isinstance(module, PreTrainedModel)
+
+
+def text_config(model: torch.nn.Module) -> Any:
+    """The config of the language part of the outermost model of transformers in `model`, or None."""
+    stock: Any = next((x for x in model.modules() if is_stock_model(x)), None)
+    return None if stock is None else stock.config.get_text_config()
+
+
+def watched_module(model: torch.nn.Module) -> torch.nn.Module | None:
+    """The outermost module of `model` that takes `position_ids`, else the outermost of transformers; None without."""
+    stock = next((x for x in model.modules() if is_stock_model(x)), None)
+    whole = (x for x in model.modules() if any(is_stock_model(inner) for inner in x.modules()))
+    named = (x for x in whole if "position_ids" in _signature(type(x).forward))
+    return None if stock is None else next(named, stock)
+
+
+def model_problems(model: torch.nn.Module, tokens: int) -> list[str]:
+    """Why `model` cannot run in a block over `tokens` at all; reasons that depend on a call are found in the call."""
+    stock: Any = next((x for x in model.modules() if is_stock_model(x)), None)
+    if stock is None:
+        return []  # a model of the caller's own, which calls our attention
+    config, language = text_config(stock), (stock.get_decoder() if hasattr(stock, "get_decoder") else stock)
+    name = str(getattr(config, "model_type", "") or type(config).__name__)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    strange = sorted({str(kind) for kind in kinds} - _ATTENTION_LAYERS - _TOKENWISE_LAYERS)
+    strange = {str(kind) for kind in kinds} - _ATTENTION_LAYERS - _TOKENWISE_LAYERS
+    mixing = (x for x in language.modules() if isinstance(x, _MIXING) or _STATEFUL.search(type(x).__name__))
+    strange = strange or {type(x).__name__ for x in mixing}
     found = []
     if strange:
         found.append(
-            f"{_name(config)} has layers of type {', '.join(strange)}, which would see this rank's tokens alone: "
+            f"{name} has layers of type {', '.join(sorted(strange))}, which would see this rank's tokens alone: "
             f"convolutions, state-space, linear and indexed attention along the sequence are not supported"
         )
     scale = getattr(config, "floor_scale", None)
     if getattr(config, "attn_temperature_tuning", False) and scale is not None and tokens >= scale:
         found.append(
-            f"{_name(config)} scales queries by their place among this rank's tokens from {scale:g} tokens on "
+            f"{name} scales queries by their place among this rank's tokens from {scale:g} tokens on "
             f"(attn_temperature_tuning): {tokens} tokens are not supported"
+        )
+    from transformers import AttentionInterface
+
+    chosen = config._attn_implementation
+    if not found and not hasattr(AttentionInterface().get(chosen), "is_sharded"):
+        found.append(
+            f'attn_implementation="{chosen}" of transformers sees the tokens of one rank alone: call '
+            f'register_with_transformers() and load the model with the name it returns ("megacp"), or '
+            f'model.set_attn_implementation("megacp")'
         )
     return found
 
@@ -75,21 +112,39 @@ def rotary_length(config: Any) -> RotaryLength | None:
     return None
 
 
-def call_problems(calls: Sequence[ModuleCall], held: int, inner: int = 0) -> list[str]:
-    """Why `calls` of transformers models, outermost first, are not about a sequence with `held` tokens here.
-
-    `inner`: the number of the first one that is given this rank's tokens.
-    """
-    outer = type(calls[0].module).__name__
-    found = _stock_problems(calls, outer) if is_stock_model(calls[0].module) else []
-    calls = calls[inner:]
-    if not any(_takes_positions(call) for call in calls):
-        found.append(f"{outer} takes no position_ids: it numbers the tokens of each rank from 0 by itself")
-        return found
-    positions = positions_of(calls)
-    if positions is None:
+def call_problems(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], held: int | None
+) -> list[str]:
+    """Why a call of a model is not about a sequence with `held` tokens here; None: it is cut further inside."""
+    name = type(module).__name__
+    value = functools.partial(_argument, module, args, kwargs)
+    found = []
+    if name.endswith(_ONE_ANSWER):
         found.append(
-            f"{outer} is given no position_ids: it would count the tokens of each rank from 0; put the position_ids of "
+            f"{name} pools the sequence into one answer, from this rank's tokens alone: call its base model and pool "
+            f"the gathered tokens outside of the block"
+        )
+    given = [x for x in ("labels", "shift_labels", "num_items_in_batch") if value(x) is not None]
+    token_by_token = bool(value("fused_lm_head")) and "shift_labels" in given  # TRL divides itself
+    if "labels" in given and len(given) < 3 and not token_by_token:
+        found.append(
+            f"{name} is given labels: it would shift them inside this rank's part and divide by this rank's tokens; "
+            f"give shift_labels (shifted before the cut) and num_items_in_batch too, or compute the loss from logits"
+        )
+    router = value("output_router_logits")
+    if getattr(text_config(module), "output_router_logits", False) if router is None else router:
+        found.append(
+            f"{name} has output_router_logits: its load-balancing loss is not a sum over tokens, and that of one rank "
+            f"is wrong; set it to False"
+        )
+    if held is None:
+        return found
+    positions = positions_of(module, args, kwargs)
+    if "position_ids" not in _signature(type(module).forward):
+        found.append(f"{name} takes no position_ids: it numbers the tokens of each rank from 0 by itself")
+    elif positions is None:
+        found.append(
+            f"{name} is given no position_ids: it would count the tokens of each rank from 0; put the position_ids of "
             f"the whole sequence among the buffers and hand them to the model"
         )
     elif held not in positions.shape:
@@ -100,97 +155,32 @@ def call_problems(calls: Sequence[ModuleCall], held: int, inner: int = 0) -> lis
     return found
 
 
-def _stock_problems(calls: Sequence[ModuleCall], outer: str) -> list[str]:
-    """Answers, losses and options of a model of transformers that are not sums over tokens."""
-    found = [
-        f"{type(module).__name__} pools the sequence into one answer, from this rank's tokens alone: call its base "
-        f"model and pool the gathered tokens outside of the block"
-        for module, _, _ in calls
-        if type(module).__name__.endswith(_ONE_ANSWER)
-    ]
-    given = [name for name in ("labels", "shift_labels", "num_items_in_batch") if _anywhere(calls, name) is not None]
-    token_by_token = bool(_anywhere(calls, "fused_lm_head")) and "shift_labels" in given  # TRL divides itself
-    if "labels" in given and len(given) < 3 and not token_by_token:
-        found.append(
-            f"{outer} is given labels: it would shift them inside this rank's part and divide by this rank's tokens; "
-            f"give shift_labels (shifted before the cut) and num_items_in_batch too, or compute the loss from logits"
-        )
-    if _router_logits(calls):
-        found.append(
-            f"{outer} has output_router_logits: its load-balancing loss is not a sum over tokens, and that of one rank "
-            f"is wrong; set it to False"
-        )
-    return found
-
-
-def positions_of(calls: Sequence[ModuleCall]) -> torch.Tensor | None:
-    """The `position_ids` given to the outermost model that takes any."""
-    for call in calls:
-        if _takes_positions(call):
-            value = _argument(call, "position_ids")
-            return value if isinstance(value, torch.Tensor) else None
-    return None
-
-
-def text_config(model: torch.nn.Module) -> Any:
-    """The config of a model's language part, or of the model, or None."""
-    config = getattr(model, "config", None)
-    inner = getattr(config, "get_text_config", None)
-    return inner() if callable(inner) else config
-
-
-def watched_module(model: torch.nn.Module) -> torch.nn.Module | None:
-    """The outermost module of `model` that takes `position_ids`, else the outermost of transformers, else None."""
-    stock = [x for x in model.modules() if is_stock_model(x)]
-    return next(
-        (x for x in model.modules() if "position_ids" in _signature(type(x).forward)), stock[0] if stock else None
+def position_problems(problem: str) -> list[str]:
+    """What is wrong with position ids (`BatchMask.misplaced`), and what to do."""
+    advice = (
+        "put the position_ids of the whole sequence among the buffers, and where they restart give document_ids "
+        "too (a Metadata as document_ids is taken as it is)"
     )
+    return [f"{problem}: {advice}"] if problem else []
 
 
-def recurrent_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Modules whose class is named like a layer that carries a state along the sequence."""
-    for module in model.modules():
-        name = type(module).__name__
-        if _STATE_SPACE.search(name) or any(part in name.lower().replace("_", "") for part in _RECURRENT):
-            yield module
+def positions_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The `position_ids` of a call."""
+    value = _argument(module, args, kwargs, "position_ids")
+    return value if isinstance(value, torch.Tensor) else None
 
 
-def model_problems(model: torch.nn.Module, tokens: int) -> list[str]:
-    """Why `model` cannot run in a block over `tokens` at all; reasons that depend on a call are found in the call."""
-    stock = next((x for x in model.modules() if is_stock_model(x)), None)
-    return [] if stock is None else config_problems(text_config(stock), tokens)
-
-
-def _takes_positions(call: ModuleCall) -> bool:
-    """Its signature says so; one that takes any keyword may drop this one."""
-    return "position_ids" in _signature(type(call.module).forward)
-
-
-def _argument(call: ModuleCall, name: str) -> Any:
-    if name in call.kwargs:
-        return call.kwargs[name]
-    names = _signature(type(call.module).forward)
-    return call.args[names[name]] if names.get(name, len(call.args)) < len(call.args) else None
-
-
-def _anywhere(calls: Sequence[ModuleCall], name: str) -> Any:
-    """The first value given under this name, from the outside in."""
-    return next((x for x in (_argument(call, name) for call in calls) if x is not None), None)
-
-
-def _router_logits(calls: Sequence[ModuleCall]) -> bool:
-    asked = _anywhere(calls, "output_router_logits")
-    return bool(getattr(text_config(calls[0].module), "output_router_logits", False) if asked is None else asked)
+def _argument(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
+    if name in kwargs:
+        return kwargs[name]
+    names = _signature(type(module).forward)
+    return args[names[name]] if names.get(name, len(args)) < len(args) else None
 
 
 @functools.cache
 def _signature(forward: Callable[..., Any]) -> Mapping[str, int]:
     """Names of the arguments of a class's `forward` and their places among positional ones, `self` left out."""
-    try:
-        names = list(inspect.signature(forward).parameters)
-    except (TypeError, ValueError):
-        return {}
-    return {name: place for place, name in enumerate(names[1:])}
+    return {name: place for place, name in enumerate(list(inspect.signature(forward).parameters)[1:])}
 
 
 def _ropes(config: Any) -> list[Mapping[str, Any]]:
@@ -201,7 +191,3 @@ def _ropes(config: Any) -> list[Mapping[str, Any]]:
             inner = [value for value in rope.values() if isinstance(value, Mapping)]
             return inner or [rope]
     return []
-
-
-def _name(config: Any) -> str:
-    return str(getattr(config, "model_type", "") or type(config).__name__)

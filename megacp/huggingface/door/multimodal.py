@@ -6,9 +6,8 @@
         loss.backward()
     sum_gradients(model.parameters(), axis)
 
-Key property: the model itself puts features of images into the embeddings of the whole sequence, computes positions and
-makes its mask; what it then hands to its language model is cut there. So no model's merging is written again here.
-Rejected: cutting the ids, as a rank cannot count which features belong to its tokens.
+The model itself puts features of images into the embeddings of the whole sequence, computes positions and makes its
+mask; what it then hands to its language model is cut there. So no model's merging is written again here.
 
 Each rank runs the towers on whole images of its own, evenly by patches. One exchange then gives every rank the features
 of all images. Its backward brings the partial gradients of the features home, so a tower's gradient on a rank is that
@@ -28,8 +27,8 @@ import torch
 
 from megacp.core.data.image_shards import compute_image_shard_boundaries, units_of
 from megacp.core.distributed.differentiable import gather_uneven
-from megacp.huggingface.door.call import refuse
-from megacp.huggingface.door.mode import ContextParallel
+from megacp.huggingface.door.context import ContextParallel, refuse
+from megacp.huggingface.door.model_rules import model_problems
 
 VISION = ("auto", "sharded", "replicated")
 """How the towers of the ranks share the images of a batch."""
@@ -78,8 +77,12 @@ def cut_multimodal(model: torch.nn.Module, context: ContextParallel, vision: str
 
     with contextlib.ExitStack() as stack:
         context.language = language
+        if id(model) not in context.modules:
+            refuse(model_problems(model, context.length) if context.axis.size > 1 else [])
+            stack.enter_context(context.watching(model))
         stack.callback(setattr, context, "language", None)
         stack.callback(language.register_forward_pre_hook(cut, with_kwargs=True).remove)
+        stack.callback(language.register_forward_pre_hook(context.check_call, with_kwargs=True).remove)
         for module in (part for tower in towers for part in tower.modules()):  # a layer may be recomputed by itself
             stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)

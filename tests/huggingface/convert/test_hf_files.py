@@ -17,7 +17,7 @@ from megacp.huggingface.convert import hf_files
 from megacp.huggingface.convert.tables.mapping import Info, whole
 
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed (extra: hf)")
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Counting:

@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 TOKENS = 61  # no multiple of the ranks: rows are filled up
 STEPS: dict[str, Any] = {
     "use_cpu": True,

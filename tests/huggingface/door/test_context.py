@@ -35,7 +35,7 @@ TWO = Axis("cp", 2, 1, (0, 1), group=object())  # type: ignore[arg-type]
 
 def no_attention() -> Any:
     """Around a block in which nothing attends, which is refused when it ends."""
-    return pytest.raises(ValueError, match="no scaled_dot_product_attention was called")
+    return pytest.raises(ValueError, match="no attention was called")
 
 
 @functools.cache
@@ -140,7 +140,7 @@ def attend_on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[Any]:
         ) as context:
             *inputs, dout = whole
             leaves = [x.clone().requires_grad_() for x in inputs]
-            out = F.scaled_dot_product_attention(*leaves, is_causal=causal, scale=0.3, enable_gqa=True)
+            out = context.attend(*leaves, causal, 0.3)
             found.append((context.local, [out.detach(), *torch.autograd.grad(out, leaves, dout)]))
         assert all(torch.equal(x, y) for x, y in zip(whole, tensors(tokens), strict=True))
     return found
@@ -319,35 +319,23 @@ def test_documents_branches_and_spans_may_have_any_numbers(dtype: type) -> None:
 
 
 def test_calls_that_cannot_be_taken_over_are_refused() -> None:
-    """Would catch a mask, a cache or dropout that is dropped, and attention that is not taken over."""
-    q, few = torch.zeros(2, 4, 24, 8), torch.zeros(2, 2, 24, 8)
-    sdpa = F.scaled_dot_product_attention
-    calls: list[tuple[str, Any]] = [
-        ("dropout_p = 0.1", lambda: sdpa(q, q, q, dropout_p=0.1)),
-        ("24 queries and 48 keys: cross attention and a KV cache", lambda: sdpa(q, *[torch.zeros(2, 4, 48, 8)] * 2)),
-        ("48 tokens, the buffers hold 24 of 48", lambda: sdpa(*[torch.zeros(2, 4, 48, 8)] * 3)),
-        ("4 query heads and 2 key heads need enable_gqa", lambda: sdpa(q, few, few)),
-        ("4 query heads are no multiple of 3", lambda: sdpa(q, *[torch.zeros(2, 3, 24, 8)] * 2, enable_gqa=True)),
-        ("must agree in batch and head dim", lambda: sdpa(q, q, torch.zeros(2, 4, 24, 16))),
-        ("one dtype, got torch.float32, torch.float32, torch.float64", lambda: sdpa(q, q, q.double())),
-        (r"wants \[B, H, s, D\]", lambda: sdpa(q[0], q[0], q[0])),
-        ("3 batch rows, document_ids have 2", lambda: sdpa(*[torch.zeros(3, 4, 24, 8)] * 3)),
-        (
-            "multi_head_attention_forward would see this rank's tokens alone",
-            lambda: torch.nn.MultiheadAttention(8, 2, batch_first=True)(q[0], q[0], q[0], need_weights=False),
-        ),
-        ("cannot be nested", lambda: context_parallel(TWO, buffers=[few], buffer_seq_dims=[2]).__enter__()),
-    ]
+    """Would catch a cache, other rows and a second block that are taken for this block's tokens."""
+    q = torch.zeros(2, 4, 24, 8)
     documents = torch.zeros(2, 48, dtype=torch.int64)
     block = context_parallel(TWO, buffers=[torch.zeros(48)], buffer_seq_dims=[0], document_ids=documents)
-    with no_attention(), block, torch.device("cpu"):  # another mode on top changes nothing
+    with no_attention(), block as context:
+        calls: list[tuple[str, Any]] = [
+            ("24 queries and 48 keys", lambda: context.attend(q, *[torch.zeros(2, 4, 48, 8)] * 2, True)),
+            ("48 tokens, the buffers hold 24 of 48", lambda: context.attend(*[torch.zeros(2, 4, 48, 8)] * 3, True)),
+            ("3 batch rows, document_ids have 2", lambda: context.attend(*[torch.zeros(3, 4, 24, 8)] * 3, True)),
+            ("cannot be nested", lambda: context_parallel(TWO, buffers=[q], buffer_seq_dims=[2]).__enter__()),
+        ]
         for message, call in calls:
             with pytest.raises(ValueError, match=message):
                 call()
     short = context_parallel(TWO, buffers=[torch.zeros(2)], buffer_seq_dims=[0], layout="contiguous")
-    with no_attention(), short, pytest.raises(ValueError, match="one token on a rank and is_causal=False"):
-        sdpa(*[torch.zeros(1, 1, 1, 8)] * 3)
-    assert torch.equal(sdpa(q, q, q, torch.ones(24, 24, dtype=torch.bool)), q), "the mode is still on"
+    with no_attention(), short as context, pytest.raises(ValueError, match="is_causal=False"):
+        context.attend(*[torch.zeros(1, 1, 1, 8)] * 3, False)
 
 
 def test_on_cuda_a_float64_model_gets_the_kernel_that_adds_up_in_float64() -> None:
@@ -359,20 +347,13 @@ def test_on_cuda_a_float64_model_gets_the_kernel_that_adds_up_in_float64() -> No
         assert context.transport_on(cuda, torch.float32) is context.transport_on(cuda, torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", ["p2p", "a2a"])
-def test_a_callers_transport_whose_kernel_is_too_narrow_is_refused(name: str) -> None:
-    """Would catch float64 summed in float32 by a transport that was built before its tensors were known."""
-    transport = select_transport(name, "flex", TWO, torch.device("cuda"))
-    q, x = torch.zeros(1, 2, 24, 8, dtype=torch.float64), torch.zeros(48)
-    with no_attention(), context_parallel(TWO, buffers=[x], buffer_seq_dims=[0], transport=transport):
-        with pytest.raises(ValueError, match="--attention-kernel flex adds up in float32, the tensors are float64"):
-            F.scaled_dot_product_attention(q, q, q, is_causal=True)
-
-
 def too_few_heads(rank: int, world_size: int) -> None:
     block = context_parallel(axis_of(2), buffers=[torch.zeros(48)], buffer_seq_dims=[0], transport="a2a")
-    with pytest.raises(ValueError, match="gives each of 2 ranks a head of its own, there are 1 heads"), block:
-        F.scaled_dot_product_attention(*[torch.zeros(1, 1, 24, 8)] * 3, is_causal=True)
+    with (
+        pytest.raises(ValueError, match="gives each of 2 ranks a head of its own, there are 1 heads"),
+        block as context,
+    ):
+        context.attend(*[torch.zeros(1, 1, 24, 8)] * 3, True)
 
 
 def test_heads_for_sequence_with_more_ranks_than_heads_is_refused() -> None:
@@ -383,10 +364,12 @@ def test_heads_for_sequence_with_more_ranks_than_heads_is_refused() -> None:
 def test_one_rank_needs_no_process_group_and_follows_autocast(layout: str) -> None:
     """Would catch a size that does not fit where nothing is dealt, and mixed dtypes that torch's own call unites."""
     q = torch.randn(2, 4, 13, 8)
-    with context_parallel(single_axis("cp"), buffers=[q], buffer_seq_dims=[2], transport="a2a+p2p", layout=layout):
-        out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    with context_parallel(
+        single_axis("cp"), buffers=[q], buffer_seq_dims=[2], transport="a2a+p2p", layout=layout
+    ) as context:
+        out = context.attend(q, q, q, True)
         with torch.autocast("cpu", torch.bfloat16):
-            half = F.scaled_dot_product_attention(q, q.bfloat16(), q, is_causal=True)
+            half = context.attend(q, q.bfloat16(), q, True)
     # sums of at most 13 terms in fp32; one rounding of inputs and output to 2^-9
     torch.testing.assert_close(out, F.scaled_dot_product_attention(q, q, q, is_causal=True), rtol=1e-5, atol=1e-5)
     assert half.dtype == torch.bfloat16

@@ -21,7 +21,7 @@ from megacp.huggingface.door.transformers import register_with_transformers
 from tests.ranks import grid, run_ranks
 from tests.reference.precision import float32_is_float64
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "sdpa.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "sdpa.md"
 TOKENS, VOCAB = 48, 61
 WIDTHS = {
     32: "hidden_size d_model n_embd word_embed_proj_dim embedding_size",
@@ -77,8 +77,11 @@ MODELS = [
     Model("bailing_hybrid", "layers of type linear_attention"),
     Model("qwen3_next", "layers of type linear_attention"),
     Model("falcon_h1", "layers of type hybrid"),
-    *(Model(name, "cannot reach it") for name in ("bloom", "codegen", "gptj", "mpt", "xglm")),
-    Model("rwkv", "cannot reach it"),
+    *(Model(name, "takes no position_ids") for name in ("bloom", "mpt")),
+    Model("xglm", "no attention was called"),
+    Model("codegen", "RuntimeError"),
+    Model("gptj", "KeyError"),
+    Model("rwkv", "layers of type Rwkv"),
     *(Model(name, "layers of type linear_attention") for name in ("mamba", "recurrent_gemma")),
 ]
 

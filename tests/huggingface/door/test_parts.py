@@ -11,8 +11,8 @@ from torch import Tensor
 from megacp.core.distributed.collectives import all_reduce
 from megacp.core.distributed.grid import axis_of_mesh
 from megacp.huggingface.door.context import context_parallel
-from megacp.huggingface.door.documents import documents_of
 from megacp.huggingface.door.loop import sum_gradients
+from megacp.huggingface.door.mask import documents_of
 from tests.huggingface.door.test_context import axis_of
 from tests.ranks import grid, run_ranks
 
@@ -34,7 +34,7 @@ def test_documents_are_read_from_positions_and_masks() -> None:
         (None, None, "got neither"),
         (torch.zeros(3, 2, 6), None, r"got \(3, 2, 6\)"),
         (torch.zeros(2, 6), torch.ones(2, 5), r"got \(2, 6\), \(2, 5\)"),
-        (None, torch.tensor([[1, 1, 2, 2]]), r"an attention_mask of \[2\] is no mask of padding"),
+        (None, torch.tensor([[1, 1, 2, 2]]), "is no mask of padding"),
     ],
 )
 def test_other_positions_and_masks_are_refused(positions: Tensor | None, mask: Tensor | None, message: str) -> None:
@@ -50,7 +50,7 @@ def narrow_values(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     axis = axis_of(2)
     block = context_parallel(axis, buffers=[torch.arange(24)], buffer_seq_dims=[0], transport="kv_exchange")
     with block as context:
-        out = F.scaled_dot_product_attention(*[context.cut(x, 2) for x in whole], is_causal=True)
+        out = context.attend(*[context.cut(x, 2) for x in whole], True)
     found = torch.zeros(1, 2, 24, 3).double().index_copy(2, torch.from_numpy(context.local[0]), out)
     return all_reduce(found, axis), F.scaled_dot_product_attention(*whole, is_causal=True)
 

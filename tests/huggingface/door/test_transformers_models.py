@@ -23,7 +23,7 @@ from megacp.huggingface.door.transformers import register_with_transformers
 from tests.huggingface.door.test_context import TWO, axis_of, transport_on
 from tests.ranks import grid, run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 VOCAB, TOKENS = 61, 48
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -97,6 +97,7 @@ def train(net: Any, case: Case, axis: Any, **call: Any) -> tuple[Tensor, dict[st
     counted = (labels != -100).sum()
     with context_parallel(
         axis,
+        model=net,
         buffers=[ids, positions, labels],
         buffer_seq_dims=[1, 1, 1],
         pad_values=[0, 0, -100],
@@ -171,7 +172,8 @@ def losses_on_ranks(rank: int, world_size: int) -> float:
     labels, shifted = ids.clone(), shift_labels(ids, documents)
     counted = (shifted != -100).sum()
     buffers = [ids, positions, labels, shifted]
-    with context_parallel(axis, buffers=buffers, buffer_seq_dims=[1] * 4, document_ids=documents), torch.no_grad():
+    block = context_parallel(axis, model=net, buffers=buffers, buffer_seq_dims=[1] * 4, document_ids=documents)
+    with block, torch.no_grad():
         with pytest.raises(ValueError, match="LlamaForCausalLM is given labels: it would shift them inside"):
             net(ids, position_ids=positions, labels=labels)
         with pytest.raises(ValueError, match="give shift_labels .* and num_items_in_batch too"):
@@ -197,7 +199,9 @@ def logits_in_a_block(net: Any, documents: Any = None, axis: Any = None, **input
     masks = [x for x in (inputs.get("attention_mask"),) if x is not None]
     buffers = [ids, positions, *masks]
     with (
-        context_parallel(axis or TWO, buffers=buffers, buffer_seq_dims=[1] * len(buffers), document_ids=documents),
+        context_parallel(
+            axis or TWO, model=net, buffers=buffers, buffer_seq_dims=[1] * len(buffers), document_ids=documents
+        ),
         torch.no_grad(),
     ):
         return net(ids, position_ids=positions, **inputs).logits
@@ -234,7 +238,12 @@ def seen_on_one_rank(rank: int, world_size: int) -> list[str]:
 
         buffers = [ids, places, padding]
         block = context_parallel(
-            axis_of(2), buffers=buffers, buffer_seq_dims=[1] * 3, document_ids=numbers, layout="contiguous"
+            axis_of(2),
+            model=net,
+            buffers=buffers,
+            buffer_seq_dims=[1] * 3,
+            document_ids=numbers,
+            layout="contiguous",
         )
         said.append(said_by(block, call))
     return said
@@ -258,8 +267,8 @@ def test_masks_of_a_model_that_the_block_does_not_have_are_refused() -> None:
     """Would catch windows and caches that are dropped because no mask is built."""
     documents, net = tokens_of("packed")[2], build("Llama", "megacp")
     ids, positions, _ = (x.clone() for x in tokens_of("packed"))
-    block = context_parallel(TWO, buffers=[ids, positions], buffer_seq_dims=[1, 1], document_ids=documents)
-    with pytest.raises(ValueError, match="no scaled_dot_product"), block:
+    block = context_parallel(TWO, model=net, buffers=[ids, positions], buffer_seq_dims=[1, 1], document_ids=documents)
+    with pytest.raises(ValueError, match="no attention was called"), block:
         with pytest.raises(ValueError, match="24 queries and 48 keys .* must be among the buffers"):
             net(ids, position_ids=positions, attention_mask=torch.ones(2, TOKENS), use_cache=False)
     sliding = build("Qwen3", "megacp", use_sliding_window=True, sliding_window=16, max_window_layers=0)
@@ -281,7 +290,7 @@ def test_an_overlay_needs_the_whole_rule() -> None:
     for ids, refused in ((zeros, True), (Metadata(text, text, text, positions[0].numpy()), False)):
         x, p = embeddings.clone(), positions.clone()
         block = context_parallel(TWO, buffers=[x, p, zeros], buffer_seq_dims=[1, 1, 1], document_ids=ids)
-        with pytest.raises(ValueError, match="no scaled_dot_product") as caught, block:
+        with pytest.raises(ValueError, match="no attention was called") as caught, block:
             assert create_causal_mask(inputs_embeds=x, position_ids=p, **arguments) is None
             if refused:
                 with pytest.raises(ValueError, match="Metadata with those spans"):
