@@ -40,15 +40,18 @@ setup: $(STAMP)
 DEMO_STAMP := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.installed-for-demos)
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-compile $(PIP_ARGS) -c constraints.txt
 
+# A line a step; what a step printed is shown where it fails.
+quietly = @echo 'set-up: $(1)'; { $(2); } > $(VENV)-setup.log 2>&1 || { cat $(VENV)-setup.log; exit 1; }
+
 $(VENV)/.installed-for-demos: setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}: make PYTHON=python3.12")'
-	$(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) -e '.[$(DEMO_EXTRAS)]'
+	$(call quietly,an environment in $(VENV),$(PYTHON) -m venv $(VENV))
+	$(call quietly,torch and what the demos need (a minute),$(PIP_INSTALL) -e '.[$(DEMO_EXTRAS)]')
 	@touch $@
 
 $(STAMP): $(VENV)/.installed-for-demos
-	$(PIP_INSTALL) -e '.[$(EXTRAS)]'
-	$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/guests transformer_engine
+	$(call quietly,what the tests need (two minutes),$(PIP_INSTALL) -e '.[$(EXTRAS)]')
+	$(call quietly,the Python files of Transformer Engine,$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/guests transformer_engine)
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib $(VENV)/guests || true  # tests have time limits; some packages hold files of other versions
 	@touch $@
 
@@ -93,5 +96,5 @@ bench: $(STAMP)
 	$(BIN)/python tools/bench_cp.py
 
 clean:
-	rm -rf $(VENV) build megacp.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-setup.log build megacp.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

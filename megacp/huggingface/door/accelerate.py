@@ -41,7 +41,7 @@ _PAD |= {"token_type_ids": 0}
 _OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """What collators say of packed documents for other kernels; the position ids say it too."""
 _HOOKS = ("_prepare_cp", "maybe_context_parallel", "torch_device_mesh", "parallelism_config")
-_HANDS_ON = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "paligemma", "glm4v")
+_HANDS_ON = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "paligemma", "glm4v", "glm46v", "gemma4")
 """Model types that say `accepts_loss_kwargs = False`, and yet hand options to the library's loss of shifted labels: the
 Trainer gives them no number of tokens, takes the mean of each batch, and divides by the accumulated steps."""
 _TRAINER_HOOKS: tuple[str, ...] = ("_prepare_context_parallel_inputs", "prediction_step", "compute_loss_func")
