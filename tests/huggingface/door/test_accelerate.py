@@ -373,36 +373,6 @@ def test_other_accelerators_and_trainers_of_the_process_stay_as_they_are(tmp_pat
     assert len(rows_of_0) == 6 and not any(row in rows_of_1 for row in rows_of_0)
 
 
-def dropped(rank: int, world_size: int, folder: str, seeded: bool) -> list[list[bool]]:
-    """What dropout leaves of the first elements of this rank's tokens, in each step."""
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
-
-    class Seeds(TrainerCallback):
-        """As docs/sdpa.md has it."""
-
-        def on_train_begin(self, args: Any, *rest: Any, **others: Any) -> None:
-            torch.manual_seed(args.seed + args.process_index)
-
-    left: list[list[bool]] = []
-    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 4, "attn_pdrop": 0.0}
-    with launched(rank, world_size):
-        arguments = TrainingArguments(folder, remove_unused_columns=False, ddp_backend="gloo", **STEPS)
-        data: dict[str, Any] = {"train_dataset": rows(13), "data_collator": collate}
-        model = GPT2LMHeadModel(GPT2Config(**sizes))
-        trainer = Trainer(model, arguments, callbacks=[Seeds()] if seeded else [], **data)
-        shard_sequences(trainer, 2)
-        model.transformer.drop.register_forward_hook(lambda _, __, out: left.append((out.flatten()[:64] != 0).tolist()))
-        trainer.train()  # and refuses ranks with other rows
-    return left
-
-
-def test_ranks_draw_dropout_of_their_own_once_they_are_seeded_so(tmp_path: Path) -> None:
-    """Would catch advice after which ranks shuffle their rows differently, or still drop alike."""
-    alike, own = (run_ranks(dropped, 2, str(tmp_path), seeded, timeout=120) for seeded in (False, True))
-    assert alike[0] == alike[1] and len(own[0]) == 3
-    assert all(first != second for first, second in zip(*own, strict=True))
-
-
 def examples(rank: int, world_size: int, folder: str) -> list[str]:
     """What the examples print on a rank."""
     said = []
