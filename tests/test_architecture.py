@@ -374,7 +374,7 @@ LINES = {
     "megacp/prepare": 7_850,
     "megacp/huggingface": 6_990,
     "megacp/verify": 1_400,
-    "bench tools": 2_600,
+    "bench tools": 2_730,
     "tests": 42_900,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
