@@ -10,6 +10,7 @@ signal or --exit-duration). torchrun --max-restarts would start the run again fo
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import sys
 import time
@@ -21,6 +22,8 @@ from typing import NoReturn
 from megacp.core.backends.apex import describe_apex
 from megacp.core.backends.select import backend_problems
 from megacp.core.checkpoint.agree import reason_of
+from megacp.core.checkpoint.weights import Weights
+from megacp.core.config.blend import shown_path
 from megacp.core.config.checks.check import require
 from megacp.core.config.checks.smaller_grid import largest_grid
 from megacp.core.config.cli import given_names, parse
@@ -41,7 +44,6 @@ from megacp.core.training.sources import Sources, open_sources, with_stored_leng
 from megacp.core.training.stopping import STOPPED
 from megacp.core.training.stored import resumes, with_stored_model
 from megacp.core.training.trainer import Trainer
-from megacp.huggingface.convert.start import FolderStart, open_start
 
 REFUSED = 2
 _SECONDS_OF_A_REFUSED_RANK = 60.0
@@ -60,8 +62,8 @@ class Plan:
     config: RunConfig
     sources: Sources
     shape: GridShape
-    start: FolderStart | None = None
-    """The Hugging Face folder that its weights come from."""
+    weights: Weights | None = None
+    """Those of --load-hf."""
 
 
 def prepare(config: RunConfig, world_size: int, device_type: str | None = None) -> tuple[RunConfig, Sources]:
@@ -88,7 +90,7 @@ def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
     """What these flags ask of this rank; None when they ask for a report, which is printed. Raises ValueError."""
     given = given_names(arguments)
     config, note = with_stored_model(_parsed(arguments, world), given)
-    config, start, other = _started(config, given, world.rank)
+    config, weights, other = _started(config, given, world.rank)
     config, length = with_stored_length(config, given)
     for line in filter(None, (note, other, length) if world.rank == 0 else ()):
         print(line, flush=True)
@@ -99,20 +101,27 @@ def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
         return None
     config, ranks = largest_grid(config, world.size)
     config, sources = prepare(config, ranks, launch.device_type(world))
-    if start is not None:
-        start.require_tokenizer(sources, config.data.data_path)
-    return Plan(config, sources, grid_shape(config, ranks), start)
+    ours, theirs = sources.tokenizer_sha256, weights.tokenizer_sha256 if weights is not None else ""
+    if ours and theirs and ours != theirs:
+        raise ValueError(
+            f"--data-path {shown_path(config.data.data_path)} was built with the tokenizer {ours[:12]}, --load-hf "
+            f"{config.checkpoint.load_hf} has {theirs[:12]}: build it again with the --tokenizer of that folder"
+        )
+    return Plan(config, sources, grid_shape(config, ranks), weights)
 
 
-def _started(config: RunConfig, given: Collection[str], rank: int) -> tuple[RunConfig, FolderStart | None, str]:
-    """The config with the model of --load-hf, its start, and a note; a run that goes on reads nothing there."""
+def _started(config: RunConfig, given: Collection[str], rank: int) -> tuple[RunConfig, Weights | None, str]:
+    """The config with the model of --load-hf, its weights, and a note; a run that goes on reads nothing there."""
     folder = config.checkpoint.load_hf
     if folder is None or config.checkpoint.load is not None:  # both are refused by `require`
         return config, None, ""
     if resumes(config):
         note = f"--auto-resume goes on from {config.checkpoint.save}: --load-hf {folder} is not read"
         return with_values(config, dict.fromkeys(("load_hf", "vision_from_hf", "ignore_field"))), None, note
-    return open_start(config, given, check_sums=rank == 0)
+    # the converter is an extra: a run without the flag reaches no file of megacp.huggingface
+    converter = importlib.import_module("megacp.huggingface.convert.start")
+    found: tuple[RunConfig, Weights, str] = converter.open_start(config, given, check_sums=rank == 0)
+    return found
 
 
 def _parsed(arguments: Sequence[str], world: launch.World) -> RunConfig:
@@ -180,7 +189,7 @@ def _agree(plan: Plan, world: launch.World) -> Meeting:
     meeting = launch.meet(world, 60.0 * plan.config.parallel.distributed_timeout_minutes)
     try:
         stated = statement(plan.config, plan.sources, launch.device_type(world))
-        known = plan.start.weights.fingerprint if plan.start is not None else "none"
+        known = plan.weights.fingerprint if plan.weights is not None else "none"
         require_agreement(meeting, {**stated, "the fingerprint of --load-hf": known})
     except ValueError:
         meeting.heard_by_all("start")
@@ -221,11 +230,9 @@ def _train(plan: Plan, meeting: Meeting, world: launch.World) -> int:
 
 def trainer_of(plan: Plan, grid: ProcessGrid) -> Trainer:
     """The trainer; what an export needs of a Hugging Face folder is put beside the run's checkpoints."""
-    if plan.start is None:
-        return Trainer(plan.config, grid, plan.sources)
-    trainer = Trainer(plan.config, grid, plan.sources, plan.start.weights)
-    if grid.rank == 0 and plan.config.checkpoint.save is not None:
-        plan.start.keep(place_of(plan.config.checkpoint.save))
+    trainer = Trainer(plan.config, grid, plan.sources, plan.weights)
+    if plan.weights is not None and grid.rank == 0 and plan.config.checkpoint.save is not None:
+        plan.weights.keep(place_of(plan.config.checkpoint.save))
     return trainer
 
 

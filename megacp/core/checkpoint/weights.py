@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from megacp.core.checkpoint.names import MODEL, TensorBox
+from megacp.core.storage.place import Place
 
 BYTES_AT_ONCE = 64 << 20
 """Of rows that are read before a rank's columns are taken from them."""
@@ -26,18 +26,20 @@ class TensorRows(Protocol):
         """Rows [start, stop) of a tensor, on the CPU."""
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Where they are, how they are read, and what of the model they leave as it was initialised."""
+class Weights(Protocol):
+    """What `train` starts from instead of a checkpoint: any format that can be read by rows."""
 
     place: Path
     source: TensorRows
-    tokenizer_sha256: str = ""
+    tokenizer_sha256: str
     """Of the tokenizer that they were trained with; empty where it is not known."""
-    fingerprint: str = ""
+    fingerprint: str
     """Of names, shapes and config: equal on all ranks of a run."""
-    known_rows: Mapping[str, int] = field(default_factory=dict)
-    """First rows of a tensor that are there, where not all are: the rest is new."""
+    known_rows: Mapping[str, int]
+    """First rows of a tensor that are there, where not all are: the rest stays as it was initialised."""
+
+    def keep(self, folder: Place) -> None:
+        """Put what an export will need (tokenizer, generation settings) beside the run's checkpoints."""
 
 
 def bare_name(box: TensorBox) -> str:

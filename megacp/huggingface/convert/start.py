@@ -10,17 +10,15 @@ import hashlib
 import importlib.util
 import json
 import tempfile
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from megacp.core.checkpoint.weights import Weights
-from megacp.core.config.blend import DataPath, shown_path
+from megacp.core.checkpoint.weights import TensorRows
 from megacp.core.config.run import RunConfig, flatten, with_values
 from megacp.core.models.build import DTYPES
 from megacp.core.storage.place import Place
 from megacp.core.storage.url import Url
-from megacp.core.training.sources import Sources
 from megacp.core.training.stored import with_model_of
 from megacp.huggingface.convert.conversion import refuse_other_input
 from megacp.huggingface.convert.export import copy_tokenizer, keep_generation, model_dtype
@@ -33,12 +31,16 @@ from megacp.huggingface.convert.tower import with_tower
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 
 
-@dataclass(frozen=True)
+@dataclass
 class FolderStart:
-    """What a run starts from."""
+    """The weights of a folder, as `megacp.core.checkpoint.weights.Weights`."""
 
     loaded: Loaded
-    weights: Weights
+    place: Path
+    source: TensorRows
+    tokenizer_sha256: str = ""
+    fingerprint: str = ""
+    known_rows: Mapping[str, int] = field(default_factory=dict)
 
     def keep(self, folder: Place) -> None:
         """Put tokenizer and generation settings beside the run's checkpoints."""
@@ -49,16 +51,6 @@ class FolderStart:
             for path in sorted(Path(own).rglob("*")):
                 if isinstance(folder, Url) and path.is_file():
                     (folder / str(path.relative_to(local))).upload(path)
-
-    def require_tokenizer(self, sources: Sources, data_path: DataPath | None) -> None:
-        """ValueError when the packs were built with another tokenizer than the folder's."""
-        ours, theirs = self.weights.tokenizer_sha256, sources.tokenizer_sha256
-        if ours and theirs and ours != theirs:
-            names = ",".join(str(self.loaded.folder / name) for name in tokenizer_files(self.loaded.folder))
-            raise ValueError(
-                f"--data-path {shown_path(data_path)} was built with the tokenizer {theirs[:12]}, "
-                f"--load-hf {self.loaded.folder} has {ours[:12]}: build it again with --tokenizer {names}"
-            )
 
 
 def open_start(config: RunConfig, given: Collection[str], check_sums: bool) -> tuple[RunConfig, FolderStart, str]:
@@ -89,8 +81,8 @@ def open_start(config: RunConfig, given: Collection[str], check_sums: bool) -> t
     config, note = with_model_of(config, stored, folder, given, weights_only=True)
     told = {name: [list(info.shape), str(info.dtype)] for name, info in source.infos.items()}
     fingerprint = hashlib.sha256(json.dumps([told, flatten(stored)], sort_keys=True).encode()).hexdigest()
-    weights = Weights(folder, in_dtype(source, DTYPES[dtype]), sha256, fingerprint, known)
-    return config, FolderStart(loaded, weights), "\n".join([note, *notes])
+    start = FolderStart(loaded, folder, in_dtype(source, DTYPES[dtype]), sha256, fingerprint, known)
+    return config, start, "\n".join([note, *notes])
 
 
 def _unknown_of(folder: Path) -> set[str]:

@@ -178,7 +178,7 @@ def test_a_dataset_of_another_tokenizer_is_refused(
     other = build(tmp_path / "text.jsonl", tmp_path / "packs", "byte")
     told = refused(["--load-hf", str(folder), "--data-path", str(other)], capsys)
     assert f"--data-path {other} was built with the tokenizer" in told
-    assert f"build it again with --tokenizer {folder / 'tokenizer.json'}" in told
+    assert "build it again with the --tokenizer" in told
 
 
 def test_rows_are_read_some_at_a_time_and_columns_taken_from_them(monkeypatch: pytest.MonkeyPatch) -> None:
