@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.report import Goal, Part, Seconds, take_turns, timed
-from megacp.core.context_parallel.attention import core_attention, select_transport
+from megacp.core.context_parallel.attention import select_transport
 from megacp.core.context_parallel.kv_exchange import needed_rows
 from megacp.core.context_parallel.layout import LAYOUTS, select_layout
 from megacp.core.context_parallel.plan import AttentionPlan
@@ -101,7 +101,7 @@ def attention_work(rank: int, world_size: int, batch: PackedBatch, transport: st
 
     def step() -> None:
         leaves = [x.clone().requires_grad_() for x in inputs]
-        core_attention(*leaves, transport=way, plan=plan, scale=WIDTH**-0.5).backward(dout)
+        way.attend(leaves[0], leaves[1], leaves[2], plan, WIDTH**-0.5).backward(dout)
 
     step()  # makes tables and index tensors, as the first layer of a model does
     barrier(axis)

@@ -17,7 +17,7 @@ import torch
 
 from bench.report import Part, Seconds, take_turns, timed
 from megacp.core.config.run import RunConfig, Value, with_values
-from megacp.core.context_parallel.auto.choose import refuse_auto
+from megacp.core.context_parallel.choose import refuse_auto
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.synthetic.images import MockDecoder
 from megacp.core.data.synthetic.mock import MockRules

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from megacp.core.config.cli import given_flags, parse
 from megacp.core.config.parallel import ParallelConfig
-from megacp.core.context_parallel.auto.choose import is_auto
+from megacp.core.context_parallel.choose import is_auto
 from megacp.core.data.synthetic.mock import MASKS
 from megacp.core.distributed.spawn import RankFailure, run_ranks
 from megacp.core.planner.report import human_count
@@ -65,8 +65,8 @@ def _without_auto(setup: ParitySetup, timeout: float) -> ParitySetup:
     """The setup with transport and layout chosen on this machine, as a run chooses them; told in lines."""
     if not is_auto(setup.config):
         return setup
-    config, lines = run_ranks(chosen_way, setup.world_size, setup.config, setup.rules, timeout=timeout)[0]
-    print("\n".join(f"  {line}" for line in lines), flush=True)
+    config, line = chosen_way(setup.config, setup.rules)
+    print(f"  {line}", flush=True)
     return dataclasses.replace(setup, config=config)
 
 

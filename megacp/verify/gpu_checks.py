@@ -17,7 +17,7 @@ import torch
 from megacp.core.backends.apex import describe_apex, weight_gradient_kernel
 from megacp.core.backends.select import backend_problems
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.context_parallel.attention import core_attention, select_transport
+from megacp.core.context_parallel.attention import select_transport
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import mask_metadata
 from megacp.core.data.synthetic.mixed import mixed_row
@@ -128,7 +128,7 @@ def fused_tiles(device: str, sizes: CheckSizes, seed: int = 3) -> list[Finding]:
     findings = []
     for dtype, limit in ((torch.float32, 2e-5), (torch.bfloat16, 5e-2)):
         mine = [x.detach().to(device, dtype)[torch.from_numpy(plan.local)].requires_grad_() for x in (q, k, v)]
-        out = core_attention(mine[0], mine[1], mine[2], transport=transport, plan=plan, scale=width**-0.5)
+        out = transport.attend(mine[0], mine[1], mine[2], plan, width**-0.5)
         grads = torch.autograd.grad(out, mine, dout.to(device, dtype)[torch.from_numpy(plan.local)])
         index = torch.from_numpy(plan.local)
         parts = zip((out, *grads), expected, strict=True)

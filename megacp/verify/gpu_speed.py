@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megacp.core.backends.select import backend_problems
 from megacp.core.config.run import RunConfig, Value, with_values
-from megacp.core.context_parallel.attention import core_attention, select_transport
+from megacp.core.context_parallel.attention import select_transport
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import mask_metadata
 from megacp.core.data.synthetic.mixed import mixed_row
@@ -125,7 +125,7 @@ def attention_speed(device: str, tokens: int, heads: tuple[int, int], width: int
     transport = select_transport("p2p", kernel_name("auto", kind.type), single_axis("cp"), kind)
 
     def fused() -> object:
-        out = core_attention(q, k, v, transport=transport, plan=plan, scale=width**-0.5)
+        out = transport.attend(q, k, v, plan, width**-0.5)
         return torch.autograd.grad(out, (q, k, v), dout)
 
     seconds = seconds_of(fused, device)

@@ -22,14 +22,14 @@ import torch
 
 from megacp.core.checkpoint.names import boxes_of_slice
 from megacp.core.config.run import RunConfig
-from megacp.core.context_parallel.auto.choose import resolve_auto
+from megacp.core.context_parallel.choose import resolve_auto
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.images import ImageLoading
 from megacp.core.data.loader import DataRank, step_batches
 from megacp.core.data.synthetic.images import MockDecoder
 from megacp.core.data.synthetic.mock import MockRules, mock_batch
 from megacp.core.data_parallel.layout import ParameterSlice
-from megacp.core.distributed.grid import build_grid
+from megacp.core.distributed.grid import build_grid, single_axis
 from megacp.core.models.build import grid_shape
 from megacp.core.optim.lr_schedule import learning_rate
 from megacp.core.training.images import image_loading
@@ -173,17 +173,15 @@ def mock_decoder(rules: MockRules) -> MockDecoder | None:
     return MockDecoder(rules.images) if rules.images is not None else None
 
 
-def chosen_way(rank: int, world_size: int, config: RunConfig, rules: MockRules | None) -> tuple[RunConfig, list[str]]:
-    """The config with its `auto` resolved as a run does, for the first rows, and the words for it. Collective."""
-    grid = build_grid(grid_shape(config, world_size), rank)
+def chosen_way(config: RunConfig, rules: MockRules | None) -> tuple[RunConfig, str | None]:
+    """The config with its `auto` resolved as a run does, for the first rows, and what was chosen."""
 
     def rows() -> list[PackedBatch]:
         packs = open_sources(config)[1] if rules is None else rules
-        whole = Rows(grid.cp, DataRank(), config.training.micro_batch_size)
+        whole = Rows(single_axis("cp"), DataRank(), config.training.micro_batch_size)
         return microbatches(config, packs, 1, whole)
 
-    config, choice = resolve_auto(config, grid, rows)
-    return config, choice.lines() if choice is not None else []
+    return resolve_auto(config, rows)
 
 
 def _boxes(slices: Iterable[ParameterSlice]) -> tuple[Box, ...]:

@@ -126,7 +126,6 @@ ONE_PROCESS: dict[str, Value] = {
     "attention_kernel": "dense",
     "cp_comm_type": "p2p",
     "cp_layout": "contiguous",
-    "cp_calibration": None,
     "hierarchical_context_parallel_sizes": None,
     "cp_exchange_stages": 1,
     "dynamic_context_parallel": False,

@@ -163,7 +163,6 @@ CONTRADICTIONS = [
     ({**DYNAMIC, "attention_kernel": "dense"}, 2, ["--attention-kernel dense"]),
     ({**DYNAMIC, CP: 4, "seq_length": 2**30}, 8, ["2147483648 tokens in a row"]),
     ({"dynamic_context_parallel": True}, 2, ["--dynamic-context-parallel", "has zigzag and p2p"]),
-    ({"cp_calibration": "a.json"}, 1, ["--cp-calibration a.json", "--cp-comm-type auto"]),
     ({"attention_kernel": "dense", "cp_comm_type": "auto"}, 1, ["--attention-kernel dense", "--cp-comm-type auto"]),
     (
         SEES | {TP: 3, "num_attention_heads": 9, "kv_channels": 4, "seq_length": 513, "vision_num_attention_heads": 16},
@@ -209,7 +208,6 @@ CONTRADICTIONS = [
     ({"valid_data_path": "", "eval_interval": 5}, 1, ["--valid-data-path: an empty string"]),
     ({"profile": ""}, 1, ["--profile: an empty string"]),
     ({"profile": "1:2", "profile_ranks": ""}, 1, ["--profile-ranks: an empty string"]),
-    ({"cp_calibration": ""}, 1, ["--cp-calibration: an empty string"]),
     ({"seed": -1}, 1, ["--seed: got -1"]),
 ]
 

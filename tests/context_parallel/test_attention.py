@@ -14,19 +14,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megacp.core.context_parallel.attention import TRANSPORTS, TransportOptions, core_attention, select_transport
+from megacp.core.context_parallel.attention import TRANSPORTS, TransportOptions, select_transport
 from megacp.core.context_parallel.kv_exchange import KVExchange, exchange_stages, needed_rows
 from megacp.core.context_parallel.layout import LAYOUTS
-from megacp.core.context_parallel.local import LocalAttention
+from megacp.core.context_parallel.ring import RingAttention
 from megacp.core.context_parallel.shard import LocalBatch, shard_batch
-from megacp.core.context_parallel.sizes import AttentionSizes
+from megacp.core.context_parallel.transport import LocalAttention
 from megacp.core.data.batch import PackedBatch
 from megacp.core.distributed.grid import Axis, single_axis
-from megacp.core.ops.calls import Allowed, Widths
-from megacp.core.ops.kernel import QKV, Partial, widths_of
+from megacp.core.ops.kernel import KV, QKV, Heads, Partial, Saved
 from megacp.core.ops.mask import TileTable, allowed
 from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotate
-from megacp.core.ops.tile_kernels import MathKernel
+from megacp.core.ops.tile_kernels import Allowed, MathKernel
 from tests.ranks import RankError, grid, run_ranks
 from tests.reference import attention as reference
 from tests.reference.packs import metadata, random_batch, video_batch
@@ -41,6 +40,8 @@ MASKS = {
     "holes": {"documents": 4, "branches": True, "images": True, "padding": True},
 }
 HIERARCHIES = {2: (2, 1), 3: (1, 3), 4: (2, 2), 6: (2, 3), 8: (4, 2)}
+HEADS = {3: (6, 2), 6: (12, 4)}
+"""Of more ranks than 8 query heads divide by; K/V heads need not."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def attend(batch: LocalBatch, transport: object, tensors: list[Tensor], rotary: 
     if rotary:
         angles = cos_sin(batch.position_ids, inverse_frequencies(DIM, 100.0, RotaryScaling()), q.dtype)
         q, k = rotate(q, *angles), rotate(k, *angles)
-    out = core_attention(q, k, v, transport=transport, plan=batch.plan, scale=DIM**-0.5)
+    out = transport.attend(q, k, v, batch.plan, DIM**-0.5)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
@@ -166,7 +167,14 @@ def all_cases(world_size: int, tokens: tuple[int, ...]) -> list[Case]:
     On more than 4 ranks each pair of a transport, a layout and a mask meets, not each three of them.
     """
     cases = [
-        Case(transport, layout, mask, count, hierarchy=HIERARCHIES[world_size] if transport == "a2a+p2p" else ())
+        Case(
+            transport,
+            layout,
+            mask,
+            count,
+            heads=HEADS.get(world_size, (8, 2)),
+            hierarchy=HIERARCHIES[world_size] if transport == "a2a+p2p" else (),
+        )
         for t, transport in enumerate(TRANSPORTS)
         for i, layout in enumerate(LAYOUTS)
         for m, mask in enumerate([*MASKS, "video"])
@@ -300,13 +308,13 @@ class PreparedKernel(MathKernel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.prepared: set[tuple[int, Widths]] = set()
+        self.prepared: set[tuple[int, Heads]] = set()
 
-    def prepare(self, table: TileTable, widths: Widths) -> None:
-        self.prepared.add((id(table), widths))
+    def prepare(self, table: TileTable, heads: Heads) -> None:
+        self.prepared.add((id(table), heads))
 
     def attend(self, partial: Partial, qkv: QKV, table: TileTable, scale: float) -> None:
-        assert (id(table), widths_of(*qkv[:2])) in self.prepared
+        assert (id(table), Heads(qkv[0].shape[1], *qkv[1].shape[1:])) in self.prepared
         super().attend(partial, qkv, table, scale)
 
 
@@ -316,32 +324,30 @@ def prepared(rank: int, world_size: int, cases: list[Case]) -> list[int]:
     for case in cases:
         kernel, batch = PreparedKernel(), shard_batch(batch_of(case), cp, LAYOUTS[case.layout])
         transport = TRANSPORTS[case.transport](cp, kernel, TransportOptions(case.hierarchy, case.stages))
-        transport.prepare(batch.plan, AttentionSizes(batch.num_tokens, *case.heads, DIM, 8, 8))
+        transport.prepare(batch.plan, Heads(*case.heads, DIM))
         attend(batch, transport, qkv_and_gradient(case, batch.num_tokens * world_size))
         found.append(len(kernel.prepared))
     return found
 
 
 def test_every_table_is_prepared_before_its_first_layer() -> None:
-    """Heads are dealt unevenly: a2a's four ranks have keys of several widths, and two ranks have two runs of heads."""
+    """K/V heads are fewer than the ranks of a2a."""
     names = ["p2p", "all_gather", "kv_exchange", "a2a", "a2a+p2p"]
-    cases = [Case(name, "zigzag", "packed", 64, heads=(6, 3), hierarchy=(2, 2)) for name in names]
+    cases = [Case(name, "zigzag", "packed", 64, heads=(8, 2), hierarchy=(2, 2)) for name in names]
     for found in run_ranks(prepared, 4, cases):
-        assert found == [4, 2, 2, 1, 4]
+        assert found == [4, 2, 2, 1, 2]
 
 
-@pytest.mark.parametrize(("heads", "received"), [((8, 4), 3 * 2 + 3 * 2), ((8, 2), 3 * 2 + 3 * 2)], ids=str)
-def test_heads_for_sequence_sends_each_rank_its_heads_and_no_more(heads: tuple[int, int], received: int) -> None:
-    """Forward: q, k, v to the head's rank and the output back; backward: the gradients the same ways, and a number for
-    each query head.
-    """
+@pytest.mark.parametrize("heads", [(8, 4), (8, 2)], ids=str)
+def test_heads_for_sequence_sends_each_rank_its_heads_and_no_more(heads: tuple[int, int]) -> None:
+    """Forward: q, k, v to the head's rank and the output back; backward: the gradients the same ways."""
     results = run_ranks(counted, 4, Case("a2a", "zigzag", "packed", 64, heads=heads))
     pairs = sum(found[0] for found in results)
     assert pairs == sum(found[1] for found in results) * 4, "each rank sees all pairs, for a fourth of the heads"
     # of 16 tokens: to each of 3 ranks two query heads and a key and a value head, and as much comes back
     one_way = 16 * 3 * (2 + 1 + 1)
     back = 16 * 3 * 2
-    assert {total for _, _, total, _ in results} == {2 * (one_way + back) * DIM * 8 + back * 8}
+    assert {total for _, _, total, _ in results} == {2 * (one_way + back) * DIM * 8}
 
 
 def test_documents_on_one_rank_cost_no_bytes_and_no_message() -> None:
@@ -393,7 +399,7 @@ def test_tensors_whose_last_dim_is_not_dense_are_read_right(kernel: str) -> None
     assert turned[0].stride(-1) != 1
     transport = select_transport("p2p", kernel, single_axis("cp"), torch.device("cpu"))
     q, k, v = (x.detach().requires_grad_() for x in turned[:3])
-    out = core_attention(q, k, v, transport=transport, plan=batch.plan, scale=DIM**-0.5)
+    out = transport.attend(q, k, v, batch.plan, DIM**-0.5)
     found = [out.detach(), *torch.autograd.grad(out, (q, k, v), turned[3])]
     for one, other in zip(found, attend(batch, transport, tensors), strict=True):
         assert (one - other).abs().max() <= 1e-12
@@ -450,3 +456,35 @@ def test_nothing_of_s_times_s_elements_is_ever_allocated(world_size: int) -> Non
     tokens = 4096
     names = list(TRANSPORTS) if world_size > 1 else ["p2p"]
     assert max(run_ranks(largest, world_size, names, tokens)) <= 8 * tokens * 2 * DIM  # some copies of q in one buffer
+
+
+class WatchingKernel(MathKernel):
+    """A kernel that notes how many messages of an axis are under way while it computes."""
+
+    def __init__(self, axis: Axis) -> None:
+        super().__init__()
+        self.axis = axis
+        self.messages: tuple[list[int], list[int]] = ([], [])
+
+    def attend(self, partial: Partial, qkv: QKV, table: TileTable, scale: float) -> None:
+        self.messages[0].append(len(self.axis.calls.under_way()))
+        super().attend(partial, qkv, table, scale)
+
+    def attend_backward(self, saved: Saved, kv: KV, table: TileTable, scale: float, grads: QKV) -> None:
+        self.messages[1].append(len(self.axis.calls.under_way()))
+        super().attend_backward(saved, kv, table, scale, grads)
+
+
+def watched(rank: int, world_size: int) -> tuple[list[int], list[int]]:
+    """Messages under way in each step of a ring, forward and backward."""
+    cp = grid(cp=world_size).cp
+    kernel = WatchingKernel(cp)
+    plan = shard_batch(random_batch(np.random.default_rng(0), 64, documents=1), cp, LAYOUTS["zigzag"]).plan
+    leaves = [torch.ones(64 // world_size, 2, 8, requires_grad=True) for _ in range(3)]
+    RingAttention(cp, kernel).attend(*leaves, plan, 1.0).sum().backward()
+    return kernel.messages
+
+
+def test_a_rings_messages_are_under_way_while_a_step_is_computed() -> None:
+    """The next keys beside all steps but the last; gradients, begun by the second step, beside the third and fourth."""
+    assert run_ranks(watched, 4) == [([1, 1, 1, 0], [1, 1, 2, 1])] * 4

@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.core.context_parallel.attention import core_attention
-from megacp.core.context_parallel.local import LocalAttention, WholeAttention
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.distributed.grid import single_axis
+from megacp.core.context_parallel.transport import LocalAttention, WholeAttention
 from megacp.core.ops import flex
 from megacp.core.ops.kernel import Kernel, empty_partial
 from megacp.core.ops.kernels import kernel_problem, select_kernel
@@ -113,8 +111,8 @@ def test_a_layer_is_differentiated_through_the_kernel(transport: type[LocalAtten
     plan = AttentionPlan(np.arange(300)[None], meta, 0, np.arange(300))
     tensors = [torch.randn(300, heads, 64).to(dtype) for heads in (4, 2, 2, 4)]
     q, k, v = (x.cuda().requires_grad_() for x in tensors[:3])
-    chosen = transport(single_axis("cp"), select_kernel(name, torch.device("cuda")))
-    out = core_attention(q, k, v, transport=chosen, plan=plan, scale=0.2)
+    chosen = transport(select_kernel(name, torch.device("cuda")))
+    out = chosen.attend(q, k, v, plan, 0.2)
     out.backward(tensors[3].cuda())
     exact = by_autograd([x.double() for x in tensors], allowed(meta, meta), 0.2)
     for got, expected in zip((out.detach(), q.grad, k.grad, v.grad), exact, strict=True):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megacp.core.ops import calls
-from megacp.core.ops.calls import KernelCall, Widths, table_calls
+from megacp.core.ops import tile_kernels
+from megacp.core.ops.kernel import Heads
 from megacp.core.ops.mask import Metadata, TileTable, allowed, tile_table
+from megacp.core.ops.tile_kernels import KernelCall, table_calls
 from tests.reference.packs import metadata, random_batch
 
-NARROW, WIDE = Widths(64, 32), Widths(4096, 1024)
+NARROW, WIDE = Heads(8, 4, 8), Heads(32, 8, 128)
 
 
 def halves(seed: int, tokens: int = 300) -> TileTable:
@@ -28,17 +29,17 @@ def pairs_of(call: KernelCall) -> np.ndarray:
     return np.ones((call.queries, call.num_keys), bool) if call.bias is None else call.bias == 0
 
 
-@pytest.mark.parametrize("cost", [0, calls.CALL, 10**9])
-@pytest.mark.parametrize("widths", [NARROW, WIDE])
+@pytest.mark.parametrize("cost", [0, tile_kernels.CALL, 10**9])
+@pytest.mark.parametrize("heads", [NARROW, WIDE])
 def test_every_allowed_pair_is_in_one_call_and_no_other_pair_in_any(
-    widths: Widths, cost: int, monkeypatch: pytest.MonkeyPatch
+    heads: Heads, cost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "CALL", cost)
+    monkeypatch.setattr(tile_kernels, "CALL", cost)
     masked = 0
     for seed in range(12):
         for table in (halves(seed), halves(seed, 90).q.own_table):
             counts, begun = np.zeros((table.queries, table.keys), int), np.zeros(table.queries, bool)
-            for call in table_calls(table, widths):
+            for call in table_calls(table, heads):
                 keys = np.concatenate([np.arange(part.start, part.stop) for part in call.keys])
                 counts[call.rows, keys] += pairs_of(call)
                 assert call.first == (not begun[call.rows].any()), "the first call of a row writes, others merge"
@@ -62,19 +63,19 @@ def test_short_documents_are_a_few_calls_and_long_ones_a_call_each() -> None:
 
 def test_wide_heads_compute_fewer_pairs_in_vain() -> None:
     computed = {}
-    for widths in (NARROW, WIDE):
+    for heads in (NARROW, WIDE):
         table = short_documents(64, 8)
-        computed[widths] = sum(call.queries * call.num_keys for call in table_calls(table, widths))
+        computed[heads] = sum(call.queries * call.num_keys for call in table_calls(table, heads))
     assert computed[WIDE] < computed[NARROW] / 2
 
 
 def test_a_mask_is_never_larger_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "CALL", 10**9)
-    monkeypatch.setattr(calls, "MOST_PAIRS", 1000)
+    monkeypatch.setattr(tile_kernels, "CALL", 10**9)
+    monkeypatch.setattr(tile_kernels, "MOST_PAIRS", 1000)
     sizes = [call.bias.size for call in table_calls(short_documents(64, 8), NARROW) if call.bias is not None]
     assert sizes and max(sizes) <= 1000
 
 
-def test_calls_are_made_once_for_a_table_and_widths() -> None:
+def test_calls_are_made_once_for_a_table_and_heads() -> None:
     table = short_documents(4, 8)
     assert table_calls(table, NARROW) is table_calls(table, NARROW) is not table_calls(table, WIDE)

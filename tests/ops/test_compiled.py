@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import threading
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from megacp.core.context_parallel.a2a import dot_products, stand_in
-from megacp.core.ops import compiled
-from megacp.core.ops.activation import swiglu
-from megacp.core.ops.compiled import fused, whole_graph
-from megacp.core.ops.dropout import keep_mask
+from megacp.core.ops import device as compiled
+from megacp.core.ops import pointwise
+from megacp.core.ops.device import fused, to_device, whole_graph
 from megacp.core.ops.flex import gradients_of_part
-from megacp.core.ops.merge import merge_into
-from megacp.core.ops.norm import rms_norm
+from megacp.core.ops.kernel import merge_into
+from megacp.core.ops.pointwise import keep_mask, rms_norm, swiglu
 from megacp.core.ops.rotary import rotate
 
 BITS = {"rtol": 1e-14, "atol": 1e-14}  # float64; a graph may round a sum in another order
@@ -37,6 +35,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return graph.forward
 
     monkeypatch.setattr(compiled, "is_compiled", lambda x: True)
+    monkeypatch.setattr(pointwise, "is_compiled", lambda x: True)
     monkeypatch.setattr(compiled, "BACKEND", backend)
     yield made
     torch._dynamo.reset()
@@ -62,13 +61,6 @@ def of_part(n: int) -> list[torch.Tensor]:
     return list(gradients_of_part(out, lse, merged, merged_lse, dout))
 
 
-def in_place_of_output(n: int) -> list[torch.Tensor]:
-    dout = randn(n, 3, 4)
-    dout[0] = 0.0
-    dots = dot_products(randn(n, 3, 4, seed=1), dout)
-    return [dots, stand_in(dout, dots)]
-
-
 CASES: dict[str, Callable[[int], list[torch.Tensor]]] = {
     "norm of hidden states": lambda n: differentiated(lambda x, w: rms_norm(x, w, 1e-6), randn(n, 8), randn(8)),
     "norm of heads": lambda n: differentiated(lambda x, w: rms_norm(x, w, 1e-6), randn(n, 3, 8), randn(8)),
@@ -77,7 +69,6 @@ CASES: dict[str, Callable[[int], list[torch.Tensor]]] = {
     "bits of dropout": lambda n: [keep_mask(2**63 + 17 * n, torch.arange(n) * 7, 5, 0.3)],
     "merged attention": merged,
     "gradients of a part of attention": of_part,
-    "dot products with an output": in_place_of_output,
 }
 
 
@@ -88,6 +79,7 @@ def test_a_chain_as_one_graph_is_the_chain(name: str, graphs: list[int], monkeyp
     found = [CASES[name](n) for n in (6, 9, 14)]
     assert graphs
     monkeypatch.setattr(compiled, "is_compiled", lambda x: False)
+    monkeypatch.setattr(pointwise, "is_compiled", lambda x: False)
     for mine, expected in zip(found, [CASES[name](n) for n in (6, 9, 14)], strict=True):
         for a, b in zip(mine, expected, strict=True):
             torch.testing.assert_close(a, b, **BITS)
@@ -129,23 +121,6 @@ def test_more_forms_than_the_limit_are_an_error_and_calls_leave_nothing_behind(
     torch._dynamo.reset()
 
 
-@pytest.mark.slow
-def test_the_limit_holds_in_every_thread_where_torch_takes_none_for_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch torch's own limit in the backward of a GPU, which has a thread of its own."""
-    monkeypatch.setattr(compiled.inspect, "signature", lambda _: SimpleNamespace(parameters={}))
-    monkeypatch.setattr(compiled, "FORMS", 12)
-    double, found = whole_graph(lambda x: x * 2, "eager"), []
-
-    def forms() -> None:
-        found.extend(double(torch.ones([1] * dims)).item() for dims in range(1, 13))
-
-    thread = threading.Thread(target=forms)
-    thread.start()
-    thread.join()
-    assert found == [2.0] * 12
-    torch._dynamo.reset()
-
-
 def test_what_breaks_a_graph_is_an_error() -> None:
     """Would catch a chain that silently runs in pieces."""
 
@@ -155,3 +130,36 @@ def test_what_breaks_a_graph_is_an_error() -> None:
     with pytest.raises(torch._dynamo.exc.TorchDynamoException):
         whole_graph(broken, "eager")(torch.ones(3))
     torch._dynamo.reset()
+
+
+def test_on_a_cpu_nothing_is_copied() -> None:
+    values = np.arange(3)
+    tensor = to_device(values, "cpu")
+    values[0] = 7
+    assert tensor.tolist() == [7, 1, 2] and tensor.dtype == torch.int64
+
+
+def test_a_device_gets_pinned_memory_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a copy from pageable memory, for which the host waits whatever `non_blocking` says."""
+    pinned: list[torch.Tensor] = []
+    copies: list[tuple[torch.Tensor, object, object]] = []
+
+    def pin(x: torch.Tensor) -> torch.Tensor:
+        pinned.append(x.clone())
+        return pinned[-1]
+
+    def copy(x: torch.Tensor, device: object, non_blocking: bool = False) -> torch.Tensor:
+        copies.append((x, device, non_blocking))
+        return x
+
+    contexts: list[object] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", copy)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contexts.append(device) or contextlib.nullcontext())
+    to_device(np.arange(3), "cuda:1")
+    ((source, device, queued),) = copies
+    assert source is pinned[0] and (device, queued) == ("cuda:1", True)
+    assert contexts == ["cuda:1"], "a thread of its own would make a context on the first GPU"
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: True)
+    to_device(torch.arange(3), "cuda:1")
+    assert len(pinned) == 1 and len(copies) == 2, "what a thread has pinned is not copied again"

@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, FlexKernelOptions, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from megacp.core.context_parallel.a2a import WholeHeadsForSequence
-from megacp.core.context_parallel.attention import core_attention, select_transport
-from megacp.core.context_parallel.local import LocalAttention, WholeAttention
+from megacp.core.context_parallel.attention import select_transport
 from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.context_parallel.transport import LocalAttention, WholeAttention
 from megacp.core.distributed import launch
 from megacp.core.distributed.grid import single_axis
 from megacp.core.ops import flex
@@ -321,8 +320,8 @@ def test_a_layer_is_differentiated_through_the_kernel(transport: type[LocalAtten
     tensors = draw(tokens, tokens, 4, 2)
     plan = AttentionPlan(np.arange(tokens)[None], meta, 0, np.arange(tokens))
     q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
-    chosen = transport(single_axis("cp"), flex.FlexKernel(dense, 8))
-    out = core_attention(q, k, v, transport=chosen, plan=plan, scale=0.3)
+    chosen = transport(flex.FlexKernel(dense, 8))
+    out = chosen.attend(q, k, v, plan, 0.3)
     found = (out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3]))
     for got, exact in zip(found, by_autograd(tensors, allowed(meta, meta), 0.3), strict=True):
         torch.testing.assert_close(got, exact, **EXACT)
@@ -335,12 +334,12 @@ def test_a_row_whose_keys_are_all_here_is_computed_once(full: bool) -> None:
     """
     meta, calls = pack(4), Calls()
     plan = AttentionPlan(np.arange(40)[None], meta, 0, np.arange(40))
-    transport = WholeAttention(single_axis("cp"), flex.FlexKernel(calls, 8, "FLASH"))
+    transport = WholeAttention(flex.FlexKernel(calls, 8, "FLASH"))
     tensors = draw(40, 40, 4, 2)
     q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
 
     def layer(*inputs: torch.Tensor) -> torch.Tensor:
-        return core_attention(*inputs, transport=transport, plan=plan, scale=0.3)
+        return transport.attend(*inputs, plan, 0.3)
 
     out = checkpoint(layer, q, k, v, use_reentrant=False) if full else layer(q, k, v)
     found = torch.autograd.grad(out, (q, k, v), tensors[3])
@@ -356,8 +355,8 @@ def test_on_cuda_a_rank_with_all_keys_takes_the_whole_row_at_once() -> None:
     assert isinstance(select_transport("p2p", "auto", single_axis("cp"), device), WholeAttention)
     assert not isinstance(select_transport("p2p", "math", single_axis("cp"), device), WholeAttention)
     two = dataclasses.replace(single_axis("cp"), size=2, global_ranks=(0, 1), group=object())
-    assert isinstance(select_transport("a2a", "auto", two, device), WholeHeadsForSequence)
-    assert not isinstance(select_transport("a2a", "math", two, device), WholeHeadsForSequence)
+    assert isinstance(select_transport("a2a", "auto", two, device).inner, WholeAttention)
+    assert not isinstance(select_transport("a2a", "math", two, device).inner, WholeAttention)
 
 
 def test_flash_attention_4_is_refused_where_it_is_not_installed_or_too_narrow(monkeypatch: pytest.MonkeyPatch) -> None:

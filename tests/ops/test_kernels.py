@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.core.ops import calls
-from megacp.core.ops.kernel import Kernel, Saved, accumulation_dtype, empty_partial
+from megacp.core.ops import tile_kernels
+from megacp.core.ops.kernel import Kernel, Saved, accumulation_dtype, empty_partial, merge_into
 from megacp.core.ops.kernels import select_kernel
 from megacp.core.ops.mask import Metadata, allowed, tile_table
-from megacp.core.ops.merge import merge_into
 from megacp.core.ops.tile_kernels import FlashKernel, MathKernel, dense_attention
 from tests.reference import attention as reference
 from tests.reference.packs import metadata, random_batch
@@ -30,7 +29,7 @@ Tensors = tuple[torch.Tensor, ...]
 def joining(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows this small are otherwise always joined."""
     if request.param == "calls of their own":
-        monkeypatch.setattr(calls, "CALL", 0)
+        monkeypatch.setattr(tile_kernels, "CALL", 0)
 
 
 def draw(n: int, m: int, heads: int, groups: int, seed: int = 0) -> list[torch.Tensor]:

@@ -7,9 +7,7 @@ import math
 import pytest
 import torch
 
-from megacp.core.ops.activation import swiglu
-from megacp.core.ops.dropout import dropout, keep_mask
-from megacp.core.ops.norm import rms_norm
+from megacp.core.ops.pointwise import dropout, keep_mask, rms_norm, swiglu
 from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotate
 from tests.reference import attention as reference
 

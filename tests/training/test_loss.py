@@ -14,7 +14,7 @@ from megacp.core.context_parallel.shard import shard_batch
 from megacp.core.data.batch import PackedBatch
 from megacp.core.distributed.collectives import all_reduce
 from megacp.core.distributed.parameter import spec_of
-from megacp.core.ops.dropout import keep_mask
+from megacp.core.ops.pointwise import keep_mask
 from megacp.core.tensor_parallel.chunked_loss import weighted_loss
 from megacp.core.training.loss import RankReport, agree
 from megacp.core.training.step import ParallelModel, lr_schedule

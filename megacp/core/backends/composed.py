@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megacp.core.backends.base import Remember
-from megacp.core.ops.activation import swiglu
+from megacp.core.ops.pointwise import swiglu
 
 
 class NormLinear(nn.Module):

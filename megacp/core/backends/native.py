@@ -9,20 +9,21 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from megacp.core.backends.base import AdamW, NormSpec, Tower
 from megacp.core.backends.composed import NormLinear, NormMLP
 from megacp.core.backends.tiled import TiledMLP
 from megacp.core.config.run import RunConfig
-from megacp.core.context_parallel.attention import TransportOptions, core_attention, select_transport
+from megacp.core.context_parallel.attention import TransportOptions, select_transport
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import row_axis
-from megacp.core.context_parallel.sizes import attention_sizes
 from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.distributed.symmetric_memory import SymmetricMemory
+from megacp.core.ops.kernel import Heads
 from megacp.core.ops.kernels import kernel_name
-from megacp.core.ops.norm import layer_norm, rms_norm
+from megacp.core.ops.pointwise import rms_norm
 from megacp.core.tensor_parallel.cross_entropy import cross_entropy
 from megacp.core.tensor_parallel.embedding import TableSpec, VocabularyTable
 from megacp.core.tensor_parallel.linear import (
@@ -65,7 +66,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x[..., size]` to the same shape."""
-        return layer_norm(x, self.weight, self.bias, self.epsilon)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
 
 
 class NativeBackend:
@@ -103,7 +104,8 @@ class NativeBackend:
         self.tile_rows = training.mlp_chunk_tokens
         if self.sequence_parallel and self.tile_rows:  # each tp rank gathers its part of a tile
             self.tile_rows = max(1, self.tile_rows // grid.tp.size)
-        self._sizes = attention_sizes(config, 0)
+        heads, groups = model.num_attention_heads // grid.tp.size, model.query_groups // grid.tp.size
+        self._heads = Heads(heads, groups, model.head_dim)
         self._told: set[str] = set()
         self._untold: list[str] = []
 
@@ -157,11 +159,11 @@ class NativeBackend:
     def attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
     ) -> torch.Tensor:
-        return core_attention(q, k, v, transport=self.transport, plan=plan, scale=scale)
+        return self.transport.attend(q, k, v, plan, scale)
 
     def prepare(self, plan: AttentionPlan) -> None:
         """See `Backend.prepare`."""
-        self.transport.prepare(plan, self._sizes)
+        self.transport.prepare(plan, self._heads)
 
     def cross_entropy(
         self, logits: torch.Tensor, labels: torch.Tensor, first: int, scale: torch.Tensor | None

@@ -70,9 +70,6 @@ class ParallelConfig:
     they are stored; longest_first deals image by image, the costliest first (better balanced); replicate lets each rank
     encode all images of its row and sends no features (for few images)."""
 
-    cp_calibration: str | None = None
-    """JSON file with what --cp-comm-type auto has measured of the machine (default: in the user's cache folder)."""
-
     ddp_bucket_size: Positive[int] = 25_000_000
     """Gradient elements that are reduced together over dp x cp while backward still runs."""
 

@@ -1,76 +1,28 @@
 """The balanced layout: equal tokens and equal attention area on every rank, while documents stay on few ranks.
 
-Key property: documents are sorted by mean cost per token (allowed keys per query). Rank r takes a stretch from the
-light end and one from the heavy end: T / cp tokens together, with 1 / (cp - r) of the remaining area. Prefix sums give
-the area of every possible cut. One causal document comes out as zigzag, one bidirectional document as contiguous. A cut
-near the best one is taken where it costs clearly fewer exchanged keys and little balance.
-
-Pairs of ranks then deal their documents anew (`regroup`). That saves a fifth to nine tenths of the keys that travel in
-rows of many documents, and little in rows of one or two. Rejected: dealing blocks longest-first, which balances as well
-but makes every rank need four fifths of all keys.
+Documents are sorted by mean cost per token (allowed keys per query). Rank r takes a stretch from the light end and one
+from the heavy end: T / cp tokens together, with 1 / (cp - r) of the remaining area. Prefix sums give the area of every
+possible cut. One causal document comes out as zigzag, one bidirectional document as contiguous. A cut near the best one
+is taken where it costs clearly fewer exchanged keys and little balance.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from megacp.core.context_parallel.regroup import Regrouping
 from megacp.core.ops.mask import Metadata
 
 AREA_SLACK = 0.01
 """Most error of a rank's area, as a share of its target, for a cheaper cut."""
-MOST_AREA = 0.02
-"""Most excess of a rank's area over the mean, for fewer cut documents."""
 WORTHWHILE = 0.75
 """A cut besides the one of best balance must cost at most this share of its exchanged keys."""
 
 
 def deal_balanced(metadata: Metadata, cp: int) -> np.ndarray:
-    """Indices `[cp, T / cp]` into the row, ascending on each rank."""
+    """Indices `[cp, T / cp]` into the row, ascending on each rank: a stretch from either end of what is left."""
     cost = metadata.cost
     order = density_order(metadata, cost)
     keys_cut = keys_crossing(metadata.take(order))  # [T + 1]
-    stretches = _deal_stretches(order, cost, keys_cut, cp)
-    prices = _prices(metadata.document[order], keys_cut)
-    if cp == 1 or len(prices) == 1:
-        return stretches
-    deal = Regrouping(metadata.document, stretches, cost, prices, (1 + MOST_AREA) * int(cost.sum()) / cp)
-    regrouped = deal.run()
-    return regrouped if remote_rows(metadata, regrouped) < remote_rows(metadata, stretches) else stretches
-
-
-def remote_rows(metadata: Metadata, indices: np.ndarray) -> int:
-    """K/V rows that ranks need of each other, summed over ranks, when rank i holds `indices[i]`, ascending.
-
-    Later tokens of its document see a key of a prefix, later tokens of its branch a key of a branch. Their span sees
-    both. So one place decides for each group: the last query of a rank in it.
-    """
-    place, prefix = metadata.order, metadata.branch == 0
-    of_document = metadata.document + 1  # [T] group numbers; padding is 0
-    of_branch = _groups(_code(of_document, metadata.branch))
-    span_of_document = _groups(_code(of_document, metadata.span))
-    span_of_branch = _groups(_code(of_branch, metadata.span))
-    real, has_span = metadata.document >= 0, metadata.span != 0
-    total = 0
-    for rows in indices:
-        # [T]: last place among this rank's queries that could see the token by order, and by its span
-        after = np.where(prefix, _last_place(of_document, rows, place), _last_place(of_branch, rows, place))
-        beside = np.where(prefix, _last_place(span_of_document, rows, place), _last_place(span_of_branch, rows, place))
-        needed = real & ((place <= after) | (has_span & (beside >= 0)))
-        needed[rows] = False  # its own keys do not travel
-        total += int(needed.sum())
-    return total
-
-
-def _last_place(group: np.ndarray, rows: np.ndarray, place: np.ndarray) -> np.ndarray:
-    """For each token, the last place among `rows` (in place order) of its `group`, -1 where they have none of it."""
-    last = np.full(int(group.max()) + 1, -1)
-    last[group[rows]] = place[rows]  # later elements overwrite earlier ones
-    return last[group]
-
-
-def _deal_stretches(order: np.ndarray, cost: np.ndarray, keys_cut: np.ndarray, cp: int) -> np.ndarray:
-    """Indices `[cp, T / cp]`: each rank takes a stretch from either end of what is left of `order[T]`."""
     area = np.concatenate([[0], np.cumsum(cost[order])])  # [T + 1], of the first 0, 1, ..., T tokens
     low, high, share = 0, len(order), len(order) // cp
     ranks = []
@@ -108,15 +60,6 @@ def keys_crossing(metadata: Metadata) -> np.ndarray:
     steps = np.bincount(here + 1, minlength=n + 2) - np.bincount(last + 1, minlength=n + 2)  # cuts in (here, last]
     steps += np.bincount(first + 1, minlength=n + 2) - np.bincount(here + 1, minlength=n + 2)  # cuts in (first, here]
     return np.cumsum(steps)[: n + 1]
-
-
-def _prices(document: np.ndarray, keys_cut: np.ndarray) -> dict[int, int]:
-    """Mean keys that travel when a document is cut at a random place; `document[T]` in the order of `keys_crossing`."""
-    first = np.flatnonzero(np.r_[True, document[1:] != document[:-1]])  # [documents]: where each begins
-    stop = np.append(first[1:], len(document))
-    keys = np.concatenate([[0], np.cumsum(keys_cut)])  # [T + 2]: a sum over any range of cuts is one difference
-    mean = (keys[stop] - keys[first + 1]) // np.maximum(1, stop - first - 1)  # over the n - 1 cuts inside each document
-    return dict(zip(document[first].tolist(), mean.tolist(), strict=True))
 
 
 def _code(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -14,8 +14,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from megacp.core.ops.device import to_device
 from megacp.core.ops.mask import Metadata, TileTable, text_before_images, tile_table
-from megacp.core.ops.to_device import to_device
 
 Part = TypeVar("Part")
 

@@ -20,8 +20,8 @@ from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.vision import LocalVision, local_vision
 from megacp.core.data.batch import PackedBatch
 from megacp.core.distributed.grid import Axis, ProcessGrid
+from megacp.core.ops.device import pinned, to_device
 from megacp.core.ops.mask import Metadata
-from megacp.core.ops.to_device import pinned, to_device
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,25 @@
 """What a transport of context parallelism is, and the loop of those that bring keys to queries.
 
-Key property: a transport is an object with a forward and a backward over plain tensors. It decides itself what it keeps
-for backward. Rejected: one fixed set of saved tensors, under which heads-for-sequence would send its queries twice.
+A transport is an object with one differentiable call, `attend`, over the tokens that its rank holds. Those in which
+queries stay and K/V travel (ring, all-gather, K/V exchange, and one rank alone) share a forward and a backward: they
+differ only in `visits`, the order in which keys come by. `a2a.py` moves heads instead and attends with one of these.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
-from typing import Protocol
+from collections.abc import Generator
+from typing import Any, Protocol
 
 import torch
 
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.context_parallel.sizes import AttentionSizes
+from megacp.core.distributed.grid import Axis
 from megacp.core.large_blocks import zeros
-from megacp.core.ops.calls import Widths
-from megacp.core.ops.kernel import QKV, Kernel, Saved, accumulation_dtype, empty_partial
-from megacp.core.ops.mask import TileTable
-
-Tensors = tuple[torch.Tensor, ...]
+from megacp.core.ops.device import to_device
+from megacp.core.ops.kernel import Heads, Kernel, Saved, WholeKernel, accumulation_dtype, empty_partial
+from megacp.core.ops.mask import TileTable, allowed
+from megacp.core.ops.tile_kernels import dense_attention
 
 Visit = tuple[torch.Tensor, torch.Tensor, TileTable]
 """Keys and values `[m, groups, d]`, and the tiles between this rank's queries and them."""
@@ -28,37 +28,26 @@ Visits = Generator[Visit, torch.Tensor | None, torch.Tensor | None]
 gradient of this rank's keys and values, `[t, 2, groups, d]`. In forward both are None."""
 
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionPlan, float], torch.Tensor]
-"""Differentiable attention: `q[t, heads, d]`, `k, v[t, groups, d]`, plan, scale -> `out[t, heads, d]`."""
-
-
 class Transport(Protocol):
-    """Attention over the tokens of a cp axis; tensors are sharded over it by the plan.
-
-    One with a kernel that autograd differentiates has `attend: Attend` besides, which is then called instead.
-    """
+    """Attention over the tokens of a cp axis; tensors are sharded over it by the plan."""
 
     name: str
 
-    def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
-        """`q[t, heads, d]`, `k, v[t, groups, d]` -> `out[t, heads, d]` in q's dtype, and what backward needs."""
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
+    ) -> torch.Tensor:
+        """Differentiable: `q[t, heads, d]`, `k, v[t, groups, d]` -> `out[t, heads, d]` in q's dtype."""
         ...
 
-    def backward(self, kept: Tensors, dout: torch.Tensor, plan: AttentionPlan, scale: float) -> QKV:
-        """`dq, dk, dv` of this rank's tokens for `dout[t, heads, d]` whose last dim is dense, in any dtype at least as
-        wide.
-        """
-        ...
-
-    def prepare(self, plan: AttentionPlan, sizes: AttentionSizes) -> None:
+    def prepare(self, plan: AttentionPlan, heads: Heads) -> None:
         """Make on the host what the layers of a plan need; called from the loader's threads."""
         ...
 
 
 class KeysToQueries(ABC):
-    """Queries stay on their rank, keys and values visit it: the loop over the visits, which `visits` brings.
+    """Queries stay on their rank, keys and values visit it.
 
-    Forward keeps `(q, k, v, out, lse)` of this rank's tokens; keys of other ranks travel again in backward.
+    Forward saves `q, k, v, out, lse` of this rank's tokens; keys of other ranks travel again in backward.
     """
 
     name: str
@@ -72,32 +61,105 @@ class KeysToQueries(ABC):
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
         """What this rank's queries see of the keys of each visit."""
 
-    def prepare(self, plan: AttentionPlan, sizes: AttentionSizes) -> None:
+    def prepare(self, plan: AttentionPlan, heads: Heads) -> None:
         """See `Transport.prepare`."""
         for table in self.tables(plan):
-            self.kernel.prepare(table, Widths(*sizes.widths))
+            self.kernel.prepare(table, heads)
 
-    def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
-        """See `Transport.forward`."""
-        q, k, v = qkv
-        partial = empty_partial(q)
-        for keys, values, table in self.visits(k, v, plan):
-            self.kernel.attend(partial, (q, keys, values), table, scale)
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
+    ) -> torch.Tensor:
+        """See `Transport.attend`."""
+        # kernels and messages take the last dim as dense; a transposed view would be read past its end
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        return _VisitingKeys.apply(q, k, v, self, plan, scale)
+
+
+class _VisitingKeys(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        transport: KeysToQueries,
+        plan: AttentionPlan,
+        scale: float,
+    ) -> torch.Tensor:
+        partial = empty_partial(q)  # out 0 and lse -inf, in fp32 or wider
+        for keys, values, table in transport.visits(k, v, plan):
+            transport.kernel.attend(partial, (q, keys, values), table, scale)
         out = partial.out.to(q.dtype)
-        return out, (q, k, v, out, partial.lse)
+        ctx.save_for_backward(q, k, v, out, partial.lse)
+        ctx.transport, ctx.plan, ctx.scale = transport, plan, scale
+        return out
 
-    def backward(self, kept: Tensors, dout: torch.Tensor, plan: AttentionPlan, scale: float) -> QKV:
-        """See `Transport.backward`."""
-        q, k, v, out, lse = kept
-        saved, wide = Saved(q, out, lse, dout), accumulation_dtype(q.dtype)
+    @staticmethod
+    def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise ValueError("backward with create_graph=True: attention over ranks cannot be differentiated twice")
+        q, k, v, out, lse = ctx.saved_tensors
+        # a kernel called for one source of keys starts from the merged (out, lse), so the sum over sources is exact
+        saved, wide = Saved(q, out, lse, douts[0].contiguous()), accumulation_dtype(q.dtype)
         dq, dkv = zeros(q.shape, q, wide), None
-        visits = self.visits(k, v, plan)
-        while True:
-            try:
-                keys, values, table = visits.send(dkv)
-            except StopIteration as end:
-                dk, dv = end.value.unbind(1)  # [t, 2, groups, d] -> [t, groups, d] twice
-                return dq, dk, dv
-            dkv = zeros((len(keys), 2, *keys.shape[1:]), keys, wide)
-            dk, dv = dkv.unbind(1)
-            self.kernel.attend_backward(saved, (keys, values), table, scale, (dq, dk, dv))
+        visits = ctx.transport.visits(k, v, ctx.plan)
+        with torch.autocast(q.device.type, enabled=False):  # also where somebody calls backward under it
+            while True:
+                try:
+                    keys, values, table = visits.send(dkv)
+                except StopIteration as end:
+                    dk, dv = end.value.unbind(1)  # [t, 2, groups, d] -> [t, groups, d] twice
+                    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+                dkv = zeros((len(keys), 2, *keys.shape[1:]), keys, wide)
+                dk, dv = dkv.unbind(1)
+                ctx.transport.kernel.attend_backward(saved, (keys, values), table, ctx.scale, (dq, dk, dv))
+
+
+class LocalAttention(KeysToQueries):
+    """One rank that holds the whole row: no message, one tile table, the kernels of context parallelism."""
+
+    name = "local"
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    def tables(self, plan: AttentionPlan) -> list[TileTable]:
+        """See `KeysToQueries.tables`."""
+        return [plan.table_of_row]
+
+    def visits(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> Visits:
+        """See `KeysToQueries.visits`."""
+        return (yield k, v, plan.table_of_row)
+
+
+class WholeAttention(LocalAttention):
+    """The same with a kernel that autograd differentiates."""
+
+    kernel: WholeKernel
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
+    ) -> torch.Tensor:
+        """See `Transport.attend`."""
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        return self.kernel.whole(q, k, v, plan.table_of_row, scale)
+
+
+class DenseAttention:
+    """The reference for one process: an explicit bool mask from the rule itself, differentiated by autograd."""
+
+    name = "dense"
+
+    def __init__(self, axis: Axis) -> None:
+        if axis.size != 1:
+            raise ValueError(f"--attention-kernel dense is the one-process reference, cp has {axis.size} ranks")
+
+    def prepare(self, plan: AttentionPlan, heads: Heads) -> None:
+        """See `Transport.prepare`: its mask is dense."""
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
+    ) -> torch.Tensor:
+        """See `Transport.attend`."""
+        mine = plan.metadata.take(plan.local)
+        return dense_attention(q, k, v, to_device(allowed(mine, mine), q.device), scale)

@@ -24,7 +24,7 @@ from megacp.core.data.batch import VisionInputs
 from megacp.core.data.image_shards import REPLICATE, image_shards
 from megacp.core.distributed.differentiable import copy_to, exchange, gather_from
 from megacp.core.distributed.grid import Axis
-from megacp.core.ops.to_device import pinned, to_device
+from megacp.core.ops.device import pinned, to_device
 
 
 @dataclass(frozen=True, eq=False)

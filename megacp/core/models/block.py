@@ -19,7 +19,7 @@ from megacp.core.models.attention import SelfAttention
 from megacp.core.models.init import output_std
 from megacp.core.models.offload import BlockOffload, HostMemory
 from megacp.core.models.recompute import rerun
-from megacp.core.ops.dropout import dropout
+from megacp.core.ops.pointwise import dropout
 from megacp.core.tensor_parallel.linear import LinearSpec
 from megacp.core.tensor_parallel.lora import DropoutNames, LowRank
 

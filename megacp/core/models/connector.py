@@ -15,8 +15,8 @@ from torch import nn
 from megacp.core.backends.base import Backend
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.vision import VisionConfig
-from megacp.core.ops.activation import swiglu
 from megacp.core.ops.kernel import accumulation_dtype
+from megacp.core.ops.pointwise import swiglu
 from megacp.core.tensor_parallel.linear import LinearSpec
 
 

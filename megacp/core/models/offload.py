@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megacp.core.ops.to_device import pinned_bytes
+from megacp.core.ops.device import pinned_bytes
 
 SMALLEST = 2048
 """Bytes of the smallest storage that travels: statistics of few rows cost more calls than they free."""

@@ -18,7 +18,7 @@ from torch import nn
 from megacp.core.backends.base import Backend, NormSpec
 from megacp.core.config.vision import VisionConfig
 from megacp.core.models.recompute import rerun
-from megacp.core.ops.activation import GELU
+from megacp.core.ops.pointwise import GELU
 from megacp.core.tensor_parallel.linear import LinearSpec
 
 

@@ -35,12 +35,9 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.nn.functional import pad
 
 from megacp.core.ops.blocks import BLOCK, BlockCover, block_cover
-from megacp.core.ops.calls import Widths
-from megacp.core.ops.compiled import fused, whole_graph
-from megacp.core.ops.kernel import KV, QKV, Partial, Saved, accumulation_dtype
+from megacp.core.ops.device import fused, to_device, whole_graph
+from megacp.core.ops.kernel import KV, QKV, Heads, Partial, Saved, accumulation_dtype, merge_into
 from megacp.core.ops.mask import Metadata, TileTable
-from megacp.core.ops.merge import merge_into
-from megacp.core.ops.to_device import to_device
 
 FlexAttention = Callable[..., Any]
 """`flex_attention`, compiled or not, or a function with its arguments.
@@ -263,7 +260,7 @@ class FlexKernel:
     def _host_mask(self, table: TileTable) -> HostMask:
         return table.part(self._size, lambda: host_mask(table, self._size))
 
-    def prepare(self, table: TileTable, widths: Widths) -> None:
+    def prepare(self, table: TileTable, heads: Heads) -> None:
         """See `Kernel.prepare`."""
         if table.num_tiles:
             self._host_mask(table)

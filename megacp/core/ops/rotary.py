@@ -1,7 +1,6 @@
 """Rotary position embedding in the half-rotation form (Su et al., 2021; GPT-NeoX and Llama layout).
 
-Key property: angles come from the position ids that travel with the tokens, never from a rank or a row index, so any
-layout is exact. Rejected: a cached table indexed by place, which assumes one document per row.
+Angles come from the position ids that travel with the tokens, never from a rank or a row index, so any layout is exact.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from typing import Any
 
 import torch
 
-from megacp.core.large_blocks import empty
-from megacp.core.ops.compiled import fused
+from megacp.core.ops.device import fused
 
 
 @dataclass(frozen=True)
@@ -89,24 +87,13 @@ def cos_sin(
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
-def _rotation_formula(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
-    """Rotate by the angles, or back by them when `sign` is -1."""
+@fused
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
+    """Rotate by the angles, or back by them when `sign` is -1: over whole heads, as angles are a head's share of x."""
     first, second = x.chunk(2, -1)
-    turned = (first * cos).addcmul_(second, sin, value=-sign), (second * cos).addcmul_(first, sin, value=sign)
-    return torch.cat(turned, -1)
-
-
-def _rotation_by_passes(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
-    """The same products over whole heads: angles are a head's share of x, and short inner loops cost more than them."""
-    first, second = x.chunk(2, -1)
-    whole_cos, whole_sin = (
-        torch.cat([cos, cos], -1),
-        torch.cat([sin * -sign, sin * sign], -1),
-    )  # [n, 1, d/2] -> [n, 1, d]
-    return torch.cat([second, first], -1, out=empty(x.shape, x)).mul_(whole_sin).addcmul_(x, whole_cos)
-
-
-_rotate = fused(_rotation_formula, _rotation_by_passes)
+    whole_cos = torch.cat([cos, cos], -1)  # [n, 1, d/2] -> [n, 1, d]
+    whole_sin = torch.cat([sin * -sign, sin * sign], -1)
+    return torch.cat([second, first], -1).mul_(whole_sin).addcmul_(x, whole_cos)
 
 
 class _Rotate(torch.autograd.Function):

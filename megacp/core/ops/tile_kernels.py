@@ -1,14 +1,244 @@
-"""Kernels of one full or causal block: torch's flash attention on a CPU, and plain torch anywhere.
+"""Kernels of one full or causal block, and how a table of tiles becomes calls of them.
 
-`dense_attention` is the reference that both are tested against. See ops/kernel.py for shapes.
+A call costs as much as some thousand pairs. So small tiles of neighbouring rows (short documents, branches) are
+computed together under a mask, while the masked block is cheaper than calls of their own.
+
+`FlashKernel` is torch's flash attention for the CPU, `MathKernel` plain torch anywhere; `dense_attention` is the
+reference that both are tested against. See ops/kernel.py for shapes.
 """
 
 from __future__ import annotations
 
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 import torch
 
-from megacp.core.ops.calls import Allowed
-from megacp.core.ops.kernel import KV, QKV, Saved, TileKernel, accumulation_dtype
+from megacp.core.ops.device import to_device
+from megacp.core.ops.kernel import KV, QKV, Heads, Partial, Saved, accumulation_dtype, merge_into
+from megacp.core.ops.mask import CAUSAL, FULL, TileRow, TileTable
+
+CALL = 300_000
+"""What a call costs beside its pairs, in pairs times elements of a query: half as much or twice as much is slower on a
+CPU, for rows of 1,024 tokens and elements from 32 to 2,048."""
+GATHERED_ELEMENTS = 16_384
+"""Elements of K up to which a tile is copied beside others into one kernel call (about 30 microseconds either way)."""
+
+
+MOST_PAIRS = 1 << 17
+"""Pairs of a masked call: bounds the memory of masks, and keeps blocks of long documents without one."""
+
+
+class Allowed(NamedTuple):
+    """Which pairs of a block of `n` queries and `m` keys are allowed: all of them, a triangle, or what `bias` says."""
+
+    causal: bool = False
+    bias: torch.Tensor | None = None
+    """fp16 `[n, m]`, to be added to the scores: 0 for an allowed pair, else -inf; every query sees a key."""
+
+    def pairs(self, n: int, m: int) -> int:
+        """How many of the `n * m` pairs."""
+        if self.causal:
+            return n * (n + 1) // 2
+        return n * m if self.bias is None else int((self.bias == 0).sum())
+
+
+@dataclass(frozen=True, eq=False)
+class KernelCall:
+    """Queries and keys that a kernel computes at once: `n` queries, and `m` keys in ascending disjoint slices."""
+
+    rows: slice
+    keys: tuple[slice, ...]
+    causal: bool
+    """The keys are a causal triangle."""
+    bias: np.ndarray | None
+    """fp16 `[n, m]` of a masked call, see `Allowed`."""
+    first: bool
+    """No earlier call of the table has these queries."""
+
+    @property
+    def queries(self) -> int:
+        """`n`."""
+        return self.rows.stop - self.rows.start
+
+    @property
+    def num_keys(self) -> int:
+        """`m`."""
+        return _length(self.keys)
+
+    def allowed(self, device: torch.device) -> Allowed:
+        """What a kernel on the device must know of the mask."""
+        return Allowed(self.causal, None if self.bias is None else to_device(self.bias, device))
+
+
+def table_calls(table: TileTable, heads: Heads) -> tuple[KernelCall, ...]:
+    """The calls of one pass over `table`, which compute every allowed pair once. Made once, and kept with the table."""
+    return table.part(
+        heads, lambda: tuple(call for group in _groups(table.rows, heads) for call in _calls(group, heads))
+    )
+
+
+@dataclass(frozen=True)
+class _RowGroup:
+    """Rows that touch, the union of their keys, and the cost of the cheapest way to compute them."""
+
+    rows: tuple[TileRow, ...]
+    keys: tuple[slice, ...]
+    cost: int
+
+    @property
+    def queries(self) -> slice:
+        return slice(self.rows[0].q_start, self.rows[-1].q_stop)
+
+
+def _groups(rows: Iterable[TileRow], heads: Heads) -> Iterator[_RowGroup]:
+    """Rows in order, each joined to the group before it where that costs no more."""
+    group: _RowGroup | None = None
+    for row in rows:
+        keys = tuple(slice(tile.k_start, tile.k_stop) for tile in row.tiles)
+        block = _block((row,), _union(keys), heads)
+        alone = block if block.cost < (apart := _apart(row, heads)) else _RowGroup((row,), block.keys, apart)
+        if group is not None and group.queries.stop == row.q_start:
+            joined = _block((*group.rows, row), _union((*group.keys, *keys)), heads)
+            if joined.cost <= group.cost + alone.cost:
+                group = joined
+                continue
+        if group is not None:
+            yield group
+        group = alone
+    if group is not None:
+        yield group
+
+
+def _block(rows: tuple[TileRow, ...], keys: tuple[slice, ...], heads: Heads) -> _RowGroup:
+    """The rows as one masked call; one of too many pairs is dearer than anything."""
+    pairs = (rows[-1].q_stop - rows[0].q_start) * _length(keys)
+    return _RowGroup(rows, keys, CALL + pairs * heads.heads * heads.dim if pairs <= MOST_PAIRS else sys.maxsize)
+
+
+def _apart(row: TileRow, heads: Heads) -> int:
+    """What the calls of a row cost without a mask."""
+    height = row.q_stop - row.q_start
+    sources = key_sources(row, heads.groups * heads.dim)
+    return sum(
+        CALL + height * _length(keys) * heads.heads * heads.dim // (2 if causal else 1) for keys, causal in sources
+    )
+
+
+def _calls(group: _RowGroup, heads: Heads) -> Iterator[KernelCall]:
+    if len(group.rows) == 1 and group.cost == _apart(group.rows[0], heads):
+        for number, (keys, causal) in enumerate(key_sources(group.rows[0], heads.groups * heads.dim)):
+            yield KernelCall(group.queries, keys, causal, None, number == 0)
+    else:
+        yield KernelCall(group.queries, group.keys, False, _bias(group), True)
+
+
+def _bias(group: _RowGroup) -> np.ndarray:
+    """fp16 `[n, m]` of a masked call, which kernels turn into their dtype faster than a bool mask into a bias."""
+    # [slices]: key k of a slice stands in column k + offset, as the slices lie side by side
+    starts = np.array([part.start for part in group.keys])
+    offsets = np.cumsum([0, *(part.stop - part.start for part in group.keys)])[:-1] - starts
+    bias = np.full((group.queries.stop - group.queries.start, _length(group.keys)), -np.inf, np.float16)
+    for row in group.rows:
+        rows = bias[row.q_start - group.queries.start : row.q_stop - group.queries.start]
+        for tile in row.tiles:
+            offset = offsets[np.searchsorted(starts, tile.k_start, side="right") - 1]
+            pairs = rows[:, tile.k_start + offset : tile.k_stop + offset]  # a view [row's queries, tile's keys]
+            pairs[np.tri(*pairs.shape) > 0 if tile.kind == CAUSAL else ...] = 0.0
+    return bias
+
+
+KeySource = tuple[tuple[slice, ...], bool]
+"""Slices of keys that one call sees together, and whether they are a causal triangle."""
+
+
+def key_sources(row: TileRow, width: int) -> list[KeySource]:
+    """How the tiles of a row become calls without a mask; `width` is the number of elements of a key.
+
+    Small full tiles are copied together, as a call costs more than the copy; large ones are used where they are.
+    """
+    sources: list[KeySource] = []
+    small: list[slice] = []
+    for tile in row.tiles:
+        keys = slice(tile.k_start, tile.k_stop)
+        if tile.kind == FULL and (tile.k_stop - tile.k_start) * width <= GATHERED_ELEMENTS:
+            small.append(keys)
+        else:
+            sources.append(((keys,), tile.kind == CAUSAL))
+    if small:
+        sources.append((tuple(small), False))
+    return sources
+
+
+def _length(keys: tuple[slice, ...]) -> int:
+    return sum(part.stop - part.start for part in keys)
+
+
+def _union(keys: Iterable[slice]) -> tuple[slice, ...]:
+    """The same keys as ascending slices that do not touch."""
+    found: list[slice] = []
+    for part in sorted(keys, key=lambda part: part.start):
+        if found and part.start <= found[-1].stop:
+            found[-1] = slice(found[-1].start, max(found[-1].stop, part.stop))
+        else:
+            found.append(part)
+    return tuple(found)
+
+
+def _gather(x: torch.Tensor, slices: tuple[slice, ...]) -> torch.Tensor:
+    return x[slices[0]] if len(slices) == 1 else torch.cat([x[part] for part in slices])
+
+
+def _scatter_add(x: torch.Tensor, slices: tuple[slice, ...], values: torch.Tensor) -> None:
+    lengths = [part.stop - part.start for part in slices]
+    for part, piece in zip(slices, values.split(lengths), strict=True):
+        x[part] += piece
+
+
+class TileKernel(ABC):
+    """A kernel that walks the table and computes one block of queries and keys at a time."""
+
+    causal_block: int | None = None
+    """Keys that a causal block is computed in at a time, masked ones among them; None: its whole square is."""
+
+    @abstractmethod
+    def forward(self, qkv: QKV, allowed: Allowed, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """`out[n, heads, d]`, `lse[n, heads]` of one block."""
+
+    @abstractmethod
+    def backward(self, saved: Saved, kv: KV, allowed: Allowed, scale: float) -> QKV:
+        """`dq, dk, dv` of one block, shaped like q, k, v."""
+
+    def prepare(self, table: TileTable, heads: Heads) -> None:
+        """See `Kernel.prepare`."""
+        table_calls(table, heads)
+
+    def attend(self, partial: Partial, qkv: QKV, table: TileTable, scale: float) -> None:
+        """See `Kernel.attend`."""
+        q, k, v = qkv
+        for call in table_calls(table, Heads(q.shape[1], *k.shape[1:])):
+            rows, part = call.rows, (q[call.rows], _gather(k, call.keys), _gather(v, call.keys))
+            out, lse = self.forward(part, call.allowed(q.device), scale)
+            if partial.untouched and call.first:
+                partial.out[rows], partial.lse[rows] = out, lse
+            else:
+                merge_into(partial.out[rows], partial.lse[rows], out, lse)
+        partial.untouched &= table.num_tiles == 0
+
+    def attend_backward(self, saved: Saved, kv: KV, table: TileTable, scale: float, grads: QKV) -> None:
+        """See `Kernel.attend_backward`."""
+        (k, v), (dq, dk, dv) = kv, grads
+        for call in table_calls(table, Heads(saved.q.shape[1], *k.shape[1:])):
+            rows, keys = call.rows, (_gather(k, call.keys), _gather(v, call.keys))
+            part = Saved(saved.q[rows], saved.out[rows], saved.lse[rows], saved.dout[rows])
+            found = self.backward(part, keys, call.allowed(k.device), scale)
+            dq[rows] += found[0]
+            _scatter_add(dk, call.keys, found[1])
+            _scatter_add(dv, call.keys, found[2])
 
 
 class FlashKernel(TileKernel):
@@ -20,7 +250,7 @@ class FlashKernel(TileKernel):
         """See `TileKernel.forward`; the op wants [1, heads, n, d] views and returns lse [1, heads, n]."""
         batch = (x.transpose(0, 1).unsqueeze(0) for x in qkv)  # [n, heads, d] -> [1, heads, n, d]
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *batch, 0.0, allowed.causal, attn_mask=_bias(allowed, qkv[0].dtype), scale=scale
+            *batch, 0.0, allowed.causal, attn_mask=_op_bias(allowed, qkv[0].dtype), scale=scale
         )
         return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
@@ -31,13 +261,13 @@ class FlashKernel(TileKernel):
         )  # [n, heads, d] -> [1, heads, n, d]
         lse = saved.lse.t().unsqueeze(0)  # [n, heads] -> [1, heads, n]
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, key, value, out, lse, 0.0, allowed.causal, attn_mask=_bias(allowed, q.dtype), scale=scale
+            dout, q, key, value, out, lse, 0.0, allowed.causal, attn_mask=_op_bias(allowed, q.dtype), scale=scale
         )
         dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
         return dq, dk, dv
 
 
-def _bias(allowed: Allowed, dtype: torch.dtype) -> torch.Tensor | None:
+def _op_bias(allowed: Allowed, dtype: torch.dtype) -> torch.Tensor | None:
     """`[1, 1, n, m]` in the dtype of q, as the op wants it."""
     return None if allowed.bias is None else allowed.bias.to(dtype)[None, None]
 

@@ -36,7 +36,6 @@ import math
 from collections.abc import Sequence
 
 from megacp.core.config.run import RunConfig
-from megacp.core.context_parallel.sizes import head_shares
 from megacp.core.pipeline_parallel.schedules import puts_off
 
 MATH_BLOCK = 1024
@@ -136,7 +135,7 @@ def layer_activations(config: RunConfig, granularity: str) -> int:
     fused = heads + 2 * groups if model.qk_layernorm else groups  # inputs of the q/k norms, else v alone
     sharded = (fused + 2 * heads + groups) * head_dim  # and rotated q and k, and the output
     sharded += int((key_value_share(config) - 1) * 2 * groups * head_dim)
-    if _differentiates_itself(config) and heads_group(config) > 1:
+    if heads_group(config) > 1:
         sharded += heads * head_dim  # the output on both sides of the swap
     tiled = config.training.mlp_chunk_tokens > 0
     sharded += (3 if cheap else 2) * model.ffn_hidden_size * (not tiled)
@@ -201,9 +200,8 @@ def key_value_share(config: RunConfig) -> float:
     keeps its whole K/V head of more tokens.
     """
     tp, ranks = config.parallel.tensor_model_parallel_size, heads_group(config)
-    heads, groups = config.model.num_attention_heads // tp, config.model.query_groups // tp
-    most = max(share.groups.stop - share.groups.start for share in head_shares(heads, groups, ranks))
-    return most * ranks / groups
+    groups = config.model.query_groups // tp
+    return math.lcm(groups, ranks) / groups
 
 
 def _key_copies(config: RunConfig) -> float:

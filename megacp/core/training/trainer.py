@@ -13,8 +13,7 @@ from megacp.core.checkpoint.weights import Weights
 from megacp.core.config.checks.health import profiled_ranks, profiled_steps
 from megacp.core.config.checks.idle import idle_notes
 from megacp.core.config.run import RunConfig
-from megacp.core.context_parallel.auto.choose import resolve_auto
-from megacp.core.context_parallel.auto.stopwatch import Stopwatch
+from megacp.core.context_parallel.choose import resolve_auto
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.blend import PackBlend
 from megacp.core.data.loader import PackedLoader, validation_steps
@@ -54,13 +53,6 @@ STEPS_BETWEEN_TRIMS = 10
 step."""
 
 
-WATCHED_STEPS = range(1, 6)
-"""Steps after the first one of a run in which core attention is timed, where a prediction chose its transport.
-
-The first of them does not count where others follow: kernels of passes that are apart are compiled in it.
-"""
-
-
 class Trainer:
     """One rank of a run. `config` is resolved and checked; `weights` are those of --load-hf."""
 
@@ -77,13 +69,10 @@ class Trainer:
     def _prepare(self, config: RunConfig, grid: ProcessGrid, sources: Sources, weights: Weights | None) -> None:
         if config.data.verify_data:
             require_sound(sources, grid.world)
-        config, self.choice = resolve_auto(config, grid, lambda: first_rows(config, sources))
+        config, self.chosen = resolve_auto(config, lambda: first_rows(config, sources))
         self.config, self.grid, self.sources = config, grid, sources
         self.timers = Timers(clock_of(grid.device))
         self.model = ParallelModel(config, grid, self.timers.phase)
-        backend = self.model.backend
-        self.watch = Stopwatch(backend.transport, grid.device) if self.choice else None
-        backend.transport = self.watch or backend.transport
         self.progress = Progress(
             data_fingerprint=sources.data_fingerprint,
             seed=config.training.seed,
@@ -221,8 +210,6 @@ class Trainer:
                 return agreed.report.stop_reason
             if self.fault is not None:
                 raise self.fault
-            if self.watch:
-                self.watch.running = step - self.first_step in WATCHED_STEPS
             seen = StepNumbers(step, 0.0, 0.0, agreed.weight, agreed.report.image_documents, left_out)
             result = self._update(rows, agreed.denominator, seen)
         before = self.progress.consumed_samples
@@ -237,8 +224,6 @@ class Trainer:
         if self.timers.detailed:
             found = breakdown(taken, self.grid.world, self.grid.device)
             self.log.figures("timing", step, found.line(step), found.figures())
-        if self.watch and self.watch.running:
-            self._report_attention(step)
         if self.trace and self.trace.is_over(step):
             self._end_trace()
         if self.grid.device.type == "cpu" and step % STEPS_BETWEEN_TRIMS == 0:
@@ -310,16 +295,6 @@ class Trainer:
         if verdict.end:
             raise UnwellError(f"{verdict.end}{self._of_skipped()}")
 
-    def _report_attention(self, step: int) -> None:
-        """After the last step that is watched: measured core attention beside the predicted."""
-        assert self.watch is not None and self.choice is not None
-        self.watch.running = False
-        if step == self.config.training.train_iters or step - self.first_step == WATCHED_STEPS[-1]:
-            measured = self.watch.slowest(self.grid.world)
-            self.log.figures("attention", step, self.choice.compared(measured), self.choice.figures(measured))
-        elif step - self.first_step == WATCHED_STEPS[0]:
-            self.watch.forget()
-
     def _validate(self) -> None:
         assert self.sources.valid is not None
         options = loader_options(self.config, self.rows.packs)
@@ -365,7 +340,7 @@ class Trainer:
 
     def _opening_lines(self, start: Start, resumed: Resumed | None) -> list[str]:
         """What runs where, what it starts from, and what is not as it was."""
-        lines = [heading(self.config, self.grid), *(self.choice.lines() if self.choice else ()), *self.saver.notes]
+        lines = [heading(self.config, self.grid), *([self.chosen] if self.chosen else ()), *self.saver.notes]
         lines += [*blend_heading(self.sources.train), *self.sources.notes, *idle_notes(self.config)]
         lines += [start.note] if start.note else []
         if resumed is None and self.config.model.lora_rank:

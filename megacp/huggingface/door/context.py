@@ -32,16 +32,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from megacp.core.context_parallel.attention import TRANSPORTS, core_attention, select_transport
+from megacp.core.context_parallel.attention import TRANSPORTS, select_transport
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.context_parallel.sizes import AttentionSizes
-from megacp.core.context_parallel.transport import Tensors, Transport
+from megacp.core.context_parallel.transport import Transport
 from megacp.core.distributed.collectives import all_reduce, gather_objects
 from megacp.core.distributed.grid import Axis
-from megacp.core.ops.kernel import QKV
+from megacp.core.ops.device import to_device
 from megacp.core.ops.kernels import auto_kernel
-from megacp.core.ops.to_device import to_device
 from megacp.huggingface.door.mask import BatchMask, DocumentIds, batch_mask, batch_mask_problems, in_batch
 from megacp.huggingface.door.model_rules import (
     call_problems,
@@ -130,7 +128,8 @@ class ContextParallel:
             q, k, v = (x.index_select(0, order) for x in (q, k, v))
         transport = self.transport_on(q.device, q.dtype)
         scale = width**-0.5 if scale is None else float(scale)
-        out = core_attention(q, k, v, transport=transport, plan=plan, scale=scale)
+        with torch.autocast(kind, enabled=False):
+            out = transport.attend(q, k, v, plan, scale)
         out = (out if back is None else out.index_select(0, back))[..., :narrow]
         return out.unflatten(0, (batch, tokens)).transpose(1, 2)  # [B * s, H, D] -> [B, H, s, D]
 
@@ -147,7 +146,7 @@ class ContextParallel:
                         f"context_parallel: {error}. A transport with options is built once, with select_transport("
                         f"{inner!r}, 'auto', axis, device, TransportOptions(...)), and given as transport="
                     ) from error
-            self._transports[device, kernel] = _WithoutAutocast(inner)
+            self._transports[device, kernel] = inner
         return self._transports[device, kernel]
 
     @contextlib.contextmanager
@@ -454,26 +453,3 @@ def _part_of(x: torch.Tensor, dim: int, places: np.ndarray, pad: float) -> torch
     part = x.index_select(dim, index)
     outside = np.flatnonzero(places[0] >= length)
     return part.index_fill_(dim, to_device(outside, x.device), pad) if len(outside) else part
-
-
-class _WithoutAutocast:
-    """A transport that runs outside of autocast, and once in backward."""
-
-    def __init__(self, inner: Transport) -> None:
-        self.name, self.inner = inner.name, inner
-
-    def prepare(self, plan: AttentionPlan, sizes: AttentionSizes) -> None:
-        """See `Transport.prepare`."""
-        self.inner.prepare(plan, sizes)
-
-    def forward(self, qkv: QKV, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, Tensors]:
-        """See `Transport.forward`."""
-        with torch.autocast(qkv[0].device.type, enabled=False):
-            return self.inner.forward(qkv, plan, scale)
-
-    def backward(self, kept: Tensors, dout: torch.Tensor, plan: AttentionPlan, scale: float) -> QKV:
-        """See `Transport.backward`."""
-        if torch.is_grad_enabled():
-            refuse(["backward with create_graph=True: attention over ranks cannot be differentiated twice"])
-        with torch.autocast(dout.device.type, enabled=False):
-            return self.inner.backward(kept, dout, plan, scale)

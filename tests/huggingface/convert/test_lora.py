@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.distributed.grid import single_axis
-from megacp.core.ops.dropout import keep_mask
+from megacp.core.ops.pointwise import keep_mask
 from megacp.core.tensor_parallel.linear import LinearOptions, LinearSpec
 from megacp.core.tensor_parallel.lora import DropoutNames, LoraSpec, RowPair
 from megacp.core.training.state import Progress

@@ -33,8 +33,6 @@ def context_reasons(config: RunConfig, world: int) -> Iterator[str]:
             f"balanced and --cp-comm-type kv_exchange, this run has {p.cp_layout} and {comm}"
         )
     measures = "auto" in (comm, p.cp_layout)
-    if p.cp_calibration and not measures:
-        yield f"--cp-calibration {p.cp_calibration} acts only with --cp-comm-type auto or --cp-layout auto"
     if measures and config.training.attention_kernel == "dense":
         yield (
             "--attention-kernel dense is a reference without context parallelism: --cp-comm-type auto has nothing to "
@@ -47,11 +45,11 @@ def _heads(config: RunConfig) -> Iterator[str]:
     p, all_heads, name = config.parallel, config.model.num_attention_heads, "--hierarchical-context-parallel-sizes"
     cp, tp, comm = p.context_parallel_size, p.tensor_model_parallel_size, p.cp_comm_type
     heads, sizes = all_heads // tp, p.hierarchical_context_parallel_sizes
-    if comm == "a2a" and cp > heads:
+    if comm == "a2a" and heads % cp:
         yield (
-            f"--cp-comm-type a2a gives every rank a head of its own: --context-parallel-size {cp} is above {heads} "
-            f"heads of a tensor rank (--num-attention-heads {all_heads} / tp {tp}); use a2a+p2p with a first size of "
-            f"at most {heads}, p2p or kv_exchange"
+            f"--cp-comm-type a2a deals heads over --context-parallel-size {cp}: {heads} heads of a tensor rank "
+            f"(--num-attention-heads {all_heads} / tp {tp}) do not divide by it; use a2a+p2p with a first size that "
+            f"divides {heads}, p2p or kv_exchange"
         )
     if sizes is None:
         if comm == "a2a+p2p" and cp > 1:
@@ -64,8 +62,8 @@ def _heads(config: RunConfig) -> Iterator[str]:
         return
     if differ(first * second, cp):
         yield f"{name} {first} {second} make {first * second} ranks, --context-parallel-size is {cp}"
-    if first > heads:
+    if first > 0 and heads % first:
         yield (
-            f"{name} {first} {second}: {first} ranks of a group need as many heads, a tensor rank has {heads}; make "
-            f"the first size at most {heads}"
+            f"{name} {first} {second}: {heads} heads of a tensor rank do not divide by the first size; make it a "
+            f"divisor of {heads}"
         )

@@ -1,0 +1,109 @@
+"""`--cp-comm-type auto` and `--cp-layout auto`: a rule on the counts of the plans of a run's first rows.
+
+What decides is `needed`: the share of the other ranks' K/V rows that a rank's queries see, under the balanced layout.
+
+1. Rows of many documents need little of it: `kv_exchange` sends just that.
+2. Rows that need most of it send everything anyway. Heads move fewer bytes than K/V from
+   `(cp - 1) * needed > 2/3 (1 + H / Hkv)` on, counting forward and backward (H query heads, Hkv K/V heads of a tensor
+   rank): `a2a`, where heads divide by the ranks.
+3. Else `p2p`, which hides its messages under attention.
+
+The layout is `balanced` unless zigzag gives all ranks the same area, as it does for one long document; under `a2a`
+every rank has the whole row, so the row stays contiguous. The rule is a function of packs and config alone: all ranks
+come to the same answer without a message. From then on it stands in the config, as if it had been flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.context_parallel.kv_exchange import needed_rows
+from megacp.core.context_parallel.layout import select_layout
+from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.context_parallel.shard import padded_row
+from megacp.core.data.batch import PackedBatch
+from megacp.core.ops.mask import Metadata
+
+FEW_ROWS = 0.5
+"""Share of the other ranks' K/V up to which `kv_exchange` is taken."""
+EVEN = 1.05
+"""Largest area of a rank over the mean up to which zigzag is taken: its tiles are larger."""
+
+
+def is_auto(config: RunConfig) -> bool:
+    """Whether something is left to choose."""
+    return "auto" in (config.parallel.cp_comm_type, config.parallel.cp_layout)
+
+
+def refuse_auto(config: RunConfig, tool: str) -> None:
+    """Raise ValueError for a tool that wants to know what it runs."""
+    if is_auto(config):
+        raise ValueError(
+            f"{tool} needs one transport and one layout, --cp-comm-type auto and --cp-layout auto leave them to the "
+            f"start of a run: name them (a run with auto tells what it chose)"
+        )
+
+
+def resolve_auto(config: RunConfig, first_rows: Callable[[], Sequence[PackedBatch]]) -> tuple[RunConfig, str | None]:
+    """The config with transport and layout chosen for rows like `first_rows()`, which are the same on every rank.
+
+    The line says what was chosen and why; None where nothing had to be: no auto, or one cp rank.
+    """
+    if not is_auto(config):
+        return config, None
+    p = config.parallel
+    comm, layout, line = str(p.cp_comm_type), str(p.cp_layout), None
+    if p.context_parallel_size == 1:
+        comm, layout = (default if value == "auto" else value for value, default in ((comm, "p2p"), (layout, "zigzag")))
+    else:
+        rows = first_rows()
+        needed = float(np.mean([needed_share(_dealt(config, row, "balanced")) for row in rows]))
+        comm = transport_for(config, needed) if comm == "auto" else comm
+        layout = _layout_for(config, comm, rows) if layout == "auto" else layout
+        line = f"context parallelism: {comm}, {layout}; a rank needs {needed:.0%} of the other ranks' keys"
+    return with_values(config, {"cp_comm_type": comm, "cp_layout": layout}), line
+
+
+def transport_for(config: RunConfig, needed: float) -> str:
+    """The transport for rows in which a rank needs the share `needed` of the other ranks' K/V rows."""
+    cp, tp = config.parallel.context_parallel_size, config.parallel.tensor_model_parallel_size
+    heads, groups = config.model.num_attention_heads // tp, config.model.query_groups // tp
+    if needed <= FEW_ROWS:
+        return "kv_exchange"
+    return "a2a" if heads % cp == 0 and (cp - 1) * needed > 2 / 3 * (1 + heads / groups) else "p2p"
+
+
+def _layout_for(config: RunConfig, comm: str, rows: Sequence[PackedBatch]) -> str:
+    if comm == "a2a":
+        return "contiguous"
+    if comm == "kv_exchange":
+        return "balanced"
+    return "zigzag" if max(_unevenness(*_dealt(config, row, "zigzag")) for row in rows) <= EVEN else "balanced"
+
+
+def _dealt(config: RunConfig, row: PackedBatch, name: str) -> tuple[Metadata, np.ndarray]:
+    """A row padded for a layout, and its tokens `[cp, t]` dealt by it."""
+    p, layout = config.parallel, select_layout(name)
+    tp = p.tensor_model_parallel_size if p.sequence_parallel else 1
+    _, metadata = padded_row(row, layout, p.context_parallel_size, tp)
+    return metadata, layout.deal(metadata, p.context_parallel_size)
+
+
+def needed_share(dealt: tuple[Metadata, np.ndarray]) -> float:
+    """K/V rows that ranks need of each other over those that others hold: 0 to 1, summed over ranks."""
+    metadata, indices = dealt
+    cp, tokens = indices.shape
+    foreign = sum(
+        int(seen.sum() - seen[mine].sum())
+        for seen, mine in zip(needed_rows(AttentionPlan(indices, metadata, 0)), indices, strict=True)
+    )
+    return foreign / (cp * (cp - 1) * tokens)
+
+
+def _unevenness(metadata: Metadata, indices: np.ndarray) -> float:
+    """Attention area of the rank with most over the mean."""
+    area = metadata.cost[indices].sum(1)  # [cp, t] -> [cp]
+    return float(area.max() / max(1.0, area.mean()))

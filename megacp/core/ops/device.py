@@ -1,0 +1,93 @@
+"""What differs between devices: arrays that travel to a GPU, and chains of elementwise passes that become one kernel.
+
+A copy from pinned memory is queued like a kernel, so the plan and the tokens of a microbatch travel while the GPU still
+computes the last one; torch's pinned allocator keeps the block until the copy is over.
+
+`@fused` compiles arithmetic alone: functions of tensors without autograd, messages or plans, so a graph never breaks.
+The first dim of tensors is free, widths are constants. On a CPU the functions run as they are, since compiling there
+needs a C++ compiler at run time. `TORCH_COMPILE_DISABLE=1` runs them one by one on a GPU too (FlexAttention needs its
+kernel).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+FORMS = 64
+"""Most compiled forms of one function: dtypes, number of dims, lengths fixed or free make about a dozen; torch's limit
+is 8."""
+BACKEND: str | Callable = "inductor"
+"""The compiler of the graphs."""
+
+
+def to_device(values: np.ndarray | torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A tensor of the values' dtype and shape, without waiting for the copy; on a CPU it shares their memory."""
+    tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+    if torch.device(device).type == "cpu":
+        return tensor
+    return pinned(tensor, device).to(device, non_blocking=True)
+
+
+def pinned(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A tensor of the host in memory that `device` copies from; in other threads than the first, of its context."""
+    if torch.device(device).type != "cuda" or tensor.is_pinned():
+        return tensor
+    with torch.cuda.device(device):  # a new thread's device is the first of the machine, which would get a context
+        return tensor.pin_memory()
+
+
+def pinned_bytes(size: int) -> int:
+    """What pinned memory of `size` bytes takes: torch's allocator rounds up to a power of two."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def whole_graph(
+    function: Callable[Arguments, Result], backend: str | Callable = "inductor"
+) -> Callable[Arguments, Result]:
+    """The function as one graph, in up to `FORMS` forms; a function that cannot be compiled raises."""
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        limit: dict[str, Any] = {"recompile_limit": FORMS}  # torch's stubs do not know it
+        return torch.compile(function, fullgraph=True, backend=backend, **limit)
+    graph = torch.compile(function, fullgraph=True, backend=backend)
+
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
+        # before 2.13 torch has one limit for all functions, and 2.12 one for each thread, as autograd's on CUDA
+        if torch._dynamo.config.recompile_limit != FORMS:
+            torch._dynamo.config.recompile_limit = FORMS  # not at each call: what is set leaks and costs
+        return graph(*args, **options)
+
+    return call
+
+
+def is_compiled(x: torch.Tensor) -> bool:
+    """Whether a chain over this tensor is compiled."""
+    return x.device.type == "cuda"
+
+
+def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Decorator of a function whose first argument is a tensor: its passes become one kernel where `is_compiled`."""
+
+    @functools.cache
+    def kernel(backend: str | Callable) -> Callable[Arguments, Result]:
+        return whole_graph(function, backend)
+
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
+        if not is_compiled(args[0]):  # type: ignore[arg-type]  # a tensor, says the decorator
+            return function(*args, **options)
+        for x in args:
+            if isinstance(x, torch.Tensor) and x.dim() > 0:
+                torch._dynamo.maybe_mark_dynamic(x, 0)
+        return kernel(BACKEND)(*args, **options)
+
+    return call

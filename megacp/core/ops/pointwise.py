@@ -1,0 +1,148 @@
+"""RMSNorm, SwiGLU and dropout: elementwise chains with a backward of their own that save as little as they can.
+
+RMSNorm (Zhang and Sennrich, 2019) saves its input and one scale per row; the composite of torch's operators would keep
+three copies of the activations. Its statistics are fp32 or wider in any model dtype, as in Llama, Qwen3 and Molmo2.
+SwiGLU (Shazeer, 2020) saves its input, in which gate and up projection are one tensor from the fused linear on.
+
+Dropout's mask is a function of (key, token, column), without generator state: the same bits on any grid, and when a
+block is computed again. Ranks of a cp or tp group draw other bits because they hold other tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megacp.core.large_blocks import empty
+from megacp.core.ops.device import fused, is_compiled
+from megacp.core.ops.kernel import accumulation_dtype
+
+
+@fused
+def _norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, and the scale of each row `[..., 1]`."""
+    wide = x.to(accumulation_dtype(x.dtype))
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = torch.rsqrt(length.square() / x.shape[-1] + epsilon)
+    return (wide * scale).to(x.dtype).mul_(weight), scale
+
+
+@fused
+def _norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`d_weight = (grad * x)^T scale`, and `dx = grad * weight * scale - x * ((grad * x) weight) * scale^3 / h`."""
+    wide, wide_x, wide_weight = (t.to(scale.dtype) for t in (grad, x, weight))
+    product = wide * wide_x
+    d_weight = product.flatten(0, -2).t() @ scale.flatten()  # [h, n] x [n] -> [h]
+    inward = (product @ wide_weight).unsqueeze(-1) * scale**3 / x.shape[-1]  # [..., 1]
+    dx = (wide * wide_weight).mul_(scale).addcmul_(wide_x, inward, value=-1)
+    return dx.to(x.dtype), d_weight.to(weight.dtype)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        out, scale = _norm(x, weight, epsilon)
+        ctx.save_for_backward(x, weight, scale)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return *_norm_backward(*grads, *ctx.saved_tensors), None
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """`x[..., h] / sqrt(mean(x^2) + epsilon) * weight[h]`, same dtype as x."""
+    return _RMSNorm.apply(x, weight, epsilon)
+
+
+@fused
+def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(empty(gate.shape, gate).copy_(gate), inplace=True).mul_(up)
+
+
+@fused
+def _swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)], -1)
+
+
+def _swiglu_backward_in_place(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+    """`_swiglu_backward` written to the halves of its result: on a CPU a quarter of the time, 5 % of a block's step.
+
+    A graph cannot write so: its halves are no dense tensors.
+    """
+    gate, up = gate_up.chunk(2, -1)
+    result = empty(gate_up.shape, gate_up)
+    for_gate, for_up = result.chunk(2, -1)
+    torch.mul(grad, up, out=for_gate)
+    torch.ops.aten.silu_backward.grad_input(for_gate, gate, grad_input=for_gate)
+    torch.ops.aten.silu.out(gate, out=for_up).mul_(grad)
+    return result
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate_up)
+        return _swiglu(gate_up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (grad,), (gate_up,) = grads, ctx.saved_tensors
+        return _swiglu_backward(grad, gate_up) if is_compiled(grad) else _swiglu_backward_in_place(grad, gate_up)
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up`: `[..., 2f] -> [..., f]`, gate first."""
+    return _SwiGLU.apply(gate_up)
+
+
+GELU: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
+"""GELU (Hendrycks and Gimpel, 2016), exact and by its tanh approximation; torch's saves its input alone."""
+
+_MASK32 = 0xFFFFFFFF
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """The 32-bit finaliser of MurmurHash3 (Appleby), on int64 tensors holding 32-bit values."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B & _MASK32
+    x = (x ^ (x >> 13)) * 0xC2B2AE35 & _MASK32
+    return x ^ (x >> 16)
+
+
+@fused
+def _kept(
+    token_names: torch.Tensor, low: torch.Tensor, high: torch.Tensor, column: torch.Tensor, least: int
+) -> torch.Tensor:
+    """`keep_mask` from the halves of the key; they are tensors, as a number would make a compiled form for each key."""
+    rows = _mix((token_names * 0x9E3779B1 + low) & _MASK32)  # [n], of the low halves
+    rows = _mix((rows + (token_names >> 32) * 0x85EBCA77 + high) & _MASK32)  # a pack's number is in both
+    bits = _mix((rows[:, None] + column[None] * 0x27D4EB2F) & _MASK32)  # [n, 1] + [1, columns] -> [n, columns]
+    return bits >= least
+
+
+def keep_mask(key: int, token_names: torch.Tensor, columns: int, probability: float, first: int = 0) -> torch.Tensor:
+    """Bool `[n, columns]`, False with `probability`; `token_names[n]` int64 names each token within its microbatch.
+
+    `first`: the number of the first column here, where tp ranks hold parts of a row.
+    """
+    low, high = (token_names.new_full((), half) for half in (key & _MASK32, key >> 32 & _MASK32))
+    column = torch.arange(first, first + columns, device=token_names.device)
+    return _kept(token_names, low, high, column, int(probability * 2**32))
+
+
+def dropout(x: torch.Tensor, key: int, token_names: torch.Tensor, probability: float, first: int = 0) -> torch.Tensor:
+    """`x[n, h]` with elements zeroed with `probability` and the rest scaled by `1 / (1 - probability)`."""
+    if probability == 0.0:
+        return x
+    return x * keep_mask(key, token_names, x.shape[-1], probability, first) / (1.0 - probability)
