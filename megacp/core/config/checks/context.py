@@ -45,7 +45,7 @@ def _heads(config: RunConfig) -> Iterator[str]:
     p, all_heads, name = config.parallel, config.model.num_attention_heads, "--hierarchical-context-parallel-sizes"
     cp, tp, comm = p.context_parallel_size, p.tensor_model_parallel_size, p.cp_comm_type
     heads, sizes = all_heads // tp, p.hierarchical_context_parallel_sizes
-    if comm == "a2a" and heads % cp:
+    if comm == "a2a" and differ(heads % cp, 0):
         yield (
             f"--cp-comm-type a2a deals heads over --context-parallel-size {cp}: {heads} heads of a tensor rank "
             f"(--num-attention-heads {all_heads} / tp {tp}) do not divide by it; use a2a+p2p with a first size that "
@@ -62,7 +62,7 @@ def _heads(config: RunConfig) -> Iterator[str]:
         return
     if differ(first * second, cp):
         yield f"{name} {first} {second} make {first * second} ranks, --context-parallel-size is {cp}"
-    if first > 0 and heads % first:
+    if first > 0 and differ(heads % first, 0):
         yield (
             f"{name} {first} {second}: {heads} heads of a tensor rank do not divide by the first size; make it a "
             f"divisor of {heads}"
