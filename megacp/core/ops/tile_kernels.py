@@ -65,11 +65,6 @@ class KernelCall:
         """`n`."""
         return self.rows.stop - self.rows.start
 
-    @property
-    def num_keys(self) -> int:
-        """`m`."""
-        return _length(self.keys)
-
     def allowed(self, device: torch.device) -> Allowed:
         """What a kernel on the device must know of the mask."""
         return Allowed(self.causal, None if self.bias is None else to_device(self.bias, device))
