@@ -63,19 +63,6 @@ def weighted_images(rng: np.random.Generator, count: int) -> list[list[Segment]]
     return packs
 
 
-def write_older(directory: Path, shards: Sequence[Sequence[Sequence[Segment]]], **sizes: Any) -> DatasetManifest:
-    """As `write_dataset`, in format 1: without checksums."""
-    manifest = write_dataset(directory, shards, **sizes)
-    entries = []
-    for entry in manifest.shards:
-        for name in ("checksums.npy", "image_checksums.npy"):
-            (directory / entry.name / name).unlink(missing_ok=True)
-        entries.append(dataclasses.replace(entry, files=tuple(f for f in entry.files if "checksums" not in f.name)))
-    older = dataclasses.replace(manifest, shards=tuple(entries), format_version=1)
-    older.write(directory)
-    return older
-
-
 def sign(directory: Path) -> DatasetManifest:
     """Write the manifest anew with the sizes and hashes that the listed files have now."""
     manifest = DatasetManifest.read(directory)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.core.data.blend import FINEST, BlendOrder, PackBlend, earliest_deadline, largest_lag, whole_parts
+from megacp.core.data.blend import FINEST, BlendOrder, PackBlend, whole_parts
 from megacp.core.data.loader import DataRank, LoaderOptions, step_batches, validation_steps
 from megacp.core.data.reader import PackedDataset
 from tests.data.datasets import IMAGE_RULES, random_packs, weighted_images, write_dataset
@@ -46,38 +45,21 @@ def megatrons(weights: list[float], count: int) -> tuple[list[int], list[int]]:
 # ---- the rule
 
 
-@pytest.mark.slow
-@settings(max_examples=80)
-@given(parts_of_a_blend)
-def test_every_share_is_within_one_sample_of_its_weight_at_any_step(parts: list[int]) -> None:
-    """Would catch a rule that starves a dataset of small weight, and a period that does not end where it began."""
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=2, max_size=9))
+def test_shares_are_kept_and_a_period_ends_where_it_began(parts: list[int]) -> None:
+    """Would catch a rule that starves a dataset of small weight. Two datasets are within one sample, more near it."""
     dataset, nth = BlendOrder(parts).places(0, 2 * sum(parts) + 3)
-    assert off_by(parts, dataset) < 1
+    assert off_by(parts, dataset) < (1 if len(parts) == 2 else 2)
+    assert np.bincount(dataset[: sum(parts)]).tolist() == parts
     for number in range(len(parts)):
         own = nth[dataset == number]
         assert own.tolist() == list(range(len(own)))
 
 
-@pytest.mark.slow
-@settings(max_examples=100)
-@given(st.lists(st.integers(1, 60), min_size=2, max_size=9))
-def test_the_rule_that_takes_over_keeps_tijdemans_bound(parts: list[int]) -> None:
-    chosen = np.array(earliest_deadline(parts))
-    assert off_by(parts, chosen) <= 1 - Fraction(1, 2 * len(parts) - 2)
-    assert Counter(chosen.tolist()) == dict(enumerate(parts))
-
-
-@pytest.mark.parametrize("parts", [[1, 3, 52], [100] + [1] * 100, [2, 1, 5, 5], [1] * 12 + [12 * 99]])
-def test_weights_at_which_megatrons_rule_is_off_by_a_sample_are_kept_too(parts: list[int]) -> None:
-    dataset, _ = megatrons([float(part) for part in parts], sum(parts))
-    assert off_by(parts, np.array(dataset)) >= 1 or parts == [2, 1, 5, 5]
-    assert (largest_lag(parts) is None) == (off_by(parts, np.array(dataset)) >= 1)
-    assert off_by(parts, BlendOrder(parts).places(0, 2 * sum(parts))[0]) < 1
-
-
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_the_order_is_megatron_cores_where_that_one_keeps_the_weights(data: st.DataObject) -> None:
+def test_the_order_is_megatron_cores(data: st.DataObject) -> None:
     """Totals of a power of two have no rounding in Megatron's floats, prime ones no ties: both have one answer."""
     total = data.draw(st.sampled_from([2, 8, 64, 512, 3, 7, 31, 101, 499]))
     cuts = data.draw(st.sets(st.integers(1, total - 1), max_size=min(6, total - 1)))
@@ -85,10 +67,8 @@ def test_the_order_is_megatron_cores_where_that_one_keeps_the_weights(data: st.D
     parts = np.diff(edges).tolist()
     if total % 2 and len(set(parts)) < len(parts):
         return  # equal weights tie, and floats break ties by their rounding
-    dataset, nth = megatrons([part / total for part in parts], total)
-    if off_by(parts, np.array(dataset)) < 1:
-        ours = BlendOrder(parts).places(0, total)
-        assert (ours[0].tolist(), ours[1].tolist()) == (dataset, nth)
+    ours = BlendOrder(parts).places(0, total)
+    assert (ours[0].tolist(), ours[1].tolist()) == megatrons([part / total for part in parts], total)
 
 
 def test_a_common_blend_has_megatrons_order_and_never_another() -> None:
@@ -110,14 +90,6 @@ def test_any_place_is_found_at_once_and_counts_agree_with_places(parts: list[int
         assert number == counts[one]
         counts[one] += 1
     assert counts.tolist() == order.counts(start + count).tolist()
-
-
-def test_counts_agree_in_a_period_of_many_samples() -> None:
-    order = BlendOrder([9_000, 2_000, 1])
-    dataset, _ = order.places(0, 11_001)
-    for number in (0, 1, 4095, 4096, 4097, 8192, 11_000, 11_001, 15_097):
-        expected = np.bincount(np.concatenate((dataset, dataset))[:number], minlength=3)
-        assert order.counts(number).tolist() == expected.tolist()
 
 
 # ---- weights

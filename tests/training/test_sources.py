@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.training.data_check import require_sound
 from megacp.core.training.sources import loader_options, open_sources
-from tests.data.datasets import damage, random_packs, write_dataset, write_older
-from tests.ranks import grid, run_ranks
+from tests.data.datasets import random_packs, write_dataset
 
 
 def config_of(path: Path, layout: str, cp: int) -> RunConfig:
@@ -39,9 +37,9 @@ def test_stored_padding_of_another_degree_is_refused_for_zigzag_in_documents(tmp
     open_sources(with_values(config_of(tmp_path / "one", "zigzag_document", 4), base))
 
 
-def test_what_is_wrong_with_both_datasets_is_told_at_once_and_notes_name_older_ones(tmp_path: Path) -> None:
+def test_what_is_wrong_with_both_datasets_is_told_at_once(tmp_path: Path) -> None:
     packs = [random_packs(np.random.default_rng(0), 3)]
-    write_older(tmp_path / "older", packs)
+    write_dataset(tmp_path / "older", packs)
     manifest = write_dataset(tmp_path / "newer", packs)
     values = {
         "data_path": str(tmp_path / "older"),
@@ -50,9 +48,6 @@ def test_what_is_wrong_with_both_datasets_is_told_at_once_and_notes_name_older_o
         "seq_length": 32,
     }
     _, sources = open_sources(with_values(RunConfig(), values))
-    assert len(sources.notes) == 1 and sources.notes[0].startswith(
-        f"--data-path {tmp_path / 'older'} was built in format 1"
-    )
     assert sources.data_fingerprint == sources.train.manifest.fingerprint != sources.fingerprint
     assert sources.valid.manifest == manifest
     for name in ("older", "newer"):
@@ -89,37 +84,6 @@ def test_validation_documents_end_as_those_of_training(
         return
     with pytest.raises(ValueError, match=f"^documents of --data-path {told}: build both with the same --eod-token"):
         open_sources(config)
-
-
-def check_on_a_rank(rank: int, world_size: int, directory: str, between: int) -> str:
-    values = {"data_path": directory, "vocab_size": 0, "seq_length": 32}
-    _, sources = open_sources(with_values(RunConfig(), values))
-    try:
-        require_sound(sources, grid(dp=world_size).world, between)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_verify_data_reads_every_file_once_on_a_machine_and_all_ranks_refuse_alike(
-    tmp_path: Path, world_size: int
-) -> None:
-    """Would catch a rank that trains on while another has found a damaged file, and a file that no rank reads."""
-    rng = np.random.default_rng(0)
-    write_dataset(tmp_path, [random_packs(rng, n) for n in (4, 1, 2)])
-    for between in (1, 1 << 30):  # a meeting after each file, or one
-        assert set(run_ranks(check_on_a_rank, world_size, str(tmp_path), between)) == {""}
-    names = [f"shard_0000{i}/tokens.bin" for i in range(3)]
-    for name in names:
-        damage(tmp_path / name, 0, b"\xff")
-    for between in (1, 1 << 30):
-        told = run_ranks(check_on_a_rank, world_size, str(tmp_path), between)
-        assert len(set(told)) == 1 and told[0].startswith("--verify-data found damaged files:")
-        assert sorted(line.split(": sha256")[0] for line in told[0].splitlines()[1:]) == [
-            str(tmp_path / name) for name in names
-        ]
-        assert world_size == 1 or len({line.split("(rank")[1] for line in told[0].splitlines()[1:]}) > 1
 
 
 def test_every_worker_has_a_step_to_read() -> None:

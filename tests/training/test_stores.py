@@ -59,7 +59,7 @@ def data(server: S3Server, packed_dataset: Path) -> tuple[Path, Url]:
 @pytest.fixture
 def run_flags(data: tuple[Path, Url], tmp_path: Path) -> list[str]:
     """A run on the objects, each pack of which is in several blocks."""
-    cache = ["--data-cache-dir", str(tmp_path / "cache"), "--data-block-mib", "0.0002"]
+    cache = ["--data-cache-dir", str(tmp_path / "cache")]
     return [*FLAGS, "--data-path", str(data[1]), *cache, "--log-file", str(tmp_path / "log.jsonl")]
 
 

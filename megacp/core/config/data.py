@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megacp.core.config.blend import DataPath
-from megacp.core.config.ranges import AboveZero, NotNegative, Positive
+from megacp.core.config.ranges import NotNegative, Positive
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,8 @@ class DataConfig:
     num_workers: NotNegative[int] = 1
     """Threads that read packs and decode images, each a step ahead of the others; 0 does it when they are needed."""
 
-    verify_data: bool = False
-    """Compare the sha256 of all dataset files with their manifests before the first step; the ranks of a machine share
-    its files. Without it, a pack or an image is compared with its checksum when it is read."""
-
     data_cache_gib: NotNegative[float] = 1.0
     """Memory of each rank, in GiB, for blocks of datasets at URLs. One that does not fit is read pack by pack."""
-
-    data_block_mib: AboveZero[float] = 16.0
-    """Size of such a block, in MiB: what is asked of the store at a time."""
 
     data_cache_dir: str | None = None
     """Directory that keeps the tables of datasets at URLs, for all ranks of a machine (default: ~/.cache/megacp)."""

@@ -1,12 +1,9 @@
 """Several datasets read as one: which dataset every sample comes from, and which sample of it.
 
-Key property: after any number of samples each dataset has given its share to within one sample. The order repeats after
-`sum(parts)` samples, so any place costs O(1), and the table holds one such period. A dataset that is exhausted begins
-its next epoch in a new order.
-
-The rule is megatron-core's: the dataset that lags most behind its weight is next. That rule can leave a weight by more
-than one sample (by 1.36 at weights 1, 3, 52). Where it does, Tijdeman's rule takes its place: of the datasets that lag
-by enough, the one that must come soonest. Rejected: drawing by chance, which leaves shares by the root of the samples.
+The rule is megatron-core's: the dataset that lags most behind its weight is next. No dataset is ever a whole sample
+ahead of its weight. With two datasets none is a whole sample behind either; with more one may wait longer (1.36 at
+weights 1, 3, 52). The order repeats after `sum(parts)` samples, so one period is kept and any sample is found at once.
+A dataset that is exhausted begins its next epoch in a new order.
 """
 
 from __future__ import annotations
@@ -31,9 +28,6 @@ from megacp.core.data.tables import UNIT_DTYPE
 FINEST = 1_000_000
 """Most samples of a period. Weights that need more are rounded to parts of a million."""
 
-_STRIDE = 4096
-"""Samples of a period after which the counts are kept."""
-
 
 def whole_parts(weights: Sequence[Fraction]) -> list[int]:
     """Weights as whole samples of a period: exact where at most `FINEST` are needed, else the nearest parts of it.
@@ -56,41 +50,18 @@ def whole_parts(weights: Sequence[Fraction]) -> list[int]:
     return rounded
 
 
-def largest_lag(parts: Sequence[int]) -> array[int] | None:
-    """The dataset of each sample of a period by megatron-core's rule; None where some share is off by a sample."""
+def _largest_lag(parts: Sequence[int]) -> np.ndarray:
+    """The dataset of each sample of a period by megatron-core's rule, int16 [sum(parts)]."""
     total = sum(parts)
-    lags = [0] * len(parts)  # weight x samples - samples of the dataset, in units of 1 / total
-    seen, most = list(parts), max(parts)  # before the first sample Megatron counts one
+    lags = list(parts)  # weight x samples - samples of the dataset, in units of 1 / total
     chosen = array("h")
-    for _ in range(total):
-        pick = seen.index(most)
+    for number in range(total):
+        pick = lags.index(max(lags))
         chosen.append(pick)
-        lags = list(map(operator.add, lags, parts))
+        if number:  # before the first sample Megatron counts one: the first two see the same weights
+            lags = list(map(operator.add, lags, parts))
         lags[pick] -= total
-        seen, most = lags, max(lags)
-        if lags[pick] <= -total or most >= total:
-            return None
-    return chosen
-
-
-def earliest_deadline(parts: Sequence[int]) -> array[int]:
-    """The dataset of each sample of a period such that k > 1 shares are off by at most 1 - 1 / (2k - 2) samples.
-
-    R. Tijdeman, The chairman assignment problem, Discrete Mathematics 32 (1980).
-    """
-    total, scale = sum(parts), 2 * len(parts) - 2
-    lags = [0] * len(parts)
-    chosen = array("h")
-    for _ in range(total):
-        due = [
-            ((scale - 1) * total - scale * lag) // part if scale * (lag + part) >= total else math.inf
-            for lag, part in zip(lags, parts, strict=True)
-        ]
-        pick = due.index(min(due))
-        chosen.append(pick)
-        lags = list(map(operator.add, lags, parts))
-        lags[pick] -= total
-    return chosen
+    return np.frombuffer(chosen, np.int16)
 
 
 class BlendOrder:
@@ -98,15 +69,11 @@ class BlendOrder:
 
     def __init__(self, parts: Sequence[int]) -> None:
         """`parts`: of each dataset in a period, all above 0."""
-        period = largest_lag(parts) or earliest_deadline(parts)
         self._parts = np.array(parts, np.int64)
-        self._dataset = np.frombuffer(period, np.int16)  # [period]
-        self._before = np.empty(len(period), np.int32)  # [period]: earlier samples of the same dataset
-        self._known = np.empty((-(-len(period) // _STRIDE), len(parts)), np.int64)  # counts before every such sample
+        self._dataset = _largest_lag(parts)  # [period]
+        self._before = np.empty(len(self._dataset), np.int32)  # [period]: earlier samples of the same dataset
         for number, part in enumerate(parts):
-            own = self._dataset == number
-            self._before[own] = np.arange(part)
-            self._known[:, number] = np.concatenate(([0], np.cumsum(own)))[: len(period) : _STRIDE]
+            self._before[self._dataset == number] = np.arange(part)
 
     def places(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Dataset, and number within it, of samples `start` .. `start + count - 1`; int64 [count] each."""
@@ -117,9 +84,7 @@ class BlendOrder:
     def counts(self, number: int) -> np.ndarray:
         """Samples of each dataset among the first `number`, int64 [datasets]."""
         periods, within = divmod(number, len(self._dataset))
-        known, rest = divmod(within, _STRIDE)
-        later = np.bincount(self._dataset[within - rest : within], minlength=len(self._parts))
-        return periods * self._parts + self._known[known] + later
+        return periods * self._parts + np.bincount(self._dataset[:within], minlength=len(self._parts))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """`manifest.json`: what a packed dataset is, and the exact files it consists of.
 
-Key property: it is written last, atomically, so a directory with a manifest is a finished dataset. Its text is
-canonical and holds its checksum: equal datasets have equal manifests, and an edited one is told.
+It is written last, atomically, so a directory with a manifest is a finished dataset. Its text is canonical and holds a
+checksum: equal datasets have equal manifests, and a damaged or edited one is refused.
 """
 
 from __future__ import annotations
@@ -11,25 +11,20 @@ import functools
 import hashlib
 import json
 import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megacp.core.storage import files
-from megacp.core.storage.json_fields import LARGEST_INT32, PLAIN_NAME, SHA256, Fields
+from megacp.core.storage.json_fields import PLAIN_NAME
 from megacp.core.storage.place import place_of, read_content
 from megacp.core.storage.url import Url
 
 FORMAT_VERSION = 2
-CHECKSUMS_SINCE = 2
-"""The first format with a checksum of the manifest and a checksums.npy in each shard."""
 MANIFEST_NAME = "manifest.json"
 _LARGEST = 1 << 30
 """Bytes of a manifest: half a million shards."""
-_MOST_RANKS = 1 << 20
-_HASH, _NAME = "64 hexadecimal digits", "a plain name"
 
 
 @dataclass(frozen=True)
@@ -76,13 +71,12 @@ class ShardEntry:
         return {**vars(self), "files": [vars(file) for file in self.files]}
 
     @staticmethod
-    def from_json(value: Any) -> ShardEntry:
-        """The inverse of `to_json`; ValueError names the field that is missing, unknown or wrong."""
-        return _parse_shard(Fields(value, "shard"))
-
-    def file(self, name: str) -> FileEntry | None:
-        """What is stated of one file; None when the shard has no such file."""
-        return next((file for file in self.files if file.name == name), None)
+    def from_json(values: dict[str, Any]) -> ShardEntry:
+        """The inverse of `to_json`. ValueError for a name that leads out of the dataset."""
+        entry = ShardEntry(**{**values, "files": tuple(FileEntry(**file) for file in values["files"])})
+        if bad := [name for name in (entry.name, *(f.name for f in entry.files)) if not PLAIN_NAME.fullmatch(name)]:
+            raise ValueError(f"`shards` names {bad[0]!r}, which is no plain name")
+        return entry
 
 
 @dataclass(frozen=True)
@@ -135,46 +129,24 @@ class DatasetManifest:
     @property
     def packing_efficiency(self) -> float:
         """True tokens / (packs x seq_length); 0.0 for an empty dataset."""
-        places = self.num_packs * self.seq_length
-        return self.num_tokens / places if places else 0.0
-
-    @functools.cached_property
-    def checksum(self) -> str:
-        """sha256 in hex of all other fields, in canonical JSON."""
-        return hashlib.sha256(json.dumps(self._fields(), sort_keys=True).encode()).hexdigest()
-
-    def to_text(self) -> str:
-        """Canonical JSON (sorted keys, indented, newline at the end), with the derived counts for human readers."""
-        own = {"checksum": self.checksum} if self.format_version >= CHECKSUMS_SINCE else {}
-        return json.dumps({**self._fields(), **own}, indent=1, sort_keys=True) + "\n"
-
-    def _fields(self) -> dict[str, Any]:
-        tokenizer = dict(vars(self.tokenizer))
-        if self.tokenizer.begins_with is None:
-            del tokenizer["begins_with"]
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        for name in ("chat_template", "document_end"):
-            if own[name] is None:
-                del own[name]
-        derived = {name: getattr(self, name) for name in _DERIVED}
-        return {**own, "tokenizer": tokenizer, "shards": [shard.to_json() for shard in self.shards], **derived}
+        available = self.num_packs * self.seq_length
+        return self.num_tokens / available if available else 0.0
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A sha256 in hex over all fields: equal for byte-identical datasets, wherever they lie."""
-        if self.format_version >= CHECKSUMS_SINCE:
-            return self.checksum
-        return hashlib.sha256(self.to_text().encode()).hexdigest()
+        """sha256 in hex of all fields in canonical JSON: equal for byte-identical datasets, wherever they lie."""
+        return _checksum(self._fields())
 
-    @property
-    def unchecked(self) -> str:
-        """What no checksum covers, in one line; empty for a dataset of the present format."""
-        if self.format_version >= CHECKSUMS_SINCE:
-            return ""
-        return (
-            f"built in format {self.format_version}, without checksums of packs and of the manifest: flipped bits of a "
-            ".bin are found by `verify` and --verify-data alone, an edited manifest.json by nothing"
-        )
+    def to_text(self) -> str:
+        """Canonical JSON (sorted keys, indented, newline at the end), with the derived counts for human readers."""
+        return json.dumps({**self._fields(), "checksum": self.fingerprint}, indent=1, sort_keys=True) + "\n"
+
+    def _fields(self) -> dict[str, Any]:
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        own |= {name: getattr(self, name) for name in _DERIVED}
+        own["tokenizer"] = {k: v for k, v in vars(self.tokenizer).items() if k != "begins_with" or v is not None}
+        own["shards"] = [shard.to_json() for shard in self.shards]
+        return {k: v for k, v in own.items() if v is not None or k not in ("chat_template", "document_end")}
 
     def write(self, directory: str | os.PathLike[str]) -> None:
         """Write DIRECTORY/manifest.json atomically (temporary name, fsync, rename, fsync of the directory)."""
@@ -185,16 +157,14 @@ class DatasetManifest:
         """Read DIRECTORY/manifest.json; ValueError names the file and what is wrong with it."""
         path = place_of(directory) / MANIFEST_NAME
         try:
-            text = read_content(path, _LARGEST)
+            values = files.parse_json(read_content(path, _LARGEST))
+            return _parsed(values)
         except (FileNotFoundError, NotADirectoryError) as error:
-            what = "build" if isinstance(path, Path) else "build, or the upload of a finished one,"
             raise ValueError(
-                f"{path}: no such file; a finished dataset has one (was the {what} interrupted?)"
+                f"{path}: no such file; a finished dataset has one (was its build interrupted?)"
             ) from error
         except OSError as error:
             raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
-        try:
-            return _parse(Fields(files.parse_json(text)))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
@@ -220,93 +190,29 @@ def known_end(manifests: Sequence[DatasetManifest]) -> dict[str, int | None] | N
 _DERIVED = ("num_packs", "num_segments", "num_tokens", "packing_efficiency")
 
 
-def _parse(fields: Fields) -> DatasetManifest:
-    version = fields.integer("format_version", 0)
-    if not 1 <= version <= FORMAT_VERSION:
-        raise ValueError(f"format_version {version}, this program reads 1 to {FORMAT_VERSION}")
-    seq_length, tokenizer = fields.integer("seq_length", 1, LARGEST_INT32), _parse_tokenizer(fields.object("tokenizer"))
-    manifest = DatasetManifest(
-        config_fingerprint=fields.text("config_fingerprint", SHA256, _HASH),
-        tokenizer=tokenizer,
-        seq_length=seq_length,
-        pad_multiple=fields.integer("pad_multiple", 1, seq_length),
-        sources=fields.texts("sources"),
-        shards=tuple(_parse_shard(shard) for shard in fields.objects("shards")),
-        num_rejected=fields.integer("num_rejected"),
-        image_rules=fields.optional_object("image_rules"),
-        cp_degrees=fields.integers("cp_degrees", 1, _MOST_RANKS),
-        format_version=version,
-        chat_template=_parse_template(fields.object("chat_template")) if fields.has("chat_template") else None,
-        document_end=_parse_end(fields, tokenizer.vocab_size),
-    )
-    _refuse_token_ids(manifest.image_rules)
-    _refuse_repeated("shards", [shard.name for shard in manifest.shards])
-    stated = fields.text("checksum", SHA256, _HASH) if version >= CHECKSUMS_SINCE else None
-    fields.done(_DERIVED)
-    for name in _DERIVED:
-        if not fields.is_number(name, getattr(manifest, name)):
-            raise fields.refused(name, f"but the shards add up to {getattr(manifest, name)}")
-    if stated is not None and stated != manifest.checksum:
+def _checksum(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _parsed(values: Any) -> DatasetManifest:
+    """The manifest that JSON values state; their checksum stands for the types of all fields."""
+    if not isinstance(values, dict) or "format_version" not in values:
+        raise ValueError("it is no manifest of a packed dataset")
+    if values["format_version"] != FORMAT_VERSION:
         raise ValueError(
-            f"its checksum is {manifest.checksum}, it was written with {stated}: it was damaged or edited since; copy "
-            "it again from where it was built, or build the dataset again"
+            f"format_version {values['format_version']!r}, this program reads {FORMAT_VERSION}: build it again"
         )
-    return manifest
-
-
-def _parse_tokenizer(fields: Fields) -> TokenizerInfo:
-    vocab_size = fields.integer("vocab_size", 1, LARGEST_INT32)
-    ids = {name: fields.optional_integer(name, 0, vocab_size - 1) for name in ("eos_id", "bos_id", "pad_id")}
-    if fields.has("begins_with"):
-        ids["begins_with"] = fields.integer("begins_with", 0, vocab_size - 1)
-    info = TokenizerInfo(fields.text("kind", PLAIN_NAME), fields.text("sha256", SHA256, _HASH), vocab_size, **ids)
-    fields.done()
-    return info
-
-
-def _parse_template(fields: Fields) -> dict[str, str]:
-    template = {name: fields.text(name) for name in fields.values}
-    fields.done()
-    if "default" not in template:
-        raise ValueError("`chat_template` has no template named default")
-    return template
-
-
-def _parse_end(fields: Fields, vocab_size: int) -> dict[str, int | None] | None:
-    if not fields.has("document_end"):
-        return None
-    end = fields.object("document_end")
-    token = end.optional_integer("token", 0, vocab_size - 1)
-    end.done()
-    return {"token": token}
-
-
-def _parse_shard(fields: Fields) -> ShardEntry:
-    listed = tuple(_parse_file(file) for file in fields.objects("files"))
-    _refuse_repeated("files", [file.name for file in listed])
-    counts = {name: fields.integer(name) for name in ("num_segments", "num_tokens", "num_padded_tokens")}
-    name = fields.text("name", PLAIN_NAME, _NAME)
-    entry = ShardEntry(name, num_packs=fields.integer("num_packs", 1), files=listed, **counts)
-    fields.done()
-    return entry
-
-
-def _parse_file(fields: Fields) -> FileEntry:
-    entry = FileEntry(
-        fields.text("name", PLAIN_NAME, _NAME), fields.integer("size"), fields.text("sha256", SHA256, _HASH)
-    )
-    fields.done()
-    return entry
-
-
-def _refuse_repeated(what: str, names: Sequence[str]) -> None:
-    if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
-        raise ValueError(f"`{what}` names {', '.join(repeated[:5])} more than once")
-
-
-def _refuse_token_ids(image_rules: dict[str, Any] | None) -> None:
-    """The one part of the rules that is needed before the image room reads them all."""
-    if image_rules is not None and "token_ids" in image_rules:
-        ids = Fields(image_rules).object("token_ids")
-        for name in image_rules["token_ids"]:
-            ids.integer(name, 0, LARGEST_INT32 - 1)
+    stated = values.pop("checksum", None)
+    if stated != (found := _checksum(values)):
+        raise ValueError(
+            f"its checksum is {found}, it was written with {stated}: it was damaged or edited since; copy it again "
+            "from where it was built, or build the dataset again"
+        )
+    own = {name: value for name, value in values.items() if name not in _DERIVED}
+    try:
+        own["tokenizer"] = TokenizerInfo(**own["tokenizer"])
+        own["shards"] = tuple(ShardEntry.from_json(shard) for shard in own["shards"])
+        own["sources"], own["cp_degrees"] = tuple(own["sources"]), tuple(own["cp_degrees"])
+        return DatasetManifest(**own)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"it is no manifest of this program: {error}") from error

@@ -1,10 +1,8 @@
 """Reads a packed dataset: what training opens.
 
-Key property: what opens is whole, and a pack is what was built. A dataset opens only if all files have the manifest's
-sizes and all tables agree. A random pack is one read at a known place, compared with its checksum. Rejected: to check
-tables at the first use of a shard, which finds damage hours into a run.
-
-`writer` says what makes a shard; `indexed`, `tables` and `manifest` describe the three kinds of file.
+A dataset opens only if all files have the manifest's sizes, and all tables its hashes: damage found at the first use of
+a shard would be found hours into a run. A random pack is one read at a known offset, compared with its checksum.
+`indexed`, `tables` and `manifest` describe the three kinds of file.
 """
 
 from __future__ import annotations
@@ -100,14 +98,12 @@ class PackedDataset:
             raise ValueError(listed(reasons, _TOLD, "; ") + rest)
         found = json.dumps([self.manifest.fingerprint, samples])
         self.fingerprint = hashlib.sha256(found.encode()).hexdigest()
-        """Of the files on this machine's disk, or at the URL: the sizes of all, the content of all but the bins, and
-        the beginnings of the bins. Equal on two machines only for equal files, but for later bytes of the bins, which
-        are compared with their checksums as they are read."""
+        """Of the files as this machine sees them: sizes of all, content of all but the bins, beginnings of the bins."""
 
     def _look(self, number: int) -> tuple[list[int], str]:
         """The sample of a shard that nobody has looked at, and what is wrong with it."""
         try:
-            return self.shard(number, known=False).sample(), ""
+            return self.shard(number).sample(), ""
         except ValueError as error:
             return [], str(error)
 
@@ -138,14 +134,14 @@ class PackedDataset:
         tokens, weights = shard.token_ids(within, name), shard.loss_weights(within, name)
         return Pack(i, tokens, weights, segments, branches, images, self.manifest.sources)
 
-    def shard(self, number: int, known: bool = True) -> Shard:
+    def shard(self, number: int) -> Shard:
         """An open shard; the one that was not used for longest is let go when there are too many."""
         with self._changes:
             if number in self._open:
                 self._open.move_to_end(number)
                 return self._open[number]
         entry = self.manifest.shards[number]
-        shard = Shard(self.directory / entry.name, entry, self.manifest, self._open_file, known=known)
+        shard = Shard(self.directory / entry.name, entry, self.manifest, self._open_file)
         with self._changes:
             self._open[number] = shard
             if len(self._open) > self._most_open:

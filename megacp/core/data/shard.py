@@ -1,8 +1,7 @@
-"""One open shard of a packed dataset: its tables in memory, its bins read by place.
+"""One open shard of a packed dataset: its tables in memory, its bins read by offset.
 
-Key property: what opens is whole, and what is read is what was built. Opening compares sizes, hashes of the tables and
-the tables with each other. Each read of a bin is compared with the checksum of its pack or image. Rejected: hashing the
-bins at open, which takes as long as reading all of them.
+Opening compares the sizes of all files and the hashes of tables and indices. Each read of a bin is compared with the
+checksum of its pack or image. Hashing the bins at open would take as long as reading all of them.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from megacp.core.data import tables
-from megacp.core.data.consistency import contradictions
 from megacp.core.data.image_shards import BOUNDARY_DTYPE
 from megacp.core.data.indexed import IndexedReader
-from megacp.core.data.manifest import CHECKSUMS_SINCE, DatasetManifest, FileEntry, ShardEntry
+from megacp.core.data.manifest import DatasetManifest, FileEntry, ShardEntry
 from megacp.core.data.pixels import ImageError
 from megacp.core.data.row_images import PackImages
 from megacp.core.data.stored_file import StoredFile, crc32
@@ -28,14 +26,15 @@ _TABLES = {
     "segments": tables.SEGMENT_DTYPE,
     "branches": tables.BRANCH_DTYPE,
     "units": tables.UNIT_DTYPE,
+    "checksums": tables.CHECKSUM_DTYPE,
+    "image_checksums": tables.ITEM_CHECKSUM_DTYPE,
 }
-_CHECKSUMS = {"checksums": tables.CHECKSUM_DTYPE, "image_checksums": tables.ITEM_CHECKSUM_DTYPE}
 _SAMPLE = 4096
 """Bytes of each bin that `sample` looks at."""
 
 
 class Shard:
-    """One open shard: its readers and tables, checked against each other and against the manifest."""
+    """One open shard: its readers and tables; tables that it does not have are empty."""
 
     def __init__(
         self,
@@ -43,33 +42,28 @@ class Shard:
         entry: ShardEntry,
         manifest: DatasetManifest,
         open_file: Callable[[Any, FileEntry], StoredFile] = StoredFile,
-        *,
-        known: bool = False,
     ) -> None:
-        """ValueError lists the files of wrong size, or the contradictions between the tables, which are not looked for
-        when the shard is `known` from before. `open_file` opens a place below `directory`.
-        """
+        """ValueError lists the files that are missing or not as stated. `open_file` opens what is below `directory`."""
         self.directory, self.entry = directory, entry
-        opened = _opened(directory, entry, manifest, open_file)
-        self.tokens = IndexedReader(opened["tokens.idx"], opened["tokens.bin"])
-        self.weights, self.images = (
-            IndexedReader(opened[f"{name}.idx"], opened[f"{name}.bin"]) if f"{name}.bin" in opened else None
-            for name in ("weights", "images")
-        )
-        self.packs, self.segments, self.branches, self.units = (
-            tables.table_of(opened[f"{name}.npy"], dtype) if f"{name}.npy" in opened else np.zeros(0, dtype)
-            for name, dtype in _TABLES.items()
-        )
-        self.checksums, self.image_checksums = (
-            tables.table_of(opened[f"{name}.npy"], dtype) if f"{name}.npy" in opened else None
-            for name, dtype in _CHECKSUMS.items()
-        )
-        self.boundaries = {
-            degree: tables.table_of(opened[f"shards_cp{degree}.npy"], BOUNDARY_DTYPE, degree)
-            for degree in (manifest.cp_degrees if len(self.units) else ())
-        }
-        if not known and (reasons := contradictions(self, entry, manifest)):
-            raise ValueError(f"{directory}: " + "; ".join(reasons))
+        opened = _opened(directory, entry, open_file)
+        try:
+            self.tokens = IndexedReader(opened["tokens.idx"], opened["tokens.bin"])
+            self.weights, self.images = (
+                IndexedReader(opened[f"{name}.idx"], opened[f"{name}.bin"]) if f"{name}.bin" in opened else None
+                for name in ("weights", "images")
+            )
+            self.packs, self.segments, self.branches, self.units, self.checksums, self.image_checksums = (
+                tables.table_of(opened[f"{name}.npy"], dtype) if f"{name}.npy" in opened else np.zeros(0, dtype)
+                for name, dtype in _TABLES.items()
+            )
+            self.boundaries = {
+                degree: tables.table_of(opened[f"shards_cp{degree}.npy"], BOUNDARY_DTYPE, degree)
+                for degree in (manifest.cp_degrees if len(self.units) else ())
+            }
+        except KeyError as error:
+            raise ValueError(f"{directory}: the manifest does not list {error}") from error
+        if not len(self.packs) == len(self.checksums) == entry.num_packs:
+            raise ValueError(f"{directory}: {len(self.packs)} packs, the manifest says {entry.num_packs}")
 
     def token_ids(self, number: int, name: str) -> np.ndarray:
         """All token ids of pack `number` of this shard, which is called `name` in errors.
@@ -85,8 +79,7 @@ class Shard:
     def _values(self, reader: IndexedReader, column: str, number: int, name: str) -> np.ndarray:
         start = int(self.packs["first_segment"][number])
         data = reader.stored(start, start + int(self.packs["num_segments"][number]))
-        if self.checksums is not None:
-            _refuse_changed(data, int(self.checksums[column][number]), reader.bin.path, name)
+        _refuse_changed(data, int(self.checksums[column][number]), reader.bin.path, name)
         return np.frombuffer(data, reader.dtype)
 
     def item(self, number: int) -> bytes:
@@ -95,11 +88,10 @@ class Shard:
         """
         assert self.images is not None, "units without images are refused at open"
         data = self.images.stored(number, number + 1)
-        if self.image_checksums is not None:
-            try:
-                _refuse_changed(data, int(self.image_checksums["data"][number]), self.images.bin.path, f"item {number}")
-            except ValueError as error:
-                raise ImageError(str(error)) from error
+        try:
+            _refuse_changed(data, int(self.image_checksums["data"][number]), self.images.bin.path, f"item {number}")
+        except ValueError as error:
+            raise ImageError(str(error)) from error
         return data
 
     def images_of(self, number: int, image_patch: int) -> PackImages:
@@ -127,12 +119,9 @@ def _refuse_changed(data: bytes, built: int, path: files.StrPath, name: str) -> 
 
 
 def _opened(
-    directory: Place, entry: ShardEntry, manifest: DatasetManifest, open_file: Callable[[Any, FileEntry], StoredFile]
+    directory: Place, entry: ShardEntry, open_file: Callable[[Any, FileEntry], StoredFile]
 ) -> dict[str, StoredFile]:
-    """All files of a shard by name. ValueError lists those that the manifest forgot or that are not as it says."""
-    names = {file.name for file in entry.files}
-    if absent := sorted(_required(names, manifest) - names):
-        raise ValueError(f"{directory}: the manifest does not list {absent}")
+    """All files of a shard by name. ValueError lists those that are not as the manifest says."""
     opened, reasons = {}, []
     for file in entry.files:
         try:
@@ -142,16 +131,3 @@ def _opened(
     if reasons:
         raise ValueError("; ".join(reasons))
     return opened
-
-
-def _required(names: set[str], manifest: DatasetManifest) -> set[str]:
-    """The files that a shard with these must have."""
-    has_checksums = manifest.format_version >= CHECKSUMS_SINCE
-    required = {"tokens.bin", "tokens.idx", "packs.npy", "segments.npy"}
-    required |= {"checksums.npy"} if has_checksums else set()
-    required |= {"weights.idx"} if "weights.bin" in names else set()
-    if names & {"images.bin", "images.idx", "units.npy"}:
-        required |= {"images.bin", "images.idx", "units.npy"}
-        required |= {"image_checksums.npy"} if has_checksums else set()
-        required |= {f"shards_cp{degree}.npy" for degree in manifest.cp_degrees}
-    return required

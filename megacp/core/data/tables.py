@@ -1,26 +1,22 @@
 """The fixed-width tables beside the token bins of a shard: packs, segments, and what branches or images add to them.
 
-Key property: a table is read in one piece, without a parser. Little-endian structured `.npy`, 8-byte fields first so
-that nothing is misaligned. Rejected: JSON for each pack, which is parsed on the training path.
+A table is read in one piece, without a parser: little-endian structured `.npy`, 8-byte fields first so that nothing is
+misaligned.
 
 A text shard has packs.npy, segments.npy and checksums.npy, by which a flipped bit of a bin is told when its pack is
 read. branches.npy exists when a document has branches.
 
 A shard with images has images.bin / images.idx (uint8, the encoded bytes as they came): one sequence an image or video,
 one Megatron document a pack. It also has units.npy, image_checksums.npy, and a shards_cp{P}.npy of shape [packs, P] for
-each planned CP degree P. `consistency` says how the columns of all tables depend on each other.
+each planned CP degree P.
 """
 
 from __future__ import annotations
 
 import functools
-import io
-import os
-from pathlib import Path
 
 import numpy as np
 
-from megacp.core.data.indexed import HashedFile
 from megacp.core.data.stored_file import StoredFile
 
 PACK_DTYPE = np.dtype(
@@ -76,23 +72,6 @@ def padded_lengths(lengths: np.ndarray, pad_multiple: int) -> np.ndarray:
         raise ValueError(f"--pad-multiple is {pad_multiple}, it must be at least 1")
     padded: np.ndarray = -(-np.asarray(lengths, dtype=np.int64) // pad_multiple) * pad_multiple
     return padded
-
-
-def write_table(path: str | os.PathLike[str], table: np.ndarray) -> tuple[Path, int, str]:
-    """Write an `.npy` and fsync it; returns (path, size, sha256). The same table gives the same bytes."""
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(table))
-    file = HashedFile(path)
-    file.write(header.getvalue())
-    file.write(
-        np.ascontiguousarray(table).reshape(-1).view(np.uint8).data
-    )  # no copy: a shard may have millions of rows
-    return file.path, file.size, file.close()
-
-
-def read_table(path: str | os.PathLike[str], dtype: np.dtype) -> np.ndarray:
-    """`table_of` a file of that name."""
-    return table_of(StoredFile(Path(path)), dtype)
 
 
 def table_of(file: StoredFile, dtype: np.dtype, columns: int | None = None) -> np.ndarray:

@@ -36,7 +36,6 @@ MAY_DIFFER = (
     "num_workers",
     "data_cache_gib",
     "data_cache_dir",
-    "data_block_mib",
 )
 """Flags that may differ from machine to machine."""
 _LATE_SECONDS = 40.0

@@ -69,15 +69,6 @@ class Sources:
         """The templates that wrote the messages of the training data, as a checkpoint keeps them."""
         return next((one.manifest.chat_template for one in _members(self.train)), None)
 
-    @property
-    def notes(self) -> list[str]:
-        """What a run should know of its data before it starts, one line each."""
-        return [
-            f"{name} {dataset.directory} was {dataset.manifest.unchecked}"
-            for name, dataset in self.datasets
-            if dataset.manifest.unchecked
-        ]
-
 
 def _members(source: PackSource | None) -> tuple[PackedDataset, ...]:
     """The datasets on disk that a source consists of."""
@@ -164,7 +155,7 @@ def _open_datasets(data: DataConfig) -> tuple[PackedDataset | PackBlend, PackedD
     """The training and the validation packs. ValueError tells what is wrong with both."""
     opened: list[PackedDataset | PackBlend | None] = []
     reasons: list[str] = []
-    cache = DataCache(data.data_cache_dir, data.data_cache_gib, data.data_block_mib)
+    cache = DataCache(data.data_cache_dir, data.data_cache_gib)
     for flag, path in (("--data-path", data.data_path), ("--valid-data-path", data.valid_data_path)):
         try:
             opened.append(_opened(flag, path, cache) if path else None)

@@ -28,7 +28,6 @@ from megacp.core.monitor.memory import peak_bytes
 from megacp.core.monitor.pace import Pace
 from megacp.core.monitor.timers import Timers
 from megacp.core.monitor.trace import Trace
-from megacp.core.training.data_check import require_sound
 from megacp.core.training.health import Health, StepNumbers, UnwellError, Verdict, damaged_tensors, named_packs
 from megacp.core.training.images import image_documents, image_loading, shard_strategies, without_bad_images
 from megacp.core.training.loss import RankReport, StepAgreement, agree
@@ -67,8 +66,6 @@ class Trainer:
             raise
 
     def _prepare(self, config: RunConfig, grid: ProcessGrid, sources: Sources, weights: Weights | None) -> None:
-        if config.data.verify_data:
-            require_sound(sources, grid.world)
         config, self.chosen = resolve_auto(config, lambda: first_rows(config, sources))
         self.config, self.grid, self.sources = config, grid, sources
         self.timers = Timers(clock_of(grid.device))
@@ -341,7 +338,7 @@ class Trainer:
     def _opening_lines(self, start: Start, resumed: Resumed | None) -> list[str]:
         """What runs where, what it starts from, and what is not as it was."""
         lines = [heading(self.config, self.grid), *([self.chosen] if self.chosen else ()), *self.saver.notes]
-        lines += [*blend_heading(self.sources.train), *self.sources.notes, *idle_notes(self.config)]
+        lines += [*blend_heading(self.sources.train), *idle_notes(self.config)]
         lines += [start.note] if start.note else []
         if resumed is None and self.config.model.lora_rank:
             rank = self.config.model.lora_rank

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from megacp.core.data import tables
-from megacp.core.data.checksums import with_checksums
-from megacp.core.data.indexed import HashedFile
-from megacp.core.data.manifest import FORMAT_VERSION, DatasetManifest, FileEntry, ShardEntry, known_end
+from megacp.core.data.manifest import DatasetManifest, FileEntry, ShardEntry, known_end
 from megacp.core.data.reader import PackedDataset
+from megacp.core.data.stored_file import StoredFile
 from megacp.core.storage import files
 from megacp.core.storage.wording import listed
 from megacp.prepare.build.faults import told
+from megacp.prepare.build.indexed_writer import HashedFile, write_table
 from megacp.prepare.build.journal import Journal, is_dataset, locked, prepare_directory
 from megacp.prepare.build.run import copy_tokenizer
 from megacp.prepare.build.unit import shard_name
@@ -112,7 +112,6 @@ def _merged(
             shards=tuple(shards),
             num_rejected=sum(manifest.num_rejected for manifest in manifests),
             document_end=known_end(manifests),
-            format_version=FORMAT_VERSION,
         )
         result.write(directory)
     return result
@@ -128,14 +127,13 @@ def _copy_shard(source: Path, entry: ShardEntry, target: Path, shift: int) -> Sh
         if copied != file:
             raise ValueError(f"{source / file.name}: sha256 is {copied.sha256}, the manifest says {file.sha256}")
         if file.name == "segments.npy" and shift:
-            table = np.array(tables.read_table(source / file.name, tables.SEGMENT_DTYPE))
+            table = np.array(tables.table_of(StoredFile(source / file.name), tables.SEGMENT_DTYPE))
             table["source_file"] += shift
-            path, size, sha256 = tables.write_table(temporary / file.name, table)
+            path, size, sha256 = write_table(temporary / file.name, table)
             copied = FileEntry(path.name, size, sha256)
         copies.append(copied)
-    copy = with_checksums(temporary, dataclasses.replace(entry, name=target.name, files=tuple(copies)))
     files.place_folder(temporary, target)
-    return copy
+    return dataclasses.replace(entry, name=target.name, files=tuple(copies))
 
 
 def _copy(source: Path, target: Path) -> FileEntry:

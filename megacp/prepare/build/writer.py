@@ -23,12 +23,12 @@ from pathlib import Path
 import numpy as np
 
 from megacp.core.data import tables
-from megacp.core.data.checksums import pack_checksums
 from megacp.core.data.image_shards import compute_image_shard_boundaries
-from megacp.core.data.indexed import IndexedWriter, token_dtype
+from megacp.core.data.indexed import token_dtype
 from megacp.core.data.manifest import FileEntry, ShardEntry
 from megacp.core.data.stored_file import crc32
 from megacp.core.storage import files
+from megacp.prepare.build.indexed_writer import IndexedWriter, write_table
 
 # one row each of PACK_DTYPE, SEGMENT_DTYPE, ...: packing a row with struct is several times faster than with numpy
 _PACK_ROW = struct.Struct("<qqiiii")
@@ -300,13 +300,15 @@ class ShardWriter:
         if self._images is not None:
             rows["units"] = (self._units, tables.UNIT_DTYPE)
         found = {name: np.frombuffer(data, dtype) for name, (data, dtype) in rows.items()}
-        weights = None if self._weights is None else self._weights.checksums
-        found["checksums"] = pack_checksums(self._tokens.checksums, weights)
+        found["checksums"] = np.zeros(self.num_packs, tables.CHECKSUM_DTYPE)
+        found["checksums"]["tokens"] = self._tokens.checksums
+        if self._weights is not None:
+            found["checksums"]["weights"] = self._weights.checksums
         if self._images is not None:
             found["image_checksums"] = np.array(self._item_checksums, np.uint32).view(tables.ITEM_CHECKSUM_DTYPE)
             # each [packs, degree]
             found |= {f"shards_cp{degree}": np.stack(of_packs) for degree, of_packs in self._boundaries.items()}
-        return [tables.write_table(self._temporary / f"{name}.npy", table) for name, table in found.items()]
+        return [write_table(self._temporary / f"{name}.npy", table) for name, table in found.items()]
 
     def abort(self) -> None:
         """Remove the temporary directory; does nothing after a commit."""

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megacp.core.data import data_cache
 from megacp.core.data.data_cache import DataCache
 from megacp.core.data.loader import DataRank, LoaderOptions, PackedLoader
 from megacp.core.data.manifest import MANIFEST_NAME
 from megacp.core.data.reader import PackedDataset
-from megacp.core.data.verify import verify
-from megacp.core.storage.blocks import BlockCache
-from megacp.core.storage.retry import UnreachableError
 from megacp.core.storage.url import Url
 from megacp.prepare.describe import statistics
+from megacp.prepare.verify import verify
 from tests.data.datasets import IMAGE_RULES, random_packs, weighted_images, write_dataset
 from tests.storage.stores import flaky, memory, under_flaky
 
@@ -42,9 +39,10 @@ def local(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def caches(tmp_path: Path) -> dict[str, DataCache]:
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, DataCache]:
     """One that holds the dataset in small blocks, and one that holds nothing."""
-    blocks = DataCache(tmp_path / "cache", gib=1.0, block_mib=100 / 2**20)
+    monkeypatch.setattr(data_cache, "BLOCK_BYTES", 100)
+    blocks = DataCache(tmp_path / "cache", gib=1.0)
     return {"blocks": blocks, "packs": DataCache(tmp_path / "cache", gib=0.0)}
 
 
@@ -73,7 +71,7 @@ def test_statistics_and_verify_read_a_url(local: Path) -> None:
     data = bin_file.content(1 << 20)
     bin_file.write(data[:-1] + bytes([data[-1] ^ 1]))
     (problem,) = verify(url)
-    assert str(bin_file) in problem and "changed packs: 39" in problem
+    assert str(bin_file) in problem
 
 
 def test_a_flipped_bit_is_told_when_its_pack_is_read(local: Path, caches: dict[str, DataCache]) -> None:
@@ -133,66 +131,3 @@ def test_the_loader_gives_the_batches_of_the_disk_while_the_store_fails(tmp_path
     with flaky(0.1) as store:
         found = steps(PackedDataset(under_flaky(url), DataCache(tmp_path / "cache", gib=0.0)))
     assert sum(store.failed.values()) > 3 and found == steps(PackedDataset(tmp_path / "data"))
-
-
-DATA = bytes(range(256)) * 4
-
-
-class Counted:
-    """Reads of an object, counted by block; `gate` holds them back."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked: list[int] = []
-        self.gate, self.problem = threading.Event(), False
-        self.gate.set()
-        monkeypatch.setattr(Url, "read", lambda url, offset, count: self(offset, count))
-
-    def __call__(self, offset: int, count: int) -> bytes:
-        self.asked.append(offset)
-        self.gate.wait(10)
-        if self.problem:
-            raise UnreachableError("down")
-        return DATA[offset : offset + count]
-
-
-URL = Url("s3://bucket/bin")
-
-
-def test_reads_of_blocks_are_reads_of_the_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted, cache = Counted(monkeypatch), BlockCache(1 << 20, 100)
-    for offset, count in [(0, 5), (95, 10), (0, 1024), (1000, 24), (1024, 0), (250, 300)]:
-        assert cache.read(URL, len(DATA), offset, count) == DATA[offset : offset + count]
-    assert sorted(counted.asked) == list(range(0, 1024, 100))
-
-
-def test_a_block_that_many_threads_want_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted, cache = Counted(monkeypatch), BlockCache(1 << 20, 100)
-    counted.gate.clear()
-    with ThreadPoolExecutor(16) as pool:
-        reads = [pool.submit(cache.read, URL, len(DATA), 10 * i, 10) for i in range(16)]
-        while len(counted.asked) < 2:
-            pass
-        counted.gate.set()
-        assert [read.result() for read in reads] == [DATA[10 * i : 10 * i + 10] for i in range(16)]
-    assert sorted(counted.asked) == [0, 100]
-
-
-def test_the_block_that_was_not_used_for_longest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted, cache = Counted(monkeypatch), BlockCache(300, 100)
-    for offset in (0, 100, 200, 0, 300, 0, 100):
-        cache.read(URL, len(DATA), offset, 10)
-    assert counted.asked == [0, 100, 200, 300, 100]
-
-
-def test_a_failed_request_is_told_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted, cache = Counted(monkeypatch), BlockCache(1 << 20, 100)
-    counted.problem = True
-    with pytest.raises(UnreachableError):
-        cache.read(URL, len(DATA), 0, 10)
-    counted.problem = False
-    assert cache.read(URL, len(DATA), 0, 10) == DATA[:10]
-
-
-def test_what_does_not_fit_has_no_place() -> None:
-    cache = BlockCache(1000, 100)
-    assert cache.reserve(600) and not cache.reserve(500) and cache.reserve(400) and not cache.reserve(1)

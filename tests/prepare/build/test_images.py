@@ -18,12 +18,12 @@ from megacp.core.data.decoding import RulesDecoder
 from megacp.core.data.geometry import ImageRules, image_patches, load_pixels
 from megacp.core.data.image_shards import compute_image_shard_boundaries
 from megacp.core.data.reader import PackedDataset
-from megacp.core.data.verify import verify
 from megacp.prepare.build.merge import merge
 from megacp.prepare.build.settings import problems
 from megacp.prepare.build.unit import UnitBuilder
 from megacp.prepare.describe import describe_pack, statistics, statistics_text
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
+from megacp.prepare.verify import verify
 from tests.prepare.build import builds
 from tests.prepare.media.pictures import TINY, encoded, noise, video
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megacp.core.data.manifest import DatasetManifest
-from megacp.core.data.verify import verify
 from megacp.prepare.build.merge import merge
+from megacp.prepare.verify import verify
 from tests.prepare.build.builds import documents, expected, run, write_records
 from tests.prepare.media.pictures import TINY
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from megacp.core.data.verify import verify
 from megacp.prepare import command as preprocess
 from megacp.prepare.build.journal import BusyError, locked
 from megacp.prepare.build.parts import BuildPart
 from megacp.prepare.build.run import BuildSummary, build, build_part
+from megacp.prepare.verify import verify
 from tests.prepare.build.builds import run, settings, visible, write_records
 
 

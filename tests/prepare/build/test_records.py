@@ -11,7 +11,6 @@ import pytest
 
 from megacp.core.data.collate import collate
 from megacp.core.data.reader import PackedDataset
-from megacp.core.data.verify import verify
 from megacp.huggingface.convert.chat import TEMPLATE_FILE
 from megacp.huggingface.convert.chat import template as template_text
 from megacp.huggingface.generation.prompt import PromptMaker
@@ -20,6 +19,7 @@ from megacp.prepare.build.merge import merge
 from megacp.prepare.describe import statistics, statistics_text
 from megacp.prepare.records.parts import SamplePart
 from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
+from megacp.prepare.verify import verify
 from tests.prepare.build.builds import documents, run
 
 USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}

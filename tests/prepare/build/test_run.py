@@ -16,13 +16,13 @@ import megacp.prepare.build.run as build_module
 from megacp.core.data.collate import collate
 from megacp.core.data.reader import PackedDataset
 from megacp.core.data.tables import FLAG_SPLIT, FLAG_TRUNCATED
-from megacp.core.data.verify import verify
 from megacp.prepare.build.journal import locked
 from megacp.prepare.build.run import kept_tokenizer
 from megacp.prepare.build.settings import BuildSettings
 from megacp.prepare.build.unit import UnitBuilder, UnitTask
 from megacp.prepare.records.record import Record
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
+from megacp.prepare.verify import verify
 from tests.prepare.build.builds import documents, expected, files, run, settings, write_records
 
 

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from megacp.core.data.reader import PackedDataset
-from megacp.core.data.verify import verify
+from megacp.prepare.verify import verify
 from tests.prepare.build import builds
 from tests.prepare.media.pictures import TINY, encoded, noise, video
 from tests.prepare.media.test_pixels import BAD, exif

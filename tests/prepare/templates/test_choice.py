@@ -11,12 +11,12 @@ import pytest
 
 from megacp.core.data.manifest import DatasetManifest
 from megacp.core.data.reader import PackedDataset
-from megacp.core.data.verify import verify
 from megacp.prepare.build.merge import merge
 from megacp.prepare.command import main
 from megacp.prepare.records.chat_template import load_chat_template
 from megacp.prepare.records.named_templates import CHATML
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
+from megacp.prepare.verify import verify
 from tests.prepare.build.builds import documents, files, run
 from tests.prepare.templates.public import TEMPLATES, tokenizer_at, write_tokenizer
 from tests.prepare.templates.test_public import ASK, TELL, TOOLS, expected, library

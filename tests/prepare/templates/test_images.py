@@ -12,7 +12,7 @@ import pytest
 
 from megacp.core.data.geometry import image_layout
 from megacp.core.data.reader import PackedDataset
-from megacp.core.data.verify import verify
+from megacp.prepare.verify import verify
 from tests.prepare.build.builds import documents, files, run
 from tests.prepare.media.pictures import TINY, encoded, noise
 from tests.prepare.templates.public import tokenizer_at, write_tokenizer

@@ -1,0 +1,227 @@
+"""Damaged, missing, exchanged and foreign files of a dataset: each ends in a ValueError that names it, at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megacp.core.data import tables
+from megacp.core.data.manifest import DatasetManifest
+from megacp.core.data.reader import OPEN_SHARDS, PackedDataset
+from megacp.core.data.stored_file import StoredFile, crc32
+from megacp.prepare.build.indexed_writer import write_table
+from megacp.prepare.verify import verify
+from tests.data.datasets import IMAGE_RULES, damage, random_packs, sign, weighted_images, write_dataset
+
+
+@pytest.fixture
+def dataset_path(tmp_path: Path) -> Path:
+    """Two shards, of 3 and 2 packs with weights and images."""
+    rng = np.random.default_rng(0)
+    write_dataset(tmp_path / "d", [weighted_images(rng, n) for n in (3, 2)], image_rules=IMAGE_RULES)
+    return tmp_path / "d"
+
+
+def read_all(path: Path) -> None:
+    dataset = PackedDataset(path)
+    for i in range(len(dataset)):
+        images = dataset.pack(i).images
+        assert images is not None
+        for item in np.unique(images.units["item"]).tolist():
+            images.read(item)
+
+
+def flip(path: Path, bit: int) -> None:
+    damage(path, bit // 8, bytes([path.read_bytes()[bit // 8] ^ 1 << bit % 8]))
+
+
+@contextmanager
+def seconds(limit: int) -> Iterator[None]:
+    """Ends what hangs."""
+
+    def hangs(*_: object) -> None:
+        raise AssertionError(f"not done after {limit} s")
+
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(limit)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_each_flipped_bit_is_told_at_open_or_when_its_pack_is_read(dataset_path: Path) -> None:
+    """Would catch a token, a weight, an image or a table that is trained on as the disk happens to give it."""
+    read_all(dataset_path)
+    rng = np.random.default_rng(1)
+    for path in [*sorted((dataset_path / "shard_00001").iterdir()), dataset_path / "manifest.json"]:
+        for bit in rng.choice(8 * path.stat().st_size, 12, replace=False).tolist():
+            sound = path.read_bytes()
+            flip(path, bit)
+            try:
+                same = path.name == "manifest.json" and json.loads(path.read_bytes()) == json.loads(sound)
+            except ValueError:
+                same = False
+            if not same:  # a space for a tab between two fields says the same
+                with pytest.raises(ValueError, match=path.name):
+                    read_all(dataset_path)
+            path.write_bytes(sound)
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 2)
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, cut, pipe, folder, device])
+@pytest.mark.parametrize("name", ["manifest.json", "shard_00001/tokens.bin", "shard_00001/images.idx"])
+def test_a_file_that_is_none_or_not_whole_is_named_and_not_read(dataset_path: Path, name: str, harm) -> None:
+    harm(dataset_path / name)
+    with seconds(20):
+        with pytest.raises(ValueError, match=name):
+            PackedDataset(dataset_path)
+        (found,) = verify(dataset_path)
+    assert name in found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format_version": 1},
+        {"seq_length": 33},
+        {"cp_degrees": [1, 2]},
+        {"tokenizer": {}},
+        {"shards": 3},
+        {"colour": 1},
+    ],
+)
+def test_an_edited_manifest_is_refused(dataset_path: Path, change: dict[str, object]) -> None:
+    path = dataset_path / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ValueError, match=r"manifest\.json: "):
+        PackedDataset(dataset_path)
+
+
+def test_a_manifest_that_leads_out_of_its_folder_or_forgets_a_file_is_refused(dataset_path: Path) -> None:
+    manifest = DatasetManifest.read(dataset_path)
+    first, second = manifest.shards
+    for shard, told in (
+        (dataclasses.replace(first, name="../d"), "plain name"),
+        (dataclasses.replace(first, files=tuple(f for f in first.files if f.name != "packs.npy")), "packs"),
+    ):
+        dataclasses.replace(manifest, shards=(shard, second)).write(dataset_path)
+        with pytest.raises(ValueError, match=told):
+            PackedDataset(dataset_path)
+
+
+def test_two_shards_swapped_and_a_file_cut_while_it_is_open_are_named(dataset_path: Path) -> None:
+    dataset = PackedDataset(dataset_path)
+    os.truncate(dataset_path / "shard_00001/tokens.bin", 5)
+    with pytest.raises(ValueError, match=r"shard_00001/tokens\.bin: has 5 bytes, it had 60"):
+        dataset.pack(4)
+    for old, new in (("shard_00000", "x"), ("shard_00001", "shard_00000"), ("x", "shard_00001")):
+        (dataset_path / old).rename(dataset_path / new)
+    with pytest.raises(ValueError, match="shard_00000/"):
+        PackedDataset(dataset_path)
+
+
+def test_a_table_of_other_columns_or_a_pickle_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "packs.npy"
+    for table in (np.zeros(5), np.array([{}], object), np.zeros(3, tables.SEGMENT_DTYPE)):
+        np.save(path, table, allow_pickle=True)
+        with pytest.raises(ValueError, match=r"packs\.npy: is no table of"):
+            tables.table_of(StoredFile(path), tables.PACK_DTYPE)
+    write_table(path, np.zeros(3, tables.PACK_DTYPE))
+    assert len(tables.table_of(StoredFile(path), tables.PACK_DTYPE)) == 3
+
+
+def test_other_documents_of_the_same_lengths_have_another_fingerprint(tmp_path: Path) -> None:
+    """Would catch ranks that train on different data under one manifest."""
+    packs = random_packs(np.random.default_rng(0), 6)
+    write_dataset(tmp_path / "a", [packs])
+    write_dataset(tmp_path / "b", [[[dataclasses.replace(s, tokens=99 - s.tokens) for s in pack] for pack in packs]])
+    for name in ("manifest.json", "shard_00000/checksums.npy"):
+        (tmp_path / "b" / name).write_bytes((tmp_path / "a" / name).read_bytes())
+    one, two = PackedDataset(tmp_path / "a"), PackedDataset(tmp_path / "b")
+    assert one.manifest.fingerprint == two.manifest.fingerprint and one.fingerprint != two.fingerprint
+    (tmp_path / "a").rename(tmp_path / "moved")
+    assert PackedDataset(tmp_path / "moved").fingerprint == one.fingerprint
+    with pytest.raises(ValueError, match=r"b/shard_00000/tokens\.bin: pack 3 has the checksum"):
+        two.pack(3)
+
+
+def test_verify_tells_each_damaged_file_in_one_line(dataset_path: Path) -> None:
+    assert verify(dataset_path) == []
+    damage(dataset_path / "shard_00000/tokens.bin", 3, b"\xff")
+    damage(dataset_path / "shard_00001/images.bin", 0, b"\x00\x00")
+    (dataset_path / "shard_00001/units.npy").unlink()
+    found = verify(dataset_path)
+    assert [line.split("shard_0000")[1].split(":")[0] for line in found] == [
+        "0/tokens.bin",
+        "1/images.bin",
+        "1/units.npy",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "offset", "value", "told"),
+    [
+        ("tokens.bin", 40, b"\xff\xff", "token ids"),
+        ("weights.bin", 80, np.array([np.nan], "<f4").tobytes(), "loss weights"),
+        ("tokens.bin", 2 * 16, b"\x06", "image features"),
+    ],
+)
+def test_verify_reads_what_hashes_cannot_tell(
+    dataset_path: Path, name: str, offset: int, value: bytes, told: str
+) -> None:
+    """Would catch a builder that stores ids beyond the vocabulary or weights that are no numbers, with right hashes."""
+    damage(dataset_path / "shard_00000" / name, offset, value)
+    shard = dataset_path / "shard_00000"
+    sign(dataset_path)
+    checksums = np.array(tables.table_of(StoredFile(shard / "checksums.npy"), tables.CHECKSUM_DTYPE))
+    dataset = PackedDataset(dataset_path).shard(0)
+    for column, reader in (("tokens", dataset.tokens), ("weights", dataset.weights)):
+        assert reader is not None
+        bounds = reader.boundaries.tolist()
+        checksums[column] = [crc32(reader.stored(*pair)) for pair in zip(bounds[:-1], bounds[1:], strict=True)]
+    write_table(shard / "checksums.npy", checksums)
+    sign(dataset_path)
+    assert any(told in line for line in verify(dataset_path))
+
+
+@pytest.mark.slow
+def test_a_pack_outlives_the_shard_it_came_from(tmp_path: Path) -> None:
+    """Would catch a descriptor that is closed, or given to another file, while a thread still reads images by it."""
+    rng = np.random.default_rng(0)
+    write_dataset(tmp_path, [weighted_images(rng, 1) for _ in range(OPEN_SHARDS + 2)], image_rules=IMAGE_RULES)
+    dataset = PackedDataset(tmp_path)
+    first = dataset.pack(0).images
+    assert first is not None
+    before = first.read(0)
+    for i in range(1, len(dataset)):
+        dataset.pack(i)
+    assert first.read(0) == before
+    assert len(os.listdir("/proc/self/fd")) <= 3 * OPEN_SHARDS + 100
