@@ -11,10 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tests.data.datasets import damage, random_packs, write_dataset, write_older
 from tests.tools.in_process import preprocessed as tool
 
 ROOT = Path(__file__).parents[2]
@@ -97,27 +95,6 @@ def test_inspect_stats_verify_and_merge(corpus: Path, tmp_path: Path) -> None:
     assert_one_line_error(tool("inspect", tmp_path / "a", "--pack", 10**6))
     for flag in ("--characters", "--documents"):
         assert f"{flag} is -2, it must be at least 0" in tool("inspect", tmp_path / "a", flag, -2).stderr
-
-
-def test_verify_tells_one_line_a_file_and_what_an_older_dataset_cannot_tell(tmp_path: Path) -> None:
-    packs = [random_packs(np.random.default_rng(0), 3), random_packs(np.random.default_rng(1), 2)]
-    write_older(tmp_path / "older", packs)
-    sound = tool("verify", tmp_path / "older")
-    assert sound.returncode == 0 and "older: sound (built in format 1, without checksums of packs" in sound.stdout
-    write_dataset(tmp_path / "d", packs)
-    damage(tmp_path / "d/shard_00000/tokens.bin", 0, b"\xff")
-    damage(tmp_path / "d/shard_00001/packs.npy", 6, b"\xff")
-    (tmp_path / "d/shard_00001/tokens.idx").unlink()
-    (tmp_path / "d/shard_00001/tokens.idx").mkdir()
-    damaged = tool("verify", tmp_path / "d", tmp_path / "older")
-    assert damaged.returncode == 1 and "older: sound" in damaged.stdout
-    lines = damaged.stderr.splitlines()
-    assert [line.split(f"{tmp_path}/d/shard_0000")[1].split(" ")[0] for line in lines] == [
-        "0/tokens.bin:",
-        "1/packs.npy:",
-        "1/tokens.idx",
-    ]
-    assert lines[0].endswith("changed packs: 0") and all(line.startswith("error: ") for line in lines)
 
 
 def test_verify_names_the_damaged_file_and_exits_with_1(corpus: Path, tmp_path: Path) -> None:
