@@ -10,8 +10,7 @@ from megacp.core.checkpoint.directory import LATEST_FILE, committed, traces_of_c
 from megacp.core.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from megacp.core.checkpoint.names import TensorBox
 from megacp.core.checkpoint.pending import Contents, PendingCheckpoint, SaveError
-from megacp.core.storage.retry import UnreachableError
-from megacp.core.storage.url import Url
+from megacp.core.storage.url import UnreachableError, Url
 from tests.checkpoint.test_commit import WORLD, boxes, value
 from tests.storage.stores import FlakyStore, flaky, memory, under_flaky
 

@@ -2,103 +2,14 @@
 
 from __future__ import annotations
 
-import errno
-import logging
+import socket
+import threading
+import time
 
 import pytest
 
-from megacp.core.storage.retry import RetryRule, UnreachableError, may_pass, retried
-from tests.storage.stores import Busy, flaky, memory, under_flaky
-
-QUICK = RetryRule(attempts=4, first_seconds=0.001, most_seconds=0.002)
-
-
-class ReadTimeoutError(Exception):
-    """As botocore's, known by the name of a class above it."""
-
-
-class HTTPClientError(Exception):
-    """The name that the table has."""
-
-
-class EndpointError(HTTPClientError):
-    """A class below it."""
-
-
-def caused_by(error: Exception, cause: Exception) -> Exception:
-    error.__cause__ = cause
-    return error
-
-
-@pytest.mark.parametrize(
-    ("error", "passes"),
-    [
-        (ConnectionResetError("cut"), True),
-        (TimeoutError(), True),
-        (OSError(errno.EBUSY, "slow down"), True),
-        (Busy("slow down"), True),
-        (EndpointError("no answer"), True),
-        (caused_by(FileNotFoundError("x"), Busy("slow down")), True),  # how fsspec tells of a busy web server
-        (FileNotFoundError("x"), False),
-        (PermissionError(errno.EACCES, "no"), False),
-        (ReadTimeoutError("of another package"), False),
-        (ValueError("wrong"), False),
-    ],
-)
-def test_the_tables_say_what_passes(error: Exception, passes: bool) -> None:
-    assert may_pass(error) is passes
-
-
-def test_an_action_is_tried_until_it_succeeds(caplog: pytest.LogCaptureFixture) -> None:
-    left = [Busy("slow down"), ConnectionResetError("cut")]
-
-    def action() -> str:
-        if left:
-            raise left.pop()
-        return "done"
-
-    with caplog.at_level(logging.WARNING):
-        assert retried(action, "s3://b/c", QUICK) == "done"
-    assert [record.message.split(";")[0] for record in caplog.records] == [
-        "s3://b/c: ConnectionResetError: cut",
-        "s3://b/c: Busy: slow down",
-    ]
-
-
-def test_the_last_failure_names_the_object_and_the_attempts() -> None:
-    asked = []
-
-    def action() -> None:
-        asked.append(1)
-        raise Busy("slow down")
-
-    with pytest.raises(UnreachableError, match=r"^s3://b/c: Busy: slow down \(tried 4 times\)$"):
-        retried(action, "s3://b/c", QUICK)
-    assert len(asked) == 4
-
-
-def test_what_does_not_pass_is_tried_once() -> None:
-    asked = []
-
-    def action() -> None:
-        asked.append(1)
-        raise PermissionError("no")
-
-    with pytest.raises(UnreachableError, match=r"^s3://b/c: PermissionError: no$"):
-        retried(action, "s3://b/c", QUICK)
-    assert len(asked) == 1
-
-
-def test_an_unreached_store_is_no_damaged_file() -> None:
-    """Would catch a reader that skips the rest of a file because the network was down."""
-    assert not issubclass(UnreachableError, OSError)
-
-
-def test_pauses_double_are_spread_and_have_a_limit() -> None:
-    rule = RetryRule(attempts=9, first_seconds=1.0, most_seconds=5.0)
-    for failures, most in enumerate([1.0, 2.0, 4.0, 5.0, 5.0], 1):
-        pauses = {rule.pause(failures) for _ in range(20)}
-        assert most / 2 <= min(pauses) < max(pauses) <= most
+from megacp.core.storage.url import UnreachableError, Url
+from tests.storage.stores import FlakyStore, flaky, memory, under_flaky
 
 
 def test_a_store_that_fails_every_third_request_gives_the_same_bytes() -> None:
@@ -112,3 +23,47 @@ def test_a_store_that_fails_every_third_request_gives_the_same_bytes() -> None:
         assert place.sizes_below() == {f"{number}": len(data) for number in range(10)}
     assert store.failed["short read"] and store.failed["write"]
     assert (url / "3").content(1 << 20) == data
+
+
+@pytest.mark.parametrize(("error", "times"), [(PermissionError("no"), 1), (ConnectionResetError("cut"), 6)])
+def test_what_passes_is_tried_six_times_and_all_else_once(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, times: int
+) -> None:
+    """Would catch a reader that takes an unreached store for a damaged file, and skips the rest of it."""
+    asked = []
+
+    def refuse(self: FlakyStore, path: str, value: bytes, **kwargs: object) -> None:
+        asked.append(1)
+        raise error
+
+    monkeypatch.setattr(FlakyStore, "pipe_file", refuse)
+    with flaky(0.0), pytest.raises(UnreachableError, match=rf"/a: .*\(tried {times} times\)"):
+        (under_flaky(memory()) / "a").write(b"1")
+    assert len(asked) == times and not issubclass(UnreachableError, OSError)
+
+
+@pytest.mark.slow
+def test_a_store_that_accepts_and_closes_connections_ends_within_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch retries around retries around retries, which took minutes."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def close_all() -> None:
+        while True:
+            try:
+                listener.accept()[0].close()
+            except OSError:
+                return
+
+    threading.Thread(target=close_all, daemon=True).start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{listener.getsockname()[1]}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    begin = time.monotonic()
+    with pytest.raises(UnreachableError, match="s3://bucket/a"):
+        Url("s3://bucket/a").content(10)
+    assert time.monotonic() - begin < 60
+    s3fs.S3FileSystem.clear_instance_cache()
+    listener.close()

@@ -11,8 +11,7 @@ import pytest
 import s3fs
 
 from megacp.core.storage.place import open_stream, sha256_of
-from megacp.core.storage.retry import UnreachableError
-from megacp.core.storage.url import Url
+from megacp.core.storage.url import UnreachableError, Url
 from tests.storage.s3_server import S3Server, s3_server
 
 DATA = bytes(range(256)) * 40_000  # 10 MB

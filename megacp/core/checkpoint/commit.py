@@ -23,8 +23,7 @@ from megacp.core.distributed.collectives import all_reduce
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage.files import StrPath
 from megacp.core.storage.place import Place, place_of, read_content
-from megacp.core.storage.retry import UnreachableError
-from megacp.core.storage.url import Url
+from megacp.core.storage.url import UnreachableError, Url
 from megacp.core.storage.wording import listed
 
 _log = logging.getLogger(__name__)

@@ -23,8 +23,7 @@ from megacp.core.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from megacp.core.storage import files
 from megacp.core.storage.files import StrPath
 from megacp.core.storage.place import Place, folders_in, place_of, read_content
-from megacp.core.storage.retry import UnreachableError
-from megacp.core.storage.url import Url
+from megacp.core.storage.url import UnreachableError, Url
 
 LATEST_FILE = "latest"
 LOCK_FILE = "lock"

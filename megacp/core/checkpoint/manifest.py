@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megacp.core.storage.place import Place, read_content, sha256_of
-from megacp.core.storage.retry import UnreachableError
+from megacp.core.storage.url import UnreachableError
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 2

@@ -1,14 +1,10 @@
-"""A place, a local path or a URL: one set of calls for what is read and written at either.
-
-Key property: a local path goes the way that `megacp.core.storage.files` makes it go, and fsspec is not imported for it.
-"""
+"""A local path or a URL: one set of calls for what is read and written at either; fsspec is not imported for a path."""
 
 from __future__ import annotations
 
 import glob
 import hashlib
 import io
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -126,11 +122,13 @@ def fetched(folder: Url, key: str) -> Path:
 
 
 class _Ranges(io.RawIOBase):
-    """An object as a file that can seek: a few blocks of it are kept, and a long read is one request."""
+    """An object as a file that can seek; fsspec keeps a few blocks, as containers are read here and there by turns."""
 
     def __init__(self, url: Url, size: int) -> None:
-        self._url, self._size, self._at = url, size, 0
-        self._blocks: OrderedDict[int, bytes] = OrderedDict()
+        from fsspec.caching import BlockCache
+
+        self._size, self._at = size, 0
+        self._blocks = BlockCache(_BLOCK, lambda start, stop: url.read(start, min(stop, size) - start), size, _KEPT)
 
     def readable(self) -> bool:
         return True
@@ -146,23 +144,7 @@ class _Ranges(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        count = max(0, min(len(buffer), self._size - self._at))
-        if count >= _BLOCK:
-            data = self._url.read(self._at, count)
-        elif count:
-            number, start = divmod(self._at, _BLOCK)
-            data = self._block(number)[start : start + count]
-        else:
-            return 0
+        data = self._blocks._fetch(self._at, min(self._at + len(buffer), self._size))
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
-
-    def _block(self, number: int) -> bytes:
-        if number not in self._blocks:
-            begin = number * _BLOCK
-            self._blocks[number] = self._url.read(begin, min(_BLOCK, self._size - begin))
-            if len(self._blocks) > _KEPT:
-                self._blocks.popitem(last=False)
-        self._blocks.move_to_end(number)
-        return self._blocks[number]

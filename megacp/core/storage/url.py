@@ -1,22 +1,31 @@
 """An object in a store, or a folder of them, by its URL: what fsspec can do with it, with retries.
 
-Key property: a `Url` is text, as a Path is, so it can be joined, compared, pickled and sent to other ranks. Each call
-asks the store anew: nothing that was listed is remembered, since other machines write there. Credentials and
-endpoints come from the files and variables that each library reads by itself; no flag takes one.
+A `Url` is text, as a Path is, so it can be joined, compared, pickled and sent to other ranks. Each call asks the store
+anew, since other machines write there. Credentials and endpoints come from the files and variables that each library
+reads by itself.
+
+A store that is not reached ends as one ValueError that names the object. It is no OSError: a reader of records takes
+those for damage of the file, and would go on behind it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import logging
+import os
+import random
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 from urllib.parse import unquote
 
-from megacp.core.storage.retry import RedirectError, retried
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _CLIMBS = re.compile(r"(^|[/\\])\.\.($|[/\\;])")
@@ -39,7 +48,19 @@ _VERSIONS = ("ETag", "etag", "md5Hash", "generation", "blob_id", "LastModified",
 """What stores say of an object's content, the surest first."""
 _PART = 64 << 20
 """Bytes that are sent, or asked for, at a time."""
-_CONNECT_SECONDS, _SILENT_SECONDS = 30, 60
+_CONNECT_SECONDS, _SILENT_SECONDS = 10, 30
+_ATTEMPTS, _SECONDS = 6, 15.0
+"""A request is not repeated once it was tried so often, or for so long."""
+_TRANSIENT = (408, 425, 429)
+"""Refusals of a server that pass; its own errors, 500 and above, do too."""
+
+
+class UnreachableError(ValueError):
+    """An object that cannot be read or written, however often it was tried; the message names it."""
+
+
+class RedirectError(ValueError):
+    """A server names another location for an object, where none but the asked one may be read."""
 
 
 def is_url(text: object) -> bool:
@@ -244,9 +265,45 @@ class Url:
         except FileNotFoundError:
             return
 
-    def _do(self, action: Callable[[Any, str], Any], redirects: bool = True) -> Any:
+    def _do(self, action: Callable[[Any, str], _T], redirects: bool = True) -> _T:
         fs, path = _client(self, redirects)
-        return retried(lambda: action(fs, path), self.text)
+        return _retried(lambda: action(fs, path), self.text)
+
+
+def _retried(action: Callable[[], _T], what: str) -> _T:
+    """`action`, again while it fails in a way that may pass; `what` names the object in the log and in errors."""
+    begin = time.monotonic()
+    for failures in range(1, _ATTEMPTS + 1):
+        try:
+            return action()
+        except Exception as error:
+            redirect = error if isinstance(error, RedirectError) else error.__cause__
+            if isinstance(redirect, RedirectError):
+                raise redirect from None
+            transient = _is_transient(error)
+            if isinstance(error, FileNotFoundError) and not transient:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), what) from error
+            if isinstance(error, ValueError) and not transient:
+                raise
+            reason = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+            if failures == _ATTEMPTS or not transient or time.monotonic() - begin >= _SECONDS:
+                raise UnreachableError(f"{what}: {reason} (tried {failures} times)") from error
+            _log.warning("%s: %s; again (%d of %d)", what, reason, failures, _ATTEMPTS)
+        time.sleep(min(5.0, 0.2 * 2**failures) * random.uniform(0.5, 1.0))  # ranks do not come back together
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _is_transient(error: BaseException) -> bool:
+    """Whether a request may succeed later: not where the server or this program refuses it."""
+    cause = error.__cause__
+    found = [getattr(one, "status", None) or getattr(one, "code", None) for one in (error, cause)]
+    status = next((one for one in found if isinstance(one, int)), 0)
+    response = getattr(cause, "response", None)  # botocore keeps the status in a table
+    if not status and isinstance(response, dict):
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    if status:
+        return status in _TRANSIENT or status >= 500
+    return not isinstance(error, FileNotFoundError | PermissionError | ValueError | NotImplementedError | RuntimeError)
 
 
 class _Written:
@@ -309,9 +366,14 @@ def _client(url: Url, redirects: bool) -> tuple[Any, str]:
         import fsspec
     except ImportError as error:
         raise ValueError(f"{url}: URLs need the package fsspec: pip install 'megacp[store]'") from error
+    options: dict[str, Any] = {}
+    if scheme in ("s3", "s3a"):  # s3fs has retries of its own above botocore's: one of both is enough
+        limits = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _SILENT_SECONDS}
+        options = {"config_kwargs": {**limits, "retries": {"total_max_attempts": 1}}}
     try:
-        options: dict[str, Any] = {"client_kwargs": {"timeout": _timeout()}} if scheme in _HTTP else {}
-        if options and not redirects:
+        if scheme in _HTTP:
+            options = {"client_kwargs": {"timeout": _timeout()}}
+        if scheme in _HTTP and not redirects:
             options["client_kwargs"]["raise_for_status"] = _refuse_redirect
             options["allow_redirects"] = False
         return fsspec.core.url_to_fs(url.text, use_listings_cache=False, **options)

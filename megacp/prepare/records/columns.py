@@ -15,8 +15,7 @@ from typing import Any
 from megacp.core.storage.files import parse_json, read_json
 from megacp.core.storage.json_fields import PLAIN_NAME
 from megacp.core.storage.place import folders_in, open_input, place_of, read_content, suffix_of
-from megacp.core.storage.retry import UnreachableError
-from megacp.core.storage.url import Url, is_url
+from megacp.core.storage.url import UnreachableError, Url, is_url
 from megacp.prepare.records.arrow_buffers import LazyBytes, blocks, rows_of, swelling
 from megacp.prepare.records.record import Record, Refusal
 

@@ -18,8 +18,7 @@ import zstandard
 
 from megacp.core.data.manifest import MANIFEST_NAME
 from megacp.core.data.reader import PackedDataset
-from megacp.core.storage.retry import UnreachableError
-from megacp.core.storage.url import Url
+from megacp.core.storage.url import UnreachableError, Url
 from megacp.prepare.build.journal import JOURNAL_NAME
 from megacp.prepare.build.parts import BuildPart
 from megacp.prepare.build.run import BuildSummary, build, build_part, kept_tokenizer
