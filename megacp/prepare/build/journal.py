@@ -1,10 +1,8 @@
 """The directory of a build: its lock, and `journal.jsonl`, which says what is finished.
 
-Key property: a line is appended and made durable only after its shard has its final name. A line torn by a crash is cut
-off, and its unit is built again. Rejected: to infer progress from shard directories, which do not tell their settings.
-
 The first line holds everything that decides the bytes, so that a rerun with other settings is refused by name. Each
-other line is one finished unit.
+other line is one finished unit, made durable after its shard has its final name. A line torn by a crash is cut off, and
+its unit is built again.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from typing import Any
 
 from megacp.core.data.manifest import MANIFEST_NAME, ShardEntry
 from megacp.core.storage import files
-from megacp.core.storage.json_fields import Fields
 from megacp.prepare.build.unit import IMAGES_DIRECTORY, UnitResult
 from megacp.prepare.build.upload import FAILED_IMAGES_NAME, JOURNAL_NAME, REJECTS_NAME, TOKENIZER_DIRECTORY
 from megacp.prepare.records.record import Refusal
@@ -173,18 +170,12 @@ class Journal:
 
     def _parse(self, text: bytes) -> tuple[dict[str, Any], list[UnitResult]]:
         """The settings, and a result for each further line."""
-        results = []
-        number, before = 0, None
+        number = 0
         try:
-            for number, line in enumerate(text.splitlines(), 1):
-                value = files.parse_json(line)
-                if number == 1:
-                    before = Fields(value).object("settings").values
-                else:
-                    results.append(_from_json(value))
-            if before is None:
-                raise ValueError("it has no first line")
-        except ValueError as error:
+            first, *lines = text.splitlines()
+            before = json.loads(first)["settings"]
+            results = [_from_json(json.loads(line)) for number, line in enumerate(lines, 2)]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{self.path} is damaged (line {number}: {error}); --overwrite starts again") from error
         return before, results
 
@@ -222,27 +213,8 @@ def _to_json(result: UnitResult) -> dict[str, Any]:
     return values
 
 
-def _from_json(value: Any) -> UnitResult:
-    fields = Fields(value)
-    shard = fields.optional_object("shard")
-    result = UnitResult(
-        fields.integer("unit"),
-        None if shard is None else ShardEntry.from_json(shard),
-        fields.integer("documents"),
-        _refusals(fields, "refusals"),
-        _refusals(fields, "dropped"),
-        fields.boolean("has_ids"),
-        *(fields.integer(name) if fields.has(name) else 0 for name in ("learned_tokens", "unlearned")),
-    )
-    fields.done()
-    return result
-
-
-def _refusals(fields: Fields, name: str) -> tuple[Refusal, ...]:
-    refusals = []
-    for refusal in fields.objects(name):
-        line, offset = refusal.integer("line"), refusal.integer("offset")
-        url = refusal.text("url") if refusal.has("url") else ""
-        refusals.append(Refusal(refusal.text("file"), line, offset, refusal.text("reason"), url))
-        refusal.done()
-    return tuple(refusals)
+def _from_json(values: dict[str, Any]) -> UnitResult:
+    shard = values.pop("shard")
+    for name in ("refusals", "dropped"):
+        values[name] = tuple(Refusal(**refusal) for refusal in values[name])
+    return UnitResult(entry=ShardEntry.from_json(shard) if shard else None, **values)
