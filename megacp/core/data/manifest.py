@@ -161,7 +161,7 @@ class DatasetManifest:
             return _parsed(values)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise ValueError(
-                f"{path}: no such file; a finished dataset has one (was its build interrupted?)"
+                f"{path}: no such file; a finished dataset has one (was the build, or the upload, interrupted?)"
             ) from error
         except OSError as error:
             raise ValueError(f"{path}: cannot be read: {error.strerror}") from error

@@ -1,8 +1,4 @@
-"""What the operating system refuses while a dataset is built, as one message: which path, how many bytes, what to do.
-
-Key property: a full disk reads the same whichever write met it, in this process or in a worker. The bare OSError names
-no file after `write`.
-"""
+"""What the operating system refuses while a dataset is built, as one message: which path, and what to do."""
 
 from __future__ import annotations
 
@@ -21,34 +17,22 @@ class StorageFault(ValueError):
 
 
 @contextmanager
-def told(output: Path, shard: Path | None = None) -> Iterator[None]:
-    """Turn an OSError into a StorageFault of `output`; `shard`: its folder that is being written."""
+def storage_faults(output: Path) -> Iterator[None]:
+    """Turn an OSError into a StorageFault of `output`: after `write`, the bare one names no file."""
     try:
         yield
     except OSError as error:
-        raise StorageFault(_message(error, output, shard)) from error
-
-
-def _message(error: OSError, output: Path, shard: Path | None) -> str:
-    reason = error.strerror or str(error)  # numpy raises "N requested and M written" without a number
-    if error.errno is not None and error.errno not in _FULL:
-        if error.filename is None:
-            return f"{reason}, while the input was read or --output {output} was written"
-        name = os.fsdecode(error.filename)
-        inside = Path(os.path.abspath(name)).is_relative_to(os.path.abspath(output))
-        return f"--output {output}: {name}: {reason}" if inside else f"{name}: {reason}"
-    written = f", {_size(shard):,} bytes of {shard.name} were written" if shard is not None else ""
-    return (
-        f"--output {output}: {reason}{written}, {_free(output):,} bytes are free there; "
-        "what is finished stays: make room and run the same command again"
-    )
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*") if path.is_file())
-
-
-def _free(folder: Path) -> int:
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+        reason = error.strerror or str(error)  # numpy raises "N requested and M written" without a number
+        name = os.fsdecode(error.filename) if error.filename is not None else ""
+        if error.errno is None or error.errno in _FULL:
+            there = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
+            message = (
+                f"--output {output}: {reason}, {shutil.disk_usage(there).free:,} bytes are free there; "
+                "what is finished stays: make room and run the same command again"
+            )
+        elif not name:
+            message = f"{reason}, while the input was read or --output {output} was written"
+        else:
+            inside = Path(os.path.abspath(name)).is_relative_to(os.path.abspath(output))
+            message = f"--output {output}: {name}: {reason}" if inside else f"{name}: {reason}"
+        raise StorageFault(message) from error

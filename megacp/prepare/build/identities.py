@@ -1,7 +1,6 @@
 """The ids of records while a build runs: which of them stand in more than one unit.
 
-Key property: memory is bounded for any number of ids. Every unit leaves a table sorted by digest, and the tables are
-joined a range of digests at a time. Rejected: one table of all ids, 150 bytes each while it is sorted.
+Every unit leaves a table of digests, 40 bytes an id, so that any executor and any restart find the same pairs.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ import numpy as np
 from megacp.core.storage.files import replacement
 
 IDENTITY_DTYPE = np.dtype([("digest", "S16"), ("source", "<i4"), ("offset", "<i8"), ("line", "<i8")])
-_AT_ONCE = 1_000_000
-"""Ids that are compared at a time, about."""
 
 
 class Repeated(NamedTuple):
@@ -44,33 +41,18 @@ def write_identities(path: Path, rows: Sequence[tuple[bytes, int, int, int]]) ->
     if rows:
         path.parent.mkdir(exist_ok=True)
         with replacement(path) as stream:
-            np.save(stream, np.sort(np.array(rows, dtype=IDENTITY_DTYPE), order="digest"), allow_pickle=False)
+            np.save(stream, np.array(rows, dtype=IDENTITY_DTYPE), allow_pickle=False)
 
 
-def repeated(paths: dict[int, Path], at_once: int = _AT_ONCE) -> Iterator[Repeated]:
-    """The ids of the units in `paths` that an earlier unit holds, in the order of their digests."""
-    steps = max(1, sum(len(_table(path)) for path in paths.values()) // at_once) if paths else 0
-    stops = dict.fromkeys(paths, 0)
-    for step in range(1, steps + 1):
-        # digests below it by their first 8 bytes; the last step takes all that is left
-        limit = ((step << 64) // steps).to_bytes(9, "big")[1:] if step < steps else None
-        tables, owners = [], []
-        for unit, path in paths.items():
-            table = _table(path)
-            stop = len(table) if limit is None else int(np.searchsorted(table["digest"], limit))
-            tables.append(np.array(table[stops[unit] : stop]))
-            owners.append(np.full(stop - stops[unit], unit))
-            stops[unit] = stop
-        yield from _repeated_in(np.concatenate(tables), np.concatenate(owners))
-
-
-def _repeated_in(table: np.ndarray, owner: np.ndarray) -> Iterator[Repeated]:
+def repeated(paths: dict[int, Path]) -> Iterator[Repeated]:
+    """The ids of the units in `paths` (rising) that an earlier unit holds, in the order of their digests."""
+    if not paths:
+        return
+    tables = [np.load(path, allow_pickle=False) for path in paths.values()]
+    table = np.concatenate(tables)
+    owner = np.repeat(list(paths), [len(one) for one in tables])
     order = np.argsort(table["digest"], kind="stable")  # equal digests stay in the order of the units
     keys = table["digest"][order]
     for i in (np.flatnonzero(keys[1:] == keys[:-1]) + 1).tolist():
         first = int(np.searchsorted(keys, keys[i]))
         yield Repeated(int(owner[order[i]]), table[order[i]], table[order[first]])
-
-
-def _table(path: Path) -> np.ndarray:
-    return np.load(path, mmap_mode="r", allow_pickle=False)

@@ -1,13 +1,13 @@
-"""Several datasets made with the same tokenizer and lengths become one directory.
+"""Several datasets made with the same tokenizer and lengths become one directory: packs are copied, not repacked.
 
-Key property: packs are copied, not repacked, and every byte is checked against its manifest on the way: a damaged shard
-cannot get in. Rejected: a manifest that points into other directories, which breaks when one of them moves.
+Every byte is checked against its manifest on the way.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,14 +21,13 @@ from megacp.core.data.reader import PackedDataset
 from megacp.core.data.stored_file import StoredFile
 from megacp.core.storage import files
 from megacp.core.storage.wording import listed
-from megacp.prepare.build.faults import told
-from megacp.prepare.build.indexed_writer import HashedFile, write_table
+from megacp.prepare.build.faults import storage_faults
+from megacp.prepare.build.indexed_writer import write_table
 from megacp.prepare.build.journal import Journal, is_dataset, locked, prepare_directory
 from megacp.prepare.build.run import copy_tokenizer
 from megacp.prepare.build.unit import shard_name
 from megacp.prepare.build.upload import REJECTS_NAME, TOKENIZER_DIRECTORY
 
-_BLOCK = 1 << 20
 _SHOWN = 5
 """Datasets, and differences of each, that are told at most."""
 _FLAGS = {
@@ -79,7 +78,7 @@ def merge(inputs: Sequence[str], output: str, overwrite: bool = False) -> Datase
     ]
     if mismatches:
         raise ValueError(f"these datasets cannot be merged with {inputs[0]}: {listed(mismatches, _SHOWN, '; ')}")
-    with told(directory):
+    with storage_faults(directory):
         return _merged(inputs, manifests, directory, overwrite)
 
 
@@ -118,28 +117,20 @@ def _merged(
 
 
 def _copy_shard(source: Path, entry: ShardEntry, target: Path, shift: int) -> ShardEntry:
-    """Copy one shard; its segments' `source_file` grows by `shift`."""
+    """Copy one shard and compare its hashes; its segments' `source_file` grows by `shift`."""
     temporary = target.with_name(f".{target.name}.partial")
-    temporary.mkdir()
-    copies = []
+    shutil.copytree(source, temporary)
     for file in entry.files:
-        copied = _copy(source / file.name, temporary / file.name)
-        if copied != file:
-            raise ValueError(f"{source / file.name}: sha256 is {copied.sha256}, the manifest says {file.sha256}")
-        if file.name == "segments.npy" and shift:
-            table = np.array(tables.table_of(StoredFile(source / file.name), tables.SEGMENT_DTYPE))
-            table["source_file"] += shift
-            path, size, sha256 = write_table(temporary / file.name, table)
-            copied = FileEntry(path.name, size, sha256)
-        copies.append(copied)
+        found = files.sha256_of(temporary / file.name, file.size)[1]
+        if found != file.sha256:
+            raise ValueError(f"{source / file.name}: sha256 is {found}, the manifest says {file.sha256}")
+    copies = list(entry.files)
+    if shift:
+        path = temporary / "segments.npy"
+        table = np.array(tables.table_of(StoredFile(path), tables.SEGMENT_DTYPE))
+        table["source_file"] += shift
+        written, size, sha256 = write_table(path, table)
+        copies = [FileEntry(written.name, size, sha256) if file.name == written.name else file for file in copies]
+    files.sync_below(temporary)
     files.place_folder(temporary, target)
     return dataclasses.replace(entry, name=target.name, files=tuple(copies))
-
-
-def _copy(source: Path, target: Path) -> FileEntry:
-    copy = HashedFile(target)
-    with open(source, "rb") as stream:
-        while block := stream.read(_BLOCK):
-            copy.write(block)
-    sha256 = copy.close()
-    return FileEntry(target.name, copy.size, sha256)

@@ -1,9 +1,7 @@
 """Which documents share a pack: best-fit decreasing for tokens, and first-fit with a second budget for image crops.
 
-Key property: exact and deterministic, every item once. Best-fit decreasing is not walked item by item: all items of one
-length that go to packs of one free space move in one step. A segment tree over free space finds the best fit. The
-outcome is that of the textbook loop. Rejected: to concatenate and chop, which cuts documents, and a heap of packs,
-which takes seconds for 100k documents.
+Every item has one pack, and the result is deterministic. Best-fit decreasing is not walked item by item: all items of
+one length that go to packs of one free space move in one step. A segment tree over free space finds the best fit.
 
 "Length" is whatever must fit: pass padded lengths. Items keep their arrival order inside a pack.
 """
@@ -119,8 +117,9 @@ class FreeSpaceTree:
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
     """Exact best-fit decreasing: longest item first, into the pack where least space is left over.
 
-    lengths: integers [n], 1 <= length <= capacity. Equal items go in arrival order; among packs of equal free space
-    the one that reached it last. Packs are numbered by their longest item. ValueError when an item does not fit.
+    lengths: integers [n], 1 <= length <= capacity. Equal items go in arrival order. Among packs of equal free space
+    those that reached it last are filled as one group, in their order: `[6, 6, 3, 3]` in 10 is `[6, 3], [6, 3]`.
+    Packs are numbered by their longest item. ValueError when an item does not fit.
     Time: O(n) array work plus one tree search per step (at most a few per distinct length in practice).
     """
     lengths = np.asarray(lengths, dtype=np.int64)

@@ -1,8 +1,4 @@
-"""The progress of a build on stderr, a bar on a terminal and a line now and then elsewhere; and what a build did.
-
-Key property: all of it is computed from a few sums and the results of units, so nothing is counted twice in resumed
-builds.
-"""
+"""The progress of a build on stderr, a bar on a terminal and a line now and then elsewhere; and what a build did."""
 
 from __future__ import annotations
 
@@ -35,9 +31,6 @@ class BuildProgress:
     image_bytes: int = 0
     """Stored of images and videos; those that lie in files of their own are no bytes of the input."""
 
-    cluster: str = ""
-    """On how many nodes, where there are others."""
-
     def __post_init__(self) -> None:
         self._terminal = self.stream.isatty()
         self._started = self._shown = time.monotonic()
@@ -54,12 +47,6 @@ class BuildProgress:
             self._shown = now
             self._write(f"\r\x1b[K{self.line()}" if self._terminal else f"{self.line()}\n")
 
-    def grown(self, nodes: int, cpus: int) -> None:
-        """The work is now done on so many nodes with so many CPUs."""
-        told = f"on {nodes} node{'s' if nodes != 1 else ''}, {cpus} CPU{'s' if cpus != 1 else ''}"
-        self.cluster = f"  {told}"
-        self._write(f"\r\x1b[K{told}\n" if self._terminal else f"{told}\n")
-
     def line(self) -> str:
         """The progress in one line."""
         seconds = max(self.seconds, 1e-9)
@@ -69,7 +56,7 @@ class BuildProgress:
         return (
             f"[{filled:<{_WIDTH}}] {done:4.0%}  {self.documents / seconds:,.0f} docs/s  "
             f"{rate(self.read_bytes, seconds)}  {self.tokens / seconds:,.0f} tokens/s  "
-            f"packed {self.tokens / max(1, self.places):.2%}  {timedelta(seconds=round(left))} left{self.cluster}"
+            f"packed {self.tokens / max(1, self.places):.2%}  {timedelta(seconds=round(left))} left"
         )
 
     @property

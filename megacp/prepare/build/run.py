@@ -22,7 +22,7 @@ from megacp.core.data.manifest import MANIFEST_NAME, DatasetManifest
 from megacp.core.storage import files
 from megacp.core.storage.place import fetched, open_input, place_of, size_of
 from megacp.core.storage.url import Url
-from megacp.prepare.build.faults import told
+from megacp.prepare.build.faults import storage_faults
 from megacp.prepare.build.identities import identity_file, repeated
 from megacp.prepare.build.journal import Journal, locked, prepare_directory, remove_leftovers
 from megacp.prepare.build.parts import BuildPart, entered, join_parts, missing_units
@@ -106,7 +106,7 @@ def build(
     """
     settings, texts, decisive = _checked(settings, stream, overwrite)
     directory = Path(settings.output)
-    with told(directory), locked(directory):
+    with storage_faults(directory), locked(directory):
         stored = _stored(settings)
         journal = Journal(directory, decisive, stored=stored)
         join_parts(directory, decisive, journal, stored)
@@ -125,7 +125,7 @@ def build_part(settings: BuildSettings, stream: TextIO, part: BuildPart) -> Part
     started = time.monotonic()
     settings, texts, decisive = _checked(settings, stream, overwrite=False)
     directory = Path(settings.output)
-    with told(directory), entered(directory, part, decisive, _stored(settings)) as journal:
+    with storage_faults(directory), entered(directory, part, decisive, _stored(settings)) as journal:
         units = plan_units(settings.input, settings.bytes_per_unit)
         own = [unit for unit in units if part.holds(unit.index)]
         resumed = _Build(settings, texts, journal, own, stream).run_part()
@@ -157,7 +157,7 @@ def _checked(settings: BuildSettings, stream: TextIO, overwrite: bool) -> tuple[
             raise ValueError("; ".join(reasons))
         settings = dataclasses.replace(settings, image_rules=rules, unit_bytes=_unit_bytes_of_images(settings))
     directory = Path(settings.output)
-    with told(directory):
+    with storage_faults(directory):
         prepare_directory(directory, overwrite)
         if (upload := settings.upload) is not None:
             upload.prepare(overwrite)
@@ -255,7 +255,7 @@ class _Build:
             return run_tasks
         from megacp.prepare.build.ray_workers import run_on_ray
 
-        return functools.partial(run_on_ray, address=self._settings.ray_address, grown=self._progress.grown)
+        return functools.partial(run_on_ray, address=self._settings.ray_address)
 
     def _check_refusals(self) -> None:
         refusals = [refusal for result in self._journal.results.values() for refusal in result.refusals]
@@ -347,12 +347,9 @@ def _write_lines(path: Path, refusals: Sequence[Refusal]) -> None:
     files.write_atomically(path, b"".join(lines))
 
 
-def _describe(task: UnitTask, position: Sequence[int]) -> str:
-    extent = task.unit.extents[position[0]]
-    offset = position[1] if position[1] >= 0 else extent.stop
-    path, line = where(extent, 0, offset)
-    place = f"{path}:{line}" if line else path
-    return f"while working on the records up to {place} (byte offset {offset}, unit {task.unit.index})"
+def _describe(task: UnitTask) -> str:
+    parts = [f"{extent.path} (bytes {extent.start} to {extent.stop})" for extent in task.unit.extents]
+    return f"while working on unit {task.unit.index}: {', '.join(parts)}"
 
 
 def _in_order(results: list[UnitResult], paths: tuple[str, ...]) -> list[Refusal]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, MutableSequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from megacp.core.data.manifest import ShardEntry
 from megacp.core.data.tables import FLAG_SPLIT, FLAG_TRUNCATED, padded_lengths
 from megacp.core.storage.url import is_url
 from megacp.prepare.build.document import Document, DocumentMaker, Encoded, Origin, learned_tokens
-from megacp.prepare.build.faults import told
+from megacp.prepare.build.faults import storage_faults
 from megacp.prepare.build.identities import digest, identity_file, write_identities
 from megacp.prepare.build.packing import Packing, best_fit_decreasing, cut_oversize, two_budgets
 from megacp.prepare.build.settings import BuildSettings
@@ -126,16 +126,16 @@ class UnitBuilder:
         token_ids = rules.token_ids if rules else {}
         self._maker = DocumentMaker(self._tokenizer, settings.append_eod, token_ids, self._template)
 
-    def __call__(self, task: UnitTask, position: MutableSequence[int]) -> UnitResult:
-        """Write the unit's shard and identity file. `position` is set to [extent, byte offset] of the record at hand.
+    def __call__(self, task: UnitTask) -> UnitResult:
+        """Write the unit's shard and identity file.
 
         BadRecord: the first refused record under on_error "fail". ValueError: the tokenizer's engines disagree.
         StorageFault: the disk is full, or a file cannot be read.
         """
-        with told(Path(self._settings.output)):
+        with storage_faults(Path(self._settings.output)):
             run = _UnitRun(self._settings, (self._tokenizer, self._template), self._maker, task)
             try:
-                result = run.run(position)
+                result = run.run()
             finally:
                 run.close()
             if result.entry is not None and self._settings.upload is not None:
@@ -174,15 +174,14 @@ class _UnitRun:
         # a node that was given up may still write the same unit
         self._owner = f"{platform.node()}-{os.getpid()}" if settings.executor == "ray" else ""
 
-    def run(self, position: MutableSequence[int]) -> UnitResult:
+    def run(self) -> UnitResult:
         settings, unit = self._settings, self._task.unit
         directory = Path(settings.output) / shard_name(unit.index)
         window: list[Document] = []
         tokens = 0
         sizes = self._maker.num_token_ids, settings.seq_length, settings.pad_multiple
-        output = Path(settings.output)
-        with ShardWriter(directory, *sizes, settings.cp_degrees, self._owner) as writer, told(output, writer.temporary):
-            for number, chunk in enumerate(self._chunks(position)):
+        with ShardWriter(directory, *sizes, settings.cp_degrees, self._owner) as writer:
+            for number, chunk in enumerate(self._chunks()):
                 if number == 0:
                     self._audit(chunk)
                 for document in self._documents_of(chunk):
@@ -217,18 +216,16 @@ class _UnitRun:
             raise BadRecord(str(refusal))
         self._refusals.append(refusal)
 
-    def _chunks(self, position: MutableSequence[int]) -> Iterator[list[_Entry]]:
+    def _chunks(self) -> Iterator[list[_Entry]]:
         """Parsed records in the input's order, some at a time."""
         chunk: list[_Entry] = []
         characters = 0
-        for i, extent in enumerate(self._task.unit.extents):
-            position[0], position[1] = i, extent.start
+        for extent in self._task.unit.extents:
             items = read_extent(extent, self._settings.max_record_bytes, self._media is not None)
             for item, parsed in ahead(items, self._parsed, RECORDS_AHEAD if self._fetcher is not None else 0):
                 if isinstance(item, Refusal):
                     self._refuse(item)
                     continue
-                position[1] = item.offset
                 entry = self._entry(extent, item, parsed)
                 if entry is None:
                     continue

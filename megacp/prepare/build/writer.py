@@ -116,11 +116,6 @@ class ShardWriter:
         self._open = True
 
     @property
-    def temporary(self) -> Path:
-        """The directory in which the shard is written until `commit`."""
-        return self._temporary
-
-    @property
     def num_packs(self) -> int:
         """Packs added so far."""
         return len(self._packs) // _PACK_ROW.size

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megacp.prepare.build.faults import StorageFault, told
+from megacp.prepare.build.faults import StorageFault, storage_faults
 from tests.prepare.build.builds import files, run, write_records
 from tests.tools.in_process import preprocessed as tool
 
@@ -66,11 +66,14 @@ def test_a_disk_that_is_full_at_any_write_is_one_message_with_path_and_bytes(
 
 def test_an_error_without_a_number_or_a_name_is_told_too(tmp_path: Path) -> None:
     with pytest.raises(StorageFault, match=f"--output {tmp_path}: 7 requested and 0 written, .* bytes are free there"):
-        with told(tmp_path):
+        with storage_faults(tmp_path):
             raise OSError("7 requested and 0 written")
-    with pytest.raises(StorageFault, match="Input/output error, while the input was read or --output"), told(tmp_path):
+    with (
+        pytest.raises(StorageFault, match="Input/output error, while the input was read or --output"),
+        storage_faults(tmp_path),
+    ):
         raise OSError(5, os.strerror(5))
-    with pytest.raises(StorageFault, match="^/else/where: Permission denied$"), told(tmp_path):
+    with pytest.raises(StorageFault, match="^/else/where: Permission denied$"), storage_faults(tmp_path):
         raise PermissionError(13, os.strerror(13), "/else/where")
 
 

@@ -159,8 +159,8 @@ def test_the_bytes_do_not_depend_on_workers_or_on_a_kill(
     class Dies(UnitBuilder):
         left = 2
 
-        def __call__(self, task: Any, position: Any) -> Any:
-            result = super().__call__(task, position)
+        def __call__(self, task: Any) -> Any:
+            result = super().__call__(task)
             if Dies.left == 0:
                 raise KeyboardInterrupt
             Dies.left -= 1

@@ -43,6 +43,12 @@ def test_best_fit_in_bulk_fills_packs_exactly_as_one_item_at_a_time(case: tuple[
     assert all(total <= capacity for total in mine)
 
 
+def test_packs_of_equal_free_space_are_filled_in_their_order() -> None:
+    for lengths, packs in (([6, 6, 3, 3], [[0, 2], [1, 3]]), ([6, 6, 6, 3], [[0], [1], [2, 3]])):
+        result = best_fit_decreasing(np.array(lengths), 10)
+        assert [result.pack(p).tolist() for p in range(len(result))] == packs
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.sets(st.integers(0, 20_000), max_size=30), st.lists(st.integers(0, 20_000), max_size=30))
 def test_free_space_tree_finds_the_next_member(members: set[int], asked: list[int]) -> None:

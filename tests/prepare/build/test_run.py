@@ -91,8 +91,8 @@ def test_a_build_killed_anywhere_and_run_again_has_the_same_bytes(
     class Dies(UnitBuilder):
         left = survived
 
-        def __call__(self, task: UnitTask, position: Any) -> Any:
-            result = super().__call__(task, position)  # the shard is there, the journal does not know it yet
+        def __call__(self, task: UnitTask) -> Any:
+            result = super().__call__(task)  # the shard is there, the journal does not know it yet
             if Dies.left == 0:
                 raise _Killed
             Dies.left -= 1
