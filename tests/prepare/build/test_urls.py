@@ -101,7 +101,7 @@ def test_a_store_that_fails_loses_no_record(name: str, monkeypatch: pytest.Monke
     monkeypatch.setattr("megacp.core.storage.place._BLOCK", 4096)
     url = memory() / name
     url.write(FORMS[name]())
-    with flaky(0.1, seed=3) as store:
+    with flaky(0.2, seed=1) as store:
         assert records(str(under_flaky(url))) == LINES
     assert sum(store.failed.values()), dict(store.asked)
 
