@@ -22,12 +22,12 @@ from megacp.core.context_parallel.layout import LAYOUTS, select_layout
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import mask_metadata, shard_batch
 from megacp.core.data.batch import PackedBatch
-from megacp.core.data.synthetic.mixed import causal_row, mixed_row
 from megacp.core.distributed.collectives import barrier
 from megacp.core.distributed.grid import Axis, GridShape, build_grid
 from megacp.core.distributed.spawn import RankPool
 from megacp.core.ops.mask import allowed
 from megacp.core.planner.report import table
+from megacp.verify.mixed_rows import causal_row, mixed_row
 
 HEADS, GROUPS, WIDTH = 8, 4, 64
 DEGREES = (2, 4, 8, 16)

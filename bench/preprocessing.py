@@ -18,7 +18,7 @@ from pathlib import Path
 
 import megacp
 from bench.report import Part, Seconds, take_turns, timed
-from megacp.core.data.synthetic.records import write_text
+from bench.synthetic import write_text
 from megacp.core.planner.report import table
 
 WORKERS = (1, 2)

@@ -19,8 +19,7 @@ from bench.report import Part, Seconds, take_turns, timed
 from megacp.core.config.run import RunConfig, Value, with_values
 from megacp.core.context_parallel.choose import refuse_auto
 from megacp.core.data.batch import PackedBatch
-from megacp.core.data.synthetic.images import MockDecoder
-from megacp.core.data.synthetic.mock import MockRules
+from megacp.core.data.mock import MockDecoder, MockRules
 from megacp.core.distributed.collectives import barrier
 from megacp.core.distributed.grid import ProcessGrid, build_grid
 from megacp.core.distributed.spawn import RankPool

@@ -15,7 +15,7 @@ import torch
 from bench.steps import QUICK_SIZES, Subject
 from megacp.core import large_blocks
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.data.synthetic.mock import MockRules
+from megacp.core.data.mock import MockRules
 from megacp.core.distributed.collectives import all_reduce
 from megacp.core.large_blocks import BLOCKS, LARGE, LargeBlocks, empty, product, takes_block, zeros
 from megacp.core.tensor_parallel.linear import product as linear_product

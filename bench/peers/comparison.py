@@ -27,7 +27,7 @@ from megacp.core.checkpoint.commit import save_checkpoint
 from megacp.core.checkpoint.names import boxes_to_save
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.config.yaml_file import to_yaml
-from megacp.core.data.synthetic.mock import MockRules, mock_batch
+from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.grid import GridShape, build_grid
 from megacp.core.distributed.spawn import RankPool
 from megacp.core.planner.report import human_bytes, table

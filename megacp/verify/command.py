@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from megacp.core.config.cli import given_flags, parse
 from megacp.core.config.parallel import ParallelConfig
 from megacp.core.context_parallel.choose import is_auto
-from megacp.core.data.synthetic.mock import MASKS
+from megacp.core.data.mock import MASKS
 from megacp.core.distributed.spawn import RankFailure, run_ranks
 from megacp.core.planner.report import human_count
 from megacp.core.planner.vision import run_parameters

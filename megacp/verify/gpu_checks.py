@@ -20,8 +20,7 @@ from megacp.core.config.run import RunConfig, with_values
 from megacp.core.context_parallel.attention import select_transport
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import mask_metadata
-from megacp.core.data.synthetic.mixed import mixed_row
-from megacp.core.data.synthetic.mock import MockRules, mock_batch
+from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.grid import GridShape, build_grid, single_axis
 from megacp.core.distributed.spawn import RankFailure, RankPool
 from megacp.core.ops.kernels import kernel_name
@@ -29,6 +28,7 @@ from megacp.core.ops.mask import allowed
 from megacp.core.ops.tile_kernels import dense_attention
 from megacp.core.tensor_parallel.weight_gradients import add_weight_gradient
 from megacp.core.training.step import ParallelModel
+from megacp.verify.mixed_rows import mixed_row
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from megacp.core.config.run import RunConfig, Value, with_values
 from megacp.core.context_parallel.attention import select_transport
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import mask_metadata
-from megacp.core.data.synthetic.mixed import mixed_row
-from megacp.core.data.synthetic.mock import MockRules, mock_batch
+from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.grid import GridShape, build_grid, single_axis
 from megacp.core.monitor.flops import cuda_peak, utilisation
 from megacp.core.monitor.memory import peak_bytes
@@ -31,6 +30,7 @@ from megacp.core.ops.kernels import kernel_name
 from megacp.core.ops.mask import allowed
 from megacp.core.planner.costs import model_flops, model_parameters
 from megacp.core.training.step import ParallelModel
+from megacp.verify.mixed_rows import mixed_row
 
 BILLION = {
     "num_layers": 16,

@@ -26,8 +26,7 @@ from megacp.core.context_parallel.choose import resolve_auto
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.images import ImageLoading
 from megacp.core.data.loader import DataRank, step_batches
-from megacp.core.data.synthetic.images import MockDecoder
-from megacp.core.data.synthetic.mock import MockRules, mock_batch
+from megacp.core.data.mock import MockDecoder, MockRules, mock_batch
 from megacp.core.data_parallel.layout import ParameterSlice
 from megacp.core.distributed.grid import build_grid, single_axis
 from megacp.core.models.build import grid_shape

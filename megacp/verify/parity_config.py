@@ -15,7 +15,7 @@ from megacp.core.config.blend import named_folders, shown_path
 from megacp.core.config.checks.check import require
 from megacp.core.config.run import ON_CPU, RunConfig, Value, fields, flag, flatten, with_values
 from megacp.core.data.manifest import MANIFEST_NAME
-from megacp.core.data.synthetic.mock import MockRules
+from megacp.core.data.mock import MockRules
 from megacp.core.ops.kernels import kernel_problem
 from megacp.core.planner.vision import run_parameters
 from megacp.core.training.images import mock_images

@@ -23,7 +23,7 @@ from megacp.core.config.run import RunConfig, with_values
 from megacp.core.config.training import TrainingConfig
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
-from megacp.core.data.synthetic.mock import MockRules, mock_batch
+from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.grid import GridShape, build_grid
 from megacp.core.models.language import LanguageModelChunk
 from megacp.core.optim.adamw import FlatAdamW, SliceRule

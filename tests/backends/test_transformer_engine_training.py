@@ -22,7 +22,7 @@ from megacp.core.backends.native import NativeBackend
 from megacp.core.backends.transformer_engine import TransformerEngineBackend
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.config.training import TrainingConfig
-from megacp.core.data.synthetic.mock import MockRules, mock_batch
+from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.models import build
 from megacp.core.optim.adamw import FlatAdamW, SliceRule

@@ -7,8 +7,8 @@ import pytest
 
 from bench.attention import AREA_GOALS, area_per_rank, plans_of, remote_rows
 from megacp.core.context_parallel.shard import mask_metadata
-from megacp.core.data.synthetic.mixed import mixed_row
 from megacp.core.ops.mask import allowed
+from megacp.verify.mixed_rows import mixed_row
 from tests.reference.packs import random_batch
 
 

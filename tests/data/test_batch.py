@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megacp.core.data.batch import PackedBatch, VisionInputs
-from megacp.core.data.synthetic.mock import MockRules, mock_batch
+from megacp.core.data.mock import MockRules, mock_batch
 
 ROOT = Path(__file__).parents[2]
 NOT_ROWS = ("pack_ids", "vision", "pack_lengths")

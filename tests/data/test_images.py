@@ -15,10 +15,9 @@ from megacp.core.data.collate import collate
 from megacp.core.data.image_shards import REPLICATE
 from megacp.core.data.images import STRATEGIES, ImageLoading, Pixels
 from megacp.core.data.loader import DataRank, LoaderOptions, PackedLoader
+from megacp.core.data.mock import MockDataset, MockDecoder, MockImages, MockRules, mock_pack
 from megacp.core.data.pixels import ImageError
 from megacp.core.data.reader import Pack
-from megacp.core.data.synthetic.images import MockDecoder, MockImages
-from megacp.core.data.synthetic.mock import MockDataset, MockRules, mock_pack
 
 IMAGES = MockImages(patches_per_crop=6, patch_dim=5, image_patch=50)
 RULES = MockRules(50, 80, "mixed", ragged=True, images=IMAGES)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.data.synthetic.mock import MockRules, mock_batch
+from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.data_parallel.arrivals import Arrivals
 from megacp.core.data_parallel.buckets import FlatBuckets
 from megacp.core.distributed.grid import single_axis

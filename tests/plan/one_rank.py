@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.data.synthetic.mock import MockRules, mock_batch
+from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.data_parallel.buckets import FlatBuckets
 from megacp.core.distributed import collectives
 from megacp.core.distributed.grid import Axis

@@ -10,7 +10,7 @@ import torch
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
-from megacp.core.data.synthetic.mock import MockRules, mock_batch
+from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.grid import single_axis
 from megacp.core.models.build import build_chunks
 from megacp.core.planner import memory

@@ -10,7 +10,7 @@ import torch
 
 from megacp.core.backends import apex
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.data.synthetic.mock import MockRules, mock_batch
+from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.tensor_parallel.linear import product
 from megacp.core.tensor_parallel.weight_gradients import WeightGradients, add_weight_gradient
 from megacp.core.training.step import ParallelModel

@@ -12,7 +12,7 @@ import torch.distributed._symmetric_memory as torchs
 
 from megacp.core.backends.select import backend_problems
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.data.synthetic.mock import MockRules, mock_batch
+from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed import symmetric_memory
 from megacp.core.training.step import ParallelModel
 from tests.ranks import grid, run_ranks

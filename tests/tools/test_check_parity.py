@@ -15,7 +15,7 @@ import pytest
 
 from megacp.core.config.cli import parse
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.data.synthetic.mock import MockRules
+from megacp.core.data.mock import MockRules
 from megacp.core.distributed import spawn
 from megacp.core.optim import sharded
 from megacp.core.optim.adamw import FlatAdamW, SliceRule

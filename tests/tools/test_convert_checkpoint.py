@@ -161,8 +161,8 @@ def test_rows_of_q_and_k_are_rotated_by_halves_and_another_order_is_seen(
     name = "model.layers.0.self_attn.q_proj.weight"
     tensors[name] = tensors[name].view(4, 2, 6, 48).transpose(1, 2).reshape(48, 48).contiguous()
     safetensors.save_file(tensors, path, {"format": "pt"})
-    from megacp.core.data.synthetic.noise import rows_for
     from megacp.huggingface.convert.logits import compare
+    from megacp.huggingface.convert.noise import rows_for
     from megacp.huggingface.convert.source import read_checkpoint, read_hf
     from megacp.huggingface.convert.verify import probed
 

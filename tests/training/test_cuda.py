@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.data.synthetic.mock import MockRules, mock_batch
+from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.grid import GridShape, build_grid
 from megacp.core.training.step import ParallelModel
 

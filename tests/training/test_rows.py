@@ -12,7 +12,7 @@ import torch
 
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.context_parallel.shard import LocalBatch
-from megacp.core.data.synthetic.mock import MockRules, mock_batch
+from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.grid import Axis
 from megacp.core.training import step
 from megacp.core.training.step import ParallelModel

@@ -15,7 +15,7 @@ import pytest
 
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.loader import DataRank
-from megacp.core.data.synthetic.mock import MockRules
+from megacp.core.data.mock import MockRules
 from megacp.core.distributed.grid import single_axis
 from megacp.core.training.rows import Rows
 from megacp.verify.parity import TOLERANCES, StepTrace, assemble, compare, microbatches, train_rank

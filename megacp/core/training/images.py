@@ -17,7 +17,7 @@ from megacp.core.config.run import RunConfig
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.image_shards import VisionCost
 from megacp.core.data.images import Decoder, ImageLoading
-from megacp.core.data.synthetic.images import MockImages
+from megacp.core.data.mock import MockImages
 from megacp.core.distributed.collectives import all_reduce, gather_objects
 from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.planner.vision import crop_flops, pooled_flops

@@ -24,9 +24,8 @@ from megacp.core.data.geometry import ImageRules
 from megacp.core.data.images import Decoder
 from megacp.core.data.loader import DataRank, LoaderOptions, PackSource, step_batches
 from megacp.core.data.manifest import DatasetManifest, known_end, other_ends
+from megacp.core.data.mock import MockDataset, MockDecoder
 from megacp.core.data.reader import OPEN_SHARDS, PackedDataset
-from megacp.core.data.synthetic.images import MockDecoder
-from megacp.core.data.synthetic.mock import MockDataset
 from megacp.core.training.images import mock_images
 
 

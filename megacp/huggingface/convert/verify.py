@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from megacp.core.config.run import flag
-from megacp.core.data.synthetic.noise import rows_for
 from megacp.huggingface.convert.export import Request, given_files
 from megacp.huggingface.convert.logits import (
     Probed,
@@ -25,6 +24,7 @@ from megacp.huggingface.convert.logits import (
     library_model,
     our_logits,
 )
+from megacp.huggingface.convert.noise import rows_for
 from megacp.huggingface.convert.source import HEAD, Loaded, listed
 from megacp.huggingface.convert.tables.architectures import LAYOUTS
 from megacp.huggingface.convert.tables.fields import Same

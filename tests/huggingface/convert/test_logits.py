@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megacp.core.context_parallel.shard import LocalBatch
-from megacp.core.data.synthetic.noise import rows_for
 from megacp.huggingface.convert.logits import LogitDifference, compare, library_logits, library_model
+from megacp.huggingface.convert.noise import rows_for
 from megacp.huggingface.convert_command import main
 from megacp.huggingface.generation.prompt import Prompt, PromptMaker, prompt_pixels, prompt_row
 from megacp.huggingface.generation.sampler import Generator, Sampling

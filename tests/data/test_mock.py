@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megacp.core.data.loader import DataRank, LoaderOptions, PackedLoader
-from megacp.core.data.synthetic.mock import MASKS, MockDataset, MockRules, mock_batch, mock_pack
+from megacp.core.data.mock import MASKS, MockDataset, MockRules, mock_batch, mock_pack
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -1,16 +1,15 @@
-"""Random packs without a dataset: for `megacp.train` without `--data-path`, for parity checks and for benchmarks.
+"""Random packs without a dataset: for `megacp.train` without `--data-path`, and for parity checks.
 
-Key property: pack `i` is a function of (seed, i), and goes through the same `collate` as a stored pack. Every rank
-makes the same rows without reading, and what is proven on mock rows holds for real ones. Rejected: tensors drawn in the
-training step, which skip labels, weights and mask metadata, where mistakes live.
-
-Tokens are a random walk over the vocabulary (three steps in four go to the next id), so a model can learn something. A
-loss that does not fall on mock packs is a fault.
+Pack `i` is a function of (seed, i) and goes through the same `collate` as a stored pack, so every rank makes the same
+rows without reading, and what is proven on mock rows holds for real ones. Tokens are a random walk over the vocabulary
+(three steps in four go to the next id): a loss that does not fall on mock packs is a fault. The "encoded bytes" of its
+images are the numbers from which the mock decoder draws pixels.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,10 +17,11 @@ import numpy as np
 
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.collate import collate
-from megacp.core.data.images import ImageLoading
+from megacp.core.data.image_shards import compute_image_shard_boundaries
+from megacp.core.data.images import ImageLoading, Pixels
 from megacp.core.data.reader import Pack
-from megacp.core.data.synthetic.images import MockImages, with_mock_images
-from megacp.core.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE
+from megacp.core.data.row_images import PackImages
+from megacp.core.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE, UNIT_DTYPE
 
 MASKS = ("causal", "packed", "branches", "image", "mixed")
 """What a mock row's attention mask is made of: one document; several; several with branches, with image spans, with
@@ -120,7 +120,7 @@ def mock_pack(index: int, rules: MockRules) -> Pack:
     weights = _weights(rng, num_tokens) if rules.ragged else None
     images = None
     if rules.images is not None and rules.has_images:
-        images = with_mock_images(tokens, _runs(true, starts), rules.images, rules.seed, index)
+        images = _with_images(tokens, _runs(true, starts), rules.images, rules.seed, index)
         read_only = tokens >= rules.vocab_size  # tokens of images are not predicted
         weights = np.where(read_only, 0, np.ones(num_tokens) if weights is None else weights).astype(np.float32)
     return Pack(
@@ -188,3 +188,104 @@ def _spans(rng: np.random.Generator, document: np.ndarray, branch: np.ndarray) -
             shared[owner], following = following, following + 1
         span[first:last] = shared[owner]
     return span
+
+
+_ITEM = struct.Struct("<5q")  # seed, pack, item, crops (frames of a video), pooled tokens of the image or a frame
+_MOST_CROPS = 3
+_MOST_FRAMES = 5
+_DEGREES = (1, 2, 3, 4, 8)
+_WINDOW = 4
+"""Patches of a pooled token, some of them outside."""
+
+
+@dataclass(frozen=True)
+class MockImages:
+    """What mock images look like, in the sizes of a model."""
+
+    patches_per_crop: int
+    patch_dim: int
+    image_patch: int
+    """Token id of a pooled feature, above the ids of text; the id after it stands around each image."""
+    attention: str = "example"
+    """--image-attention."""
+
+    @property
+    def marker(self) -> int:
+        """Token before and after an image."""
+        return self.image_patch + 1
+
+
+@dataclass(frozen=True)
+class MockDecoder:
+    """The `Decoder` of mock images."""
+
+    images: MockImages
+
+    @property
+    def patch_shape(self) -> tuple[int, int]:
+        """Patches of a crop, numbers of a patch."""
+        return self.images.patches_per_crop, self.images.patch_dim
+
+    def image(self, data: bytes) -> Pixels:
+        """All crops of an image, normal patches and windows anywhere in them."""
+        seed, pack, item, crops, pooled = _ITEM.unpack(data)
+        return self._drawn(np.random.default_rng([seed, pack, item]), crops, pooled)
+
+    def video(self, data: bytes, frames: Sequence[int]) -> Pixels:
+        """Some frames; each is the same whatever others are asked for."""
+        seed, pack, item, count, pooled = _ITEM.unpack(data)
+        patches = [np.zeros((0, *self.patch_shape), np.float32)]
+        pooling = [np.zeros((0, _WINDOW), np.int64)]
+        for place, frame in enumerate(frame for frame in frames if frame < count):
+            one = self._drawn(np.random.default_rng([seed, pack, item, frame]), 1, pooled)
+            patches.append(one[0])
+            pooling.append(np.where(one[1] >= 0, one[1] + place * self.images.patches_per_crop, -1))
+        return np.concatenate(patches), np.concatenate(pooling)
+
+    def _drawn(self, rng: np.random.Generator, crops: int, pooled: int) -> Pixels:
+        patches = rng.standard_normal((crops, *self.patch_shape), np.float32)
+        windows = rng.integers(0, crops * self.images.patches_per_crop, (pooled, _WINDOW))
+        outside = rng.random(windows.shape) < 0.2
+        outside[:, 0] = False  # a window has at least one patch
+        return patches, np.where(outside, -1, windows)
+
+
+def _with_images(
+    tokens: np.ndarray, runs: Sequence[tuple[int, int, int, int]], images: MockImages, seed: int, pack: int
+) -> PackImages:
+    """Overwrite stretches of `tokens` with images and return their tables.
+
+    `runs`: (segment, branch, first token within the segment, place of the first token in `tokens`), one for each
+    shared prefix and branch, in order; a run ends where the next begins. Two in three runs get images, as far as there
+    is room.
+    """
+    rng = np.random.default_rng([seed, pack, 1])
+    places = [place for *_, place in runs] + [len(tokens)]
+    rows: list[tuple[int, int, int, int, int, int, int, int]] = []
+    items: list[bytes] = []
+    crops_so_far = pooled_so_far = 0
+    for (segment, branch, start, place), stop in zip(runs, places[1:], strict=True):
+        offset = 0
+        while rng.random() < 0.7:
+            video = rng.random() < 0.4
+            crops = int(rng.integers(1, 1 + (_MOST_FRAMES if video else _MOST_CROPS)))
+            pooled = int(rng.integers(1, 5))
+            offset += int(rng.integers(0, 4))
+            parts = [(1, frame) for frame in range(crops)] if video else [(crops, -1)]
+            if place + offset + len(parts) * (pooled + 2) >= stop:
+                break
+            for number, frame in parts:
+                first = place + offset
+                tokens[first : first + pooled + 2] = images.marker
+                tokens[first + 1 : first + 1 + pooled] = images.image_patch
+                crops_so_far, pooled_so_far = crops_so_far + number, pooled_so_far + pooled
+                within = start + offset
+                rows.append((segment, len(items), within, pooled + 2, crops_so_far, pooled_so_far, frame, branch))
+                offset += pooled + 2
+            items.append(_ITEM.pack(seed, pack, len(items), crops, pooled))
+    units = np.array(rows, UNIT_DTYPE)
+    bounds = units["image_stop"].astype(np.int64), units["pooled_stop"].astype(np.int64)
+    # every other pack has stored tables, so that rows with and without them stand side by side
+    degrees = _DEGREES if pack % 2 == 0 and len(units) else ()
+    tables = {degree: compute_image_shard_boundaries(*bounds, degree) for degree in degrees}
+    return PackImages(units, tables, items.__getitem__, images.image_patch)
