@@ -372,7 +372,7 @@ LINES = {
     "megacp": 43_400,
     "megacp/core": 27_100,
     "megacp/prepare": 7_850,
-    "megacp/huggingface": 6_990,
+    "megacp/huggingface": 7_020,
     "megacp/verify": 1_400,
     "bench tools": 2_730,
     "tests": 42_900,
