@@ -12,8 +12,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megacp.core.backends.mlp import TiledMLP
 from megacp.core.backends.native import NativeBackend
-from megacp.core.backends.tiled import TiledMLP
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.models.block import Block, BlockInputs

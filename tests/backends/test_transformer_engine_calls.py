@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacp.core.backends import packed_attention
+from megacp.core.backends import thd
 from megacp.core.backends import transformer_engine as backend_file
 from megacp.core.backends.transformer_engine import TransformerEngineBackend, package_problem
 from megacp.core.config.run import RunConfig, with_values
@@ -185,7 +185,7 @@ def assert_noticed(signature: inspect.Signature, keyword: str, args: tuple[Any, 
 
 def test_the_group_setter_binds(recorded: tuple[list[Call], dict[str, inspect.Signature]]) -> None:
     """What the tests of several ranks call: the keywords stand in our source."""
-    source = ast.parse(Path(packed_attention.__file__).read_text(encoding="utf-8"))
+    source = ast.parse(Path(thd.__file__).read_text(encoding="utf-8"))
     found = [
         node
         for node in ast.walk(source)

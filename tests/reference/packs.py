@@ -47,6 +47,9 @@ def random_batch(
                 low = int(rng.integers(0, prefix - 1))
                 span[start + low : start + int(rng.integers(low + 1, prefix + 1))] = next_span
                 next_span += 0 if shared else 1
+            if prefix < length and rng.random() < 0.7:  # images inside of branches, of the document's span or their own
+                low = int(rng.integers(prefix, length))
+                span[start + low : start + int(rng.integers(low + 1, length + 1))] = next_span
             next_span += 1
         start += length
     if padding:

@@ -12,8 +12,7 @@ from torch import Tensor
 from megacp.core.distributed.collectives import all_gather, all_reduce
 from megacp.core.distributed.differentiable import slice_of
 from megacp.core.distributed.grid import single_axis
-from megacp.core.tensor_parallel.chunked_loss import Target
-from megacp.core.tensor_parallel.cross_entropy import cross_entropy
+from megacp.core.tensor_parallel.chunked_loss import Target, cross_entropy
 from megacp.core.tensor_parallel.embedding import TableSpec, VocabularyTable
 from megacp.core.tensor_parallel.linear import LinearOptions
 from tests.ranks import grid, run_ranks

@@ -11,8 +11,7 @@ from torch import Tensor
 from megacp.core.distributed.grid import single_axis
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.models.init import initialise
-from megacp.core.tensor_parallel.chunked_loss import Target
-from megacp.core.tensor_parallel.cross_entropy import cross_entropy
+from megacp.core.tensor_parallel.chunked_loss import Target, cross_entropy
 from megacp.core.tensor_parallel.embedding import TableSpec, VocabularyTable
 from megacp.core.tensor_parallel.linear import LinearOptions
 from tests.ranks import grid, run_ranks

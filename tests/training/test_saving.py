@@ -21,7 +21,7 @@ from megacp.core.checkpoint.pending import SaveError
 from megacp.core.checkpoint.storage import PayloadWriter
 from megacp.core.data.batch import PackedBatch
 from megacp.core.distributed.grid import single_axis
-from megacp.core.models.head import OutputHead
+from megacp.core.models.language import OutputHead
 from megacp.core.monitor.log import RunLog
 from megacp.core.storage.files import sha256_of
 from megacp.core.training.saving import DONE, FAILED, WRITING

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megacp.core.backends.base import AdamW, NormSpec, Tower
-from megacp.core.backends.composed import NormLinear, NormMLP
-from megacp.core.backends.tiled import TiledMLP
+from megacp.core.backends.mlp import NormLinear, NormMLP, TiledMLP
 from megacp.core.config.run import RunConfig
 from megacp.core.context_parallel.attention import TransportOptions, select_transport
 from megacp.core.context_parallel.plan import AttentionPlan
@@ -24,9 +23,11 @@ from megacp.core.distributed.symmetric_memory import SymmetricMemory
 from megacp.core.ops.kernel import Heads
 from megacp.core.ops.kernels import kernel_name
 from megacp.core.ops.pointwise import rms_norm
-from megacp.core.tensor_parallel.cross_entropy import cross_entropy
+from megacp.core.tensor_parallel.chunked_loss import cross_entropy
 from megacp.core.tensor_parallel.embedding import TableSpec, VocabularyTable
 from megacp.core.tensor_parallel.linear import (
+    PLAIN,
+    ColumnNorm,
     ColumnParallelLinear,
     LinearOptions,
     LinearSpec,
@@ -34,8 +35,6 @@ from megacp.core.tensor_parallel.linear import (
     replicated_spec,
 )
 from megacp.core.tensor_parallel.lora import ColumnPairs, LoraSpec, RowPair, adapted
-from megacp.core.tensor_parallel.norm import ColumnNorm
-from megacp.core.tensor_parallel.products import PLAIN
 from megacp.core.tensor_parallel.weight_gradients import LaterWeightGradients, WeightGradients
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}

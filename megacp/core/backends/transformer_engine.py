@@ -27,9 +27,8 @@ from torch import nn
 
 from megacp.core.backends.base import NormSpec, Remember, Tower
 from megacp.core.backends.native import NativeBackend
-from megacp.core.backends.packed_attention import PackedAttention
 from megacp.core.backends.support import FP8_MULTIPLES, attention_reasons
-from megacp.core.backends.thd import thd_sequences
+from megacp.core.backends.thd import PackedAttention, thd_sequences
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig
 from megacp.core.context_parallel.plan import AttentionPlan

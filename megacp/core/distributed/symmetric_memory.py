@@ -3,7 +3,7 @@
 Key property: a gathered product begins with the rows that are here and takes those of other ranks as they arrive; a
 product whose sum is scattered sends each rank's rows as they are done. Copies go through memory that the GPUs of a node
 map for one another, so ranks of the axis share a node with NVLink. The functions take the place of
-`megacp.core.tensor_parallel.products.Plain` under `--async-tensor-parallel`. Nothing here ran on a GPU yet; tests run
+`megacp.core.tensor_parallel.linear.Plain` under `--async-tensor-parallel`. Nothing here ran on a GPU yet; tests run
 torch's own fallback of the two operators, which is their definition.
 """
 

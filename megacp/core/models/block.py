@@ -6,6 +6,7 @@ The body says which values it would remember. The recompute granularity is chose
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.models.attention import SelfAttention
 from megacp.core.models.init import output_std
 from megacp.core.models.offload import BlockOffload, HostMemory
-from megacp.core.models.recompute import rerun
+from megacp.core.models.recompute import keep, run_block
 from megacp.core.ops.pointwise import dropout
 from megacp.core.tensor_parallel.linear import LinearSpec
 from megacp.core.tensor_parallel.lora import DropoutNames, LowRank
@@ -57,16 +58,19 @@ class Block(nn.Module):
             LinearSpec(f"{prefix}.mlp", (("down", hidden),), ffn, bias, output_std(config)),
         )
         self.precision = backend.precision if recompute == "full" else contextlib.nullcontext
-        self.run = rerun(self._body, recompute)
+        self.recompute = recompute
         self.pairs = [module for module in self.modules() if isinstance(module, LowRank)]
         self.offload: BlockOffload | None = None
         """Takes what is saved to host memory and back; None leaves it on the device."""
 
     def forward(self, x: torch.Tensor, inputs: BlockInputs) -> torch.Tensor:
         """Run the block under the recompute granularity it was built with."""
+        if self.offload is None and self.recompute == "none":
+            return self._body(x, inputs, keep)
+        run = functools.partial(run_block, self._body, self.recompute)
         if self.offload is None:
-            return self.run(x, inputs)
-        return self.offload(self.run, x, inputs, (*self.parameters(), *inputs.rotary, inputs.token_names))
+            return run(x, inputs)
+        return self.offload(run, x, inputs, (*self.parameters(), *inputs.rotary, inputs.token_names))
 
     def _body(self, x: torch.Tensor, inputs: BlockInputs, remember: Remember) -> torch.Tensor:
         for pairs in self.pairs:

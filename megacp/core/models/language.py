@@ -20,11 +20,10 @@ from megacp.core.context_parallel.shard import LocalBatch
 from megacp.core.context_parallel.vision import add_features, place_features
 from megacp.core.distributed.differentiable import slice_of
 from megacp.core.models.block import Block, BlockInputs
-from megacp.core.models.head import OutputHead
 from megacp.core.models.multimodal import VisionEncoder
 from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, yarn_attention_factor
-from megacp.core.tensor_parallel.chunked_loss import Target
-from megacp.core.tensor_parallel.embedding import TableSpec
+from megacp.core.tensor_parallel.chunked_loss import LossKernel, Target
+from megacp.core.tensor_parallel.embedding import TableSpec, VocabularyTable
 
 Role = Literal["embedding", "vision", "block", "head", "chunk"]
 Made = Callable[[nn.Module, Role], None]
@@ -50,6 +49,23 @@ def rotary_scaling(config: ModelConfig) -> RotaryScaling:
         config.yarn_correction_range_round_to_int,
         factor,
     )
+
+
+class OutputHead(nn.Module):
+    """`table` may be the embedding's; the loss has logits for `chunk_tokens` tokens at a time (0: all)."""
+
+    def __init__(self, norm: nn.Module, table: VocabularyTable, kernel: LossKernel, chunk_tokens: int) -> None:
+        super().__init__()
+        self.norm, self.table = norm, table
+        self.kernel, self.chunk_tokens = kernel, chunk_tokens
+
+    def forward(self, hidden: torch.Tensor, target: Target) -> torch.Tensor:
+        """This rank's share of the loss of `hidden[t/tp, h]`, a scalar in fp32 or wider, replicated over tp."""
+        return self.table.loss(self.norm(hidden), target, self.kernel, self.chunk_tokens)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`hidden[t/tp, h]` -> `[t, true vocabulary rows of this rank]`."""
+        return self.table.logits(self.norm(hidden))
 
 
 class LanguageModelChunk(nn.Module):

@@ -3,6 +3,11 @@
 A rank without crops returns zero features that depend on every trained parameter of vision, with gradient zero. Each
 microbatch thus gives each of them a gradient, whatever images it holds; with a frozen language model, the loss would
 have no graph otherwise.
+
+In the connector each window of patches becomes one feature. A window's query is the mean of its patches; attention over
+the patches pools them, and a SwiGLU MLP projects the result (Molmo2's adapter). A slot of a window that lies outside of
+the image is -1: it counts in no mean and gets no weight. Windows do not see each other, so they may be dealt to ranks
+in any way. Heads and FFN are cut over tp; inputs and output are replicated over it.
 """
 
 from __future__ import annotations
@@ -15,8 +20,53 @@ from torch import nn
 from megacp.core.backends.base import Backend
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.vision import VisionConfig
-from megacp.core.models.connector import Connector
 from megacp.core.models.vision import VisionTower
+from megacp.core.ops.kernel import accumulation_dtype
+from megacp.core.ops.pointwise import swiglu
+from megacp.core.tensor_parallel.linear import LinearSpec
+
+
+def pooling_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """One query a window: `q[m, heads, d]`, `k, v[m, w, groups, d]`, bool `valid[m, w]` -> `[m, heads, d]`.
+
+    Softmax in fp32 or wider. Every window needs a valid slot.
+    """
+    share = q.shape[1] // k.shape[2]
+    if share > 1:
+        k, v = k.repeat_interleave(share, 2), v.repeat_interleave(share, 2)  # [m, w, groups, d] -> [m, w, heads, d]
+    scores = torch.einsum("mhd,mwhd->mhw", q, k).to(accumulation_dtype(q.dtype)) * scale
+    weights = torch.softmax(scores.masked_fill(~valid[:, None], -torch.inf), -1)  # [m, heads, w], 0 outside the image
+    return torch.einsum("mhw,mwhd->mhd", weights.to(v.dtype), v)
+
+
+class Connector(nn.Module):
+    """`features[c * N, 2 h]`, `pooling[m, w]` -> `[m, text h]`, replicated over tp."""
+
+    def __init__(self, config: VisionConfig, model: ModelConfig, backend: Backend) -> None:
+        super().__init__()
+        std, wide, hidden = model.init_method_std, 2 * config.vision_hidden_size, config.vision_hidden_size
+        ffn = config.connector_ffn_hidden_size or model.ffn_hidden_size
+        self.head_dim, self.scale = config.connector_head_dim, config.connector_head_dim**-0.5
+        heads, groups = config.connector_num_attention_heads * self.head_dim, config.connector_groups * self.head_dim
+        attention, mlp = "connector.attention", "connector.mlp"
+        self.query = backend.column_linear(LinearSpec(attention, (("q", heads),), wide, True, std))
+        self.key_value = backend.column_linear(LinearSpec(attention, (("k", groups), ("v", groups)), wide, True, std))
+        self.output = backend.row_linear(LinearSpec(attention, (("output", hidden),), heads, True, std))
+        self.gate_up = backend.column_linear(LinearSpec(mlp, (("gate", ffn), ("up", ffn)), hidden, False, std))
+        self.down = backend.row_linear(LinearSpec(mlp, (("down", model.hidden_size),), ffn, False, std))
+
+    def forward(self, features: torch.Tensor, pooling: torch.Tensor) -> torch.Tensor:
+        """Pool and project; `pooling` int64 holds rows of `features`, -1 where a window leaves the image."""
+        valid = pooling >= 0  # [m, w]
+        windows = features.index_select(0, pooling.clamp(min=0).flatten())  # a slot outside takes patch 0, zeroed next
+        windows = windows.unflatten(0, pooling.shape) * valid[..., None]  # [m * w, 2h] -> [m, w, 2h]
+        query = windows.sum(1) / valid.sum(1, keepdim=True).to(windows.dtype)  # mean of the valid patches: [m, 2h]
+        q = self.query(query).unflatten(-1, (-1, self.head_dim))  # [m, heads/tp * d] -> [m, heads/tp, d]
+        k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.key_value(windows).chunk(2, -1))
+        pooled = pooling_attention(q, k, v, valid, self.scale)
+        return self.down(swiglu(self.gate_up(self.output(pooled.flatten(1)))))
 
 
 class _Nothing(torch.autograd.Function):

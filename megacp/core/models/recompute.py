@@ -1,8 +1,8 @@
 """Recomputation of a block, whole or selective: cheap, large activations remembered as recipes instead of tensors.
 
-The granularities are ways to call the same block, chosen once. In the selective one, autograd stores a recipe wherever
-it would store a registered output (the input of a linear), and backward runs it. No matrix product and no message is
-repeated. `torch.utils.checkpoint` around norm and activation cannot drop an output that the next linear saves.
+In the selective one, autograd stores a recipe wherever it would store a registered output (the input of a linear), and
+backward runs it: no matrix product and no message is repeated. `torch.utils.checkpoint` around norm and activation
+cannot drop an output that the next linear saves.
 """
 
 from __future__ import annotations
@@ -74,31 +74,20 @@ def keep(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.
     return function(*inputs)
 
 
-def rerun(body: Callable[..., torch.Tensor], granularity: str) -> Callable[..., torch.Tensor]:
-    """The block `body(*inputs, remember)` under a recompute granularity: `none`, `selective` or `full`.
+def run_block(
+    body: Callable[..., torch.Tensor], granularity: str, *inputs: Any, hooks: Hooks | None = None
+) -> torch.Tensor:
+    """`body(*inputs, remember)` under a recompute granularity: `none`, `selective` or `full`.
 
-    It takes `hooks` for what it saves. Under no_grad nothing is stored anyway, so nothing is recomputed.
+    `hooks` are for what it saves. Under no_grad nothing is stored anyway, so nothing is recomputed.
     """
-
-    def plain(*inputs: Any) -> torch.Tensor:
+    if not torch.is_grad_enabled():
         return body(*inputs, keep)
-
-    def none(*inputs: Any, hooks: Hooks | None = None) -> torch.Tensor:
-        with _saving(hooks):
-            return plain(*inputs)
-
-    def selective(*inputs: Any, hooks: Hooks | None = None) -> torch.Tensor:
+    if granularity == "selective":
         recomputation = Recomputation(hooks or HELD)
         with recomputation.active():
             return body(*inputs, recomputation)
-
-    def full(*inputs: Any, hooks: Hooks | None = None) -> torch.Tensor:
-        with _saving(hooks):  # checkpoint's own hooks lie inside: of these it asks for the block's input alone
-            return checkpoint(plain, *inputs, use_reentrant=False, preserve_rng_state=False)
-
-    chosen = {"none": none, "selective": selective, "full": full}[granularity]
-    return lambda *inputs, **hooks: chosen(*inputs, **hooks) if torch.is_grad_enabled() else plain(*inputs)
-
-
-def _saving(hooks: Hooks | None) -> contextlib.AbstractContextManager[Any]:
-    return torch.autograd.graph.saved_tensors_hooks(*hooks) if hooks else contextlib.nullcontext()
+    with torch.autograd.graph.saved_tensors_hooks(*hooks) if hooks else contextlib.nullcontext():
+        if granularity == "full":  # checkpoint's own hooks lie inside: of these it asks for the block's input alone
+            return checkpoint(body, *inputs, keep, use_reentrant=False, preserve_rng_state=False)
+        return body(*inputs, keep)

@@ -17,7 +17,7 @@ from torch import nn
 
 from megacp.core.backends.base import Backend, NormSpec
 from megacp.core.config.vision import VisionConfig
-from megacp.core.models.recompute import rerun
+from megacp.core.models.recompute import run_block
 from megacp.core.ops.pointwise import GELU
 from megacp.core.tensor_parallel.linear import LinearSpec
 
@@ -49,11 +49,11 @@ class VisionBlock(nn.Module):
         self.up = backend.column_linear(LinearSpec(mlp, (("up", ffn),), hidden, True, std))
         self.down = backend.row_linear(LinearSpec(mlp, (("down", hidden),), ffn, True, residual_std))
         self.activation = GELU[config.vision_activation]
-        self.run = rerun(self._body, recompute)
+        self.recompute = recompute
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Run the block under the recompute granularity it was built with."""
-        return self.run(x)
+        return run_block(self._body, self.recompute, x)
 
     def _body(self, x: torch.Tensor, remember: Callable[..., torch.Tensor]) -> torch.Tensor:
         x = x + self._attend(remember(self.attention_norm, x))

@@ -1,14 +1,11 @@
 """Execute any action list on real ranks: the one loop behind every pipeline schedule.
 
-Key property: the loop knows no schedule. Receives are posted some computes ahead, so messages travel while a stage
-computes. Sends run in the background and hold their tensor until they are through. Only hidden states travel, and both
-sides know their shape from the batch, so the microbatches of a step may differ in length.
+The loop knows no schedule. Receives are posted some computes ahead, so messages travel while a stage computes. Sends
+run in the background and hold their tensor until they are through. Only hidden states travel, and both sides know their
+shape from the batch, so the microbatches of a step may differ in length.
 
 Between a forward and its backward the input and the autograd graph stay in memory. Of the output only the graph's edge
 is kept, so its storage is free as soon as it is sent.
-
-Rejected: shapes sent ahead of every tensor, which cost one more message and wait each. Rejected: sends that block until
-the peer takes them; with two stages and virtual stages both peers are one rank, and two blocking sends meet.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -40,14 +37,6 @@ ModelChunk = Callable[[Tensor | None, Any], Tensor]
 """(input hidden[t, h], or None on virtual stage 0; batch) -> output hidden[t, h], or the scalar loss on the last one.
 
 It must not change its input in place: the input is a leaf of the autograd graph."""
-
-
-@runtime_checkable
-class Arriving(Protocol):
-    """Batches of which a chunk is given something else, such as a copy on the device."""
-
-    def arrive(self, microbatch: int, chunk: int) -> Any:
-        """What the chunk takes of a microbatch; asked right before each forward."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +90,15 @@ def links_of(grid: ProcessGrid) -> PipelineLinks:
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """What travels between stages."""
+    """What travels between stages, and how a batch comes to this one."""
 
     shape: Callable[[Any], tuple[int, ...]]
     """batch -> shape of the hidden states this rank passes on, (t/cp(/tp), h); the same function on all stages."""
     dtype: torch.dtype
     device: torch.device
+    move: Callable[[Any], Any] = lambda batch: batch
+    """A batch on the host -> on the device, from its first chunk of this stage to its last: the pixels of a whole step
+    never stand on it at once."""
 
 
 def open_channels(links: PipelineLinks, num_chunks: int, device: torch.device) -> None:
@@ -146,26 +138,54 @@ def run(
     microbatch i. The chunk of the last virtual stage returns the microbatch's scalar loss, already divided by the
     step's denominator. Parameter gradients accumulate in the parameters; `parameters` hears of every backward, and what
     a chunk's last one makes final may be reduced while it runs. `put_off` is needed by a list with weight gradients
-    that wait. `batches` may be `Arriving`. `phase` gives the context of every arrival, forward, backward and wait for
-    another stage.
+    that wait. `phase` gives the context of every arrival, forward, backward and wait for another stage.
 
     Returns the detached losses in microbatch order on the rank of the last virtual stage, [] on the others. With a
     forward-only list call it under `torch.no_grad()`. Other ranks are left waiting when a chunk raises: the launcher
     (or the process group's timeout) ends them.
     """
     trains = any(a.kind is Kind.BACKWARD for a in actions)
-    execution = _Execution(chunks, batches, links, hidden, trains, parameters, phase, put_off)
     assert len(batches) == len({action.microbatch for action in actions}), f"{len(batches)} batches for other actions"
-    assert torch.is_grad_enabled() or not execution.trains, "a training schedule under no_grad"
+    assert torch.is_grad_enabled() or not trains, "a training schedule under no_grad"
+    stage = _Stage(chunks, batches, links, hidden, trains, parameters, put_off)
     final = {(a.kind, a.chunk): a for a in actions}
     if put_off is not None:
         put_off.begin()
     for action, posts in zip(actions, posting_plan(actions, links.lookahead), strict=True):
         for receive in posts:
-            execution.post(receive)
-        execution.execute(action, final[action.kind, action.chunk] == action)
-    execution.finish()
-    return [execution.losses[microbatch] for microbatch in sorted(execution.losses)]
+            stage.post(receive)
+        key, last = (action.microbatch, action.chunk), final[action.kind, action.chunk] == action
+        match action.kind:
+            case Kind.FORWARD:
+                with phase("shard"):
+                    batch = stage.on_device.pop(action.microbatch, None) or hidden.move(batches[action.microbatch])
+                    if action.chunk < len(chunks) - 1:
+                        stage.on_device[action.microbatch] = batch
+                with phase("forward"):
+                    stage.forward(key, batch)
+                del batch  # its pixels leave the device now, not when the next ones come
+            case Kind.BACKWARD:
+                with phase("backward"):
+                    stage.backward(key, last)
+            case Kind.WEIGHTS:
+                assert put_off is not None, f"{action}: nobody has put any off"
+                with phase("backward"):
+                    put_off.add(key, last)
+            case Kind.RECV_FORWARD:
+                with phase("pipeline exchange"):
+                    stage.inputs[key] = stage.receiving.pop(action).wait().requires_grad_(trains)
+            case Kind.RECV_BACKWARD:
+                with phase("pipeline exchange"):
+                    stage.output_gradients[key] = stage.receiving.pop(action).wait()
+            case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
+                with phase("pipeline exchange"):
+                    stage.send(action, stage.outgoing.pop(key))
+            case Kind.UNSHARD | Kind.RESHARD:
+                assert parameters is not None, f"{action}: nobody holds parameters"
+                with phase("parameter exchange"):
+                    (parameters.unshard if action.kind is Kind.UNSHARD else parameters.reshard)(action.chunk)
+    stage.finish()
+    return [stage.losses[microbatch] for microbatch in sorted(stage.losses)]
 
 
 def posting_plan(actions: Sequence[Action], lookahead: int) -> list[list[Action]]:
@@ -185,7 +205,7 @@ def posting_plan(actions: Sequence[Action], lookahead: int) -> list[list[Action]
 
 
 @dataclass
-class _Execution:
+class _Stage:
     """State of one step on one stage. A key is (microbatch, chunk)."""
 
     chunks: Sequence[ModelChunk]
@@ -194,8 +214,8 @@ class _Execution:
     hidden: HiddenStates
     trains: bool
     parameters: Parameters | None
-    phase: Phase
     put_off: PutOff | None
+    on_device: dict[int, Any] = field(default_factory=dict)  # microbatches that later chunks of this stage take
     receiving: dict[Action, Handle] = field(default_factory=dict)
     sending: defaultdict[Channel, deque[Handle]] = field(default_factory=lambda: defaultdict(deque))
     inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # until the backward (forward if not training)
@@ -204,40 +224,6 @@ class _Execution:
     output_gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # received, until the backward
     outgoing: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # computed, until the send that follows
     losses: dict[int, Tensor] = field(default_factory=dict)
-
-    def execute(self, action: Action, last: bool) -> None:
-        """Run one action; a receive waits for its message, a send only for an earlier one of its channel.
-
-        `last`: it is its chunk's last one of this kind.
-        """
-        key = (action.microbatch, action.chunk)
-        match action.kind:
-            case Kind.FORWARD:
-                with self.phase("shard"):
-                    batch = self.batches.arrive(*key) if isinstance(self.batches, Arriving) else self.batches[key[0]]
-                with self.phase("forward"):
-                    self.forward(key, batch)
-            case Kind.BACKWARD:
-                with self.phase("backward"):
-                    self.backward(key, last)
-            case Kind.WEIGHTS:
-                assert self.put_off is not None, f"{action}: nobody has put any off"
-                with self.phase("backward"):
-                    self.put_off.add(key, last)
-            case Kind.RECV_FORWARD:
-                with self.phase("pipeline exchange"):
-                    self.inputs[key] = self.receiving.pop(action).wait().requires_grad_(self.trains)
-            case Kind.RECV_BACKWARD:
-                with self.phase("pipeline exchange"):
-                    self.output_gradients[key] = self.receiving.pop(action).wait()
-            case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
-                with self.phase("pipeline exchange"):
-                    self.send(action, self.outgoing.pop(key))
-            case Kind.UNSHARD | Kind.RESHARD:
-                assert self.parameters is not None, f"{action}: nobody holds parameters"
-                with self.phase("parameter exchange"):
-                    move = self.parameters.unshard if action.kind is Kind.UNSHARD else self.parameters.reshard
-                    move(action.chunk)
 
     def place(self, chunk: int) -> int:
         """The virtual stage that this stage's model chunk `chunk` is."""

@@ -9,8 +9,28 @@ message needs a tag.
 Virtual stage `v = chunk * num_stages + stage` holds the v-th part of the layers. Virtual stage 0 receives nothing in
 forward and sends nothing in backward; the last virtual stage sends nothing in forward and receives nothing in backward.
 
-Rejected: schedules written as loops that compute and communicate. They can only be tested by running them on ranks,
-and each new one repeats the communication; a list can be simulated, counted and printed.
+The simplest one is "all forwards, all backwards" (AFAB). This is all that a stage does under it; 1F1B is the same
+actions in another order, with fewer activations alive:
+
+    for microbatch in range(m):                            # stage s of p, one chunk
+        x = recv(s - 1) if s > 0 else None                 # RECV_FORWARD: hidden [t, h]
+        outputs[microbatch] = chunk(x, batches[microbatch])  # FORWARD; on stage p - 1 the loss
+        inputs[microbatch] = x
+        if s < p - 1:
+            send(outputs[microbatch], s + 1)               # SEND_FORWARD
+    for microbatch in range(m):
+        if s < p - 1:
+            grad = recv(s + 1)                             # RECV_BACKWARD: gradient of the output
+            outputs[microbatch].backward(grad)             # BACKWARD
+        else:
+            outputs[microbatch].backward()                 # of the loss
+        if s > 0:
+            send(inputs[microbatch].grad, s - 1)           # SEND_BACKWARD
+
+    2 stages, 3 microbatches:    stage 0   F0 F1 F2 .  .  B0 B1 B2       AFAB holds 3 activations
+                                 stage 1   .  F0 F1 F2 B0 B1 B2 .
+                                 stage 0   F0 F1 .  B0 F2 B1 .  B2       1F1B holds 2
+                                 stage 1   .  F0 B0 F1 B1 F2 B2 .
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from megacp.core.distributed import collectives
 from megacp.core.distributed.grid import Axis
 from megacp.core.large_blocks import empty, product, zeros
-from megacp.core.tensor_parallel.cross_entropy import wide_dtype
+from megacp.core.ops.kernel import accumulation_dtype
 
 LossKernel = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
 """`(logits[c, v], labels[c], first column, scale[c] or None) -> losses[c]` in fp32 or wider, replicated over tp.
@@ -56,6 +56,36 @@ class LossOptions:
     """Tokens of a chunk; 0 takes all at once."""
 
 
+def cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, first: int, axis: Axis, scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Loss per token, `[t]` in fp32 or wider, replicated over tp; the logits are overwritten.
+
+    Ranks share two numbers per token, the log-sum-exp and the target logit of their columns, in one all-gather.
+
+    `logits[t, v]` are this rank's true columns, the first of which is global index `first`; `labels[t]` int64 are
+    global indices. With `scale[t]`, as wide, the logits become the gradient of `sum(scale * losses)`, else scratch.
+    """
+    wide = logits.to(accumulation_dtype(logits.dtype))  # [t, v]: the logits themselves, or a copy of halves
+    local = labels - first
+    elsewhere = (local < 0) | (local >= logits.shape[1])  # [t]: the label's column is on another rank, or on none
+    index = local.masked_fill(elsewhere, 0)[:, None]  # [t, 1]
+    if logits.shape[1]:
+        target = wide.gather(1, index)[:, 0].masked_fill(elsewhere, 0.0)  # [t], 0 on the other ranks
+        highest = wide.amax(-1)
+        lse = highest + wide.sub_(highest[:, None]).exp_().sum(-1).log()  # [t, v] -> [t], of these columns
+    else:  # this rank holds no true row of the vocabulary
+        target, lse = wide.new_zeros(labels.shape), wide.new_full(labels.shape, -torch.inf)
+    shared = collectives.all_gather(torch.stack([lse, target])[None], axis)  # [1, 2, t] -> [tp, 2, t]
+    lse, target = torch.logsumexp(shared[:, 0], 0), shared[:, 1].sum(0)  # [tp, t] -> [t], of all columns
+    if scale is not None and logits.shape[1]:
+        wide.mul_((scale * torch.exp(highest - lse))[:, None])  # softmax, scaled: the exponentials are there already
+        wide.scatter_add_(1, index, (-scale).masked_fill(elsewhere, 0.0)[:, None])  # minus 1 at the label, scaled
+        if wide is not logits:
+            logits.copy_(wide)
+    return lse - target
+
+
 def weighted_loss(losses: torch.Tensor, weights: torch.Tensor, denominator: float) -> torch.Tensor:
     """Scalar `sum(weights[t] * losses[t]) / denominator` over this rank's tokens: partial over dp and cp."""
     return (losses * weights.to(losses.dtype)).sum() / denominator
@@ -69,7 +99,7 @@ class _ChunkedLoss(torch.autograd.Function):
         sharded = options.sequence_parallel and options.tp.size > 1
         x_all = collectives.all_gather(x, options.tp) if sharded else x  # [t, h]
         for_x, for_weight = (wanted and with_gradients for wanted in ctx.needs_input_grad[:2])
-        tokens, wide = x_all.shape[0], wide_dtype(x.dtype)
+        tokens, wide = x_all.shape[0], accumulation_dtype(x.dtype)
         step = options.chunk_tokens or max(tokens, 1)
         dx = empty(x_all.shape, x_all) if for_x else None
         d_weight = zeros(weight.shape, weight, wide if tokens > step else None) if for_weight else None

@@ -12,20 +12,46 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from megacp.core.distributed import collectives
+from megacp.core.distributed.collectives import Pending
 from megacp.core.distributed.differentiable import copy_to, reduce_from
 from megacp.core.distributed.grid import Axis
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach
 from megacp.core.large_blocks import product as large_product
-from megacp.core.large_blocks import takes_block
-from megacp.core.tensor_parallel.products import PLAIN, Products
+from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.tensor_parallel.weight_gradients import WeightGradients, WeightProduct
+
+
+class Products(Protocol):
+    """Two products with rows that the ranks of an axis share."""
+
+    def gather_product(self, x: torch.Tensor, b: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x[n, h]` of each rank, `b[h, f]` -> `X[size * n, h]`, blocks in axis order, and `X b [size * n, f]`."""
+
+    def product_scatter(self, a: torch.Tensor, b: torch.Tensor, axis: Axis) -> Pending:
+        """`a[size * n, f]`, `b[f, h]` of each rank -> this rank's block `[n, h]` of the sum of all `a b`."""
+
+
+class Plain:
+    """A product after its gather; a reduce-scatter after its product, under way when the call returns."""
+
+    def gather_product(self, x: torch.Tensor, b: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Products.gather_product`."""
+        whole = collectives.all_gather(x, axis)
+        return whole, large_product(whole, b)
+
+    def product_scatter(self, a: torch.Tensor, b: torch.Tensor, axis: Axis) -> Pending:
+        """See `Products.product_scatter`."""
+        return collectives.start_reduce_scatter(large_product(a, b), axis)
+
+
+PLAIN: Products = Plain()
+"""Of all linears but those of `--async-tensor-parallel`."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +180,7 @@ class _ScatterLinear(torch.autograd.Function):
 
 def product(x: torch.Tensor, weight: torch.Tensor, sink: WeightGradients | None = None) -> torch.Tensor:
     """`x[..., h] W^T [..., f]` on this rank; `sink` takes the weight gradient once the weight is in a bucket."""
-    ours = (sink is not None and _in_bucket(weight)) or takes_block((*x.shape[:-1], weight.shape[0]), x)
-    return _Product.apply(x, weight, sink) if ours else F.linear(x, weight)
+    return _Product.apply(x, weight, sink)
 
 
 def gather_linear(
@@ -288,3 +313,40 @@ def replicated_spec(
         partial_over=("tp",) if partial and options.tp.size > 1 else (),
         counted=options.tp.rank == 0,
     )
+
+
+class _ColumnNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float, axis: Axis) -> torch.Tensor:
+        wide = x.to(accumulation_dtype(x.dtype))
+        squares = collectives.all_reduce(wide.square().sum(-1, keepdim=True), axis)  # [t, 1], of all columns
+        scale = torch.rsqrt(squares / (x.shape[-1] * axis.size) + epsilon)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.axis = axis
+        return (wide * scale).to(x.dtype).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        normed, wide = x.to(scale.dtype) * scale, grads[0].to(scale.dtype)
+        d_weight = (wide * normed).sum(0)  # [t, f/tp] -> [f/tp]
+        wide = wide * weight.to(scale.dtype)
+        coupled = collectives.all_reduce((wide * normed).sum(-1, keepdim=True), ctx.axis)  # [t, 1], of all columns
+        mean = coupled / (x.shape[-1] * ctx.axis.size)
+        dx = wide.addcmul_(normed, mean, value=-1).mul_(scale)
+        return dx.to(x.dtype), d_weight.to(weight.dtype), None, None
+
+
+class ColumnNorm(nn.Module):
+    """RMSNorm over `size` columns of which each tp rank has its part: `x[t, size/tp]` to the same shape."""
+
+    def __init__(self, name: str, size: int, epsilon: float, options: LinearOptions) -> None:
+        super().__init__()
+        self.epsilon, self.tp = epsilon, options.tp
+        local = size // options.tp.size
+        piece = TensorSlice(f"{name}.weight", (size,), (options.tp.rank * local,), (local,))
+        self.weight = options.parameter(ParameterSpec((piece,), "ones", weight_decay=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm of each token; every tp rank holds the same tokens."""
+        return _ColumnNorm.apply(x, self.weight, self.epsilon, self.tp)

@@ -8,9 +8,7 @@ document may have and must be created for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megacp.core.config.run import RunConfig
 from megacp.core.context_parallel.shard import LocalBatch, row_axis
@@ -45,34 +43,6 @@ class PlannedRow:
     def pack_ids(self) -> tuple[int, ...]:
         """Numbers of its packs."""
         return self.batch.pack_ids
-
-
-Move = Callable[[LocalBatch], LocalBatch]
-"""A row's share on the host -> on the device."""
-
-
-class RowsOnDevice(Sequence[LocalBatch]):
-    """Microbatches on the host; on the device from their first chunk of this stage to their last.
-
-    So pixels of a whole step never stand on it at once. What backward needs of them autograd holds.
-    """
-
-    def __init__(self, shares: Sequence[LocalBatch], move: Move, chunks: int) -> None:
-        self._shares, self._move, self._last = shares, move, chunks - 1
-        self._here: dict[int, LocalBatch] = {}
-
-    def __getitem__(self, microbatch: Any) -> Any:
-        return self._shares[microbatch]
-
-    def __len__(self) -> int:
-        return len(self._shares)
-
-    def arrive(self, microbatch: int, chunk: int) -> LocalBatch:
-        """A microbatch on the device, for one of the chunks of this stage, which it enters in order."""
-        batch = self._here.pop(microbatch, None) or self._move(self._shares[microbatch])
-        if chunk < self._last:
-            self._here[microbatch] = batch
-        return batch
 
 
 def rows_of(config: RunConfig, grid: ProcessGrid) -> Rows:

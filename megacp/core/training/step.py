@@ -28,7 +28,7 @@ from megacp.core.optim.sharded import ShardedAdamW
 from megacp.core.pipeline_parallel.runtime import HiddenStates, ModelChunk, links_of, open_channels, run
 from megacp.core.pipeline_parallel.schedules import schedule, training_schedule_name, with_parameters
 from megacp.core.training.health import Suspects, Verdict, finite_only, suspects
-from megacp.core.training.rows import PlannedRow, RowsOnDevice, rows_of
+from megacp.core.training.rows import PlannedRow, rows_of
 
 Judge = Callable[[float, float], Verdict]
 """(loss, gradient norm) of a step, equal on all ranks, to what becomes of it."""
@@ -184,11 +184,11 @@ class ParallelModel:
         name = training_schedule_name(len(self.chunks), asked) if training else "forward_only"
         actions = schedule(name, self.grid.pp.rank, self.grid.pp.size, len(shares), len(self.chunks))
         chunks: list[ModelChunk] = [partial(chunk, denominator=denominator) for chunk in self.chunks]
-        batches = RowsOnDevice(shares, partial(self._moved, step=step), len(chunks))
         if self.parameters.by_schedule:
             actions = with_parameters(actions)
         put_off = self.backend.put_off if training else None
-        return run(actions, chunks, batches, self.links, self.hidden, self.parameters, self.phase, put_off)
+        hidden = dataclasses.replace(self.hidden, move=partial(self._moved, step=step))
+        return run(actions, chunks, shares, self.links, hidden, self.parameters, self.phase, put_off)
 
     def _total(self, losses: Sequence[torch.Tensor]) -> float:
         """Sum of all microbatch losses over dp and cp, on every rank."""

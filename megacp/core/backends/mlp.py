@@ -1,16 +1,13 @@
-"""The MLP half of a block over tiles of tokens: gate, up and SwiGLU exist for one tile, in forward and in backward.
+"""A norm with the product behind it, a whole SwiGLU MLP, and that MLP over tiles of tokens.
 
-Key property: only the input is kept. Backward computes a tile again, takes its gradients and goes on to the next. The
-widest activations of the model thus no longer grow with the row (ALST: Bekman et al., 2025). Weight gradients are
-summed over the tiles in fp32 or wider and handed to autograd once.
+Each cheap step of `NormMLP` is a function of its own: selective recomputation drops the norm's output and the widest
+activation without repeating a product or a message.
 
-Under sequence parallelism a tile is some rows of each tp rank, gathered for that tile: the bytes of a forward stay the
-same, in more calls. Gathering once outside would keep the whole row's input of the products, and its gradient, on
-every tp rank. A tile that is computed again repeats the gather. It repeats neither the last product nor its reduction
-where the layer can say its gradients without them.
-
-The input is saved before the tiles are computed. A block that is itself computed again in backward thus ends there, and
-no product runs a third time. Dropout behind the MLP saves its mask later, so with it they do.
+Over tiles (ALST: Bekman et al., 2025) gate, up and SwiGLU exist for one tile, in forward and in backward: only the
+input is kept, and backward computes a tile again, takes its gradients and goes on. Weight gradients are summed over the
+tiles in fp32 or wider and handed to autograd once. Under sequence parallelism a tile is some rows of each tp rank,
+gathered for that tile. The input is saved before the tiles are computed: a block that is itself computed again in
+backward ends there, and no product runs a third time.
 """
 
 from __future__ import annotations
@@ -24,9 +21,35 @@ import torch
 from torch import nn
 
 from megacp.core.backends.base import Remember
-from megacp.core.backends.composed import NormMLP
 from megacp.core.ops.kernel import accumulation_dtype
+from megacp.core.ops.pointwise import swiglu
 from megacp.core.tensor_parallel.linear import RowParallelLinear
+
+
+class NormLinear(nn.Module):
+    """`x[t/tp, h] -> linear(norm(x))`: see `Backend.norm_column_linear`."""
+
+    def __init__(self, norm: nn.Module | None, linear: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.linear = norm, linear
+
+    def forward(self, x: torch.Tensor, remember: Remember) -> torch.Tensor:
+        return self.linear(x if self.norm is None else remember(self.norm, x))
+
+
+class NormMLP(nn.Module):
+    """`x[t/tp, h] -> [t/tp, h]`: norm, gate and up in one product, SwiGLU, down; see `Backend.norm_mlp`."""
+
+    def __init__(self, norm: nn.Module | None, gate_up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.gate_up, self.down = norm, gate_up, down
+
+    def forward(self, x: torch.Tensor, remember: Remember) -> torch.Tensor:
+        return self.down(self.wide(x, remember))
+
+    def wide(self, x: torch.Tensor, remember: Remember) -> torch.Tensor:
+        """What the last product multiplies, `[t, f/tp]`."""
+        return remember(swiglu, self.gate_up(x if self.norm is None else remember(self.norm, x)))
 
 
 def _plain(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
