@@ -1,12 +1,10 @@
-"""Videos as frames at known times: which frames are taken, the text of their times, and the decoding of a range.
+"""Videos as frames at known times: which frames are taken, the text of their times, and the decoding of some of them.
 
-Key property: frames and times are those of the transformers library's Molmo2 video processor. A frame is decoded from
-the key frame before it. Its pixels are then the same in every range, and several ranks may decode one video. A frame
-that the decoder calls damaged ends in an ImageError, never in FFmpeg's grey.
-
-A still image, also a GIF of one frame, is a video of one frame: a record gives frames as images that way. Frames are
-counted in the order in which they are shown. FFmpeg gets the container's name, which the first bytes tell, so that no
-playlist among the "videos" can make it open other files.
+Frames and times are those of the transformers library's Molmo2 video processor. A frame has the same pixels whichever
+others are asked for, so several ranks may decode one video: where containers have true times, decoding begins at the
+key frame before it, else at the first frame. A frame that the decoder calls damaged ends in an ImageError, never in
+FFmpeg's grey. FFmpeg gets the container's name, which the first bytes tell, so that no playlist among the "videos" can
+make it open other files. A still image is a video of one frame.
 """
 
 from __future__ import annotations
@@ -15,8 +13,7 @@ import bisect
 import io
 import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,16 +37,10 @@ _CONTAINERS = {
 """FFmpeg's name of a container: where its mark stands, and the mark."""
 _RATE_TOLERANCE = 0.1
 """Part by which the rate in a header may differ from that of the frames before it is not believed."""
-_CUT_SECONDS, _CUT_FRAMES, _CUT_SHARE = 1.0, 2, 0.02
+_CUT_SECONDS, _CUT_SHARE = 1.0, 0.02
 """By how much headers are off in whole files."""
-_UNKNOWN_SIZES = (0, 0xFFFFFFFF)
-"""Of an AVI whose writer could not go back to its beginning."""
-_MPEG4_FRAME = b"\0\0\1\xb6"
-"""What begins a frame in MPEG-4 part 2; packets of DivX hold a frame and the one that is shown before it."""
-_WITHOUT_TIMES, _REORDERED = ("avi",), ("h264", "hevc")
-"""Containers that count frames as they are stored, and codecs that store them in another order than they are shown."""
-_WITHOUT_KEY_FRAMES = ("gif",)
-"""Containers in which every frame claims to be a key frame and may yet need those before it."""
+_SEEKABLE = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
+"""Containers, as FFmpeg calls them, in which every frame has its true time and key frames are what they claim."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +52,6 @@ class VideoInfo:
     """Mean frames a second; `video_fps` of the rules where the file does not say."""
     width: int
     height: int
-
-
-@dataclass(frozen=True)
-class _Timeline:
-    """Times of the frames in the units of the stream, in the order in which they are shown."""
-
-    frames: list[int]
-    keys: list[int]
-    """Those at which decoding can begin."""
-    guessed: bool = False
-    """Whether the times of packets are guesses that come out of order; those at which frames leave the decoder do not.
-    """
 
 
 def sample_frames(num_frames: int, fps: float, rules: ImageRules) -> list[int]:
@@ -138,10 +117,9 @@ def _refuse_large(shown: Any, rules: ImageRules) -> None:
         )
 
 
-def _timeline(container: Any, stream: Any) -> _Timeline:
-    """Read the packets without decoding them."""
-    times, at_keys, codec = set(), set(), stream.codec_context.name
-    guessed = container.format.name in _WITHOUT_TIMES and codec in _REORDERED
+def _timeline(container: Any, stream: Any) -> tuple[list[int], list[int]]:
+    """Times of all frames and of the key frames, in units of the stream, rising; no packet is decoded."""
+    times, keys = set(), set()
     for packet in container.demux(stream):
         if not packet.size or packet.is_discard:
             continue
@@ -151,76 +129,37 @@ def _timeline(container: Any, stream: Any) -> _Timeline:
             )
         times.add(packet.pts)
         if packet.is_keyframe:
-            at_keys.add(packet.pts)
-        guessed = guessed or (codec == "mpeg4" and bytes(packet).count(_MPEG4_FRAME) > 1)
+            keys.add(packet.pts)
     if not times:
         raise ImageError("the video has no frames")
-    frames, keys = sorted(times), sorted(at_keys)
-    if container.format.name in _WITHOUT_KEY_FRAMES or not keys:
-        keys = frames[:1]
-    return _Timeline(frames, keys, guessed)
+    return sorted(times), sorted(keys) if container.format.name in _SEEKABLE else []
 
 
-def _info(timeline: _Timeline, stream: Any, rules: ImageRules) -> VideoInfo:
+def _info(times: list[int], stream: Any, rules: ImageRules) -> VideoInfo:
     fps = float(stream.average_rate or 0.0) or rules.video_fps
-    count, first, last = len(timeline.frames), timeline.frames[0], timeline.frames[-1]
+    count, first, last = len(times), times[0], times[-1]
     if count > 1 and stream.time_base:
         true = (count - 1) / float((last - first) * stream.time_base)
         fps = fps if abs(fps / true - 1) <= _RATE_TOLERANCE else true
     return VideoInfo(count, fps, stream.width, stream.height)
 
 
-def _gif_end(container: Any, data: bytes) -> str | None:
-    return None if data.rstrip(b"\0").endswith(b";") else "it does not end with its trailer"  # GIF89a, 27
-
-
-def _avi_end(container: Any, data: bytes) -> str | None:
-    """A whole AVI has either all bytes of its chunks or frames up to the time that its header says."""
-    place = 0
-    while data[place : place + 4] == b"RIFF" and place + 8 <= len(data):
-        size = int.from_bytes(data[place + 4 : place + 8], "little")
-        if size in _UNKNOWN_SIZES or place + 8 + size > len(data):
-            break
-        place += 8 + size + size % 2
-    else:
-        return None
-    promised = {stream.index: stream.frames for stream in container.streams.video if stream.frames}
-    end: Counter[int] = Counter()  # in the header's unit: where frames are left out, there is time without one
-    for packet in container.demux():
-        if packet.dts is not None:
-            end[packet.stream.index] = max(end[packet.stream.index], packet.dts + 1)
-    for index, length in promised.items():
-        if length - end[index] > max(_CUT_FRAMES, _CUT_SHARE * length):
-            return f"it ends at frame {end[index]}, its header says {length}"
-    return None
-
-
-def _timed_end(container: Any, data: bytes) -> str | None:
-    seconds, end = (container.duration or 0) / 1e6, 0.0
-    begin = min(container.start_time or 0, 0) / 1e6  # both count from 0, also where the first frame comes later
-    for packet in container.demux():
-        if packet.pts is not None and packet.time_base:
-            end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base) - begin)
-    cut = seconds - end > max(_CUT_SECONDS, _CUT_SHARE * seconds)
-    return f"it ends at {end:.1f} s, its header says {seconds:.1f} s" if cut else None
-
-
-_ENDS: dict[str, Callable[[Any, bytes], str | None]] = {
-    "gif": _gif_end,
-    "avi": _avi_end,
-    "matroska": _timed_end,
-    "flv": _timed_end,
-}
-"""Of containers of which FFmpeg opens half a file: what is missing at the end, by the length that the header states.
-
-The container is at its beginning.
-"""
-
-
 def _refuse_cut(container: Any, data: bytes) -> None:
-    """ImageError for a file that ends before what its header says."""
-    name = _container(data)
-    if name in _ENDS and (reason := _ENDS[name](container, data)):
+    """ImageError for half a file of a container that FFmpeg opens nevertheless; the container is at its beginning."""
+    name, reason = _container(data), ""
+    if name == "gif" and not data.rstrip(b"\0").endswith(b";"):  # GIF89a, 27
+        reason = "it does not end with its trailer"
+    if name == "avi" and len(data) < (size := 8 + int.from_bytes(data[4:8], "little")) < 0xFFFFFFFF:
+        reason = f"it has {len(data)} bytes, its header says {size}"
+    if name in ("matroska", "flv"):
+        seconds, end = (container.duration or 0) / 1e6, 0.0
+        begin = min(container.start_time or 0, 0) / 1e6  # both count from 0, also where the first frame comes later
+        for packet in container.demux():
+            if packet.pts is not None and packet.time_base:
+                end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base) - begin)
+        if seconds - end > max(_CUT_SECONDS, _CUT_SHARE * seconds):
+            reason = f"it ends at {end:.1f} s, its header says {seconds:.1f} s"
+    if reason:
         raise ImageError(f"the {name} video is cut short: {reason}")
 
 
@@ -232,7 +171,7 @@ def video_info(data: bytes, rules: ImageRules) -> VideoInfo:
     with _opened(data, rules) as (container, stream):
         _refuse_cut(container, data)
     with _opened(data, rules) as (container, stream):
-        return _info(_timeline(container, stream), stream, rules)
+        return _info(_timeline(container, stream)[0], stream, rules)
 
 
 def video_pixels(data: bytes, rules: ImageRules, frames: Sequence[int] | None = None) -> Iterator[np.ndarray]:
@@ -245,12 +184,19 @@ def video_pixels(data: bytes, rules: ImageRules, frames: Sequence[int] | None = 
             yield load_pixels(data, rules)
         return
     with _opened(data, rules) as (container, stream):
-        timeline = _timeline(container, stream)
-        info = _info(timeline, stream, rules)
+        times, keys = _timeline(container, stream)
+        info = _info(times, stream, rules)
     taken = sample_frames(info.num_frames, info.fps, rules)
-    times = [timeline.frames[taken[i]] for i in (range(len(taken)) if frames is None else frames) if i < len(taken)]
-    for key, group in itertools.groupby(times, lambda time: _key_before(timeline, time)):  # skips what lies between
-        yield from _decode(data, rules, timeline, key, list(group))
+    wanted = [taken[i] for i in (range(len(taken)) if frames is None else frames) if i < len(taken)]
+    # what lies between two groups of frames with a key frame before each is skipped
+    for key, group in itertools.groupby(wanted, lambda number: bisect.bisect_right(keys, times[number]) - 1):
+        left = list(group)
+        if key > 0:
+            yield from _decoded(data, rules, times, left, keys[key])
+        if left:  # a seek that landed behind the frame, or a key frame that needs those before it
+            yield from _decoded(data, rules, times, left)
+        if left:
+            raise ImageError("the video is cut short or damaged: not all frames can be decoded")
 
 
 def decode_video(data: bytes, rules: ImageRules, frames: Sequence[int] | None = None) -> np.ndarray:
@@ -260,79 +206,30 @@ def decode_video(data: bytes, rules: ImageRules, frames: Sequence[int] | None = 
     return np.concatenate(found or [none])
 
 
-def _key_before(timeline: _Timeline, time: int) -> int:
-    """Index into `keys` of the last one not behind `time`; -1 when the video does not begin with one."""
-    return bisect.bisect_right(timeline.keys, time) - 1
-
-
-def _beginnings(key: int) -> Iterator[int]:
-    """Key frames to decode from, ever farther back: all together cost no more than twice what the last does."""
-    step = 1
-    while key > 0:
-        yield key
-        key, step = key - step, 2 * step
-    yield 0
-
-
-def _decode(data: bytes, rules: ImageRules, timeline: _Timeline, key: int, times: list[int]) -> Iterator[np.ndarray]:
-    """Pixels of the frames at `times` (rising, all behind key frame number `key`), uint8 [h, w, 3].
-
-    A seek may land behind the key frame it was asked for, and a key frame may yet need frames before it: then from
-    an earlier one.
-    """
-    left = list(times)
-    for begin in _beginnings(key):
-        with _opened(data, rules) as (container, stream):
-            delay = None
-            if begin > 0:
-                delay = _read_beginning(container, stream, timeline)
-                container.seek(timeline.keys[begin], stream=stream)
-            for time, frame in _timed_frames(container.decode(stream), timeline, begin, delay):
-                if time > left[0]:
-                    break
-                if frame.is_corrupt and (time >= timeline.keys[begin] or time == left[0]):
-                    if begin > 0:
-                        break
-                    seconds = float((time - timeline.frames[0]) * stream.time_base)
-                    raise ImageError(f"the video is damaged: its frame at {seconds:.2f} s cannot be decoded as a whole")
-                if time == left[0]:
-                    _refuse_large(frame, rules)
-                    pixels = frame.to_ndarray(format="rgb24")
-                    yield np.rot90(pixels, getattr(frame, "rotation", 0) // 90)  # degrees against the clock
-                    del left[0]
-                    if not left:
-                        return
-    raise ImageError(f"the video is cut short or damaged: not all frames up to time {times[-1]} can be decoded")
-
-
-def _read_beginning(container: Any, stream: Any, timeline: _Timeline) -> int | None:
-    """Decode the first frame; the `_delay` that it shows, if there is one.
-
-    A stream names its writer there alone, and FFmpeg mends the errors of known ones: without, 4:4:4 of an old x264 is
-    green.
-    """
-    frame = next(container.decode(stream), None)
-    return None if frame is None else _delay(frame, timeline)
-
-
-def _delay(first: Any, timeline: _Timeline) -> int | None:
-    """How much later frames leave the decoder than they are shown, by the first frame of the video."""
-    return None if first.dts is None else first.dts - timeline.frames[0]
-
-
-def _timed_frames(
-    frames: Iterable[Any], timeline: _Timeline, begin: int, delay: int | None
-) -> Iterator[tuple[int, Any]]:
-    """Frames as they are shown, each with its time; `begin`: 0 when they begin with the first frame of the video."""
-    last = timeline.frames[0] - 1 if begin == 0 else None
-    for frame in frames:
-        time = frame.pts
-        if timeline.guessed:
-            delay = _delay(frame, timeline) if delay is None and begin == 0 else delay
-            time = frame.dts - delay if frame.dts is not None and delay is not None else None
-            if time is None and last is not None:  # the decoder has held it until the end
-                following = bisect.bisect_right(timeline.frames, last)
-                time = timeline.frames[following] if following < len(timeline.frames) else None
-        if time is not None:
-            last = time
-            yield time, frame
+def _decoded(
+    data: bytes, rules: ImageRules, times: list[int], left: list[int], key: int | None = None
+) -> Iterator[np.ndarray]:
+    """Pixels of the frames numbered `left`, which are taken off that list, from the key frame at time `key` on."""
+    number_at = {time: number for number, time in enumerate(times)}
+    with _opened(data, rules) as (container, stream):
+        if key is not None:
+            # a stream names its writer in its first frame alone, and FFmpeg mends the errors of known ones
+            next(container.decode(stream), None)
+            container.seek(key, stream=stream)
+        for count, frame in enumerate(container.decode(stream)):
+            number = count if key is None else number_at.get(frame.pts, -1)
+            if number > left[0] or (key is not None and frame.is_corrupt and number_at.get(key, 0) <= number):
+                return
+            if number < left[0]:
+                continue
+            if frame.is_corrupt:
+                if key is not None:
+                    return
+                seconds = float((times[number] - times[0]) * stream.time_base)
+                raise ImageError(f"the video is damaged: its frame at {seconds:.2f} s cannot be decoded as a whole")
+            _refuse_large(frame, rules)
+            pixels = frame.to_ndarray(format="rgb24")
+            del left[0]
+            yield np.rot90(pixels, getattr(frame, "rotation", 0) // 90)  # degrees against the clock
+            if not left:
+                return

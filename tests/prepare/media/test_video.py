@@ -144,7 +144,7 @@ def test_an_avi_whose_header_counts_in_another_unit_is_whole_when_its_bytes_are(
     assert int.from_bytes(data[place : place + 4], "little") == 79
     data[place : place + 4] = (79 * 1001).to_bytes(4, "little")
     assert video_info(bytes(data), EVERY).num_frames == 40
-    with pytest.raises(ImageError, match=r"avi video is cut short: it ends at frame \d\d, its header says 79079"):
+    with pytest.raises(ImageError, match=r"avi video is cut short"):
         video_info(bytes(data[: len(data) * 2 // 3]), EVERY)
 
 
