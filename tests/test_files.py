@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -27,18 +24,6 @@ def odd_file(kind: str, path: Path) -> None:
         path.symlink_to("/dev/zero")
 
 
-def test_a_file_above_the_limit_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    (tmp_path / "huge").touch()
-    os.truncate(tmp_path / "huge", 1 << 40)
-    tracemalloc.start()
-    try:
-        with pytest.raises(ValueError, match="huge has more than 67,108,864 bytes"):
-            files.read_regular(tmp_path / "huge")
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
-
-
 @pytest.mark.parametrize("kind", ["a named pipe", "a directory", "a device"])
 def test_what_is_no_regular_file_is_refused_by_its_kind_and_read_by_nobody(tmp_path: Path, kind: str) -> None:
     """Would catch a reader that waits for a pipe's writer or fills the memory from /dev/zero."""
@@ -46,26 +31,6 @@ def test_what_is_no_regular_file_is_refused_by_its_kind_and_read_by_nobody(tmp_p
     for read in (files.open_regular, files.read_regular, files.read_json, files.sha256_of):
         with pytest.raises(ValueError, match=f"x is {kind}, no regular file"):
             read(tmp_path / "x")
-
-
-@pytest.mark.parametrize("kind", ["a named pipe", "a directory"])
-@pytest.mark.parametrize("flags", [os.O_RDWR, os.O_WRONLY | os.O_APPEND])
-def test_what_is_no_regular_file_is_not_opened_for_writing(tmp_path: Path, kind: str, flags: int) -> None:
-    """Would catch the system's `Is a directory` or `No such device or address` as the user's message."""
-    odd_file(kind, tmp_path / "x")
-    with pytest.raises(ValueError, match=f"x is {kind}, no regular file: choose another path"):
-        files.open_own(tmp_path / "x", flags)
-
-
-def test_sizes_are_compared_before_the_content(tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes(b"12345")
-    with files.open_regular(tmp_path / "x", 5) as stream:
-        assert stream.read() == b"12345"
-    with pytest.raises(ValueError, match="x has 5 bytes, expected 6"):
-        files.open_regular(tmp_path / "x", 6)
-    with pytest.raises(ValueError, match="x has more than 4 bytes"):
-        files.read_regular(tmp_path / "x", 4)
-    assert files.sha256_of(tmp_path / "x")[0] == 5
 
 
 @pytest.mark.parametrize("text", ["[" * 200_000, '{"a": NaN}', "[Infinity]", "9" * 5000, "{", ""])
@@ -90,39 +55,6 @@ def test_a_new_file_and_a_lock_follow_no_link(tmp_path: Path) -> None:
     files.write_atomically(tmp_path / "link", b"new")  # replaces the link itself
     assert outside.read_text() == "precious" and (tmp_path / "link").read_bytes() == b"new"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "outside"]
-
-
-LOCKER = """
-import sys
-from megacp.core.storage import files
-try:
-    files.lock(sys.argv[1])
-except OSError:
-    print("taken")
-else:
-    print("free")
-"""
-
-
-def test_a_lock_that_was_taken_away_and_made_anew_still_keeps_others_out(tmp_path: Path) -> None:
-    """Would catch a lock on a file that has lost its name, which two builds can hold at once."""
-    path = tmp_path / "lock"
-    opened = files.open_own
-
-    def and_replaced(name: files.StrPath, flags: int) -> int:
-        descriptor = opened(name, flags)
-        path.unlink()
-        files.open_own = opened  # once
-        return descriptor
-
-    files.open_own = and_replaced
-    descriptor = files.lock(path)
-    assert os.path.samestat(os.fstat(descriptor), path.stat())
-    other = subprocess.run([sys.executable, "-c", LOCKER, str(path)], capture_output=True, text=True, check=True)
-    assert other.stdout == "taken\n"
-    os.close(descriptor)
-    other = subprocess.run([sys.executable, "-c", LOCKER, str(path)], capture_output=True, text=True, check=True)
-    assert other.stdout == "free\n"
 
 
 def test_a_rename_that_was_done_but_answered_missing_counts_as_done(tmp_path: Path, monkeypatch) -> None:

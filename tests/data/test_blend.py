@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacp.core.data.blend import FINEST, BlendOrder, PackBlend, whole_parts
-from megacp.core.data.loader import DataRank, LoaderOptions, step_batches, validation_steps
+from megacp.core.data.loader import DataRank, LoaderOptions, step_batches
 from megacp.core.data.reader import PackedDataset
 from tests.data.datasets import IMAGE_RULES, random_packs, weighted_images, write_dataset
 
@@ -138,13 +138,6 @@ def test_an_exhausted_dataset_begins_its_next_epoch_in_a_new_order(tmp_path: Pat
     ]
 
 
-def test_datasets_of_one_length_are_shuffled_apart_and_the_seed_matters(tmp_path: Path) -> None:
-    blend = blended(tmp_path, {"a": 30, "b": 30}, ["1", "1"])
-    chosen = blend.samples(0, 60, seed=3)
-    assert [i for i in chosen if i < 30] != [i - 30 for i in chosen if i >= 30]
-    assert chosen.tolist() != blend.samples(0, 60, seed=4).tolist()
-
-
 @pytest.mark.slow
 @settings(max_examples=40)
 @given(data=st.data())
@@ -173,18 +166,6 @@ def test_a_pack_keeps_its_tokens_and_has_a_number_of_its_own(tmp_path: Path) -> 
         assert blend.pack(i).tokens.tolist() == dataset.pack(number).tokens.tolist()
     with pytest.raises(IndexError, match="pack 10 of a blend of 10"):
         blend.pack(10)
-
-
-@pytest.mark.parametrize("dp", [1, 2])
-def test_validation_of_a_blend_keeps_its_shares_and_ends_with_its_first_dataset(tmp_path: Path, dp: int) -> None:
-    blend = blended(tmp_path, {"a": 100, "b": 5}, ["0.5", "0.5"])
-    options = LoaderOptions(1, 4)
-    ranks = [list(validation_steps(blend, options, DataRank(r, dp), 50)) for r in range(dp)]
-    assert {len(steps) for steps in ranks} == {3}  # 11 samples until b would come a sixth time
-    packs = sorted(
-        i for steps in ranks for batches in steps for one in batches if one.loss_weights.any() for i in one.pack_ids
-    )
-    assert packs == [0, 1, 2, 3, 4, 5, 100, 101, 102, 103, 104]
 
 
 def test_text_and_images_share_a_row(tmp_path: Path) -> None:
@@ -265,17 +246,6 @@ def test_documents_of_a_blend_end_alike_where_datasets_say_how(
     except ValueError as error:
         found = str(error).replace(f"{tmp_path}/", "")
     assert found == (told and f"{told}: build both with the same --eod-token and --append-eod")
-
-
-def test_end_tokens_of_datasets_that_do_not_say_are_those_of_their_tokenizers(tmp_path: Path) -> None:
-    for name in "abc":
-        write_dataset(tmp_path / name, [random_packs(np.random.default_rng(0), 2)])
-    old, other = PackedDataset(tmp_path / "a"), changed(tmp_path / "c", eos_id=2)
-    for one, two in ((old, changed(tmp_path / "b", eos_id=2, document_end={"token": 2})), (other, old)):
-        with pytest.raises(ValueError, match="end with token [12], those of .* with [12]: build both"):
-            PackBlend([one, two], [Fraction(1)] * 2)
-    neither = changed(tmp_path / "b", eos_id=1, document_end=NONE)
-    PackBlend([neither, changed(tmp_path / "c", eos_id=2, document_end=NONE)], [Fraction(1)] * 2)
 
 
 def test_weights_and_content_make_the_fingerprint(tmp_path: Path) -> None:

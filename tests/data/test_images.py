@@ -163,17 +163,6 @@ def test_a_rank_decodes_its_images_and_no_others_and_other_stages_none() -> None
     assert set().union(*asked) == items and all(len(one) < len(items) for one in asked)
 
 
-def test_a_video_is_read_once_by_each_rank_whatever_frames_it_gets() -> None:
-    """Would catch frames dealt in turn, each of which decodes all that comes before it."""
-    packs = [mock_pack(number, RULES) for number in (0, 7, 13)]  # each has a video of at least four frames
-    for rank in range(2):
-        decoder = BrokenDecoder()
-        vision = collate(packs, loading=ImageLoading(decoder, rank, 2, strategy="longest_first")).vision
-        assert vision is not None and vision.unit_order is not None and vision.boundaries is not None
-        asked = decoder.asked  # type: ignore[attr-defined]
-        assert len(asked) == len(set(asked)) < len(vision.patches)
-
-
 def test_a_bad_image_ends_the_run_or_drops_its_document_alone() -> None:
     packs = [dataclasses.replace(mock_pack(i, RULES), sources=("a.jsonl",)) for i in (2, 3)]
     batch = collate(packs)
@@ -247,10 +236,3 @@ def test_the_loader_decodes_ahead_in_its_threads_and_steps_do_not_depend_on_it()
         assert one.fingerprint() == two.fingerprint() and one.vision is not None and two.vision is not None
         assert np.array_equal(one.vision.patches, two.vision.patches)
         assert one.vision.boundaries is not None and len(one.vision.boundaries) == 2
-
-
-def test_impossible_loading_is_refused_with_all_reasons() -> None:
-    with pytest.raises(
-        ValueError, match="rank 2 of 2 does not exist; --on-bad-image is 'hide'.*the strategy is 'luck'"
-    ):
-        ImageLoading(MockDecoder(IMAGES), 2, 2, on_bad_image="hide", strategy="luck")

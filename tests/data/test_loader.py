@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +14,7 @@ from megacp.core.data import tables
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.loader import DataRank, LoaderOptions, PackedLoader, step_batches, validation_steps
 from megacp.core.data.order import permuted, samples
-from megacp.core.data.reader import Pack, PackedDataset
-from tests.data.datasets import random_packs, write_dataset
+from megacp.core.data.reader import Pack
 
 
 class Packs:
@@ -43,12 +40,6 @@ def ids(batches: list[PackedBatch]) -> list[int]:
     return [i for batch in batches for i in batch.pack_ids]
 
 
-def global_step(source: Packs, options: LoaderOptions, dp_size: int, consumed: int) -> list[int]:
-    """Samples of one step over all ranks, in the global order: microbatch, then rank, then place."""
-    per_rank = [step_batches(source, options, DataRank(r, dp_size), consumed) for r in range(dp_size)]
-    return [i for microbatches in zip(*per_rank, strict=True) for batch in microbatches for i in batch.pack_ids]
-
-
 # ---- order
 
 
@@ -56,14 +47,6 @@ def global_step(source: Packs, options: LoaderOptions, dp_size: int, consumed: i
 @given(st.integers(1, 3000), st.integers(0, 2**40), st.integers(0, 1000))
 def test_every_epoch_is_a_permutation(length: int, seed: int, epoch: int) -> None:
     assert sorted(permuted(np.arange(length), length, seed, epoch).tolist()) == list(range(length))
-
-
-def test_a_place_far_out_costs_no_more_than_the_first() -> None:
-    # catches an order that is generated from its beginning, or whose memory grows with the dataset
-    length = 10**12
-    found = samples(7 * length + 12345, 4, length, seed=3)
-    assert len(set(found.tolist())) == 4 and ((found >= 0) & (found < length)).all()
-    assert samples(7 * length + 12347, 2, length, seed=3).tolist() == found[2:].tolist()
 
 
 def test_the_order_never_changes_between_versions() -> None:
@@ -84,15 +67,6 @@ def test_epochs_seeds_and_places_are_independent() -> None:
         assert abs(np.corrcoef(base, other)[0, 1]) < 0.15
     assert abs(np.corrcoef(base, np.arange(1000))[0, 1]) < 0.15
     assert abs(np.corrcoef(base[1:], base[:-1])[0, 1]) < 0.15
-
-
-def test_a_step_that_spans_two_epochs_keeps_each_epoch_whole() -> None:
-    # 10 samples, steps of 4: 15 steps are 6 epochs
-    source, options = Packs(10), LoaderOptions(global_batch_size=4, prefetch=0)
-    seen = [i for step in range(15) for i in global_step(source, options, 1, 4 * step)]
-    epochs = [seen[10 * e : 10 * e + 10] for e in range(6)]
-    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
-    assert epochs[0] != epochs[1]
 
 
 # ---- ranks and resume
@@ -179,17 +153,6 @@ def test_close_ends_the_threads_and_can_be_repeated() -> None:
         loader.next_step()
 
 
-def test_bad_settings_are_all_named() -> None:
-    with pytest.raises(ValueError, match=r"no pack.*--global-batch-size 6 is not a multiple .* 2 x .* size 2 = 4"):
-        PackedLoader(Packs(0), LoaderOptions(2, 6), DataRank(0, 2))
-    with pytest.raises(ValueError, match="data-parallel rank 2 of 2"):
-        PackedLoader(Packs(1), LoaderOptions(1, 2), DataRank(2, 2))
-    with pytest.raises(ValueError, match="consumed_samples is -1"):
-        PackedLoader(Packs(1), LoaderOptions(), consumed_samples=-1)
-    with pytest.raises(ValueError, match="micro_batch_size is 0.*prefetch is -1.*--attention-mask is 'x'"):
-        LoaderOptions(micro_batch_size=0, prefetch=-1, attention_mask="x")
-
-
 # ---- validation
 
 
@@ -206,31 +169,3 @@ def test_validation_counts_each_pack_once_with_equal_work_on_every_rank(
     first = range(min(8 * num_steps, count))
     assert sorted(ids(weighted)) == list(first)
     assert sum(b.weight_sum for b in weighted) == sum(i % 5 + 1 for i in first)
-
-
-def test_a_stored_dataset_is_read_once_per_epoch(tmp_path: Path) -> None:
-    write_dataset(tmp_path, [random_packs(np.random.default_rng(0), n) for n in (5, 2, 9)], pad_multiple=2)
-    options = LoaderOptions(2, 4, num_threads=2)
-    with PackedLoader(PackedDataset(tmp_path), options) as loader:
-        steps = [loader.next_step() for _ in range(4)]
-    assert sorted(i for batches in steps for i in ids(batches)) == list(range(16))
-
-
-def test_a_loader_that_is_closed_waits_for_one_row_and_not_for_all_steps_ahead() -> None:
-    """Would catch a failed rank that plans a whole step before it tells the others."""
-    begun, goes_on = threading.Event(), threading.Event()
-    prepared = []
-
-    def prepare(batch: PackedBatch) -> None:
-        prepared.append(batch)
-        begun.set()
-        assert goes_on.wait(20)
-
-    loader = PackedLoader(Packs(10), LoaderOptions(1, 8, prefetch=2), prepare=prepare)
-    assert begun.wait(20)
-    closing = threading.Thread(target=loader.close)
-    closing.start()
-    time.sleep(0.05)
-    goes_on.set()
-    closing.join(20)
-    assert not closing.is_alive() and len(prepared) == 1

@@ -77,23 +77,12 @@ def test_patterns_name_the_files_that_fit(place) -> None:
         expanded(f"{place}/*.zst")
 
 
-def test_a_path_with_the_signs_of_a_pattern_is_still_a_path(tmp_path: Path) -> None:
-    (tmp_path / "a[1].jsonl").write_text("{}")
-    assert expanded(f"{tmp_path}/a[1].jsonl") == [f"{tmp_path}/a[1].jsonl"]
-
-
 @pytest.mark.parametrize(
     ("path", "suffix"),
     [("a/b.jsonl.gz", ".gz"), ("s3://b/c.tar", ".tar"), ("https://h/x.parquet?download=true", ".parquet")],
 )
 def test_a_query_is_no_part_of_a_suffix(path: str, suffix: str) -> None:
     assert suffix_of(path) == suffix
-
-
-def test_a_url_is_joined_and_compared_as_text() -> None:
-    url = Url("s3://bucket/run/")
-    assert str(url / "step_0000001") == "s3://bucket/run/step_0000001"
-    assert (url / "a").parent == url and (url / "a").name == "a" and url.scheme == "s3"
 
 
 @pytest.mark.parametrize("text", ["file:///etc/passwd", "local://a", "simplecache::s3://a/b"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -79,23 +78,6 @@ def test_wrong_image_flags_are_one_line_with_all_reasons(corpus: Path, tmp_path:
     )
     assert_one_line_error(text_build)
     assert "images need the vision build (--image-root" in text_build.stderr
-
-
-@pytest.mark.slow
-def test_an_image_build_does_not_import_torch(corpus: Path, tmp_path: Path) -> None:
-    program = (
-        "import runpy, sys\n"
-        f"sys.argv = {list(map(str, command(*arguments(corpus, tmp_path / 'd', *TINY))[1:]))!r}\n"
-        "try:\n"
-        "    runpy.run_path(sys.argv[0], run_name='__main__')\n"
-        "except SystemExit as end:\n"
-        "    assert not end.code, end.code\n"
-        "assert 'torch' not in sys.modules and 'PIL' in sys.modules\n"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment(), check=False
-    )
-    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.slow

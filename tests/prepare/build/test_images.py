@@ -15,13 +15,12 @@ import pytest
 
 import megacp.prepare.build.run as build_module
 from megacp.core.data.decoding import RulesDecoder
-from megacp.core.data.geometry import ImageRules, image_patches, load_pixels
+from megacp.core.data.geometry import image_patches, load_pixels
 from megacp.core.data.image_shards import compute_image_shard_boundaries
 from megacp.core.data.reader import PackedDataset
 from megacp.prepare.build.merge import merge
-from megacp.prepare.build.settings import problems
 from megacp.prepare.build.unit import UnitBuilder
-from megacp.prepare.describe import describe_pack, statistics, statistics_text
+from megacp.prepare.describe import statistics
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from megacp.prepare.verify import verify
 from tests.prepare.build import builds
@@ -174,13 +173,6 @@ def test_the_bytes_do_not_depend_on_workers_or_on_a_kill(
     assert builds.files(tmp_path / "killed") == builds.files(tmp_path / "one")
 
 
-def test_other_image_settings_are_refused_by_name(corpus: Path, tmp_path: Path) -> None:
-    run(corpus, tmp_path / "d")
-    rules = dataclasses.replace(RULES, max_crops=5)
-    with pytest.raises(ValueError, match="image_rules: .*; max_crops_per_pack: 40 before, 41 now"):
-        run(corpus, tmp_path / "d", image_rules=rules, max_crops_per_pack=41)
-
-
 def test_a_shard_holds_so_many_records_that_several_workers_have_work(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,11 +185,6 @@ def test_a_shard_holds_so_many_records_that_several_workers_have_work(
     text = tmp_path / "t.jsonl"
     builds.write_records(text, 40)
     assert len(builds.run([text], tmp_path / "t", unit_bytes=0).results) == 1  # the rule for text is as it was
-
-
-def test_without_a_crop_budget_only_tokens_count(corpus: Path, tmp_path: Path) -> None:
-    run(corpus, tmp_path / "d", max_crops_per_pack=None, unit_bytes=1 << 20)
-    assert statistics(tmp_path / "d")["most_crops_of_a_pack"] > 40 and verify(tmp_path / "d") == []
 
 
 def test_a_shard_without_images_in_an_image_dataset_is_one_of_text(tmp_path: Path) -> None:
@@ -261,22 +248,6 @@ def test_a_text_that_spells_an_image_token_is_refused(tmp_path: Path) -> None:
     assert min(i for name, i in rules["token_ids"].items() if name != "image_patch") == tokenizer.vocab_size
 
 
-def test_image_tokens_that_meet_in_one_id_are_refused_before_anything_is_built(tmp_path: Path) -> None:
-    """Would catch a finished dataset that only training refuses."""
-    tokenizers = pytest.importorskip("tokenizers")
-    bpe = tokenizers.ByteLevelBPETokenizer()
-    bpe.train_from_iterator(["a b c"], vocab_size=300, show_progress=False)
-    bpe.add_special_tokens(["<im_start>", "<|endoftext|>"])
-    bpe.save(str(tmp_path / "tokenizer.json"))
-    taken = load_tokenizer(str(tmp_path / "tokenizer.json")).token_id("<im_start>")
-    (tmp_path / "c.jsonl").write_text('{"text": "a"}\n')
-    rules = dataclasses.replace(TINY, token_ids={"image_patch": taken})
-    settings = {**VISION, "tokenizer": str(tmp_path / "tokenizer.json"), "image_rules": rules}
-    with pytest.raises(ValueError, match="--image-token-ids are .*, they must differ"):
-        builds.run([tmp_path / "c.jsonl"], tmp_path / "d", **settings)
-    assert not (tmp_path / "d").exists()
-
-
 def test_a_webdataset_tar_names_its_images_and_one_that_nobody_names_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "w.tar"
     picture = encoded(noise(20, 20))
@@ -299,35 +270,6 @@ def test_a_webdataset_tar_names_its_images_and_one_that_nobody_names_is_refused(
     assert [row[:2] for row in units_of_records(PackedDataset(tmp_path / "d"))[0]] == [(picture, -1)]
     reasons = [json.loads(line)["reason"] for line in (tmp_path / "d/rejects.jsonl").read_text().splitlines()]
     assert "does not name its member 'a/2.png'" in reasons[0] and "does not name its member 'a/3.png'" in reasons[1]
-
-
-def test_all_wrong_image_settings_are_listed_at_once(corpus: Path, tmp_path: Path) -> None:
-    wrong = ImageRules(image_size=16, patch_size=5, max_crops=9, video_fps=-1.0)
-    changes = {**VISION, "image_rules": wrong, "max_crops_per_pack": 9, "image_root": "none", "seq_length": 0}
-    found = "; ".join(problems(builds.settings([corpus], tmp_path / "d", **changes)))
-    for part in (
-        "--seq-length is 0",
-        "--video-fps is -1.0",
-        "--image-root none is not a directory",
-        "--max-crops-per-pack 9 cannot hold an image of --max-crops 9 and its low-resolution crop",
-    ):
-        assert part in found
-    short = {**VISION, "seq_length": 5}
-    found = "; ".join(problems(builds.settings([corpus], tmp_path / "d", **short)))
-    assert "--seq-length 5 is shorter than the smallest image, 12 tokens, and than a video frame, 6" in found
-    text = {"image_root": "x", "max_crops_per_pack": 3}
-    found = "; ".join(problems(builds.settings([corpus], tmp_path / "d", **text)))
-    assert "--image-root x needs image rules" in found and "--max-crops-per-pack 3 needs image rules" in found
-
-
-def test_inspect_and_stats_show_images_and_boundaries(corpus: Path, tmp_path: Path) -> None:
-    run(corpus, tmp_path / "d", unit_bytes=1 << 20)
-    dataset = PackedDataset(tmp_path / "d")
-    shown = "\n".join(describe_pack(dataset, i, load_tokenizer("byte")) for i in range(len(dataset)))
-    assert "video frames 0..11: tokens" in shown and "image in branch 1: tokens" in shown
-    assert "  cp 3: crops 0-" in shown and "tokens a rank" in shown
-    text = statistics_text(statistics(tmp_path / "d"))
-    assert "40 images, 8 videos" in text and "pooled tokens" in text
 
 
 def test_merged_image_datasets_hold_the_images_of_both(corpus: Path, tmp_path: Path) -> None:

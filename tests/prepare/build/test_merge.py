@@ -11,7 +11,6 @@ from megacp.core.data.manifest import DatasetManifest
 from megacp.prepare.build.merge import merge
 from megacp.prepare.verify import verify
 from tests.prepare.build.builds import documents, expected, run, write_records
-from tests.prepare.media.pictures import TINY
 
 
 def test_merged_datasets_hold_the_documents_of_all(tmp_path: Path) -> None:
@@ -71,25 +70,3 @@ def test_a_damaged_part_is_not_merged(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="two/shard_00000/tokens.bin: sha256"):
         merge([str(tmp_path / "one"), str(tmp_path / "two")], str(tmp_path / "both"))
     assert not (tmp_path / "both/manifest.json").exists()
-
-
-def test_what_keeps_image_datasets_apart_is_one_short_line(tmp_path: Path) -> None:
-    """Would catch a line of all rules of both."""
-    a = tmp_path / "a.jsonl"
-    write_records(a, 5)
-    run([a], tmp_path / "text")
-    run([a], tmp_path / "one", image_rules=TINY)
-    other = dataclasses.replace(
-        TINY, max_crops=2, video_fps=1.0, token_ids={k: i + 9 for k, i in TINY.token_ids.items()}
-    )
-    run([a], tmp_path / "two", image_rules=other, cp_degrees=(1, 2))
-    with pytest.raises(ValueError) as error:
-        merge([str(tmp_path / name) for name in ("one", "two", "text")], str(tmp_path / "both"))
-    text = str(error.value).replace(str(tmp_path), "")
-    for part in (
-        "/two has image_rules.max_crops 2, not 6",
-        "cp_degrees (1, 2), not",
-        "/text has image_rules none, not some",
-    ):
-        assert part in text
-    assert len(text) < 300

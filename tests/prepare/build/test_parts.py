@@ -6,7 +6,6 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,25 +123,3 @@ def test_a_part_is_a_number_below_a_count(text: str, capsys: pytest.CaptureFixtu
     assert "expected I/N with 0 <= I < N" in capsys.readouterr().err
     assert preprocess.main(["build", *flags, "--units", "0/2", "--overwrite"]) == 2
     assert "would delete what other parts have built" in capsys.readouterr().err
-
-
-def test_a_killed_part_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    a = tmp_path / "a.jsonl"
-    write_records(a, 150)
-    run([a], tmp_path / "one")
-    import megacp.prepare.build.run as module
-
-    whole: Callable[..., Any] = module.run_tasks
-
-    def dies(*arguments: Any) -> Any:
-        yield next(iter(whole(*arguments)))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module, "run_tasks", dies)
-    with pytest.raises(KeyboardInterrupt):
-        part([a], tmp_path / "d", "0/2")
-    monkeypatch.setattr(module, "run_tasks", whole)
-    assert part([a], tmp_path / "d", "0/2")[1] == 1
-    part([a], tmp_path / "d", "1/2")
-    finish([a], tmp_path / "d")
-    assert visible(tmp_path / "d") == visible(tmp_path / "one")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,9 @@ from megacp.prepare.build.journal import locked
 from megacp.prepare.build.run import kept_tokenizer
 from megacp.prepare.build.settings import BuildSettings
 from megacp.prepare.build.unit import UnitBuilder, UnitTask
-from megacp.prepare.records.record import Record
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from megacp.prepare.verify import verify
-from tests.prepare.build.builds import documents, expected, files, run, settings, write_records
+from tests.prepare.build.builds import documents, expected, files, run, write_records
 
 
 def test_every_document_is_stored_once_and_whole(tmp_path: Path) -> None:
@@ -61,19 +59,6 @@ def test_what_a_killed_build_was_just_writing_is_gone_when_the_next_one_ends(tmp
         (tmp_path / "d" / name).write_bytes(b"{")
     assert run([a], tmp_path / "d").already_complete == finished
     assert files(tmp_path / "d") == files(tmp_path / "whole")
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"), [({}, None), ({"workers": 2}, "false"), ({"executor": "ray"}, "false")]
-)
-def test_workers_beside_others_have_a_thread_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: str | None
-) -> None:
-    """Would catch as many threads as cores in every one of as many workers as cores."""
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "x")  # so that what the builder sets is taken back
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM")
-    UnitBuilder(settings([tmp_path / "a.jsonl"], tmp_path / "d", **changes))
-    assert os.environ.get("TOKENIZERS_PARALLELISM") == expected
 
 
 class _Killed(BaseException):
@@ -215,14 +200,6 @@ def test_more_bad_records_than_max_errors_end_the_build(tmp_path: Path) -> None:
         run([a], tmp_path / "d", on_error="skip", max_errors=2)
 
 
-def test_skipped_records_are_not_forgiven_by_a_rerun_that_fails_on_errors(tmp_path: Path) -> None:
-    a = tmp_path / "a.jsonl"
-    spoiled(a, 50, b"{")
-    run([a], tmp_path / "d", on_error="skip")
-    with pytest.raises(ValueError, match=f"{a}:51: .*an earlier run skipped it"):
-        run([a], tmp_path / "d")
-
-
 @pytest.mark.parametrize("distance", [1, 59])
 def test_a_duplicate_id_is_refused_with_both_places(tmp_path: Path, distance: int) -> None:
     """In the same unit, and in another one, which only the parent can see."""
@@ -295,14 +272,6 @@ def test_a_seed_shuffles_documents_and_none_keeps_their_order(tmp_path: Path) ->
     tokens = {name: (tmp_path / name / "shard_00000/tokens.bin").read_bytes() for name in seeds}
     assert tokens["one"] == tokens["again"] and len({tokens["none"], tokens["one"], tokens["two"]}) == 3
     assert documents(tmp_path / "none") == documents(tmp_path / "one") == documents(tmp_path / "two")
-
-
-def test_windows_inside_a_unit_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megacp.prepare.build.unit.CHUNK_RECORDS", 7)
-    a = tmp_path / "a.jsonl"
-    records = write_records(a, 100)
-    run([a], tmp_path / "d", window_tokens=300, unit_bytes=1 << 20, seed=1)
-    assert documents(tmp_path / "d") == expected(records)
 
 
 # ---- weights and branches
@@ -385,20 +354,6 @@ def test_learned_text_after_a_single_token_is_refused(tmp_path: Path) -> None:
         run([tmp_path / "a.jsonl"], tmp_path / "d")
 
 
-def test_a_document_with_branches_is_never_cut(tmp_path: Path) -> None:
-    a = tmp_path / "a.jsonl"
-    a.write_text(json.dumps({"text": "Q" * 100, "branches": ["one" * 20]}) + "\n")
-    with pytest.raises(ValueError, match="tokens with all branches.*--oversize drop .byte"):
-        run([a], tmp_path / "d", oversize="split")
-
-
-def test_no_append_eod_adds_nothing(tmp_path: Path) -> None:
-    a = tmp_path / "a.jsonl"
-    records = write_records(a, 10)
-    run([a], tmp_path / "d", append_eod=False)
-    assert documents(tmp_path / "d") == [tokens[:-1] for tokens in expected(records)]
-
-
 def test_the_tokenizer_is_kept_with_the_dataset(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     bpe = tokenizers.ByteLevelBPETokenizer()
@@ -428,13 +383,3 @@ def test_an_engine_that_differs_on_the_real_text_stops_the_build(
     monkeypatch.setattr(BuildSettings, "load_tokenizer", lambda self: Doubtful())
     with pytest.raises(ValueError, match=f"{a}:1: gigatoken gives other ids.*--tokenizer-engine reference --overwrite"):
         run([a], tmp_path / "d")
-
-
-def test_a_record_knows_its_size(tmp_path: Path) -> None:
-    """Progress and chunking are in bytes of the input, so sizes must add up to the file."""
-    from megacp.prepare.records.read import Extent, read_extent
-
-    a = tmp_path / "a.jsonl"
-    write_records(a, 10)
-    items = list(read_extent(Extent(0, str(a), 0, a.stat().st_size)))
-    assert sum(item.size for item in items if isinstance(item, Record)) == a.stat().st_size

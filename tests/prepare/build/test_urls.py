@@ -22,10 +22,9 @@ from megacp.core.storage.url import UnreachableError, Url
 from megacp.prepare.build.journal import JOURNAL_NAME
 from megacp.prepare.build.parts import BuildPart
 from megacp.prepare.build.run import BuildSummary, build, build_part, kept_tokenizer
-from megacp.prepare.build.settings import BuildSettings, problems
+from megacp.prepare.build.settings import BuildSettings
 from megacp.prepare.build.unit import BadRecord
 from megacp.prepare.build.upload import FAILED_IMAGES_NAME
-from megacp.prepare.records import jsonl
 from megacp.prepare.records.inputs import identity
 from megacp.prepare.records.read import input_files, plan_units, read_extent
 from megacp.prepare.records.record import Record
@@ -119,24 +118,6 @@ def test_a_store_that_is_gone_ends_the_reading(name: str, monkeypatch: pytest.Mo
         list(read_extent(units[0].extents[0]))
 
 
-def test_a_large_file_is_read_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch a reader that takes a whole object to read a part of it."""
-    asked: list[int] = []
-    original = Url.read
-
-    def noted(self: Url, offset: int, count: int) -> bytes:
-        asked.append(count)
-        return original(self, offset, count)
-
-    monkeypatch.setattr(Url, "read", noted)
-    monkeypatch.setattr("megacp.core.storage.place._BLOCK", 1 << 12)
-    monkeypatch.setattr("megacp.core.storage.place._BUFFER", 1 << 10)
-    url = memory() / "a.jsonl"
-    url.write(JSONL)
-    assert records(str(url), 1000) == LINES
-    assert max(asked) <= 1 << 12
-
-
 @pytest.fixture
 def corpus(tmp_path: Path) -> list[Path]:
     paths = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
@@ -174,14 +155,6 @@ def test_a_build_from_a_url_to_a_url_has_the_bytes_of_one_on_a_disk(corpus: list
     ]
     assert not list((tmp_path / "work").glob("shard_*"))
     assert kept_tokenizer(url) == "byte"
-
-
-def test_a_store_that_fails_one_request_in_twenty_gets_the_same_dataset(corpus: list[Path], tmp_path: Path) -> None:
-    inputs, sound, url = uploaded(corpus), memory(), memory()
-    to_url(f"{inputs}/*.jsonl", sound, tmp_path / "sound")
-    with flaky(0.05) as store:
-        to_url(f"{under_flaky(inputs)}/*.jsonl", under_flaky(url), tmp_path / "work")
-    assert sum(store.failed.values()) > 1 and content(url) == content(sound)
 
 
 def test_parts_send_their_shards_and_finish_sends_the_manifest(corpus: list[Path], tmp_path: Path) -> None:
@@ -259,42 +232,6 @@ def test_a_changed_object_is_seen_and_refused_by_name(corpus: list[Path], tmp_pa
     to_url(f"{inputs}/*.jsonl", url, work, overwrite=True)
 
 
-def test_an_object_that_changes_while_it_is_read_makes_no_dataset(
-    corpus: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inputs, url = uploaded(corpus), memory()
-    original = jsonl.read_jsonl
-
-    def changing(path: str, *rest: Any) -> Any:
-        (inputs / "two.jsonl").write(corpus[1].read_bytes())
-        return original(path, *rest)
-
-    monkeypatch.setattr("megacp.prepare.records.read.read_jsonl", changing)
-    with pytest.raises(ValueError, match=r"changed while it was read: .*two.jsonl"):
-        to_url(f"{inputs}/*.jsonl", url, tmp_path / "work")
-    assert not (url / MANIFEST_NAME).exists()
-
-
-def test_what_is_no_dataset_at_a_url_is_left_alone(corpus: list[Path], tmp_path: Path) -> None:
-    url = memory()
-    (url / "photos" / "a.jpg").write(b"1")
-    with pytest.raises(ValueError, match=r"--output .* holds what is no dataset \(photos\)"):
-        to_url(f"{uploaded(corpus)}/*.jsonl", url, tmp_path / "work", overwrite=True)
-    assert (url / "photos" / "a.jpg").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("none.jsonl", "no such file: memory://"), ("", "is a directory; give the files in it, as memory://")],
-)
-def test_an_input_that_is_not_there_is_told_before_anything_is_read(name: str, message: str, tmp_path: Path) -> None:
-    url = memory()
-    (url / "a.jsonl").write(JSONL)
-    path = str(url / name) if name else str(url)
-    found = problems(BuildSettings((path,), str(tmp_path / "out"), "byte", 128))
-    assert len(found) == 1 and message in found[0]
-
-
 def image_records(places: Sequence[str], folder: Path) -> Path:
     path = folder / "pairs.jsonl"
     rows = [{"content": [{"type": "image", "path": p}, {"type": "text", "text": "A cat."}]} for p in places]
@@ -348,17 +285,6 @@ def test_images_that_do_not_come_are_listed_with_their_urls(tmp_path: Path) -> N
     assert "could not be fetched: the store has no such object" in failed[0]["reason"]
     with pytest.raises(BadRecord, match=r"pairs.jsonl:2: .*gone.png': it could not be fetched"):
         builds.run([path], tmp_path / "strict", image_urls=(store.text,), **IMAGES)
-
-
-def test_images_of_a_store_that_fails_come_all_the_same(tmp_path: Path) -> None:
-    store = memory()
-    pictures = [encoded(noise(20, 16, seed=i)) for i in range(30)]
-    for i, picture in enumerate(pictures):
-        (store / f"{i}.png").write(picture)
-    path = image_records([f"{i}.png" for i in range(30)], tmp_path)
-    with flaky(0.2) as counted:
-        builds.run([path], tmp_path / "out", image_root=str(under_flaky(store)), **IMAGES)
-    assert counted.failed["read"] and items_of(PackedDataset(tmp_path / "out")) == pictures
 
 
 @pytest.mark.parametrize(

@@ -92,14 +92,6 @@ def test_an_object_is_allowed_in_the_bucket_of_the_prefix_alone(
     assert ImageFetcher(tmp_path, [prefix], LIMIT).allows(url) is allowed
 
 
-def test_a_host_without_a_slash_is_that_host_alone(tmp_path: Path) -> None:
-    fetcher = ImageFetcher(tmp_path, ["http://127.0.0.1"], LIMIT)
-    assert fetcher.allows("http://127.0.0.1/a.png")
-    assert not fetcher.allows("http://127.0.0.1@localhost:8080/a.png")
-    assert not fetcher.allows("http://127.0.0.1.evil/a.png")
-    assert not fetcher.allows("http://127.0.0.1:8080/a.png")
-
-
 def test_no_redirect_is_followed_for_a_url_of_a_record(tmp_path: Path, server: tuple[str, list[str]]) -> None:
     """Would catch an allowed server that sends the build to one inside of the user's network."""
     address, asked = server

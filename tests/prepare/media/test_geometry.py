@@ -15,10 +15,8 @@ from megacp.core.data.geometry import (
     frame_layout,
     image_layout,
     image_patches,
-    load_pixels,
-    resized,
 )
-from tests.prepare.media.pictures import TINY, WordTokenizer, encoded, noise
+from tests.prepare.media.pictures import TINY, WordTokenizer, noise
 from tests.reference import molmo2_processor as reference
 
 MOLMO2 = ImageRules().with_token_ids(WordTokenizer)
@@ -59,23 +57,6 @@ def test_pixels_and_pooling_are_those_of_the_transformers_library(name: str) -> 
         assert np.abs(mine - patches).max() <= ONE_LEVEL, (width, height)
 
 
-@pytest.mark.parametrize(("width", "height"), [(16, 16), (20, 20), (37, 64), (90, 55), (11, 100)])
-def test_resized_pixels_differ_from_torch_only_on_a_rounding_edge(width: int, height: int) -> None:
-    for seed in range(5):
-        pixels = noise(width, height, seed)
-        exact = reference.interpolated(pixels, 28, 20)
-        off = resized(pixels, 28, 20) != np.rint(exact)
-        # below 256 a float32 rounding errs by 2 ** -17; one for each weight, product and sum on the way is eight for
-        # either side
-        assert (np.abs(exact[off] % 1 - 0.5) <= 16 * 2**-17).all() and off.mean() < 0.01
-
-
-def test_without_resizing_pixels_are_those_of_the_library_to_the_last_digit() -> None:
-    pixels = noise(16, 16)
-    rules = dataclasses.replace(TINY, image_mean=(0.48, 0.46, 0.41), image_std=(0.27, 0.26, 0.28))
-    assert np.array_equal(image_patches(pixels, rules), reference.process_image(pixels, rules)[0])
-
-
 def spelled(text: str, rules: ImageRules) -> list[int]:
     ids = {text: rules.token_ids[name] for name, text in TOKEN_TEXTS.items()}
     return [ids[word] for word in re.findall("<[^>]*>", text)]
@@ -109,27 +90,6 @@ def test_a_pooling_index_never_leaves_its_image_and_every_canvas_patch_is_pooled
         used = layout.pooling[layout.pooling >= 0]
         assert used.max() < layout.num_crops * TINY.patches_per_crop and len(np.unique(used)) == len(used)
         assert np.isin(np.arange(TINY.patches_per_crop), used).all()  # the low-resolution crop has no neighbours
-
-
-def test_resizing_keeps_a_plain_colour_and_an_unchanged_size() -> None:
-    plain = np.full((7, 9, 3), 77, np.uint8)
-    assert (resized(plain, 30, 2) == 77).all()
-    assert np.array_equal(resized(noise(9, 7), 7, 9), noise(9, 7))
-
-
-def test_encoded_bytes_and_their_pixels_give_the_same_patches() -> None:
-    assert np.array_equal(
-        image_patches(load_pixels(encoded(noise(40, 30)), TINY), TINY), image_patches(noise(40, 30), TINY)
-    )
-
-
-def test_shared_layouts_cannot_be_changed() -> None:
-    layout = image_layout(20, 20, TINY)
-    for array in (layout.tokens, layout.pooling, frame_layout(TINY).tokens):
-        with pytest.raises(ValueError, match="read-only"):
-            array[0] = 5
-    other = dataclasses.replace(TINY, token_ids={name: 900 + i for i, name in enumerate(TOKEN_TEXTS)})
-    assert set(image_layout(20, 20, other).tokens.tolist()).isdisjoint(layout.tokens.tolist())  # not the cached one
 
 
 # ---- rules

@@ -34,19 +34,6 @@ def test_exif_orientation_is_applied(kind: str, orientation: int) -> None:
     assert np.array_equal(read_pixels(data, MOST), expected)
 
 
-def test_exif_behind_the_pixels_of_a_png_counts_too() -> None:
-    # the format allows it there
-    data = encoded(noise(13, 7))
-    body = b"eXIf" + exif(6).removeprefix(b"Exif\0\0")
-    chunk = struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body))
-    moved = data[:-12] + chunk + data[-12:]
-    assert np.array_equal(read_pixels(moved, MOST), np.rot90(noise(13, 7), -1))
-
-
-def test_damaged_exif_is_as_none() -> None:
-    assert read_pixels(encoded(noise(13, 7), "JPEG", exif=b"Exif\0\0nonsense"), MOST).shape == (7, 13, 3)
-
-
 @pytest.mark.parametrize("mode", ["1", "L", "P", "CMYK", "YCbCr", "RGBA", "LA"])
 def test_other_kinds_of_pixels_become_rgb_in_a_defined_way(mode: str) -> None:
     source = Image.fromarray(noise(9, 6)).convert("RGB" if mode == "P" else mode)
@@ -61,13 +48,6 @@ def test_other_kinds_of_pixels_become_rgb_in_a_defined_way(mode: str) -> None:
         assert np.abs(pixels - (colour * 100 + 255 * 155) / 255).max() <= 1
     else:
         assert np.array_equal(pixels, np.asarray(source.convert("RGB")))
-
-
-def test_transparent_palette_colours_are_white() -> None:
-    source = Image.new("P", (2, 1), 0)
-    source.putpalette([10, 20, 30, 40, 50, 60])
-    source.putpixel((1, 0), 1)
-    assert read_pixels(encoded(source, "PNG", transparency=0), MOST).tolist() == [[[255] * 3, [40, 50, 60]]]
 
 
 def test_a_transparent_colour_counts_in_the_depth_of_the_file() -> None:
@@ -138,11 +118,6 @@ def webp_of_one_frame() -> bytes:
 @pytest.mark.parametrize("data", [encoded(noise(8, 8), "GIF"), png_of_one_frame(), webp_of_one_frame()], ids=len)
 def test_an_animation_of_one_frame_stands_still(data: bytes) -> None:
     assert read_pixels(data, MOST).shape == (8, 8, 3) and is_still(data)
-
-
-def test_only_a_gif_of_several_frames_is_a_video_too() -> None:
-    assert not is_still(animated("GIF")) and is_still(animated("PNG")) and is_still(animated("WEBP"))
-    assert not is_still(b"GIF89a damaged") and not is_still(b"")
 
 
 JPEG = encoded(noise(64, 64), "JPEG")

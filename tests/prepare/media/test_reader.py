@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megacp.core.data.geometry import frame_layout, image_layout
-from megacp.prepare.media.reader import MediaReader, Part, Placed, unnamed_members
+from megacp.prepare.media.reader import MediaReader, Part, Placed
 from megacp.prepare.records.parts import SamplePart
 from megacp.prepare.records.record import RecordError
 from megacp.prepare.records.sample import parse_record
@@ -146,23 +146,6 @@ def test_a_bad_part_is_refused_with_its_place_and_reason(root: Path, name: str) 
     (root / "grey.mp4").write_bytes(GREY)
     with pytest.raises(RecordError, match=message):
         expand([{"type": "image", **part}], root, {"d/1.png": PICTURE})
-
-
-def test_a_message_shows_the_beginning_of_a_long_path(root: Path) -> None:
-    """Would catch an image in base64 printed whole, and stored again in rejects.jsonl."""
-    with pytest.raises(RecordError) as error:
-        expand([{"type": "image", "image": "data:image/png;base64," + "A" * 100_000}], root)
-    assert "data:image/png;base64,AAAA" in str(error.value) and len(str(error.value)) < 300
-
-
-def test_a_path_without_a_root_is_refused() -> None:
-    with pytest.raises(RecordError, match="a path needs --image-root"):
-        expand([{"type": "image", "path": "a.png"}], None)
-
-
-def test_members_that_nobody_names_are_found() -> None:
-    pieces = parse_record({"content": [{"type": "image", "member": "0.png"}]}, media=True).prefix
-    assert unnamed_members(pieces, {"d/1.0.png": b"", "d/1.1.png": b""}) == ["d/1.1.png"]
 
 
 def test_pixels_of_a_symbolic_link_inside_of_the_root_are_read(root: Path) -> None:
