@@ -124,10 +124,8 @@ def test_longest_first_deals_every_unit_once_and_says_where(images: list[int], r
     assert sum(not part for part in parts) == max(0, ranks - len(images))
     if len(images) <= 4:
         owners = itertools.product(range(ranks), repeat=len(images))
-        optimum = min(
-            max(sum(n for n, o in zip(images, owner, strict=True) if o == rank) for rank in range(ranks))
-            for owner in owners
-        )
+        loads = [np.bincount(owner, images, ranks) for owner in owners]
+        optimum = min(load.max() for load in loads)
         assert max(sum(images[u] for u in part) for part in parts) <= 4 / 3 * optimum
 
 
