@@ -7,20 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.batch import PackedBatch
 from megacp.core.training.state import Progress, load
 from megacp.core.training.step import ParallelModel
-from megacp.verify.parity import TOLERANCES, compare, train_rank
-from megacp.verify.parity_config import ParityRequest, prepare
 from tests.ranks import grid, run_ranks
 from tests.reference.packs import random_batch
 from tests.reference.sharding import Pieces, assemble
-from tests.reference.training import AXIS_FLAGS, Values, config_of, gradient_pieces, parameter_pieces
+from tests.reference.training import Values, config_of, gradient_pieces, parameter_pieces
 from tests.reference.vision import TINY, VOCAB, document_with_images
 from tests.training.runs import save
-
-WORLD = 4
 
 
 def microbatches() -> list[PackedBatch]:
@@ -179,51 +174,3 @@ def test_checkpoints_hold_frozen_weights_and_load_on_other_grids(tmp_path: Path)
         assert all(np.array_equal(found[name], expected[name]) for name in found)
     with pytest.raises(ValueError, match="has --freeze-vision True, this run False"):
         loaded(0, 1, {}, str(tmp_path), {"freeze_vision": False})
-
-
-def test_a_tower_that_was_frozen_is_trained_in_a_second_stage(tmp_path: Path) -> None:
-    """Would catch a --finetune that needs the optimizer state which a frozen tower has none of, or that moves it."""
-    first = assemble([saved(0, 1, {}, str(tmp_path))])
-    second = {"freeze_vision": False, "freeze_text": True, "finetune": True}
-    assert all(np.array_equal(v, first[n]) for n, v in assemble([loaded(0, 1, {}, str(tmp_path), second)]).items())
-    config = config_of({**TINY, "load": str(tmp_path), **second}, {})
-    model, batches = ParallelModel(config, grid()), microbatches()
-    assert load(model, Progress(), config).progress == Progress()
-    assert model.optimizer.updates == 0
-    model.train(batches, 1, sum(batch.weight_sum for batch in batches))
-    after = assemble([parameter_pieces(model)])
-    moved = {name.split(".")[0] for name in after if not np.array_equal(after[name], first[name])}
-    assert moved == {"vision", "connector"}
-
-
-def test_a_model_that_sees_does_not_start_from_one_that_reads(tmp_path: Path) -> None:
-    """Would catch a tower that keeps its random weights because the checkpoint has none."""
-    text = {name: value for name, value in TINY.items() if not name.startswith(("vision", "connector"))}
-    config = config_of({**text, "save": str(tmp_path)}, {})
-    save(ParallelModel(config, grid()), Progress(step=1), config)
-    with pytest.raises(ValueError, match="has --vision-num-layers 0, this run 3"):
-        loaded(0, 1, {}, str(tmp_path), {"finetune": True, "freeze_vision": False})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shape", "values"),
-    [
-        ({"cp": 2}, {"freeze_vision": True}),
-        ({"cp": 2}, {"freeze_vision": True, "freeze_connector": True, "vision_feature_exchange": "all_gather"}),
-        pytest.param({"cp": 2, "pp": 2}, {"freeze_text": True, "vision_lr_multiplier": 0.5}, marks=pytest.mark.slow),
-        pytest.param({"cp": 2, "tp": 2}, {"freeze_connector": True}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_frozen_towers_train_alike_under_context_parallelism(shape: dict[str, int], values: Values) -> None:
-    """Would catch an exchange whose backward only some ranks join, and a starved rank without a graph."""
-    flags = {**values, **{AXIS_FLAGS[axis]: size for axis, size in shape.items()}}
-    world = int(np.prod(list(shape.values())))
-    config = with_values(RunConfig(), flags)
-    setup = prepare(config, ParityRequest(frozenset(flags), model="tiny_vlm", mask="mixed", world_size=world))
-    (expected,) = run_ranks(train_rank, 1, setup.reference, setup.rules, 2)
-    ranks = run_ranks(train_rank, world, setup.config, setup.rules, 2)
-    assert config.vision.freeze_text == setup.reference.vision.freeze_text
-    for comparison in compare(expected, ranks):
-        assert not comparison.beyond(TOLERANCES["float64"]), comparison
