@@ -31,7 +31,7 @@ from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.grid import GridShape, build_grid
 from megacp.core.distributed.spawn import RankPool
 from megacp.core.planner.report import human_bytes, table
-from megacp.core.training.state import Progress
+from megacp.core.training.state import RunState
 from megacp.core.training.step import ParallelModel
 
 OURS = "megacp"
@@ -81,7 +81,7 @@ def save_rank(rank: int, world_size: int, config: RunConfig, folder: Path) -> No
     model = ParallelModel(config, build_grid(GridShape(), rank))
     boxes = boxes_to_save(model.parameters.parameter_slices(), {})
     world = model.grid.world
-    save_checkpoint(folder, 0, boxes, extra=asdict(Progress()), config_yaml=to_yaml(config), world=world)
+    save_checkpoint(folder, 0, boxes, extra=asdict(RunState()), config_yaml=to_yaml(config), world=world)
 
 
 def write_tokens(config: RunConfig, rules: MockRules, steps: int, path: Path) -> None:

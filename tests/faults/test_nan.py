@@ -17,7 +17,7 @@ from megacp.core.checkpoint.directory import committed
 from megacp.core.config.cli import parse
 from megacp.core.distributed.grid import single_axis
 from megacp.core.training.sources import open_sources
-from megacp.core.training.state import Progress
+from megacp.core.training.state import RunState
 from megacp.core.training.step import ParallelModel
 from megacp.core.training.stopping import FAILED
 from megacp.train import main, prepare
@@ -107,7 +107,7 @@ def _save_nan(folder: str) -> None:
     model = ParallelModel(config, grid())
     model.parameters.buckets[0].parameters[3] = torch.inf
     _, sources = open_sources(config)
-    save(model, Progress(2, 8, sources.fingerprint, config.training.seed), config)
+    save(model, RunState(2, 8, sources.fingerprint, config.training.seed), config)
 
 
 def test_a_checkpoint_of_nan_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

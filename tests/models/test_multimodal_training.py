@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megacp.core.data.batch import PackedBatch
-from megacp.core.training.state import Progress, load
+from megacp.core.training.state import RunState, load
 from megacp.core.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
 from tests.reference.packs import random_batch
@@ -150,7 +150,7 @@ def saved(rank: int, world_size: int, shape: dict[str, int], root: str) -> Piece
     model = ParallelModel(config, grid(**shape))
     batches = microbatches()
     model.train(batches, 1, sum(batch.weight_sum for batch in batches))
-    save(model, Progress(step=1), config)
+    save(model, RunState(step=1), config)
     return parameter_pieces(model)
 
 
@@ -160,7 +160,7 @@ def loaded(rank: int, world_size: int, shape: dict[str, int], root: str, values:
     for chunk in model.chunks:
         for parameter in chunk.parameters():
             parameter.data.fill_(7.0)
-    load(model, Progress(), config)
+    load(model, RunState(), config)
     return parameter_pieces(model)
 
 

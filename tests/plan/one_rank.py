@@ -192,7 +192,7 @@ def step_peak(rank: int, world: int, values: dict[str, Any]) -> tuple[int, RankM
         rows = _rows(model, world, 2)
         gc.collect()
         start = time.time_ns()
-        assert model.train(rows, 2, 1000.0).verdict.update
+        assert model.train(rows, 2, 1000.0).decision.update
         end = time.time_ns()
     planned = _planned(model, world)
     events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -18,7 +18,7 @@ from megacp.core.checkpoint.commit import save_checkpoint
 from megacp.core.checkpoint.names import boxes_to_save
 from megacp.core.config.yaml_file import to_yaml
 from megacp.core.distributed.grid import single_axis
-from megacp.core.training.state import Progress
+from megacp.core.training.state import RunState
 from megacp.core.training.step import ParallelModel
 from megacp.huggingface.convert.hf_files import write_tensors
 from megacp.huggingface.convert.tables.architectures import ARCHITECTURES
@@ -208,7 +208,7 @@ def saved_on_grid(
     mine, config = grid(**shape), config_of({**values, "save": folder}, shape)
     model = ParallelModel(config, mine)
     boxes = boxes_to_save(model.parameters.parameter_slices(), model.optimizer.state_slices())
-    extra = dataclasses.asdict(Progress(step=3, consumed_samples=24, image_rules=rules)) | {"updates": 3}
+    extra = dataclasses.asdict(RunState(step=3, consumed_samples=24, image_rules=rules)) | {"updates": 3}
     save_checkpoint(folder, 3, boxes, extra=extra, config_yaml=to_yaml(config), world=mine.world, grid=shape)
 
 

@@ -10,7 +10,7 @@ from megacp.core.config.cli import parse
 from megacp.core.config.run import RunConfig
 from megacp.core.distributed.supervision.watch import run_store
 from megacp.core.models.build import grid_shape
-from megacp.core.training.state import Progress, begin_save
+from megacp.core.training.state import RunState, begin_save
 from megacp.core.training.step import ParallelModel
 from megacp.core.training.trainer import Trainer
 from megacp.train import main, prepare
@@ -56,6 +56,6 @@ def run(world_size: int, flags: Sequence[str]) -> None:
     assert results == [0] * world_size
 
 
-def save(model: ParallelModel, progress: Progress, config: RunConfig) -> Path:
+def save(model: ParallelModel, progress: RunState, config: RunConfig) -> Path:
     """Commit a checkpoint of the run below `--save`; returns its directory. Collective over all ranks."""
     return begin_save(model, progress, config, background=False).commit(config.checkpoint.keep_last)

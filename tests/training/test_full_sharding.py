@@ -18,7 +18,7 @@ from megacp.core.config.run import with_values
 from megacp.core.distributed import fully_shard
 from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.pipeline_parallel.schedules import Kind, schedule, training_schedule_name, with_parameters
-from megacp.core.training.state import Progress, load
+from megacp.core.training.state import RunState, load
 from megacp.core.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import assemble
@@ -196,7 +196,7 @@ def _trained(rank: int, world_size: int, strategy: str, folder: str, again: str)
     for step in (1, 2):
         batches = step_batches(world_size, step)
         model.train(batches[place.dp.rank :: place.dp.size], step, sum(b.weight_sum for b in batches))
-    save(model, Progress(step=2), config)
+    save(model, RunState(step=2), config)
     other = with_values(
         config,
         {
@@ -206,12 +206,12 @@ def _trained(rank: int, world_size: int, strategy: str, folder: str, again: str)
         },
     )
     model = ParallelModel(other, place)
-    progress = load(model, Progress(), other).progress
+    progress = load(model, RunState(), other).state
     save(model, progress, other)
     tuned = with_values(other, {"finetune": True, "save": f"{folder}/{strategy}-weights"})
     fresh = ParallelModel(tuned, place)
-    load(fresh, Progress(), tuned)
-    save(fresh, Progress(), tuned)
+    load(fresh, RunState(), tuned)
+    save(fresh, RunState(), tuned)
     return model.optimizer.updates
 
 

@@ -13,7 +13,7 @@ from megacp.core.config.cli import parse
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.distributed.grid import single_axis
 from megacp.core.models.build import grid_shape
-from megacp.core.training.state import Progress, load
+from megacp.core.training.state import RunState, load
 from megacp.core.training.step import ParallelModel
 from megacp.train import prepare
 from tests.ranks import grid, run_ranks
@@ -59,8 +59,8 @@ def _read_and_write_again(rank: int, world_size: int, asked: RunConfig, target: 
     model = ParallelModel(config, grid(tp=shape.tp, cp=shape.cp, dp=shape.dp, pp=shape.pp))
     for part in model.parameters.parameters_held():
         part.values.fill_(7.0)
-    fresh = Progress(data_fingerprint=sources.data_fingerprint, seed=config.training.seed)
-    progress = load(model, fresh, config).progress
+    fresh = RunState(data_fingerprint=sources.data_fingerprint, seed=config.training.seed)
+    progress = load(model, fresh, config).state
     save(model, progress, with_values(config, {"save": target}))
     return model.optimizer.updates
 

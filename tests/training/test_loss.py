@@ -104,7 +104,7 @@ def test_a_step_without_counted_tokens_divides_by_one() -> None:
     assert agree([batch], grid()).denominator == 1.0
     model = ParallelModel(config_of({"vocab_size": 8}, {}), grid())
     result = model.train([batch], 1, 1.0)
-    assert result.loss == 0.0 and result.grad_norm == 0.0 and result.verdict.update
+    assert result.loss == 0.0 and result.grad_norm == 0.0 and result.decision.update
 
 
 def cp_masks(rank: int, world_size: int) -> tuple[int, list[int], bytes]:

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from megacp.core.checkpoint.commit import load_checkpoint
 from megacp.core.checkpoint.manifest import MANIFEST_FILE, checksum_of
 from megacp.core.config.cli import given_names, parse
 from megacp.core.config.run import RunConfig
-from megacp.core.training.state import stored_progress
 from megacp.core.training.stored import stored_config, with_stored_model
-from megacp.huggingface.generation.sampler import Generator
 from megacp.train import main
 from tests.checkpoint.test_commit import WORLD
 from tests.training.runs import TINY, losses, run
@@ -118,99 +113,6 @@ def test_a_run_without_a_checkpoint_keeps_its_flags(tmp_path: Path) -> None:
     for flags in ([], ["--load", str(tmp_path)], ["--load", str(tmp_path / "none")], ["--save", str(tmp_path)]):
         config = parse(flags)
         assert with_stored_model(config, given_names(flags)) == (config, "")
-
-
-EXTRAS = {
-    "a step in words": ({"step": "6"}, "`extra.step` is '6', it must be an integer of 0 to"),
-    "a step below zero": ({"step": -5}, "`extra.step` is -5, it must"),
-    "half a step": ({"step": 1.5}, "`extra.step` is 1.5, it must"),
-    "no step": ({"step": None}, "`extra.step` is None, it must"),
-    "a step of thirty digits": ({"step": 10**30}, "`extra.step` is 1000000000000000000.*00, it must"),
-    "another step": ({"step": 3}, "has step 2, its extra has step 3"),
-    "samples in words": ({"consumed_samples": "24"}, "`extra.consumed_samples` is '24', it must"),
-    "samples that are true": ({"consumed_samples": True}, "`extra.consumed_samples` is True, it must"),
-    "updates in a list": ({"updates": [1]}, r"`extra.updates` is a list of 1, it must"),
-    "no updates": ({"updates": ...}, "extra updates is missing"),
-    "a seed too large": ({"seed": 2**63}, "`extra.seed` is 9223372036854775808, it must"),
-    "a fingerprint over two lines": (
-        {"data_fingerprint": "a\nb"},
-        r"data_fingerprint` is 'a\\nb', it must be a line",
-    ),
-    "rules in a list": ({"image_rules": [1]}, r"`extra.image_rules` is a list of 1, it must be null or an object"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", EXTRAS)
-def test_a_crafted_value_of_the_run_is_refused_with_file_and_field(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
-    """Would catch a TypeError in the middle of a start, and a run that goes on from sample -5."""
-    content, reason = EXTRAS[kind]
-    folder = copied(base, tmp_path / "out")
-    change(folder, content)
-    assert main([*REST, "--load", str(folder)]) == 2
-    message = capsys.readouterr().err
-    assert message.startswith("error: ") and str(folder / "step_0000002" / MANIFEST_FILE) in message
-    assert re.search(reason, message), message
-
-
-CONFIGS = {
-    "layers without end": (
-        "num_layers: 4",
-        "num_layers: 1000000000",
-        "num_layers: got 1000000000, it must .* at most 4096",
-    ),
-    "layers that no file holds": (
-        "num_layers: 4",
-        "num_layers: 4000",
-        "describes [0-9,]* parameters, all files of the",
-    ),
-    "layers below zero": ("num_layers: 4", "num_layers: -4", "config.yaml: num_layers: got -4, it must be at least 1"),
-    "layers in words": ("num_layers: 4", "num_layers: four", "config.yaml: num_layers: expected a whole number"),
-    "laughs": ("num_layers: 4", "num_layers: &a [*a]", "config.yaml: not valid YAML in line [0-9]*: the alias"),
-    "depth": ("num_layers: 4", "num_layers: " + "[" * 90_000, "config.yaml: not valid YAML in line [0-9]*: nested"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_a_crafted_config_is_refused_by_all_who_read_it(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
-    """Would catch a model of a billion layers that is built because a file says so."""
-    before, after, reason = CONFIGS[kind]
-    folder = copied(base, tmp_path / "out")
-    text = (folder / "step_0000002" / "config.yaml").read_text()
-    assert before in text
-    change(folder, config=text.replace(before, after))
-    assert main([*REST, "--load", str(folder)]) == 2
-    with pytest.raises(ValueError, match=reason):
-        Generator(folder)
-    with pytest.raises(ValueError, match=reason):
-        stored_config(load_checkpoint(folder, WORLD))
-    assert str(folder / "step_0000002" / "config.yaml") in capsys.readouterr().err
-
-
-_VALUES: st.SearchStrategy[Any] = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=4), st.lists(st.integers(), max_size=2)
-)
-
-
-@pytest.mark.slow
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.dictionaries(st.sampled_from(["step", "consumed_samples", "seed", "image_rules", "updates"]), _VALUES))
-def test_any_values_of_a_run_are_a_progress_or_a_value_error(base: Path, values: dict[str, Any]) -> None:
-    loaded = load_checkpoint(base, WORLD)
-    loaded.manifest.extra.update(values)  # type: ignore[attr-defined]
-    try:
-        progress = stored_progress(loaded)
-    except ValueError as error:
-        assert str(loaded.path / MANIFEST_FILE) in str(error)
-        return
-    assert type(progress.step) is type(progress.consumed_samples) is type(progress.seed) is int
-    assert progress.step == 2 and progress.consumed_samples >= 0
 
 
 def test_the_whole_config_comes_back(base: Path) -> None:

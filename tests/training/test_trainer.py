@@ -220,19 +220,6 @@ def test_ctrl_c_stops_in_order_and_a_later_second_one_at_once(monkeypatch: pytes
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_run_whose_minutes_end_in_the_step_whose_plan_fails_ends_as_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def no_plan(*_: object) -> None:
-        raise ValueError("this row has no plan")
-
-    monkeypatch.setattr(ParallelModel, "plan", no_plan)
-    with pytest.raises(ValueError, match="this row has no plan") as told:
-        main([*TINY, "--exit-duration", "1e-9", "--save", str(tmp_path)])
-    assert "rank 0 failed in step 1" in "".join(told.value.__notes__)
-    assert "stopped after --exit-duration" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_the_data_wait_of_a_step_counts_waiting_for_its_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first plans come 0.3 s after the step has asked for them, the others as soon as they can."""

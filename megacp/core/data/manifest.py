@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megacp.core.storage import files
-from megacp.core.storage.json_fields import PLAIN_NAME
+from megacp.core.storage.files import PLAIN_NAME
 from megacp.core.storage.place import place_of, read_content
 from megacp.core.storage.url import Url
 

@@ -8,7 +8,6 @@ skip a step whose gradient is not finite anywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,31 +55,33 @@ class ShardedAdamW:
         rules = [SliceRule(s.weight_decay, s.lr_multiplier) for s in shards]
         self._adamw = FlatAdamW(trained, rules, settings, engine)
 
-    def step(self, lr: float, allows: Callable[[float], bool] = math.isfinite, phase: Phase = unmeasured) -> StepReport:
-        """Clip, update, publish the new parameters, zero the gradients; call it after `ShardedParameters.finish`.
-
-        `allows` is asked once, with the global norm, before anything is changed; its answer must be that of all ranks.
-        """
+    def grad_norm(self, phase: Phase = unmeasured) -> float:
+        """The global norm of the summed gradients, equal on all ranks; call it after `ShardedParameters.finish`."""
         parameters = self.parameters
         indices = range(len(parameters.shards))
-        gradients = [parameters.grad_shard(i) for i in indices]
         with phase("norm"):
-            counted = [parameters.counted(i) for i in indices]
-            norm = global_norm(zip(gradients, counted, strict=True), self._world, self._device)
-        applied = allows(norm) and math.isfinite(norm)
-        if applied:
-            with phase("optimizer"):
-                self._update(gradients, norm, lr)
-            with phase("parameter exchange"):
-                parameters.publish()
-        parameters.zero()
-        return StepReport(norm, skipped=not applied)
+            shards = [(parameters.grad_shard(i), parameters.counted(i)) for i in indices]
+            return global_norm(shards, self._world, self._device)
 
-    def _update(self, gradients: Sequence[torch.Tensor], norm: float, lr: float) -> None:
-        self._adamw.update(gradients, lr, clip_scale(norm, self._settings.clip_grad))
-        self.updates += 1
-        for shard, master in self._masters():
-            shard.values.copy_(master)
+    def update(self, lr: float, norm: float, phase: Phase = unmeasured) -> None:
+        """Clip to `norm`, update and publish the new parameters."""
+        parameters = self.parameters
+        with phase("optimizer"):
+            gradients = [parameters.grad_shard(i) for i in range(len(parameters.shards))]
+            self._adamw.update(gradients, lr, clip_scale(norm, self._settings.clip_grad))
+            self.updates += 1
+            for shard, master in self._masters():
+                shard.values.copy_(master)
+        with phase("parameter exchange"):
+            parameters.publish()
+
+    def step(self, lr: float) -> StepReport:
+        """`update` where the norm is finite, then zero the gradients: a whole step without other checks."""
+        norm = self.grad_norm()
+        if math.isfinite(norm):
+            self.update(lr, norm)
+        self.parameters.zero()
+        return StepReport(norm, skipped=not math.isfinite(norm))
 
     def _masters(self) -> list[tuple[ParameterShard, torch.Tensor]]:
         """The shards with master weights of their own."""

@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import resource
 import secrets
 import stat
@@ -23,6 +24,9 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 _T = TypeVar("_T")
+
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
+"""A file or folder name that cannot lead anywhere else."""
 
 StrPath = str | os.PathLike[str]
 TEXT_LIMIT = 64 << 20

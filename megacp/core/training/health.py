@@ -1,18 +1,16 @@
-"""Whether the numbers of a step are sound: one decision a step, before its update.
+"""The anomaly check: whether the numbers of a step are sound, one decision a step, before its update.
 
-Key property: the decision follows from numbers that all ranks hold and from a state in every checkpoint. So all ranks
-decide alike, and a resumed run decides like an uninterrupted one. Rejected: a watcher beside the loop, which sees a
-jump after the weights have taken it.
+The decision follows from numbers that all ranks hold and from a state in every checkpoint. So all ranks decide alike,
+and a resumed run decides like an uninterrupted one. The rules, in this order:
 
-Packs are named only after a finding, by all ranks together: a good step pays nothing. A loss belongs to its microbatch,
-so the packs of that microbatch are named. A bad gradient behind finite losses is a sum over ranks: all packs of the
-step are named. Weights are checked before they are saved and after they are read.
-
-The rules, in this order:
 * Images of too many documents could not be decoded: the run ends.
 * A step that learns from no token, or whose loss or gradient is not finite, is skipped.
 * A loss or gradient norm far above its running median is told, skipped, or ends the run.
 * Too many skipped steps in a row end the run.
+
+Packs are named after a finding, by all ranks together: a good step pays nothing. A loss belongs to its microbatch, so
+the packs of that microbatch are named. A gradient is a sum over ranks: all packs of the step are named. Weights are
+checked before they are saved and after they are read.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ KNOWN_UPDATES = 8
 """Updates from which on a running median is compared with, or the whole window where that is smaller."""
 
 
-class UnwellError(Exception):
+class AnomalyError(Exception):
     """The run may not go on, for the reason it says; raised on all ranks alike. Nothing is saved after it."""
 
 
@@ -59,7 +57,7 @@ class StepNumbers:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Decision:
     """What becomes of a step."""
 
     update: bool = True
@@ -72,25 +70,20 @@ class Verdict:
     """Why the run ends before this update; empty when it goes on."""
 
 
-def finite_only(loss: float, grad_norm: float) -> Verdict:
-    """The verdict without any history: an update needs a finite loss and a finite gradient."""
+def finite_only(loss: float, grad_norm: float) -> Decision:
+    """The decision without any history: an update needs a finite loss and a finite gradient."""
     if math.isfinite(loss) and math.isfinite(grad_norm):
-        return Verdict()
+        return Decision()
     what = f"gradient norm {grad_norm}" if not math.isfinite(grad_norm) else f"loss {loss}"
-    return Verdict(update=False, finite=False, findings=(what,))
+    return Decision(update=False, finite=False, findings=(what,))
 
 
 class Health:
-    """The rules of `settings` over the steps of one run. `state` is what `Health.state` gave; None for a fresh run.
-
-    Raises ValueError for a state that no run has written.
-    """
+    """The rules of `settings` over the steps of one run. `state` is what `Health.state` gave; None for a fresh run."""
 
     def __init__(self, settings: HealthConfig, state: Mapping[str, Any] | None = None) -> None:
         self._settings = settings
         state = {**_FRESH, **(state or {})}
-        for name, fresh in _FRESH.items():
-            _refuse_other(name, state[name], fresh)
         self._losses = deque(map(float, state["losses"]), settings.spike_window)
         self._norms = deque(map(float, state["grad_norms"]), settings.spike_window)
         self.skipped_in_a_row: int = state["skipped_in_a_row"]
@@ -108,33 +101,33 @@ class Health:
             "left_out": self._left_out,
         }
 
-    def judge(self, numbers: StepNumbers) -> Verdict:
+    def check(self, numbers: StepNumbers) -> Decision:
         """Decide on a step, once; the state then counts it."""
         if end := self._bad_images(numbers):
-            return Verdict(update=False, end=end)
-        verdict = self._on_numbers(numbers)
-        if verdict.end:
-            return verdict
-        if verdict.update:
+            return Decision(update=False, end=end)
+        decision = self._on_numbers(numbers)
+        if decision.end:
+            return decision
+        if decision.update:
             self.skipped_in_a_row = 0
             self._losses.append(numbers.loss)
             self._norms.append(numbers.grad_norm)
-            return verdict
+            return decision
         self.skipped_in_a_row += 1
         limit = self._settings.max_skipped_steps
         if not limit or self.skipped_in_a_row < limit:
-            return verdict
+            return decision
         steps = f"{numbers.step - self.skipped_in_a_row + 1} to {numbers.step}"
         end = f"no update in {self.skipped_in_a_row} steps in a row, {steps} (--max-skipped-steps {limit})"
-        return Verdict(False, verdict.finite, verdict.findings, end)
+        return Decision(False, decision.finite, decision.findings, end)
 
-    def _on_numbers(self, numbers: StepNumbers) -> Verdict:
+    def _on_numbers(self, numbers: StepNumbers) -> Decision:
         if numbers.weight == 0.0:
             why = "no token of the step has a loss weight"
-            return Verdict(update=False, findings=(why + (", bad images left out" if numbers.left_out else ""),))
-        verdict = finite_only(numbers.loss, numbers.grad_norm)
-        if not verdict.finite:
-            return verdict
+            return Decision(update=False, findings=(why + (", bad images left out" if numbers.left_out else ""),))
+        decision = finite_only(numbers.loss, numbers.grad_norm)
+        if not decision.finite:
+            return decision
         settings = self._settings
         found = (
             self._spike("loss", numbers.loss, self._losses, settings.loss_spike_factor),
@@ -142,9 +135,9 @@ class Health:
         )
         spikes = tuple(text for text in found if text)
         if not spikes or settings.spike_action == "warn":
-            return Verdict(findings=spikes)
+            return Decision(findings=spikes)
         end = f"{'; '.join(spikes)} (--spike-action stop)" if settings.spike_action == "stop" else ""
-        return Verdict(update=False, findings=spikes, end=end)
+        return Decision(update=False, findings=spikes, end=end)
 
     def _spike(self, name: str, value: float, before: deque[float], factor: float) -> str:
         """What is wrong with `value`; empty while too few updates are known."""
@@ -173,14 +166,6 @@ class Health:
 
 
 _FRESH: dict[str, Any] = {"losses": [], "grad_norms": [], "skipped_in_a_row": 0, "image_documents": 0, "left_out": 0}
-
-
-def _refuse_other(name: str, value: Any, fresh: Any) -> None:
-    numbers = value if isinstance(value, (list, tuple)) else [value]
-    kinds = (int, float) if isinstance(fresh, list) else (int,)
-    sound = all(isinstance(x, kinds) and not isinstance(x, bool) and math.isfinite(x) for x in numbers)
-    if not sound or (kinds == (int,) and numbers[0] < 0) or isinstance(value, (list, tuple)) != isinstance(fresh, list):
-        raise ValueError(f"the checkpoint's state of health has {name} {value!r:.80}, which no run writes")
 
 
 _MOST, _MOST_TENSORS = 64, 4

@@ -1,9 +1,9 @@
 """The step's denominator of the weighted loss: sum first, divide once.
 
-Key property: the number of loss tokens of the whole step, over dp and all microbatches, is known before the first
-forward. The loss of a microbatch is its weighted sum over that number, and every reduction after it is a plain sum.
-Rejected: a mean per rank averaged over ranks, which weighs tokens by where they happen to lie. With the last 3 of 8
-tokens counted, it turns a gradient of 7.00 into 6.75 at cp 2 while the logged loss looks right.
+The number of loss tokens of the whole step, over dp and all microbatches, is known before the first forward. The loss
+of a microbatch is its weighted sum over that number, and every reduction after it is a plain sum. A mean per rank
+averaged over ranks would weigh tokens by where they happen to lie: with the last 3 of 8 tokens counted, it turns a
+gradient of 7.00 into 6.75 at cp 2 while the logged loss looks right.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""What a run reports of itself: its log, its first line, the FLOPs of its MFU, the slowest rank of a step.
-
-Key property: nothing here changes a step.
-"""
+"""What a run reports of itself: its log, its first lines, the FLOPs of its MFU, the slowest rank of a step."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import platform
+from collections.abc import Sequence
 
 import torch
 
 from megacp.core.checkpoint.agree import on_all_ranks
+from megacp.core.config.checks.idle import idle_notes
 from megacp.core.config.run import RunConfig, flatten
 from megacp.core.data.blend import PackBlend
 from megacp.core.data.loader import PackSource
@@ -25,6 +24,8 @@ from megacp.core.planner.report import human_count
 from megacp.core.planner.vision import run_parameters, text_flops, trained_parameters, vision_flops
 from megacp.core.storage.place import Place, place_of
 from megacp.core.training.rows import PlannedRow
+from megacp.core.training.sources import Sources
+from megacp.core.training.state import Resumed, Start
 
 
 def row_flops(row: PlannedRow, config: RunConfig) -> float:
@@ -75,6 +76,26 @@ def heading(config: RunConfig, grid: ProcessGrid) -> str:
         f"{grid.device.type}, {human_count(run_parameters(config))} parameters{_trained(config)} in "
         f"{training.dtype}, {training.global_batch_size} packs of up to {config.data.seq_length} tokens a step"
     )
+
+
+def opening_lines(
+    config: RunConfig, grid: ProcessGrid, sources: Sources, chosen: Sequence[str], start: Start, resumed: Resumed | None
+) -> list[str]:
+    """What runs where, what it starts from, and what is not as it was."""
+    lines = [heading(config, grid), *chosen, *blend_heading(sources.train), *idle_notes(config)]
+    lines += [start.note] if start.note else []
+    if resumed is None:
+        rank = config.model.lora_rank
+        return lines + [f"--lora-rank {rank}: no --load-hf and no --load, so the frozen model is a random one"] * (
+            rank > 0
+        )
+    step, last = resumed.state.step, config.training.train_iters
+    fresh = f"weights of {resumed.path}; this run starts at step 0 with a fresh optimizer"
+    lines.append(fresh if start.weights_only else f"resumed from {resumed.path} after step {step}")
+    lines += [f"changed since the checkpoint: {change}" for change in resumed.changed]
+    if last <= step:
+        lines.append(f"--train-iters {last} is not above step {step} of the checkpoint: nothing is trained")
+    return lines
 
 
 def blend_heading(source: PackSource) -> list[str]:

@@ -1,9 +1,8 @@
 """Which packs make the rows of this rank, over which ranks a row is dealt, and a row as planned before its step.
 
-Key property: dynamic context parallelism is another answer to the first two questions. The packs that dp ranks would
-read side by side stand in one row, dealt over dp x cp ranks. The layout keeps short documents on few of them, and ranks
-that share no document exchange nothing. Rejected: process groups of several sizes, which fix the degrees that a
-document may have and must be created for all of them.
+Dynamic context parallelism is another answer to the first two questions: the packs that dp ranks would read side by
+side stand in one row, dealt over dp x cp ranks. The layout keeps short documents on few of them, and ranks that share
+no document exchange nothing.
 """
 
 from __future__ import annotations

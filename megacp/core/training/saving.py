@@ -1,10 +1,8 @@
 """The checkpoints of one run: the directory it owns, what is being written there, and when that is committed.
 
-Key property: a save in the background is committed at a step boundary. The exchange before the step (`loss.agree`) has
-then told all ranks that all have written. An error of any rank ends the run there. Weights that hold NaN end the run.
-Weights without an update since the last checkpoint are not written again. Nothing is removed while updates are being
-skipped. Rejected: committing from the writing threads, whose collectives would meet those of training in another order
-on each rank.
+A save in the background is committed at a step boundary: the exchange before the step (`loss.agree`) has then told all
+ranks that all have written. An error of any rank ends the run there. Weights that hold NaN end the run. Weights without
+an update since the last checkpoint are not written again. Nothing is removed while updates are being skipped.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ from megacp.core.config.run import RunConfig
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage.place import Place, place_of
 from megacp.core.storage.url import is_url
-from megacp.core.training.health import UnwellError, damaged_tensors
-from megacp.core.training.state import Progress, begin_save, saved_boxes
+from megacp.core.training.health import AnomalyError, damaged_tensors
+from megacp.core.training.state import RunState, begin_save, saved_boxes
 from megacp.core.training.step import ParallelModel
 
 DONE, WRITING, FAILED = 0, 1, 2
@@ -75,9 +73,9 @@ class Saver:
         if self._pending is not None and of_all != WRITING:
             self._commit(say)
 
-    def save(self, model: ParallelModel, progress: Progress, say: Callable[[str], None], reason: str) -> None:
-        """Save the state after `progress.step`, in the background with --async-save; waits for an earlier one first."""
-        step = progress.step
+    def save(self, model: ParallelModel, state: RunState, say: Callable[[str], None], reason: str) -> None:
+        """Save the state after `state.step`, in the background with --async-save; waits for an earlier one first."""
+        step = state.step
         if self._config.checkpoint.save is None:
             say(f"{reason} after step {step}; no --save, so nothing was written")
             return
@@ -92,7 +90,7 @@ class Saver:
             return
         self._refuse_damaged(model, step)
         background = self._config.checkpoint.async_save
-        self._pending = begin_save(model, progress, model.config, background)  # auto is resolved there
+        self._pending = begin_save(model, state, model.config, background)  # auto is resolved there
         self._reason, self._pending_updates = reason, updates
         if background:
             say(f"saving step {step} in the background")
@@ -100,9 +98,9 @@ class Saver:
             self._commit(say)
 
     def _refuse_damaged(self, model: ParallelModel, step: int) -> None:
-        """UnwellError on all ranks when a weight or a moment of any is not finite."""
+        """AnomalyError on all ranks when a weight or a moment of any is not finite."""
         if damaged := damaged_tensors(saved_boxes(model), self._world):
-            raise UnwellError(f"the weights after step {step} are not finite: {damaged}")
+            raise AnomalyError(f"the weights after step {step} are not finite: {damaged}")
 
     def finish(self, say: Callable[[str], None]) -> None:
         """Wait for what is pending and commit it."""

@@ -1,14 +1,12 @@
 """One optimizer step, or one validation batch, on any grid: plan, shard, run the pipeline, reduce, update.
 
-Key property: the same lines run on one process and on 4D grids; the grid decides what the objects hold. Rejected: a
-fast path for one rank, which would make the tested program another than the trained one.
+The same lines run on one process and on 4D grids; the grid decides what the objects hold.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,11 +25,11 @@ from megacp.core.optim.lr_schedule import LrSchedule, learning_rate
 from megacp.core.optim.sharded import ShardedAdamW
 from megacp.core.pipeline_parallel.runtime import HiddenStates, ModelChunk, links_of, open_channels, run
 from megacp.core.pipeline_parallel.schedules import schedule, training_schedule_name, with_parameters
-from megacp.core.training.health import Suspects, Verdict, finite_only, suspects
+from megacp.core.training.health import Decision, Suspects, finite_only, suspects
 from megacp.core.training.rows import PlannedRow, rows_of
 
-Judge = Callable[[float, float], Verdict]
-"""(loss, gradient norm) of a step, equal on all ranks, to what becomes of it."""
+Check = Callable[[float, float], Decision]
+"""(loss, gradient norm) of a step, equal on all ranks -> what becomes of it."""
 
 Row = PackedBatch | PlannedRow
 """A microbatch; one without a plan is planned where its step begins."""
@@ -44,10 +42,10 @@ class StepResult:
     loss: float
     grad_norm: float
     lr: float
-    verdict: Verdict
+    decision: Decision
     """What became of it, and why."""
     suspects: Suspects | None = None
-    """Of a step with findings: which packs may be to blame."""
+    """The packs of a step with findings."""
 
 
 def lr_schedule(config: RunConfig) -> LrSchedule:
@@ -127,34 +125,19 @@ class ParallelModel:
                     "was --data-path built for another --vocab-size?"
                 )
 
-    def train(self, rows: Sequence[Row], step: int, denominator: float, judge: Judge = finite_only) -> StepResult:
-        """One update from this data-parallel rank's microbatches, if `judge` lets it be; `step` counts from 1.
-
-        `judge` is asked once, before anything is changed, with the loss and the gradient norm of the whole step.
-        """
+    def train(self, rows: Sequence[Row], step: int, denominator: float, check: Check = finite_only) -> StepResult:
+        """One update from this data-parallel rank's microbatches, if `check` lets it be; `step` counts from 1."""
         losses = self._run(rows, step, denominator, training=True)
         with self.phase("gradient exchange"):
             self.parameters.finish()
-        loss = self._total(losses)
-        verdicts: list[Verdict] = []
-
-        def allows(grad_norm: float) -> bool:
-            verdicts.append(judge(loss, grad_norm))
-            return verdicts[-1].update
-
-        lr = learning_rate(step, self.schedule)
-        report = self.optimizer.step(lr, allows, self.phase)
-        (verdict,) = verdicts
-        blamed = (
-            suspects([row.pack_ids for row in rows], losses, verdict.finite, self.grid.world)
-            if verdict.findings
-            else None
-        )
-        return StepResult(loss, report.grad_norm, lr, verdict, blamed)
-
-    def leave_out(self, step: int, judge: Judge) -> StepResult:
-        """A step in which no token has a weight: nothing is computed and nothing changes; its loss is NaN."""
-        return StepResult(math.nan, 0.0, learning_rate(step, self.schedule), judge(math.nan, 0.0))
+        loss, norm = self._total(losses), self.optimizer.grad_norm(self.phase)
+        lr, decision = learning_rate(step, self.schedule), check(loss, norm)
+        if decision.update:
+            self.optimizer.update(lr, norm, self.phase)
+        self.parameters.zero()
+        packs = [row.pack_ids for row in rows]
+        named = suspects(packs, losses, decision.finite, self.grid.world) if decision.findings else None
+        return StepResult(loss, norm, lr, decision, named)
 
     @torch.no_grad()
     def evaluate(self, rows: Sequence[Row], denominator: float) -> float:

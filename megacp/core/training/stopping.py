@@ -1,7 +1,7 @@
 """When a run stops before its last step: on a signal, or after --exit-duration.
 
-Key property: a signal only sets a reason on its rank. The ranks exchange reasons before each step (`loss.agree`), so
-all of them stop at the same step. Rejected: acting in the signal handler, in the middle of a step.
+A signal only sets a reason on its rank. The ranks exchange reasons before each step (`loss.agree`), so all of them
+stop at the same step.
 """
 
 from __future__ import annotations

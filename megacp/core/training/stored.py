@@ -1,8 +1,7 @@
-"""The config of a checkpoint: read as untrusted input, and taken over by a new run.
+"""The config of a checkpoint, taken over by a run that loads it.
 
-Key property: a run that loads weights needs no flag of the model, since the checkpoint holds them. A flag that is given
-and says otherwise is refused by its name. Rejected: taking over every flag, which would carry the length of the old
-run, its directories and its grid into the new one.
+A run that loads weights needs no flag of the model, since the checkpoint holds them. A flag that is given and says
+otherwise is refused by its name.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ from collections.abc import Collection
 
 from megacp.core.checkpoint.commit import LoadedCheckpoint, peek
 from megacp.core.checkpoint.directory import CONFIG_FILE, traces_of_checkpoints
-from megacp.core.checkpoint.manifest import CheckpointManifest
 from megacp.core.config.run import RunConfig, fields, flag, flatten, with_values
 from megacp.core.config.yaml_file import from_yaml
-from megacp.core.planner.vision import run_parameters
 from megacp.core.storage.place import Place
 
 NOT_THE_FUNCTION = {"make_vocab_size_divisible_by", "init_method_std", "hidden_dropout", "hf_model_type"}
@@ -26,46 +23,31 @@ FREEZING = {"freeze_vision", "freeze_connector", "freeze_text"}
 """What may change besides when only the weights are taken."""
 LORA = {"lora_rank", "lora_alpha", "lora_targets"}
 """What a run adds to weights without low-rank pairs when only the weights are taken."""
-_LENGTH = "max_position_embeddings"
-"""The length that a model is for may be another one, but is not lost because a flag was left out."""
-_TYPE = "hf_model_type"
-"""What an exported model is called stays, unless a flag says otherwise."""
-_LEAST_BYTES = 2
-"""Of a stored parameter, in bfloat16."""
 
 
 def stored_config(loaded: LoadedCheckpoint) -> RunConfig:
     """The config of a checkpoint. Raises ValueError, naming its file, for values that no run can have."""
-    return _checked(loaded.path, loaded.manifest, loaded.config_yaml)
-
-
-def _checked(folder: Place, manifest: CheckpointManifest, text: str) -> RunConfig:
-    source = str(folder / CONFIG_FILE)
-    config = from_yaml(text, source=source)
-    values = flatten(config)
-    problems = {name: info.problem(values[name]) for name, info in fields().items()}
-    if wrong := [f"{source}: {name}: {problem}" for name, problem in problems.items() if problem]:
-        raise ValueError("\n".join(wrong))
-    size = sum(record.size for record in manifest.files.values())
-    if (parameters := run_parameters(config)) * _LEAST_BYTES > size:
-        raise ValueError(
-            f"{source} describes {parameters:,} parameters, all files of the checkpoint have {size:,} bytes"
-        )
-    return config
+    return from_yaml(loaded.config_yaml, source=str(loaded.path / CONFIG_FILE))
 
 
 def other_function(before: RunConfig, now: RunConfig, weights_only: bool) -> list[str]:
     """Names of the fields in which two configs differ so that the same weights are another function."""
     free = NOT_THE_FUNCTION | (_new_to(before) if weights_only else set())
     old, new = flatten(before), flatten(now)
-    if new[_LENGTH] is not None:
-        free |= {_LENGTH}
+    if new["max_position_embeddings"] is not None:  # may be another one, but is not lost because a flag was left out
+        free |= {"max_position_embeddings"}
     return [name for name in new if name not in free and _is_of_the_model(name) and old[name] != new[name]]
 
 
 def _new_to(before: RunConfig) -> set[str]:
     """What a run may change that takes the weights of `before` alone."""
     return FREEZING | (LORA if before.model.lora_rank == 0 else set())
+
+
+def resumes(config: RunConfig) -> bool:
+    """Whether --auto-resume finds in --save what it goes on from."""
+    checkpoint = config.checkpoint
+    return checkpoint.auto_resume and checkpoint.save is not None and bool(traces_of_checkpoints(checkpoint.save))
 
 
 def with_stored_model(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, str]:
@@ -79,14 +61,9 @@ def with_stored_model(config: RunConfig, given: Collection[str]) -> tuple[RunCon
     found = peek(place) if place is not None else None
     if found is None:
         return config, ""
-    folder, manifest, text = found
-    return with_model_of(config, _checked(folder, manifest, text), folder, given, checkpoint.finetune and not goes_on)
-
-
-def resumes(config: RunConfig) -> bool:
-    """Whether --auto-resume finds in --save what it goes on from."""
-    checkpoint = config.checkpoint
-    return checkpoint.auto_resume and checkpoint.save is not None and bool(traces_of_checkpoints(checkpoint.save))
+    folder, _, text = found
+    stored = from_yaml(text, source=str(folder / CONFIG_FILE))
+    return with_model_of(config, stored, folder, given, checkpoint.finetune and not goes_on)
 
 
 def with_model_of(
@@ -96,7 +73,8 @@ def with_model_of(
 
     Raises ValueError that names each flag which contradicts.
     """
-    own = set(given) | ((NOT_THE_FUNCTION | _new_to(stored)) - {_TYPE} if weights_only else set())
+    # what an exported model is called stays, unless a flag says otherwise
+    own = set(given) | ((NOT_THE_FUNCTION | _new_to(stored)) - {"hf_model_type"} if weights_only else set())
     before, now = flatten(stored), flatten(config)
     taken = {name: before[name] for name in now if _is_of_the_model(name) and name not in own}
     taken = {name: value for name, value in taken.items() if value != now[name]}

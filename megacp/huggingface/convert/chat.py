@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megacp.core.data.geometry import TOKEN_TEXTS
-from megacp.core.training.state import stored_progress
+from megacp.core.training.state import stored_state
 from megacp.huggingface.convert.hf_files import read_json, write_json
 from megacp.huggingface.convert.source import Loaded
 from megacp.huggingface.generation.prompt import PromptMaker
@@ -273,7 +273,7 @@ def write_chat_template(loaded: Loaded, folder: Path, tokenizer: Tokenizer, choi
     ValueError when `choice` asks for a template that this tokenizer cannot follow, or that training did not have.
     """
     assert loaded.checkpoint is not None
-    if (texts := stored_progress(loaded.checkpoint).chat_template) is not None and choice != "none":
+    if (texts := stored_state(loaded.checkpoint).chat_template) is not None and choice != "none":
         if choice != "auto":
             raise ValueError(f"--chat-template {choice}: messages of the run's data were written by another template")
         before = templates_of(folder)

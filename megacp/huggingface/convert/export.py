@@ -30,7 +30,7 @@ from megacp.core.data.geometry import TOKEN_TEXTS
 from megacp.core.distributed.collectives import gather_objects
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage.files import new_file, sha256_of, write_new
-from megacp.core.training.state import Progress, first_token, last_token, stored_progress
+from megacp.core.training.state import RunState, first_token, last_token, stored_state
 from megacp.huggingface.convert import hf_files, processor
 from megacp.huggingface.convert.chat import write_chat_template
 from megacp.huggingface.convert.sharing import SECONDS, files_of, mine, on_each, on_first
@@ -154,7 +154,7 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> tuple[dict[
     if loaded.rules is not None:
         processor.write_processor(loaded.rules.to_dict(), folder)
     tokenizer = given_tokenizer(loaded, loaded.checkpoint, request)
-    progress = stored_progress(loaded.checkpoint)
+    progress = stored_state(loaded.checkpoint)
     ids: dict[str, int | None] = dict.fromkeys(_SPECIAL)  # else the library takes its own, 1 and 2 for a Llama
     notes = {"chat template": "none"}
     if tokenizer is not None:
@@ -179,7 +179,7 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> tuple[dict[
     return special, notes
 
 
-def _ends(progress: Progress, tokenizer: Tokenizer | None) -> tuple[list[int], dict[str, str]]:
+def _ends(progress: RunState, tokenizer: Tokenizer | None) -> tuple[list[int], dict[str, str]]:
     """The tokens that ended answers and documents of training, as far as that is known, and a note on those of answers.
 
     ValueError as `answer_ends`.
@@ -244,7 +244,7 @@ def given_tokenizer(loaded: Loaded, checkpoint: LoadedCheckpoint, request: Reque
     rows = loaded.config.model.embedding_rows
     if tokenizer.vocab_size > rows:
         raise ValueError(f"--tokenizer {given} has {tokenizer.vocab_size} ids, the model has {rows} rows")
-    progress = stored_progress(checkpoint)
+    progress = stored_state(checkpoint)
     tokenizer.begins_with = first_token(progress, tokenizer.begins_with)
     end = last_token(progress, tokenizer.eos_id)
     if request.eod_token is not None and end != tokenizer.eos_id:
@@ -279,7 +279,7 @@ def _generation_of(loaded: Loaded, tokenizer: Tokenizer | None) -> dict[str, Any
 def given_files(loaded: Loaded, tokenizer: Tokenizer, ties: bool) -> Given:
     """A tokenizer with the image tokens of a model, as `convert.tokenizer` takes it."""
     images = loaded.rules.token_ids if loaded.rules is not None else {}
-    progress = stored_progress(loaded.checkpoint) if loaded.checkpoint is not None else Progress()
+    progress = stored_state(loaded.checkpoint) if loaded.checkpoint is not None else RunState()
     named = progress.chat_template is not None, progress.document_end is not None
     return Given(tokenizer, {TOKEN_TEXTS[name]: i for name, i in images.items()}, ties, *named)
 

@@ -21,7 +21,7 @@ from megacp.core.config.run import RunConfig, flatten, with_values
 from megacp.core.data.geometry import TOKEN_TEXTS, ImageRules
 from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.storage import wording
-from megacp.core.training.state import stored_progress
+from megacp.core.training.state import stored_state
 from megacp.core.training.stored import stored_config
 from megacp.huggingface.convert import hf_files, processor
 from megacp.huggingface.convert.lora import Pairs, folded
@@ -127,7 +127,7 @@ def _described(loaded: LoadedCheckpoint, wanted: str) -> Loaded:
     architecture = of_values(values, wanted)
     architecture.config(values)  # refuses what it cannot say
     require_all(source.infos, architecture.links(values, LAYOUTS[0]), False, folder)
-    given = stored_progress(loaded).image_rules
+    given = stored_state(loaded).image_rules
     rules = ImageRules.from_dict(given) if given is not None else None
     return Loaded(folder, architecture, source, config, rules, loaded, pairs=pairs)
 

@@ -29,7 +29,7 @@ from megacp.core.distributed.parameter import spec_of
 from megacp.core.models.build import build_chunks
 from megacp.core.models.language import LanguageModelChunk
 from megacp.core.training.sources import image_misfits
-from megacp.core.training.state import first_token, last_token, stored_progress
+from megacp.core.training.state import first_token, last_token, stored_state
 from megacp.core.training.stored import stored_config
 from megacp.huggingface.generation.prompt import Prompt, PromptPart, prompt_pixels, prompt_row
 from megacp.prepare.records.answer_ends import answer_ends
@@ -71,7 +71,7 @@ class Generator:
         self._rules: ImageRules | None = None
         loaded = load_checkpoint(checkpoint, self.grid.world)
         self.path, self.step = loaded.path, loaded.step
-        progress = stored_progress(loaded)
+        progress = stored_state(loaded)
         self.tokenizer_sha256: str = progress.tokenizer_sha256
         self._stored_rules: dict[str, Any] | None = progress.image_rules
         self._progress = progress

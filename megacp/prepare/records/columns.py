@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megacp.core.storage.files import parse_json, read_json
-from megacp.core.storage.json_fields import PLAIN_NAME
+from megacp.core.storage.files import PLAIN_NAME, parse_json, read_json
 from megacp.core.storage.place import folders_in, open_input, place_of, read_content, suffix_of
 from megacp.core.storage.url import UnreachableError, Url, is_url
 from megacp.prepare.records.arrow_buffers import LazyBytes, blocks, rows_of, swelling

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megacp.core.storage.files import TEXT_LIMIT
-from megacp.core.training.state import Progress
+from megacp.core.training.state import RunState
 from megacp.huggingface.convert import chat
 from megacp.huggingface.convert.tokenizer import Given, token_notes, write_tokenizer
 from megacp.prepare.records.chat_template import templates_of
@@ -188,7 +188,7 @@ def test_a_template_of_training_leaves_none_of_the_tokenizer_to_be_chosen_unaske
     original = given(str(source / "tokenizer.json"))
     (tmp_path / "out").mkdir()
     write_tokenizer(original, tmp_path / "out", 512, ())
-    monkeypatch.setattr(chat, "stored_progress", lambda _: Progress(chat_template={"default": "ours"}))
+    monkeypatch.setattr(chat, "stored_state", lambda _: RunState(chat_template={"default": "ours"}))
     loaded: Any = SimpleNamespace(checkpoint=SimpleNamespace(extra={}), rules=None)
     told = chat.write_chat_template(loaded, tmp_path / "out", original.tokenizer, "auto")
     assert told == "that of the training data; the tokenizer's own tool_use left out, which training did not have"

@@ -17,7 +17,7 @@ from megacp.core.distributed.grid import single_axis
 from megacp.core.ops.pointwise import keep_mask
 from megacp.core.tensor_parallel.linear import LinearOptions, LinearSpec
 from megacp.core.tensor_parallel.lora import DropoutNames, LoraSpec, RowPair
-from megacp.core.training.state import Progress
+from megacp.core.training.state import RunState
 from megacp.core.training.step import ParallelModel
 from megacp.huggingface.convert.source import read_hf
 from megacp.huggingface.convert.tables.architectures import LAYOUTS, of_config
@@ -214,7 +214,7 @@ def trained_checkpoint(name: str, folder: Path, targets: str) -> Path:
                 shape = piece.global_shape
                 weights.setdefault(piece.name, torch.randn(shape, generator=generator, dtype=torch.float64) * 0.2)
         fill(chunk, weights)
-    return runs.save(model, Progress(step=1), config).parent
+    return runs.save(model, RunState(step=1), config).parent
 
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:
