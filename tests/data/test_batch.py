@@ -80,19 +80,6 @@ def images(**changes: object) -> VisionInputs:
     return VisionInputs(**{**values, **changes})
 
 
-def test_images_that_contradict_themselves_are_refused_with_all_reasons() -> None:
-    with pytest.raises(ValueError, match=r"patches must be float32.*float64.*feature_rows must be int64.*int32"):
-        images(patches=np.zeros((3, 4, 6)), feature_rows=np.array([1, 2, 4], np.int32))
-    with pytest.raises(
-        ValueError, match=r"3 units, .*bounds 2; cum_crop_bounds must rise.*2 feature_rows for 3.*rise from"
-    ):
-        images(cum_crop_bounds=np.array([1, 1, 3]), feature_rows=np.array([2, 1]))
-    with pytest.raises(ValueError, match=r"crops 1..4, the row has 3; pooling has indices -1..12 into 12 patches"):
-        images(first_crop=1, pooling=np.array([[0, -1], [12, 1]]))
-    with pytest.raises(ValueError, match="at place 5 of 5 tokens"):
-        dataclasses.replace(make(5), vision=images(feature_rows=np.array([1, 2, 5])))
-
-
 def test_the_fingerprint_covers_what_ranks_share_of_the_images_and_no_pixels() -> None:
     """Would catch ranks that take each other's rows for different ones, or rows with other images for the same."""
     batch = dataclasses.replace(make(5), vision=images())

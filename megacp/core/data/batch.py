@@ -1,8 +1,7 @@
 """PackedBatch: one row of T tokens with everything per token, from the loader to the loss.
 
-Key property: mask, positions, labels and weights are arrays beside the tokens. One index array permutes or cuts them
-all, and the row keeps its meaning. A batch checks itself, never changes, and has a hash by which ranks compare what
-they read. Rejected: a dict of tensors, whose keys and shapes every reader has to guess.
+Mask, positions, labels and weights are arrays beside the tokens. One index array permutes or cuts them all, and the row
+keeps its meaning. A batch checks itself, never changes, and has a hash by which ranks compare what they read.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ _DTYPES = {
 class VisionInputs:
     """The images of a row: what all ranks know of them, and the pixels of those that this rank encodes.
 
-    A unit is a frame of a video or an image with all its crops; "image" in these names means crop. ValueError lists
-    all that is wrong.
+    A unit is a frame of a video or an image with all its crops; "image" in these names means crop.
     """
 
     cum_crop_bounds: np.ndarray
@@ -59,43 +57,6 @@ class VisionInputs:
     """int64 [u]: the units in the order in which `boundaries` counts them; None = as they stand in the row."""
     bad_documents: tuple[tuple[int, str], ...] = ()
     """Documents of which this rank could not decode an image, and why; its patches then are 0."""
-
-    def __post_init__(self) -> None:
-        reasons = []
-        wanted = {"patches": (np.float32, 3), "pooling": (np.int64, 2)}
-        wanted |= dict.fromkeys(("cum_crop_bounds", "cum_token_pooling_bounds", "feature_rows"), (np.int64, 1))
-        for name, (dtype, dims) in wanted.items():
-            value = getattr(self, name)
-            if not isinstance(value, np.ndarray) or value.dtype != dtype or value.ndim != dims:
-                found = f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
-                reasons.append(f"{name} must be {np.dtype(dtype)} with {dims} dims, got {found}")
-        if not reasons:
-            reasons = self._value_reasons()
-        if reasons:
-            raise ValueError("VisionInputs: " + "; ".join(reasons))
-
-    def _value_reasons(self) -> list[str]:
-        reasons = []
-        if len(self.cum_crop_bounds) != len(self.cum_token_pooling_bounds):
-            lengths = len(self.cum_crop_bounds), len(self.cum_token_pooling_bounds)
-            reasons.append(f"cum_crop_bounds has {lengths[0]} units, cum_token_pooling_bounds {lengths[1]}")
-        for name in ("cum_crop_bounds", "cum_token_pooling_bounds"):
-            if (np.diff(getattr(self, name), prepend=0) < 1).any():
-                reasons.append(f"{name} must rise with every unit, got {getattr(self, name)[:10].tolist()}")
-        units = len(self.cum_crop_bounds)
-        if self.unit_order is not None and not np.array_equal(np.sort(self.unit_order), np.arange(units)):
-            reasons.append(f"unit_order is no permutation of {units} units")
-        if len(self.feature_rows) != self.num_features:
-            reasons.append(f"{len(self.feature_rows)} feature_rows for {self.num_features} pooled tokens")
-        if (np.diff(self.feature_rows, prepend=-1) < 1).any():
-            reasons.append("feature_rows must rise from 0")
-        held = (self.first_crop, self.first_crop + len(self.patches))
-        if held[0] < 0 or held[1] > self.num_crops:
-            reasons.append(f"patches are those of crops {held[0]}..{held[1]}, the row has {self.num_crops}")
-        if self.pooling.size and not -1 <= self.pooling.min() <= self.pooling.max() < self.patches[..., 0].size:
-            ends = int(self.pooling.min()), int(self.pooling.max())
-            reasons.append(f"pooling has indices {ends[0]}..{ends[1]} into {self.patches[..., 0].size} patches")
-        return reasons
 
     @property
     def num_crops(self) -> int:

@@ -1,7 +1,7 @@
 """From stored packs to one PackedBatch: padding inside segments, shifted labels, weights, positions, mask metadata.
 
-Key property: labels are shifted here, per document, before anything is cut over ranks. A token at the edge of a rank
-never needs its neighbour's. Rejected: shifting logits against labels in the loss, which is wrong at every chunk edge.
+Labels are shifted here, per document, before anything is cut over ranks. A token at the edge of a rank never needs its
+neighbour's. Not shifting logits against labels in the loss, which is wrong at every chunk edge.
 
 The last token of a document predicts nothing, and so does the last token of a branch. A prefix whose branches begin
 differently predicts nothing at its end: each branch would be another answer. Where all branches begin alike, the end of

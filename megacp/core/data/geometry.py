@@ -1,9 +1,8 @@
 """Molmo2's geometry: an image as crops cut into patches, pooled into tokens; what is known from its size alone.
 
-Key property: equal to the image processor of the transformers library (models/molmo2). Tokens and pooling indices are
-the same; pixels differ by at most one of 255 levels, where a resized value lies on a rounding edge. Each size is a
-number in `ImageRules`. Rejected: that processor itself, which needs torch, and Pillow's resampling, which smooths as
-the released models never saw.
+Equal to the image processor of the transformers library (models/molmo2). Tokens and pooling indices are the same;
+pixels differ by at most one of 255 levels, where a resized value lies on a rounding edge. Each size is a number in
+`ImageRules`.
 
 An image becomes one low-resolution crop of the whole, then overlapping high-resolution crops of a canvas that is tiled
 by at most `max_crops`. In each part windows of patches are pooled into one token. A pooling index counts patches over

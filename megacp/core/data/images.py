@@ -1,8 +1,7 @@
 """The images of a row: spans and bounds for all ranks, pixels for the rank that encodes them.
 
-Key property: the boundary table says which rank encodes which image, so no rank sends pixels to another. A rank that
-encodes nothing (another pipeline stage, more ranks than units) decodes nothing. Rejected: decoding on one rank of the
-group and scattering pixels, which costs more bytes than the features and makes one rank the slowest.
+The boundary table says which rank encodes which image, so no rank sends pixels to another. A rank that encodes nothing
+(another pipeline stage, more ranks than units) decodes nothing.
 
 A bad image: `fail` ends the run with the record's place. `skip` drops the whole document, on all ranks alike, though
 one rank alone has seen the fault. That rank reports it (`VisionInputs.bad_documents`), the ranks exchange their reports
@@ -32,11 +31,6 @@ from megacp.core.data.pixels import ImageError
 from megacp.core.data.reader import Pack
 from megacp.core.data.row_images import ImageCountError, PackImages, RowUnits, spans, vision_inputs
 
-BAD_IMAGE_POLICIES = ("fail", "skip")
-"""Values of `--on-bad-image`."""
-STRATEGIES = ("stored", "computed", "uniform", "longest_first", REPLICATE)
-"""Ways of dealing images to ranks."""
-
 Pixels = tuple[np.ndarray, np.ndarray]
 """float32 [c, patches of a crop, patch_dim]; int64 [pooled tokens, window] into its patches, -1 = outside."""
 
@@ -60,7 +54,7 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True)
 class ImageLoading:
-    """What one rank decodes and how. ValueError lists all that is wrong."""
+    """What one rank decodes and how."""
 
     decoder: Decoder
     cp_rank: int = 0
@@ -74,19 +68,6 @@ class ImageLoading:
     replicate."""
     cost: VisionCost | None = None
     """What longest_first weighs units by; None weighs crops, as the stored tables do."""
-
-    def __post_init__(self) -> None:
-        reasons = []
-        if not 0 <= self.cp_rank < self.cp_size:
-            reasons.append(f"context-parallel rank {self.cp_rank} of {self.cp_size} does not exist")
-        for flag, value, allowed in (
-            ("--on-bad-image", self.on_bad_image, BAD_IMAGE_POLICIES),
-            ("the strategy", self.strategy, STRATEGIES),
-        ):
-            if value not in allowed:
-                reasons.append(f"{flag} is {value!r}, allowed are {', '.join(allowed)}")
-        if reasons:
-            raise ValueError("; ".join(reasons))
 
 
 def with_images(

@@ -1,9 +1,8 @@
 """The loader: which packs each data-parallel rank reads in each step, read and prepared ahead in threads.
 
-Key property: a step is a function of dataset, seed, samples consumed, dp rank and dp size. So a run resumes from one
-integer, on any number of ranks, and sees every sample exactly once. The samples of a step are the same set for every dp
-size: microbatch j of rank r holds the step's samples from (j * dp_size + r) * m on. Rejected: sampler and worker state
-in the checkpoint, which ties a run to its number of ranks.
+A step is a function of dataset, seed, samples consumed, dp rank and dp size. So a run resumes from one integer, on any
+number of ranks, and sees every sample exactly once. The samples of a step are the same set for every dp size:
+microbatch j of rank r holds the step's samples from (j * dp_size + r) * m on.
 
 Rank and size of data parallelism come as integers. Ranks that differ only in tp, cp or pp read the same packs and
 compare `PackedBatch.fingerprint()`.
@@ -24,11 +23,10 @@ import numpy as np
 
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.blend import PackBlend
-from megacp.core.data.collate import ATTENTION_MASKS, collate
+from megacp.core.data.collate import collate
 from megacp.core.data.images import ImageLoading
 from megacp.core.data.order import samples
 from megacp.core.data.reader import Pack
-from megacp.core.data.row_images import IMAGE_ATTENTIONS
 
 Prepared = TypeVar("Prepared")
 """What the caller makes of a batch ahead of its step."""
@@ -46,7 +44,7 @@ class PackSource(Protocol):
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """How packs become steps; equal on all ranks. ValueError lists all that is wrong."""
+    """How packs become steps; equal on all ranks."""
 
     micro_batch_size: int = 1
     """Packs concatenated into one microbatch."""
@@ -62,20 +60,6 @@ class LoaderOptions:
     """Steps made ahead of time; 0 makes each step when it is asked for."""
     num_threads: int = 1
     """Threads that make steps ahead; the order does not depend on it."""
-
-    def __post_init__(self) -> None:
-        least = {"micro_batch_size": 1, "global_batch_size": 1, "prefetch": 0, "num_threads": 1}
-        reasons = [
-            f"{name} is {getattr(self, name)}, it must be at least {minimum}"
-            for name, minimum in least.items()
-            if getattr(self, name) < minimum
-        ]
-        if self.attention_mask not in ATTENTION_MASKS:
-            reasons.append(f"--attention-mask is {self.attention_mask!r}, allowed are {', '.join(ATTENTION_MASKS)}")
-        if self.image_attention not in IMAGE_ATTENTIONS:
-            reasons.append(f"--image-attention is {self.image_attention!r}, allowed are {', '.join(IMAGE_ATTENTIONS)}")
-        if reasons:
-            raise ValueError("; ".join(reasons))
 
 
 @dataclass(frozen=True)

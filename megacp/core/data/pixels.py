@@ -1,7 +1,6 @@
 """The bytes of an image file as RGB pixels: what is read, how each kind becomes RGB, and what is refused.
 
-Key property: the outcome depends on the bytes alone, and each way to be wrong has a message. Rejected:
-`PIL.Image.open`, whose guard against giant images is one number for the whole process.
+The outcome depends on the bytes alone, and each way to be wrong has a message.
 
 What becomes RGB of 8 bits: grey and palettes as they are; 16-bit grey by its high byte (as Pillow does for 16-bit
 colour); CMYK by Pillow's formula; alpha and transparent colours over white. EXIF's orientation is applied. Refused:

@@ -1,8 +1,7 @@
 """The images of a row, from tables alone: bounds over all its packs, rows of pooled tokens, spans of the mask.
 
-Key property: everything follows from the stored units and the row's token ids, alike on all ranks; no pixel is read. A
-row with another number of image-patch tokens than pooled tokens is refused, with both counts and the record. Rejected:
-scanning for start and end tokens, which text or a cut document can fake.
+Everything follows from the stored units and the row's token ids, alike on all ranks; no pixel is read. A row with
+another number of image-patch tokens than pooled tokens is refused, with both counts and the record.
 """
 
 from __future__ import annotations

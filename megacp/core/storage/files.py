@@ -1,8 +1,7 @@
 """Files that other processes may have written, or may be writing: opened, parsed, made, replaced and locked here.
 
-Key property: nothing here waits or grows without a limit. A pipe, a device or a folder under a file's name is refused
-before it is read. A size is compared before the content is read, and a new file never follows a link. Rejected:
-`Path.open`, which hangs on a pipe, reads /dev/zero to the end of memory and writes through a planted link.
+Nothing here waits or grows without a limit. A pipe, a device or a folder under a file's name is refused before it is
+read. A size is compared before the content is read, and a new file never follows a link.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A parsed record as token ids with their weights, branches and images: what a packer packs.
 
-Key property: all texts of a chunk of records are tokenized in one call. A token that means an image comes from an image
-alone; text that spells one is refused. A document begins with the token that the tokenizer begins a text with, so a
-prompt that a server tokenizes is one of training. Rejected: to write images as text, which lets a record forge them.
+All texts of a chunk of records are tokenized in one call. A token that means an image comes from an image alone; text
+that spells one is refused. A document begins with the token that the tokenizer begins a text with, so a prompt that a
+server tokenizes is one of training.
 """
 
 from __future__ import annotations

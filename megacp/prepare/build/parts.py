@@ -1,8 +1,7 @@
 """One build as several processes that know nothing of each other: `--units 3/16` builds every sixteenth unit.
 
-Key property: a part has a journal and a lock of its own, and the shards it makes are those of one run. `finish` joins
-the journals, so the result has the same bytes. Rejected: one journal that all append to, which needs locks that hold
-on every network file system.
+A part has a journal and a lock of its own, and the shards it makes are those of one run. `finish` joins the journals,
+so the result has the same bytes.
 """
 
 from __future__ import annotations

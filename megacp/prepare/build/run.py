@@ -1,7 +1,7 @@
 """Builds a packed dataset from text files: cuts the input into units, has workers build them, writes the manifest.
 
-Key property: every file of the result is the same for any number of workers and of interruptions. Only what is not in
-the journal is built. Rejected: one stream of packs over all the input, which no restart can reproduce.
+Every file of the result is the same for any number of workers and of interruptions. Only what is not in the journal is
+built.
 """
 
 from __future__ import annotations

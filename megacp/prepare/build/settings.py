@@ -1,6 +1,6 @@
 """Everything a build depends on, and all that can be wrong with it before a record is read.
 
-Key property: every reason is found before anything is written, and all are told at once.
+Every reason is found before anything is written, and all are told at once.
 """
 
 from __future__ import annotations

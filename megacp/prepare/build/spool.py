@@ -1,7 +1,7 @@
 """A nameless temporary file that holds encoded images from the moment they are read until their pack is written.
 
-Key property: memory stays bounded by a window's tokens, and a killed build leaves nothing behind. Each image is read
-once; read twice, a file could change in between.
+Memory stays bounded by a window's tokens, and a killed build leaves nothing behind. Each image is read once; read
+twice, a file could change in between.
 """
 
 from __future__ import annotations

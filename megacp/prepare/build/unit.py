@@ -1,8 +1,7 @@
 """One unit of work: the records of a few byte ranges become one shard of packs.
 
-Key property: a pure function of settings, unit and the input's bytes, so that any number of workers, killed any number
-of times, write the same shards. Documents are packed window by window, which bounds memory. Rejected: one packer behind
-all workers, which makes packs depend on who finished first.
+A pure function of settings, unit and the input's bytes, so that any number of workers, killed any number of times,
+write the same shards. Documents are packed window by window, which bounds memory.
 """
 
 from __future__ import annotations

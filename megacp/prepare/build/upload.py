@@ -1,8 +1,8 @@
 """A build whose output is a URL: each shard is sent when it is finished, and the manifest last.
 
-Key property: the directory of the build holds the journal and the shard at hand, so the disk needs room for one shard
-a worker. A dataset without its manifest is refused by whoever reads it. The journal is sent now and then: where the
-directory is lost, a build on another machine goes on from there.
+The directory of the build holds the journal and the shard at hand, so the disk needs room for one shard a worker. A
+dataset without its manifest is refused by whoever reads it. The journal is sent now and then: where the directory is
+lost, a build on another machine goes on from there.
 """
 
 from __future__ import annotations

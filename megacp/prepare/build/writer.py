@@ -1,7 +1,6 @@
 """Where a pack is written: the shard directories of a packed dataset, each atomically.
 
-Key property: a shard appears under its name only when every byte of it is durable. Rejected: one big file for a
-dataset, which a killed build would lose, and stored padding, which a stock Megatron reader would take for tokens.
+A shard appears under its name only when every byte of it is durable.
 
 A pack is a Megatron "document", each segment (source document) one "sequence" of true tokens. `indexed`, `tables` and
 `manifest` describe the three kinds of file. Weights of 1 everywhere are not stored, and a shard without images is that

@@ -1,9 +1,9 @@
 """Images that records name by URL or object key: fetched ahead by threads, kept in a folder, told when they fail.
 
-Key property: nothing is fetched that does not lie in a place which the user has allowed, as the client reads the URL.
-Redirects are followed below --image-root alone, where they are the user's own. Each URL is asked for once by a worker,
-also where it fails, and once by all builds that share the folder where it does not. The bytes in a dataset are those
-that were fetched, so a link that dies later harms nothing.
+Nothing is fetched that does not lie in a place which the user has allowed, as the client reads the URL. Redirects are
+followed below --image-root alone, where they are the user's own. Each URL is asked for once by a worker, also where it
+fails, and once by all builds that share the folder where it does not. The bytes in a dataset are those that were
+fetched, so a link that dies later harms nothing.
 """
 
 from __future__ import annotations

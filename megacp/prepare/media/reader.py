@@ -1,8 +1,7 @@
 """From an image or a video that a record names to the bytes that are stored and the tokens that stand for them.
 
-Key property: nothing outside of `--image-root` and the record itself is opened. Each image and each taken frame is
-decoded once, so a bad one is found by the build, with its place in the record. Rejected: to trust headers, which know
-nothing of half a file.
+Nothing outside of `--image-root` and the record itself is opened. Each image and each taken frame is decoded once, so a
+bad one is found by the build, with its place in the record.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
+from megacp.core.data.decoding import sample_frames, time_text, video_info, video_pixels
 from megacp.core.data.geometry import ImageLayout, ImageRules, frame_layout, image_layout, load_pixels
 from megacp.core.data.pixels import ImageError
-from megacp.core.data.video import sample_frames, time_text, video_info, video_pixels
 from megacp.core.storage.files import read_regular
 from megacp.core.storage.url import Url, is_url
 from megacp.prepare.media.fetch import ImageFetcher
