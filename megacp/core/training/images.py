@@ -61,7 +61,7 @@ def vision_cost(config: RunConfig) -> VisionCost:
 
 
 def shard_strategies(batches: Sequence[PackedBatch]) -> set[str]:
-    """How the images of these rows were dealt to the ranks: see `STRATEGIES`; empty without images."""
+    """How the images of these rows were dealt to the ranks: see `ImageShards.strategy`; empty without images."""
     return {batch.vision.strategy for batch in batches if batch.vision is not None and batch.vision.num_crops}
 
 
