@@ -26,8 +26,7 @@ from bench.preprocessing import text_part
 from bench.report import benchmark_parser, run_parts
 from bench.steps import GROUPS, QUICK_SIZES, SIZES, step_part
 from megacp.core.distributed.grid import single_axis
-from megacp.huggingface.convert.conversion import convert
-from megacp.huggingface.convert.export import Request
+from megacp.huggingface.convert.export import Request, convert
 
 EXTRA = ("peers",)
 """Parts that run only when they are asked for, and have a flag of their own."""

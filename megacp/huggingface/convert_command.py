@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import importlib.util
 import io
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,10 +30,10 @@ from megacp.core.config.arguments import OneLineParser
 from megacp.core.distributed.grid import GridShape, single_axis
 from megacp.core.distributed.launch import start, stop, world_from_environment
 from megacp.huggingface.convert.chat import CHOICES
-from megacp.huggingface.convert.conversion import OtherModelError, convert
-from megacp.huggingface.convert.export import Request
+from megacp.huggingface.convert.decoder import LAYOUTS
+from megacp.huggingface.convert.export import OtherModelError, Request, convert
+from megacp.huggingface.convert.families import FAMILIES
 from megacp.huggingface.convert.hf_files import MIB
-from megacp.huggingface.convert.tables.architectures import ARCHITECTURES, LAYOUTS
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 DIFFERENT, REFUSED = 1, 2
@@ -71,7 +72,7 @@ def arguments_parser() -> argparse.ArgumentParser:
         help="messages: that of records with `messages`; auto: the tokenizer's own, else messages for a vision model "
         "that was trained here (default)",
     )
-    parser.add_argument("--architecture", choices=("auto", *ARCHITECTURES), default="auto", help="default: found out")
+    parser.add_argument("--architecture", choices=("auto", *FAMILIES), default="auto", help="default: found out")
     parser.add_argument("--layout", choices=LAYOUTS, help="names of a Molmo2's tensors in --output (default: native)")
     parser.add_argument("--max-shard-size", type=int, default=5000, metavar="MIB", help="of a weight file (5000)")
     parser.add_argument(
@@ -164,8 +165,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     place = world_from_environment()
     silent = io.StringIO()  # of the other ranks, which say the same
-    with contextlib.redirect_stdout(silent if place.rank else sys.stdout):
-        status, words = _converted(request, place.size)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the half-written folder goes
+    try:
+        with contextlib.redirect_stdout(silent if place.rank else sys.stdout):
+            status, words = _converted(request, place.size)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if words and place.rank == 0:
         print(f"error: {words}", file=sys.stderr)
     return status

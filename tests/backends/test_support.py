@@ -54,6 +54,11 @@ def test_a_transport_of_ours_is_refused_where_cp_ranks_share_a_row(settings: dic
     assert "--cp-comm-type kv_exchange is ours alone" in reason
 
 
+def test_one_rank_has_no_constraint_of_context_parallelism() -> None:
+    settings = {**WIDE, CP: 1, "cp_comm_type": "kv_exchange", "num_attention_heads": 7, "kv_channels": 64}
+    assert list(attention_reasons(with_values(RunConfig(), settings), HOPPER, CUDNN)) == []
+
+
 def engine_config(**settings: object) -> RunConfig:
     return with_values(RunConfig(), {"dtype": "bfloat16", "transformer_impl": "transformer_engine", **settings})
 

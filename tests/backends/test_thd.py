@@ -116,3 +116,17 @@ def test_other_masks_than_causal_documents_are_named(span: int, branch: int, wor
     plan = plan_of(padded_row([0] * 16, 2, "zigzag_document", span, branch), 2, "zigzag_document")
     reason = thd_sequences(plan)
     assert isinstance(reason, str) and word in reason
+
+
+def test_padding_with_a_span_hands_over_the_row_all_the_same() -> None:
+    metadata = padded_row([0] * 8, 2, "zigzag_document")
+    metadata = Metadata(
+        np.append(metadata.document, [-1] * 4),
+        *(np.append(x, [0] * 4) for x in (metadata.branch, metadata.span)),
+        np.arange(12),
+    )
+    assert isinstance(thd_sequences(plan_of(metadata, 2, "zigzag_document")), Sequences)
+
+
+def test_a_row_of_padding_is_no_row_for_it() -> None:
+    assert thd_sequences(plan_of(padded_row([-1] * 8, 2, "zigzag"), 2, "zigzag")) == "the row holds padding alone"

@@ -28,7 +28,7 @@ from megacp.core.distributed.grid import GridShape, build_grid
 from megacp.core.models.language import LanguageModelChunk
 from megacp.core.optim.adamw import FlatAdamW, SliceRule
 from tests.backends.engine_layers import emulated_layers
-from tests.backends.engine_stub import needs_engine
+from tests.backends.engine_stub import engine, needs_engine
 
 pytestmark = needs_engine
 
@@ -128,6 +128,25 @@ def test_every_entry_is_called_and_binds_by_keyword(recorded: tuple[list[Call], 
     assert {name for name, _, _ in calls} == set(TARGETS) - {"groups", "RMSNorm"}
 
 
+@pytest.mark.slow
+def test_a_keyword_that_is_renamed_over_there_is_noticed(
+    recorded: tuple[list[Call], dict[str, inspect.Signature]],
+) -> None:
+    calls, signatures = recorded
+    noticed = 0
+    for name, args, options in calls:
+        signature = signatures[name]
+        for keyword in options:
+            if keyword not in signature.parameters:  # RMSNorm hands it to its base class
+                assert name == "RMSNorm (legacy)"
+                bound = {"normalized_shape": 1, **{k: options[k] for k in options if k in ("device", "dtype", "eps")}}
+                assert_noticed(signatures["RMSNorm"], keyword, (), bound)
+            elif name != "RMSNorm (legacy)":  # which would hand a strange one on
+                assert_noticed(signature, keyword, args, options)
+            noticed += 1
+    assert noticed > 240
+
+
 def test_trained_linears_fuse_their_gradients(recorded: tuple[list[Call], dict[str, inspect.Signature]]) -> None:
     names = ("Linear", "LayerNormLinear", "LayerNormMLP")
     linears = [(name, options["fuse_wgrad_accumulation"]) for name, _, options in recorded[0] if name in names]
@@ -154,6 +173,14 @@ def test_attention_gets_true_and_padded_lengths(recorded: tuple[list[Call], dict
         assert options["max_seqlen_q"] == int(places.diff().max())
         assert lengths is options["cu_seqlens_kv"] and places is options["cu_seqlens_kv_padded"]
     assert any(options["cu_seqlens_q"] is not options["cu_seqlens_q_padded"] for options in calls)
+
+
+def assert_noticed(signature: inspect.Signature, keyword: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """The call binds, and no longer does once the keyword has another name."""
+    signature.bind(*args, **options)
+    parameters = [p.replace(name="another") if p.name == keyword else p for p in signature.parameters.values()]
+    with pytest.raises(TypeError):
+        signature.replace(parameters=parameters).bind(*args, **options)
 
 
 def test_the_group_setter_binds(recorded: tuple[list[Call], dict[str, inspect.Signature]]) -> None:
@@ -189,3 +216,9 @@ def test_other_attention_kernels_are_switched_off_before_the_import(
     assert "OSError: no libcudart" in str(package_problem())
     for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
         del sys.modules[name]
+
+
+def test_the_package_is_asked_for_only_where_it_is() -> None:
+    assert "not installed" in str(package_problem())
+    with engine():
+        assert package_problem() is None

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -208,6 +210,28 @@ def positions(world_size: int) -> list[Case]:
         for case in all_cases(world_size, (45,))
         if case.mask in ("packed", "branches and spans")
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_positions_travel_with_the_tokens_under_any_layout(world_size: int) -> None:
+    """Whole-pack zigzag with rotary positions that assume per-document zigzag, or restart per rank, fails here."""
+    cases = positions(world_size)
+    compare(run_ranks(on_ranks, world_size, cases), cases, 1e-12)
+
+
+@pytest.mark.slow
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(st.integers(1, 70), st.sampled_from(sorted(MASKS)), st.integers(0, 2**31), st.sampled_from([(4, 4), (4, 2)]))
+def test_random_packs_of_any_length_are_exact(tokens: int, mask: str, seed: int, heads: tuple[int, int]) -> None:
+    """Rows down to one token: most ranks then hold padding only."""
+    tokens = max(tokens, 2)
+    cases = [
+        Case(transport, layout, mask, tokens, heads=heads, seed=seed, hierarchy=(2, 2) if "+" in transport else ())
+        for transport in TRANSPORTS
+        for layout in LAYOUTS
+    ]
+    compare(run_ranks(on_ranks, 4, cases), cases, 1e-12)
 
 
 @pytest.mark.slow

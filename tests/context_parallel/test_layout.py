@@ -195,3 +195,10 @@ def test_padding_is_seen_by_nobody_and_counts_nothing() -> None:
         meta = shards[0].plan.metadata
         mask = allowed(meta, meta)
         assert not mask[13:].any() and not mask[:, 13:].any()
+
+
+def test_an_unknown_layout_is_refused_by_its_flag() -> None:
+    with pytest.raises(
+        ValueError, match="--cp-layout spiral is unknown; choose contiguous, zigzag, zigzag_document, balanced"
+    ):
+        select_layout("spiral")

@@ -185,6 +185,25 @@ def test_a_row_over_dp_times_cp_deals_its_images_over_all_of_them() -> None:
     assert np.count_nonzero(row.any(1)) == batch.vision.num_features
 
 
+def test_routed_bytes_are_about_one_in_cp_of_the_gathered_ones() -> None:
+    for cp in (2, 4, 8):
+        rng = np.random.default_rng(cp)
+        tokens = rng.integers(1, 12, 200)
+        bounds = np.cumsum(tokens), np.cumsum(tokens)
+        indices = LAYOUTS["zigzag"].deal(_row(4096), cp)
+        places = np.sort(rng.choice(4096, int(tokens.sum()), replace=False))
+        routes = feature_routes(indices, places, compute_image_shard_boundaries(*bounds, cp), 0)
+        sent = routes.counts.sum() - np.trace(routes.counts)
+        assert 0.9 / cp < sent / (routes.largest * (cp - 1) * cp) < 1.05 / cp
+
+
+def _row(tokens: int) -> Any:
+    from megacp.core.ops.mask import Metadata
+
+    zeros = np.zeros(tokens, int)
+    return Metadata(zeros, zeros, zeros, np.arange(tokens))
+
+
 def test_counts_that_differ_are_refused_with_both() -> None:
     """Would catch features that are cut or repeated to fit."""
     batch = row_with_images("mixed", 1)

@@ -153,6 +153,17 @@ def of_each_granularity(shape: dict[str, int], values: Values) -> dict[str, list
     return found
 
 
+@pytest.mark.parametrize("shape", [{}, {"tp": 2}, {"cp": 2}], ids=str)
+@pytest.mark.slow
+def test_recomputation_gives_the_same_bits_of_every_gradient(shape: dict[str, int]) -> None:
+    """Also with dropout: the second forward must draw the bits of the first."""
+    found = of_each_granularity(shape, {"hidden_dropout": 0.2, "qk_layernorm": True, "add_mlp_bias": True})
+    for granularity in ("selective", "full"):
+        for (gradients, _), (plain, _) in zip(found[granularity], found["none"], strict=True):
+            assert any(x.any() for x in plain)
+            assert all(np.array_equal(*pair) for pair in zip(gradients, plain, strict=True)), granularity
+
+
 @pytest.mark.parametrize("shape", [{}, {"tp": 2}], ids=str)
 def test_recomputation_really_stores_less(shape: dict[str, int]) -> None:
     """Selective drops the two norm outputs (2 h) and the activation (f) of each token and layer; full keeps only h."""
@@ -178,3 +189,20 @@ def test_every_layer_and_sublayer_draws_its_own_dropout_bits(monkeypatch: pytest
     model = ParallelModel(config_of({"hidden_dropout": 0.5}, {}), grid())
     model.chunks[0].hidden(None, model.shard(step_batches(1, 4)[0], 1))
     assert len(keys) == len(set(keys)) == 2 * 4
+
+
+def evaluated(rank: int, world_size: int, shape: dict[str, int], dropout: float = 0.5) -> list[float]:
+    values: Values = {"hidden_dropout": dropout, "cross_entropy_chunk_tokens": 7}
+    model = ParallelModel(config_of(values, shape), grid(**shape))
+    batches = step_batches(2, 4)
+    weight = sum(batch.weight_sum for batch in batches)
+    return [model.evaluate(batches, weight), model.evaluate(batches, weight), model.gradients(batches, 1, weight)]
+
+
+@pytest.mark.slow
+def test_validation_has_no_dropout_and_leaves_training_as_it_was() -> None:
+    first, second, trained = evaluated(0, 1, {})
+    assert first == second == evaluated(0, 1, {}, dropout=0.0)[0] != trained
+    for shape in ({"cp": 2}, {"tp": 2}, {"pp": 2}):
+        for found in run_ranks(evaluated, 2, shape):
+            np.testing.assert_allclose(found, (first, second, trained), rtol=1e-12)

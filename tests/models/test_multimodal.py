@@ -11,6 +11,7 @@ import torch
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
 from megacp.core.data.batch import PackedBatch
+from megacp.core.distributed.parameter import spec_of
 from megacp.core.models.build import build_chunks
 from megacp.core.models.language import LanguageModelChunk
 from tests.ranks import grid, run_ranks
@@ -104,6 +105,45 @@ def test_tp_gives_the_features_and_gradients_of_transformers(ranks: int, sequenc
         assert_equal((features, gradients), expected)
 
 
+@pytest.mark.parametrize("granularity", ["selective", "full"])
+@pytest.mark.parametrize("shape", [{}, {"tp": 2}], ids=str)
+@pytest.mark.slow
+def test_recomputation_gives_the_same_bits(granularity: str, shape: dict[str, int]) -> None:
+    state = state_of(their_model().double())
+    found = []
+    for values in ({}, {"recompute_granularity": granularity}):
+        arguments = (shape, values, state, "images")
+        found.append(run_ranks(encode, 2, *arguments)[0] if shape else encode(0, 1, *arguments))
+    (plain, gradients), (again, others) = found
+    assert np.array_equal(plain, again) and gradients.keys() == others.keys()
+    assert all(np.array_equal(gradients[key][1], others[key][1]) for key in gradients)
+
+
+@pytest.mark.parametrize("granularity", ["selective", "full"])
+def test_recomputation_really_stores_less(granularity: str) -> None:
+    """Would catch a recompute setting that the vision tower ignores. Per patch and block, in float64: selective leaves
+    out the outputs of two norms (24 each) and of GELU (36); full keeps a block's input alone.
+    """
+    state, stored = state_of(their_model().double()), {}
+    for name in ("none", granularity):
+        chunk = chunk_of({"recompute_granularity": name}, state, {})
+        seen: dict[int, int] = {}
+
+        def pack(x: torch.Tensor, seen: dict[int, int] = seen) -> torch.Tensor:
+            seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        tower = chunk.vision.tower
+        kept = {p.untyped_storage().data_ptr() for p in chunk.parameters()}
+        x = torch.randn(2, 16, PATCH_DIM)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = tower(x)
+        stored[name] = sum(size for place, size in seen.items() if place not in kept)
+        out.sum().backward()
+    dropped = 8 * 2 * 16 * 3 * (2 * 24 + 36)
+    assert stored["none"] - stored[granularity] >= dropped
+
+
 @pytest.mark.parametrize(("crops", "windows"), [(0, 0), (2, 0)])
 def test_a_rank_without_images_gives_every_parameter_the_gradient_zero(crops: int, windows: int) -> None:
     """Would catch a starved rank whose vision parameters wait for a gradient."""
@@ -183,3 +223,17 @@ def test_a_row_with_images_is_refused_by_a_model_without_a_tower() -> None:
     local = shard_batch(document_with_images(), grid().cp, LAYOUTS["contiguous"])
     with pytest.raises(ValueError, match="a row holds 9 image tokens, .* --vision-num-layers is 0"):
         chunk.hidden(None, local)
+
+
+def test_the_weights_of_the_language_model_do_not_depend_on_the_tower() -> None:
+    """Would catch names or seeds that move when a tower is added."""
+    text = {name: value for name, value in TINY.items() if not name.startswith(("vision", "connector"))}
+    found = []
+    for values in (text, TINY):
+        (chunk,) = build_chunks(config_of(values, {}), grid())
+        found.append(assemble([pieces_of(chunk, {p: p.data for p in chunk.parameters()})]))
+    plain, seeing = found
+    assert all(np.array_equal(seeing[name], plain[name]) for name in plain)
+    added = seeing.keys() - plain.keys()
+    assert all(name.startswith(("vision.", "connector.")) for name in added) and len(added) == 3 + 3 * 16 + 11
+    assert all(spec_of(p).weight_decay == (p.dim() > 1) for p in chunk.vision.parameters())

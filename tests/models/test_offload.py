@@ -18,10 +18,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megacp.core.config.run import RunConfig
 from megacp.core.models import offload
 from megacp.core.models.offload import HostMemory, Passage, SavedStorage
+from megacp.core.planner import activations, memory
 from megacp.core.training.step import ParallelModel
-from tests.ranks import grid
+from tests.ranks import grid, run_ranks
 from tests.reference.packs import random_batch
-from tests.reference.training import config_of
+from tests.reference.training import config_of, step_batches, train
+from tests.reference.vision import TINY, document_with_images
 
 TOKENS, MICROBATCHES = 48, 3
 RECOMPUTE = pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -83,6 +85,43 @@ def step(model: ParallelModel, number: int = 1) -> None:
 
 def road(model: ParallelModel) -> HostMemory:
     return model.chunks[0].blocks[0].offload.memory
+
+
+def assert_same_bits(found: Any, expected: Any) -> None:
+    """Of what `train` returns: losses and norms, gradients, weights, the validation loss."""
+    assert found[0] == expected[0] and found[3] == expected[3]
+    for mine, other in zip((*found[1], found[2]), (*expected[1], expected[2]), strict=True):
+        for name, (_, values) in mine.items():
+            np.testing.assert_array_equal(values, other[name][1], err_msg=str(name))
+
+
+@RECOMPUTE
+@pytest.mark.parametrize(
+    "values, asked", [({"hidden_dropout": 0.1}, 0.5), ({"qk_layernorm": True, "mlp_chunk_tokens": 20}, 4.0)]
+)
+@pytest.mark.slow
+def test_training_has_the_same_bits(late: None, recompute: str, values: dict[str, Any], asked: float) -> None:
+    """Would catch a tensor of another block or view, a wait left out, and a buffer that is used again too early."""
+    steps = [step_batches(3, seed) for seed in (1, 2)]
+    plain = train(grid(), small(recompute_granularity=recompute, **values), steps)
+    moved = train(grid(), small(recompute_granularity=recompute, **values, activation_offload=asked), steps)
+    assert_same_bits(moved, plain)
+
+
+@RECOMPUTE
+@pytest.mark.parametrize("values", [{"hidden_dropout": 0.1}, {"qk_layernorm": True}, {"mlp_chunk_tokens": 20}])
+@pytest.mark.slow
+def test_the_bytes_are_those_that_the_planner_counts(late: None, recompute: str, values: dict[str, Any]) -> None:
+    """Would catch parameters and rotary angles among them, a storage copied twice, and one that is left behind."""
+    config = small(recompute_granularity=recompute, seq_length=TOKENS, activation_offload=0.5, **values)
+    model = ParallelModel(config, grid())
+    step(model)
+    sent, came = road(model).away.sizes, road(model).back.sizes
+    assert sum(sent) == MICROBATCHES * 2 * activations.layer_activations(config, recompute)
+    assert sorted(sent) == sorted(came)
+    assert recompute != "full" or len(sent) == MICROBATCHES * 2
+    planned = memory.stage_memory(config, 0, [range(4)], 1)
+    assert road(model).allocated == planned.host == 2 * activations.layer_activations(config, recompute)
 
 
 @RECOMPUTE
@@ -205,4 +244,50 @@ def test_what_is_no_activation_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert passage.pack(torch.zeros(64, 64)) is not None and passage.memory.allocated == 64 * 64 * 4
 
 
+def test_a_buffer_serves_rows_of_other_lengths() -> None:
+    """Would catch a buffer for each length of row that a run ever had, and large ones that small tensors take."""
+    host = HostMemory(torch.device("cpu"))
+    for buffer in [host.take(size) for size in (1000, 3000)]:
+        host.give(buffer)
+    assert [host.take(size).size for size in (900, 1400, 1600)] == [1000, 1400, 3000]
+    assert host.allocated == 1000 + 3000 + 1400
+
+
+def moved_and_plain(rank: int, world: int, shape: dict[str, int], values: dict[str, Any], images: bool) -> None:
+    """Two steps with and without offload have the same bits on this rank."""
+    steps = [step_batches(4, seed) for seed in (1, 2)]
+    if images:
+        steps = [[document_with_images(), document_with_images((1, 1, 1, 1), (3, 3, 3, 3), 9, seed=2)]] * 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload, "Lane", LateLane)
+        patch.setattr(offload, "SMALLEST", 1)
+        plain, moved = (
+            train(
+                grid(**shape),
+                config_of({"attention_kernel": "flash", **values, "activation_offload": asked}, shape),
+                steps,
+            )
+            for asked in (0.0, 0.9)
+        )
+    assert_same_bits(moved, plain)
+
+
 V = "num_virtual_stages_per_pipeline_rank"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shape, values",
+    [
+        ({"pp": 2}, {}),
+        ({"pp": 2}, {V: 2, "recompute_granularity": "selective"}),
+        ({"pp": 2}, {V: 2, "recompute_granularity": "full", "mlp_chunk_tokens": 20}),
+        ({"tp": 2}, {"recompute_granularity": "selective", "gradient_accumulation_fusion": True}),
+        *(({"cp": 2}, {"cp_comm_type": name}) for name in ("p2p", "all_gather", "a2a", "kv_exchange")),
+        *(({"pp": 2}, {**TINY, "freeze_text": frozen}) for frozen in (False, True)),
+        ({"tp": 2}, {**TINY, "freeze_vision": True, "recompute_granularity": "full"}),
+    ],
+)
+def test_ranks_have_the_same_bits(shape: dict[str, int], values: dict[str, Any]) -> None:
+    """Would catch microbatches in flight that are mixed up, and a transport that keeps something in another way."""
+    run_ranks(moved_and_plain, 2, shape, values, "vision_num_layers" in values)

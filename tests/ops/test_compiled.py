@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -98,6 +99,26 @@ def test_new_lengths_and_keys_need_no_new_graph(name: str, graphs: list[int]) ->
 def test_a_chain_on_the_cpu_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "BACKEND", "there is no such backend")
     assert fused(lambda x: x + 1)(torch.zeros(2)).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.slow
+def test_more_forms_than_the_limit_are_an_error_and_calls_leave_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Would catch a chain that falls back to slow steps, and settings made anew at every call, which torch keeps."""
+    monkeypatch.setattr(compiled, "FORMS", 12)  # above torch's own 8
+    double = whole_graph(lambda x: x * 2, "eager")
+    for dims in range(1, 13):
+        assert double(torch.ones([1] * dims)).item() == 2
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        double(torch.ones([1] * 13))
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(500):
+        double(torch.ones(1))
+    gc.collect()
+    assert len(gc.get_objects()) - before < 100
+    torch._dynamo.reset()
 
 
 def test_what_breaks_a_graph_is_an_error() -> None:

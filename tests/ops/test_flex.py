@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from megacp.core.context_parallel.transport import LocalAttention, WholeAttentio
 from megacp.core.distributed import launch
 from megacp.core.distributed.grid import single_axis
 from megacp.core.ops import flex
-from megacp.core.ops.kernel import empty_partial
+from megacp.core.ops.kernel import Saved, empty_partial
 from megacp.core.ops.kernels import auto_kernel, kernel_name, select_kernel
 from megacp.core.ops.mask import Metadata, TileTable, allowed, tile_table
 from megacp.core.ops.tile_kernels import MathKernel
@@ -122,6 +123,44 @@ def test_a_block_mask_read_from_either_side_is_exactly_the_mask(seed: int, size:
     filled[: len(q), : len(k)] = allowed(q, k)
     for by_keys in (False, True):
         assert np.array_equal(read(mask, by_keys), filled)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_lists_are_those_that_torch_finds_itself(seed: int) -> None:
+    """Would catch lists of the other direction that only our own reader takes."""
+    rng = np.random.default_rng(seed)
+    meta = metadata(random_batch(rng, 50, documents=4, branches=True, images=True))
+    mask = mask_of(tile_table(meta, meta.take(rng.permutation(50)[:37])), 4)
+    names = ("num_blocks", "indices")
+    partial, full = ([getattr(mask, f"{kind}kv_{name}") for name in names] for kind in ("", "full_"))
+    theirs = BlockMask.from_kv_blocks(
+        *partial, *full, BLOCK_SIZE=4, mask_mod=mask.mask_mod, seq_lengths=mask.seq_lengths
+    )
+    for kind in ("q", "full_q"):
+        (counts, blocks), (expected, others) = (
+            [getattr(x, f"{kind}_{name}") for name in names] for x in (mask, theirs)
+        )
+        assert torch.equal(counts, expected) and counts.dtype == expected.dtype and blocks.shape == others.shape
+        for line, count in enumerate(counts[0, 0].tolist()):
+            assert torch.equal(blocks[0, 0, line, :count], others[0, 0, line, :count])
+
+
+def test_padding_and_text_are_no_document_and_no_span_of_their_own() -> None:
+    """Would catch -1 == -1 and 0 == 0 in the rule on the device."""
+    padding = Metadata(np.array([-1, 0, -1, 0]), np.zeros(4, int), np.array([-1, 0, 0, 0]), np.arange(4))
+    mask = mask_of(tile_table(padding, padding))
+    assert read(mask).nonzero()[0].tolist() == [1, 3, 3] and read(mask).nonzero()[1].tolist() == [1, 1, 3]
+
+
+def test_numbers_that_an_int32_does_not_hold_are_refused() -> None:
+    """Would catch branch 2^32 taken for the prefix, which every branch sees."""
+    zeros = np.zeros(4, np.int64)
+    for branch, told in (([0, 0, 2**32, 7], "got 0 to 4294967296"), ([0, -(2**40), 1, 1], "got -1099511627776 to 1")):
+        meta = Metadata(zeros, np.array(branch), zeros, np.arange(4))
+        with pytest.raises(ValueError, match=f"--attention-kernel flex holds documents, branches.*{told}: number them"):
+            mask_of(tile_table(meta, meta))
+    meta = Metadata(zeros, np.array([0, 2**31 - 1, 5, 5]), zeros, np.arange(4))
+    assert np.array_equal(read(mask_of(tile_table(meta, meta), 4)), allowed(meta, meta))
 
 
 @pytest.mark.parametrize(("heads", "groups"), HEADS)
@@ -229,6 +268,36 @@ def test_rows_that_see_nothing_give_zero_output_lse_minus_infinity_and_zero_grad
         assert (partial.out[[1, 3]] == 0).all() and (partial.lse[[1, 3]] == -torch.inf).all()
 
 
+def test_a_source_that_nobody_sees_costs_no_call_and_changes_nothing() -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("called")
+
+    meta, (q, k, v, dout) = pack(1), draw(40, 40, 4, 2)
+    nobody = Metadata(*[np.full(40, -1)] * 3, np.arange(40))
+    kernel, partial = flex.FlexKernel(never), empty_partial(q)
+    for keys, table in ((40, tile_table(nobody, meta)), (0, tile_table(meta, meta.take(np.arange(0))))):
+        kernel.attend(partial, (q, k[:keys], v[:keys]), table, 1.0)
+        kernel.attend_backward(Saved(q, partial.out, partial.lse, dout), (k[:keys], v[:keys]), table, 1.0, (q, k, v))
+    assert partial.untouched and (partial.out == 0).all()
+
+
+def test_strided_keys_are_read_and_gradients_are_added_to_views() -> None:
+    meta = pack(2)
+    table, (q, k, v, dout) = tile_table(meta, meta), draw(40, 40, 4, 2)
+    expected = by_autograd([q, k, v, dout], allowed(meta, meta), 0.5)
+    both = torch.cat([k, v], -1)
+    keys, values = both.chunk(2, -1)
+    assert not keys.is_contiguous()
+    kernel, partial = flex.FlexKernel(dense, 16), empty_partial(q)
+    kernel.attend(partial, (q, keys, values), table, 0.5)
+    torch.testing.assert_close(partial.out, expected[0], **EXACT)
+    dq, dkv = torch.ones_like(q), torch.ones_like(both)
+    saved = Saved(q, partial.out, partial.lse, dout)
+    kernel.attend_backward(saved, (keys, values), table, 0.5, (dq, *dkv.chunk(2, -1)))
+    for got, exact in zip((dq, *dkv.chunk(2, -1)), expected[1:], strict=True):
+        torch.testing.assert_close(got - 1, exact, rtol=1e-12, atol=1e-12)
+
+
 class Calls:
     """`dense` with a list of how it was called."""
 
@@ -316,6 +385,35 @@ def test_the_block_mask_of_a_table_is_built_once_and_dropped_with_it(monkeypatch
     del table, tables
     gc.collect()
     assert len(kernel._masks) == 0
+
+
+class Compilations:
+    """A compiler that runs the captured graph as it is, and counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
+        self.number += 1
+        return graph.forward
+
+
+@pytest.mark.slow
+def test_packs_of_any_length_share_a_few_compiled_forms() -> None:
+    """Would catch a value of the pack that is compiled in: training then compiles at every step, and stops at the
+    limit.
+    """
+    compiler = Compilations()
+    kernel = flex.FlexKernel(flex.compiled(compiler))
+    rng = np.random.default_rng(0)
+    numbers = []
+    for tokens in [512, 512, *rng.integers(257, 900, 8).tolist()]:
+        meta = metadata(random_batch(rng, tokens, branches=True, images=True, padding=True))
+        q, k, v, _ = (x.float() for x in draw(tokens, tokens, 2, 1, tokens))
+        partial = empty_partial(q)
+        kernel.attend(partial, (q, k, v), tile_table(meta, meta), 0.3)
+        numbers.append(compiler.number)
+    assert numbers == [1, 1] + [2] * 8, "one form for the first length and one for all others"
 
 
 def test_auto_means_the_fastest_kernel_that_is_exact_and_others_are_refused() -> None:

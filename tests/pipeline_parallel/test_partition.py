@@ -49,6 +49,22 @@ def test_a_heavy_head_takes_layers_off_the_last_stage() -> None:
     assert partition([1.0] * 8, 1.0, 3.0, 4) == [range(0, 2), range(2, 4), range(4, 7), range(7, 8)]
 
 
+def test_equal_layers_that_do_not_divide_leave_the_first_stages_lighter() -> None:
+    """The first stages hold the most activations. Would catch float sums that miss a tie (0.1 + 0.1 + 0.1 != 0.3)."""
+    assert partition([0.1] * 7, 0.0, 0.0, 3) == [range(0, 2), range(2, 4), range(4, 7)]
+
+
+def test_the_dearest_part_counts_before_evenness() -> None:
+    """Would catch a limit that is one unit too high: [7, 3, 3] is more even than [1, 6, 6], but slower."""
+    assert partition([1.0, 6.0, 3.0, 3.0], 0.0, 0.0, 3) == [range(0, 1), range(1, 2), range(2, 4)]
+
+
+def test_many_layers_are_cut_in_little_time() -> None:
+    """Would catch an exponential search."""
+    found = partition([1.0 + 0.01 * (i % 7) for i in range(160)], 2.5, 4.75, 64)
+    assert len(found) == 64 and max(len(part) for part in found) <= 3
+
+
 def test_fewer_layers_than_virtual_stages_names_the_numbers_and_the_flags() -> None:
     with pytest.raises(ValueError, match="3 layers cannot fill 4 virtual stages") as caught:
         partition([1.0] * 3, 0.0, 0.0, 4)

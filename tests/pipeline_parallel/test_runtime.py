@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megacp.core.distributed.grid import single_axis
 from megacp.core.pipeline_parallel.runtime import (
     HiddenStates,
+    PipelineLinks,
     links_of,
     open_channels,
     posting_plan,
@@ -34,7 +36,7 @@ from megacp.core.pipeline_parallel.schedules import (
     with_messages,
     with_parameters,
 )
-from tests.ranks import grid, run_ranks
+from tests.ranks import RankError, grid, run_ranks
 from tests.reference.pipeline import Part, make_batches, train_in_one_process
 from tests.reference.schedule_simulator import in_flight_bound, simulate
 
@@ -146,6 +148,23 @@ def test_outputs_and_gradients_that_cross_between_two_ranks_stay_apart() -> None
                 assert_close(found[name], expected.numpy())
 
 
+def test_one_stage_needs_no_process_group() -> None:
+    """Gradients also accumulate over two steps, as over microbatches."""
+
+    def no_channel(direction: str, source: int) -> Any:
+        raise AssertionError("one stage has no messages")
+
+    links = PipelineLinks(single_axis("pp"), no_channel)
+    open_channels(links, 1, torch.device("cpu"))
+    part = Part(0, 1, WIDTH, float(sum(LENGTHS)))
+    losses, gradients = train_in_one_process(LENGTHS, WIDTH, 1)
+    for step in (1, 2):
+        found = run(schedule("1f1b", 0, 1, len(LENGTHS)), [part], make_batches(LENGTHS, WIDTH), links, hidden_states())
+        assert_close([loss.item() for loss in found], losses)
+        assert part.weight.grad is not None
+        assert_close(part.weight.grad.numpy(), step * gradients[0]["weight"].numpy())
+
+
 class Heard:
     """What a run tells those who hold its parameters."""
 
@@ -254,6 +273,48 @@ def test_activations_are_freed_right_after_their_backward(num_chunks: int) -> No
         assert (inputs, outputs) == (1, 1)
 
 
+def raise_in_a_chunk(rank: int, world_size: int, failing: int) -> None:
+    def chunk(hidden: Tensor | None, batch: Any) -> Tensor:
+        raise ArithmeticError(f"a broken layer on stage {rank}")
+
+    parts: list[Any] = list(my_parts(rank, world_size, 2, 1.0))
+    if rank == failing:
+        parts[1] = chunk
+    actions = schedule("interleaved", rank, world_size, 4, 2)
+    run(actions, parts, make_batches(LENGTHS[:4], WIDTH), links_of(grid(pp=world_size)), hidden_states())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_exception_in_a_chunk_is_reported_and_does_not_hang(failing: int) -> None:
+    with pytest.raises(RankError, match=f"ArithmeticError: a broken layer on stage {failing}"):
+        run_ranks(raise_in_a_chunk, 2, failing, timeout=20.0)
+
+
+def send_a_wrong_output(rank: int, world_size: int, fault: str) -> str:
+    """The message of the assertion on stage 0, whose output is not what stage 1 expects."""
+    links = links_of(grid(pp=world_size))
+    part = my_parts(rank, world_size, 1, 1.0)[0]
+
+    def chunk(hidden: Tensor | None, batch: Any) -> Tensor:
+        y = part(hidden, batch)
+        return y[:-1] if fault == "shape" else y.float()
+
+    if rank == 1:
+        return ""
+    with torch.no_grad(), pytest.raises(AssertionError) as caught:
+        run(schedule("forward_only", 0, 2, 1), [chunk], make_batches(LENGTHS[:1], WIDTH), links, hidden_states())
+    return str(caught.value)
+
+
+def test_an_output_the_peer_does_not_expect_is_never_sent() -> None:
+    """Would catch a silent mismatch: a shorter message fits a longer buffer."""
+    text = run_ranks(send_a_wrong_output, 2, "shape")[0]
+    assert "send-forward of microbatch 0, chunk 0: (6, 5)" in text and "the peer expects (7, 5)" in text
+    text = run_ranks(send_a_wrong_output, 2, "dtype")[0]
+    assert "torch.float32 computed" in text and "the peer expects (7, 5) torch.float64" in text
+
+
 def open_all(rank: int, world_size: int, num_chunks: int) -> bool:
     open_channels(links_of(grid(pp=world_size)), num_chunks, torch.device("cpu"))
     return True
@@ -282,3 +343,15 @@ def test_receives_are_posted_ahead_and_in_the_order_of_their_channel(num_chunks:
         for channel in {channel_of(r, stage, 4) for _, r in posted}:
             order = [r for _, r in posted if channel_of(r, stage, 4) == channel]
             assert order == [a for a in actions if a.kind in RECEIVES and channel_of(a, stage, 4) == channel]
+
+
+def test_batches_that_do_not_fit_the_actions_are_refused() -> None:
+    links = PipelineLinks(single_axis("pp"), lambda direction, source: single_axis("pp"))
+    part = Part(0, 1, WIDTH, 1.0)
+    with pytest.raises(AssertionError, match="2 batches"):
+        run(schedule("1f1b", 0, 1, 3), [part], make_batches(LENGTHS[:2], WIDTH), links, hidden_states())
+    with torch.no_grad(), pytest.raises(AssertionError, match="under no_grad"):
+        run(schedule("1f1b", 0, 1, 2), [part], make_batches(LENGTHS[:2], WIDTH), links, hidden_states())
+    wrong = [Action(Kind.FORWARD, 0, 0), Action(Kind.FORWARD, 1, 0), Action(Kind.BACKWARD, 0, 0)]
+    with pytest.raises(AssertionError, match="left work undone"):
+        run(wrong, [part], make_batches(LENGTHS[:2], WIDTH), links, hidden_states())

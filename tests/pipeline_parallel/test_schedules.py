@@ -138,6 +138,38 @@ def test_the_bubble_of_zero_bubble_is_the_formula(
     )
 
 
+@pytest.mark.slow
+@settings(deadline=None, derandomize=True)
+@given(sizes(), times, times)
+def test_a_short_group_costs_at_most_its_missing_microbatches(
+    size: tuple[int, int, int], forward: float, backward: float
+) -> None:
+    num_stages, num_microbatches, num_chunks = size
+    missing = -num_microbatches % num_stages if num_chunks > 1 else 0
+    result = simulate(training(*size), num_chunks, forward, backward)
+    limit = (num_stages - 1 + missing * num_chunks) / (num_chunks * num_microbatches)
+    assert result.bubble <= limit + 1e-9
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 4))
+def test_the_bubble_of_evaluation_is_the_formula(stages: int, groups: int, chunks: int) -> None:
+    chunks = chunks if stages > 1 else 1
+    result = simulate(evaluation(stages, groups * stages, chunks), chunks)
+    assert result.bubble == pytest.approx((stages - 1) / (chunks * groups * stages), abs=1e-9)
+
+
+@pytest.mark.slow
+@settings(deadline=None, derandomize=True)
+@given(st.integers(1, 8), st.integers(2, 4), st.integers(1, 4))
+def test_the_memory_bound_is_reached_and_not_padded(stages: int, groups: int, chunks: int) -> None:
+    """pp - stage for 1F1B, warm-up + 1 for interleaved: a memory estimate built on the bound is exact."""
+    chunks = chunks if stages > 1 else 1
+    result = simulate(training(stages, groups * stages, chunks), chunks)
+    bounds = [in_flight_bound(stage, stages, groups * stages, chunks) for stage in range(stages)]
+    assert list(result.peak_in_flight) == bounds
+
+
 @settings(deadline=None, derandomize=True)
 @given(sizes())
 def test_the_ends_of_the_pipeline_send_and_receive_nothing(size: tuple[int, int, int]) -> None:

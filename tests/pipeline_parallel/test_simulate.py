@@ -53,6 +53,44 @@ def test_messages_that_cross_on_a_channel_are_an_error() -> None:
         simulate([zero, wrong], 1)
 
 
+def test_chunks_taken_for_each_other_are_an_error() -> None:
+    """With two stages and two chunks both chunks' outputs leave on one channel."""
+    zero, one = lists(2, 2, 2)
+    exchange = {1: 0, 0: 1}
+    wrong = [Action(a.kind, a.microbatch, exchange[a.chunk]) if a.kind is Kind.RECV_FORWARD else a for a in one]
+    with pytest.raises(ScheduleError, match=r"virtual stage 0, but .* virtual stage 2"):
+        simulate([zero, wrong], 2)
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        (Action(Kind.RECV_FORWARD, 1, 0), "without an earlier recv-forward|expects microbatch 2"),
+        (Action(Kind.FORWARD, 1, 0), "without an earlier forward"),
+        (Action(Kind.BACKWARD, 1, 0), "without an earlier backward"),
+        (Action(Kind.SEND_BACKWARD, 2, 0), "stage 0 waits for stage 1 at recv-backward of microbatch 2"),
+    ],
+)
+def test_a_missing_action_is_an_error(missing: Action, message: str) -> None:
+    zero, one = lists(2, 3)
+    assert missing in one
+    one.remove(missing)
+    with pytest.raises(ScheduleError, match=message):
+        simulate([zero, one], 1)
+
+
+def test_a_repeated_action_an_unread_message_and_a_lost_microbatch_are_errors() -> None:
+    zero, one = lists(2, 3)
+    with pytest.raises(ScheduleError, match="stage 1 runs twice: forward of microbatch 0, chunk 0"):
+        simulate([zero, [*one[:2], one[1], *one[2:]]], 1)
+    with pytest.raises(
+        ScheduleError, match="1 messages of the backward channel from stage 1 to stage 0 are never received"
+    ):
+        simulate([zero[:-2], one], 1)
+    with pytest.raises(ScheduleError, match="not every chunk runs the backward of the same microbatches"):
+        simulate([zero[:-1], one], 1)
+
+
 def test_times_are_those_of_a_hand_drawn_pipeline() -> None:
     """Two stages, two microbatches, forward 1 and backward 2: 6 of work each, one forward + backward of bubble."""
     result = simulate(lists(2, 2), 1, 1.0, 2.0)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megacp.core.distributed.collectives import all_gather
+from megacp.core.distributed.collectives import all_gather, all_reduce
 from megacp.core.distributed.differentiable import slice_of
 from megacp.core.distributed.grid import single_axis
 from megacp.core.tensor_parallel.chunked_loss import Target, cross_entropy
 from megacp.core.tensor_parallel.embedding import TableSpec, VocabularyTable
 from megacp.core.tensor_parallel.linear import LinearOptions
 from tests.ranks import grid, run_ranks
+from tests.reference.allocations import peak_bytes_of
 from tests.reference.head_loss import head_gradients
 from tests.reference.sharding import Pieces, assemble, fill, pieces_of
 
@@ -125,6 +127,36 @@ def test_a_frozen_table_passes_the_gradient_and_a_frozen_input_none(chunk: int) 
         torch.testing.assert_close(found, expected, **CLOSE)
 
 
+def held(table: VocabularyTable, tokens: int, chunk: int) -> int:
+    """Most bytes of a loss and its backward, beside what goes in."""
+    vocab, width = table.weight.shape
+    torch.nn.init.normal_(table.weight, std=0.02)
+    x = torch.zeros(tokens, width, dtype=table.weight.dtype).requires_grad_()
+    labels, weights = torch.arange(tokens) % vocab, torch.ones(tokens)
+    table.zero_grad()
+
+    def work() -> Any:
+        loss = loss_of(table, x, labels, weights, chunk)
+        if torch.is_grad_enabled():
+            loss.backward()
+        return loss
+
+    return peak_bytes_of(work)
+
+
+def test_what_nobody_asks_for_is_never_made() -> None:
+    """Would catch gradients in evaluation, where a trained weight says that it wants one, and those of a frozen
+    table; a chunk's logits are 0.25 MiB, all of them 8, a gradient of the table 4.
+    """
+    sizes = (torch.float32, 2048, 512)
+    trained, frozen, x = alone(*sizes), alone(*sizes, trained=False), 1024 * 512 * 4
+    with torch.no_grad():
+        assert held(trained, 1024, 32) < 2**18 + 2**16
+    assert x + 2**18 < held(frozen, 1024, 32) < x + 2**18 + 2**16
+    assert x + 2**18 + 2**22 < held(trained, 1024, 32) < x + 2**18 + 2**22 + 2**16
+    assert held(trained, 1024, 0) > 2**23
+
+
 def test_gradients_of_halves_are_summed_over_chunks_in_float32() -> None:
     """A sum of equal parts in bfloat16 ends at 256 of them: the next one rounds away. Here are 512."""
     table, x = alone(torch.bfloat16, 8, 4), torch.ones(512, 4, dtype=torch.bfloat16).requires_grad_()
@@ -158,6 +190,17 @@ def test_halves_narrowed_in_place_are_those_of_a_copy(chunk: int) -> None:
     # logits and their gradient are rounded to 2^-9 each, the result once more
     error = (table.weight.grad.double() - expected).norm() / expected.norm()
     assert error < 2**-7
+
+
+def test_a_second_backward_is_refused() -> None:
+    """Would catch gradients that the first backward has scaled in place already."""
+    x, weight, labels, weights = problem(13)
+    table = alone(torch.float64, 13, WIDTH)
+    fill(table, {"head.weight": weight})
+    loss = loss_of(table, x.requires_grad_(), labels, weights, 5)
+    (loss * 2.0).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def extreme_losses(rank: int, world_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -210,3 +253,25 @@ def test_the_loss_sends_two_numbers_a_token_and_backward_is_silent(chunk: int, p
     for forward, both, count in run_ranks(messages_of_a_loss, 2, False, chunk):
         assert forward == both == {"all_gather": TOKENS * WIDTH * 8 + numbers}  # a small all-reduce is a gather
         assert count == {"calls": parts + 1}
+
+
+def spread_of_a_loss(rank: int, world_size: int) -> Tensor:
+    tp = grid(tp=world_size).tp
+    table = made_table(13, 1, LinearOptions(tp, False, torch.float32, torch.device("cpu")))
+    x, weight, labels, weights = problem(13)
+    fill(table, {"head.weight": weight.float()})
+    loss = loss_of(table, x.float(), labels, weights, 5).detach()
+    return all_reduce(loss, tp, "max") - all_reduce(loss, tp, "min")
+
+
+def test_all_tp_ranks_hold_the_same_bits_of_the_loss() -> None:
+    assert all(spread == 0 for spread in run_ranks(spread_of_a_loss, 4))
+
+
+def test_the_loss_of_any_chunks_has_the_bits_of_the_whole() -> None:
+    """Losses are summed once, over all tokens."""
+    x, weight, labels, weights = problem(13)
+    table = alone(torch.float64, 13, WIDTH)
+    fill(table, {"head.weight": weight})
+    losses = list(map(partial(loss_of, table, x, labels, weights), CHUNKS))
+    assert max(losses) - min(losses) < 1e-14

@@ -68,6 +68,30 @@ def test_a_tied_table_that_is_used_twice_stays_with_autograd() -> None:
         np.testing.assert_allclose(b, a, rtol=1e-12, atol=1e-15)
 
 
+def fused_launches(rank: int, world: int) -> list[int]:
+    """Buckets under way when `finish` begins, without and with fusion."""
+    found = []
+    for fused in (False, True):
+        config = with_values(RunConfig(), {**SIZES, "gradient_accumulation_fusion": fused})
+        model = ParallelModel(config, grid(dp=world))
+        batch = mock_batch([rank], MockRules(SIZES["vocab_size"], SIZES["seq_length"]))
+        finish, pending = model.parameters.finish, model.parameters
+
+        def counted(finish: Any = finish, pending: Any = pending) -> None:
+            found.append(len(pending._pending))
+            finish()
+
+        model.parameters.finish = counted  # type: ignore[method-assign]
+        model.gradients([batch], 1, 1.0)
+    return found
+
+
+def test_buckets_are_reduced_during_backward_as_before() -> None:
+    """Would catch a fused gradient that nobody tells the bucket about: its reduction would wait for the end."""
+    for without, with_fusion in run_ranks(fused_launches, 2):
+        assert with_fusion == without > 4
+
+
 def test_halves_are_added_to_a_float32_total() -> None:
     grad, x = torch.randn(6, 4, dtype=torch.bfloat16), torch.randn(6, 3, dtype=torch.bfloat16)
     total = torch.ones(4, 3)
@@ -109,3 +133,9 @@ def test_apexes_kernel_gets_its_arguments_in_its_order(monkeypatch: pytest.Monke
     total, grad, x = torch.zeros(4, 3), torch.randn(4, 6).t(), torch.randn(6, 3)
     add(total, grad, x)
     torch.testing.assert_close(total, grad.t() @ x)
+
+
+@pytest.mark.parametrize("status", ["absent", "impostor"])
+def test_without_nvidias_apex_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch, status: str) -> None:
+    monkeypatch.setattr(apex, "apex_status", lambda: status)
+    assert apex.weight_gradient_kernel() is None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megacp.core.distributed.collectives import all_gather, all_reduce
-from megacp.core.distributed.differentiable import slice_of
+from megacp.core.distributed.differentiable import copy_to, gather_from, slice_of
 from megacp.core.distributed.grid import Axis
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.tensor_parallel.linear import ColumnParallelLinear, LinearOptions, LinearSpec, RowParallelLinear
@@ -136,3 +136,26 @@ def test_a_replicated_parameter_is_counted_once() -> None:
         return [spec_of(parameter).counted for parameter in (row.weight, row.bias)]
 
     assert specs(0) == [True, True] and specs(1) == [True, False]
+
+
+def test_rows_that_do_not_divide_are_an_error_with_the_numbers() -> None:
+    tp = Axis("tp", 4, 0, (0, 1, 2, 3), group=object())  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="v: 6 rows over tp 4"):
+        ColumnParallelLinear(LinearSpec("a", (("v", 6),), 4, False, 0.1), options_of(tp, True))
+    with pytest.raises(AssertionError, match="b.out: 6 columns over tp 4"):
+        RowParallelLinear(LinearSpec("b", (("out", 4),), 6, False, 0.1), options_of(tp, True))
+
+
+def gathered_products(rank: int, world_size: int) -> None:
+    """Two consumers of one gathered input: `gather_from` of the shard equals `copy_to` of the whole."""
+    tp = grid(tp=world_size).tp
+    x, weight = randn(8, 3, seed=1), randn(5, 3, seed=2 + rank)
+    whole, shard = x.clone().requires_grad_(), slice_of(x, tp).clone().requires_grad_()
+    for y in (copy_to(whole, tp) @ weight.t(), gather_from(shard, tp) @ weight.t()):
+        y.square().sum().backward()
+    assert whole.grad is not None and shard.grad is not None
+    torch.testing.assert_close(slice_of(whole.grad, tp), shard.grad, **CLOSE)
+
+
+def test_the_two_ways_into_a_column_product_have_the_same_gradient() -> None:
+    run_ranks(gathered_products, 2)

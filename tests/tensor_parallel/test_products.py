@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed._symmetric_memory as torchs
 
+from megacp.core.backends.select import backend_problems
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed import symmetric_memory
@@ -90,3 +91,9 @@ def test_torch_has_the_operators_with_these_arguments() -> None:
     assert len(gathers.returns) == 2
     with pytest.raises(NotImplementedError, match="CPU"):
         operators.fused_matmul_reduce_scatter(torch.zeros(2, 2), torch.zeros(2, 2), "sum", 0, "none")
+
+
+def test_a_cpu_is_refused_before_any_process_group() -> None:
+    config = with_values(RunConfig(), {**SIZES, "async_tensor_parallel": True})
+    assert backend_problems(config, "cpu") == ["--async-tensor-parallel runs on CUDA, this run is on cpu"]
+    assert backend_problems(config, "cuda") == backend_problems(config, None) == []

@@ -1,7 +1,8 @@
-"""The output of a conversion: a complete Hugging Face folder, or a checkpoint of ours that begins a run.
+"""A conversion: read the input, write a complete Hugging Face folder or a checkpoint that begins a run, verify it.
 
-Whatever is written is opened again and held against the tables before the folder gets its name. The library's
-`save_pretrained` would need the whole model in memory, and cuts a Molmo2's embedding in the middle.
+Everything is written to a folder beside the output, which is renamed when all is well; before that it is opened again
+and held against the tables. The library's `save_pretrained` would need the whole model in memory, and cuts a Molmo2's
+embedding in the middle.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,38 +30,49 @@ from megacp.core.config.run import with_values
 from megacp.core.config.yaml_file import to_yaml
 from megacp.core.data.geometry import TOKEN_TEXTS
 from megacp.core.distributed.collectives import gather_objects
-from megacp.core.distributed.grid import Axis
+from megacp.core.distributed.grid import Axis, single_axis
+from megacp.core.monitor.memory import peak_bytes
 from megacp.core.storage.files import new_file, sha256_of, write_new
 from megacp.core.training.state import RunState, first_token, last_token, stored_state
 from megacp.huggingface.convert import hf_files, processor
 from megacp.huggingface.convert.chat import write_chat_template
-from megacp.huggingface.convert.sharing import SECONDS, files_of, mine, on_each, on_first
-from megacp.huggingface.convert.source import Loaded, refuse_unread, require_all
-from megacp.huggingface.convert.tables.architectures import LAYOUTS, token_fields, token_ids
-from megacp.huggingface.convert.tables.mapping import Info, Mapped, Source, in_dtype, num_bytes, one_dtype, whole
-from megacp.huggingface.convert.tokenizer import (
-    Given,
+from megacp.huggingface.convert.decoder import NATIVE
+from megacp.huggingface.convert.families import token_ids
+from megacp.huggingface.convert.hf_files import SECONDS, files_of, mine, on_each, on_first
+from megacp.huggingface.convert.lora import write_adapter
+from megacp.huggingface.convert.molmo2 import TOKEN_FIELDS
+from megacp.huggingface.convert.source import (
+    GENERATION,
+    SPECIAL,
+    Loaded,
     copy_companions,
-    copy_templates,
-    token_notes,
+    copy_tokenizer,
+    keep_generation,
+    model_dtype,
+    read_checkpoint,
+    read_hf,
+    refuse_other_input,
+    require_all,
     tokenizer_files,
-    write_tokenizer,
 )
+from megacp.huggingface.convert.tensors import Info, Mapped, Source, in_dtype, num_bytes, one_dtype, whole
+from megacp.huggingface.convert.tokenizer import Given, token_notes, write_tokenizer
 from megacp.prepare.records.answer_ends import answer_ends
 from megacp.prepare.tokenize.tokenizer import PROBE, Tokenizer, load_tokenizer
 
-_DTYPES = ("float32", "bfloat16", "float64")
 _NOT_COPIED = ("config.json", hf_files.INDEX, hf_files.SUMS)
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth", ".pt", ".ckpt")
 _NOT_COPIED_SUFFIXES = (*_WEIGHTS, ".py", ".gguf", ".h5", ".msgpack", ".onnx")
-_SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id")
-_GENERATION = "generation_config.json"
 PROCESSOR_NEEDS = (
     "`AutoProcessor` needs torchvision of the build that torch is of (for a CPU torch: `pip install torchvision "
     "--index-url https://download.pytorch.org/whl/cpu`; the one of PyPI is for CUDA), and for video files torchcodec; "
     "it puts one token before a text that training did not have: drop the first id"
 )
 """Told to users of a Molmo2's folder on its card."""
+
+
+_BESIDE = 1 << 20
+"""Bytes of headers and small files, at least."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +89,7 @@ class Request:
     architecture: str = "auto"
     dtype: torch.dtype | None = None
     """None: as the weights are."""
-    layout: str = LAYOUTS[0]
+    layout: str = NATIVE
     max_shard_bytes: int = 5000 * hf_files.MIB
     max_positions: int | None = None
     """Positions that the model is for; None: as its config says, else the run's --seq-length."""
@@ -110,23 +123,24 @@ def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dic
 
     Collective over `world`: each rank writes weight files of its own, the first one all else.
     """
-    architecture, layout = loaded.architecture, request.layout
-    if layout != LAYOUTS[0] and not architecture.sections:
-        raise ValueError(f"--layout {layout}: {architecture.name} has one layout")
-    content = architecture.config(loaded.values, layout)
-    links = architecture.links(loaded.values, layout)
+    family, layout = loaded.family, request.layout
+    if layout != NATIVE and not family.sections:
+        raise ValueError(f"--layout {layout}: {family.name} has one layout")
+    content = family.config(loaded.values, layout)
+    links = family.links(loaded.values, layout)
     source = in_dtype(Mapped(loaded.source, links, to_ours=False), request.dtype)
     content["dtype"] = content["torch_dtype"] = _name(one_dtype(source))  # torch_dtype: its name before version 5
-    if architecture.sections:
-        fields = token_fields(token_ids(loaded.values, loaded.rules.token_ids if loaded.rules is not None else None))
+    if family.sections:
+        ids = token_ids(loaded.values, loaded.rules.token_ids if loaded.rules is not None else None)
+        fields = {field: ids[name] for field, name in TOKEN_FIELDS.items()}
         content |= fields | {key: loaded.content[key] for key in fields if key in loaded.content}
     special, notes = on_first(world, lambda: _files_beside(loaded, folder, request))
     hf_files.write_tensors(source, folder, request.max_shard_bytes, world)
 
     def complete() -> None:
         hf_files.write_json(folder / "config.json", {**content, **special})
-        if not (folder / _GENERATION).is_file():
-            hf_files.write_json(folder / _GENERATION, {key: special[key] for key in _SPECIAL if key in special})
+        if not (folder / GENERATION).is_file():
+            hf_files.write_json(folder / GENERATION, {key: special[key] for key in SPECIAL if key in special})
         written = dict(hf_files.SafetensorsFolder(folder).infos)
         require_all(written, links, True, folder)
         if loaded.checkpoint is not None:
@@ -148,21 +162,21 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> tuple[dict[
         for path in sorted(loaded.folder.iterdir()):
             if path.is_file() and path.name not in _NOT_COPIED and not path.name.endswith(_NOT_COPIED_SUFFIXES):
                 shutil.copyfile(path, folder / path.name)
-        copy_templates(loaded.folder, folder)
-        kept = (*_SPECIAL, "use_cache", "pretraining_tp")
+        copy_companions(loaded.folder, folder)
+        kept = (*SPECIAL, "use_cache", "pretraining_tp")
         return {key: loaded.content[key] for key in kept if key in loaded.content}, {}
     if loaded.rules is not None:
         processor.write_processor(loaded.rules.to_dict(), folder)
     tokenizer = given_tokenizer(loaded, loaded.checkpoint, request)
     progress = stored_state(loaded.checkpoint)
-    ids: dict[str, int | None] = dict.fromkeys(_SPECIAL)  # else the library takes its own, 1 and 2 for a Llama
+    ids: dict[str, int | None] = dict.fromkeys(SPECIAL)  # else the library takes its own, 1 and 2 for a Llama
     notes = {"chat template": "none"}
     if tokenizer is not None:
         positions = loaded.config.model.max_position_embeddings or loaded.config.data.seq_length
         given = given_files(loaded, tokenizer, request.accept_ties)
         ids = {f"{name}_token_id": i for name, i in write_tokenizer(given, folder, positions, PROBE).items()}
         notes = {"chat template": write_chat_template(loaded, folder, tokenizer, request.chat_template)}
-        notes |= _other_beginning(tokenizer) | token_notes(given, folder)
+        notes |= _other_beginning(tokenizer) | token_notes(given)
     ids["eos_token_id"] = last_token(progress, ids["eos_token_id"])
     ends, told = _ends(progress, tokenizer)
     notes |= told
@@ -175,7 +189,7 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> tuple[dict[
     special = {key: generation.get(key) if i is None else i for key, i in ids.items()}
     if ends:
         generation["eos_token_id"] = special["eos_token_id"] = _with_ends(generation.get("eos_token_id"), ends)
-    hf_files.write_json(folder / _GENERATION, generation)
+    hf_files.write_json(folder / GENERATION, generation)
     return special, notes
 
 
@@ -192,7 +206,7 @@ def _ends(progress: RunState, tokenizer: Tokenizer | None) -> tuple[list[int], d
     shown = ", ".join(_shown(tokenizer, i) for i in answers)
     unknown = (
         "not known: the chat template has learned no special token behind an answer; set eos_token_id in "
-        f"{_GENERATION}, or the model generates to its limit"
+        f"{GENERATION}, or the model generates to its limit"
     )
     return [*answers, *documents], {"end of answers": shown or unknown}
 
@@ -272,7 +286,7 @@ def _other_beginning(tokenizer: Tokenizer) -> dict[str, str]:
 def _generation_of(loaded: Loaded, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """The generation_config.json beside the tokenizer, else beside the checkpoint, where an import puts it; else {}."""
     beside = [file.parent for file in tokenizer.files[:1]] if tokenizer is not None else []
-    places = [place / _GENERATION for place in (*beside, loaded.folder.parent)]
+    places = [place / GENERATION for place in (*beside, loaded.folder.parent)]
     return next((hf_files.read_json(place) for place in places if place.is_file()), {})
 
 
@@ -290,7 +304,7 @@ def _card(
     manifest, extra = checkpoint.manifest, checkpoint.extra
     grid = " ".join(f"{axis} {size}" for axis, size in manifest.grid.items()) or "one process"
     facts = {
-        "architecture": f"{loaded.architecture.name} (`{loaded.architecture.cls}`)",
+        "architecture": f"{loaded.family.name} (`{loaded.family.cls}`)",
         "parameters": f"{sum(math.prod(info.shape) for info in written.values()):,} in {dtype}",
         "trained steps": manifest.step,
         "samples seen": extra.get("consumed_samples", "unknown"),
@@ -301,10 +315,10 @@ def _card(
         **notes,
         "written by": f"megacp {megacp.__version__}, tools/convert_checkpoint.py",
     }
-    if loaded.architecture.sections:
+    if loaded.family.sections:
         facts["processor"] = PROCESSOR_NEEDS
-    title = f"{loaded.architecture.name} after {manifest.step} steps"
-    return hf_files.card(title, facts, checkpoint.config_yaml, ("megacp", loaded.architecture.name))
+    title = f"{loaded.family.name} after {manifest.step} steps"
+    return hf_files.card(title, facts, checkpoint.config_yaml, ("megacp", loaded.family.name))
 
 
 def write_checkpoint(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dict[str, Info]:
@@ -333,7 +347,7 @@ def write_checkpoint(loaded: Loaded, folder: Path, request: Request, world: Axis
         for name, content in ((INDEX_FILE, index.to_json()), (CONFIG_FILE, config.encode())):
             write_new(step / name, content)
             written[name] = FileRecord(*sha256_of(step / name))
-        manifest = CheckpointManifest(0, 1, 1, {}, written, extra)
+        manifest = CheckpointManifest(0, 1, 1, {}, dict(sorted(written.items())), extra)
         write_new(step / MANIFEST_FILE, to_json(manifest).encode())
         point_and_prune(step, 0)
 
@@ -361,40 +375,91 @@ def _write_file(source: Source, index: Index, path: Path) -> FileRecord:
     return FileRecord(*sha256_of(path))
 
 
-def model_dtype(source: Source) -> str:
-    """The `--dtype` of weights. ValueError where no run has such weights."""
-    dtype = _name(one_dtype(source))
-    if dtype not in _DTYPES:
-        raise ValueError(f"the weights are {dtype}, runs of megacp have {', '.join(_DTYPES)}: choose with --dtype")
-    return dtype
+class OtherModelError(Exception):
+    """--verify has found another model; the folder is not kept."""
 
 
-def keep_generation(loaded: Loaded, folder: Path) -> None:
-    """Copy a folder's generation settings; where it has none, write the special ids of its config."""
-    given = loaded.folder / _GENERATION
-    if given.is_file():
-        hf_files.read_json(given)  # refused now rather than when it is exported
-        shutil.copyfile(given, folder / _GENERATION)
+def convert(request: Request, world: Axis) -> None:
+    """Do what the request says, and print it. ValueError for what cannot be done, on all ranks of `world`.
+
+    Ranks share reading, hashing and writing of weights; the result has the bytes of one process. The rest is done by
+    the first one.
+    """
+    begun = time.monotonic()
+    loaded = read_input(request, world)
+    if request.target == "peft":
+        on_first(world, lambda: _export_pairs(loaded, request))
         return
-    text = loaded.content.get("text_config")
-    said = {**(text if isinstance(text, dict) else {}), **{k: v for k, v in loaded.content.items() if v is not None}}
-    ids = {key: said[key] for key in _SPECIAL if said.get(key) is not None}
-    if ids:
-        hf_files.write_json(folder / _GENERATION, ids)
+    loaded, request = on_each(world, lambda: _resolved(loaded, request))
+    with hf_files.new_folder(request.output, world) as folder:
+        on_first(world, lambda: _refuse_small_disk(loaded, folder, request))
+        write = write_hf if request.target == "hf" else write_checkpoint
+        written = write(loaded, folder, request, world)
+        if request.verify and not on_first(world, lambda: _verified(loaded, folder, request)):
+            raise OtherModelError
+    size = sum(math.prod(info.shape) for info in written.values())
+    print(f"{request.output}: {loaded.family.name}, {len(written)} tensors, {size:,} parameters")
+    peak, ranks = (
+        max(gather_objects(peak_bytes(), world)) >> 20,
+        "one process" if world.size == 1 else f"{world.size} ranks",
+    )
+    print(f"{time.monotonic() - begun:.1f} s on {ranks}; a process held at most {peak:,} MiB, mapped files included")
 
 
-def copy_tokenizer(loaded: Loaded, folder: Path) -> str:
-    """Copy the tokenizer that a folder brings; its hash as a run records it, or nothing where there is none."""
-    names = tokenizer_files(loaded.folder)
-    if not names:
-        return ""
-    refuse_unread(loaded.folder)
-    tokenizer = load_tokenizer(",".join(str(loaded.folder / name) for name in names), engine="reference")
-    for name in (*names, "tokenizer_config.json"):
-        if (loaded.folder / name).is_file():
-            shutil.copyfile(loaded.folder / name, folder / name)
-    copy_companions(loaded.folder, folder)
-    rows = loaded.config.model.embedding_rows
-    if tokenizer.vocab_size > rows:
-        raise ValueError(f"{loaded.folder}: the tokenizer has {tokenizer.vocab_size} ids, the model has {rows} rows")
-    return tokenizer.sha256
+def _resolved(loaded: Loaded, request: Request) -> tuple[Loaded, Request]:
+    """Model and request with what neither says outright, and a line for each."""
+    if loaded.pairs is not None:
+        print(f"folded into the weights: {loaded.pairs}")
+    if request.target == "hf" and loaded.checkpoint is not None:
+        loaded, line = with_positions(loaded, request.max_positions)
+        print(line)
+        request = with_kept_tokenizer(request, loaded)
+    if request.chat_template == "messages" and request.tokenizer is None:
+        raise ValueError("--chat-template messages goes with --tokenizer: none lies beside the checkpoints of --input")
+    return loaded, request
+
+
+def _refuse_small_disk(loaded: Loaded, folder: Path, request: Request) -> None:
+    """ValueError before anything is written, where the weights do not fit."""
+    needed = sum(map(num_bytes, in_dtype(loaded.source, request.dtype).infos.values())) + _BESIDE
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise ValueError(
+            f"--output {request.output} cannot be written: it needs about {needed >> 20:,} MiB, the file system has "
+            f"{free >> 20:,} MiB free"
+        )
+
+
+def _verified(loaded: Loaded, folder: Path, request: Request) -> bool:
+    from megacp.huggingface.convert.verify import verify
+
+    after = read_hf(folder) if request.target == "hf" else read_checkpoint(folder, single_axis("world"))
+    tokenizer = None
+    if loaded.checkpoint is not None and request.tokenizer not in (None, "none"):
+        own = load_tokenizer(request.tokenizer, engine="reference", eod_token=request.eod_token)
+        tokenizer = given_files(loaded, own, request.accept_ties)
+    return verify(loaded, after, request.dtype, tokenizer)
+
+
+def _export_pairs(loaded: Loaded, request: Request) -> None:
+    """Write an adapter for the model that the run started from."""
+    if loaded.pairs is None:
+        raise ValueError(f"--to peft: {loaded.folder} has no low-rank pairs, it was trained with --lora-rank 0")
+    base = request.base_model or loaded.pairs.config.checkpoint.load_hf
+    with hf_files.new_folder(request.output, single_axis("world")) as folder:
+        links = loaded.family.links(loaded.values)
+        elements = write_adapter(loaded.pairs, links, folder, base, request.dtype)
+    print(f"{request.output}: {loaded.pairs}; {elements:,} parameters beside {base or 'a model that is not named'}")
+
+
+def read_input(request: Request, world: Axis) -> Loaded:
+    """The model in --input. ValueError names the flag, the path and what is wrong. Collective over `world`."""
+    path = request.input
+    try:
+        on_each(world, lambda: refuse_other_input(path, request.source))
+        if request.source == "megacp":
+            return read_checkpoint(path, world, request.architecture)
+        on_each(world, lambda: hf_files.check_sums(path, world))
+        return on_each(world, lambda: read_hf(path, request.architecture, request.ignored, check_sums=False))
+    except (ValueError, OSError) as error:
+        said = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ValueError(f"--input {path}: {said.removeprefix(f'--load {path}: ')}") from error

@@ -10,21 +10,21 @@ import json
 import math
 import os
 import re
-import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from megacp.core.checkpoint import tensor_file
+from megacp.core.checkpoint.agree import on_all_ranks, on_rank_0
 from megacp.core.distributed.collectives import gather_objects
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage import files
-from megacp.huggingface.convert.sharing import SECONDS, files_of, mine, on_each, on_first
-from megacp.huggingface.convert.tables.mapping import Info, Source, num_bytes, whole
+from megacp.huggingface.convert.tensors import Info, Source, num_bytes, whole
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SUMS = "SHA256SUMS"
@@ -32,6 +32,41 @@ CARD = "README.md"
 _SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 DTYPES = {name: dtype for name, dtype in tensor_file.DTYPES.items() if dtype.is_floating_point}
 MIB = 1 << 20
+SECONDS = 10.0
+"""For which a file that another machine has just made is waited for."""
+_T = TypeVar("_T")
+
+
+def on_each(world: Axis, action: Callable[[], _T]) -> _T:
+    """The result of `action` on this rank; what it raises on any rank is one ValueError on all, with the ranks."""
+    if world.size == 1:
+        return action()
+    found: list[_T] = []  # no result of on_all_ranks, which would send it to the others
+    on_all_ranks(world, lambda: found.append(action()), ValueError)
+    return found[0]
+
+
+def on_first(world: Axis, action: Callable[[], _T]) -> _T:
+    """The small result of `action`, done by the first rank, on every rank; ValueError on all when it raises."""
+    return action() if world.size == 1 else on_rank_0(world, action, ValueError)
+
+
+def mine(items: Sequence[_T], world: Axis) -> Sequence[_T]:
+    """The items of this rank, in turns: nothing where there are more ranks than items."""
+    return items[world.rank :: world.size]
+
+
+def files_of(infos: Mapping[str, Info], max_bytes: int) -> list[list[str]]:
+    """The tensors of each file, in order; a file holds at most `max_bytes`, or a single larger tensor."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, info in infos.items():
+        if shards[-1] and filled + num_bytes(info) > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += num_bytes(info)
+    return shards
 
 
 def read_json(path: Path, limit: int = files.TEXT_LIMIT) -> dict[str, Any]:
@@ -226,21 +261,22 @@ def _hash_problem(path: Path, name: str, digest: str) -> str | None:
 def new_folder(output: Path, world: Axis) -> Iterator[Path]:
     """A folder beside `output` that becomes it at the end of the block, and is removed when the block raises.
 
-    The block raises on all ranks or on none. ValueError when `output` exists.
+    What a killed conversion to the same output has left is removed first. The block raises on all ranks or on none.
+    ValueError when `output` exists.
     """
     folder = on_first(world, lambda: _made_beside(output))
+
+    def place() -> None:
+        files.sync_below(folder)
+        files.place_folder(folder, output)
+
     try:
         yield folder
-        on_first(world, lambda: _place(folder, output))
+        on_first(world, place)
     except BaseException:
         if world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def _place(folder: Path, output: Path) -> None:
-    files.sync_below(folder)
-    files.place_folder(folder, output)
 
 
 def _made_beside(output: Path) -> Path:
@@ -249,13 +285,28 @@ def _made_beside(output: Path) -> Path:
     above = next(folder for folder in output.absolute().parents if os.path.lexists(folder))
     if not above.is_dir():
         raise ValueError(f"--output {output} cannot be written: {above} is no directory")
+    beside, begin = output.absolute().parent, f"{output.name}.tmp-{socket.gethostname()}-"
     try:
-        output.absolute().parent.mkdir(parents=True, exist_ok=True)
-        folder = output.absolute().parent / f"{output.name}.tmp-{secrets.token_hex(4)}"
+        beside.mkdir(parents=True, exist_ok=True)
+        for left in beside.iterdir():
+            number = left.name.removeprefix(begin)
+            if left.name.startswith(begin) and number.isdigit() and not _is_running(int(number)):
+                shutil.rmtree(left, ignore_errors=True)
+        folder = beside / f"{begin}{os.getpid()}"
         folder.mkdir()
     except OSError as error:
         raise ValueError(f"--output {output} cannot be written: {error.strerror}") from error
     return folder
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
 
 
 def card(title: str, facts: Mapping[str, Any], config_yaml: str, tags: Sequence[str]) -> str:

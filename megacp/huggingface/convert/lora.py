@@ -19,7 +19,7 @@ from megacp.core.distributed.grid import single_axis
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.tensor_parallel.lora import A, B, is_of_a_pair
 from megacp.huggingface.convert import hf_files
-from megacp.huggingface.convert.tables.mapping import Info, Link, Source, whole
+from megacp.huggingface.convert.tensors import Info, Link, Source, whole
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BEGIN = "base_model.model."

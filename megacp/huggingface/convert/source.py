@@ -7,6 +7,7 @@ against their config, so each writer takes either.
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,30 +16,34 @@ from typing import Any
 import torch
 
 from megacp.core.checkpoint.commit import LoadedCheckpoint, load_checkpoint
+from megacp.core.checkpoint.directory import is_step_name
+from megacp.core.checkpoint.manifest import MANIFEST_FILE
 from megacp.core.checkpoint.names import MODEL, TensorBox
 from megacp.core.config.checks.check import check
 from megacp.core.config.run import RunConfig, flatten, with_values
 from megacp.core.data.geometry import TOKEN_TEXTS, ImageRules
 from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.storage import wording
+from megacp.core.storage.files import read_regular, write_atomically
 from megacp.core.training.state import stored_state
 from megacp.core.training.stored import stored_config
 from megacp.huggingface.convert import hf_files, processor
+from megacp.huggingface.convert.decoder import Family
+from megacp.huggingface.convert.families import IGNORED_TENSORS, of_config, of_values, token_ids
+from megacp.huggingface.convert.hf_files import on_each
 from megacp.huggingface.convert.lora import Pairs, folded
-from megacp.huggingface.convert.sharing import on_each
-from megacp.huggingface.convert.tables.architectures import (
-    IGNORED_TENSORS,
-    LAYOUTS,
-    Architecture,
-    of_config,
-    of_values,
-    token_ids,
-)
-from megacp.huggingface.convert.tables.mapping import Info, Link, Mapped, Source, problems
-from megacp.huggingface.convert.tables.molmo2 import TOKEN_FIELDS
+from megacp.huggingface.convert.molmo2 import TOKEN_FIELDS
+from megacp.huggingface.convert.tensors import Info, Link, Mapped, Source, one_dtype, problems
+from megacp.prepare.tokenize.beside import OLDER_NAME, TEMPLATE_FOLDER, TEMPLATE_NAMES
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 
 _TOLD = 20
+_DTYPES = ("float32", "bfloat16", "float64")
+_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+_COMPANIONS = (*TEMPLATE_NAMES, OLDER_NAME, "added_tokens.json")
+"""Files that may lie beside a tokenizer and go with it."""
+SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id")
+GENERATION = "generation_config.json"
 HEAD = "lm_head.weight"
 CONFIG = "config.json"
 
@@ -82,7 +87,7 @@ class Loaded:
     """A model to be converted, by our names and flags, wherever it comes from."""
 
     folder: Path
-    architecture: Architecture
+    family: Family
     source: Source
     config: RunConfig
     rules: ImageRules | None
@@ -124,24 +129,24 @@ def _described(loaded: LoadedCheckpoint, wanted: str) -> Loaded:
     stored, folder = stored_config(loaded), Path(str(loaded.path))  # one of this machine, as `path` is
     source, config, pairs = folded(CheckpointSource(loaded), stored)
     values = flatten(config)
-    architecture = of_values(values, wanted)
-    architecture.config(values)  # refuses what it cannot say
-    require_all(source.infos, architecture.links(values, LAYOUTS[0]), False, folder)
+    family = of_values(values, wanted)
+    family.config(values)  # refuses what it cannot say
+    require_all(source.infos, family.links(values), False, folder)
     given = stored_state(loaded).image_rules
     rules = ImageRules.from_dict(given) if given is not None else None
-    return Loaded(folder, architecture, source, config, rules, loaded, pairs=pairs)
+    return Loaded(folder, family, source, config, rules, loaded, pairs=pairs)
 
 
 def read_hf(path: Path, wanted: str = "auto", ignored: Collection[str] = (), *, check_sums: bool = True) -> Loaded:
-    """A Hugging Face folder; `ignored` as in `Architecture.values`, `check_sums`: whether to hash the files that
+    """A Hugging Face folder; `ignored` as in `Family.values`, `check_sums`: whether to hash the files that
     SHA256SUMS lists. ValueError names the field, file or tensor that cannot be taken.
     """
     content = hf_files.read_json(path / CONFIG)
     if check_sums:
         hf_files.check_sums(path, single_axis("world"))
-    architecture = of_config(content, wanted)
-    values = architecture.values(content, ignored)
-    config = with_values(RunConfig(), {**values, "hf_model_type": architecture.name})
+    family = of_config(content, wanted)
+    values = family.values(content, ignored)
+    config = with_values(RunConfig(), {**values, "hf_model_type": family.name})
     if reasons := check(config, 1):
         raise ValueError(f"{path / CONFIG} describes a model that no run can have: {'; '.join(reasons)}")
     weights = hf_files.SafetensorsFolder(path)
@@ -149,11 +154,11 @@ def read_hf(path: Path, wanted: str = "auto", ignored: Collection[str] = (), *, 
     if not values["untie_embeddings_and_output_weights"]:
         refuse_other_head(weights, path)
         infos.pop(HEAD, None)  # some files hold a tied head all the same
-    links = architecture.links(values, architecture.layout_of(infos), infos)
+    links = family.links(values, family.layout_of(infos), infos)
     require_all(infos, links, True, path)
     source = Mapped(weights, links, to_ours=True)
     rules = rules_of(path, content, values) if config.vision.vision_num_layers else None
-    return Loaded(path, architecture, source, config, rules, None, content)
+    return Loaded(path, family, source, config, rules, None, content)
 
 
 def refuse_unread(folder: Path) -> None:
@@ -198,3 +203,78 @@ def rules_of(folder: Path, content: dict[str, Any], values: dict[str, Any]) -> I
     if sizes != (values["vision_image_size"], values["vision_patch_size"]):
         raise ValueError(f"{folder}: crops and patches of {sizes} pixels in the processor files are not the tower's")
     return ImageRules.from_dict(rules)
+
+
+def tokenizer_files(folder: Path) -> tuple[str, ...]:
+    """Names of the files that are a folder's tokenizer; none where it has none."""
+    return next((names for names in _FILES if all((folder / name).is_file() for name in names)), ())
+
+
+def copy_companions(source: Path, folder: Path, without: Sequence[str] = ()) -> None:
+    """Copy what lies beside a tokenizer, but for the files named in `without`; what is no template is told."""
+    for name in _COMPANIONS:
+        if name not in without and (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    for path in sorted((source / TEMPLATE_FOLDER).iterdir()) if (source / TEMPLATE_FOLDER).is_dir() else []:
+        if path.suffix != ".jinja" or not path.is_file():
+            print(f"{path} is left out: it is no template, a regular file *.jinja")
+            continue
+        (folder / TEMPLATE_FOLDER).mkdir(exist_ok=True)
+        write_atomically(folder / TEMPLATE_FOLDER / path.name, read_regular(path))
+
+
+def model_dtype(source: Source) -> str:
+    """The `--dtype` of weights. ValueError where no run has such weights."""
+    dtype = str(one_dtype(source)).removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise ValueError(f"the weights are {dtype}, runs of megacp have {', '.join(_DTYPES)}: choose with --dtype")
+    return dtype
+
+
+def keep_generation(loaded: Loaded, folder: Path) -> None:
+    """Copy a folder's generation settings; where it has none, write the special ids of its config."""
+    given = loaded.folder / GENERATION
+    if given.is_file():
+        hf_files.read_json(given)  # refused now rather than when it is exported
+        shutil.copyfile(given, folder / GENERATION)
+        return
+    text = loaded.content.get("text_config")
+    said = {**(text if isinstance(text, dict) else {}), **{k: v for k, v in loaded.content.items() if v is not None}}
+    ids = {key: said[key] for key in SPECIAL if said.get(key) is not None}
+    if ids:
+        hf_files.write_json(folder / GENERATION, ids)
+
+
+def copy_tokenizer(loaded: Loaded, folder: Path) -> str:
+    """Copy the tokenizer that a folder brings; its hash as a run records it, or nothing where there is none."""
+    names = tokenizer_files(loaded.folder)
+    if not names:
+        return ""
+    refuse_unread(loaded.folder)
+    tokenizer = load_tokenizer(",".join(str(loaded.folder / name) for name in names), engine="reference")
+    for name in (*names, "tokenizer_config.json"):
+        if (loaded.folder / name).is_file():
+            shutil.copyfile(loaded.folder / name, folder / name)
+    copy_companions(loaded.folder, folder)
+    rows = loaded.config.model.embedding_rows
+    if tokenizer.vocab_size > rows:
+        raise ValueError(f"{loaded.folder}: the tokenizer has {tokenizer.vocab_size} ids, the model has {rows} rows")
+    return tokenizer.sha256
+
+
+def refuse_other_input(path: Path, kind: str) -> None:
+    """ValueError when `path` is no folder of this kind (`hf`, `megacp`), with what it is instead."""
+    if not path.is_dir():
+        what = "it is a file, expected a folder" if path.exists() else "there is no such folder"
+        beside = path.parent if path.exists() else None
+        also = f": its folder is {beside}" if beside is not None and (beside / CONFIG).is_file() else ""
+        raise ValueError(f"{what}{also}")
+    names = {entry.name for entry in path.iterdir()}
+    if not names:
+        raise ValueError("the folder is empty")
+    is_checkpoint = MANIFEST_FILE in names or any(map(is_step_name, names))
+    if kind == "hf" and CONFIG not in names:
+        also = ", it is a checkpoint of megacp: --from megacp" if is_checkpoint else ""
+        raise ValueError(f"the folder has no {CONFIG}{also}")
+    if kind == "megacp" and not is_checkpoint and CONFIG in names:
+        raise ValueError(f"there is no committed checkpoint, it is a Hugging Face folder with a {CONFIG}: --from hf")

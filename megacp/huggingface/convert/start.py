@@ -2,6 +2,10 @@
 
 What a conversion would write to disk first goes from the folder to the ranks. Tokenizer and generation settings are
 kept beside the run's checkpoints, so an export finds them there.
+
+A text model may get a vision tower, that of a Molmo2 folder or a new one. Of the folder's connector the tensors whose
+widths agree with the text model are taken. New are those that remain, and the embedding's rows for image tokens. The
+head of a tied model becomes a copy of its embedding, as the embedding alone has the rows for image tokens.
 """
 
 from __future__ import annotations
@@ -14,21 +18,88 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from megacp.core.checkpoint.weights import TensorRows
-from megacp.core.config.run import RunConfig, flatten, with_values
+from megacp.core.config.run import RunConfig, fields, flatten, with_values
 from megacp.core.models.build import DTYPES
 from megacp.core.storage.place import Place
 from megacp.core.storage.url import Url
 from megacp.core.training.stored import with_model_of
-from megacp.huggingface.convert.conversion import refuse_other_input
-from megacp.huggingface.convert.export import copy_tokenizer, keep_generation, model_dtype
+from megacp.huggingface.convert.decoder import decoder_shapes
+from megacp.huggingface.convert.families import of_config
 from megacp.huggingface.convert.hf_files import read_json
-from megacp.huggingface.convert.source import CONFIG, Loaded, read_hf
-from megacp.huggingface.convert.tables.architectures import of_config
-from megacp.huggingface.convert.tables.mapping import in_dtype
-from megacp.huggingface.convert.tokenizer import tokenizer_files
-from megacp.huggingface.convert.tower import with_tower
+from megacp.huggingface.convert.molmo2 import tower_shapes
+from megacp.huggingface.convert.source import (
+    CONFIG,
+    Loaded,
+    copy_tokenizer,
+    keep_generation,
+    model_dtype,
+    read_hf,
+    refuse_other_input,
+    tokenizer_files,
+)
+from megacp.huggingface.convert.tensors import Source, in_dtype
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
+
+EMBEDDING, HEAD = "embedding.weight", "head.weight"
+IMAGE_ROWS = 128
+"""Rows of the embedding for image tokens, where no flag says how many (as Molmo2 has)."""
+
+
+class Together:
+    """Tensors of several sources: ours by name -> the source, and the tensor's name there."""
+
+    def __init__(self, places: Mapping[str, tuple[Source, str]]) -> None:
+        self._places = places
+        self.infos = {name: source.infos[theirs] for name, (source, theirs) in places.items()}
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of a tensor."""
+        source, theirs = self._places[name]
+        return source.rows(theirs, start, stop)
+
+
+@dataclass(frozen=True)
+class WithTower:
+    """A text model and a tower."""
+
+    config: RunConfig
+    source: Source
+    known_rows: dict[str, int]
+    """Of tensors that are new from some row on: how many rows are read."""
+    note: str
+
+
+def with_tower(text: Loaded, tower: Loaded | None, config: RunConfig, given: Collection[str]) -> WithTower:
+    """`text` with the tower of a Molmo2, or with a new one as the flags of `config` describe it.
+
+    ValueError for a text model that has a tower, and for a tower that is none.
+    """
+    if text.config.vision.vision_num_layers:
+        raise ValueError(f"--vision-from-hf adds a tower to a text model, {text.folder} has one: leave the flag out")
+    if tower is not None and not tower.config.vision.vision_num_layers:
+        raise ValueError(f"--vision-from-hf {tower.folder} is a {tower.family.name}, a molmo2 is needed")
+    if tower is None and not config.vision.vision_num_layers:
+        raise ValueError("--vision-from-hf none makes a new tower: give its --vision-num-layers (Molmo2 has 25)")
+    values = flatten(config if tower is None else tower.config)
+    changes = {name: values[name] for name, info in fields().items() if info.room == "vision"}
+    asked = config.model.additional_vocab_size if "additional_vocab_size" in given else IMAGE_ROWS
+    changes |= {"additional_vocab_size": asked, "untie_embeddings_and_output_weights": True, "hf_model_type": None}
+    whole = with_values(text.config, changes)
+    places = {name: (text.source, name) for name in text.source.infos}
+    places.setdefault(HEAD, (text.source, EMBEDDING))
+    flags = flatten(whole)
+    wanted = decoder_shapes(flags) | tower_shapes(flags)
+    if tower is not None:
+        infos = {name: info for name, info in tower.source.infos.items() if name.startswith(("vision.", "connector."))}
+        places |= {name: (tower.source, name) for name, info in infos.items() if info.shape == wanted[name]}
+    new = [name for name in wanted if name not in places]
+    known = {EMBEDDING: text.config.model.vocab_size, **dict.fromkeys(new, 0)}
+    told = [name for name in new if name.startswith("connector.")] if tower is not None else ["tower and connector"]
+    note = f"new and not read: {', '.join([*told, f'{asked} rows of the embedding for image tokens'])}"
+    return WithTower(whole, Together(places), known, note)
 
 
 @dataclass

@@ -1,44 +1,42 @@
 """Tokenizer files of a Hugging Face folder, from each kind of tokenizer that a run can have been trained with.
 
-The files are refused unless they give the ids of the original on every text of a probe, also by the library if it is
-there. They name the class `PreTrainedTokenizerFast`, which runs `tokenizer.json` as it is: the library rebuilds
-other classes from parts, and a Unigram model named a Llama tokenizer silently gets other ids.
-
-Original files are copied byte for byte where nothing has to be added: a tokenizer keeps its hash on a round trip.
+A `tokenizer.json` is copied byte for byte where no image token has to be added; the other kinds become one. The files
+are refused unless they give the ids of the original on every text of a probe, also by the library. They name the class
+`PreTrainedTokenizerFast`, which runs `tokenizer.json` as it is: the library rebuilds other classes from parts, and a
+Unigram model named a Llama tokenizer silently gets other ids.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
+import math
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megacp.core.storage.files import read_regular, write_atomically
+from megacp.core.storage.files import read_regular
 from megacp.huggingface.convert.hf_files import read_json, write_json
-from megacp.huggingface.convert.sentencepiece import CONTROL, USER_DEFINED, Model, are_tied, fast_tokenizer, parse
-from megacp.prepare.tokenize.beside import OLDER_NAME, TEMPLATE_FOLDER, TEMPLATE_NAMES, settings_of, text_of
+from megacp.huggingface.convert.source import copy_companions
+from megacp.prepare.tokenize.beside import OLDER_NAME, settings_of, text_of
 from megacp.prepare.tokenize.tokenizer import BOS_NAMES, EOS_NAMES, PAD_NAMES, Tokenizer
 
 CLASS = "PreTrainedTokenizerFast"
 BYTE_EOS = "<|endoftext|>"
-_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
-_COMPANIONS = (*TEMPLATE_NAMES, OLDER_NAME, "added_tokens.json")
-"""Files that may lie beside a tokenizer and go with it."""
 LARGEST = 512 << 20
 """Bytes of a tokenizer's file."""
 _KEPT = {"chat_template", "padding_side", "truncation_side", "model_input_names"}
 """Settings of a tokenizer_config.json that mean the same beside CLASS."""
 _NAMING = ("_token", "_special_tokens")
 """How further ones end, which name special tokens or say where one is added."""
-_RESOLVED = ("eos_token", "bos_token", "pad_token")
-"""Those that are named by their ids in the run."""
 _NAMES = ("<unk>", "[UNK]", "<mask>", "[MASK]", "[CLS]", "[SEP]", *EOS_NAMES, *BOS_NAMES, *PAD_NAMES)
 """Texts that are special tokens to one tokenizer and words to another."""
+_SPACE = "\u2581"
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+"""Kinds of pieces in a SentencePiece model; 2 as the model's own kind is BPE, 1 Unigram."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +69,23 @@ class Given:
             return frozenset()
         return frozenset(token["content"] for token in read_json(self.file, LARGEST).get("added_tokens", []))
 
-    def sentencepiece(self) -> Model | None:
-        """The SentencePiece model; None for other kinds."""
-        return parse(read_regular(self.file, LARGEST)) if self.tokenizer.kind == "sentencepiece" else None
+    @functools.cached_property
+    def settings(self) -> dict[str, Any]:
+        """The settings beside the original, the older list of special tokens among them."""
+        return settings_of(self.file.parent) if self.tokenizer.files else {}
+
+    @functools.cached_property
+    def words(self) -> frozenset[str]:
+        """Texts that settings name as special tokens and that are no added tokens: plain text without a template."""
+        named = [value for key, value in self.settings.items() if key.endswith(_NAMING)]
+        return frozenset(text for value in named for text in _texts(value)) - self.added
+
+
+def _texts(value: Any) -> list[str]:
+    """Texts of the tokens that a setting names: one, a list, or an object of names."""
+    one = not isinstance(value, list | dict) or "content" in value
+    found = [value] if one else value.values() if isinstance(value, dict) else value
+    return [text for text in map(text_of, found) if text is not None]
 
 
 def _byte_level() -> Any:
@@ -105,21 +117,81 @@ def _gpt2(vocabulary: Path, merges: Path) -> Any:
     return tokenizer
 
 
+def spm_model(path: Path) -> Any:
+    """A SentencePiece model file by the library's classes. ValueError."""
+    try:
+        from transformers.convert_slow_tokenizer import import_protobuf
+
+        model = import_protobuf().ModelProto()
+    except ImportError as error:
+        raise ValueError("a SentencePiece model is read with protobuf: pip install protobuf") from error
+    try:
+        model.ParseFromString(read_regular(path, LARGEST))
+    except Exception as error:  # protobuf's own error, which is no ValueError
+        raise ValueError(f"{path} is not a SentencePiece model: {error}") from error
+    return model
+
+
+def _from_sentencepiece(path: Path) -> Any:
+    """The fast tokenizer of a SentencePiece model; whether its ids are the same is left to the probe."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers.convert_slow_tokenizer import generate_merges
+
+    proto = spm_model(path)
+    trainer, spec, pieces = proto.trainer_spec, proto.normalizer_spec, proto.pieces
+    symbols = [piece.piece for piece in pieces if piece.type == _USER_DEFINED]
+    model: Any
+    if trainer.model_type == 2:
+        vocabulary = {piece.piece: i for i, piece in enumerate(pieces)}
+        apart = {piece.piece for piece in pieces if piece.type != _NORMAL}
+        merges = generate_merges(vocabulary, {piece.piece: piece.score for piece in pieces}, apart)
+        options = {"unk_token": trainer.unk_piece, "fuse_unk": True, "byte_fallback": trainer.byte_fallback}
+        model = models.BPE(vocabulary, merges, ignore_merges=bool(symbols), **options)
+    elif trainer.model_type == 1:
+        least = min(piece.score for piece in pieces if piece.type == _NORMAL)
+        # a symbol is alone in its text, where 0 beats any cut; others are worse than the characters of their names
+        scores = [
+            piece.score
+            if piece.type == _NORMAL
+            else 0.0
+            if piece.type == _USER_DEFINED
+            else least * len(piece.piece) - 1
+            for piece in pieces
+        ]
+        texts = [piece.piece for piece in pieces]
+        model = models.Unigram(list(zip(texts, scores, strict=True)), trainer.unk_id, trainer.byte_fallback)
+    else:
+        raise ValueError(f"{path}: model_type is {trainer.model_type}, expressible are Unigram and BPE")
+    tokenizer = Tokenizer(model)
+    steps: list[Any] = []
+    if spec.precompiled_charsmap:
+        table = normalizers.Precompiled(spec.precompiled_charsmap)
+        both = "".join(table.normalize_str(end) for end in "\r\n")  # as one cluster it would be looked up as one
+        steps = [normalizers.Replace("\r\n", both), table] if both != "\r\n" else [table]
+    if spec.remove_extra_whitespaces:
+        ends = Regex(rf"\A +|[ {_SPACE}]+\z")
+        steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Replace(ends, "")]
+    steps += [normalizers.Prepend(_SPACE)] if spec.add_dummy_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+    if symbols:
+        longest = "|".join(re.escape(symbol) for symbol in sorted(symbols, key=lambda s: (-len(s), s)))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(longest), "isolated")
+    shown: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*shown, *[decoders.Strip(" ", 1, 0)] * spec.add_dummy_prefix])
+    controls = [piece.piece for piece in pieces if piece.type == _CONTROL]
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in controls])
+    return tokenizer
+
+
 def _content(given: Given) -> tuple[dict[str, Any], dict[str, int]]:
     """The tokenizer.json before anything is added to it, and special tokens to add."""
     kind = given.tokenizer.kind
     if kind == "byte":
         return json.loads(_byte_level().to_str()), {BYTE_EOS: 256}
-    if kind == "gpt2":
-        return json.loads(_gpt2(*given.tokenizer.files).to_str()), {}
     if kind == "huggingface":
         return read_json(given.file, LARGEST), {}
-    try:
-        model = given.sentencepiece()
-        assert model is not None, kind
-        return json.loads(fast_tokenizer(model).to_str()), {}
-    except ValueError as error:
-        raise ValueError(f"{given.file}: {error}") from error
+    made = _gpt2(*given.tokenizer.files) if kind == "gpt2" else _from_sentencepiece(given.file)
+    return json.loads(made.to_str()), {}
 
 
 def _add(content: dict[str, Any], special: Mapping[str, int]) -> bool:
@@ -128,38 +200,32 @@ def _add(content: dict[str, Any], special: Mapping[str, int]) -> bool:
     Ids go into the model's own vocabulary, where they may leave gaps: added tokens are otherwise numbered in order.
     """
     vocabulary = content["model"]["vocab"]
-    ordered = isinstance(vocabulary, list)  # Unigram: the place is the id
+    ordered = isinstance(vocabulary, list)  # Unigram: the index is the id
     known = {entry[0]: i for i, entry in enumerate(vocabulary)} if ordered else dict(vocabulary)
     own = set(known)
     added = content.setdefault("added_tokens", [])
     known |= {token["content"]: token["id"] for token in added}
     taken = {i: text for text, i in known.items()}
-    missing: dict[str, int] = {}
     for text, i in special.items():
         if known.get(text, i) != i or taken.get(i, text) != text:
             raise ValueError(f"the tokenizer has {text!r} as {known.get(text)} and {taken.get(i)!r} as {i}")
-        if all(token["content"] != text for token in added):
-            missing[text] = i
+    missing = {text: i for text, i in special.items() if all(token["content"] != text for token in added)}
     if not missing:
         return False
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added += [{"id": i, "content": text, **plain, "special": True} for text, i in missing.items()]
     added.sort(key=lambda token: token["id"])
     for token in added:  # those that were there before, too: their numbers would follow the new ones
-        if token["content"] not in own:
-            _place(vocabulary, token["content"], token["id"])
+        text, i = token["content"], token["id"]
+        if text in own:
+            continue
+        if not ordered:
+            vocabulary[text] = i
+            continue
+        least = min(score for _, score in vocabulary)  # a lower one would become that of unknown characters
+        vocabulary += [[f"\x00unused {n}", least] for n in range(len(vocabulary), i)]
+        vocabulary += [[text, least]] if i == len(vocabulary) else []
     return True
-
-
-def _place(vocabulary: Any, text: str, i: int) -> None:
-    """Give `text` the id i in a model's vocabulary: an object, or the list of a Unigram model, indexed by id."""
-    if isinstance(vocabulary, dict):
-        vocabulary[text] = i
-        return
-    least = min(score for _, score in vocabulary)  # a lower one would become that of unknown characters
-    vocabulary += [[f"\x00unused {n}", least] for n in range(len(vocabulary), i)]
-    if i == len(vocabulary):
-        vocabulary.append([text, least])
 
 
 def _text_of(tokenizer: Any, i: int | None, what: str) -> str | None:
@@ -177,117 +243,68 @@ def _beginning(text: str | None, i: int) -> dict[str, Any]:
     return {"type": "TemplateProcessing", "single": one, "pair": [*one, *two], "special_tokens": special}
 
 
-def _texts(value: Any) -> list[str]:
-    """Texts of the tokens that a setting names: one, a list, or an object of names."""
-    one = not isinstance(value, list | dict) or "content" in value
-    found = [value] if one else value.values() if isinstance(value, dict) else value
-    return [text for text in map(text_of, found) if text is not None]
-
-
-def _named(given: Given) -> dict[str, Any]:
-    """The settings beside the original that name special tokens; none for a tokenizer without files."""
-    settings = settings_of(given.file.parent) if given.tokenizer.files else {}
-    return {key: value for key, value in settings.items() if key.endswith(_NAMING)}
-
-
-def _words(given: Given) -> dict[str, list[str]]:
-    """Tokens that settings name and that are no added tokens, by setting: plain text to a run without a template."""
-    found = {key: [text for text in _texts(value) if text not in given.added] for key, value in _named(given).items()}
-    return {key: words for key, words in found.items() if words}
-
-
 def _settings(given: Given) -> dict[str, Any]:
-    """The settings that go with a tokenizer.json; tokens are named by their texts, for the file has their flags."""
-    words = {} if given.templated else _words(given)
-    kept = {k: v for k, v in settings_of(given.file.parent).items() if k in _KEPT}
-    for key, value in _named(given).items():
-        left = words.get(key, ())
-        if key == "eos_token" and given.end_known and not given.templated:
+    """The settings that go with a tokenizer.json. A named word that is no added token is left out, since the library
+    would cut texts at it and training did not; messages that a template wrote had it as a special token.
+    """
+    left = frozenset() if given.templated else given.words
+    kept = {key: value for key, value in given.settings.items() if key in _KEPT}
+    for key, value in given.settings.items():
+        if not key.endswith(_NAMING) or (key == "eos_token" and given.end_known and not given.templated):
             continue
         if isinstance(value, list):
             kept[key] = [text_of(each) or each for each in value if text_of(each) not in left]
         elif isinstance(value, dict) and "content" not in value:
             kept[key] = {name: text_of(each) or each for name, each in value.items() if text_of(each) not in left}
-        elif not left:
+        elif text_of(value) not in left:
             kept[key] = text_of(value) or value
     return kept
 
 
-def token_notes(given: Given, folder: Path) -> dict[str, str]:
-    """Notes for the card: named tokens that an export in `folder` leaves out, and plain words that it names."""
-    if given.tokenizer.kind != "huggingface" or given.templated:
+def token_notes(given: Given) -> dict[str, str]:
+    """Notes for the card: named tokens that an export leaves out."""
+    if given.templated or not given.words:
         return {}
-    written = read_json(folder / "tokenizer_config.json")
-    own = {key: written[key] for key in _RESOLVED if written[key] is not None}
-    named = [f"{key} {text!r}" for key, text in own.items() if text not in given.added]
-    left = [f"{key} {text!r}" for key, texts in _words(given).items() if key not in own for text in texts]
-    notes = {}
-    if left:
-        notes["special tokens left out"] = f"{', '.join(left)}: plain text to tokenizer.json, not to the library"
-    if named:
-        notes["special tokens in a text"] = f"{', '.join(named)}: plain text in training, special to the library"
-    return notes
-
-
-def copy_companions(source: Path, folder: Path, without: Sequence[str] = ()) -> None:
-    """Copy what lies beside a tokenizer, but for the files named in `without`."""
-    for name in _COMPANIONS:
-        if name not in without and (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
-    copy_templates(source, folder)
-
-
-def copy_templates(source: Path, folder: Path) -> None:
-    """Copy the folder of further chat templates, and print what in it is none. ValueError for a huge one."""
-    entries = sorted((source / TEMPLATE_FOLDER).iterdir()) if (source / TEMPLATE_FOLDER).is_dir() else []
-    for path in entries:
-        if path.suffix != ".jinja" or not path.is_file():
-            print(f"{path} is left out: it is no template, a regular file *.jinja")
-            continue
-        (folder / TEMPLATE_FOLDER).mkdir(exist_ok=True)
-        write_atomically(folder / TEMPLATE_FOLDER / path.name, read_regular(path))
+    left = ", ".join(map(repr, sorted(given.words)))
+    return {"special tokens left out": f"{left}: plain text in training, where settings name them as special"}
 
 
 def write_tokenizer(given: Given, folder: Path, max_length: int, probe: Sequence[str]) -> dict[str, int | None]:
     """Write tokenizer.json, tokenizer_config.json and the companions of the original; ids of eos, bos and pad by name.
 
     A tokenizer.json of the run keeps its post-processor, and so its hash; one that is made here begins texts as
-    documents of training began. An older list of special tokens becomes settings.
-
-    ValueError when the original cannot be expressed, or a text of `probe` gets other ids.
+    documents of training began. ValueError when the original cannot be expressed, or a text of `probe` gets other ids.
     """
     from tokenizers import Tokenizer
 
     content, own = _content(given)
-    run, special = given.tokenizer, {**own, **given.special}
+    run, special, copied = given.tokenizer, {**own, **given.special}, given.tokenizer.kind == "huggingface"
     names = {"eos": run.eos_id, "bos": run.bos_id, "pad": run.pad_id}
     path = folder / "tokenizer.json"
-    copied = run.kind == "huggingface"
     if _add(content, special) or not copied:
+        tokenizer = Tokenizer.from_str(json.dumps(content))
+        if run.begins_with is not None and not copied:
+            content["post_processor"] = _beginning(_text_of(tokenizer, run.begins_with, "first"), run.begins_with)
         path.write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
     else:
         shutil.copyfile(given.file, path)
     tokenizer = Tokenizer.from_file(str(path))
-    if run.begins_with is not None and not copied:
-        content["post_processor"] = _beginning(_text_of(tokenizer, run.begins_with, "first"), run.begins_with)
-        path.write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
     wrong = {text: i for text, i in special.items() if tokenizer.token_to_id(text) != i}
     assert not wrong, f"tokens did not get their ids: {wrong}"
     config: dict[str, Any] = {"tokenizer_class": CLASS, "clean_up_tokenization_spaces": False}
     config |= {"model_max_length": max_length, "model_input_names": ["input_ids", "attention_mask"]}
-    config |= dict.fromkeys(_RESOLVED)
+    config |= dict.fromkeys(("eos_token", "bos_token", "pad_token"))
     if copied:
         config |= _settings(given)
         copy_companions(given.file.parent, folder, without=(OLDER_NAME,))
     config |= {f"{name}_token": _text_of(tokenizer, i, name) for name, i in names.items() if i is not None}
     write_json(folder / "tokenizer_config.json", config)
     refuse_difference(given, lambda text: tokenizer.encode(text, add_special_tokens=False).ids, probe)
-    if importlib.util.find_spec("transformers") is not None:
-        refuse_difference(given, _library_encoder(folder), ())
+    refuse_difference(given, library_encoder(folder), ())
     return names
 
 
-def _library_encoder(folder: Path) -> Callable[[str], Sequence[int]]:
+def library_encoder(folder: Path) -> Callable[[str], Sequence[int]]:
     """How CLASS encodes a text, reading a folder; nothing is added to it. ValueError when it cannot read it."""
     from transformers import PreTrainedTokenizerFast
 
@@ -305,52 +322,50 @@ def refuse_difference(given: Given, encode: Callable[[str], Sequence[int]], prob
     float32 prefers, the fast tokenizer, which adds in float64, the first. That is a difference too, unless
     `accept_ties`.
     """
-    model = given.sentencepiece()
-    for text in [*probe, *symbol_texts(given, model)]:
+    model = spm_model(given.file) if given.tokenizer.kind == "sentencepiece" else None
+    for text in [*probe, *_symbol_texts(given, model)]:
         expected, found = given.encode(text), list(map(int, encode(text)))
-        if expected == found:
+        tied = expected != found and model is not None and are_tied(model, expected, found)
+        if expected == found or (tied and given.accept_ties):
             continue
-        tied = model is not None and max(expected + found) < len(model.pieces) and are_tied(model, expected, found)
-        if not (tied and given.accept_ties):
-            place = next(
-                (i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b),
-                min(len(expected), len(found)),
-            )
-            also = "; to the model both are as likely: --accept-ties exports it all the same" if tied else ""
-            raise ValueError(
-                f"the exported tokenizer does not encode as the original: {text[:200]!r} gives "
-                f"{found[place : place + 8]} instead of {expected[place : place + 8]} from token {place} on{also}"
-            )
+        pairs = enumerate(zip(expected, found, strict=False))
+        first = next((i for i, (a, b) in pairs if a != b), min(len(expected), len(found)))
+        also = "; to the model both are as likely: --accept-ties exports it all the same" if tied else ""
+        raise ValueError(
+            f"the exported tokenizer does not encode as the original: {text[:200]!r} gives {found[first : first + 8]} "
+            f"instead of {expected[first : first + 8]} from token {first} on{also}"
+        )
 
 
-def symbol_texts(given: Given, model: Model | None) -> list[str]:
-    """Texts around each symbol that a text may spell, and around names that look like one."""
-    apart = _special_to_the_library(given, model)
+def are_tied(model: Any, first: list[int], second: list[int]) -> bool:
+    """Whether two ways of cutting a text have the same score to a Unigram model, as far as float32 can tell."""
+    if model.trainer_spec.model_type != 1 or max(first + second) >= len(model.pieces):
+        return False
+    normal = [[i for i in ids if model.pieces[i].type == _NORMAL] for ids in (first, second)]
+    others = [sorted(i for i in ids if model.pieces[i].type != _NORMAL) for ids in (first, second)]
+    sums = [math.fsum(model.pieces[i].score for i in ids) for ids in normal]
+    rounding = 2.0**-24 * max(len(first), len(second)) * max(map(abs, sums))  # n additions, each 2^-24 of the sum
+    return others[0] == others[1] and abs(sums[0] - sums[1]) <= rounding
+
+
+def _symbol_texts(given: Given, model: Any) -> list[str]:
+    """Texts around each symbol that a text may spell, and around names that look like one but are plain to the run.
+
+    Left out are texts that are special to the library because files or flags say so.
+    """
+    run = given.tokenizer
+    if model is not None:
+        apart = {piece.piece for piece in model.pieces if piece.type == _CONTROL}
+        symbols = [piece.piece for piece in model.pieces if piece.type == _USER_DEFINED][:200]
+        plain = ["<unk>", "<0x41>", "a <0x0A> b", _SPACE, f" {_SPACE}{_SPACE} a{_SPACE}", f"a {_SPACE}"]
+        plain = [text for text in plain if text not in apart]
+    else:
+        symbols, plain = sorted(given.added), list[str]()
+        named = {text for key in ("eos_token", "bos_token", "pad_token") for text in _texts(given.settings.get(key))}
+        apart = set(given.words if given.templated else given.words & named)
+        ends = (name for name in _NAMES if name not in given.added)
+        apart |= {name for name in ends if run.eos_id is not None and run.token_id(name) == run.eos_id}
+        apart |= set() if run.files else {BYTE_EOS}
     around = (f"a{name}b {name}{name} <b>{name}1</b>" for name in _NAMES)
     names = [text for text in around if not any(word in text for word in apart)]
-    if model is None:
-        return names + [f"a{text}b {text} {text}{text}" for text in sorted(given.added)]
-    found = [
-        text
-        for symbol in model.of_kind(USER_DEFINED)[:200]
-        for text in (symbol, f"a{symbol}b", f" {symbol} {symbol}{symbol}  word {symbol}")
-    ]
-    spelled = ["<unk>", "<0x41>", "a <0x0A> b", "\u2581", " \u2581\u2581 a\u2581", "a \u2581"]
-    return [*found, *names, *(text for text in spelled if text not in apart)]
-
-
-def _special_to_the_library(given: Given, model: Model | None) -> set[str]:
-    """Texts that are plain to the run, and special to the library because files or flags say that they are."""
-    if model is not None:
-        return set(model.of_kind(CONTROL))
-    run = given.tokenizer
-    if not run.files:
-        return {BYTE_EOS}
-    words = {text for key, texts in _words(given).items() if given.templated or key in _RESOLVED for text in texts}
-    ends = {name for name in {*_NAMES} - given.added if run.eos_id is not None and run.token_id(name) == run.eos_id}
-    return {text for text in words | ends if text}
-
-
-def tokenizer_files(folder: Path) -> tuple[str, ...]:
-    """Names of the files that are a folder's tokenizer; none where it has none."""
-    return next((names for names in _FILES if all((folder / name).is_file() for name in names)), ())
+    return [*names, *plain, *(text for x in symbols for text in (x, f"a{x}b", f" {x} {x}{x}  word {x}"))]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from megacp.core.data.geometry import TOKEN_TEXTS
+from megacp.huggingface.convert.molmo2 import TOKEN_FIELDS
 from megacp.huggingface.convert.processor import write_processor
-from megacp.huggingface.convert.tables.architectures import token_fields
 from megacp.huggingface.convert.tokenizer import Given, write_tokenizer
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from tests.prepare.media.pictures import TINY
@@ -83,7 +83,7 @@ def molmo2(**changes: Any) -> Any:
         vision_config={**vision, "image_size": [16, 16], "patch_size": 4, "hidden_act": "gelu_pytorch_tanh"},
         adapter_config={**adapter, "vision_feature_layer": [-1, -3]},
         text_config=text,
-        **token_fields(TINY.token_ids),
+        **{field: TINY.token_ids[name] for field, name in TOKEN_FIELDS.items()},
     )
     return transformers.Molmo2ForConditionalGeneration(config)
 

@@ -94,12 +94,11 @@ def test_prompts_stops_and_exports_have_the_end_token_of_training(
     assert stops(tmp_path, monkeypatch, *asked) == (() if expected is None else (expected,))
     (document,) = documents(tmp_path / "d")
     assert found == [document[: len(found[0])]] and own.decode(document[len(found[0]) :]).startswith(TELL["content"])
-    assert export(tmp_path, "hf", "--chat-template", "messages") == 0
+    assert export(tmp_path, "hf") == 0
     for name in ("generation_config.json", "config.json"):
         assert read(tmp_path / "hf" / name)["eos_token_id"] == expected
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert theirs.eos_token == text
-    assert theirs.apply_chat_template(MESSAGES, return_dict=False) == document
     given = [] if text is None else ["--eod-token", text]
     assert export(tmp_path, "same", *given) == 0
 

@@ -18,8 +18,8 @@ from megacp.core.data.batch import PackedBatch
 from megacp.core.models.language import rotary_scaling
 from megacp.core.ops.rotary import inverse_frequencies
 from megacp.core.training.step import ParallelModel
-from megacp.huggingface.convert.tables.architectures import LAYOUTS, of_config
-from megacp.huggingface.convert.tables.mapping import Info, Mapped, whole
+from megacp.huggingface.convert.families import of_config
+from megacp.huggingface.convert.tensors import Info, Mapped, whole
 from tests.huggingface.convert.models import MODELS
 from tests.ranks import grid, run_ranks
 from tests.reference.precision import float32_is_float64
@@ -65,7 +65,7 @@ def library_of(name: str, patch: pytest.MonkeyPatch) -> tuple[dict[str, Any], fl
     content = model.config.to_dict()
     architecture = of_config(content)
     values = architecture.values(content)
-    links = architecture.links(values, LAYOUTS[0])
+    links = architecture.links(values)
     named = dict(model.named_parameters())  # a tied head is named once
     weights, gradients = (
         {ours.name: whole(mapped, ours.name).clone() for link in links for ours in link.ours}

@@ -19,9 +19,9 @@ from megacp.core.tensor_parallel.linear import LinearOptions, LinearSpec
 from megacp.core.tensor_parallel.lora import DropoutNames, LoraSpec, RowPair
 from megacp.core.training.state import RunState
 from megacp.core.training.step import ParallelModel
+from megacp.huggingface.convert.families import of_config
 from megacp.huggingface.convert.source import read_hf
-from megacp.huggingface.convert.tables.architectures import LAYOUTS, of_config
-from megacp.huggingface.convert.tables.mapping import Mapped, whole
+from megacp.huggingface.convert.tensors import Mapped, whole
 from megacp.huggingface.convert_command import main as convert
 from megacp.train import main as train
 from tests.huggingface.convert.models import MODELS, save
@@ -68,7 +68,7 @@ def peft_of(name: str, targets: str, patch: pytest.MonkeyPatch) -> tuple[dict[st
         content = base.config.to_dict()
         architecture = of_config(content)
         values = architecture.values(content)
-        frozen = Mapped(Tensors(dict(base.state_dict())), architecture.links(values, LAYOUTS[0]), to_ours=True)
+        frozen = Mapped(Tensors(dict(base.state_dict())), architecture.links(values), to_ours=True)
         weights = {key: whole(frozen, key).clone() for key in frozen.infos}
         wanted = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=[MODULES[n] for n in names])
         model = peft.get_peft_model(base, wanted).to(torch.float64)
@@ -203,7 +203,7 @@ def trained_checkpoint(name: str, folder: Path, targets: str) -> Path:
     model = ParallelModel(config, grid())
     source = Mapped(
         Tensors(_tensors(folder / "hf" / "model.safetensors")),
-        of_config(content).links(values, LAYOUTS[0]),
+        of_config(content).links(values),
         to_ours=True,
     )
     weights = {key: whole(source, key) for key in source.infos}

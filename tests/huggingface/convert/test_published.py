@@ -9,7 +9,7 @@ import pytest
 from megacp.core.config.checks.check import check
 from megacp.core.config.run import RunConfig, flatten, with_values
 from megacp.core.planner.costs import model_parameters
-from megacp.huggingface.convert.tables.architectures import of_config, of_values
+from megacp.huggingface.convert.families import of_config, of_values
 
 ANY = {"torch_dtype": "bfloat16", "transformers_version": "4.5", "use_cache": True, "initializer_range": 0.02}
 ANY |= {"hidden_act": "silu", "attention_dropout": 0.0, "rope_scaling": None, "bos_token_id": 1, "eos_token_id": 2}

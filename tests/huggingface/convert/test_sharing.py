@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from megacp.core.distributed.grid import single_axis
-from megacp.huggingface.convert.conversion import convert
-from megacp.huggingface.convert.export import Request
-from megacp.huggingface.convert.sharing import files_of, mine
-from megacp.huggingface.convert.tables.mapping import Info
+from megacp.huggingface.convert.export import Request, convert
+from megacp.huggingface.convert.hf_files import files_of, mine
+from megacp.huggingface.convert.tensors import Info
 from tests.huggingface.convert.models import save
 from tests.ranks import grid, run_ranks
 

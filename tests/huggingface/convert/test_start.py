@@ -17,7 +17,7 @@ from megacp.core.distributed import launch
 from megacp.core.distributed.grid import GridShape, build_grid
 from megacp.core.distributed.supervision.watch import run_store
 from megacp.huggingface.convert.source import CheckpointSource, read_hf
-from megacp.huggingface.convert.tables.mapping import whole
+from megacp.huggingface.convert.tensors import whole
 from megacp.huggingface.convert.tokenizer import write_tokenizer
 from megacp.huggingface.convert_command import main as convert
 from megacp.prepare.command import main as preprocess

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacp.huggingface.convert import sentencepiece as spm
-from megacp.huggingface.convert.tokenizer import write_tokenizer
+from megacp.huggingface.convert.tokenizer import are_tied, spm_model, write_tokenizer
 from megacp.prepare.tokenize.tokenizer import PROBE
 from tests.huggingface.convert.models import given
 
@@ -71,10 +70,10 @@ def test_a_fast_tokenizer_gives_the_ids_of_sentencepiece(kind: str, name: str, t
     original = dataclasses.replace(given(train(tmp_path, kind, **OPTIONS[name])), accept_ties=kind == "unigram")
     (tmp_path / "out").mkdir()
     write_tokenizer(original, tmp_path / "out", 512, [*PROBE, *CORPUS])
-    library, model = theirs(tmp_path / "out"), spm.parse(original.file.read_bytes())
+    library, model = theirs(tmp_path / "out"), spm_model(original.file)
     for text in [*PROBE, *LINES, "a<|user|>b <|user|>  c", "  <|user|><|user|>"]:
         expected, found = list(original.encode(text)), library.encode(text)
-        assert found == expected or spm.are_tied(model, found, expected), text
+        assert found == expected or are_tied(model, found, expected), text
     config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert (library.eos_token_id, library.bos_token_id) == (original.tokenizer.eos_id, original.tokenizer.bos_id)
@@ -84,44 +83,6 @@ def test_a_fast_tokenizer_gives_the_ids_of_sentencepiece(kind: str, name: str, t
         ids = processor.encode(text)
         if processor.unk_id() not in ids:
             assert library.decode(ids) == processor.decode(ids)
-
-
-def test_the_settings_of_a_model_are_read_from_its_file(tmp_path: Path) -> None:
-    """Against the classes that protobuf makes, which are no dependency."""
-    reference = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
-    for kind in ("bpe", "unigram"):
-        path = Path(train(tmp_path, kind, **OPTIONS["symbols"], pad_id=3))
-        model, message = spm.parse(path.read_bytes()), reference.ModelProto()
-        message.ParseFromString(path.read_bytes())
-        trainer, normalizer = message.trainer_spec, message.normalizer_spec
-        assert [(p.text, p.score, p.kind) for p in model.pieces] == [(p.piece, p.score, p.type) for p in message.pieces]
-        assert (model.kind, model.byte_fallback) == (trainer.model_type, trainer.byte_fallback)
-        assert (model.unk, model.bos, model.eos) == (trainer.unk_id, trainer.bos_id, trainer.eos_id)
-        assert (model.charsmap, model.dummy_prefix) == (normalizer.precompiled_charsmap, normalizer.add_dummy_prefix)
-        assert model.pad == trainer.pad_id == 3 and model.squeeze == normalizer.remove_extra_whitespaces
-
-
-def test_models_that_cannot_be_expressed_are_refused_by_the_name_of_the_setting(tmp_path: Path) -> None:
-    for kind, options, message in (
-        ("word", {}, "model_type is Word"),
-        ("bpe", {"treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix is true"),
-        ("bpe", {"user_defined_symbols": ["\uff21"], "normalization_rule_name": "nfkc"}, "changed by its normalizer"),
-    ):
-        path = train(tmp_path, kind, **options)
-        with pytest.raises(ValueError, match=message):
-            spm.fast_tokenizer(spm.parse(Path(path).read_bytes()))
-    for data in (b"", b"no model at all", Path(path).read_bytes()[:-5]):
-        with pytest.raises(ValueError, match="not a SentencePiece model"):
-            spm.parse(data)
-
-
-def test_a_symbol_is_found_from_the_left_and_the_longest_first_by_a_bpe_model_alone(tmp_path: Path) -> None:
-    """A Unigram model weighs overlapping symbols against each other, which no fast tokenizer does: refused."""
-    options = {**PLAIN, "user_defined_symbols": ["<|user|>", "<|user|><|"]}
-    write_tokenizer(given(train(tmp_path, "bpe", **options)), tmp_path, 512, PROBE)
-    unigram = dataclasses.replace(given(train(tmp_path, "unigram", **options)), accept_ties=True)
-    with pytest.raises(ValueError, match="does not encode as the original: ' <|user|>"):
-        write_tokenizer(unigram, tmp_path, 512, PROBE)
 
 
 def test_a_tie_of_a_unigram_model_is_refused_unless_it_is_accepted(tmp_path: Path) -> None:
@@ -200,19 +161,6 @@ def test_other_kinds_give_their_ids_too_and_image_tokens_theirs(kind: str, image
         assert library.encode(f"a{text}b") == [*original.encode("a"), i, *original.encode("b")]
     if kind == "huggingface" and not images:
         assert (tmp_path / "out" / "tokenizer.json").read_bytes() == Path(names[kind]).read_bytes()
-
-
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_image_tokens_behind_a_sentencepiece_vocabulary_leave_its_ids_alone(kind: str, tmp_path: Path) -> None:
-    original = given(train(tmp_path, kind, **PLAIN))
-    probe = [text for text in PROBE if not text.startswith("AAA")]
-    special = {"<im_patch>": original.tokenizer.vocab_size + 9}
-    original = dataclasses.replace(original, special=special, accept_ties=True)
-    (tmp_path / "out").mkdir()
-    write_tokenizer(original, tmp_path / "out", 512, probe)
-    library = theirs(tmp_path / "out")
-    expected = [*original.encode("x y"), original.tokenizer.vocab_size + 9, *original.encode("z")]
-    assert library.encode("x y<im_patch>z") == expected, "each stretch of text is encoded as one of its own"
 
 
 def test_a_special_token_whose_id_is_taken_is_refused(tmp_path: Path) -> None:

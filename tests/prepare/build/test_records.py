@@ -314,7 +314,7 @@ def test_a_vocabulary_without_letters_still_says_how_texts_begin(tmp_path: Path)
 
 def test_the_template_that_the_converter_wrote_is_what_a_build_does(folder: Path, tmp_path: Path) -> None:
     path = tokenizer_in(tmp_path / "t", folder, ["<s>", "A"], eos_token="</s>")
-    (path.parent / TEMPLATE_FILE).write_text(template_text("", True, "<s>"))
+    (path.parent / TEMPLATE_FILE).write_text(template_text(True, "<s>"))
     run([write(tmp_path / "a.jsonl", TALK)], tmp_path / "a", tokenizer=str(path))
     (path.parent / TEMPLATE_FILE).write_text("{{ messages }}")
     with pytest.raises(ValueError, match="has a chat template"):

@@ -1,0 +1,244 @@
+"""A config.json being read: each field by its dotted path, every fault gathered, and what nobody asked for refused.
+
+A field that no family reads is refused by its name. Otherwise a sliding window or a scaled rotary embedding would be
+lost in silence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+Values = dict[str, Any]
+"""Flags by field name, flat; or fields of a config.json by dotted path."""
+ABSENT = object()
+GENERAL = frozenset(
+    ("_name_or_path", "architectures", "attn_implementation", "auto_map", "chunk_size_feed_forward")
+    + ("dtype", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "model_type")
+    + ("output_attentions", "output_hidden_states", "pretraining_tp", "problem_type", "return_dict")
+    + ("torch_dtype", "transformers_version", "use_cache")
+    + ("_attn_implementation_autoset", "_attn_implementation_internal", "_commit_hash", "_flash_attn_2_enabled")
+    + ("begin_suppress_tokens", "finetuning_task", "gradient_checkpointing", "is_llama_config", "model_max_length")
+    + ("output_scores", "prefix", "return_dict_in_generate", "suppress_tokens", "task_specific_params")
+    + ("tokenizer_class", "transformers.js_config", "unsloth_fixed", "unsloth_version")
+    + ("bad_words_ids", "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size")
+    + ("exponential_decay_length_penalty", "length_penalty", "max_length", "max_new_tokens", "min_length")
+    + ("no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "remove_invalid_values")
+    + ("repetition_penalty", "temperature", "top_k", "top_p", "typical_p")
+)
+"""Fields of any config that say nothing about the function of its weights: of generation, of files, of training."""
+SILENT: Mapping[str, Any] = {
+    **dict.fromkeys(("is_decoder", "add_cross_attention", "tie_encoder_decoder", "torchscript", "use_bfloat16"), False),
+    **dict.fromkeys(("rope_interleaved", "use_mrope", "use_sliding_window", "use_parallel_residual"), False),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "tf_legacy_loss"), False),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), 1.0),
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "classifier_dropout"), 0.0),
+    "pruned_heads": {},
+}
+"""Values that say what every model does without the field."""
+_ID_ENDS = ("_token_id", "_patch_id", "_col_id")
+_MOST = 2**31 - 1
+_ROPE_NUMBERS = {
+    "factor": ("rope_scaling_factor", float, 1.0),
+    "low_freq_factor": ("rope_low_freq_factor", float, 1e-9),
+    "high_freq_factor": ("rope_high_freq_factor", float, 1e-9),
+    "original_max_position_embeddings": ("rope_original_max_positions", int, 1),
+}
+"""Their parameter -> our flag, its type, its least value."""
+_ROPE_TYPES = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": tuple(_ROPE_NUMBERS),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+_YARN = {
+    "beta_fast": ("beta_fast", 32.0),
+    "beta_slow": ("beta_slow", 1.0),
+    "mscale": ("mscale", None),
+    "mscale_all_dim": ("mscale_all_dim", None),
+    "attention_factor": ("rope_attention_factor", None),
+}
+"""Their parameter -> our flag and its default."""
+
+
+def shown(value: Any) -> str:
+    """A value of theirs in a message: JSON's null, long ones cut."""
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def same(value: Any, other: Any) -> bool:
+    """Whether two values are equal, where true is not 1."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+def as_number(value: Any, kind: type, low: float, high: float) -> Any:
+    """The value as `kind` (int or float) in [low, high]; None when it is none: text, true, null, not finite."""
+    if type(value) is int and kind is float and abs(value) <= _MOST:
+        value = float(value)
+    if not isinstance(value, int | float) or not isinstance(value, kind) or isinstance(value, bool):
+        return None
+    return value if math.isfinite(value) and low <= value <= high else None
+
+
+def _is_ids(value: Any) -> bool:
+    return value is None or type(value) is int or (isinstance(value, list) and all(type(i) is int for i in value))
+
+
+class ConfigJson:
+    """The fields of a config; `faults` gathers what is wrong with those that were read."""
+
+    def __init__(self, content: Mapping[str, Any], sections: Sequence[str] = ()) -> None:
+        """`sections`: names of the objects inside whose fields are read too. ValueError when one is no object."""
+        self._content, self._sections = content, sections
+        self._seen: set[str] = set()
+        self.faults: list[str] = []
+        for name in sections:
+            if not isinstance(content.get(name) or {}, Mapping):
+                raise ValueError(f"config.json: {name} is no object")
+        names = content.get("architectures") or []
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            self.faults.append("architectures is no list of names")
+        for path, value in self._paths():
+            if path.endswith(_ID_ENDS) and not _is_ids(value):
+                self.faults.append(f"{path} is {shown(value)}, expected a token id")
+
+    def _paths(self) -> list[tuple[str, Any]]:
+        found = list(self._content.items())
+        for section in self._sections:
+            found += [(f"{section}.{key}", value) for key, value in (self._content.get(section) or {}).items()]
+        return found
+
+    def _last(self, path: str) -> str:
+        """A path without its section."""
+        section, _, key = path.partition(".")
+        return key if section in self._sections else path
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """The value, or `default` where there is none."""
+        self._seen.add(path)
+        value: Any = self._content
+        for key in path.split("."):
+            value = value.get(key, ABSENT) if isinstance(value, Mapping) else ABSENT
+        return default if value is ABSENT else value
+
+    def number(
+        self, path: str, default: Any, kind: type = int, low: float = 1, high: float = _MOST, null: Any = None
+    ) -> Any:
+        """A number; `null` is what a null means to the library, if anything. The default where it is at fault."""
+        found = self.get(path, default)
+        return self.checked(path, null if found is None else found, default, kind, low, high)
+
+    def checked(self, path: str, value: Any, default: Any, kind: type, low: float, high: float) -> Any:
+        """`value` of the field at `path` as a number, or `default` and a fault."""
+        number = as_number(value, kind, low, high)
+        if number is None:
+            what = "a whole number" if kind is int else "a number"
+            self.faults.append(f"{path} is {shown(value)}, expected {what} of at least {low:g} and at most {high:.10g}")
+        return default if number is None else number
+
+    def switch(self, path: str, default: bool = False) -> bool:
+        """A true or false."""
+        found = self.get(path, default)
+        if not isinstance(found, bool):
+            self.faults.append(f"{path} is {shown(found)}, expected true or false")
+        return bool(found)
+
+    def only(self, section: str = "", **fixed: Any) -> None:
+        """Fields that can have one value here, which is also what their absence means."""
+        for name, value in fixed.items():
+            if not same(found := self.get(section + name, value), value):
+                self.faults.append(f"{section}{name} is {shown(found)}, megacp can only express {value!r}")
+
+    def full_attention(self, count: int, section: str = "") -> None:
+        """`layer_types` may say only what is so without it."""
+        found, path = self.get(f"{section}layer_types"), f"{section}layer_types"
+        if found is not None and found != ["full_attention"] * count:
+            self.faults.append(f"{path} is {shown(found)}, megacp can only express {count} times full_attention")
+
+    def rope(
+        self, positions: int, section: str = "", theta: float = 1e4, kinds: Collection[str] = tuple(_ROPE_TYPES)
+    ) -> Values:
+        """Theta and scaling of the rotary embedding: the library's `rope_parameters`, or its older spelling."""
+        given = {name: self.get(section + name) for name in ("rope_scaling", "rope_parameters")}
+        name = next((n for n, params in given.items() if params), "rope_parameters")
+        path, params = section + name, ({} if given[name] is None else given[name])
+        if not isinstance(params, Mapping) or any(isinstance(value, Mapping) for value in params.values()):
+            self.faults.append(f"{path} is {shown(params)}, expected one set of parameters for all layers")
+            return {}
+        kind = params.get("rope_type", params.get("type", "default"))
+        if not isinstance(kind, str) or kind not in kinds:
+            self.faults.append(f"{path}.rope_type is {shown(kind)}, megacp can express {', '.join(kinds)}")
+            return {}
+        outside = self.get(f"{section}rope_theta", theta), self.get(f"{section}partial_rotary_factor")
+        base = params.get("rope_theta", outside[0])
+        values = {
+            "rope_scaling": "none" if kind == "default" else kind,
+            "rotary_base": self.checked(f"{section}rope_theta", base, theta, float, 1.0, 1e12),
+        }
+        part = params.get("partial_rotary_factor", outside[1])
+        if part not in (None, 1.0):
+            self.faults.append(f"{section}partial_rotary_factor is {shown(part)}, megacp rotates whole heads")
+        for key in _ROPE_TYPES[kind]:
+            ours, number, low = _ROPE_NUMBERS[key]
+            value = params.get(key)
+            if value is None and number is int:
+                value = positions  # as the library: the length the model is for
+            values[ours] = self.checked(f"{path}.{key}", value, None, number, low, 1e9)
+        known = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *_ROPE_NUMBERS}
+        if kind == "yarn":
+            known |= {"truncate", *_YARN}
+            pair = bool(params.get("mscale") and params.get("mscale_all_dim"))  # one alone means nothing to the library
+            for key, (ours, default) in _YARN.items():
+                silent = params.get(key) is None or (key.startswith("mscale") and not pair)
+                given_number = default if silent else params[key]
+                values[ours] = (
+                    default if silent else self.checked(f"{path}.{key}", given_number, default, float, 1e-9, 1e9)
+                )
+            truncate = params.get("truncate", True)
+            if not isinstance(truncate, bool):
+                self.faults.append(f"{path}.truncate is {shown(truncate)}, expected true or false")
+            values["yarn_correction_range_round_to_int"] = truncate
+        rest = {key for key, value in params.items() if value is not None} - known
+        self.faults += [f"{path}.{key} is {shown(params[key])}, which megacp cannot express" for key in sorted(rest)]
+        return values
+
+    def unknown(self, harmless: Collection[str]) -> list[str]:
+        """Paths that nobody read and that may change the model. Ids of tokens, nulls and SILENT values do not."""
+        return [
+            path
+            for path, value in self._paths()
+            for key in (self._last(path),)
+            if path not in self._seen and path not in self._sections and key not in harmless and key not in GENERAL
+            if not (value is None or key.endswith("_id") or (key in SILENT and same(value, SILENT[key])))
+        ]
+
+    def refuse_unknown(self, harmless: Collection[str], ignored: Collection[str]) -> None:
+        """Faults for unknown fields that are not `ignored` by name, and for ignored names that are none of them."""
+        unknown = self.unknown(harmless)
+        for path in unknown:
+            if not {path, self._last(path)} & set(ignored):
+                self.faults.append(
+                    f"{path} is not known, so it may change the model (--ignore-field {path} when it does not)"
+                )
+        names = {name for path in unknown for name in (path, self._last(path))}
+        for name in ignored:
+            if name not in names:
+                known = any(name in (path, self._last(path)) for path in self._seen)
+                why = "this field is known and means something" if known else "there is no unknown field of this name"
+                self.faults.append(f"--ignore-field {name}: {why}")
+
+
+def rope_fields(values: Values) -> Values:
+    """The fields of `rope`, in both spellings: a library that knows one alone would take its own theta otherwise."""
+    kind = "default" if values["rope_scaling"] == "none" else values["rope_scaling"]
+    params = {"rope_type": kind, **{key: values[_ROPE_NUMBERS[key][0]] for key in _ROPE_TYPES[kind]}}
+    if kind == "yarn":
+        said = {key: values[ours] for key, (ours, default) in _YARN.items() if values[ours] not in (None, default)}
+        params |= said | ({} if values["yarn_correction_range_round_to_int"] else {"truncate": False})
+    return {
+        "rope_theta": values["rotary_base"],
+        "rope_scaling": None if kind == "default" else params,
+        "rope_parameters": {"rope_theta": values["rotary_base"], **params},
+    }

@@ -1,0 +1,452 @@
+"""The decoder that all families share: names of tensors, fields of a config.json, and the seven families of text.
+
+A family is a table of tensor names and two functions: `from_hf` reads a config as our flags, `to_hf` writes them. What
+`to_hf` cannot say is found by reading its config again (`Family.config`). Rows of q and k are in the library's order
+(rotary by halves), which is ours; nothing is permuted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megacp.core.config.model import no_rope_pattern
+from megacp.core.config.run import flag
+from megacp.huggingface.convert.config_json import ConfigJson, Values, rope_fields, shown
+from megacp.huggingface.convert.tensors import Info, Link, Named, Shape
+
+NATIVE, RELEASED = "native", "released"
+LAYOUTS = (NATIVE, RELEASED)
+Table = Mapping[str, str | tuple[str, ...]]
+"""Their tensor -> ours, or ours stacked; `{i}` counts decoder layers, `{v}` those of a tower."""
+
+DECODER: dict[str, str | tuple[str, ...]] = {
+    "model.embed_tokens.weight": "embedding.weight",
+    "model.layers.{i}.input_layernorm.weight": "layers.{i}.attention_norm.weight",
+    "model.layers.{i}.self_attn.q_proj.weight": "layers.{i}.attention.q.weight",
+    "model.layers.{i}.self_attn.q_proj.bias": "layers.{i}.attention.q.bias",
+    "model.layers.{i}.self_attn.k_proj.weight": "layers.{i}.attention.k.weight",
+    "model.layers.{i}.self_attn.k_proj.bias": "layers.{i}.attention.k.bias",
+    "model.layers.{i}.self_attn.v_proj.weight": "layers.{i}.attention.v.weight",
+    "model.layers.{i}.self_attn.v_proj.bias": "layers.{i}.attention.v.bias",
+    "model.layers.{i}.self_attn.o_proj.weight": "layers.{i}.attention.output.weight",
+    "model.layers.{i}.self_attn.o_proj.bias": "layers.{i}.attention.output.bias",
+    "model.layers.{i}.self_attn.q_norm.weight": "layers.{i}.attention.q_norm.weight",
+    "model.layers.{i}.self_attn.k_norm.weight": "layers.{i}.attention.k_norm.weight",
+    "model.layers.{i}.post_attention_layernorm.weight": "layers.{i}.mlp_norm.weight",
+    "model.layers.{i}.mlp.gate_proj.weight": "layers.{i}.mlp.gate.weight",
+    "model.layers.{i}.mlp.gate_proj.bias": "layers.{i}.mlp.gate.bias",
+    "model.layers.{i}.mlp.up_proj.weight": "layers.{i}.mlp.up.weight",
+    "model.layers.{i}.mlp.up_proj.bias": "layers.{i}.mlp.up.bias",
+    "model.layers.{i}.mlp.down_proj.weight": "layers.{i}.mlp.down.weight",
+    "model.layers.{i}.mlp.down_proj.bias": "layers.{i}.mlp.down.bias",
+    "model.norm.weight": "final_norm.weight",
+    "lm_head.weight": "head.weight",
+}
+"""Llama, Mistral, Qwen2, Qwen3, SmolLM3. A tensor that a model does not have is left out."""
+OLMO2 = {
+    {
+        "model.layers.{i}.input_layernorm.weight": "model.layers.{i}.post_attention_layernorm.weight",
+        "model.layers.{i}.post_attention_layernorm.weight": "model.layers.{i}.post_feedforward_layernorm.weight",
+    }.get(theirs, theirs): ours
+    for theirs, ours in DECODER.items()
+}
+PHI3 = {
+    **{theirs: ours for theirs, ours in DECODER.items() if "_proj" not in theirs},
+    "model.layers.{i}.self_attn.qkv_proj.weight": tuple(f"layers.{{i}}.attention.{x}.weight" for x in "qkv"),
+    "model.layers.{i}.self_attn.o_proj.weight": "layers.{i}.attention.output.weight",
+    "model.layers.{i}.mlp.gate_up_proj.weight": ("layers.{i}.mlp.gate.weight", "layers.{i}.mlp.up.weight"),
+    "model.layers.{i}.mlp.down_proj.weight": "layers.{i}.mlp.down.weight",
+}
+
+
+def head_width(values: Values) -> int:
+    """Width of one head."""
+    return values["kv_channels"] or values["hidden_size"] // values["num_attention_heads"]
+
+
+def query_groups(values: Values) -> int:
+    """Key/value heads."""
+    return values["num_query_groups"] or values["num_attention_heads"]
+
+
+def linear(name: str, rows: int, inputs: int, bias: bool) -> dict[str, Shape]:
+    """Shapes of a linear's tensors."""
+    return {f"{name}.weight": (rows, inputs)} | ({f"{name}.bias": (rows,)} if bias else {})
+
+
+def decoder_shapes(values: Values) -> dict[str, Shape]:
+    """Global shapes of a text model's tensors by our names, without padding; a tied head is none of them."""
+    hidden, ffn, width = values["hidden_size"], values["ffn_hidden_size"], head_width(values)
+    heads, groups = values["num_attention_heads"] * width, query_groups(values) * width
+    qkv, mlp = values["add_qkv_bias"], values["add_mlp_bias"]
+    found: dict[str, Shape] = {
+        "embedding.weight": (values["vocab_size"] + values["additional_vocab_size"], hidden),
+        "final_norm.weight": (hidden,),
+    }
+    if values["untie_embeddings_and_output_weights"]:
+        found["head.weight"] = (values["vocab_size"], hidden)
+    for layer in (f"layers.{i}" for i in range(values["num_layers"])):
+        found |= {f"{layer}.attention_norm.weight": (hidden,), f"{layer}.mlp_norm.weight": (hidden,)}
+        found |= linear(f"{layer}.attention.q", heads, hidden, qkv)
+        found |= linear(f"{layer}.attention.k", groups, hidden, qkv)
+        found |= linear(f"{layer}.attention.v", groups, hidden, qkv)
+        found |= linear(f"{layer}.attention.output", hidden, heads, values["add_attention_output_bias"])
+        found |= linear(f"{layer}.mlp.gate", ffn, hidden, mlp) | linear(f"{layer}.mlp.up", ffn, hidden, mlp)
+        found |= linear(f"{layer}.mlp.down", hidden, ffn, mlp)
+        if values["qk_layernorm"]:
+            together = values["qk_layernorm_scope"] == "all_heads"
+            found[f"{layer}.attention.q_norm.weight"] = (heads if together else width,)
+            found[f"{layer}.attention.k_norm.weight"] = (groups if together else width,)
+    return found
+
+
+def links_of(table: Table, shapes: Mapping[str, Shape], layers: int, tower_layers: int = 0) -> list[Link]:
+    """A table with its counters filled in, as far as `shapes` has the tensors of a row."""
+    found = []
+    for i in range(max(1, layers, tower_layers)):
+        for theirs, ours in table.items():
+            count = layers if "{i}" in theirs else tower_layers if "{v}" in theirs else 1
+            names = [name.format(i=i, v=i) for name in ((ours,) if isinstance(ours, str) else ours)]
+            if i < count and all(name in shapes for name in names):
+                parts = tuple(Named(name, shapes[name]) for name in names)
+                rows = sum(part.shape[0] for part in parts)
+                found.append(Link((Named(theirs.format(i=i, v=i), (rows, *parts[0].shape[1:])),), parts))
+    return found
+
+
+SIZES: Values = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+}
+"""Of transformers' LlamaConfig; None: hidden size / heads, and as many groups as heads."""
+_PLAIN: Values = {
+    **dict.fromkeys(("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias", "qk_layernorm"), False),
+    **{"norm_position": "before", "qk_layernorm_scope": "head", "no_rope_freq": None},
+    **{"additional_vocab_size": 0, "vision_num_layers": 0},
+}
+"""What our flags are where a family's config has no word for them."""
+
+
+def sizes_from_hf(
+    c: ConfigJson, defaults: Values, section: str = "", theta: float = 1e4, kinds: Collection[str] = ()
+) -> Values:
+    """The flags that every decoder's config speaks of."""
+
+    def size(name: str, high: int = 2**31 - 1) -> int:
+        return c.number(section + name, defaults[name], high=high)
+
+    values = {"num_layers": size("num_hidden_layers", 4096), "hidden_size": size("hidden_size")}
+    heads = values["num_attention_heads"] = size("num_attention_heads")
+    values |= {"ffn_hidden_size": size("intermediate_size"), "vocab_size": size("vocab_size")}
+    groups, width, even = defaults["num_key_value_heads"], defaults.get("head_dim"), values["hidden_size"] // heads
+    null_heads, null_width = None if section else heads, None if width else even  # as the library's own types
+    values["num_query_groups"] = c.number(f"{section}num_key_value_heads", groups or heads, null=null_heads)
+    values["kv_channels"] = c.number(f"{section}head_dim", width or even, null=null_width)
+    positions = values["max_position_embeddings"] = values["seq_length"] = size("max_position_embeddings")
+    values |= c.rope(positions, section, theta, *[kinds] if kinds else [])
+    values["norm_epsilon"] = c.number(f"{section}rms_norm_eps", defaults["rms_norm_eps"], float, 1e-30, 1.0)
+    values["init_method_std"] = c.number(f"{section}initializer_range", 0.02, float, 0.0, 1e6)
+    c.only(section, hidden_act="silu", attention_dropout=0.0)
+    return values
+
+
+def sizes_to_hf(v: Values, has_head_dim: bool = True) -> Values:
+    """The inverse; a class without `head_dim` reads one all the same, and needs it where the sizes say otherwise."""
+    content = {
+        "num_hidden_layers": v["num_layers"],
+        "hidden_size": v["hidden_size"],
+        "intermediate_size": v["ffn_hidden_size"],
+        "num_attention_heads": v["num_attention_heads"],
+        "num_key_value_heads": query_groups(v),
+        "head_dim": head_width(v),
+        "vocab_size": v["vocab_size"],
+        "max_position_embeddings": v["max_position_embeddings"] or v["seq_length"],
+        "rms_norm_eps": v["norm_epsilon"],
+        "initializer_range": v["init_method_std"],
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        **rope_fields(v),
+    }
+    if not has_head_dim and head_width(v) == v["hidden_size"] // v["num_attention_heads"]:
+        del content["head_dim"]
+    return content
+
+
+def _tied_to_hf(v: Values) -> Values:
+    return {"tie_word_embeddings": not v["untie_embeddings_and_output_weights"]}
+
+
+def _untied(c: ConfigJson, tied: bool = False) -> Values:
+    return {"untie_embeddings_and_output_weights": not c.switch("tie_word_embeddings", tied)}
+
+
+def _biases(c: ConfigJson) -> Values:
+    return dict.fromkeys(("add_qkv_bias", "add_attention_output_bias"), c.switch("attention_bias"))
+
+
+def _full_attention_to_hf(v: Values) -> Values:
+    return {"use_sliding_window": False, "layer_types": ["full_attention"] * v["num_layers"]}
+
+
+LLAMA = SIZES
+
+
+def llama_from_hf(c: ConfigJson) -> Values:
+    v = _PLAIN | sizes_from_hf(c, LLAMA) | _untied(c) | _biases(c) | {"add_mlp_bias": c.switch("mlp_bias")}
+    c.full_attention(v["num_layers"])
+    if v["hidden_size"] % v["num_attention_heads"]:
+        c.faults.append(
+            f"hidden_size {v['hidden_size']} is no multiple of num_attention_heads {v['num_attention_heads']}, which "
+            "the library's class refuses"
+        )
+    return v
+
+
+def llama_to_hf(v: Values) -> Values:
+    biases = {"attention_bias": v["add_qkv_bias"], "mlp_bias": v["add_mlp_bias"]}
+    return sizes_to_hf(v) | _tied_to_hf(v) | biases
+
+
+MISTRAL = {**SIZES, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+
+
+def _refuse_window(c: ConfigJson, default: int | None, positions: int) -> None:
+    """A sliding window is taken where it is no shorter than the longest text."""
+    found = c.get("sliding_window", default)
+    if found is not None and not (type(found) is int and found >= positions):
+        c.faults.append(
+            f"sliding_window is {shown(found)} and max_position_embeddings {positions}: tokens of longer texts do not "
+            "see those before the window, and megacp has no mask for that; null would be none"
+        )
+
+
+def mistral_from_hf(c: ConfigJson) -> Values:
+    v = _PLAIN | sizes_from_hf(c, MISTRAL) | _untied(c)
+    _refuse_window(c, 4096, v["max_position_embeddings"])
+    c.full_attention(v["num_layers"])
+    return v
+
+
+def mistral_to_hf(v: Values) -> Values:
+    return sizes_to_hf(v) | _tied_to_hf(v) | {"sliding_window": None}
+
+
+_NO_HEAD_DIM = {name: value for name, value in SIZES.items() if name != "head_dim"}
+PHI3_SIZES = {**_NO_HEAD_DIM, "hidden_size": 3072, "intermediate_size": 8192, "vocab_size": 32064}
+PHI3_SIZES |= {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+
+
+def phi3_from_hf(c: ConfigJson) -> Values:
+    v = _PLAIN | sizes_from_hf(c, PHI3_SIZES, kinds=("default",)) | _untied(c)
+    _refuse_window(c, None, v["max_position_embeddings"])
+    c.only(resid_pdrop=0.0, embd_pdrop=0.0)
+    c.full_attention(v["num_layers"])
+    return v
+
+
+def phi3_to_hf(v: Values) -> Values:
+    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    return sizes_to_hf(v, has_head_dim=False) | _tied_to_hf(v) | {"sliding_window": None} | dropouts
+
+
+OLMO2_SIZES = {**_NO_HEAD_DIM, "vocab_size": 50304, "rms_norm_eps": 1e-5}
+
+
+def olmo2_from_hf(c: ConfigJson) -> Values:
+    v = _PLAIN | sizes_from_hf(c, OLMO2_SIZES) | _untied(c) | _biases(c)
+    c.full_attention(v["num_layers"])
+    return v | {"norm_position": "after", "qk_layernorm": True, "qk_layernorm_scope": "all_heads"}
+
+
+def olmo2_to_hf(v: Values) -> Values:
+    return sizes_to_hf(v, has_head_dim=False) | _tied_to_hf(v) | {"attention_bias": v["add_qkv_bias"]}
+
+
+SMOLLM3 = {**_NO_HEAD_DIM, "num_hidden_layers": 36, "hidden_size": 2048, "num_attention_heads": 16}
+SMOLLM3 |= {"num_key_value_heads": 4, "vocab_size": 128256, "max_position_embeddings": 32768}
+_EVERY = 4
+"""Layers of the library's default, of which the last has no rotary embedding."""
+
+
+def no_rope_freq(without: list[bool]) -> str | None:
+    """The flag that says which layers have no rotary embedding: every N-th of them, or one by one."""
+    if not any(without):
+        return None
+    every = without.index(True) + 1
+    if without == [(layer + 1) % every == 0 for layer in range(len(without))]:
+        return str(every)
+    return f"[{','.join(str(int(one)) for one in without)}]"
+
+
+def smollm3_from_hf(c: ConfigJson) -> Values:
+    v = _PLAIN | sizes_from_hf(c, SMOLLM3, theta=2e6) | _untied(c, tied=True) | _biases(c)
+    v["add_mlp_bias"] = c.switch("mlp_bias")
+    c.only(use_sliding_window=False)
+    c.full_attention(v["num_layers"])
+    every, count = c.number("no_rope_layer_interval", _EVERY), v["num_layers"]
+    rotates = c.get("no_rope_layers")  # 1 is a layer with a rotary embedding
+    if rotates is None:
+        rotates = [int((layer + 1) % every != 0) for layer in range(count)]
+    if isinstance(rotates, list) and len(rotates) >= count and all(type(x) is int and x in (0, 1) for x in rotates):
+        v["no_rope_freq"] = no_rope_freq([x == 0 for x in rotates[:count]])
+    else:
+        c.faults.append(f"no_rope_layers is {shown(rotates)}, expected 0 or 1 for each of {count} layers")
+    return v
+
+
+def smollm3_to_hf(v: Values) -> Values:
+    pattern = no_rope_pattern(v["no_rope_freq"])
+    without = [pattern[layer % len(pattern)] for layer in range(v["num_layers"])]
+    every = no_rope_freq(without)
+    content: Values = {"no_rope_layers": [int(not one) for one in without]}
+    content |= {"no_rope_layer_interval": int(every)} if every is not None and every.isdigit() else {}
+    biases = {"attention_bias": v["add_qkv_bias"], "mlp_bias": v["add_mlp_bias"]}
+    return sizes_to_hf(v, has_head_dim=False) | _tied_to_hf(v) | biases | _full_attention_to_hf(v) | content
+
+
+QWEN3 = {**SIZES, "intermediate_size": 22016, "num_key_value_heads": 32, "head_dim": 128, "vocab_size": 151936}
+QWEN3 |= {"max_position_embeddings": 32768}
+QWEN2 = {name: value for name, value in QWEN3.items() if name != "head_dim"}
+
+
+def qwen2_from_hf(c: ConfigJson) -> Values:
+    v = _PLAIN | sizes_from_hf(c, QWEN2) | _untied(c) | {"add_qkv_bias": True}
+    c.only(use_sliding_window=False)
+    c.full_attention(v["num_layers"])
+    return v
+
+
+def qwen2_to_hf(v: Values) -> Values:
+    return sizes_to_hf(v, has_head_dim=False) | _tied_to_hf(v) | _full_attention_to_hf(v)
+
+
+def qwen3_from_hf(c: ConfigJson) -> Values:
+    v = _PLAIN | sizes_from_hf(c, QWEN3) | _untied(c) | _biases(c) | {"qk_layernorm": True}
+    c.only(use_sliding_window=False)
+    c.full_attention(v["num_layers"])
+    return v
+
+
+def qwen3_to_hf(v: Values) -> Values:
+    return sizes_to_hf(v) | _tied_to_hf(v) | {"attention_bias": v["add_qkv_bias"]} | _full_attention_to_hf(v)
+
+
+_TOWER_DEFAULTS = {
+    "vision_num_query_groups": "vision_num_attention_heads",
+    "connector_num_query_groups": "connector_num_attention_heads",
+    "connector_ffn_hidden_size": "ffn_hidden_size",
+}
+
+
+def resolved(values: Values) -> Values:
+    """Flags with None as what it stands for, and counted layers counted from the front."""
+    found = dict(values)
+    if "num_query_groups" in values:
+        found |= {"num_query_groups": query_groups(values), "kv_channels": head_width(values)}
+    if not values.get("max_position_embeddings"):
+        found["max_position_embeddings"] = values.get("seq_length")
+    if (freq := values.get("no_rope_freq")) is not None:
+        pattern = no_rope_pattern(freq)
+        found["no_rope_freq"] = no_rope_freq([pattern[i % len(pattern)] for i in range(values["num_layers"])])
+    for name, other in _TOWER_DEFAULTS.items() if values.get("vision_num_layers") else ():
+        found[name] = values[name] or values[other]
+    if values.get("vision_num_layers") and (layers := values.get("vision_feature_layers")):
+        found["vision_feature_layers"] = tuple(i % values["vision_num_layers"] for i in layers)
+    return found
+
+
+@dataclass(frozen=True)
+class Family:
+    """An architecture of the library."""
+
+    name: str
+    """`model_type` of the library, and what --architecture takes."""
+    cls: str
+    """The library's class with a head."""
+    defaults: Values
+    """What absent sizes mean to the library."""
+    from_hf: Callable[[ConfigJson], Values]
+    to_hf: Callable[[Values], Values]
+    table: Table
+    harmless: frozenset[str] = frozenset()
+    """Fields without a meaning beside those that are read."""
+    sections: tuple[str, ...] = ()
+    """Objects of the config whose fields are read."""
+
+    def _read(self, content: Mapping[str, Any]) -> tuple[Values, ConfigJson]:
+        config = ConfigJson(content, self.sections)
+        return self.from_hf(config), config
+
+    def values(self, content: Mapping[str, Any], ignored: Collection[str] = ()) -> Values:
+        """Our flags from a config.json. ValueError lists every field that cannot be expressed; fields that nobody
+        knows and that are `ignored` by name change nothing.
+        """
+        values, config = self._read(self.native(content))
+        config.refuse_unknown(self.harmless, ignored)
+        if config.faults:
+            raise ValueError("config.json: " + "; ".join(config.faults))
+        return values
+
+    def unknown(self, content: Mapping[str, Any]) -> set[str]:
+        """Fields of a config.json that nobody knows, by the names that --ignore-field takes."""
+        _, config = self._read(self.native(content))
+        return {name for path in config.unknown(self.harmless) for name in (path, path.rpartition(".")[2])}
+
+    def config(self, values: Values, layout: str = NATIVE) -> dict[str, Any]:
+        """A config.json from our flags, without dtype and special tokens. ValueError lists every flag that it cannot
+        say: those that are others when it is read again.
+        """
+        content = self.to_hf(values)
+        back, config = self._read(content)
+        ours, read = resolved(values), resolved(back)
+        faults = list(config.faults)
+        faults += [
+            f"{flag(name)} is {ours[name]!r}, this architecture can only express {read[name]!r}"
+            for name in back
+            if name != "seq_length" and ours[name] != read[name]
+        ]
+        if faults:
+            raise ValueError(f"this model is no {self.name}: " + "; ".join(faults))
+        return {"architectures": [self.cls], "model_type": self.name, **self.spelled(content, layout)}
+
+    def native(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A config in the library's own spelling."""
+        return content
+
+    def spelled(self, content: Values, layout: str) -> Values:
+        """A config in the spelling of a layout."""
+        return content
+
+    def links(self, values: Values, layout: str = NATIVE, infos: Mapping[str, Info] | None = None) -> list[Link]:
+        """All tensors; `infos`: of the file that is read."""
+        return links_of(self.table, decoder_shapes(values), values["num_layers"])
+
+    def layout_of(self, infos: Mapping[str, Info]) -> str:
+        """The layout that a file is in."""
+        return NATIVE
+
+
+_NO_WINDOW = frozenset({"sliding_window", "max_window_layers"})
+"""Without a meaning while `use_sliding_window` is false."""
+TEXT_FAMILIES = (
+    Family("llama", "LlamaForCausalLM", LLAMA, llama_from_hf, llama_to_hf, DECODER),
+    Family("mistral", "MistralForCausalLM", MISTRAL, mistral_from_hf, mistral_to_hf, DECODER),
+    Family(
+        *("phi3", "Phi3ForCausalLM", PHI3_SIZES, phi3_from_hf, phi3_to_hf, PHI3),
+        frozenset({"original_max_position_embeddings"}),  # of scaled rotary embeddings alone, which are refused
+    ),
+    Family("olmo2", "Olmo2ForCausalLM", OLMO2_SIZES, olmo2_from_hf, olmo2_to_hf, OLMO2),
+    Family("smollm3", "SmolLM3ForCausalLM", SMOLLM3, smollm3_from_hf, smollm3_to_hf, DECODER, _NO_WINDOW),
+    Family("qwen2", "Qwen2ForCausalLM", QWEN2, qwen2_from_hf, qwen2_to_hf, DECODER, _NO_WINDOW),
+    Family("qwen3", "Qwen3ForCausalLM", QWEN3, qwen3_from_hf, qwen3_to_hf, DECODER, _NO_WINDOW),
+)

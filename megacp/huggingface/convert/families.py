@@ -1,0 +1,51 @@
+"""The eight families by name, and how a config.json or flags choose one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megacp.huggingface.convert.config_json import Values
+from megacp.huggingface.convert.decoder import TEXT_FAMILIES, Family
+from megacp.huggingface.convert.molmo2 import MOLMO2, TOKEN_ORDER
+
+FAMILIES: dict[str, Family] = {family.name: family for family in (*TEXT_FAMILIES, MOLMO2)}
+IGNORED_TENSORS = ("rotary_emb.inv_freq",)
+"""Ends of names in old files that are not read: they follow from the config."""
+
+
+def of_config(content: Mapping[str, Any], wanted: str = "auto") -> Family:
+    """The family of a config.json. ValueError when it is not known, or not the one that is `wanted`."""
+    name = content.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ValueError(f"config.json: model_type is {name!r:.80}, known are {', '.join(FAMILIES)}")
+    if wanted not in ("auto", name):
+        raise ValueError(f"--architecture is {wanted}, but config.json has model_type {name}")
+    return FAMILIES[name]
+
+
+def of_values(values: Values, wanted: str = "auto") -> Family:
+    """The family that is `wanted`, or that our flags name, or the first that can say them. ValueError for a name that
+    is not known.
+    """
+    if wanted != "auto":
+        return FAMILIES[wanted]
+    named = values["hf_model_type"]
+    if named is not None:
+        if named not in FAMILIES:
+            raise ValueError(f"--hf-model-type {named} is not known, known are {', '.join(FAMILIES)}")
+        return FAMILIES[named]
+    after, biases = values["norm_position"] == "after", (values["add_qkv_bias"], values["add_attention_output_bias"])
+    chosen = {
+        "molmo2": values["vision_num_layers"] > 0,
+        "olmo2": after or values["qk_layernorm_scope"] == "all_heads",
+        "smollm3": values["no_rope_freq"] is not None,
+        "qwen3": values["qk_layernorm"],
+        "qwen2": biases == (True, False),
+    }
+    return FAMILIES[next((name for name, fits in chosen.items() if fits), "llama")]
+
+
+def token_ids(values: Values, known: Mapping[str, int] | None) -> dict[str, int]:
+    """Ids of the image tokens by name: those that are known, or the first ones behind the vocabulary."""
+    return dict(known) if known else {n: values["vocab_size"] + i for i, n in enumerate(TOKEN_ORDER)}

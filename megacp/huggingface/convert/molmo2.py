@@ -1,0 +1,307 @@
+"""Molmo2: the tensors and config fields of both of its layouts, the library's own and the released one.
+
+The layouts differ in names, in fused tensors (q, k, v in `att_proj`; up, then gate, in `ff_proj`) and in where the
+embedding is split. The config is read in the library's spelling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megacp.huggingface.convert.config_json import ConfigJson, Values, as_number, shown
+from megacp.huggingface.convert.decoder import (
+    DECODER,
+    NATIVE,
+    RELEASED,
+    SIZES,
+    Family,
+    decoder_shapes,
+    linear,
+    links_of,
+    query_groups,
+    sizes_from_hf,
+    sizes_to_hf,
+)
+from megacp.huggingface.convert.tensors import Info, Link, Named, Shape
+
+TOKEN_FIELDS = {
+    "image_start_token_id": "image_start",
+    "low_res_image_start_token_id": "low_res_image_start",
+    "image_end_token_id": "image_end",
+    "image_patch_id": "image_patch",
+    "frame_start_token_id": "frame_start",
+    "frame_end_token_id": "frame_end",
+}
+"""Ids that stand in the config, by the names of the image rules."""
+TOKEN_ORDER = (
+    *("image_patch", "image_col", "image_start", "low_res_image_start"),
+    *("frame_start", "image_end", "frame_end", "image_low_res"),
+)
+"""The order in which image tokens get ids behind the vocabulary where no rules are known."""
+_SPLIT_EMBEDDING = ("model.transformer.wte.embedding", "model.transformer.wte.new_embedding")
+
+
+def _both(theirs: str, ours: str) -> dict[str, str]:
+    return {f"{theirs}.{kind}": f"{ours}.{kind}" for kind in ("weight", "bias")}
+
+
+NATIVE_TABLE = {
+    **{theirs.replace("model.", "model.language_model.", 1): ours for theirs, ours in DECODER.items()},
+    "model.vision_tower.positional_embedding": "vision.position_embedding.weight",
+    **_both("model.vision_tower.patch_embedding", "vision.patch_embedding"),
+    **_both("model.vision_tower.layers.{v}.layer_norm1", "vision.blocks.{v}.attention_norm"),
+    **_both("model.vision_tower.layers.{v}.layer_norm2", "vision.blocks.{v}.mlp_norm"),
+    **_both("model.vision_tower.layers.{v}.self_attn.q_proj", "vision.blocks.{v}.attention.q"),
+    **_both("model.vision_tower.layers.{v}.self_attn.k_proj", "vision.blocks.{v}.attention.k"),
+    **_both("model.vision_tower.layers.{v}.self_attn.v_proj", "vision.blocks.{v}.attention.v"),
+    **_both("model.vision_tower.layers.{v}.self_attn.o_proj", "vision.blocks.{v}.attention.output"),
+    **_both("model.vision_tower.layers.{v}.mlp.fc1", "vision.blocks.{v}.mlp.up"),
+    **_both("model.vision_tower.layers.{v}.mlp.fc2", "vision.blocks.{v}.mlp.down"),
+    **_both("model.multi_modal_projector.image_pooling_2d.q_proj", "connector.attention.q"),
+    **_both("model.multi_modal_projector.image_pooling_2d.k_proj", "connector.attention.k"),
+    **_both("model.multi_modal_projector.image_pooling_2d.v_proj", "connector.attention.v"),
+    **_both("model.multi_modal_projector.image_pooling_2d.o_proj", "connector.attention.output"),
+    "model.multi_modal_projector.image_projector.gate_proj.weight": "connector.mlp.gate.weight",
+    "model.multi_modal_projector.image_projector.up_proj.weight": "connector.mlp.up.weight",
+    "model.multi_modal_projector.image_projector.down_proj.weight": "connector.mlp.down.weight",
+}
+_BLOCK = "model.transformer.blocks.{i}"
+_RESBLOCK = "model.vision_backbone.image_vit.transformer.resblocks.{v}"
+RELEASED_TABLE: dict[str, str | tuple[str, ...]] = {
+    f"{_BLOCK}.attn_norm.weight": "layers.{i}.attention_norm.weight",
+    f"{_BLOCK}.self_attn.att_proj.weight": tuple(f"layers.{{i}}.attention.{x}.weight" for x in "qkv"),
+    f"{_BLOCK}.self_attn.att_proj.bias": tuple(f"layers.{{i}}.attention.{x}.bias" for x in "qkv"),
+    f"{_BLOCK}.self_attn.attn_out.weight": "layers.{i}.attention.output.weight",
+    f"{_BLOCK}.self_attn.q_norm.weight": "layers.{i}.attention.q_norm.weight",
+    f"{_BLOCK}.self_attn.k_norm.weight": "layers.{i}.attention.k_norm.weight",
+    f"{_BLOCK}.ff_norm.weight": "layers.{i}.mlp_norm.weight",
+    f"{_BLOCK}.mlp.ff_proj.weight": ("layers.{i}.mlp.up.weight", "layers.{i}.mlp.gate.weight"),
+    f"{_BLOCK}.mlp.ff_out.weight": "layers.{i}.mlp.down.weight",
+    "model.transformer.ln_f.weight": "final_norm.weight",
+    "lm_head.weight": "head.weight",
+    "model.vision_backbone.image_vit.positional_embedding": "vision.position_embedding.weight",
+    **_both("model.vision_backbone.image_vit.patch_embedding", "vision.patch_embedding"),
+    **_both(f"{_RESBLOCK}.attention_norm", "vision.blocks.{v}.attention_norm"),
+    **_both(f"{_RESBLOCK}.ffn_norm", "vision.blocks.{v}.mlp_norm"),
+    **_both(f"{_RESBLOCK}.attention.wq", "vision.blocks.{v}.attention.q"),
+    **_both(f"{_RESBLOCK}.attention.wk", "vision.blocks.{v}.attention.k"),
+    **_both(f"{_RESBLOCK}.attention.wv", "vision.blocks.{v}.attention.v"),
+    **_both(f"{_RESBLOCK}.attention.wo", "vision.blocks.{v}.attention.output"),
+    **_both(f"{_RESBLOCK}.feed_forward.w1", "vision.blocks.{v}.mlp.up"),
+    **_both(f"{_RESBLOCK}.feed_forward.w2", "vision.blocks.{v}.mlp.down"),
+    **_both("model.vision_backbone.image_pooling_2d.wq", "connector.attention.q"),
+    **_both("model.vision_backbone.image_pooling_2d.wk", "connector.attention.k"),
+    **_both("model.vision_backbone.image_pooling_2d.wv", "connector.attention.v"),
+    **_both("model.vision_backbone.image_pooling_2d.wo", "connector.attention.output"),
+    "model.vision_backbone.image_projector.w1.weight": "connector.mlp.gate.weight",
+    "model.vision_backbone.image_projector.w3.weight": "connector.mlp.up.weight",
+    "model.vision_backbone.image_projector.w2.weight": "connector.mlp.down.weight",
+}
+
+
+def _attention(name: str, values: Values, room: str, inputs: int) -> dict[str, Shape]:
+    hidden, width = values["vision_hidden_size"], values[f"{room}_head_dim"]
+    heads = values[f"{room}_num_attention_heads"] * width
+    groups = (values[f"{room}_num_query_groups"] or values[f"{room}_num_attention_heads"]) * width
+    found = linear(f"{name}.q", heads, inputs, True) | linear(f"{name}.k", groups, inputs, True)
+    return found | linear(f"{name}.v", groups, inputs, True) | linear(f"{name}.output", hidden, heads, True)
+
+
+def tower_shapes(values: Values) -> dict[str, Shape]:
+    """Global shapes of tower and connector by our names."""
+    hidden, ffn, patch = values["vision_hidden_size"], values["vision_ffn_hidden_size"], values["vision_patch_size"]
+    found: dict[str, Shape] = {
+        "vision.position_embedding.weight": ((values["vision_image_size"] // patch) ** 2, hidden)
+    }
+    found |= linear("vision.patch_embedding", hidden, 3 * patch**2, True)
+    for block in (f"vision.blocks.{i}" for i in range(values["vision_num_layers"])):
+        norms = (f"{block}.{norm}.{kind}" for norm in ("attention_norm", "mlp_norm") for kind in ("weight", "bias"))
+        found |= dict.fromkeys(norms, (hidden,)) | _attention(f"{block}.attention", values, "vision", hidden)
+        found |= linear(f"{block}.mlp.up", ffn, hidden, True) | linear(f"{block}.mlp.down", hidden, ffn, True)
+    found |= _attention("connector.attention", values, "connector", 2 * hidden)
+    width = values["connector_ffn_hidden_size"] or values["ffn_hidden_size"]
+    found |= linear("connector.mlp.gate", width, hidden, False) | linear("connector.mlp.up", width, hidden, False)
+    return found | linear("connector.mlp.down", values["hidden_size"], width, False)
+
+
+TEXT = {**SIZES, "num_hidden_layers": 36, "intermediate_size": 12288, "num_key_value_heads": 8, "head_dim": 128}
+TEXT |= {"vocab_size": 151936, "max_position_embeddings": 36864}
+"""Of transformers' Molmo2TextConfig."""
+_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+_TOWER = {
+    "vision_config.num_hidden_layers": ("vision_num_layers", 25),
+    "vision_config.hidden_size": ("vision_hidden_size", 1152),
+    "vision_config.intermediate_size": ("vision_ffn_hidden_size", 4304),
+    "vision_config.num_attention_heads": ("vision_num_attention_heads", 16),
+    "vision_config.num_key_value_heads": ("vision_num_query_groups", 16),
+    "vision_config.head_dim": ("vision_head_dim", 72),
+    "vision_config.patch_size": ("vision_patch_size", 14),
+    "adapter_config.num_attention_heads": ("connector_num_attention_heads", 16),
+    "adapter_config.num_key_value_heads": ("connector_num_query_groups", 16),
+    "adapter_config.head_dim": ("connector_head_dim", 72),
+    "adapter_config.intermediate_size": ("connector_ffn_hidden_size", 18944),
+}
+"""Their size -> our flag and the library's default."""
+
+
+def from_hf(c: ConfigJson) -> Values:
+    v = sizes_from_hf(c, TEXT, "text_config.")
+    v |= {"untie_embeddings_and_output_weights": True, "norm_position": "before", "qk_layernorm_scope": "head"}
+    v |= {"qk_layernorm": True, "no_rope_freq": None, "add_attention_output_bias": False, "add_mlp_bias": False}
+    v |= {"image_attention": "example", "add_qkv_bias": c.switch("text_config.attention_bias")}
+    v["additional_vocab_size"] = c.number("text_config.additional_vocab_size", 128)
+    for path, (ours, default) in _TOWER.items():
+        v[ours] = c.number(path, default, high=4096 if ours == "vision_num_layers" else 2**31 - 1)
+    v["vision_norm_epsilon"] = c.number("vision_config.layer_norm_eps", 1e-6, float, 1e-30, 1.0)
+    c.only(tie_word_embeddings=False)
+    c.only("text_config.", qk_norm_type="qwen3", norm_after=False, tie_word_embeddings=False)
+    c.only("text_config.", use_qk_norm=True, embedding_dropout=0.0, residual_dropout=0.0)
+    c.only("vision_config.", num_channels=3, attention_bias=True, attention_dropout=0.0, residual_dropout=0.0)
+    c.only("adapter_config.", attention_bias=True, attention_dropout=0.0, hidden_act="silu", mlp_bias=False)
+    c.only("adapter_config.", residual_dropout=0.0, image_feature_dropout=0.0, pooling_attention_mask=True)
+    c.full_attention(v["num_layers"], "text_config.")
+    scaled = c.get("text_config.rope_scaling_layers")
+    if scaled is not None and v.get("rope_scaling") != "none" and scaled != list(range(v["num_layers"])):
+        c.faults.append(f"text_config.rope_scaling_layers is {shown(scaled)}, megacp can only scale all layers")
+    activation = c.get("vision_config.hidden_act", "gelu_pytorch_tanh")
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+        allowed = ", ".join(map(repr, _ACTIVATIONS))
+        c.faults.append(f"vision_config.hidden_act is {shown(activation)}, allowed are {allowed}")
+    else:
+        v["vision_activation"] = _ACTIVATIONS[activation]
+    size = c.get("vision_config.image_size") or [378, 378]
+    square = isinstance(size, list) and len(size) == 2 and size[0] == size[1]
+    if square and as_number(size[0], int, 1, 2**31) is not None:
+        v["vision_image_size"] = size[0]
+        patches, count = (size[0] // v["vision_patch_size"]) ** 2, c.get("vision_config.num_position_embeddings")
+        if count not in (None, patches):
+            c.faults.append(f"vision_config.num_position_embeddings is {shown(count)}, a crop has {patches} patches")
+    else:
+        c.faults.append(f"vision_config.image_size is {shown(size)}, megacp can only express squares")
+    for path, default, ours in _TWINS:
+        if (found := c.get(path, default)) != v[ours]:
+            c.faults.append(f"{path} is {shown(found)}, megacp can only express {v[ours]} as in what it joins")
+    path, count = "adapter_config.vision_feature_layer", v["vision_num_layers"]
+    chosen = c.get(path) or [24, 18]
+    whole = (
+        isinstance(chosen, list) and len(chosen) == 2 and all(type(i) is int and -count <= i < count for i in chosen)
+    )
+    if not whole:
+        c.faults.append(f"{path} is {shown(chosen)}, megacp can only express two of the {count} layers")
+    elif max(layer % count for layer in chosen) != count - 1:
+        c.faults.append(f"{path} is {chosen}, which leaves layers of vision_config.num_hidden_layers {count} unread")
+    else:
+        v["vision_feature_layers"] = tuple(chosen)
+    return v
+
+
+_TWINS = (
+    ("adapter_config.hidden_size", 1152, "vision_hidden_size"),
+    ("adapter_config.text_hidden_size", 3584, "hidden_size"),
+)
+"""Widths that the library says twice."""
+
+
+def to_hf(v: Values) -> Values:
+    heads = {"vision_num_query_groups": "vision_num_attention_heads", "connector_ffn_hidden_size": "ffn_hidden_size"}
+    heads["connector_num_query_groups"] = "connector_num_attention_heads"
+    sizes = {path: v[ours] or v[heads[ours]] if ours in heads else v[ours] for path, (ours, _) in _TOWER.items()}
+    content: Values = {"text_config": {"model_type": "molmo2_text"} | sizes_to_hf(v)}
+    content["text_config"] |= {"attention_bias": v["add_qkv_bias"], "num_key_value_heads": query_groups(v)}
+    content["text_config"] |= {"qk_norm_type": "qwen3", "norm_after": False, "tie_word_embeddings": False}
+    content["text_config"] |= {"additional_vocab_size": v["additional_vocab_size"]}
+    content["text_config"] |= {"rope_scaling_layers": list(range(v["num_layers"]))}
+    for section in ("vision_config", "adapter_config"):
+        inside = {path.split(".")[1]: size for path, size in sizes.items() if path.startswith(section)}
+        content[section] = {"model_type": f"molmo2_{section.removesuffix('_config')}", **inside}
+        content[section] |= {
+            "attention_bias": True,
+            "attention_dropout": 0.0,
+            "initializer_range": v["init_method_std"],
+        }
+    size = v["vision_image_size"]
+    content["vision_config"] |= {
+        "image_size": [size, size],
+        "num_position_embeddings": (size // v["vision_patch_size"]) ** 2,
+        "layer_norm_eps": v["vision_norm_epsilon"],
+        "hidden_act": {ours: theirs for theirs, ours in _ACTIVATIONS.items()}[v["vision_activation"]],
+        "num_channels": 3,
+    }
+    content["adapter_config"] |= {"vision_feature_layer": list(v["vision_feature_layers"]), "hidden_act": "silu"}
+    content["adapter_config"] |= {path.split(".")[1]: v[ours] for path, _, ours in _TWINS} | {"mlp_bias": False}
+    return content | {"initializer_range": v["init_method_std"], "tie_word_embeddings": False}
+
+
+_SPELLINGS = {
+    ("vision_config", "image_size"): "image_default_input_size",
+    ("vision_config", "patch_size"): "image_patch_size",
+    ("vision_config", "num_position_embeddings"): "image_num_pos",
+    ("adapter_config", "vision_feature_layer"): "vit_layers",
+    ("text_config", "attention_bias"): "qkv_bias",
+    ("text_config", "rms_norm_eps"): "layer_norm_eps",
+}
+"""(section, field) of the library: the field as it was released; the section `vision_config` was `vit_config`."""
+
+
+class Molmo2(Family):
+    """The family with two layouts."""
+
+    def native(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """A released tower declares unread layers without weights: they are left out, as the library does."""
+        found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in content.items()}
+        legacy = found.pop("vit_config", None)
+        if legacy is not None and not isinstance(legacy, dict):
+            raise ValueError("config.json: vit_config is no object")
+        trimmed = legacy is not None and found.get("vision_config") is None
+        if trimmed:
+            found["vision_config"] = legacy
+        for (section, name), released in _SPELLINGS.items():
+            inside = found.get(section)
+            if isinstance(inside, dict) and released in inside:
+                inside[name] = inside.pop(released)
+        if trimmed:
+            vision, adapter = found["vision_config"], found.setdefault("adapter_config", {})
+            count, chosen = vision.get("num_hidden_layers", 25), adapter.get("vision_feature_layer") or [24, 18]
+            whole = isinstance(chosen, list) and all(type(layer) is int for layer in chosen)
+            if whole and as_number(count, int, 1, 4096) is not None:  # others are refused where they are read
+                chosen = [layer % count for layer in chosen]
+                adapter["vision_feature_layer"], vision["num_hidden_layers"] = chosen, max(chosen) + 1
+        return found
+
+    def spelled(self, content: Values, layout: str) -> Values:
+        if layout == NATIVE:
+            return content
+        found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in content.items()}
+        for (section, name), released in _SPELLINGS.items():
+            found[section][released] = found[section].pop(name)
+        vision, adapter = found.pop("vision_config"), found["adapter_config"]
+        adapter["vit_layers"] = [layer % vision["num_hidden_layers"] for layer in adapter["vit_layers"]]
+        return found | {"vit_config": vision}
+
+    def links(self, values: Values, layout: str = NATIVE, infos: Mapping[str, Info] | None = None) -> list[Link]:
+        """A released embedding is split in two, where the file that is read has it, else behind the vocabulary."""
+        shapes, layers = (
+            decoder_shapes(values) | tower_shapes(values),
+            (values["num_layers"], values["vision_num_layers"]),
+        )
+        if layout == NATIVE:
+            return links_of(NATIVE_TABLE, shapes, *layers)
+        total, hidden = shapes["embedding.weight"]
+        info = (infos or {}).get(_SPLIT_EMBEDDING[0])
+        sound = info is not None and len(info.shape) == 2 and 0 < info.shape[0] < total
+        first = info.shape[0] if info is not None and sound else values["vocab_size"]
+        split = zip(_SPLIT_EMBEDDING, (first, total - first), strict=True)
+        embedding = Named("embedding.weight", (total, hidden))
+        cut = Link(tuple(Named(name, (rows, hidden)) for name, rows in split), (embedding,))
+        return [cut, *links_of(RELEASED_TABLE, shapes, *layers)]
+
+    def layout_of(self, infos: Mapping[str, Info]) -> str:
+        return RELEASED if any(name.startswith("model.transformer.") for name in infos) else NATIVE
+
+
+MOLMO2 = Molmo2(
+    *("molmo2", "Molmo2ForConditionalGeneration", TEXT, from_hf, to_hf, NATIVE_TABLE),
+    frozenset({"float32_attention", "use_frame_special_tokens"}),
+    ("text_config", "vision_config", "adapter_config"),
+)

@@ -1,0 +1,369 @@
+"""Tables of families: names and shapes are those of our models, defaults and fields are the library's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megacp.core.config.run import RunConfig, flatten, with_values
+from megacp.core.distributed.grid import GridShape, build_grid
+from megacp.core.distributed.parameter import spec_of
+from megacp.core.models.build import build_chunks
+from megacp.huggingface.convert.decoder import LAYOUTS, RELEASED
+from megacp.huggingface.convert.families import FAMILIES, of_config, of_values
+from megacp.huggingface.convert.tensors import Cast, Info, Mapped, whole
+from megacp.verify.parity_config import MODELS
+from tests.huggingface.convert.models import BANDS, rope
+from tests.huggingface.convert.models import MODELS as THEIRS
+
+OURS: dict[str, dict[str, Any]] = {
+    "llama": {"untie_embeddings_and_output_weights": True, "num_query_groups": 4},
+    "llama tied with biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True},
+    "qwen3": {"qk_layernorm": True, "kv_channels": 16, "num_query_groups": 2},
+    "mistral": {"hf_model_type": "mistral", "untie_embeddings_and_output_weights": True},
+    "phi3": {"hf_model_type": "phi3", "num_query_groups": 2},
+    "qwen2": {"add_qkv_bias": True, "num_query_groups": 2},
+    "olmo2": MODELS["tiny_olmo2"],
+    "smollm3": MODELS["tiny_smollm3"],
+    "molmo2": {**MODELS["tiny_vlm"], "qk_layernorm": True, "vision_num_query_groups": 4, "add_qkv_bias": True},
+}
+SMALL = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 8, "vocab_size": 211}
+
+
+def values_of(changes: dict[str, Any]) -> dict[str, Any]:
+    return flatten(with_values(RunConfig(), {**SMALL, **changes}))
+
+
+def tensors_of(changes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the model that is trained with these flags."""
+    config = with_values(RunConfig(), {**SMALL, **changes})
+    (chunk,) = build_chunks(config, build_grid(GridShape(), 0))
+    return {piece.name: piece.global_shape for p in chunk.parameters() for piece in spec_of(p).pieces}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", OURS)
+def test_the_tables_hold_each_tensor_of_our_models_once(name: str, layout: str) -> None:
+    """Would catch a tensor that a new option adds and no table knows."""
+    values = values_of(OURS[name])
+    links = of_values(values).links(values, layout)
+    ours = [named for link in links for named in link.ours]
+    assert len({named.name for named in ours}) == len(ours)
+    assert {named.name: named.shape for named in ours} == tensors_of(OURS[name])
+    theirs = [named.name for link in links for named in link.theirs]
+    assert len(set(theirs)) == len(theirs)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_absent_field_means_what_the_library_takes(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    library = getattr(
+        transformers, FAMILIES[name].cls.replace("ForCausalLM", "Config").replace("ForConditionalGeneration", "Config")
+    )()
+    library, table = library.text_config if name == "molmo2" else library, FAMILIES[name].defaults
+    derived = {"num_key_value_heads": library.num_attention_heads, "head_dim": library.hidden_size // 32}
+    assert {k: derived[k] if v is None else v for k, v in table.items()} == {k: getattr(library, k) for k in table}
+    assert library.rope_parameters["rope_theta"] == (2_000_000.0 if name == "smollm3" else 10_000.0)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "molmo2"])
+def test_every_field_that_the_library_writes_is_known_and_its_default_is_taken(name: str) -> None:
+    """Would catch a field that a newer library adds."""
+    transformers = pytest.importorskip("transformers")
+    config, family = transformers.AutoConfig.for_model(name), FAMILIES[name]
+    changes = {"sliding_window": None} if name == "mistral" else {}
+    assert family.values({**config.to_dict(), **changes}) == family.values({"model_type": name, **changes})
+
+
+def test_absent_fields_of_a_vision_tower_mean_what_the_library_takes() -> None:
+    transformers = pytest.importorskip("transformers")
+    sections = {"text_config": {"hidden_size": 3584}, "vision_config": {}, "adapter_config": {}}
+    values = FAMILIES["molmo2"].values({"model_type": "molmo2", **sections})
+    library = transformers.Molmo2Config(**sections)
+    written = FAMILIES["molmo2"].config({**flatten(RunConfig()), **values})
+    for section in sections:
+        theirs = getattr(library, section).to_dict()
+        ours = {k: v for k, v in written[section].items() if k not in ("rope_theta", "rope_scaling")}
+        assert ours.items() <= theirs.items()
+
+
+@pytest.mark.parametrize("name", [name for name in THEIRS if name != "molmo2 native"])
+def test_a_config_comes_back_as_it_was(name: str) -> None:
+    """Through our flags and both spellings of Molmo2's fields."""
+    pytest.importorskip("transformers")
+    content = THEIRS[name]().config.to_diff_dict()
+    family = of_config(content)
+    values = family.values(content)
+    for layout in LAYOUTS if family.sections else LAYOUTS[:1]:
+        back = family.values(family.config({**flatten(RunConfig()), **values}, layout))
+        if "vision_feature_layers" in back:
+            back["vision_feature_layers"] = tuple(x % 3 - 3 for x in back["vision_feature_layers"])
+        assert back == values
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"rope_scaling": {"type": "yarn"}}, "rope_scaling.factor"),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": -1}}, "rope_scaling.beta_fast"),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": "no"}}, "rope_scaling.truncate"),
+    ("mistral", {}, "sliding_window"),
+    ("mistral", {"sliding_window": 4095, "max_position_embeddings": 4096}, "sliding_window"),
+    ("phi3", {"sliding_window": 2047}, "sliding_window"),
+    (
+        "phi3",
+        {"rope_scaling": {"type": "longrope"}},
+        "rope_scaling.rope_type",
+    ),
+    ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor"),
+    ("smollm3", {"use_sliding_window": True}, "use_sliding_window"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+    ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+    ("olmo2", {"layer_types": ["sliding_attention"]}, "layer_types"),
+    ("llama", {"rope_parameters": rope(1.0, rope_type="dynamic")}, "rope_parameters.rope_type"),
+    ("llama", {"rope_parameters": rope(1.0, attention_factor=2.0)}, "rope_parameters.attention_factor"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ("llama", {"rope_parameters": {"full_attention": rope(1.0)}}, "rope_parameters"),
+    ("llama", {"rope_theta": "big"}, "rope_theta"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act"),
+    ("llama", {"attention_dropout": 0.1}, "attention_dropout"),
+    ("llama", {"embedding_multiplier": 12}, "embedding_multiplier"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+    ("llama", {"hidden_size": "4096"}, "hidden_size"),
+    ("llama", {"num_attention_heads": 0}, "num_attention_heads"),
+    ("llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
+    ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers"),
+    ("llama", {"num_hidden_layers": True}, "num_hidden_layers"),
+    ("llama", {"hidden_size": 64.5}, "hidden_size"),
+    ("llama", {"vocab_size": "32000"}, "vocab_size"),
+    ("llama", {"vocab_size": 2**31}, "vocab_size"),
+    ("llama", {"rms_norm_eps": None}, "rms_norm_eps"),
+    ("llama", {"rms_norm_eps": -1e-06}, "rms_norm_eps"),
+    ("llama", {"rope_theta": 1e309}, "rope_theta"),
+    ("llama", {"rope_theta": "a"}, "rope_theta"),
+    ("llama", {"rope_parameters": {"rope_theta": None}}, "rope_theta"),
+    ("llama", {"rope_scaling": "linear"}, "rope_scaling"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 1e309}}, "rope_scaling.factor"),
+    ("llama", {"architectures": [{}]}, "architectures"),
+    ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings"),
+    ("llama", {"attention_bias": "no"}, "attention_bias"),
+    ("llama", {"eos_token_id": {"id": 2}}, "eos_token_id"),
+    ("llama", {"eos_token_id": [2, "x"]}, "eos_token_id"),
+    ("qwen3", {"head_dim": None}, "head_dim"),
+    ("qwen3", {"layer_types": ["full_attention"]}, "layer_types"),
+    ("molmo2", {"text_config": 5}, "text_config"),
+    ("molmo2", {"vit_config": [1]}, "vit_config"),
+    ("molmo2", {"vision_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers"),
+    ("molmo2", {"vision_config": {"hidden_act": {}}}, "vision_config.hidden_act"),
+    ("molmo2", {"image_patch_id": "7"}, "image_patch_id"),
+    (
+        "molmo2",
+        {"text_config": {"rope_scaling": LINEAR, "rope_scaling_layers": 3}},
+        "text_config.rope_scaling_layers",
+    ),
+    ("qwen3", {"use_sliding_window": True}, "use_sliding_window"),
+    ("qwen3", {"layer_types": ["sliding_attention"]}, "layer_types"),
+    ("molmo2", {"text_config": {"qk_norm_type": "olmo"}}, "text_config.qk_norm_type"),
+    ("molmo2", {"text_config": {"norm_after": True}}, "text_config.norm_after"),
+    ("molmo2", {"tie_word_embeddings": True}, "tie_word_embeddings"),
+    ("molmo2", {"text_config": {"additional_vocab_size": 0}}, "text_config.additional_vocab_size"),
+    (
+        "molmo2",
+        {
+            "text_config": {
+                "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000000.0},
+                "rope_scaling_layers": [0],
+            }
+        },
+        "text_config.rope_scaling_layers",
+    ),
+    ("molmo2", {"vision_config": {"image_size": [378, 336]}}, "vision_config.image_size"),
+    ("molmo2", {"vision_config": {"num_position_embeddings": 7}}, "num_position_embeddings"),
+    ("molmo2", {"adapter_config": {"vision_feature_layer": [3, 1]}}, "vision_feature_layer"),
+    ("molmo2", {"adapter_config": {"vision_feature_layer": [24]}}, "vision_feature_layer"),
+    ("molmo2", {"adapter_config": {"text_hidden_size": 1}}, "adapter_config.text_hidden_size"),
+    ("molmo2", {"vision_config": {"registers": 4}}, "vision_config.registers"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "field"), REFUSED, ids=str)
+def test_what_cannot_be_expressed_is_refused_by_the_name_of_its_field(
+    name: str, content: dict[str, Any], field: str
+) -> None:
+    content = {"model_type": name, **content}
+    with pytest.raises(ValueError, match="config.json: ") as refused:
+        of_config(content).values(content)
+    assert field in str(refused.value)
+
+
+HARMLESS: dict[str, dict[str, Any]] = {
+    "SmolLM2": {
+        "model_type": "llama",
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "transformers.js_config": {"dtype": "q4"},
+        "layer_types": ["full_attention"] * 32,
+    },
+    "a null of a quantizer, a window and a cap": {
+        "model_type": "llama",
+        "quantization_config": None,
+        "sliding_window": None,
+        "attn_logit_softcapping": None,
+    },
+    "an older library": {"model_type": "qwen3", "is_decoder": False, "pruned_heads": {}, "top_p": 0.9, "num_beams": 1},
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_field_that_says_what_is_so_without_it_is_harmless(name: str) -> None:
+    content = HARMLESS[name]
+    architecture = of_config(content)
+    assert architecture.values(content) == architecture.values({"model_type": content["model_type"]})
+
+
+@pytest.mark.parametrize(
+    "change", [{"rope_interleaved": True}, {"is_decoder": 0}, {"residual_multiplier": 0.5}], ids=str
+)
+def test_the_same_field_with_another_value_is_refused(change: dict[str, Any]) -> None:
+    (field,) = change
+    with pytest.raises(ValueError, match=rf"{field} is not known, so it may change the model \(--ignore-field {field}"):
+        FAMILIES["llama"].values({"model_type": "llama", **change})
+
+
+def test_a_field_is_ignored_by_its_name_when_no_row_knows_it() -> None:
+    content = {"model_type": "molmo2", "text_config": {"odd": 3, "hidden_size": 3584}, "other": 1}
+    values = FAMILIES["molmo2"].values(content, ("odd", "other"))
+    assert values == FAMILIES["molmo2"].values(content, ("text_config.odd", "other"))
+    with pytest.raises(ValueError, match="other is not known") as refused:
+        FAMILIES["molmo2"].values(content, ("odd",))
+    assert "odd is not known" not in str(refused.value)
+    for name, message in (("rope_theta", "known and means something"), ("od", "no unknown field of this name")):
+        with pytest.raises(ValueError, match=f"--ignore-field {name}: .*{message}"):
+            FAMILIES["llama"].values({"model_type": "llama", "rope_theta": 5e5}, (name,))
+
+
+UNSAID: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"qk_layernorm": True}, "--qk-layernorm"),
+    ("llama", {"norm_position": "after"}, "--norm-position"),
+    ("olmo2", {"qk_layernorm": True, "qk_layernorm_scope": "all_heads"}, "--norm-position"),
+    ("auto", {"qk_layernorm": True, "norm_position": "after"}, "--qk-layernorm-scope"),
+    ("qwen2", {"add_qkv_bias": True, "no_rope_freq": "2"}, "--no-rope-freq"),
+    ("phi3", {"rope_scaling": "yarn"}, "rope_scaling.rope_type"),
+    ("auto", {"hf_model_type": "qwen3"}, "--qk-layernorm"),
+    ("qwen3", {}, "--qk-layernorm"),
+    ("llama", {"add_qkv_bias": True}, "--add-attention-output-bias"),
+    ("qwen3", {"qk_layernorm": True, "add_mlp_bias": True}, "--add-mlp-bias"),
+    ("auto", {"additional_vocab_size": 8, "untie_embeddings_and_output_weights": True}, "--additional-vocab-size"),
+    ("auto", {"hidden_size": 60, "kv_channels": 8}, "hidden_size"),
+    ("auto", MODELS["tiny_vlm"], "--qk-layernorm"),
+    ("auto", {**MODELS["tiny_vlm"], "qk_layernorm": True, "image_attention": "causal"}, "--image-attention"),
+    ("molmo2", {"qk_layernorm": True}, "vision_config.num_hidden_layers"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "changes", "flag"), UNSAID, ids=str)
+def test_a_flag_that_the_library_has_no_word_for_is_refused_by_its_name(
+    wanted: str, changes: dict[str, Any], flag: str
+) -> None:
+    values = values_of(changes)
+    with pytest.raises(ValueError, match="this model is no ") as refused:
+        of_values(values, wanted).config(values)
+    assert flag in str(refused.value)
+
+
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Llama 2, from before theta was a field": (
+        {"hidden_size": 4096, "max_position_embeddings": 4096, "pretraining_tp": 1, "rope_scaling": None},
+        {"rotary_base": 10_000.0, "rope_scaling": "none", "num_query_groups": 32, "kv_channels": 128},
+    ),
+    "Llama 3.1": (
+        {
+            "eos_token_id": [128001, 128008, 128009],
+            "num_key_value_heads": 8,
+            "rope_theta": 500000.0,
+            "rope_scaling": {**BANDS, "original_max_position_embeddings": 8192, "factor": 8.0, "rope_type": "llama3"},
+            "torch_dtype": "bfloat16",
+            "max_position_embeddings": 131072,
+        },
+        {
+            "rotary_base": 500_000.0,
+            "rope_scaling": "llama3",
+            "rope_scaling_factor": 8.0,
+            "rope_original_max_positions": 8192,
+            "seq_length": 131072,
+        },
+    ),
+    "linear, as it was first spelled": (
+        {"rope_theta": 1000000, "rope_scaling": {"type": "linear", "factor": 4}},
+        {"rotary_base": 1e6, "rope_scaling": "linear", "rope_scaling_factor": 4.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configs_of_older_versions_are_read_as_the_library_reads_them(name: str) -> None:
+    """Would catch a theta or a scaling that is lost because it stands where it stood before version 5."""
+    transformers = pytest.importorskip("transformers")
+    content, expected = PUBLISHED[name]
+    values = FAMILIES["llama"].values({"model_type": "llama", **content})
+    assert {key: values[key] for key in expected} == expected
+    written = FAMILIES["llama"].config({**flatten(RunConfig()), **values})
+    library, again = transformers.LlamaConfig(**content), transformers.LlamaConfig(**written)
+    parameters = {key: value for key, value in library.rope_parameters.items() if key != "type"}
+    assert parameters == again.rope_parameters
+
+
+def test_a_model_type_that_is_not_known_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="model_type is 'gpt2', known are llama, mistral, phi3, olmo2, smollm3, qwen2, qwen3, molmo2"
+    ):
+        of_config({"model_type": "gpt2"})
+
+
+def test_a_released_tower_without_its_last_layers_is_read_as_the_library_reads_it() -> None:
+    transformers = pytest.importorskip("transformers")
+    released = {
+        "model_type": "molmo2",
+        "vit_config": {"num_hidden_layers": 27, "image_default_input_size": [378, 378], "image_num_pos": 729},
+        "adapter_config": {"vit_layers": [-3, -9]},
+        "text_config": {"hidden_size": 3584, "qkv_bias": True, "layer_norm_eps": 1e-5, "rope_theta": 1e6},
+    }
+    values = FAMILIES["molmo2"].values(released)
+    library = transformers.Molmo2Config(**released)
+    assert values["vision_num_layers"] == library.vision_config.num_hidden_layers == 25
+    assert values["vision_feature_layers"] == tuple(library.adapter_config.vision_feature_layer) == (24, 18)
+    assert values["add_qkv_bias"] and values["norm_epsilon"] == 1e-5 and values["rotary_base"] == 1e6
+
+
+class Memory:
+    """A source of tensors in memory that counts what is asked for."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors, self.read = tensors, list[tuple[str, int, int]]()
+        self.infos = {name: Info(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        self.read.append((name, start, stop))
+        return self.tensors[name][start:stop]
+
+
+def test_a_mapping_reads_the_rows_it_needs_and_no_others() -> None:
+    """An embedding cut at 3 of 8 rows, seen as cut at 5, then as whole again."""
+    values = values_of({**MODELS["tiny_vlm"], "qk_layernorm": True, "vocab_size": 5, "additional_vocab_size": 3})
+    table = torch.arange(8 * 64.0).view(8, 64)
+    cut = {"model.transformer.wte.embedding": Info((3, 64), torch.float32)}
+    halves = FAMILIES["molmo2"].links(values, RELEASED, cut)[:1]
+    source = Memory(dict(zip([named.name for named in halves[0].theirs], table.split([3, 5]), strict=True)))
+    ours = Mapped(source, halves, to_ours=True)
+    assert torch.equal(whole(ours, "embedding.weight"), table)
+    source.read.clear()
+    released = Mapped(ours, FAMILIES["molmo2"].links(values, RELEASED)[:1], to_ours=False)
+    first, second = released.infos
+    assert torch.equal(whole(released, first), table[:5]) and torch.equal(whole(released, second), table[5:])
+    assert source.read == [
+        ("model.transformer.wte.embedding", 0, 3),
+        ("model.transformer.wte.new_embedding", 0, 2),
+        ("model.transformer.wte.new_embedding", 2, 5),
+    ]
+    assert whole(Cast(released, torch.bfloat16), first).dtype is torch.bfloat16
