@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -127,7 +128,7 @@ class ParallelModel:
 
     def train(self, rows: Sequence[Row], step: int, denominator: float, check: Check = finite_only) -> StepResult:
         """One update from this data-parallel rank's microbatches, if `check` lets it be; `step` counts from 1."""
-        losses = self._run(rows, step, denominator, training=True)
+        losses = run(*self._pipeline(rows, step, denominator, training=True))
         with self.phase("gradient exchange"):
             self.parameters.finish()
         loss, norm = self._total(losses), self.optimizer.grad_norm(self.phase)
@@ -147,7 +148,7 @@ class ParallelModel:
         """
         for chunk in self.chunks:
             chunk.eval()
-        losses = self._run(rows, 0, denominator, training=False)
+        losses = run(*self._pipeline(rows, 0, denominator, training=False))
         self.parameters.release()
         for chunk in self.chunks:
             chunk.train()
@@ -156,11 +157,12 @@ class ParallelModel:
     def gradients(self, rows: Sequence[Row], step: int, denominator: float) -> float:
         """Loss and summed gradients without an update: `parameters.grad_shard` is valid until
         `parameters.zero`."""
-        losses = self._run(rows, step, denominator, training=True)
+        losses = run(*self._pipeline(rows, step, denominator, training=True))
         self.parameters.finish()
         return self._total(losses)
 
-    def _run(self, rows: Sequence[Row], step: int, denominator: float, training: bool) -> list[torch.Tensor]:
+    def _pipeline(self, rows: Sequence[Row], step: int, denominator: float, training: bool) -> tuple[Any, ...]:
+        """What `runtime.run` takes for these rows."""
         with self.phase("shard"):
             shares = [self._planned(row).share for row in rows]
         asked = self.config.parallel.pipeline_schedule
@@ -171,7 +173,7 @@ class ParallelModel:
             actions = with_parameters(actions)
         put_off = self.backend.put_off if training else None
         hidden = dataclasses.replace(self.hidden, move=partial(self._moved, step=step))
-        return run(actions, chunks, shares, self.links, hidden, self.parameters, self.phase, put_off)
+        return actions, chunks, shares, self.links, hidden, self.parameters, self.phase, put_off
 
     def _total(self, losses: Sequence[torch.Tensor]) -> float:
         """Sum of all microbatch losses over dp and cp, on every rank."""

@@ -96,8 +96,22 @@ class Trainer:
 
     def run(self) -> int:
         """Train to the end or until asked to stop; the exit status."""
+        training, save_interval = self.config.training, self.config.checkpoint.save_interval
+        options, consumed = loader_options(self.config, self.rows.packs), self.state.consumed_samples
+        self.pace = Pace()
         try:
-            return self._run()
+            with PackedLoader(
+                self.sources.train, options, self.rows.data_rank, consumed, self.images, self._plan
+            ) as loader:
+                while (step := self.state.step) < training.train_iters:
+                    if reason := self.train_step(loader):
+                        return self._stop(reason)
+                    step, last = step + 1, step + 1 == training.train_iters
+                    if training.eval_interval and (step % training.eval_interval == 0 or last):
+                        self._validate()
+                    if save_interval and step % save_interval == 0 and not last:
+                        self._save("saved")
+            return self._finish()
         except AnomalyError as reason:
             return self._end_at_anomaly(str(reason))
         except Exception as error:
@@ -108,21 +122,8 @@ class Trainer:
             self.stop.release()
             self.log.close()
 
-    def _run(self) -> int:
-        training, save_interval = self.config.training, self.config.checkpoint.save_interval
-        options, consumed = loader_options(self.config, self.rows.packs), self.state.consumed_samples
-        self.pace = Pace()
-        with PackedLoader(
-            self.sources.train, options, self.rows.data_rank, consumed, self.images, self._plan
-        ) as loader:
-            while (step := self.state.step) < training.train_iters:
-                if reason := self.train_step(loader):
-                    return self._stop(reason)
-                step, last = step + 1, step + 1 == training.train_iters
-                if training.eval_interval and (step % training.eval_interval == 0 or last):
-                    self._validate()
-                if save_interval and step % save_interval == 0 and not last:
-                    self._save("saved")
+    def _finish(self) -> int:
+        """Save the last step; a run that never made an update is no finished run."""
         self._end_trace()
         if self.model.optimizer.updates == 0:
             raise AnomalyError(f"none of {self.state.step} steps made an update{self._of_skipped()}")
