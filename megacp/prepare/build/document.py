@@ -7,18 +7,53 @@ server tokenizes is one of training.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from megacp.core.data.indexed import token_dtype
-from megacp.prepare.build.spool import Spool, Stored
 from megacp.prepare.build.writer import Segment, SegmentUnit
 from megacp.prepare.media.reader import Part, Placed
 from megacp.prepare.records.chat_template import ChatTemplate
 from megacp.prepare.records.parts import Rendered, SamplePart
 from megacp.prepare.tokenize.tokenizer import Tokenizer
+
+
+class Stored(NamedTuple):
+    """Where some bytes are in the spool."""
+
+    offset: int
+    size: int
+
+
+class Spool:
+    """A nameless temporary file of encoded images, from their reading until their pack is written."""
+
+    def __init__(self, directory: Path) -> None:
+        """In the file system of `directory`, which must exist."""
+        self._stream = tempfile.TemporaryFile(dir=directory)
+
+    def add(self, data: bytes) -> Stored:
+        """Append bytes."""
+        offset = self._stream.seek(0, os.SEEK_END)
+        return Stored(offset, self._stream.write(data))
+
+    def read(self, stored: Stored) -> bytes:
+        """The bytes of an `add` since the last `clear`."""
+        self._stream.seek(stored.offset)
+        return self._stream.read(stored.size)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._stream.truncate(0)
+
+    def close(self) -> None:
+        """Give the space back."""
+        self._stream.close()
 
 
 class Origin(NamedTuple):

@@ -18,18 +18,17 @@ import numpy as np
 from megacp.core.data.manifest import ShardEntry
 from megacp.core.data.tables import FLAG_SPLIT, FLAG_TRUNCATED, padded_lengths
 from megacp.core.storage.url import is_url
-from megacp.prepare.build.document import Document, DocumentMaker, Encoded, Origin, learned_tokens
+from megacp.prepare.build.document import Document, DocumentMaker, Encoded, Origin, Spool, Stored, learned_tokens
 from megacp.prepare.build.faults import storage_faults
 from megacp.prepare.build.identities import digest, identity_file, write_identities
 from megacp.prepare.build.packing import Packing, best_fit_decreasing, cut_oversize, two_budgets
 from megacp.prepare.build.settings import BuildSettings
-from megacp.prepare.build.spool import Spool, Stored
 from megacp.prepare.build.writer import ShardWriter
 from megacp.prepare.media.fetch import ImageFetcher
 from megacp.prepare.media.reader import LARGEST_ITEM, MediaReader, Part, unnamed_members
 from megacp.prepare.records.chat_template import ChatTemplate
 from megacp.prepare.records.jsonl import line_number
-from megacp.prepare.records.parts import Rendered, Sample, SamplePart
+from megacp.prepare.records.parts import Sample, SamplePart
 from megacp.prepare.records.read import Extent, Unit, ahead, is_plain, read_extent
 from megacp.prepare.records.record import Record, RecordError, Refusal
 from megacp.prepare.records.record_keys import Accepted
@@ -45,7 +44,6 @@ _CHUNK_CHARACTERS = 1 << 20
 CHUNK_RECORDS = 4096
 WINDOW_DOCUMENTS = 1 << 18
 """Most documents packed at a time: tiny ones take 500 bytes each, whatever their tokens."""
-_AUDIT_CHARACTERS = 1 << 14
 _UNLEARNED = (
     "nothing of this record is learned: it has neither plain text nor words of an assistant, all weights are 0, or "
     "--oversize truncate cuts the learned text off; --allow-unlearned keeps such records"
@@ -128,8 +126,7 @@ class UnitBuilder:
     def __call__(self, task: UnitTask) -> UnitResult:
         """Write the unit's shard and identity file.
 
-        BadRecord: the first refused record under on_error "fail". ValueError: the tokenizer's engines disagree.
-        StorageFault: the disk is full, or a file cannot be read.
+        BadRecord: the first refused record under on_error "fail". StorageFault: the disk is full, a file is not read.
         """
         with storage_faults(Path(self._settings.output)):
             run = _UnitRun(self._settings, (self._tokenizer, self._template), self._maker, task)
@@ -180,9 +177,7 @@ class _UnitRun:
         tokens = 0
         sizes = self._maker.num_token_ids, settings.seq_length, settings.pad_multiple
         with ShardWriter(directory, *sizes, settings.cp_degrees, self._owner) as writer:
-            for number, chunk in enumerate(self._chunks()):
-                if number == 0:
-                    self._audit(chunk)
+            for chunk in self._chunks():
                 for document in self._documents_of(chunk):
                     window.append(document)
                     tokens += len(document.tokens)
@@ -296,26 +291,6 @@ class _UnitRun:
         if elsewhere is not None:
             raise RecordError(f"duplicate id {identity!r}, the first is at {elsewhere}")
         self._seen[key] = (extent, record.line, record.offset)
-
-    def _audit(self, chunk: list[_Entry]) -> None:
-        """Compare the engines on the beginning of the unit's text."""
-        if self._tokenizer.engine == "reference":
-            return
-        left = _AUDIT_CHARACTERS
-        for entry in chunk:
-            for piece in entry.parts[0]:
-                if isinstance(piece, Rendered):  # always by the reference
-                    continue
-                text = ((piece.text if isinstance(piece, SamplePart) else None) or "")[:left]
-                if text and self._tokenizer.disagreement([text]) is not None:
-                    path, line = where(entry.extent, entry.line, entry.offset)
-                    raise ValueError(
-                        f"{path}:{line}: {self._tokenizer.engine} gives other ids than the reference for this text; "
-                        "nothing is wrong with the text: run again with --tokenizer-engine reference --overwrite"
-                    )
-                left -= len(text)
-            if left <= 0:
-                return
 
     def _documents_of(self, chunk: list[_Entry]) -> Iterator[Document]:
         for entry, encoded in zip(chunk, self._maker.encode([entry.parts for entry in chunk]), strict=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from megacp.core.data.reader import PackedDataset
 from megacp.core.data.tables import FLAG_SPLIT, FLAG_TRUNCATED
 from megacp.prepare.build.journal import locked
 from megacp.prepare.build.run import kept_tokenizer
-from megacp.prepare.build.settings import BuildSettings
 from megacp.prepare.build.unit import UnitBuilder, UnitTask
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from megacp.prepare.verify import verify
@@ -367,19 +365,3 @@ def test_the_tokenizer_is_kept_with_the_dataset(tmp_path: Path) -> None:
     kept = load_tokenizer(kept_tokenizer(tmp_path / "d"))
     assert kept.info() == PackedDataset(tmp_path / "d").manifest.tokenizer
     assert kept.decode(documents(tmp_path / "d")[3]) == records[3]["text"]
-
-
-def test_an_engine_that_differs_on_the_real_text_stops_the_build(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Doubtful(type(load_tokenizer("byte"))):  # type: ignore[misc]
-        engine = "gigatoken"
-
-        def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-            return [ids[:-1] for ids in super().encode(texts)]
-
-    a = tmp_path / "a.jsonl"
-    write_records(a, 5)
-    monkeypatch.setattr(BuildSettings, "load_tokenizer", lambda self: Doubtful())
-    with pytest.raises(ValueError, match=f"{a}:1: gigatoken gives other ids.*--tokenizer-engine reference --overwrite"):
-        run([a], tmp_path / "d")
