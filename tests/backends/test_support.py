@@ -47,13 +47,6 @@ def test_attention_is_refused_where_transformer_engine_has_none(
         assert expected.get(comm_type, "") in "".join(reasons)
 
 
-@pytest.mark.parametrize("settings", [{CP: 4}, {CP: 1, "dynamic_context_parallel": True}])
-def test_a_transport_of_ours_is_refused_where_cp_ranks_share_a_row(settings: dict) -> None:
-    config = with_values(RunConfig(), {**WIDE, "cp_comm_type": "kv_exchange", **settings})
-    (reason,) = attention_reasons(config, HOPPER, CUDNN)
-    assert "--cp-comm-type kv_exchange is ours alone" in reason
-
-
 def test_one_rank_has_no_constraint_of_context_parallelism() -> None:
     settings = {**WIDE, CP: 1, "cp_comm_type": "kv_exchange", "num_attention_heads": 7, "kv_channels": 64}
     assert list(attention_reasons(with_values(RunConfig(), settings), HOPPER, CUDNN)) == []

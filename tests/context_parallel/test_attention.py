@@ -11,8 +11,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megacp.core.context_parallel.attention import TRANSPORTS, TransportOptions, select_transport
 from megacp.core.context_parallel.kv_exchange import KVExchange, exchange_stages, needed_rows
@@ -419,43 +417,6 @@ def test_transports_are_chosen_from_a_table_and_one_rank_needs_none() -> None:
         select_transport("p2p", "dense", two, cpu)
     with pytest.raises(RankError, match="A x B = --context-parallel-size 4, got 3 2"):
         run_ranks(empty_but_equal_hierarchy, 4)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the most elements of any tensor that an operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self.elements = max(self.elements, leaf.untyped_storage().nbytes() // leaf.element_size())
-        return result
-
-
-def largest(rank: int, world_size: int, names: list[str], tokens: int) -> int:
-    """Elements of the largest tensor in forward and backward, over all transports."""
-    row = random_batch(np.random.default_rng(0), tokens, documents=40, branches=True, images=True)
-    cp = grid(cp=world_size).cp
-    tensors = [torch.zeros(tokens, heads, DIM) for heads in (2, 1, 1, 2)]
-    with LargestTensor() as mode:
-        for name in names:
-            for layout in ("zigzag", "balanced"):
-                batch = shard_batch(row, cp, LAYOUTS[layout])
-                attend(batch, transport_of(world_size, name, "auto", (2, 1), 1), tensors)
-    return mode.elements
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_nothing_of_s_times_s_elements_is_ever_allocated(world_size: int) -> None:
-    """At 4,096 tokens a mask has 1.7e7 elements; the tensors of the model have 6.6e4."""
-    tokens = 4096
-    names = list(TRANSPORTS) if world_size > 1 else ["p2p"]
-    assert max(run_ranks(largest, world_size, names, tokens)) <= 8 * tokens * 2 * DIM  # some copies of q in one buffer
 
 
 class WatchingKernel(MathKernel):

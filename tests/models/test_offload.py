@@ -233,17 +233,6 @@ def test_views_aliases_and_strides_come_back_as_they_were(late: None) -> None:
     assert (host.away.sizes, host.back.sizes) == ([96], [96])
 
 
-def test_what_is_no_activation_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch weights, shared angles and indices that are copied for each block."""
-    weight, angles = torch.nn.Parameter(torch.ones(64, 64)), torch.ones(64, 64)
-    passage = Passage(HostMemory(torch.device("cpu")), (weight, angles))
-    indices, few = torch.zeros(4096, dtype=torch.int64), torch.zeros(8)
-    for x in (weight.detach().t(), angles[:, 1:], indices, few):
-        assert passage.pack(x) is x
-    assert passage.memory.allocated == 0
-    assert passage.pack(torch.zeros(64, 64)) is not None and passage.memory.allocated == 64 * 64 * 4
-
-
 def test_a_buffer_serves_rows_of_other_lengths() -> None:
     """Would catch a buffer for each length of row that a run ever had, and large ones that small tensors take."""
     host = HostMemory(torch.device("cpu"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -82,12 +80,6 @@ def test_full_blocks_hold_every_pair_and_the_others_have_the_rules_mask(
         assert np.array_equal(cover.mask(number), part)
 
 
-def test_a_causal_document_fills_the_blocks_below_the_diagonal() -> None:
-    cover = block_cover(tile_table(plain(512), plain(512)))
-    assert pairs_of(cover) == {(i, j): 128**2 if j < i else 128 * 129 // 2 for i in range(4) for j in range(i + 1)}
-    assert cover.full.sum() == 6
-
-
 def test_the_last_blocks_that_stick_out_are_never_full() -> None:
     whole = Metadata(np.zeros(130, int), np.zeros(130, int), np.ones(130, int), np.arange(130))
     cover = block_cover(tile_table(whole, whole))
@@ -101,41 +93,3 @@ def test_nothing_to_see_gives_no_block() -> None:
     for q, k in ((nothing, nothing), (empty, nothing), (nothing, empty), (empty, empty)):
         cover = block_cover(tile_table(q, k))
         assert len(cover.area) == len(cover.full) == 0
-
-
-@pytest.mark.parametrize("cp", [1, 8])
-def test_a_long_pack_is_covered_in_memory_that_follows_the_blocks(cp: int) -> None:
-    """Would catch anything dense: a mask of 131,072 x 131,072 / cp bits alone would be 2 GiB / cp, and the pairs of
-    single tokens and key blocks 134 million / cp.
-    """
-    tokens = 131_072
-    batch = random_batch(np.random.default_rng(0), tokens, documents=20, branches=True, images=True)
-    meta = metadata(batch)
-    dealt = np.arange(tokens).reshape(2 * cp, -1)[[0, -1]].reshape(-1) if cp > 1 else np.arange(tokens)
-    table = tile_table(meta.take(dealt), meta)
-    tracemalloc.start()
-    cover = block_cover(table)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert cover.area.sum() == table.area
-    assert peak < 400 * (len(cover.area) + table.num_tiles), "a few int64 arrays over blocks and tiles"
-
-
-def test_thin_tiles_do_not_multiply_with_the_blocks_they_cross() -> None:
-    """Single queries that see thousands of keys, and single keys that thousands of queries see: one sum for each tile
-    and block it crosses would be 64 to 128 times as many as there are blocks.
-    """
-    n = 16_384
-    zeros, places = np.zeros(n, int), np.arange(n)
-    causal = Metadata(zeros, zeros, zeros, places)
-    late = causal.take(places[-256:].reshape(-1, 2)[:, ::-1].reshape(-1))  # no two neighbours in place order
-    both = Metadata(places % 2, zeros, 1 + places % 2, places)  # two documents, token by token
-    for q, k, tiles in ((late, causal, 512), (both.take(places[::2]), both.take(places[:512]), 256)):
-        table = tile_table(q, k)
-        assert table.num_tiles == tiles
-        tracemalloc.start()
-        cover = block_cover(table)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert peak < 400 * (len(cover.area) + table.num_tiles)
-        assert cover.area.sum() == table.area

@@ -8,7 +8,6 @@ The kernel itself is tested in tests/gpu.
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +28,6 @@ from megacp.core.ops import flex
 from megacp.core.ops.kernel import Saved, empty_partial
 from megacp.core.ops.kernels import auto_kernel, kernel_name, select_kernel
 from megacp.core.ops.mask import Metadata, TileTable, allowed, tile_table
-from megacp.core.ops.tile_kernels import MathKernel
 from megacp.train import REFUSED, main
 from tests.ops.test_kernels import HEADS, by_autograd, by_tiles, draw, pack
 from tests.reference.packs import metadata, random_batch
@@ -184,23 +182,6 @@ def test_backward_from_the_merged_result_is_exact_for_keys_in_several_parts(seed
         found = by_tiles(flex.FlexKernel(dense, 8), tensors, split(meta, *cuts, seed=seed), 0.4)
         for got, exact in zip(found, expected, strict=True):
             torch.testing.assert_close(got, exact, **EXACT)
-
-
-@pytest.mark.slow
-@uncompiled
-@pytest.mark.parametrize(("heads", "groups", "width"), [(4, 2, 16), (6, 1, 16), (2, 2, 8)])
-def test_the_real_function_computes_the_parts(heads: int, groups: int, width: int) -> None:
-    """Would catch an lse to the base 2, a scale or grouping misread, rows that see nothing not merged as such."""
-    meta = pack(3)
-    q, k, v = (torch.cat([x, -x], -1)[..., :width] for x in draw(40, 40, heads, groups)[:3])
-    kernel = flex.FlexKernel(flex_attention, 8)
-    partial, reference = empty_partial(q), empty_partial(q)
-    for index, table in split(meta, 11, 25):
-        kernel.attend(partial, (q, k[index], v[index]), table, 0.3)
-        MathKernel().attend(reference, (q, k[index], v[index]), table, 0.3)
-    assert (reference.lse == -torch.inf).any() and torch.isfinite(partial.out).all()
-    torch.testing.assert_close(partial.out, reference.out, **EXACT)
-    torch.testing.assert_close(partial.lse, reference.lse, **EXACT)
 
 
 @pytest.fixture
@@ -371,22 +352,6 @@ def test_flash_attention_4_is_refused_where_it_is_not_installed_or_too_narrow(mo
         kernel_name("flex_flash", "cuda", "float32")
 
 
-def test_the_block_mask_of_a_table_is_built_once_and_dropped_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch planning in every layer, and masks that pile up from pack to pack."""
-    built: list[TileTable] = []
-    cover = flex.block_cover
-    monkeypatch.setattr(flex, "block_cover", lambda table, size: built.append(len(table.q)) or cover(table, size))
-    meta, kernel = pack(1), flex.FlexKernel(dense)
-    tables = [tile_table(meta, meta), tile_table(meta, meta)]
-    for _ in range(3):
-        for table in tables:
-            by_tiles(kernel, draw(40, 40, 4, 2), [(np.arange(40), table)], 0.3)
-    assert len(built) == 2 and len(kernel._masks) == 2
-    del table, tables
-    gc.collect()
-    assert len(kernel._masks) == 0
-
-
 class Compilations:
     """A compiler that runs the captured graph as it is, and counts how often it was asked."""
 
@@ -453,9 +418,3 @@ def test_a_kernel_for_another_device_is_refused_before_the_run_starts_with_all_o
     assert main(["--attention-kernel", "flex", "--vocab-size", "101", "--lr", "1e-4", "--min-lr", "1e-3"]) == REFUSED
     told = capsys.readouterr().err
     assert "--attention-kernel flex runs on CUDA, this run is on cpu" in told and "--min-lr 0.001" in told
-
-
-def test_flex_is_refused_where_nothing_is_compiled() -> None:
-    """Would catch the scores of all pairs, which the operator makes without its kernel."""
-    with torch._dynamo.config.patch(disable=True), pytest.raises(ValueError, match="TORCH_COMPILE_DISABLE turns off"):
-        flex.compiled()

@@ -133,30 +133,6 @@ def test_lower_precisions_stay_near_float64(name: str, dtype: torch.dtype, toler
         assert (got.double() - expected).abs().max() < tolerance * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_strided_keys_values_and_gradients_are_read_rightly(name: str) -> None:
-    meta = pack(2)
-    table = tile_table(meta, meta)
-    q, k, v, dout = draw(40, 40, 4, 2)
-    both = torch.cat([k, v], -1)
-    strided = [
-        torch.cat([q, q], -1)[..., :8],
-        both[..., :8],
-        both[..., 8:],
-        torch.stack([dout, dout], 1)[:, 0],
-    ]
-    assert not any(x.is_contiguous() for x in strided)
-    plain = by_tiles(KERNELS[name], [q, k, v, dout], [(np.arange(40), table)], 0.5)
-    kernel, saved_table = KERNELS[name], table
-    partial = empty_partial(q)
-    kernel.attend(partial, tuple(strided[:3]), saved_table, 0.5)
-    grads = tuple(torch.zeros(x.shape, dtype=x.dtype) for x in (q, k, v))
-    saved = Saved(strided[0], partial.out, partial.lse, strided[3])
-    kernel.attend_backward(saved, (strided[1], strided[2]), saved_table, 0.5, grads)
-    for got, expected in zip((partial.out, *grads), plain, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-14)
-
-
 def test_merging_parts_in_any_order_is_the_softmax_over_all_of_them() -> None:
     g = torch.Generator().manual_seed(0)
     scores = torch.randn(3, 12, generator=g, dtype=torch.float64) * 30

@@ -27,18 +27,6 @@ def test_rotary_turns_pairs_half_a_head_apart_by_the_tokens_own_position() -> No
             torch.testing.assert_close(found[i, head], reference.rotate(x[i, head], position, 500.0), **CLOSE)
 
 
-def test_rotary_scores_depend_on_distance_only() -> None:
-    q, k = randn(1, 1, 8), randn(1, 1, 8, seed=1)
-    frequencies = inverse_frequencies(8, 10000.0, RotaryScaling())
-
-    def score(i: int, j: int) -> torch.Tensor:
-        turned = [rotate(x, *cos_sin(torch.tensor([p]), frequencies, torch.float64)) for x, p in ((q, i), (k, j))]
-        return (turned[0] * turned[1]).sum()
-
-    torch.testing.assert_close(score(7, 3), score(1007, 1003), rtol=1e-9, atol=1e-9)
-    assert abs(score(7, 3) - score(7, 4)) > 1e-3
-
-
 def llama3_by_the_formula(head_dim: int, base: float, s: RotaryScaling) -> list[float]:
     """The rule of the Llama 3.1 release, one frequency at a time."""
     scaled = []
@@ -132,22 +120,6 @@ def test_dropout_drops_at_its_rate_in_every_row_and_column(probability: float) -
     assert abs((~keep).double().mean() - probability) < 5 * sigma / 1000  # 1,024,000 draws
     for dim, draws in ((0, 2000), (1, 512)):
         assert ((~keep).double().mean(dim) - probability).abs().max() < 6 * sigma / math.sqrt(draws)
-
-
-def test_dropout_bits_are_uncorrelated_between_tokens_columns_and_keys() -> None:
-    places = torch.arange(1000)
-    base = keep_mask(7, places, 256, 0.5).double() * 2 - 1
-    others = {
-        "next token": keep_mask(7, places + 1, 256, 0.5),
-        "next column": keep_mask(7, places, 257, 0.5)[:, 1:],
-        "low bits of the key": keep_mask(8, places, 256, 0.5),
-        "high bits of the key": keep_mask(7 + (1 << 32), places, 256, 0.5),
-        "next pack": keep_mask(7, places + (1 << 24), 256, 0.5),
-        "256 packs further": keep_mask(7, places + (256 << 24), 256, 0.5),
-        "a million packs further": keep_mask(7, places + (1 << 44), 256, 0.5),
-    }
-    for name, other in others.items():
-        assert abs((base * (other.double() * 2 - 1)).mean()) < 5 / math.sqrt(256_000), name
 
 
 def test_dropout_masks_belong_to_tokens_not_to_ranks_or_rows() -> None:

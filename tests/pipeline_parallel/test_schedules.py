@@ -66,17 +66,6 @@ def test_any_sizes_end_within_the_stated_memory(size: tuple[int, int, int], rand
     assert waiting.peak_put_off == tuple(min(s, num_microbatches * num_chunks - 1) for s in range(num_stages))
 
 
-@pytest.mark.slow
-def test_every_small_size_ends() -> None:
-    """Exhaustive where the property test draws: short groups are the rare case."""
-    for num_stages in range(2, 6):
-        for num_chunks in range(1, 5):
-            for num_microbatches in range(1, 2 * num_stages + 2):
-                size = (num_stages, num_microbatches, num_chunks)
-                for lists in (training(*size), zero_bubble(*size)):
-                    simulate(lists, num_chunks, send_window=1)
-
-
 @settings(deadline=None, derandomize=True)
 @given(sizes())
 def test_every_chunk_runs_each_microbatch_once_in_one_order(size: tuple[int, int, int]) -> None:

@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacp.core.distributed.grid import single_axis
-from megacp.core.distributed.parameter import spec_of
 from megacp.core.models.init import initialise
 from megacp.core.tensor_parallel.chunked_loss import Target, cross_entropy
 from megacp.core.tensor_parallel.embedding import TableSpec, VocabularyTable
@@ -91,22 +89,6 @@ def test_a_tied_table_and_its_loss_equal_one_process(
     torch.testing.assert_close(torch.from_numpy(found_gradient), gradient, **CLOSE)
     if world_size == 4:
         assert [rows for *_, rows in results] == true_rows_at_tp4
-
-
-def test_a_global_vocabulary_keeps_its_size_on_any_tp() -> None:
-    for size in (1, 2, 4, 8):
-        shapes = set()
-        for rank in range(size):
-            axis = single_axis("tp") if size == 1 else fake_axis(size, rank)
-            table = make_table(13, 8, LinearOptions(axis, False, torch.float64, torch.device("cpu")))
-            shapes.add(spec_of(table.weight).pieces[0].global_shape)
-        assert shapes == {(13, WIDTH)}
-
-
-def fake_axis(size: int, rank: int) -> object:
-    from megacp.core.distributed.grid import Axis
-
-    return Axis("tp", size, rank, tuple(range(size)), group=object())  # type: ignore[arg-type]
 
 
 def initial_rows(rank: int, world_size: int, vocab: int) -> Pieces:

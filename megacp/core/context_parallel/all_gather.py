@@ -1,8 +1,8 @@
 """All-gather attention (Llama 3, 2024): every rank gathers all K/V and attends with its own queries.
 
-Key property: a rank attends to its own keys while the others' are under way. Gathered keys are put into the row's
+A rank attends to its own keys while the others' are under way. Gathered keys are put into the row's
 order, so neighbouring tiles join and a document costs few kernel calls. Backward gathers again and reduce-scatters the
-gradients. Rejected: saving the gathered K/V, cp times the memory.
+gradients.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """K/V exchange: one uneven all-to-all of just the rows that some rank needs.
 
-Key property: the plan knows for each pair of ranks which keys are seen across it. Documents that live on few ranks
+The plan knows for each pair of ranks which keys are seen across it. Documents that live on few ranks
 cost the others no byte, and a rank attends to its own keys while the others' are under way. With several stages the
 rows of the next ranks travel while those of the last are used. Gradients of K/V go back by the reverse of the same plan
-and are added in rank order. Rejected: sub-communicators for documents, which must be created for every pack.
+and are added in rank order.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Layouts: which tokens of a row each cp rank holds, as a table of pure functions of the mask.
 
-Key property: a layout is a permutation of the padded row dealt in equal parts. Any permutation is exact, because
+A layout is a permutation of the padded row dealt in equal parts. Any permutation is exact, because
 position ids, labels and mask metadata move by the same indices. Padding that a layout needs stands at the end of the
-row and is dealt wherever the layout needs filler. Rejected: layouts implied by rank arithmetic inside attention, which
-work for one mask alone.
+row and is dealt wherever the layout needs filler.
 """
 
 from __future__ import annotations

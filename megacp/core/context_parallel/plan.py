@@ -1,8 +1,7 @@
 """The plan of one microbatch: the layout's indices and the tile tables, computed once and used by every layer.
 
-Key property: a plan is a function of metadata that every rank of the group holds: integers on the host, equal on all
-ranks without a message. Rejected: deriving masks inside attention from `cu_seqlens`, which can say neither branches nor
-image spans.
+A plan is a function of metadata that every rank of the group holds: integers on the host, equal on all
+ranks without a message.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Ring attention (Liu et al., 2023): K/V travel around the cp axis, each rank attends to what passes by.
 
-Key property: the next K/V is under way while the present one is used. Backward sends K/V round again. The first rank
+The next K/V is under way while the present one is used. Backward sends K/V round again. The first rank
 that they visit starts their gradient, which follows one step behind them. What a rank adds to its own never leaves
-home, so gradients take n - 1 steps too. Grouped K/V heads are never expanded on the wire. Rejected: keeping every
-visited K/V for backward, which undoes the memory saved.
+home, so gradients take n - 1 steps too. Grouped K/V heads are never expanded on the wire.
 """
 
 from __future__ import annotations

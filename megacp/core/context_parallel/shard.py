@@ -1,8 +1,7 @@
 """Cutting a microbatch for one rank: every per-token array by the same indices, padding included.
 
-Key property: labels were shifted before (`collate`), so a cut never needs a neighbour's token. Tokens that make the row
-divisible are padding (document -1, weight 0), and no token sees them. Rejected: sharding inside the model, which would
-repeat the permutation for every tensor and every stage.
+Labels were shifted before (`collate`), so a cut never needs a neighbour's token. Tokens that make the row
+divisible are padding (document -1, weight 0), and no token sees them.
 """
 
 from __future__ import annotations

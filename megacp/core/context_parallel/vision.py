@@ -1,10 +1,8 @@
 """Features of images, from the ranks that encode them to the ranks that hold their tokens.
 
-Key property: the boundary table says who encodes a feature, the layout who needs it. Every rank knows both, so message
+The boundary table says who encodes a feature, the layout who needs it. Every rank knows both, so message
 sizes are computed without a message. The row of a feature never depends on the order of ranks in a message. Every rank
 joins every exchange, also a rank that encodes or needs nothing, so that all join backward, the exchange in reverse.
-Rejected: each rank encoding the images of its tokens. That leaves the work as uneven as the tokens, and encodes an
-image again wherever its tokens are cut.
 
 Bytes sent by a rank: `routed` sends each feature to the one rank that needs it, at most max_num_tokens x h;
 `all_gather` sends max_num_tokens x h to each of the cp - 1 others.

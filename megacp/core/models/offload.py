@@ -1,6 +1,6 @@
 """Activation offload: what autograd saves in some decoder blocks waits for its backward in host memory.
 
-Key property: whole storages travel, once a block, whatever views of them are saved. Strides, aliases and bits come back
+Whole storages travel, once a block, whatever views of them are saved. Strides, aliases and bits come back
 as they were. What autograd holds instead of a tensor is the only owner: what it lets go of, early or late, is gone here
 too, and its host buffer serves the next block.
 
@@ -9,8 +9,7 @@ its backward. Backward: when a block begins, the storages of the block before it
 a stream of their own, host buffers are pinned, and events order the copies. A CPU makes plain copies by the same lines.
 
 Parameters stay, and what all blocks share (rotary angles, names of tokens, plans), small tensors, and a pipeline's
-received input, which the schedule holds anyway. Rejected: copies tensor by tensor, which save the attention output
-twice and lose the strides of views; `record_stream`, which lets memory go at a time that nobody can plan.
+received input, which the schedule holds anyway.
 """
 
 from __future__ import annotations

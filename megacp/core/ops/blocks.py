@@ -1,10 +1,8 @@
 """The mask on a grid of fixed blocks: the blocks that hold allowed pairs, and how many each holds.
 
-Key property: pairs are counted exactly from the tiles of a table by arithmetic on arrays. Time (but for a sort) and
+Pairs are counted exactly from the tiles of a table by arithmetic on arrays. Time (but for a sort) and
 memory are proportional to the tiles and the non-empty blocks. An interval of keys is at most three stretches of blocks
-with one number of keys each. So a tile of any length adds a few sums to a line of blocks. Rejected: asking the rule
-about every pair, which makes an S x S mask once per pack (`create_block_mask`). Rejected: asking it about the corners
-of a block, which is wrong for branches and spans.
+with one number of keys each. So a tile of any length adds a few sums to a line of blocks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The kernel for CUDA: torch's FlexAttention under a block mask that is built from the tile table.
 
-Key property: one fused call per source of keys, however many tiles it has. Empty blocks cost nothing, full blocks do
+One fused call per source of keys, however many tiles it has. Empty blocks cost nothing, full blocks do
 not look at the mask. The mask of the others is the rule itself, asked by the GPU about integers per token. Only torch's
 documented functions are used. A row whose keys are all here is differentiated by FlexAttention itself; the backward of
 one part among several computes that part's forward again to be handed its graph.

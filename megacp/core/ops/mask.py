@@ -1,6 +1,6 @@
 """The attention mask as data: four integers per token, and an exact cover of it by rectangles and triangles.
 
-Key property: nothing of size S x S is ever made. Both sides are cut into runs of equal metadata and consecutive order,
+Nothing of size S x S is ever made. Both sides are cut into runs of equal metadata and consecutive order,
 cut again at each other's ends. Two runs then either cover the same tokens or are disjoint. So every pair of runs is
 empty, full, or one causal triangle: no tile is ever partly masked. All of it is arithmetic on arrays, without a loop
 over documents or tiles. Rejected: boolean masks, 10 GiB at 36,864 tokens in fp32 over 8 heads. Rejected: fixed-size

@@ -4,9 +4,6 @@ The loss of a microbatch is `sum(weights * losses) / denominator`, with both kno
 a chunk makes its logits, losses and their gradient at once, and from that the gradients of input and weight: three
 products, none of them twice. Backward scales what is there. A whole row is one chunk.
 
-Rejected: logits made again in backward, which is a fourth product. Rejected: `d_logits` in the model's dtype summed
-into a weight gradient of that dtype, which rounds once a chunk.
-
 The weight gradient of several chunks is summed in fp32 (float64 for float64 models) and narrowed where it stands, so
 there is no second copy. It goes to autograd, because a tied table is used twice.
 """

@@ -7,8 +7,6 @@ be of any backend.
 
 Global tensors of one fused linear (q, k, v) have pairs of their own, whose A are stacked to one product. So their
 dropout has one mask; its bits are named by token and column as all dropout here, and are those of one process.
-Rejected: to add the partial products of a row linear before its own reduction, which saves a message of r columns and
-would open the linears of every backend.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ part of a gradient bucket, so it never exists beside it. A vocabulary table may 
 With `--pipeline-schedule zero_bubble` the products of weight gradients wait, because no other stage needs them (Qi et
 al., 2023). Backward puts by what each of them is made of: the layer's input and the gradient of its output. An input
 that tensor-parallel ranks share is put by as this rank's part, and gathered under the product before it.
-
-Rejected: a second pass of autograd for the weights, which walks the whole graph again and keeps all of it until then.
 """
 
 from __future__ import annotations
