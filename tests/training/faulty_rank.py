@@ -6,7 +6,6 @@ come back. Rejected: killing from outside after some seconds, which hits another
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import sys
@@ -19,7 +18,6 @@ from megacp.core.checkpoint import pending
 from megacp.core.checkpoint.manifest import FileRecord
 from megacp.core.checkpoint.pending import PendingCheckpoint
 from megacp.core.checkpoint.storage import PayloadWriter
-from megacp.core.data.loader import PackedLoader
 from megacp.core.training.step import ParallelModel
 from megacp.train import program
 
@@ -91,18 +89,6 @@ def _kill_before_latest(step: int) -> None:
     PendingCheckpoint._commit = commit  # type: ignore[method-assign]
 
 
-def _stop_without_plans(step: int) -> None:
-    real, asked = PackedLoader.prepared, itertools.count(1)
-
-    def prepared(self: PackedLoader[Any]) -> list[Any]:
-        if next(asked) == step:
-            signal.raise_signal(signal.SIGTERM)
-            raise ValueError("a row of this rank has no plan")
-        return real(self)
-
-    PackedLoader.prepared = prepared  # type: ignore[method-assign]
-
-
 def _hang() -> None:
     time.sleep(600)
 
@@ -119,7 +105,6 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "hang in step": _in_step(_hang),
     "kill in writing": _kill_in_writing,
     "slow in writing": _slow_in_writing,
-    "stop without plans": _stop_without_plans,
     "kill before rename": _kill_before_rename,
     "kill before latest": _kill_before_latest,
 }

@@ -112,31 +112,6 @@ def test_a_run_that_torchrun_restarts_goes_on_from_its_newest_checkpoint(
     assert payload(tmp_path / "step_0000006") == payload(undisturbed / "step_0000006")
 
 
-@pytest.mark.parametrize("where", [0, 1])
-@pytest.mark.slow
-def test_a_stop_asked_for_in_the_step_whose_plan_fails_saves_and_ends_as_a_failure(
-    tmp_path: Path, undisturbed: Path, where: int
-) -> None:
-    """Would catch a fault that the stop swallows, and one that costs the steps before it."""
-    flags = [*SIX, "--save", str(tmp_path), "--auto-resume"]
-    with pytest.raises(RankError, match=f"rank {where}(?s:.*)ValueError: a row of this rank has no plan"):
-        run_ranks(_faulty, 2, flags, "stop without plans", where, 4)
-    assert load_checkpoint(tmp_path, WORLD).step == 3
-    run(2, flags)
-    assert losses(tmp_path) == losses(undisturbed)
-
-
-@pytest.mark.slow
-@pytest.mark.faults
-@pytest.mark.parametrize("where", [0, 1])
-def test_torchrun_tells_a_fault_of_the_step_in_which_a_stop_was_asked_for(tmp_path: Path, where: int) -> None:
-    """Would catch a rank that is ended by the others before it has said why."""
-    done = torchrun("stop without plans", str(where), "4", *SIX, "--save", str(tmp_path))
-    assert done.returncode == 1 and "stopped on request after step 3" in done.stdout, done.stdout
-    assert "ValueError: a row of this rank has no plan" in done.stderr
-    assert f"rank {where} failed in step 4" in done.stderr
-
-
 BUSY = """
 import threading, torch
 from megacp import train
