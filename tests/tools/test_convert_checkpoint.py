@@ -6,8 +6,6 @@ import dataclasses
 import hashlib
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,6 @@ from megacp.core.training.state import RunState
 from megacp.core.training.step import ParallelModel
 from megacp.huggingface.convert import decoder
 from megacp.huggingface.convert.families import FAMILIES
-from megacp.huggingface.convert.hf_files import write_tensors
-from megacp.huggingface.convert.tensors import Info, num_bytes
 from megacp.huggingface.convert_command import main
 from megacp.verify.parity_config import MODELS as OURS
 from tests.huggingface.convert.models import MODELS, save
@@ -110,15 +106,6 @@ def test_weights_keep_their_type_and_change_it_on_demand(dtype: str, tmp_path: P
     assert equal(tensors_of(tmp_path / "d"), expected)
 
 
-def test_float16_weights_become_a_checkpoint_only_in_another_type(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save("llama 2", tmp_path / "a", torch.float16)
-    assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b") == 2
-    assert "the weights are float16" in capsys.readouterr().err
-    assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b", "--dtype", "float32", "--verify") == 0
-
-
 @pytest.mark.slow
 def test_both_layouts_of_a_molmo2_become_each_other(tmp_path: Path) -> None:
     model = save("molmo2 released", tmp_path / "a")
@@ -135,20 +122,6 @@ def test_both_layouts_of_a_molmo2_become_each_other(tmp_path: Path) -> None:
     for folder in ("b", "c"):
         assert equal(loaded(tmp_path / folder).state_dict(), model.state_dict())
         assert (tmp_path / folder / "processor_config.json").is_file()
-
-
-def test_fused_rows_are_q_k_v_and_up_gate_with_grouped_queries(tmp_path: Path) -> None:
-    """Would catch rows interleaved by group, and gate before up: the shapes are the same in any order."""
-    state = save("molmo2 native", tmp_path / "a").state_dict()
-    assert convert("hf", "hf", tmp_path / "a", tmp_path / "b", "--layout", "released") == 0
-    raw = safetensors.load_file(tmp_path / "b" / "model.safetensors")
-    for layer in range(2):
-        ours, theirs = f"model.language_model.layers.{layer}", f"model.transformer.blocks.{layer}"
-        for kind in ("weight", "bias"):
-            qkv = torch.cat([state[f"{ours}.self_attn.{x}_proj.{kind}"] for x in "qkv"])
-            assert torch.equal(raw[f"{theirs}.self_attn.att_proj.{kind}"], qkv)
-        mlp = torch.cat([state[f"{ours}.mlp.{x}_proj.weight"] for x in ("up", "gate")])
-        assert torch.equal(raw[f"{theirs}.mlp.ff_proj.weight"], mlp)
 
 
 def test_rows_of_q_and_k_are_rotated_by_halves_and_another_order_is_seen(
@@ -188,16 +161,6 @@ def test_a_difference_ends_verify_with_status_1_and_no_folder(
     captured = capsys.readouterr()
     assert "would be another model" in captured.err and "--rotary-base is 500.0 in what was read" in captured.out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
-
-
-def test_theta_is_written_in_both_spellings(tmp_path: Path) -> None:
-    """Would catch a config that an older library reads with its own theta."""
-    save("llama 3 tied", tmp_path / "a")
-    assert convert("hf", "hf", tmp_path / "a", tmp_path / "b") == 0
-    config = json.loads((tmp_path / "b" / "config.json").read_text())
-    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 500.0
-    scaling = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}
-    assert config["rope_scaling"].items() >= scaling.items() and config["rope_parameters"].items() >= scaling.items()
 
 
 def saved_on_grid(
@@ -364,63 +327,3 @@ def test_flags_that_contradict_are_refused(
     assert stopped.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
-
-
-PEAK = """
-import sys, threading, time
-from pathlib import Path
-from megacp.huggingface.convert_command import main
-
-def anonymous():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) >> 10
-
-def watch():
-    while True:
-        peaks.append(anonymous())
-        time.sleep(0.002)
-
-def convert(source, target, given, output):
-    assert main(["--from", source, "--to", target, "--input", given, "--output", output]) == 0
-
-small, large = sys.argv[1:]
-convert("hf", "megacp", small, small + ".ours")
-convert("megacp", "hf", small + ".ours", small + ".theirs")
-peaks = [anonymous()]
-threading.Thread(target=watch, daemon=True).start()
-convert("hf", "megacp", large, large + ".ours")
-first = max(peaks) - peaks[0]
-convert("megacp", "hf", large + ".ours", large + ".theirs")
-print("peaks", first, max(peaks) - peaks[0])
-"""
-
-
-class Zeros:
-    """A source of zeros by name."""
-
-    def __init__(self, infos: dict[str, Info]) -> None:
-        self.infos = infos
-
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return torch.zeros((stop - start, *self.infos[name].shape[1:]))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
-def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """128 MiB in tensors of at most 4 MiB, in both directions; a tensor, its copy and its bytes while it is read, and
-    what the allocator keeps. Would catch a state dict on the way, also one of the checkpoint's writer.
-    """
-    save("llama 2", tmp_path / "small")
-    (tmp_path / "large").mkdir()
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_key_value_heads": 4}
-    content = {**json.loads((tmp_path / "small" / "config.json").read_text()), **sizes, "head_dim": 128}
-    (tmp_path / "large" / "config.json").write_text(json.dumps(content))
-    links = FAMILIES["llama"].links(FAMILIES["llama"].values(content), "native")
-    infos = {one.name: Info(one.shape, torch.float32) for link in links for one in link.theirs}
-    assert sum(map(num_bytes, infos.values())) > 120 << 20
-    write_tensors(Zeros(infos), tmp_path / "large", 1 << 40, single_axis("world"))
-    arguments = [sys.executable, "-c", PEAK, str(tmp_path / "small"), str(tmp_path / "large")]
-    done = subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True, text=True, timeout=200)
-    peaks = [int(word) for word in done.stdout.rsplit("peaks", 1)[1].split()]
-    assert max(peaks) <= 8 * 4, f"MiB above the start: {peaks}"

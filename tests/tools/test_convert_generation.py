@@ -8,11 +8,7 @@ from typing import Any
 
 import pytest
 
-from megacp.core.checkpoint.commit import load_checkpoint
-from megacp.core.distributed.grid import single_axis
-from megacp.train import main as train
 from tests.huggingface.convert.models import save
-from tests.prepare.media.pictures import TINY
 from tests.tools.test_convert_checkpoint import convert
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
@@ -54,42 +50,6 @@ def test_generation_settings_and_special_ids_come_back(name: str, there: bool, t
     loaded = type(model).from_pretrained(tmp_path / "c")
     if there:
         assert loaded.generation_config.eos_token_id == [1, 2] and loaded.generation_config.temperature == 0.6
-
-
-def test_settings_beside_the_tokenizer_go_with_a_checkpoint_of_any_run(tmp_path: Path) -> None:
-    """Would catch settings that are lost once the model was trained: a run's own folder has none."""
-    save("molmo2 released", tmp_path / "a")
-    (tmp_path / "a" / "generation_config.json").write_text(json.dumps(GENERATION))
-    assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b") == 0
-    (tmp_path / "b" / "generation_config.json").unlink()
-    flags = ("--tokenizer", str(tmp_path / "a" / "tokenizer.json"))
-    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", *flags) == 0
-    assert read(tmp_path / "c" / "generation_config.json") == GENERATION
-    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "d", *flags, "--eod-token", "<im_low>") == 0
-    end = TINY.token_ids["image_low_res"]
-    assert read(tmp_path / "d" / "generation_config.json") == {**GENERATION, "eos_token_id": end}
-
-
-@pytest.mark.slow
-def test_forgetting_finetune_on_a_converted_model_is_told_as_such(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Would catch the reason of another dataset or seed for weights that no run has trained."""
-    save("llama 2", tmp_path / "a")
-    assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b") == 0
-    loaded = load_checkpoint(tmp_path / "b", single_axis("world"))
-    assert loaded.extra == {"tokenizer_sha256": "", "image_rules": None}
-    config = ["--config", str(loaded.path / "config.yaml"), "--global-batch-size", "2", "--train-iters", "1"]
-    flags = [*config, "--lr", "0.001", "--seq-length", "32", "--seed", "3", "--load", str(tmp_path / "b")]
-    flags = [*flags, "--log-file", str(tmp_path / "log.jsonl")]
-    capsys.readouterr()
-    assert train(flags) == 2
-    error = capsys.readouterr().err
-    assert "holds weights without the state of a run: start from them by --finetune" in error
-    assert "--seed" not in error and "dataset" not in error
-    assert train([*flags, "--finetune"]) == 0
-    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c") == 0
-    assert "| samples seen | unknown |" in (tmp_path / "c" / "README.md").read_text()
 
 
 def test_stale_weights_of_other_formats_are_not_copied(tmp_path: Path) -> None:

@@ -84,13 +84,6 @@ def test_templates_and_named_tokens_survive_the_way_there_and_back(model: Path, 
     assert convert("hf", "hf", tmp_path / "back", tmp_path / "again") == 0, "its sums list the folder"
 
 
-def test_an_older_file_of_one_template_goes_with_the_tokenizer(model: Path, tmp_path: Path) -> None:
-    (model / "chat_template.json").write_text(json.dumps({"chat_template": "old"}))
-    assert convert("hf", "megacp", model, tmp_path / "run") == 0
-    assert convert("megacp", "hf", tmp_path / "run", tmp_path / "back") == 0
-    assert templates_of(tmp_path / "run") == templates_of(tmp_path / "back") == {"default": "old"}
-
-
 def test_a_named_word_that_is_no_added_token_is_left_out_with_a_note(tmp_path: Path) -> None:
     """Would catch a library that cuts texts at a word which the run read as letters."""
     original = original_of(tmp_path, unk_token="?", extra_special_tokens=["<s>", "<a>"])

@@ -114,15 +114,6 @@ def test_an_end_token_that_training_did_not_have_is_refused_with_both(
     assert f"trained on, which was '<|im_end|>' (id {ids[1]}): leave it out" in said
 
 
-def test_a_checkpoint_that_does_not_say_ends_as_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch a checkpoint of before that is refused, or loses the end token of its files."""
-    own = trained(tmp_path, "--eod-token", "<|im_end|>", older=True)
-    assert stops(tmp_path, monkeypatch, "--prompt", "a") == (own.token_id("</s>"),)
-    for flags, text in (([], "</s>"), (["--eod-token", "<|im_end|>"], "<|im_end|>")):
-        assert export(tmp_path, text.strip("<>/|"), *flags) == 0
-        assert read(tmp_path / text.strip("<>/|") / "generation_config.json")["eos_token_id"] == own.token_id(text)
-
-
 @pytest.mark.parametrize(
     ("flags", "ends", "older"),
     [
@@ -156,16 +147,6 @@ def test_what_ends_the_answers_of_a_chat_template_stops_the_model(
     given = [word for word in flags if word != "--no-append-eod"]
     assert export(tmp_path, "same", *given) == 0
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "same").eos_token == "</s>"
-
-
-def test_settings_that_stop_at_more_tokens_keep_them(tmp_path: Path) -> None:
-    own = trained(tmp_path, "--chat-template", "chatml", "--no-append-eod")
-    end, other = (own.token_id(text) for text in ("<|im_end|>", "<|eot_id|>"))
-    for said, expected in ((other, [end, other]), ([other, end], [other, end]), (end, end)):
-        (tmp_path / "t/generation_config.json").write_text(json.dumps({"eos_token_id": said}))
-        name = f"hf {said}"
-        assert export(tmp_path, name) == 0
-        assert read(tmp_path / name / "generation_config.json")["eos_token_id"] == expected
 
 
 def test_answers_that_end_with_no_special_token_are_told(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.distributed.grid import single_axis
-from megacp.core.ops.pointwise import keep_mask
-from megacp.core.tensor_parallel.linear import LinearOptions, LinearSpec
-from megacp.core.tensor_parallel.lora import DropoutNames, LoraSpec, RowPair
 from megacp.core.training.state import RunState
 from megacp.core.training.step import ParallelModel
 from megacp.huggingface.convert.families import of_config
@@ -159,33 +154,6 @@ def test_dropout_of_pairs_has_the_bits_of_one_process_on_every_grid(
             assert summed.keys() == want.keys()
             for key, value in want.items():
                 assert np.abs(summed[key] - value).max() <= 1e-10 * np.abs(value).max(), (step, key)
-
-
-def test_dropout_of_pairs_is_dropout_of_what_they_are_given() -> None:
-    """A row pair that holds the last 6 of 12 columns; would catch columns counted from 0 on every tp rank, a mask on
-    the frozen linear, and dropout in evaluation.
-    """
-    options = LinearOptions(single_axis("tp"), False, torch.float64, torch.device("cpu"))
-    linear = LinearSpec("layers.3.mlp", (("down", 8),), 6, False, 0.02)
-    pair = RowPair(linear, LoraSpec(("down",), 2, 0.5, 0.4), options)
-    pair.first = 6
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in pair.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    x, y = torch.randn(20, 6, generator=generator).double(), torch.randn(20, 8, generator=generator).double()
-    names = torch.arange(20) * 3
-    pair.names = DropoutNames(77, names[:0], names)
-    kept = keep_mask(77 + pair.site, names, 12, 0.4)[:, 6:]
-    assert 0.5 < kept.double().mean() < 0.7
-    dense = y + 0.5 * (x * kept / 0.6) @ pair.down.T @ pair.up.T
-    assert torch.allclose(pair(x, y), dense, rtol=0, atol=1e-13)
-    others = [
-        RowPair(dataclasses.replace(linear, prefix=f"layers.{i}.mlp"), LoraSpec(("down",), 2, 0.5), options).site
-        for i in range(9)
-    ]
-    assert len({*others, pair.site}) == 9, "each linear draws its own bits"
-    assert torch.allclose(pair.eval()(x, y), y + 0.5 * x @ pair.down.T @ pair.up.T, rtol=0, atol=1e-13)
 
 
 def trained_checkpoint(name: str, folder: Path, targets: str) -> Path:

@@ -32,22 +32,6 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         },
         7_615_616_512,
     ),
-    "Mistral-7B-v0.3": (
-        {
-            "model_type": "mistral",
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 32768,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1e6,
-            "sliding_window": None,
-            "vocab_size": 32768,
-        },
-        7_248_023_552,
-    ),
     "Phi-4": (
         {
             "model_type": "phi3",
@@ -108,27 +92,6 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
             "vocab_size": 128256,
         },
         3_075_098_624,
-    ),
-    "SmolLM2-1.7B": (
-        {
-            "model_type": "llama",
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-            "max_position_embeddings": 8192,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 130000,
-            "rope_interleaved": False,
-            "is_llama_config": True,
-            "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
-            "attention_bias": False,
-            "mlp_bias": False,
-            "tie_word_embeddings": True,
-            "vocab_size": 49152,
-        },
-        1_711_376_384,
     ),
     "Qwen3-8B with the YaRN of its card": (
         {

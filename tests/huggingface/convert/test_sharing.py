@@ -89,17 +89,6 @@ def test_an_error_of_one_rank_ends_all_with_its_words(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["given"]
 
 
-def test_what_one_rank_refuses_all_do(tmp_path: Path) -> None:
-    """Would catch an output that is written over, and a folder that is no model."""
-    save("qwen3", tmp_path / "given")
-    for request, words in (
-        (Request("hf", "hf", tmp_path / "given", tmp_path / "given"), "given exists; nothing is ever written over"),
-        (Request("hf", "hf", tmp_path / "none", tmp_path / "x"), "--input .*none: .*there is no such folder"),
-    ):
-        said = run_ranks(refused, 2, request, False)
-        assert said[0] == said[1] and re.search(words, said[0])
-
-
 def test_files_are_planned_from_sizes_and_dealt_in_turns() -> None:
     infos = {name: Info((size,), torch.float32) for name, size in {"a": 5, "b": 5, "c": 30, "d": 1, "e": 9}.items()}
     assert files_of(infos, 40) == [["a", "b"], ["c"], ["d", "e"]]

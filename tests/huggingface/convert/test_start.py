@@ -22,7 +22,7 @@ from megacp.huggingface.convert.tokenizer import write_tokenizer
 from megacp.huggingface.convert_command import main as convert
 from megacp.prepare.command import main as preprocess
 from megacp.train import main, plan_of, trainer_of
-from tests.huggingface.convert.models import BYTES, MODELS, given, qwen3, save
+from tests.huggingface.convert.models import BYTES, given, qwen3, save
 from tests.ranks import grid, run_ranks
 from tests.training.runs import grid_flags, losses
 
@@ -109,19 +109,6 @@ def test_a_run_from_a_folder_has_the_bits_of_one_from_the_converted_checkpoint(
     assert next(iter(first.values())).dtype is torch.bfloat16
     start = weights_of(tmp_path / "start")
     assert any(not torch.equal(start[key], first[key]) for key in first), "the run moved the weights"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["phi3", "smollm3", "olmo2"])
-def test_joined_tensors_and_other_decoders_start_on_ranks_too(name: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    MODELS[name]().save_pretrained(tmp_path / "hf")
-    flags = [*STEPS, "--seq-length", "64", *grid_flags(tp=2), "--dtype", "float64"]
-    hf = ["--from", "hf", "--to", "megacp", "--dtype", "float64"]
-    assert convert([*hf, "--input", str(tmp_path / "hf"), "--output", str(tmp_path / "start")]) == 0
-    trained([*flags, "--load", str(tmp_path / "start"), "--finetune", "--save", str(tmp_path / "a")], 2)
-    trained([*flags, "--load-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "b")], 2)
-    assert losses(tmp_path / "a") == losses(tmp_path / "b")
 
 
 @pytest.mark.slow
@@ -270,20 +257,3 @@ def test_a_tower_that_does_not_fit_is_refused(folder: Path, tower: Path, capsys:
     assert "has --vision-num-layers 3, this run 2" in refused([*start, str(tower), "--vision-num-layers", "2"], capsys)
     assert "has one: leave the flag out" in refused(["--load-hf", str(tower), "--vision-from-hf", "none"], capsys)
     assert "acts only with --load-hf" in refused(["--vision-from-hf", "none"], capsys)
-
-
-@pytest.mark.slow
-def test_a_field_of_the_towers_folder_is_ignored_by_its_name(
-    folder: Path, tower: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Would catch a name that is asked of the text's folder alone, and one that neither folder has."""
-    other = tmp_path / "tower"
-    shutil.copytree(tower, other)
-    content = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**content, "colour_of_the_cover": "blue"}))
-    (other / "SHA256SUMS").unlink(missing_ok=True)
-    start = ["--load-hf", str(folder), "--vision-from-hf", str(other), "--seq-length", "64"]
-    assert "colour_of_the_cover is not known" in refused(start, capsys)
-    assert "no unknown field of this name" in refused([*start, "--ignore-field", "colour_of_the_cover,x"], capsys)
-    named = ["--ignore-field", "colour_of_the_cover"]
-    assert main([*start, *named, "--save", str(tmp_path / "run"), *STEPS]) == 0

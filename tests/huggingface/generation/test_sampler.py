@@ -10,21 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from megacp import train
-from megacp.core.checkpoint.commit import load_checkpoint
 from megacp.core.config.run import RunConfig, Value, flag, flatten, with_values
 from megacp.core.data.collate import collate
 from megacp.core.data.decoding import RulesDecoder
 from megacp.core.data.images import ImageLoading
 from megacp.core.data.reader import PackedDataset
-from megacp.core.distributed.grid import single_axis
-from megacp.core.training.state import RunState, first_token, last_token, other_meaning
+from megacp.core.training.state import RunState, first_token, last_token
 from megacp.core.training.stored import stored_config
 from megacp.huggingface import convert_command as convert
 from megacp.huggingface import generate_command as generate
-from megacp.huggingface.generation.prompt import Prompt, PromptMaker, prompt_pixels, prompt_row
+from megacp.huggingface.generation.prompt import Prompt, PromptMaker, prompt_pixels
 from megacp.huggingface.generation.sampler import Generator, Sampling
 from megacp.prepare import command as preprocess
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
@@ -186,30 +183,6 @@ def test_an_image_token_is_never_an_answer(trained: Path) -> None:
     prompt = PromptMaker(load_tokenizer("byte")).of_texts(["a"])
     (tokens,) = next(iter(generator.answer([prompt], Sampling(100, temperature=1e6))))
     assert len(tokens) == 100 and len(set(tokens.tolist())) > 40 and not {*tokens.tolist()} & {*ids.values()}
-
-
-def test_a_record_answered_after_text_alone_sees_what_it_saw_in_training(generator: Generator, tmp_path: Path) -> None:
-    """Would catch branches that are trained after another token than the one they are asked after."""
-    record = {"text": "What? ", "branches": ["Abc", "Bde"]}
-    (tmp_path / "r.jsonl").write_text(json.dumps(record) + "\n")
-    build([tmp_path / "r.jsonl"], tmp_path / "packed", seq_length=512, cp_degrees=(1,))
-    stored = collate([PackedDataset(tmp_path / "packed").pack(0)])
-    prompt = PromptMaker(load_tokenizer("byte")).of_record(record)
-    row = prompt_row([prompt], [[[*b"Abc"], [*b"Bde"]]])
-    trained_on, asked = generator.logits(stored), generator.logits(row.batch)[row.last]
-    ends = [np.flatnonzero(stored.tokens == ord(letter))[-1] for letter in "ce"]
-    torch.testing.assert_close(asked, trained_on[ends], rtol=1e-10, atol=1e-12)
-
-
-def test_finetuning_tells_what_images_meant_before(trained: Path, tmp_path: Path) -> None:
-    """Would catch weights that meet other normalisation, pooling or token ids without a word."""
-    progress = RunState(image_rules=dataclasses.replace(TINY, image_pooling=(1, 1)).to_dict())
-    loaded = load_checkpoint(trained / "run", single_axis("world"))
-    assert other_meaning(loaded, progress) == ("image_rules image_pooling: now [1, 1], was [2, 2]",)
-    assert other_meaning(loaded, RunState(image_rules=TINY.to_dict())) == other_meaning(loaded, RunState()) == ()
-    ended = RunState(document_end={"token": None})
-    assert other_meaning(loaded, ended) == ("document_end token: now None, was 256",)
-    assert other_meaning(loaded, RunState(document_end={"token": 256})) == ()
 
 
 def test_image_rules_come_from_the_checkpoint_or_from_the_dataset_of_the_flag(trained: Path, tmp_path: Path) -> None:
