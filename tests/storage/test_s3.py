@@ -98,8 +98,8 @@ def test_a_server_that_fails_one_request_in_twenty_and_cuts_connections_gives_th
         return url.content(1 << 20) == DATA[:100_000] and url.read(50_000, 1000) == DATA[50_000:51_000]
 
     with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(round_trip, range(40)))
-    assert len(folder.sizes_below()) == 40
+        assert all(pool.map(round_trip, range(80)))
+    assert len(folder.sizes_below()) == 80
     assert {"busy", "cut", "gone"} <= set(server.faults.faults), server.faults.faults
 
 
