@@ -166,7 +166,7 @@ def test_a_build_that_is_killed_or_loses_a_worker_ends_and_can_be_continued(tmp_
     os.kill(children(process.pid)[0], signal.SIGKILL)
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 2 and "while working on unit" in stderr
-    assert "corpus.jsonl:" in stderr and stderr.count("\n") == 1
+    assert "corpus.jsonl (bytes" in stderr and stderr.count("\n") == 1
 
     process = started(args, output)
     process.send_signal(signal.SIGTERM)
