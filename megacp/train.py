@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import os
 import sys
 import time
 import traceback
@@ -248,6 +249,9 @@ def _refused(problem: str, world: launch.World, alike: bool) -> int:
 
 def program() -> NoReturn:
     """The process: `main`, and an end that waits for nothing."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the starter: `>&-`
+            setattr(sys, name, open(os.devnull, "w"))
     status = 1
     try:
         status = main()

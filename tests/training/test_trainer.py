@@ -298,3 +298,12 @@ def test_a_dry_run_takes_the_smaller_grid_that_a_run_would(tmp_path: Path, capsy
     flags = ["--world-size", "3", "--tensor-model-parallel-size", "2", "--allow-smaller-grid", "--auto-resume"]
     assert main([*TINY, "--dry-run", *flags, "--save", str(tmp_path)]) == 0
     assert "2 ranks" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_closed_standard_output_ends_nothing(tmp_path: Path) -> None:
+    """Would catch `'NoneType' object has no attribute 'flush'` of a run that is started with `>&-`."""
+    command = [sys.executable, "-m", "megacp.train", *TINY, "--save", str(tmp_path)]
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert sorted(losses(tmp_path)) == [1, 2, 3, 4]

@@ -81,7 +81,8 @@ def ends_with_its_reader() -> Iterator[None]:
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         yield
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     finally:
         signal.signal(signal.SIGPIPE, before)
 
