@@ -56,6 +56,19 @@ def test_a_reader_that_has_read_enough_does_not_end_the_run(tmp_path: Path, laun
     assert len(notes(tmp_path)) == 1 and notes(tmp_path)[0].startswith("standard output cannot be written")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher", [PYTHON, pytest.param(TORCHRUN, marks=pytest.mark.faults)], ids=["one", "torchrun"]
+)
+def test_a_run_that_starts_without_standard_output_trains_to_its_end(tmp_path: Path, launcher: list[str]) -> None:
+    """`>&-`: would catch a process that does not start, and a good run that ends with status 1."""
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", *launcher, *TINY, "--save", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(losses(tmp_path)) == [1, 2, 3, 4]
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("both", [False, True], ids=["output", "output and error"])
 def test_a_full_disk_under_the_console_does_not_end_the_run(tmp_path: Path, both: bool) -> None:
