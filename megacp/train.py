@@ -36,7 +36,7 @@ from megacp.core.distributed.supervision.meeting import Meeting
 from megacp.core.distributed.supervision.spare import tell_spares, wait_as_spare
 from megacp.core.distributed.supervision.watch import Watch
 from megacp.core.models.build import grid_shape, stage_layers
-from megacp.core.monitor.console import ends_with_its_reader, open_closed_streams
+from megacp.core.monitor.console import ends_with_its_reader
 from megacp.core.planner.report import describe
 from megacp.core.storage.files import raise_descriptor_limit
 from megacp.core.storage.place import place_of
@@ -253,7 +253,6 @@ def program() -> NoReturn:
         if getattr(sys, name) is None:  # closed by the starter: `>&-`
             setattr(sys, name, open(os.devnull, "w"))
     status = 1
-    open_closed_streams()
     try:
         status = main()
     except Exception:

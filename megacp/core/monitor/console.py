@@ -72,13 +72,6 @@ def warn(text: str) -> None:
         _to_nowhere(2, sys.stderr)
 
 
-def open_closed_streams() -> None:
-    """Let the standard streams with which a process starts closed (`>&-`) write to nothing: Python makes them None."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # for the life of the process
-
-
 @contextlib.contextmanager
 def ends_with_its_reader() -> Iterator[None]:
     """For what only prints: a reader that closes the pipe (`| head`) ends the process in silence, by SIGPIPE."""
