@@ -120,7 +120,7 @@ CASES = [
     Case("Qwen3", 2, "kv_exchange", "balanced"),
     Case("Llama", 3, "p2p", "balanced"),
     Case("Llama", 3, "all_gather", "contiguous"),
-    Case("Qwen3", 3, "a2a", "zigzag"),
+    Case("Qwen3", 3, "p2p", "zigzag"),
     Case("Llama", 3, "kv_exchange", "zigzag", documents="one"),
     Case("Qwen3", 4, "p2p", "contiguous"),
     Case("Llama", 4, "all_gather", "zigzag"),
