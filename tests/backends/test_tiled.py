@@ -198,5 +198,5 @@ class _Scale(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
 
-    def forward(self, x: torch.Tensor, remember: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, save: Any) -> torch.Tensor:
         return x * self.weight

@@ -12,7 +12,7 @@ from megacp.core.backends.select import backend_problems, select_backend
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.tensor_parallel.linear import gather_linear
-from megacp.core.tensor_parallel.weight_gradients import LaterWeightGradients, WeightProduct
+from megacp.core.tensor_parallel.weight_gradients import DeferredWeightGradients, WeightProduct
 from megacp.core.training.step import ParallelModel
 from megacp.verify.parity_config import MODELS
 from tests.ranks import grid, run_ranks
@@ -99,14 +99,14 @@ def test_buckets_are_reduced_while_the_last_weight_gradients_run() -> None:
 def after_a_failure(rank: int, world: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Gradients of a step, plain and behind one whose backward has failed half way on the last stage's rank."""
     model = ParallelModel(config_of({"pp": 2}, {"num_virtual_stages_per_pipeline_rank": 2}, "zero_bubble"), grid(pp=2))
-    batch, sink = mock_batch([0], MockRules(SIZES["vocab_size"], 64)), model.backend.put_off
+    batch, sink = mock_batch([0], MockRules(SIZES["vocab_size"], 64)), model.backend.deferred
     assert sink is not None
     found = []
     for failed in (False, True):
         if failed:
             weight = next(p for p in model.chunks[0].parameters() if hasattr(p, "main_grad"))
             sink.take(WeightProduct(weight, torch.ones(3, weight.shape[0]), torch.ones(3, weight.shape[1])))
-            sink.put_by((0, 1))
+            sink.keep((0, 1))
             sink.take(WeightProduct(weight, torch.ones(3, weight.shape[0]), torch.ones(3, weight.shape[1])))
         model.parameters.zero()
         model.gradients([batch], 1, 100.0)
@@ -127,7 +127,7 @@ def sinks(rank: int, world: int) -> list[bool]:
     values = {**MODELS["tiny_vlm"], "pipeline_model_parallel_size": world, "pipeline_schedule": "zero_bubble"}
     backend = select_backend(with_values(RunConfig(), values), grid(pp=world))
     options = (backend.options, backend.tower("vision").options)  # type: ignore[attr-defined]
-    return [option.weight_gradients.later for option in options]
+    return [option.weight_gradients.deferred for option in options]
 
 
 def test_nothing_waits_where_nobody_is_waited_for() -> None:
@@ -136,7 +136,7 @@ def test_nothing_waits_where_nobody_is_waited_for() -> None:
 
 
 def products(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """The gradient of a weight over two microbatches, whose inputs tp ranks share: put off, and by autograd."""
+    """The gradient of a weight over two microbatches, whose inputs tp ranks share: deferred, and by autograd."""
     tp = grid(tp=world).tp
     generator = torch.Generator().manual_seed(rank)
     weight = torch.nn.Parameter(torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(9)))
@@ -148,11 +148,11 @@ def products(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, list[in
     weight.grad, told = None, []
     weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
     weight.gradient_added = lambda weight: told.append(len(told))  # type: ignore[attr-defined]
-    later = LaterWeightGradients()
+    later = DeferredWeightGradients()
     for number, x in enumerate(inputs):
         gather_linear(x, weight, tp, later).square().sum().backward()
         assert weight.grad is None
-        later.put_by((number, 0))
+        later.keep((number, 0))
     assert not weight.main_grad.any()  # type: ignore[attr-defined]
     later.add((0, 0), last=False)
     assert not told
@@ -171,10 +171,10 @@ def test_a_weight_with_several_products_is_told_once_after_the_last() -> None:
     weight, told = torch.nn.Parameter(torch.zeros(2, 2)), []
     weight.main_grad = torch.zeros(2, 2)  # type: ignore[attr-defined]
     weight.gradient_added = lambda weight: told.append(weight.main_grad.sum().item())  # type: ignore[attr-defined]
-    later = LaterWeightGradients()
+    later = DeferredWeightGradients()
     for _ in range(3):
         later.take(WeightProduct(weight, torch.ones(1, 2), torch.ones(1, 2)))
-    later.put_by((0, 0))
+    later.keep((0, 0))
     later.add((0, 0), last=True)
     assert told == [12.0]
 

@@ -67,7 +67,7 @@ class _Stage:
     busy: float = 0.0
     peak: int = 0
     held: set[tuple[int, int]] = field(default_factory=set)  # forwards whose backward has not run
-    put_off: set[tuple[int, int]] = field(default_factory=set)  # backwards whose weight gradients have not run
+    deferred: set[tuple[int, int]] = field(default_factory=set)  # backwards whose weight gradients have not run
     peak_put_off: int = 0
     done: set[Action] = field(default_factory=set)
 
@@ -171,11 +171,11 @@ class _Run:
             elif action.kind is Kind.BACKWARD:
                 state.held.discard(key)
                 # with an action of their own weight gradients wait for it, if only for a moment
-                state.put_off |= {key} & state.puts_off
+                state.deferred |= {key} & state.puts_off
             else:
-                state.put_off.discard(key)
+                state.deferred.discard(key)
                 # counted after the next of them: one that follows its backward at once has not waited
-                state.peak_put_off = max(state.peak_put_off, len(state.put_off))
+                state.peak_put_off = max(state.peak_put_off, len(state.deferred))
             return
         channel = channel_of(action, stage, len(self.stages))
         stream = self.streams[channel]

@@ -19,13 +19,13 @@ from megacp.core.context_parallel.transport import Transport
 from megacp.core.distributed.grid import Axis
 from megacp.core.tensor_parallel.embedding import TableSpec, VocabularyTable
 from megacp.core.tensor_parallel.linear import LinearSpec
-from megacp.core.tensor_parallel.weight_gradients import LaterWeightGradients
+from megacp.core.tensor_parallel.weight_gradients import DeferredWeightGradients
 
 Tower = Literal["vision", "connector"]
 AdamW = Callable[[list[dict[str, Any]], tuple[float, float], float], torch.optim.Optimizer]
 """`(groups, betas, epsilon)`: AdamW over groups of 1-D `params` with their `weight_decay`."""
-Remember = Callable[..., torch.Tensor]
-"""`remember(function, *inputs)` calls a cheap function and decides how autograd stores its output: as it is, or as a
+Save = Callable[..., torch.Tensor]
+"""`save(function, *inputs)` calls a cheap function and decides how autograd stores its output: as it is, or as a
 recipe that makes it again in backward. A fused layer stores what it needs itself and does not ask.
 """
 
@@ -52,7 +52,7 @@ class Backend(Protocol):
     """Tokens of a tp rank are a multiple of this."""
     adamw: AdamW | None
     """The fused AdamW of this backend; None leaves the choice to the optimizer."""
-    put_off: LaterWeightGradients | None
+    deferred: DeferredWeightGradients | None
     """Weight gradients that wait for the pipeline's schedule; None where none do."""
 
     def column_linear(self, linear: LinearSpec) -> nn.Module:
@@ -62,10 +62,10 @@ class Backend(Protocol):
         """Module of `x[t, f/tp] -> y[t/tp, h]`, the one tensor cut by columns."""
 
     def norm_column_linear(self, norm: NormSpec | None, linear: LinearSpec) -> nn.Module:
-        """`norm` (None: none) and `column_linear` as one module of `(x[t/tp, h], remember) -> y[t, f/tp]`."""
+        """`norm` (None: none) and `column_linear` as one module of `(x[t/tp, h], save) -> y[t, f/tp]`."""
 
     def norm_mlp(self, norm: NormSpec | None, gate_up: LinearSpec, down: LinearSpec) -> nn.Module:
-        """`norm` (None: none), column linear, SwiGLU and row linear as one module of `(x[t/tp, h], remember) ->
+        """`norm` (None: none), column linear, SwiGLU and row linear as one module of `(x[t/tp, h], save) ->
         [t/tp, h]`.
 
         Both linears have biases, or neither.

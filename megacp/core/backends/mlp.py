@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megacp.core.backends.base import Remember
+from megacp.core.backends.base import Save
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.ops.pointwise import swiglu
 from megacp.core.tensor_parallel.linear import RowParallelLinear
@@ -33,8 +33,8 @@ class NormLinear(nn.Module):
         super().__init__()
         self.norm, self.linear = norm, linear
 
-    def forward(self, x: torch.Tensor, remember: Remember) -> torch.Tensor:
-        return self.linear(x if self.norm is None else remember(self.norm, x))
+    def forward(self, x: torch.Tensor, save: Save) -> torch.Tensor:
+        return self.linear(x if self.norm is None else save(self.norm, x))
 
 
 class NormMLP(nn.Module):
@@ -44,12 +44,12 @@ class NormMLP(nn.Module):
         super().__init__()
         self.norm, self.gate_up, self.down = norm, gate_up, down
 
-    def forward(self, x: torch.Tensor, remember: Remember) -> torch.Tensor:
-        return self.down(self.wide(x, remember))
+    def forward(self, x: torch.Tensor, save: Save) -> torch.Tensor:
+        return self.down(self.wide(x, save))
 
-    def wide(self, x: torch.Tensor, remember: Remember) -> torch.Tensor:
+    def wide(self, x: torch.Tensor, save: Save) -> torch.Tensor:
         """What the last product multiplies, `[t, f/tp]`."""
-        return remember(swiglu, self.gate_up(x if self.norm is None else remember(self.norm, x)))
+        return save(swiglu, self.gate_up(x if self.norm is None else save(self.norm, x)))
 
 
 def _plain(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
@@ -97,8 +97,8 @@ class TiledMLP(nn.Module):
         """Parameters that want a gradient."""
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
-    def forward(self, x: torch.Tensor, remember: Remember) -> torch.Tensor:
-        """The tiles remember nothing, so `remember` is not asked."""
+    def forward(self, x: torch.Tensor, save: Save) -> torch.Tensor:
+        """The tiles save nothing, so `save` is not asked."""
         trained = self.trained()
         if not torch.is_grad_enabled() or not (x.requires_grad or trained):
             return self.over_tiles(x)

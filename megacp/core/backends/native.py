@@ -35,7 +35,7 @@ from megacp.core.tensor_parallel.linear import (
     replicated_spec,
 )
 from megacp.core.tensor_parallel.lora import ColumnPairs, LoraSpec, RowPair, adapted
-from megacp.core.tensor_parallel.weight_gradients import LaterWeightGradients, WeightGradients
+from megacp.core.tensor_parallel.weight_gradients import DeferredWeightGradients, WeightGradients
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -94,7 +94,7 @@ class NativeBackend:
             weight_gradients=weight_gradients,
             products=SymmetricMemory() if parallel.async_tensor_parallel else PLAIN,
         )
-        self.put_off = weight_gradients if isinstance(weight_gradients, LaterWeightGradients) else None
+        self.deferred = weight_gradients if isinstance(weight_gradients, DeferredWeightGradients) else None
         self.rows_multiple = config.model.make_vocab_size_divisible_by
         options = TransportOptions(parallel.hierarchical_context_parallel_sizes or (), parallel.cp_exchange_stages)
         kernel = kernel_name(training.attention_kernel, grid.device.type, training.dtype)

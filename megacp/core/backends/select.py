@@ -14,7 +14,7 @@ from megacp.core.config.run import RunConfig
 from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.ops.kernels import kernel_problem
 from megacp.core.pipeline_parallel.schedules import puts_off
-from megacp.core.tensor_parallel.weight_gradients import LaterWeightGradients, WeightGradients, add_weight_gradient
+from megacp.core.tensor_parallel.weight_gradients import DeferredWeightGradients, WeightGradients, add_weight_gradient
 
 
 def engine_reasons(config: RunConfig, device_type: str | None) -> list[str]:
@@ -70,4 +70,4 @@ def _weight_gradients(config: RunConfig, grid: ProcessGrid) -> WeightGradients |
     later = asked and puts_off(grid.pp.rank, config.parallel.num_virtual_stages_per_pipeline_rank)
     halves = grid.device.type == "cuda" and config.training.dtype == "bfloat16"
     add = (weight_gradient_kernel() if halves else None) or add_weight_gradient
-    return LaterWeightGradients(add) if later else WeightGradients(add)
+    return DeferredWeightGradients(add) if later else WeightGradients(add)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megacp.core.backends.base import NormSpec, Remember, Tower
+from megacp.core.backends.base import NormSpec, Save, Tower
 from megacp.core.backends.native import NativeBackend
 from megacp.core.backends.support import FP8_MULTIPLES, attention_reasons
 from megacp.core.backends.thd import PackedAttention, thd_sequences
@@ -99,13 +99,13 @@ def _linear_settings(bias: bool, options: LinearOptions) -> dict[str, Any]:
 
 
 class Fused(nn.Module):
-    """`te.LayerNormLinear` or `te.LayerNormMLP`: `remember` is not asked, they store what their backward needs."""
+    """`te.LayerNormLinear` or `te.LayerNormMLP`: `save` is not asked, they store what their backward needs."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
 
-    def forward(self, x: torch.Tensor, remember: Remember) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, save: Save) -> torch.Tensor:
         return self.layer(x)
 
 

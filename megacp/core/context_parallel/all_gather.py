@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.context_parallel.transport import KeysToQueries, Visits
+from megacp.core.context_parallel.transport import KeysToQueries, KVBlocks
 from megacp.core.distributed.collectives import reduce_scatter, start_all_gather
 from megacp.core.distributed.grid import Axis
 from megacp.core.large_blocks import empty
@@ -49,8 +49,8 @@ class AllGatherAttention(KeysToQueries):
         """See `KeysToQueries.tables`."""
         return [plan.table(plan.cp_rank), plan.part("others", lambda: table_of_others(plan))]
 
-    def visits(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> Visits:
-        """See `KeysToQueries.visits`."""
+    def kv_blocks(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> KVBlocks:
+        """See `KeysToQueries.kv_blocks`."""
         gathered = start_all_gather(torch.stack([k, v], 1), self.axis)  # [T, 2, groups, d], in rank order
         own, others = self.tables(plan)
         mine = yield k, v, own

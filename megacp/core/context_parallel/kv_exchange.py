@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.context_parallel.transport import KeysToQueries, Visits
+from megacp.core.context_parallel.transport import KeysToQueries, KVBlocks
 from megacp.core.distributed.collectives import start_all_to_all
 from megacp.core.distributed.grid import Axis
 from megacp.core.large_blocks import empty
@@ -94,8 +94,8 @@ class KVExchange(KeysToQueries):
         """See `KeysToQueries.tables`."""
         return [plan.table(plan.cp_rank), *(stage.table for stage in self._stages(plan))]
 
-    def visits(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> Visits:
-        """See `KeysToQueries.visits`."""
+    def kv_blocks(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> KVBlocks:
+        """See `KeysToQueries.kv_blocks`."""
         stages = self._stages(plan)
         send, order = (self._indices(plan, stages, name, k.device) for name in ("send", "order"))
         kv = torch.stack([k, v], 1)  # [t, groups, d] twice -> [t, 2, groups, d]

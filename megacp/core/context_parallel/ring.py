@@ -1,7 +1,7 @@
 """Ring attention (Liu et al., 2023): K/V travel around the cp axis, each rank attends to what passes by.
 
 The next K/V is under way while the present one is used. Backward sends K/V round again. The first rank
-that they visit starts their gradient, which follows one step behind them. What a rank adds to its own never leaves
+that they come to starts their gradient, which follows one step behind them. What a rank adds to its own never leaves
 home, so gradients take n - 1 steps too. Grouped K/V heads are never expanded on the wire.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.context_parallel.transport import KeysToQueries, Visits
+from megacp.core.context_parallel.transport import KeysToQueries, KVBlocks
 from megacp.core.distributed.grid import Axis
 from megacp.core.distributed.p2p import Shift, start_shift
 from megacp.core.ops.kernel import Kernel
@@ -30,12 +30,12 @@ class RingAttention(KeysToQueries):
         """See `KeysToQueries.tables`."""
         return [plan.table((self.axis.rank - step) % self.axis.size) for step in range(self.axis.size)]
 
-    def visits(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> Visits:
-        """See `KeysToQueries.visits`."""
+    def kv_blocks(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> KVBlocks:
+        """See `KeysToQueries.kv_blocks`."""
         size, tables = self.axis.size, self.tables(plan)
         kv = torch.stack([k, v], 1)  # [t, groups, d] twice -> [t, 2, groups, d]
         home: torch.Tensor | None = None  # of this rank's K/V, by its own queries
-        gradient: Shift | None = None  # of the visiting K/V, as summed by the ranks they visited before
+        gradient: Shift | None = None  # of the K/V block at hand, as summed by the ranks it came by before
         for step in range(size):
             shift = start_shift(kv, self.axis) if step < size - 1 else None
             dkv = yield kv[:, 0], kv[:, 1], tables[step]

@@ -2,7 +2,7 @@
 
 A transport is an object with one differentiable call, `attend`, over the tokens that its rank holds. Those in which
 queries stay and K/V travel (ring, all-gather, K/V exchange, and one rank alone) share a forward and a backward: they
-differ only in `visits`, the order in which keys come by. `a2a.py` moves heads instead and attends with one of these.
+differ only in `kv_blocks`, the order in which keys come by. `a2a.py` moves heads instead and attends with one of these.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from megacp.core.ops.kernel import Heads, Kernel, Saved, WholeKernel, accumulati
 from megacp.core.ops.mask import TileTable, allowed
 from megacp.core.ops.tile_kernels import dense_attention
 
-Visit = tuple[torch.Tensor, torch.Tensor, TileTable]
+KVBlock = tuple[torch.Tensor, torch.Tensor, TileTable]
 """Keys and values `[m, groups, d]`, and the tiles between this rank's queries and them."""
-Visits = Generator[Visit, torch.Tensor | None, torch.Tensor | None]
-"""Yields every `Visit`. In backward it is sent the gradient `dkv[m, 2, groups, d]` of each visit, and returns the
+KVBlocks = Generator[KVBlock, torch.Tensor | None, torch.Tensor | None]
+"""Yields every `KVBlock`. In backward it is sent the gradient `dkv[m, 2, groups, d]` of each block, and returns the
 gradient of this rank's keys and values, `[t, 2, groups, d]`. In forward both are None."""
 
 
@@ -45,7 +45,7 @@ class Transport(Protocol):
 
 
 class KeysToQueries(ABC):
-    """Queries stay on their rank, keys and values visit it.
+    """Queries stay on their rank, blocks of keys and values come to it.
 
     Forward saves `q, k, v, out, lse` of this rank's tokens; keys of other ranks travel again in backward.
     """
@@ -54,12 +54,12 @@ class KeysToQueries(ABC):
     kernel: Kernel
 
     @abstractmethod
-    def visits(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> Visits:
+    def kv_blocks(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> KVBlocks:
         """All keys that this rank's queries see, for its own `k, v[t, groups, d]`; called once in each pass."""
 
     @abstractmethod
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
-        """What this rank's queries see of the keys of each visit."""
+        """What this rank's queries see of the keys of each block."""
 
     def prepare(self, plan: AttentionPlan, heads: Heads) -> None:
         """See `Transport.prepare`."""
@@ -72,10 +72,10 @@ class KeysToQueries(ABC):
         """See `Transport.attend`."""
         # kernels and messages take the last dim as dense; a transposed view would be read past its end
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        return _VisitingKeys.apply(q, k, v, self, plan, scale)
+        return _AttendBlocks.apply(q, k, v, self, plan, scale)
 
 
-class _VisitingKeys(torch.autograd.Function):
+class _AttendBlocks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -87,7 +87,7 @@ class _VisitingKeys(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         partial = empty_partial(q)  # out 0 and lse -inf, in fp32 or wider
-        for keys, values, table in transport.visits(k, v, plan):
+        for keys, values, table in transport.kv_blocks(k, v, plan):
             transport.kernel.attend(partial, (q, keys, values), table, scale)
         out = partial.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, partial.lse)
@@ -102,11 +102,11 @@ class _VisitingKeys(torch.autograd.Function):
         # a kernel called for one source of keys starts from the merged (out, lse), so the sum over sources is exact
         saved, wide = Saved(q, out, lse, douts[0].contiguous()), accumulation_dtype(q.dtype)
         dq, dkv = zeros(q.shape, q, wide), None
-        visits = ctx.transport.visits(k, v, ctx.plan)
+        blocks = ctx.transport.kv_blocks(k, v, ctx.plan)
         with torch.autocast(q.device.type, enabled=False):  # also where somebody calls backward under it
             while True:
                 try:
-                    keys, values, table = visits.send(dkv)
+                    keys, values, table = blocks.send(dkv)
                 except StopIteration as end:
                     dk, dv = end.value.unbind(1)  # [t, 2, groups, d] -> [t, groups, d] twice
                     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
@@ -127,8 +127,8 @@ class LocalAttention(KeysToQueries):
         """See `KeysToQueries.tables`."""
         return [plan.table_of_row]
 
-    def visits(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> Visits:
-        """See `KeysToQueries.visits`."""
+    def kv_blocks(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> KVBlocks:
+        """See `KeysToQueries.kv_blocks`."""
         return (yield k, v, plan.table_of_row)
 
 

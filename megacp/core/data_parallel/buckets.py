@@ -1,6 +1,6 @@
 """Flat parameters and gradients in buckets, summed over dp x cp while the backward pass still runs.
 
-Key property: a bucket's reduce-scatter starts as soon as its last gradient of the step is there. Buckets start strictly
+A bucket's reduce-scatter starts as soon as its last gradient of the step is there. Buckets start strictly
 in index order: ranks in which a parameter got no gradient launch the same collectives as all others. Every reduction is
 a plain sum (the loss is already divided by the step's global denominator). After `finish` each rank of dp x cp holds
 one slice of every summed bucket: exactly what the sharded optimizer updates.
@@ -13,20 +13,18 @@ Whole gradients (ZeRO-1) live in the buckets and are reduced once a step. Sharde
 for one microbatch, are reduced there, and added to this rank's slice: a reduce-scatter a microbatch instead of whole
 gradients in memory.
 
-Rejected: `DistributedDataParallel`, which averages, reduces whole gradients, and knows neither partial axes nor flat
-fp32 accumulation.
+`DistributedDataParallel` averages, reduces whole gradients, and knows neither partial axes nor flat fp32 accumulation.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from megacp.core.data_parallel.arrivals import Arrivals
 from megacp.core.data_parallel.layout import BucketPlan, ParameterSlice, Slot, plan_buckets, slices_of
 from megacp.core.data_parallel.shards import ParameterShard, ShardedParameters
 from megacp.core.distributed.collectives import Pending, gather_into, start_reduce_scatter
@@ -94,6 +92,42 @@ class Bucket(FlatParameters):
         )
 
 
+class ParameterGather:
+    """The overlapped all-gather of updated parameters: a part of the model waits for its own buckets alone.
+
+    It waits right before its forward, so the first layers of the next step compute while later ones are on their way.
+    Whoever reads whole parameters in another way waits for all.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: dict[int, Pending] = {}
+
+    def start(self, bucket: int, gather: Pending) -> None:
+        """The gather of a bucket has begun."""
+        self._under_way[bucket] = gather
+
+    def wait(self, buckets: Iterable[int]) -> None:
+        """Until these have arrived; those that have cost nothing."""
+        for bucket in buckets:
+            if (gather := self._under_way.pop(bucket, None)) is not None:
+                gather.wait()
+
+    def wait_for_all(self) -> None:
+        """Until all have arrived."""
+        self.wait(list(self._under_way))
+
+    def before_forward(self, parts: Sequence[nn.Module], holding: dict[nn.Parameter, int]) -> None:
+        """Let each part wait for its buckets before it runs. `holding` says which bucket has a parameter; one in
+        several parts is the first one's.
+        """
+        seen: set[nn.Parameter] = set()
+        for part in parts:
+            own = [parameter for parameter in part.parameters() if parameter not in seen]
+            seen.update(own)
+            buckets = sorted({holding[parameter] for parameter in own if parameter in holding})
+            part.register_forward_pre_hook(lambda module, inputs, buckets=buckets: self.wait(buckets))
+
+
 class FlatBuckets(ShardedParameters):
     """Gradients of the local model chunks, accumulated and reduced in buckets over `reduce_axis` (dp x cp).
 
@@ -122,8 +156,8 @@ class FlatBuckets(ShardedParameters):
         missing = {name for b in self.buckets for name in b.plan.partial_over} - set(partial_axes)
         assert not missing, f"no axis was given for {sorted(missing)}"
         self._each_microbatch = each_microbatch
-        self._arrivals, self._ahead = Arrivals(), len(parts) > 0
-        self._arrivals.before_forward(parts, {s.parameter: i for i, b in enumerate(self.buckets) for s in b.plan.slots})
+        self._gather, self._ahead = ParameterGather(), len(parts) > 0
+        self._gather.before_forward(parts, {s.parameter: i for i, b in enumerate(self.buckets) for s in b.plan.slots})
         for index, bucket in enumerate(self.buckets):
             for number, slot in enumerate(bucket.plan.slots):
                 parameter = slot.parameter
@@ -203,7 +237,7 @@ class FlatBuckets(ShardedParameters):
 
     def release(self) -> None:
         """Parameters stay whole; those under way arrive."""
-        self._arrivals.wait_for_all()
+        self._gather.wait_for_all()
 
     def start_backward(self, chunk: int, last: bool) -> None:
         """From now on gradients of this chunk are to be reduced: complete buckets at once."""
@@ -224,7 +258,7 @@ class FlatBuckets(ShardedParameters):
     def finish(self) -> None:
         """Reduce what is left and wait for everything; afterwards `grad_shard` holds this rank's summed slices."""
         assert self._shards is None, "finish was called twice without zero"
-        self._arrivals.wait_for_all()  # of parts that no microbatch has used
+        self._gather.wait_for_all()  # of parts that no microbatch has used
         while self._to_launch:
             self._launch()
         self._collect(0)
@@ -249,9 +283,9 @@ class FlatBuckets(ShardedParameters):
             return
         for index in reversed(range(len(self.buckets))):  # the order of the forward
             bucket = self.buckets[index]
-            self._arrivals.start(index, gather_into(bucket.parameters, bucket.parameter_shard, self.axis))
+            self._gather.start(index, gather_into(bucket.parameters, bucket.parameter_shard, self.axis))
         if not self._ahead:
-            self._arrivals.wait_for_all()
+            self._gather.wait_for_all()
 
     def parameter_slices(self) -> list[ParameterSlice]:
         everything = (*self.buckets, *self.frozen)
@@ -259,7 +293,7 @@ class FlatBuckets(ShardedParameters):
 
     def parameters_held(self) -> list[ParameterSlice]:
         """All local parameters, whole, frozen ones included."""
-        self._arrivals.wait_for_all()
+        self._gather.wait_for_all()
         everything = (*self.buckets, *self.frozen)
         return [part for bucket in everything for part in slices_of(bucket.plan, 0, bucket.parameters)]
 
@@ -270,6 +304,6 @@ class FlatBuckets(ShardedParameters):
         """Nothing is left to do: the parameters themselves were filled."""
 
     def clear(self) -> None:
-        self._arrivals.wait_for_all()
+        self._gather.wait_for_all()
         for bucket in (*self.buckets, *self.frozen):
             bucket.parameters.zero_()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megacp.core.backends.base import Backend, NormSpec, Remember
+from megacp.core.backends.base import Backend, NormSpec, Save
 from megacp.core.config.model import ModelConfig
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.models.init import output_std
@@ -45,10 +45,10 @@ class SelfAttention(nn.Module):
                 self.column_norms.append(backend.column_norm(NormSpec(f"{prefix}.{name}", columns, epsilon)))
 
     def forward(
-        self, x: torch.Tensor, plan: AttentionPlan, rotary: tuple[torch.Tensor, torch.Tensor], remember: Remember
+        self, x: torch.Tensor, plan: AttentionPlan, rotary: tuple[torch.Tensor, torch.Tensor], save: Save
     ) -> torch.Tensor:
         """Attend under the plan; `rotary` is cos, sin `[t, 1, head_dim / 2]` of this rank's tokens."""
-        q, k, v = self.qkv(x, remember).split(self.widths, -1)
+        q, k, v = self.qkv(x, save).split(self.widths, -1)
         if self.column_norms:
             q, k = self.column_norms[0](q), self.column_norms[1](k)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))  # [t, heads/tp * d] -> [.., d]

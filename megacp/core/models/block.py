@@ -1,6 +1,6 @@
 """One decoder block: attention and MLP, norms before or after them, with residuals, dropout and recomputation.
 
-The body says which values it would remember. The recompute granularity is chosen once, outside of it.
+The body says which values it would save. The recompute granularity is chosen once, outside of it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megacp.core.backends.base import Backend, NormSpec, Remember
+from megacp.core.backends.base import Backend, NormSpec, Save
 from megacp.core.config.model import ModelConfig
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.models.attention import SelfAttention
@@ -72,13 +72,13 @@ class Block(nn.Module):
             return run(x, inputs)
         return self.offload(run, x, inputs, (*self.parameters(), *inputs.rotary, inputs.token_names))
 
-    def _body(self, x: torch.Tensor, inputs: BlockInputs, remember: Remember) -> torch.Tensor:
+    def _body(self, x: torch.Tensor, inputs: BlockInputs, save: Save) -> torch.Tensor:
         for pairs in self.pairs:
             pairs.names = DropoutNames(inputs.key, inputs.token_names, inputs.all_token_names)
         with self.precision():  # the block that is computed again in backward stands in no other context
-            attended = self.attention_norm(self.attention(x, inputs.plan, inputs.rotary, remember))
+            attended = self.attention_norm(self.attention(x, inputs.plan, inputs.rotary, save))
             x = x + self._drop(attended, inputs, 2 * self.layer)
-            return x + self._drop(self.mlp_norm(self.mlp(x, remember)), inputs, 2 * self.layer + 1)
+            return x + self._drop(self.mlp_norm(self.mlp(x, save)), inputs, 2 * self.layer + 1)
 
     def _drop(self, x: torch.Tensor, inputs: BlockInputs, site: int) -> torch.Tensor:
         # the odd constant spreads keys of neighbouring sites over all 64 bits (SplitMix64)

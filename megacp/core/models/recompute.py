@@ -77,7 +77,7 @@ def keep(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.
 def run_block(
     body: Callable[..., torch.Tensor], granularity: str, *inputs: Any, hooks: Hooks | None = None
 ) -> torch.Tensor:
-    """`body(*inputs, remember)` under a recompute granularity: `none`, `selective` or `full`.
+    """`body(*inputs, save)` under a recompute granularity: `none`, `selective` or `full`.
 
     `hooks` are for what it saves. Under no_grad nothing is stored anyway, so nothing is recomputed.
     """

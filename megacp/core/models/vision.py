@@ -55,9 +55,9 @@ class VisionBlock(nn.Module):
         """Run the block under the recompute granularity it was built with."""
         return run_block(self._body, self.recompute, x)
 
-    def _body(self, x: torch.Tensor, remember: Callable[..., torch.Tensor]) -> torch.Tensor:
-        x = x + self._attend(remember(self.attention_norm, x))
-        return x + self.down(remember(self.activation, self.up(remember(self.mlp_norm, x))))
+    def _body(self, x: torch.Tensor, save: Callable[..., torch.Tensor]) -> torch.Tensor:
+        x = x + self._attend(save(self.attention_norm, x))
+        return x + self.down(save(self.activation, self.up(save(self.mlp_norm, x))))
 
     def _attend(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (

@@ -55,7 +55,7 @@ class PipelineLinks:
 
 
 class Parameters(Protocol):
-    """Whoever gathers the parameters of this stage's chunks and sums their gradients."""
+    """Gathers the parameters of this stage's chunks and sums their gradients."""
 
     def unshard(self, chunk: int) -> None:
         """Start to gather the parameters of a chunk."""
@@ -70,13 +70,13 @@ class Parameters(Protocol):
         """It is through."""
 
 
-class PutOff(Protocol):
-    """Whoever keeps the weight gradients that backwards put off. A key is (microbatch, chunk)."""
+class DeferredGradients(Protocol):
+    """Keeps the weight gradients that backwards defer. A key is (microbatch, chunk)."""
 
     def begin(self) -> None:
         """A step begins: nothing waits."""
 
-    def put_by(self, key: tuple[int, int]) -> None:
+    def keep(self, key: tuple[int, int]) -> None:
         """Name those of the backward that has just ended."""
 
     def add(self, key: tuple[int, int], last: bool) -> None:
@@ -130,15 +130,15 @@ def run(
     hidden: HiddenStates,
     parameters: Parameters | None = None,
     phase: Phase = unmeasured,
-    put_off: PutOff | None = None,
+    deferred: DeferredGradients | None = None,
 ) -> list[Tensor]:
     """Execute this stage's action list over one step; every stage calls it with its own list of the same schedule.
 
     `chunks[c]` is model chunk c of this stage, that is virtual stage `c * num_stages + stage`; `batches[i]` is
     microbatch i. The chunk of the last virtual stage returns the microbatch's scalar loss, already divided by the
     step's denominator. Parameter gradients accumulate in the parameters; `parameters` hears of every backward, and what
-    a chunk's last one makes final may be reduced while it runs. `put_off` is needed by a list with weight gradients
-    that wait. `phase` gives the context of every arrival, forward, backward and wait for another stage.
+    a chunk's last one makes final may be reduced while it runs. `deferred` is needed by a list with WEIGHTS
+    actions. `phase` gives the context of every arrival, forward, backward and wait for another stage.
 
     Returns the detached losses in microbatch order on the rank of the last virtual stage, [] on the others. With a
     forward-only list call it under `torch.no_grad()`. Other ranks are left waiting when a chunk raises: the launcher
@@ -147,10 +147,10 @@ def run(
     trains = any(a.kind is Kind.BACKWARD for a in actions)
     assert len(batches) == len({action.microbatch for action in actions}), f"{len(batches)} batches for other actions"
     assert torch.is_grad_enabled() or not trains, "a training schedule under no_grad"
-    stage = _Stage(chunks, batches, links, hidden, trains, parameters, put_off)
+    stage = _Stage(chunks, batches, links, hidden, trains, parameters, deferred)
     final = {(a.kind, a.chunk): a for a in actions}
-    if put_off is not None:
-        put_off.begin()
+    if deferred is not None:
+        deferred.begin()
     for action, posts in zip(actions, posting_plan(actions, links.lookahead), strict=True):
         for receive in posts:
             stage.post(receive)
@@ -168,9 +168,9 @@ def run(
                 with phase("backward"):
                     stage.backward(key, last)
             case Kind.WEIGHTS:
-                assert put_off is not None, f"{action}: nobody has put any off"
+                assert deferred is not None, f"{action}: no weight gradient was deferred"
                 with phase("backward"):
-                    put_off.add(key, last)
+                    deferred.add(key, last)
             case Kind.RECV_FORWARD:
                 with phase("pipeline exchange"):
                     stage.inputs[key] = stage.receiving.pop(action).wait().requires_grad_(trains)
@@ -214,7 +214,7 @@ class _Stage:
     hidden: HiddenStates
     trains: bool
     parameters: Parameters | None
-    put_off: PutOff | None
+    deferred: DeferredGradients | None
     on_device: dict[int, Any] = field(default_factory=dict)  # microbatches that later chunks of this stage take
     receiving: dict[Action, Handle] = field(default_factory=dict)
     sending: defaultdict[Channel, deque[Handle]] = field(default_factory=lambda: defaultdict(deque))
@@ -225,13 +225,13 @@ class _Stage:
     outgoing: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # computed, until the send that follows
     losses: dict[int, Tensor] = field(default_factory=dict)
 
-    def place(self, chunk: int) -> int:
+    def virtual_stage(self, chunk: int) -> int:
         """The virtual stage that this stage's model chunk `chunk` is."""
         return virtual_stage(self.links.axis.rank, self.links.axis.size, chunk)
 
     def is_last(self, chunk: int) -> bool:
         """Whether model chunk `chunk` is the last virtual stage, the one that computes the loss."""
-        return self.place(chunk) == self.links.axis.size * len(self.chunks) - 1
+        return self.virtual_stage(chunk) == self.links.axis.size * len(self.chunks) - 1
 
     def forward(self, key: tuple[int, int], batch: Any) -> None:
         microbatch, chunk = key
@@ -245,7 +245,7 @@ class _Stage:
             return
         self.outgoing[key] = output.detach()
         if self.trains:
-            assert output.requires_grad, f"the output of virtual stage {self.place(chunk)} has no gradient"
+            assert output.requires_grad, f"the output of virtual stage {self.virtual_stage(chunk)} has no gradient"
             self.edges[key] = get_gradient_edge(output)
 
     def backward(self, key: tuple[int, int], last: bool) -> None:
@@ -256,13 +256,13 @@ class _Stage:
             torch.autograd.backward([self.losses_to_go.pop(key)])
         else:
             torch.autograd.backward([self.edges.pop(key)], [self.output_gradients.pop(key)])
-        if self.put_off is not None:
-            self.put_off.put_by(key)
+        if self.deferred is not None:
+            self.deferred.keep(key)
         if self.parameters is not None:
             self.parameters.end_backward(chunk)
-        if self.place(chunk) > 0:
+        if self.virtual_stage(chunk) > 0:
             gradient = self.inputs.pop(key).grad
-            assert gradient is not None, f"virtual stage {self.place(chunk)} does not depend on its input"
+            assert gradient is not None, f"virtual stage {self.virtual_stage(chunk)} does not depend on its input"
             self.outgoing[key] = gradient
 
     def post(self, receive: Action) -> None:

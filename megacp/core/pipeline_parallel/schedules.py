@@ -1,7 +1,7 @@
 """Pipeline schedules as data: pure functions from (stage, sizes) to the list of actions this stage executes in order.
 
-A schedule is only an order of computes: forwards, backwards, and weight gradients that were put off. The messages
-follow from it. Every input is received right before the compute that needs it; every output is sent right after the
+A schedule is only an order of computes: forwards, backwards, and deferred weight gradients. The messages follow from
+it. Every input is received right before the compute that needs it; every output is sent right after the
 compute that made it. The runtime posts receives earlier than that by itself. Every stage runs its forwards in one
 common order, and its backwards in one common order. So the k-th send of a channel always meets the k-th receive: no
 message needs a tag.
@@ -66,7 +66,7 @@ class Action:
 
     SEND_FORWARD sends the output of `chunk`, RECV_FORWARD receives its input. SEND_BACKWARD sends the gradient of its
     input, RECV_BACKWARD receives that of its output.
-    WEIGHTS computes the weight gradients that BACKWARD of the same microbatch and chunk has put off.
+    WEIGHTS computes the weight gradients that BACKWARD of the same microbatch and chunk has deferred.
     UNSHARD starts to gather the parameters of `chunk`, RESHARD frees them (full sharding alone).
     """
 
@@ -147,15 +147,15 @@ def interleaved_one_f_one_b(stage: int, num_stages: int, num_microbatches: int, 
 def zero_bubble(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:
     """1F1B, plain or interleaved, with weight gradients that wait until a stage would be idle (ZB-H1: Qi et al. 2023).
 
-    No other stage needs them. Stage s puts those of s backwards off: the last stage hands its first gradients on
+    No other stage needs them. Stage s defers those of s backwards: the last stage hands its first gradients on
     sooner, and has this work left while the first stages finish. With one chunk the bubble is
     `(num_stages - 1) (forward + backward - weights) / num_microbatches` of the ideal time, where backward is without
     weights: a third of 1F1B's when all three take as long. A stage holds `num_stages - stage` activations and what
-    `stage` backwards have put off. On stage 0 a backward that hands nothing on has its weight gradients inside. Any
+    `stage` backwards have deferred. On stage 0 a backward that hands nothing on has its weight gradients inside. Any
     number of microbatches works. Raises ValueError on impossible sizes.
     """
     computes = [c for c in _training_computes(stage, num_stages, num_microbatches, num_chunks) if c.microbatch >= 0]
-    if not puts_off(stage, num_chunks):
+    if not defers(stage, num_chunks):
         return with_messages(computes, stage, num_stages, num_chunks)
     waiting: deque[Action] = deque()
     found = []
@@ -168,7 +168,7 @@ def zero_bubble(stage: int, num_stages: int, num_microbatches: int, num_chunks: 
     return with_messages([*found, *waiting], stage, num_stages, num_chunks)
 
 
-def puts_off(stage: int, num_chunks: int) -> bool:
+def defers(stage: int, num_chunks: int) -> bool:
     """Whether a stage of `zero_bubble` has weight gradients that wait: where some backward hands a gradient on."""
     return stage > 0 or num_chunks > 1
 

@@ -144,7 +144,7 @@ class _GatherLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         trained, sink = ctx.needs_input_grad[1], ctx.sink
-        waits = sink is not None and sink.later and _in_bucket(ctx.weight)
+        waits = sink is not None and sink.deferred and _in_bucket(ctx.weight)
         # under the next product
         gathering = collectives.start_all_gather(x, ctx.axis) if trained and not waits else None
         # [t, f] x [f, h] -> [t, h] partial over tp; its sum is under way under the product of the weight gradient

@@ -3,9 +3,9 @@
 With `--gradient-accumulation-fusion` backward adds the weight gradient straight to the parameter's `main_grad`, its
 part of a gradient bucket, so it never exists beside it. A vocabulary table may be used twice and stays with autograd.
 
-With `--pipeline-schedule zero_bubble` the products of weight gradients wait, because no other stage needs them (Qi et
-al., 2023). Backward puts by what each of them is made of: the layer's input and the gradient of its output. An input
-that tensor-parallel ranks share is put by as this rank's part, and gathered under the product before it.
+With `--pipeline-schedule zero_bubble` weight gradients are deferred (W of Qi et al., 2023), because no other stage
+needs them. Backward keeps the two factors of each product: the layer's input and the gradient of its output. An input
+that tensor-parallel ranks share is kept as this rank's part, and gathered under the product before it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class WeightProduct:
 class WeightGradients:
     """Adds weight gradients to their part of a bucket, as each is found."""
 
-    later = False
+    deferred = False
     """Whether products wait until they are asked for."""
 
     def __init__(self, add: AddGradient = add_weight_gradient) -> None:
@@ -58,7 +58,7 @@ class WeightGradients:
 
     def at_once(self) -> WeightGradients:
         """The same without waiting."""
-        return WeightGradients(self._add) if self.later else self
+        return WeightGradients(self._add) if self.deferred else self
 
     def take(self, product: WeightProduct) -> None:
         """Deal with the gradient of a weight that has a `main_grad`; `x` is whole unless they wait."""
@@ -71,10 +71,10 @@ class WeightGradients:
         self._add(total, grad.flatten(0, -2), x.flatten(0, -2))
 
 
-class LaterWeightGradients(WeightGradients):
-    """Puts them by, a list for each backward of a pipeline's stage. A key is (microbatch, chunk)."""
+class DeferredWeightGradients(WeightGradients):
+    """Defers them, a list for each backward of a pipeline stage. A key is (microbatch, chunk)."""
 
-    later = True
+    deferred = True
 
     def __init__(self, add: AddGradient = add_weight_gradient) -> None:
         super().__init__(add)
@@ -83,15 +83,15 @@ class LaterWeightGradients(WeightGradients):
         self.begin()
 
     def take(self, product: WeightProduct) -> None:
-        """Put a product by; it keeps `dy` and `x`, and nothing of the graph behind them."""
+        """Defer a product; it keeps `dy` and `x`, and nothing of the graph behind them."""
         self._found.append(dataclasses.replace(product, grad=product.grad.detach(), x=product.x.detach()))
 
     def begin(self) -> None:
         """A step begins; what one that failed has left is dropped."""
         self._found, self._waiting = [], {}
 
-    def put_by(self, key: tuple[int, int]) -> None:
-        """Name what the backward has found that has just ended."""
+    def keep(self, key: tuple[int, int]) -> None:
+        """Name the products of the backward that has just ended."""
         self._waiting[key], self._found = self._found, []
 
     def add(self, key: tuple[int, int], last: bool) -> None:

@@ -171,9 +171,9 @@ class ParallelModel:
         chunks: list[ModelChunk] = [partial(chunk, denominator=denominator) for chunk in self.chunks]
         if self.parameters.by_schedule:
             actions = with_parameters(actions)
-        put_off = self.backend.put_off if training else None
+        deferred = self.backend.deferred if training else None
         hidden = dataclasses.replace(self.hidden, move=partial(self._moved, step=step))
-        return actions, chunks, shares, self.links, hidden, self.parameters, self.phase, put_off
+        return actions, chunks, shares, self.links, hidden, self.parameters, self.phase, deferred
 
     def _total(self, losses: Sequence[torch.Tensor]) -> float:
         """Sum of all microbatch losses over dp and cp, on every rank."""

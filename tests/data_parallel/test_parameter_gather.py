@@ -1,4 +1,4 @@
-"""Updated parameters that arrive while the next step computes: the same run, and nothing read too early."""
+"""Updated parameters that are gathered while the next step computes: the same run, and nothing read too early."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import nn
 
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.mock import MockRules, mock_batch
-from megacp.core.data_parallel.arrivals import Arrivals
-from megacp.core.data_parallel.buckets import FlatBuckets
+from megacp.core.data_parallel.buckets import FlatBuckets, ParameterGather
 from megacp.core.distributed.grid import single_axis
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach
 from megacp.core.models import build
@@ -56,12 +55,12 @@ def three_steps(rank: int, world: int, shape: dict[str, int], settings: dict[str
             patch.setattr(build, "FlatBuckets", with_parts)
         model = ParallelModel(config, grid(**shape))
     if ahead:
-        flat, start = model.parameters, Arrivals.start
+        flat, start = model.parameters, ParameterGather.start
 
-        def late(arrivals: Arrivals, bucket: int, gather: Any) -> None:
-            start(arrivals, bucket, Late(flat.buckets[bucket].parameters, gather))  # type: ignore[arg-type, attr-defined]
+        def late(gathers: ParameterGather, bucket: int, gather: Any) -> None:
+            start(gathers, bucket, Late(flat.buckets[bucket].parameters, gather))  # type: ignore[arg-type, attr-defined]
 
-        flat._arrivals.start = late.__get__(flat._arrivals)  # type: ignore[attr-defined]
+        flat._gather.start = late.__get__(flat._gather)  # type: ignore[attr-defined]
     rows = [mock_batch([10 * rank * (shape.get("dp", 1) > 1) * (shape.get("pp", 1) == 1) + i], RULES) for i in range(2)]
     found: list[Any] = [model.train(rows, number, 100.0).loss for number in (1, 2)]
     found.append(model.evaluate(rows, 100.0))
@@ -102,10 +101,10 @@ def test_a_part_waits_for_its_own_buckets_alone() -> None:
     whole = nn.Sequential(first, second)
     whole.extra = nn.Parameter(torch.zeros(1))
     holding = {first.weight: 3, first.bias: 2, second.weight: 1, second.bias: 2, whole.extra: 0}
-    arrivals = Arrivals()
-    arrivals.before_forward([first, second, whole], holding)
+    gathers = ParameterGather()
+    gathers.before_forward([first, second, whole], holding)
     for bucket in range(4):
-        arrivals.start(bucket, Gather(f"bucket {bucket}", seen))  # type: ignore[arg-type]
+        gathers.start(bucket, Gather(f"bucket {bucket}", seen))  # type: ignore[arg-type]
     first.register_forward_hook(lambda *arguments: seen.append("first"))
     second.register_forward_hook(lambda *arguments: seen.append("second"))
     for _ in range(2):
@@ -123,7 +122,7 @@ def test_a_part_that_no_microbatch_used_has_arrived_when_the_next_gradients_are_
         attach(part.weight, ParameterSpec((TensorSlice(f"{number}", (2, 2), (0, 0), (2, 2)),), "normal", 1.0))
     flat = FlatBuckets([model], single_axis("dp_cp"), {}, 4, parts=[used, unused])
     for bucket in range(len(flat.buckets)):
-        flat._arrivals.start(bucket, Gather(f"bucket {bucket}", seen))  # type: ignore[arg-type]
+        flat._gather.start(bucket, Gather(f"bucket {bucket}", seen))  # type: ignore[arg-type]
     used(torch.ones(1, 2)).sum().backward()
     assert seen == ["bucket 1"]
     flat.finish()
