@@ -13,7 +13,7 @@ from megacp.core.backends.transformer_engine import TransformerEngineBackend, fp
 from megacp.core.config.run import RunConfig
 from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.ops.kernels import kernel_problem
-from megacp.core.pipeline_parallel.schedules import puts_off
+from megacp.core.pipeline_parallel.schedules import defers
 from megacp.core.tensor_parallel.weight_gradients import DeferredWeightGradients, WeightGradients, add_weight_gradient
 
 
@@ -67,7 +67,7 @@ def _weight_gradients(config: RunConfig, grid: ProcessGrid) -> WeightGradients |
     asked = config.parallel.pipeline_schedule == "zero_bubble"
     if not (asked or config.training.gradient_accumulation_fusion):
         return None
-    later = asked and puts_off(grid.pp.rank, config.parallel.num_virtual_stages_per_pipeline_rank)
+    later = asked and defers(grid.pp.rank, config.parallel.num_virtual_stages_per_pipeline_rank)
     halves = grid.device.type == "cuda" and config.training.dtype == "bfloat16"
     add = (weight_gradient_kernel() if halves else None) or add_weight_gradient
     return DeferredWeightGradients(add) if later else WeightGradients(add)

@@ -36,7 +36,7 @@ import math
 from collections.abc import Sequence
 
 from megacp.core.config.run import RunConfig
-from megacp.core.pipeline_parallel.schedules import puts_off
+from megacp.core.pipeline_parallel.schedules import defers
 
 MATH_BLOCK = 1024
 """Query rows of one block of the `math` kernel."""
@@ -60,7 +60,7 @@ def in_flight(config: RunConfig, stage: int, world_size: int) -> int:
 def put_off(config: RunConfig, stage: int, world_size: int) -> int:
     """Most backwards of a chunk whose weight gradients a stage puts off."""
     p = config.parallel
-    if p.pipeline_schedule != "zero_bubble" or not puts_off(stage, p.num_virtual_stages_per_pipeline_rank):
+    if p.pipeline_schedule != "zero_bubble" or not defers(stage, p.num_virtual_stages_per_pipeline_rank):
         return 0
     return min(stage, config.num_microbatches(world_size) * p.num_virtual_stages_per_pipeline_rank)
 

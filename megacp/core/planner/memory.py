@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megacp.core.config.run import RunConfig
-from megacp.core.pipeline_parallel.schedules import puts_off
+from megacp.core.pipeline_parallel.schedules import defers
 from megacp.core.planner import vision
 from megacp.core.planner.activations import (
     block_work,
@@ -135,7 +135,7 @@ def _put_off(config: RunConfig, stage: int, layers: int, freed: int, world_size:
     activations that these had on the device.
     """
     p = config.parallel
-    if p.pipeline_schedule != "zero_bubble" or not puts_off(stage, p.num_virtual_stages_per_pipeline_rank):
+    if p.pipeline_schedule != "zero_bubble" or not defers(stage, p.num_virtual_stages_per_pipeline_rank):
         return 0
     waiting = layer_put_off(config)
     return put_off(config, stage, world_size) * layers * waiting + max(0, (layers - 1) * waiting - freed)
