@@ -84,8 +84,8 @@ def test_rows_are_ordered_disjoint_and_tiles_lie_inside_the_table(meta: Metadata
 @settings(max_examples=300, deadline=None)
 @given(packs())
 def test_the_mask_equals_the_published_molmo2_rule(meta: Metadata) -> None:
-    """Where one span per document means `every image token of an example sees every other`."""
-    span = np.where((meta.span > 0) & (meta.document >= 0), 1 + meta.document, 0)
+    """One span per document means `every image token of an example sees every other`; images stand before branches."""
+    span = np.where((meta.span > 0) & (meta.document >= 0) & (meta.branch == 0), 1 + meta.document, 0)
     ours = Metadata(meta.document, meta.branch, span, meta.order)
     subsegment = 100_000 * meta.document + np.where(meta.branch == 0, 10_000, meta.branch)
     subsegment = np.where(meta.document >= 0, subsegment, -1)
