@@ -21,6 +21,20 @@ MADE = {"demo_out/model.yaml", "distributed/context_parallel.py"}
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
+CORE_PAGE = ROOT / "docs" / "core.md"
+
+
+def test_the_core_page_is_a_path_that_a_day_suffices_for() -> None:
+    """Its numbered files are at most 14, of at most 3,500 lines; its example runs."""
+    text = CORE_PAGE.read_text(encoding="utf-8")
+    files = re.findall(r"^\d+\. `([\w/]+\.py)`", text, re.MULTILINE)
+    lines = sum(len((ROOT / "megacp/core" / name).read_text(encoding="utf-8").splitlines()) for name in files)
+    assert len(files) == 14 and lines <= 3_500 and len(text.split()) <= 900
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert code is not None
+    exec(code[1], {})
+
+
 @cache
 def sources() -> str:
     """All of the code, in which a flag stands as it is typed or as the field that it is made of."""
