@@ -27,6 +27,7 @@ PURE_ROOMS = ("megacp/core/config/", "megacp/core/planner/", "megacp/core/data/"
 PEERS = "tools/peers/"
 """Scripts that run other trainers in their own interpreter; they import nothing of ours."""
 GUESTS = ("transformer_engine", "apex")
+EXTRAS = {"transformers", "tokenizers", "sentencepiece", "pyarrow", "PIL", "av", "jinja2", "ray", "fsspec", "s3fs"}
 FILE_SYSTEM_CALLS = {"os.fsync", "os.replace", "os.rename", "fcntl.lockf", "fcntl.flock", "hashlib.file_digest"}
 CALLED_BY_OTHERS = {"readable", "readinto", "seekable", "find_class", "allocate"}
 CALLED_BY_OTHERS |= {"exchanged_rows", "layer_bytes", "gathered_again", "paused"}
@@ -248,6 +249,17 @@ def test_pure_rooms_do_not_import_torch() -> None:
     """Would catch preprocessing or a dry run that pays for torch, also inside a function."""
     found = broken(torch_imports, "megacp")
     assert {path: names for path, names in found.items() if path.startswith(PURE_ROOMS)} == {}
+
+
+def test_the_core_imports_no_extra() -> None:
+    """Would catch a core that one can train with only after the tools of preparation and conversion are installed."""
+    code = (
+        "import importlib, pkgutil, sys, megacp.core as core; "
+        "[importlib.import_module(m.name) for m in pkgutil.walk_packages(core.__path__, 'megacp.core.')]; "
+        f"print(*sorted({EXTRAS} & {{name.partition('.')[0] for name in sys.modules}}))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120, capture_output=True)
+    assert found.stdout.decode().strip() == ""
 
 
 def test_a_dry_run_text_and_a_parsed_command_line_need_no_torch() -> None:
