@@ -90,6 +90,7 @@ check: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/python tools/rooms.py
 
 bench: $(STAMP)
 	$(BIN)/python tools/benchmark.py

@@ -25,14 +25,13 @@ def purpose(room: Path) -> str:
 
 def table() -> str:
     """The rows, sub-rooms of the core indented."""
-    lines = ["| room | what | lines |", "|---|---|---|"]
+    lines = ["|room|what|lines|", "|---|---|---|"]
     for name in ROOMS:
         room = ROOT / name
         files = [path for path in sorted(room.rglob("*.py"))]
         if files:
-            shown = name if name.count("/") < 2 else "&nbsp;&nbsp;" + name.removeprefix("megacp/")
             count = sum(path.read_bytes().count(b"\n") for path in files)
-            lines.append(f"| {shown} | {purpose(room)} | {count:,} |")
+            lines.append(f"|{name.replace('megacp/core/', '… ')}|{purpose(room)}|{count / 1000:.1f}k|")
     return "\n".join(lines)
 
 

@@ -1,1 +1,1 @@
-"""All that trains from packs on any grid."""
+"""All that trains from packs."""

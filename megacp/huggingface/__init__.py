@@ -1,4 +1,4 @@
-"""To and from transformers: conversion, generation, and context parallelism for its models.
+"""To and from transformers.
 
 The names for other people's programs stand here; each is imported when it is asked for.
 """

@@ -1,1 +1,1 @@
-"""Two grids compared, and reports of GPUs."""
+"""Two grids compared; GPU report."""

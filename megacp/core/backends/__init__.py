@@ -1,1 +1,1 @@
-"""Backends: the factories of layers that models are made of, one object chosen once per run."""
+"""Layer factories: native or Transformer Engine."""

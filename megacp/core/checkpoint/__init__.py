@@ -1,1 +1,1 @@
-"""Checkpoints: global names, payload files, and the commit that makes a directory count."""
+"""Tensors by global names, committed by a rename."""

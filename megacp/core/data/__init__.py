@@ -1,1 +1,1 @@
-"""Data room: from raw records to packed batches; numpy only, the data-parallel place is told as integers."""
+"""Packs on disk, and the way to a row."""

@@ -1,1 +1,1 @@
-"""Data parallelism: flat gradient buckets that are reduced while the backward pass runs."""
+"""Gradient buckets, full sharding."""

@@ -1,1 +1,1 @@
-"""The process grid, its collectives and their duals: the only room that talks to `torch.distributed`."""
+"""The grid and its collectives."""

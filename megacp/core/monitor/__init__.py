@@ -1,1 +1,1 @@
-"""What a run reports about itself: lines and files, wall timers, FLOPs utilisation, peak memory."""
+"""What a run reports."""

@@ -1,1 +1,1 @@
-"""Mathematics of a layer on one device: mask, attention kernels, norms, rotary, activations. No communication."""
+"""Mask, kernels, norms on one device."""

@@ -1,1 +1,1 @@
-"""The optimizer: learning-rate schedule, global gradient norm, AdamW on this rank's slice of every bucket."""
+"""AdamW on a rank's slice."""

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: layers cut into stages, a schedule written as data, one loop that executes any schedule."""
+"""Schedules as data, one loop."""

@@ -1,1 +1,1 @@
-"""Tensor parallelism with sequence parallelism: linears, vocabulary embedding, a head's loss in chunks."""
+"""Linears, vocabulary, chunked loss."""

@@ -1,1 +1,1 @@
-"""Training: the loss of a step, the step itself, and the loop around it."""
+"""The step and the loop."""
