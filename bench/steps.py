@@ -24,7 +24,7 @@ from megacp.core.distributed.collectives import barrier
 from megacp.core.distributed.grid import ProcessGrid, build_grid
 from megacp.core.distributed.spawn import RankPool
 from megacp.core.models.build import grid_shape
-from megacp.core.monitor.memory import peak_bytes
+from megacp.core.monitor.flops import peak_bytes
 from megacp.core.monitor.timers import Phase, unmeasured
 from megacp.core.planner.report import human_bytes, table
 from megacp.core.training.images import image_loading

@@ -23,8 +23,7 @@ from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import mask_metadata
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.grid import GridShape, build_grid, single_axis
-from megacp.core.monitor.flops import cuda_peak, utilisation
-from megacp.core.monitor.memory import peak_bytes
+from megacp.core.monitor.flops import cuda_peak, peak_bytes, utilisation
 from megacp.core.ops.kernel import QKV
 from megacp.core.ops.kernels import kernel_name
 from megacp.core.ops.mask import allowed

@@ -22,6 +22,8 @@ def read_curves(path: Path) -> dict[str, tuple[list[int], list[float]]]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
+            if row["kind"] == "run":  # a run went on from here: what another did after that step counts no more
+                curves = {kind: _up_to(row["step"], *curve) for kind, curve in curves.items()}
             if row["kind"] in ("attention", "blend", "note", "run", "timing"):
                 continue
             steps, losses = curves[row["kind"]]
@@ -32,6 +34,11 @@ def read_curves(path: Path) -> dict[str, tuple[list[int], list[float]]]:
     if not curves["train"][0]:
         raise ValueError(f"--log {path} holds no training step")
     return curves
+
+
+def _up_to(step: int, steps: list[int], losses: list[float]) -> tuple[list[int], list[float]]:
+    kept = sum(one <= step for one in steps)  # they rise
+    return steps[:kept], losses[:kept]
 
 
 def draw(curves: dict[str, tuple[list[int], list[float]]], marks: Sequence[int], output: Path) -> None:

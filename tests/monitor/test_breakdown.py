@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from megacp.core.monitor.pace import Pace
-from megacp.core.monitor.timers import Breakdown, Timers, unmeasured
+from megacp.core.monitor.timers import Breakdown, Pace, Timers, unmeasured
 from megacp.core.monitor.trace import Trace
 from tests.ranks import run_ranks
 from tests.training.runs import TINY, grid_flags, train_on_rank
@@ -118,7 +117,7 @@ def test_a_line_says_mean_longest_and_who() -> None:
 def test_time_left_follows_the_median_step_also_of_a_resumed_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch an estimate from the time since the start, which compilation and a resume falsify."""
     now = {"time": 100.0}
-    monkeypatch.setattr("megacp.core.monitor.pace.time.monotonic", lambda: now["time"])
+    monkeypatch.setattr("megacp.core.monitor.timers.time.monotonic", lambda: now["time"])
     pace, left = Pace(), []
     for seconds, steps in ((60.0, 999), (2.0, 998), (2.0, 997), (30.0, 996), (2.0, 995)):
         now["time"] += seconds

@@ -1,11 +1,14 @@
-"""Peaks and utilisation."""
+"""Peaks, utilisation and peak memory."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from megacp.core.monitor.flops import cpu_peak, cpu_run_peak, cuda_peak, gpu_peak, utilisation
+from megacp.core.monitor.flops import cpu_peak, cpu_run_peak, cuda_peak, gpu_peak, peak_bytes, utilisation
 
 
 @pytest.mark.parametrize(
@@ -61,3 +64,22 @@ def test_utilisation_is_work_over_what_could_be_done() -> None:
     assert utilisation(5e12, 2.0, 1e13) == 0.25
     assert utilisation(5e12, 2.0, None) is None
     assert utilisation(5e12, 0.0, 1e13) is None
+
+
+def test_the_peak_sees_an_allocation_that_is_gone() -> None:
+    """Would catch a current value in place of the peak, KiB taken for bytes, and the peak of the parent process."""
+    code = (
+        "from megacp.core.monitor.flops import peak_bytes; before = peak_bytes(); x = bytearray(b'x') * (64 << 20); "
+        "del x; grown = peak_bytes() - before; assert 60 << 20 < grown < 80 << 20, grown"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.gpu
+def test_the_peak_on_cuda_is_the_allocators() -> None:
+    """Would catch host memory reported for a GPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    before = peak_bytes("cuda")
+    torch.empty(1 << 24, device="cuda", dtype=torch.uint8)
+    assert peak_bytes("cuda") >= before and peak_bytes("cuda") >= 1 << 24

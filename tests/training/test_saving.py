@@ -229,23 +229,6 @@ def test_a_resume_without_a_further_step_says_so_and_saves_where_it_was_asked_to
 
 
 @pytest.mark.slow
-def test_a_resume_without_save_leaves_the_log_of_another_run_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Would catch a shared megacp_log.jsonl whose lines go because a third run resumes beside it."""
-    monkeypatch.chdir(tmp_path)
-    flags = [*TINY, "--lr-decay-iters", "9"]
-    run(1, [*flags, "--save", "a", "--train-iters", "2"])
-    run(1, flags)
-    another = Path("megacp_log.jsonl").read_bytes()
-    run(1, [*flags, "--load", "a", "--train-iters", "3"])
-    assert Path("megacp_log.1.jsonl").read_bytes() == another
-    assert [json.loads(row)["step"] for row in Path("megacp_log.jsonl").read_text().splitlines()] == [3]
-    said = f"megacp_log.jsonl is not known as the log of {tmp_path / 'a'}: it is now megacp_log.1.jsonl"
-    assert said in capsys.readouterr().out
-
-
-@pytest.mark.slow
 def test_a_run_in_a_directory_in_use_is_refused_and_touches_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,6 @@
 """Standard output of one rank, which may go away under a run: a closed pipe, a full disk, a lost terminal.
 
-Key property: a line that cannot be printed ends nothing. The first one of a row is told on another channel, and the
-next line is tried again.
+A line that cannot be printed ends nothing. The first one of a row is told on another channel; the next is tried again.
 """
 
 from __future__ import annotations
@@ -13,10 +12,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
-from tqdm import tqdm
-
-_BAR = "{percentage:3.0f}%|{bar:30}| {n_fmt}/{total_fmt} {desc}"
-
 
 class Console:
     """Prints lines on standard output. `lost` is called with the reason when a line cannot be printed, once a row."""
@@ -24,44 +19,22 @@ class Console:
     def __init__(self, lost: Callable[[str], None]) -> None:
         self._lost = lost
         self._broken = False
-        self._bar: tqdm | None = None
 
     def say(self, text: str) -> None:
-        """Print a line at once, above the bar."""
-        self._attempt(lambda: print(text, file=sys.stdout, flush=True) if self._bar is None else self._bar.write(text))
-
-    def progress(self, done: int, total: int, text: str) -> None:
-        """On a terminal, a bar below the lines: `done` of `total` steps and what there is to say of the last one."""
-        if self._bar is not None or getattr(sys.stdout, "isatty", bool)():  # what stands in for it may have none
-            self._attempt(lambda: self._draw(done, total, text))
-
-    def close(self) -> None:
-        """Leave the bar as it stands, and forget what could not be printed: Python would try once more at exit and
-        end with status 120.
-        """
-        if self._bar is not None:
-            self._attempt(self._bar.close)
-        if self._broken:
-            _to_nowhere(1, sys.stdout)
-
-    def _draw(self, done: int, total: int, text: str) -> None:
-        if self._bar is None:
-            tqdm.monitor_interval = 0  # no thread that draws a bar which stands still
-            self._bar = tqdm(
-                total=total, initial=done, file=sys.stdout, dynamic_ncols=True, mininterval=0.2, bar_format=_BAR
-            )
-        self._bar.set_description_str(text, refresh=done == total)
-        self._bar.update(done - self._bar.n)
-
-    def _attempt(self, output: Callable[[], object]) -> None:
+        """Print a line at once."""
         try:
-            output()
+            print(text, flush=True)
         except (OSError, ValueError) as error:  # ValueError: the stream was closed
             if not self._broken:
                 self._broken = True
                 self._lost(getattr(error, "strerror", None) or str(error))
         else:
             self._broken = False
+
+    def close(self) -> None:
+        """Forget what could not be printed: Python would try once more at exit and end with status 120."""
+        if self._broken:
+            _to_nowhere(1, sys.stdout)
 
 
 def warn(text: str) -> None:

@@ -1,8 +1,7 @@
-"""Model FLOPs utilisation: the model's FLOPs over what the devices could have done in that time.
+"""Model FLOPs utilisation (PaLM, Chowdhery et al. 2022, appendix B) and peak memory.
 
-Key property: the numerator comes from the planner and counts no recomputation (PaLM, Chowdhery et al. 2022, appendix
-B). The denominator is the vendor's dense peak for known GPUs. For a CPU, whose peak no table knows, it is a measured
-matrix product. Rejected: hardware FLOPs with recomputation, which reward doing work twice.
+The FLOPs come from the planner and count no recomputation. They are held against the vendor's dense peak of known GPUs,
+and of a CPU against a measured matrix product.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -50,29 +50,21 @@ def cuda_peak(device: torch.device, dtype: str) -> float | None:
     return gpu_peak(torch.cuda.get_device_name(device), "tf32" if tf32 else dtype)
 
 
-def cpu_peak(dtype: str) -> float:
-    """FLOP/s of this process's threads, as the best of some square matrix products in about 0.3 s; measured once."""
-    import torch
-
-    return _fastest_product(dtype, torch.get_num_threads())
-
-
 @functools.cache
-def _fastest_product(dtype: str, threads: int) -> float:
+def cpu_peak(dtype: str) -> float:
+    """FLOP/s of this process's threads: the best of some square matrix products in about 0.3 s, measured once."""
     import torch
 
     size, end = 512, time.perf_counter() + 0.3
     a = torch.ones(size, size, dtype=getattr(torch, dtype))
-    out = torch.empty_like(a)
-    best = float("inf")
-    torch.mm(a, a, out=out)
-    while True:
+    out = torch.mm(a, a)
+    best, now = float("inf"), 0.0
+    while now < end:
         begin = time.perf_counter()
         torch.mm(a, a, out=out)
         now = time.perf_counter()
         best = min(best, now - begin)
-        if now >= end:
-            return 2 * size**3 / best
+    return 2 * size**3 / best
 
 
 def cpu_run_peak(one_rank: float, threads: int, places: Sequence[tuple[str, frozenset[int]]]) -> float:
@@ -91,3 +83,14 @@ def cpu_run_peak(one_rank: float, threads: int, places: Sequence[tuple[str, froz
 def utilisation(model_flops: float, seconds: float, peak: float | None) -> float | None:
     """MFU in [0, 1] of a step of `model_flops` on devices of `peak` FLOP/s together; None without a known peak."""
     return None if peak is None or seconds <= 0 else model_flops / (seconds * peak)
+
+
+def peak_bytes(device_type: str = "cpu") -> int:
+    """Most bytes held at once: by the whole process ("cpu") or in tensors on its GPU ("cuda")."""
+    if device_type == "cuda":
+        import torch
+
+        return int(torch.cuda.max_memory_allocated())
+    # getrusage's ru_maxrss would begin with the peak of the process that started this one
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024  # "VmHWM:   123456 kB"

@@ -1,21 +1,27 @@
 """What a run says: one console line a step, the same numbers as JSON lines, TensorBoard and W&B when asked.
 
-Key property: every figure goes through one `StepRecord`, so all places show the same numbers. No place ends a run: one
-that cannot be written is told once on the others.
+No place ends a run: one that cannot be written is told once on the others, and tried again with the next line.
+
+The JSONL file is only ever appended to, a whole line at a time. A run that goes on in a file that has lines begins with
+one of kind `run`, whose `step` is the last one before it: of what stands above, later steps count no more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megacp.core.monitor.console import Console, warn
-from megacp.core.monitor.sinks import JsonlSink, Number, RunPlaces, Sink, TensorBoardSink, WandbSink
+from megacp.core.storage.files import open_own
+
+Number = int | float
 
 
 @dataclass(frozen=True)
@@ -57,8 +63,22 @@ class LogTargets:
     wandb_project: str | None = None
     log_interval: int = 1
     """Steps between console lines; files get every step."""
-    places: RunPlaces = RunPlaces()
-    """By which the JSONL file of an earlier part of this run is known."""
+
+
+class Sink(Protocol):
+    """A place that figures are written to."""
+
+    name: str
+    """What it is called where it is told that it cannot be written."""
+
+    def write(self, kind: str, step: int, figures: Mapping[str, Number | None]) -> None:
+        """Record named figures of a step; `kind` is train, valid, blend, attention or timing."""
+
+    def note(self, step: int, text: str) -> None:
+        """Record what happened in a step, in words."""
+
+    def close(self) -> None:
+        """Flush and end."""
 
 
 class RunLog:
@@ -77,37 +97,29 @@ class RunLog:
         self._console = Console(self._without_console)
         self._sinks: list[Sink] = []
         self._silent: set[str] = set()
-        try:
-            if targets.tensorboard_dir:
-                self._sinks.append(TensorBoardSink(targets.tensorboard_dir, resume_step))
-            if targets.wandb_project:
-                self._sinks.append(WandbSink(targets.wandb_project, settings or {}))
-            if targets.jsonl:
-                self._sinks.append(JsonlSink(targets.jsonl, resume_step, self.say, targets.places))
-        except BaseException:
-            self.close()
-            raise
+        if targets.tensorboard_dir:
+            self._sinks.append(TensorBoardSink(targets.tensorboard_dir, resume_step))
+        if targets.wandb_project:
+            self._sinks.append(WandbSink(targets.wandb_project, settings or {}))
+        if targets.jsonl:
+            self._sinks.append(JsonlSink(targets.jsonl, resume_step))
 
     def step(self, record: StepRecord) -> None:
         """Report a training step."""
         self._step = record.step
-        figures = dataclasses.asdict(record)
-        figures.pop("step")
-        self._write("train", record.step, figures)
+        self.figures("train", record.step, "", {k: v for k, v in dataclasses.asdict(record).items() if k != "step"})
         if record.step % self._targets.log_interval == 0 or record.step == self._total:
             self.say(step_line(record, self._total))
-        if self._targets.console:
-            left = duration(record.seconds_left)
-            self._console.progress(record.step, self._total, f"loss {record.loss:.4f}  left {left}")
 
     def validation(self, step: int, loss: float) -> None:
         """Report a validation loss after `step` optimizer steps."""
-        self._write("valid", step, {"loss": loss})
-        self.say(f"step {step}/{self._total}  validation loss {loss:.4f}  perplexity {_exp(loss):.4g}")
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        text = f"step {step}/{self._total}  validation loss {loss:.4f}  perplexity {perplexity:.4g}"
+        self.figures("valid", step, text, {"loss": loss})
 
-    def figures(self, kind: str, step: int, text: str, figures: Mapping[str, Number]) -> None:
+    def figures(self, kind: str, step: int, text: str, figures: Mapping[str, Number | None]) -> None:
         """Report named figures of a step, which `text` says in words, if any: kind attention, blend or timing."""
-        self._write(kind, step, figures)
+        self._to_sinks(lambda sink: sink.write(kind, step, figures))
         if text:
             self.say(text)
 
@@ -135,29 +147,21 @@ class RunLog:
                 sink.close()
         self._console.close()
 
-    def _write(self, kind: str, step: int, figures: Mapping[str, Number | None]) -> None:
-        self._to_sinks(lambda sink: sink.write(kind, step, figures))
-
     def _to_sinks(self, action: Callable[[Sink], None]) -> None:
-        for sink in list(self._sinks):
+        for sink in self._sinks:
             try:
                 action(sink)
             except Exception as error:  # whatever a guest package raises, the run goes on
-                self._without(sink, error)
+                if sink.name not in self._silent:
+                    self._silent.add(sink.name)
+                    reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+                    self._tell(f"{sink.name} cannot be written ({reason}): the run goes on without its lines", sink)
             else:
                 self._silent.discard(sink.name)
 
-    def _without(self, sink: Sink, error: Exception) -> None:
-        """Say once that a sink cannot be written; one that lasts is tried again with the next line."""
-        if not sink.lasting:
-            self._sinks.remove(sink)
-        if sink.name in self._silent:
-            return
-        self._silent.add(sink.name)
-        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        text = f"{sink.name} cannot be written ({reason}): the run goes on without its lines"
-        for other in list(self._sinks):
-            if other is not sink:
+    def _tell(self, text: str, lost: Sink) -> None:
+        for other in self._sinks:
+            if other is not lost:
                 with contextlib.suppress(Exception):
                     other.note(self._step, text)
         self.say(text)
@@ -166,6 +170,88 @@ class RunLog:
         text = f"standard output cannot be written ({reason}): the run goes on, its lines are in the log file"
         warn(text)
         self._to_sinks(lambda sink: sink.note(self._step, text))
+
+
+class JsonlSink:
+    """One JSON object a line: `{"kind": "train", "step": 3, "loss": ...}`, in the file at once.
+
+    Floats keep all their digits; nan and inf are written as strings (JSON has no word for them).
+    """
+
+    def __init__(self, path: Path, resume_step: int = 0) -> None:
+        """Open for appending. ValueError where a link or no regular file stands."""
+        self.name = str(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open_own(path, os.O_WRONLY | os.O_APPEND)
+        if os.fstat(self._file).st_size:
+            with contextlib.suppress(OSError):  # a full disk ends nothing
+                self._line("run", resume_step, {})
+
+    def write(self, kind: str, step: int, figures: Mapping[str, Number | None]) -> None:
+        values = {name: str(v) if v is not None and not math.isfinite(v) else v for name, v in figures.items()}
+        self._line(kind, step, values)
+
+    def note(self, step: int, text: str) -> None:
+        self._line("note", step, {"text": text})
+
+    def _line(self, kind: str, step: int, values: Mapping[str, Number | str | None]) -> None:
+        line = (json.dumps({"kind": kind, "step": step, **values}, allow_nan=False) + "\n").encode()
+        before, done = os.fstat(self._file).st_size, 0
+        try:
+            while done < len(line):
+                done += os.write(self._file, line[done:])
+        except OSError:
+            if done:  # the disk is full: take back what is no whole line
+                os.ftruncate(self._file, before)
+            raise
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class TensorBoardSink:
+    """Scalars `train/loss`, `valid/loss`, ... as TensorBoard events; a resumed run hides what it does again."""
+
+    def __init__(self, folder: str, resume_step: int = 0) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ValueError(_missing("--tensorboard-dir", "tensorboard")) from error
+        self.name = f"--tensorboard-dir {folder}"
+        self._writer = SummaryWriter(folder, purge_step=resume_step + 1 if resume_step else None)
+        self.close = self._writer.close
+
+    def write(self, kind: str, step: int, figures: Mapping[str, Number | None]) -> None:
+        for name, value in figures.items():
+            if value is not None:
+                self._writer.add_scalar(f"{kind}/{name}", value, step)
+
+    def note(self, step: int, text: str) -> None:
+        self._writer.add_text("note", text, step)
+
+
+class WandbSink:
+    """The same scalars in a Weights & Biases run."""
+
+    def __init__(self, project: str, settings: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ValueError(_missing("--wandb-project", "wandb")) from error
+        self.name = f"--wandb-project {project}"
+        self._run = wandb.init(project=project, config=dict(settings))
+        self.close = self._run.finish
+
+    def write(self, kind: str, step: int, figures: Mapping[str, Number | None]) -> None:
+        known = {f"{kind}/{name}": value for name, value in figures.items() if value is not None}
+        self._run.log(known, step=step)
+
+    def note(self, step: int, text: str) -> None:
+        self._run.log({"note": text}, step=step)
+
+
+def _missing(option: str, package: str) -> str:
+    return f"{option} needs the package {package}: install the extra `log` (pip install 'megacp[log]') or drop the flag"
 
 
 def step_line(record: StepRecord, total_steps: int) -> str:
@@ -187,7 +273,3 @@ def duration(seconds: float) -> str:
     if days:
         return f"{days}d {hours}h"
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
-
-
-def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf

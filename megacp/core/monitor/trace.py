@@ -1,7 +1,6 @@
 """A trace of some steps of one rank: torch's profiler, written as chrome JSON (chrome://tracing, Perfetto).
 
-Key property: outside of its steps no profiler exists, and a trace that cannot be written ends nothing. Rejected: a
-profiler with a schedule, which waits in the background and costs every step.
+Outside of its steps no profiler exists, and a trace that cannot be written ends nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from megacp.core.storage.files import rename
 class Trace:
     """The trace of this rank over `steps`, with the phases of `timers` as named ranges, below `folder`.
 
-    `mine`: whether this rank writes one. Call `before` before every step, and `finish` once after the last one of the
-    range.
+    `mine`: whether this rank writes one.
     """
 
     def __init__(self, folder: Path, steps: range, rank: int, mine: bool, timers: Timers) -> None:

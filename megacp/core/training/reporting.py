@@ -18,11 +18,9 @@ from megacp.core.distributed.collectives import all_gather, barrier, gather_obje
 from megacp.core.distributed.grid import Axis, ProcessGrid
 from megacp.core.monitor.flops import cpu_peak, cpu_run_peak, cuda_peak
 from megacp.core.monitor.log import LogTargets, RunLog
-from megacp.core.monitor.sinks import RunPlaces
 from megacp.core.monitor.timers import COMPUTING, WAITING, Breakdown
 from megacp.core.planner.report import human_count
 from megacp.core.planner.vision import run_parameters, text_flops, trained_parameters, vision_flops
-from megacp.core.storage.place import Place, place_of
 from megacp.core.training.rows import PlannedRow
 from megacp.core.training.sources import Sources
 from megacp.core.training.state import Resumed, Start
@@ -37,19 +35,12 @@ def row_flops(row: PlannedRow, config: RunConfig) -> float:
     return total
 
 
-def open_log(config: RunConfig, grid: ProcessGrid, step: int, resumed: Place | None) -> RunLog:
-    """The log of this rank of a run that has done `step` steps; ValueError on all ranks when rank 0 cannot open it.
-
-    `resumed`: the checkpoint that it goes on from.
-    """
+def open_log(config: RunConfig, grid: ProcessGrid, step: int) -> RunLog:
+    """The log of this rank of a run that has done `step` steps; ValueError on all ranks when rank 0 cannot open it."""
     targets, log = LogTargets(), config.log
     if grid.rank == 0:
         path = None if config.writes_no_log else config.log_path
-        save = config.checkpoint.save
-        places = RunPlaces(
-            str(place_of(save).resolve()) if save else None, str(resumed.resolve().parent) if resumed else None
-        )
-        targets = LogTargets(True, path, log.tensorboard_dir, log.wandb_project, log.log_interval, places)
+        targets = LogTargets(True, path, log.tensorboard_dir, log.wandb_project, log.log_interval)
     settings, opened = flatten(config), list[RunLog]()
 
     def opens() -> None:

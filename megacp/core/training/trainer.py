@@ -21,11 +21,9 @@ from megacp.core.distributed.collectives import gather_objects
 from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.distributed.launch import trim_heap
 from megacp.core.distributed.supervision.failure_report import report_failure
-from megacp.core.monitor.flops import utilisation
+from megacp.core.monitor.flops import peak_bytes, utilisation
 from megacp.core.monitor.log import StepRecord
-from megacp.core.monitor.memory import peak_bytes
-from megacp.core.monitor.pace import Pace
-from megacp.core.monitor.timers import Timers
+from megacp.core.monitor.timers import Pace, Timers
 from megacp.core.monitor.trace import Trace
 from megacp.core.optim.lr_schedule import learning_rate
 from megacp.core.training.health import AnomalyError, Decision, Health, StepNumbers, damaged_tensors, named_packs
@@ -76,7 +74,7 @@ class Trainer:
         self.health = Health(config.health, self.state.health)
         self.skipped_packs: frozenset[int] = frozenset()
         self.trace = self._trace()
-        self.log = open_log(config, grid, self.state.step, resumed.path if resumed is not None else None)
+        self.log = open_log(config, grid, self.state.step)
         for line in opening_lines(config, grid, sources, [chosen] if chosen else [], start, resumed):
             self.log.say(line)
         for line in self.saver.notes:

@@ -31,7 +31,7 @@ from megacp.core.config.yaml_file import to_yaml
 from megacp.core.data.geometry import TOKEN_TEXTS
 from megacp.core.distributed.collectives import gather_objects
 from megacp.core.distributed.grid import Axis, single_axis
-from megacp.core.monitor.memory import peak_bytes
+from megacp.core.monitor.flops import peak_bytes
 from megacp.core.storage.files import new_file, sha256_of, write_new
 from megacp.core.training.state import RunState, first_token, last_token, stored_state
 from megacp.huggingface.convert import hf_files, processor
