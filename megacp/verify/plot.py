@@ -14,7 +14,7 @@ from pathlib import Path
 
 def read_curves(path: Path) -> dict[str, tuple[list[int], list[float]]]:
     """Steps and losses by kind (`train`, `valid`). Raises ValueError naming the file when it holds none."""
-    curves: dict[str, tuple[list[int], list[float]]] = {"train": ([], []), "valid": ([], [])}
+    curves: dict[str, dict[int, float]] = {"train": {}, "valid": {}}
     try:
         lines = path.read_bytes().splitlines()  # of bytes: a text has further ends of lines
     except OSError as error:
@@ -22,23 +22,15 @@ def read_curves(path: Path) -> dict[str, tuple[list[int], list[float]]]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            if row["kind"] == "run":  # a run went on from here: what another did after that step counts no more
-                curves = {kind: _up_to(row["step"], *curve) for kind, curve in curves.items()}
-            if row["kind"] in ("attention", "blend", "note", "run", "timing"):
-                continue
-            steps, losses = curves[row["kind"]]
-            steps.append(int(row["step"]))
-            losses.append(float(row["loss"]))
+            if row["kind"] == "run":  # it went on from here: what came after that step counts no more
+                curves = {kind: {s: y for s, y in one.items() if s <= row["step"]} for kind, one in curves.items()}
+            elif row["kind"] not in ("attention", "blend", "note", "timing"):
+                curves[row["kind"]][int(row["step"])] = float(row["loss"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"--log {path}:{number} is no line of a training log: {error!r}") from error
-    if not curves["train"][0]:
+    if not curves["train"]:
         raise ValueError(f"--log {path} holds no training step")
-    return curves
-
-
-def _up_to(step: int, steps: list[int], losses: list[float]) -> tuple[list[int], list[float]]:
-    kept = sum(one <= step for one in steps)  # they rise
-    return steps[:kept], losses[:kept]
+    return {kind: (list(one), list(one.values())) for kind, one in curves.items()}
 
 
 def draw(curves: dict[str, tuple[list[int], list[float]]], marks: Sequence[int], output: Path) -> None:
