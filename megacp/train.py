@@ -30,11 +30,11 @@ from megacp.core.config.checks.smaller_grid import largest_grid
 from megacp.core.config.cli import given_names, parse
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.distributed import launch
+from megacp.core.distributed.failure_report import report_failure
 from megacp.core.distributed.grid import GridShape, ProcessGrid
-from megacp.core.distributed.supervision.failure_report import report_failure
-from megacp.core.distributed.supervision.meeting import Meeting
-from megacp.core.distributed.supervision.spare import tell_spares, wait_as_spare
-from megacp.core.distributed.supervision.watch import Watch
+from megacp.core.distributed.meeting import Meeting
+from megacp.core.distributed.spare import tell_spares, wait_as_spare
+from megacp.core.distributed.watch import Watch
 from megacp.core.models.build import grid_shape, stage_layers
 from megacp.core.monitor.console import ends_with_its_reader
 from megacp.core.planner.report import describe

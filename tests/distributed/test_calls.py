@@ -11,11 +11,11 @@ import torch
 
 from megacp.core.distributed.calls import Calls
 from megacp.core.distributed.collectives import all_gather, all_reduce, start_all_to_all
+from megacp.core.distributed.failure_report import report_failure
 from megacp.core.distributed.grid import ProcessGrid
+from megacp.core.distributed.hang_report import report
 from megacp.core.distributed.p2p import irecv, isend
-from megacp.core.distributed.supervision.failure_report import report_failure
-from megacp.core.distributed.supervision.hang_report import report
-from megacp.core.distributed.supervision.watch import Watch, calls_of, group_name
+from megacp.core.distributed.watch import Watch, calls_of, group_name
 from tests.ranks import grid, run_ranks
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from megacp.core.distributed.collectives import gather_objects
 from megacp.core.distributed.grid import Axis
-from megacp.core.distributed.supervision.patience import LateError, wait_for_all
+from megacp.core.distributed.patience import LateError, wait_for_all
 
 _T = TypeVar("_T")
 

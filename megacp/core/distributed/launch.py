@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from megacp.core.distributed.grid import GridShape, ProcessGrid, build_grid, connect
-from megacp.core.distributed.supervision.meeting import Meeting, within
-from megacp.core.distributed.supervision.restart_store import fresh_store
+from megacp.core.distributed.meeting import Meeting, within
+from megacp.core.distributed.restart_store import fresh_store
 from megacp.core.large_blocks import LARGE, reuse_large_blocks
 
 _M_TRIM_THRESHOLD, _FREE_TOP = -1, 64 << 20

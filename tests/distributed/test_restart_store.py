@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 
-from megacp.core.distributed.supervision import restart_store
-from megacp.core.distributed.supervision.restart_store import fresh_store, named
+from megacp.core.distributed import restart_store
+from megacp.core.distributed.restart_store import fresh_store, named
 
 
 def _life(store: dist.Store, size: int, delays: Sequence[float], present: Sequence[int]) -> dict[int, dist.Store | str]:

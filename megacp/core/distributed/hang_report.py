@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megacp.core.distributed.supervision.restart_store import named
+from megacp.core.distributed.restart_store import named
 
 _SHOWN = 12
 """Calls that are told; those with a rank missing come first."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megacp.core.distributed.grid import Axis, ProcessGrid
-from megacp.core.distributed.supervision.hang_report import report
+from megacp.core.distributed.hang_report import report
 
 ROOM = "megacp_watch"
 _PERIOD = 1.0

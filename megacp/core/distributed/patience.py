@@ -11,11 +11,11 @@ import time
 
 import torch.distributed as dist
 
+from megacp.core.distributed.failure_report import last_words
 from megacp.core.distributed.grid import Axis
-from megacp.core.distributed.supervision.failure_report import last_words
-from megacp.core.distributed.supervision.meeting import within
-from megacp.core.distributed.supervision.restart_store import named
-from megacp.core.distributed.supervision.watch import ROOM, group_name, run_store
+from megacp.core.distributed.meeting import within
+from megacp.core.distributed.restart_store import named
+from megacp.core.distributed.watch import ROOM, group_name, run_store
 
 SILENT_SECONDS = 30.0
 """A rank that answered and gives no sign of life for so long is taken for dead; signs come every five seconds."""

@@ -11,7 +11,7 @@ import time
 
 import torch.distributed as dist
 
-from megacp.core.distributed.supervision.meeting import Meeting, within
+from megacp.core.distributed.meeting import Meeting, within
 
 _KEY = "megacp_over"
 _FAILED = 1

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from megacp.core.distributed.supervision.restart_store import named
+from megacp.core.distributed.restart_store import named
 
 _T = TypeVar("_T")
 _FROZEN = 60.0

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megacp.core.distributed import failure_report, patience
 from megacp.core.distributed.calls import Calls
-from megacp.core.distributed.supervision import failure_report, patience
-from megacp.core.distributed.supervision.patience import LateError, wait_for_all
-from megacp.core.distributed.supervision.watch import ROOM
+from megacp.core.distributed.patience import LateError, wait_for_all
+from megacp.core.distributed.watch import ROOM
 
 LATE = 2
 """The rank that the others wait for."""

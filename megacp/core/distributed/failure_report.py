@@ -14,10 +14,10 @@ import traceback
 import torch.distributed as dist
 
 from megacp.core.distributed.grid import Axis
-from megacp.core.distributed.supervision.hang_report import report
-from megacp.core.distributed.supervision.meeting import within
-from megacp.core.distributed.supervision.restart_store import named
-from megacp.core.distributed.supervision.watch import ask_all, frames, run_store
+from megacp.core.distributed.hang_report import report
+from megacp.core.distributed.meeting import within
+from megacp.core.distributed.restart_store import named
+from megacp.core.distributed.watch import ask_all, frames, run_store
 
 _ROOM = "megacp_failure"
 
