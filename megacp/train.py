@@ -30,11 +30,10 @@ from megacp.core.config.checks.smaller_grid import largest_grid
 from megacp.core.config.cli import given_names, parse
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.distributed import launch
-from megacp.core.distributed.failure_report import report_failure
+from megacp.core.distributed.failure import report_failure
 from megacp.core.distributed.grid import GridShape, ProcessGrid
 from megacp.core.distributed.meeting import Meeting
 from megacp.core.distributed.spare import tell_spares, wait_as_spare
-from megacp.core.distributed.watch import Watch
 from megacp.core.models.build import grid_shape, stage_layers
 from megacp.core.monitor.console import ends_with_its_reader
 from megacp.core.planner.report import describe
@@ -51,9 +50,6 @@ _SECONDS_OF_A_REFUSED_RANK = 60.0
 """How long a rank that cannot run waits for the others, to refuse the run together with them."""
 _SECONDS_FOR_THE_FIRST = 5.0
 """torchrun ends all ranks of a machine when the first one exits: the others leave the one that speaks the time to."""
-
-_SHARE_BEFORE_NCCL_ENDS = 0.8
-"""Of the timeout: how long ranks on NCCL make no call before they tell what they do."""
 
 
 @dataclass(frozen=True)
@@ -211,18 +207,16 @@ def _train(plan: Plan, meeting: Meeting, world: launch.World) -> int:
         grid = launch.join(meeting, plan.shape, minutes)
         if meeting.rank == 0 and plan.config.parallel.allow_smaller_grid:
             print(f"--allow-smaller-grid: {plan.shape.world_size} of {meeting.size} ranks are used", flush=True)
-        nccl = grid.world.backend == "nccl"
-        with Watch(grid, 60.0 * _SHARE_BEFORE_NCCL_ENDS * minutes if nccl else None):
-            try:
-                trainer = trainer_of(plan, grid)
-            except ValueError as error:
-                report_failure(error, "the start", grid.world)  # left for ranks that see no reason of their own
-                status = _refused(str(error), world, alike=False)
-                return status
-            except Exception as error:
-                error.add_note(report_failure(error, "the start", grid.world))
-                raise
-            status = trainer.run()
+        try:
+            trainer = trainer_of(plan, grid)
+        except ValueError as error:
+            report_failure(error, "the start", grid.world)  # left for ranks that see no reason of their own
+            status = _refused(str(error), world, alike=False)
+            return status
+        except Exception as error:
+            error.add_note(report_failure(error, "the start", grid.world))
+            raise
+        status = trainer.run()
         meeting.end(plan.shape.world_size)
         return status
     finally:

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megacp.core.context_parallel import ring
 from megacp.core.context_parallel.attention import TRANSPORTS, TransportOptions, select_transport
 from megacp.core.context_parallel.kv_exchange import KVExchange, exchange_stages, needed_rows
 from megacp.core.context_parallel.layout import LAYOUTS
@@ -19,7 +20,9 @@ from megacp.core.context_parallel.ring import RingAttention
 from megacp.core.context_parallel.shard import LocalBatch, shard_batch
 from megacp.core.context_parallel.transport import LocalAttention
 from megacp.core.data.batch import PackedBatch
+from megacp.core.distributed import p2p
 from megacp.core.distributed.grid import Axis, single_axis
+from megacp.core.distributed.p2p import Handle
 from megacp.core.ops.kernel import KV, QKV, Heads, Partial, Saved
 from megacp.core.ops.mask import TileTable, allowed
 from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotate
@@ -422,27 +425,36 @@ def test_transports_are_chosen_from_a_table_and_one_rank_needs_none() -> None:
 class WatchingKernel(MathKernel):
     """A kernel that notes how many messages of an axis are under way while it computes."""
 
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.axis = axis
+        self.shifts: list[Handle] = []
         self.messages: tuple[list[int], list[int]] = ([], [])
 
+    def start_shift(self, x: Tensor, axis: Axis) -> Handle:
+        self.shifts.append(p2p.start_shift(x, axis))
+        return self.shifts[-1]
+
+    def under_way(self) -> int:
+        return sum(bool(shift._works) for shift in self.shifts)
+
     def attend(self, partial: Partial, qkv: QKV, table: TileTable, scale: float) -> None:
-        self.messages[0].append(len(self.axis.calls.under_way()))
+        self.messages[0].append(self.under_way())
         super().attend(partial, qkv, table, scale)
 
     def attend_backward(self, saved: Saved, kv: KV, table: TileTable, scale: float, grads: QKV) -> None:
-        self.messages[1].append(len(self.axis.calls.under_way()))
+        self.messages[1].append(self.under_way())
         super().attend_backward(saved, kv, table, scale, grads)
 
 
 def watched(rank: int, world_size: int) -> tuple[list[int], list[int]]:
     """Messages under way in each step of a ring, forward and backward."""
     cp = grid(cp=world_size).cp
-    kernel = WatchingKernel(cp)
+    kernel = WatchingKernel()
     plan = shard_batch(random_batch(np.random.default_rng(0), 64, documents=1), cp, LAYOUTS["zigzag"]).plan
     leaves = [torch.ones(64 // world_size, 2, 8, requires_grad=True) for _ in range(3)]
-    RingAttention(cp, kernel).attend(*leaves, plan, 1.0).sum().backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring, "start_shift", kernel.start_shift)
+        RingAttention(cp, kernel).attend(*leaves, plan, 1.0).sum().backward()
     return kernel.messages
 
 

@@ -14,8 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacp.core.distributed.collectives import all_reduce
-from megacp.core.distributed.grid import AXES, Axis, GridShape, build_grid, connect, single_axis, split_axis
-from megacp.core.distributed.groups import CHANNEL_CTAS, group_options
+from megacp.core.distributed.grid import (
+    AXES,
+    CHANNEL_CTAS,
+    Axis,
+    GridShape,
+    build_grid,
+    connect,
+    group_options,
+    single_axis,
+    split_axis,
+)
 from tests.ranks import grid, run_ranks
 from tests.reference import grid as reference
 

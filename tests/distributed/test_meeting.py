@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from megacp.core.distributed.meeting import Meeting, within
+from megacp.core.distributed.failure import within
+from megacp.core.distributed.meeting import Meeting
 
 
 def at_once(size: int, action: Callable[[Meeting], str], seconds: float = 5.0, absent: int = -1) -> list[str]:

@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from megacp.core.distributed import restart_store
-from megacp.core.distributed.restart_store import fresh_store, named
+from megacp.core.distributed.failure import named
+from megacp.core.distributed.restart_store import fresh_store
 
 
 def _life(store: dist.Store, size: int, delays: Sequence[float], present: Sequence[int]) -> dict[int, dist.Store | str]:

@@ -7,9 +7,8 @@ import os
 from collections.abc import Callable
 from typing import TypeVar
 
-from megacp.core.distributed.collectives import gather_objects
+from megacp.core.distributed.collectives import await_all, gather_objects
 from megacp.core.distributed.grid import Axis
-from megacp.core.distributed.patience import LateError, wait_for_all
 
 _T = TypeVar("_T")
 
@@ -36,11 +35,18 @@ def on_all_ranks(world: Axis, action: Callable[[], _T], error: type[Exception]) 
 
 
 def _await_all(world: Axis, error: type[Exception]) -> None:
-    """Wait for ranks that are slower than the group's timeout allows; `error` names those beyond `world.patience`."""
+    """Wait for ranks that are slower than the group's timeout allows; `error` on those that waited too long.
+
+    Not in the run's store, which may have gone with torchrun's agent: its ranks go on, and save.
+    """
     try:
-        wait_for_all(world, world.patience, "reading or writing a checkpoint")
-    except LateError as late:
-        raise error(f"{late} (--checkpoint-timeout-minutes; is its disk or network slow?)") from late
+        await_all(world)
+    except RuntimeError as late:
+        why = str(late).partition("\n")[0]
+        raise error(
+            f"not all ranks have read or written their part of a checkpoint within {world.patience:g} s "
+            f"(--checkpoint-timeout-minutes; is a disk or network slow?): {why}"
+        ) from late
 
 
 def on_rank_0(world: Axis, action: Callable[[], _T], error: type[Exception]) -> _T:

@@ -1,24 +1,24 @@
 """Collectives over one `Axis`, blocking and asynchronous; the one place that handles an axis of size 1.
 
-Key property: on gloo, a reduce-scatter or small all-reduce is an all-to-all followed by a local sum in rank order. That
-gives the same bits on every run and sums bf16 in fp32. It is 2-5 times faster than gloo's when ranks outnumber cores.
-NCCL uses its native collectives. CPU ranks of one machine exchange and gather from memory to memory (`neighbours.py`).
+On gloo, a reduce-scatter or small all-reduce is an all-to-all followed by a local sum in rank order. That gives the
+same bits on every run and sums bf16 in fp32. It is 2-5 times faster than gloo's when ranks outnumber cores. NCCL uses
+its native collectives. CPU ranks of one machine exchange and gather from memory to memory (`same_host.py`).
 
 All functions work on dim 0 and make their input contiguous (gloo reduces strided views silently wrong).
 """
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megacp.core.distributed.calls import Call
 from megacp.core.distributed.grid import Axis
-from megacp.core.distributed.neighbours import NearChannel, Operation
 from megacp.core.distributed.p2p import local_channel
+from megacp.core.distributed.same_host import Channel, Operation
 from megacp.core.large_blocks import empty
 
 # torch 2.13 renames these two; older releases know only the second name.
@@ -32,12 +32,11 @@ _SMALL_REDUCE, _SMALL_GATHER = 16_384, 262_144
 
 
 class Pending:
-    """A collective under way; `wait` returns its result and may be called again. `call` is its entry in the record."""
+    """A collective under way; `wait` returns its result and may be called again."""
 
-    def __init__(self, work: Any, finish: Callable[[], Any], call: Call | None = None) -> None:
+    def __init__(self, work: Any, finish: Callable[[], Any]) -> None:
         self._work = work
         self._finish = finish
-        self._call = call
         self._result: Any = None
 
     def wait(self) -> Any:
@@ -45,8 +44,6 @@ class Pending:
         if self._result is None:
             if self._work is not None:
                 self._work.wait()
-            if self._call is not None:
-                self._call.done = True
             self._result = self._finish()
             self._work = None
             self._finish = None  # type: ignore[assignment]  # drops the buffers it holds
@@ -66,20 +63,18 @@ def _count(axis: Axis, name: str, elements: int, x: torch.Tensor) -> None:
     axis.traffic.add(name, elements * x.element_size())
 
 
-def _exchange(x: torch.Tensor, axis: Axis, name: str) -> Pending:
-    """Even all-to-all of contiguous `x[size * n, ...]`, on behalf of the collective `name`."""
+def _exchange(x: torch.Tensor, axis: Axis) -> Pending:
+    """Even all-to-all of contiguous `x[size * n, ...]`."""
     out = empty(x.shape, x)
-    call = axis.calls.begin(name, x)
     if (channel := local_channel(x, axis)) is not None:
-        return Pending(
-            _among_neighbours(out.tensor_split(axis.size), x.tensor_split(axis.size), axis, channel), lambda: out, call
-        )
-    work = dist.all_to_all_single(out, x, group=axis.group, async_op=True)
-    return Pending(work, lambda: out, call)
+        work: Any = _among_neighbours(out.tensor_split(axis.size), x.tensor_split(axis.size), axis, channel)
+    else:
+        work = dist.all_to_all_single(out, x, group=axis.group, async_op=True)
+    return Pending(work, lambda: out)
 
 
 def _among_neighbours(
-    out: Sequence[torch.Tensor], x: Sequence[torch.Tensor], axis: Axis, channel: NearChannel
+    out: Sequence[torch.Tensor], x: Sequence[torch.Tensor], axis: Axis, channel: Channel
 ) -> Operation:
     """Send `x[r]` to each rank r of the axis while `out[r]` arrives from it; the own block is copied."""
     if out[axis.rank].data_ptr() != x[axis.rank].data_ptr():
@@ -103,28 +98,18 @@ def start_all_gather(x: torch.Tensor, axis: Axis) -> Pending:
     x = x.contiguous()
     if axis.size == 1:
         return _done(x)
-    _count(axis, "all_gather", x.numel() * (axis.size - 1), x)
-    if (channel := local_channel(x, axis)) is not None:
-        return _gather_locally(empty((x.shape[0] * axis.size, *x.shape[1:]), x), x, axis, channel)
-    if axis.backend == "gloo" and x.numel() <= _SMALL_GATHER:
-        return _exchange(x.repeat(axis.size, *[1] * (x.dim() - 1)), axis, "all_gather")
-    out = empty((x.shape[0] * axis.size, *x.shape[1:]), x)
-    call = axis.calls.begin("all_gather", x)
-    return Pending(_all_gather_single(out, x, group=axis.group, async_op=True), lambda: out, call)
-
-
-def _gather_locally(out: torch.Tensor, x: torch.Tensor, axis: Axis, channel: NearChannel) -> Pending:
-    call = axis.calls.begin("all_gather", x)
-    return Pending(_among_neighbours(out.tensor_split(axis.size), [x] * axis.size, axis, channel), lambda: out, call)
+    if axis.backend == "gloo" and x.numel() <= _SMALL_GATHER and local_channel(x, axis) is None:
+        _count(axis, "all_gather", x.numel() * (axis.size - 1), x)
+        return _exchange(x.repeat(axis.size, *[1] * (x.dim() - 1)), axis)
+    return gather_into(empty((x.shape[0] * axis.size, *x.shape[1:]), x), x, axis)
 
 
 def gather_into(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Pending:
     """`start_all_gather` of contiguous `x[n]` into `out[size * n]` of the caller; `x` may be its own block of it."""
     _count(axis, "all_gather", x.numel() * (axis.size - 1), x)
     if (channel := local_channel(x, axis)) is not None:
-        return _gather_locally(out, x, axis, channel)
-    call = axis.calls.begin("all_gather", x)
-    return Pending(_all_gather_single(out, x, group=axis.group, async_op=True), lambda: out, call)
+        return Pending(_among_neighbours(out.tensor_split(axis.size), [x] * axis.size, axis, channel), lambda: out)
+    return Pending(_all_gather_single(out, x, group=axis.group, async_op=True), lambda: out)
 
 
 def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -142,22 +127,20 @@ def start_reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
     if axis.backend == "gloo":
         return _start_sum(x, axis)
     out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
-    call = axis.calls.begin("reduce_scatter", x)
-    return Pending(_reduce_scatter_single(out, x, group=axis.group, async_op=True), lambda: out, call)
+    return Pending(_reduce_scatter_single(out, x, group=axis.group, async_op=True), lambda: out)
 
 
 def _start_sum(x: torch.Tensor, axis: Axis) -> Pending:
     """`start_reduce_scatter` as an exchange and a local sum; neighbours leave the own block where it is."""
     if (channel := local_channel(x, axis)) is None:
-        exchange = _exchange(x, axis, "reduce_scatter")
+        exchange = _exchange(x, axis)
         return Pending(None, lambda: _sum_blocks(exchange.wait().tensor_split(axis.size)))
     blocks = list(x.tensor_split(axis.size))
     mine = blocks.pop(axis.rank)
     others = [rank for rank in axis.global_ranks if rank != axis.global_ranks[axis.rank]]
     arriving = list(empty((mine.shape[0] * len(others), *x.shape[1:]), x).tensor_split(len(others)))
-    call = axis.calls.begin("reduce_scatter", x)
     work = channel.start(list(zip(others, blocks, strict=True)), list(zip(others, arriving, strict=True)))
-    return Pending(work, lambda: _sum_blocks([*arriving[: axis.rank], mine, *arriving[axis.rank :]]), call)
+    return Pending(work, lambda: _sum_blocks([*arriving[: axis.rank], mine, *arriving[axis.rank :]]))
 
 
 def reduce_scatter_into(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> None:
@@ -166,9 +149,7 @@ def reduce_scatter_into(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> None:
         out.copy_(reduce_scatter(x, axis))
         return
     _count(axis, "reduce_scatter", x.numel() // axis.size * (axis.size - 1), x)
-    call = axis.calls.begin("reduce_scatter", x)
     _reduce_scatter_single(out, x, group=axis.group)
-    call.done = True
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -192,9 +173,7 @@ def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
             return all_gather(reduce_scatter(padded, axis), axis)[: flat.numel()].view(x.shape)
     _count(axis, "all_reduce", 2 * x.numel() * (axis.size - 1) // axis.size, x)
     x = x.contiguous().clone()
-    call = axis.calls.begin("all_reduce", x)
     dist.all_reduce(x, op=_REDUCE[op], group=axis.group)
-    call.done = True
     return x
 
 
@@ -208,14 +187,13 @@ def start_all_to_all(
     kept = x.shape[0] // axis.size if in_splits is None else in_splits[axis.rank]
     _count(axis, "all_to_all", x.numel() // max(x.shape[0], 1) * (x.shape[0] - kept), x)
     if in_splits is None or out_splits is None:
-        return _exchange(x, axis, "all_to_all")
+        return _exchange(x, axis)
     out = empty((sum(out_splits), *x.shape[1:]), x)
-    call = axis.calls.begin("all_to_all", x)
     if (channel := local_channel(x, axis)) is not None:
         blocks = out.split(list(out_splits)), x.split(list(in_splits))
-        return Pending(_among_neighbours(*blocks, axis, channel), lambda: out, call)
+        return Pending(_among_neighbours(*blocks, axis, channel), lambda: out)
     work = dist.all_to_all_single(out, x, list(out_splits), list(in_splits), group=axis.group, async_op=True)
-    return Pending(work, lambda: out, call)
+    return Pending(work, lambda: out)
 
 
 def all_to_all(
@@ -227,23 +205,17 @@ def all_to_all(
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
     """Small picklable objects of all ranks, in axis order."""
-    if axis.size == 1:
-        return [value]
-    values: list[Any] = [None] * axis.size
-    call = axis.calls.begin("gather_objects")
-    dist.all_gather_object(values, value, group=axis.group)
-    call.done = True
+    values: list[Any] = [value] * axis.size
+    if axis.size > 1:
+        dist.all_gather_object(values, value, group=axis.group)
     return values
 
 
 def gather_to_first(value: Any, axis: Axis) -> list[Any] | None:
     """Picklable objects of all ranks, in axis order, on the first rank of the axis; None on the others."""
-    if axis.size == 1:
-        return [value]
-    values: list[Any] | None = [None] * axis.size if axis.rank == 0 else None
-    call = axis.calls.begin("gather_to_first")
-    dist.gather_object(value, values, dst=axis.global_ranks[0], group=axis.group)
-    call.done = True
+    values: list[Any] | None = [value] * axis.size if axis.rank == 0 else None
+    if axis.size > 1:
+        dist.gather_object(value, values, dst=axis.global_ranks[0], group=axis.group)
     return values
 
 
@@ -252,6 +224,15 @@ def barrier(axis: Axis) -> None:
     if axis.size > 1:
         # without its device NCCL guesses one, and warns at every call
         devices = [torch.cuda.current_device()] if axis.backend == "nccl" else None
-        call = axis.calls.begin("barrier")
         dist.barrier(group=axis.group, device_ids=devices)
-        call.done = True
+
+
+def await_all(axis: Axis) -> None:
+    """`barrier` for up to `axis.patience` seconds, longer than the group's timeout may be: a disk may be slow.
+
+    A killed rank ends the wait at once. Raises RuntimeError, on the first rank with the number of one that is late.
+    """
+    if axis.size > 1:
+        group: Any = axis.host_group or axis.group
+        gloo = group._get_backend(torch.device("cpu"))  # `dist.monitored_barrier` does not know our name of its backend
+        gloo.monitored_barrier(datetime.timedelta(seconds=axis.patience), wait_all_ranks=False)

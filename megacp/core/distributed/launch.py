@@ -21,8 +21,9 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from megacp.core.distributed.failure import within
 from megacp.core.distributed.grid import GridShape, ProcessGrid, build_grid, connect
-from megacp.core.distributed.meeting import Meeting, within
+from megacp.core.distributed.meeting import Meeting
 from megacp.core.distributed.restart_store import fresh_store
 from megacp.core.large_blocks import LARGE, reuse_large_blocks
 

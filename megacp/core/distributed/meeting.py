@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
-from typing import TypeVar
 
 import torch.distributed as dist
 
-from megacp.core.distributed.restart_store import named
+from megacp.core.distributed.failure import named, within
 
-_T = TypeVar("_T")
 _FROZEN = 60.0
 """Seconds beyond all deadlines after which a store that answers nothing is given up."""
 _GRACE = 10.0
@@ -111,22 +107,3 @@ class Meeting:
             time.sleep(pause)
             pause = min(0.1, 1.5 * pause)
         return [self.store.get(key).decode() for key in keys]
-
-
-def within(seconds: float, action: Callable[[], _T]) -> _T:
-    """`action`, or TimeoutError when it has not ended after `seconds`: it then goes on in a thread nobody waits for.
-
-    A store whose machine is frozen answers no request, and torch's own timeouts do not cover `check` and `set`.
-    """
-    outcome: Future[_T] = Future()
-
-    def attempt() -> None:
-        try:
-            outcome.set_result(action())
-        except BaseException as error:  # raised again below, in the thread that asked
-            outcome.set_exception(error)
-
-    threading.Thread(target=attempt, name="megacp within", daemon=True).start()
-    if not wait([outcome], seconds).done:
-        raise TimeoutError(f"no answer within {seconds:g} s")
-    return outcome.result()

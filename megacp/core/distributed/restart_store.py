@@ -19,7 +19,7 @@ import time
 
 import torch.distributed as dist
 
-from megacp.core.storage.wording import listed
+from megacp.core.distributed.failure import named
 
 _ROOM = "megacp_generation"
 _LINGER = 2.0
@@ -71,11 +71,6 @@ def fresh_store(store: dist.Store, rank: int, size: int, seconds: float, by_hand
     told += _absent(store, size, agreed)
     _refuse(store, rank, size, told)
     raise ValueError(told)
-
-
-def named(ranks: list[int]) -> str:
-    """`rank 3`, or `ranks 0, 2, 3`; of many the first ones and how many more."""
-    return f"rank{'s' if len(ranks) != 1 else ''} {listed(ranks, _SHOWN)}"
 
 
 def _twin(store: dist.Store, rank: int, mine: str) -> str:

@@ -11,7 +11,8 @@ import time
 
 import torch.distributed as dist
 
-from megacp.core.distributed.meeting import Meeting, within
+from megacp.core.distributed.failure import within
+from megacp.core.distributed.meeting import Meeting
 
 _KEY = "megacp_over"
 _FAILED = 1

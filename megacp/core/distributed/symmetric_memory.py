@@ -36,15 +36,12 @@ class SymmetricMemory:
     def gather_product(self, x: torch.Tensor, b: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Products.gather_product`."""
         axis.traffic.add("all_gather", x.numel() * x.element_size() * (axis.size - 1))
-        call = axis.calls.begin("all_gather", x)
         whole, (y,) = _operators().fused_all_gather_matmul(x.contiguous(), [b], 0, _group_name(axis))
-        call.done = True
         return whole, y
 
     def product_scatter(self, a: torch.Tensor, b: torch.Tensor, axis: Axis) -> Pending:
         """See `Products.product_scatter`."""
         rows, columns = a.shape[0] // axis.size, b.shape[1]
         axis.traffic.add("reduce_scatter", rows * columns * a.element_size() * (axis.size - 1))
-        call = axis.calls.begin("reduce_scatter", a)
         found = _operators().fused_matmul_reduce_scatter(a.contiguous(), b, "sum", 0, _group_name(axis))
-        return Pending(None, lambda: found, call)
+        return Pending(None, lambda: found)

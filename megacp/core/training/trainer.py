@@ -18,7 +18,7 @@ from megacp.core.data.blend import PackBlend
 from megacp.core.data.loader import PackedLoader, validation_steps
 from megacp.core.distributed.clock import clock_of
 from megacp.core.distributed.collectives import gather_objects
-from megacp.core.distributed.failure_report import report_failure
+from megacp.core.distributed.failure import report_failure
 from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.distributed.launch import trim_heap
 from megacp.core.monitor.flops import peak_bytes, utilisation

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import os
@@ -16,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megacp.core.distributed import neighbours
+from megacp.core.distributed import same_host
 from megacp.core.distributed.collectives import (
     all_gather,
     all_reduce,
@@ -27,8 +26,8 @@ from megacp.core.distributed.collectives import (
     start_all_to_all,
 )
 from megacp.core.distributed.grid import Axis, GridShape, build_grid, split_axis
-from megacp.core.distributed.neighbours import Whereabouts, connect
 from megacp.core.distributed.p2p import irecv, isend, start_shift
+from megacp.core.distributed.same_host import connect
 from tests.ranks import RankError, grid, run_ranks
 
 SIZES = (1, 7, 1024, 1025, 3000, 70_001)
@@ -210,18 +209,8 @@ def test_a_rank_that_is_gone_ends_the_wait_at_once() -> None:
 
 
 def _one_cannot_read(rank: int, world_size: int, blind: int) -> bool:
-    with mock.patch.object(neighbours, "_is_read", lambda place: rank != blind):
+    with mock.patch.object(same_host, "_is_read", lambda process, probe: rank != blind):
         return connect(rank, gather) is None
-
-
-def _one_has_no_socket(rank: int, world_size: int) -> bool:
-    refused = mock.patch.object(neighbours.socket, "socket", side_effect=PermissionError("not here"))
-    with refused if rank == 1 else contextlib.nullcontext():
-        return connect(rank, gather) is None
-
-
-def test_where_one_rank_may_have_no_socket_all_use_gloo() -> None:
-    assert run_ranks(_one_has_no_socket, 2) == [True, True]
 
 
 @pytest.mark.parametrize("blind", [0, 2])
@@ -245,8 +234,8 @@ def _with_a_stranger(rank: int, world_size: int) -> float:
 
     def gather_with_a_stranger(value: object) -> list[object]:
         values = gather(value)
-        if rank == 0 and isinstance(value, Whereabouts):
-            command = [sys.executable, "-c", STRANGER, value.socket[1:]]
+        if rank == 0 and isinstance(value, tuple):
+            command = [sys.executable, "-c", STRANGER, f"megacp {value[1]}"]
             strangers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
             assert strangers[0].stdout is not None and strangers[0].stdout.readline() == b"in\n"
         return values
@@ -268,7 +257,7 @@ def test_a_process_that_is_no_rank_is_not_talked_to() -> None:
 
 def _elsewhere(rank: int, world_size: int) -> list[bool]:
     """Ranks 0 and 1 on one machine, 2 and 3 on another."""
-    with mock.patch.object(neighbours, "_machine", lambda: f"machine {rank // 2}"):
+    with mock.patch.object(same_host, "_machine", lambda: f"machine {rank // 2}"):
         found = connect(rank, gather)
     assert found is not None
     pairs, minute = [(0, 1), (2, 3), (0, 2), (0, 1, 2, 3)], datetime.timedelta(minutes=1)
