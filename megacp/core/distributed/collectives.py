@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megacp.core.distributed.grid import Axis
 from megacp.core.distributed.p2p import local_channel
-from megacp.core.distributed.same_host import Channel, Operation
+from megacp.core.distributed.same_host import LocalChannel, Operation
 from megacp.core.large_blocks import empty
 
 # torch 2.13 renames these two; older releases know only the second name.
@@ -74,7 +74,7 @@ def _exchange(x: torch.Tensor, axis: Axis) -> Pending:
 
 
 def _among_neighbours(
-    out: Sequence[torch.Tensor], x: Sequence[torch.Tensor], axis: Axis, channel: Channel
+    out: Sequence[torch.Tensor], x: Sequence[torch.Tensor], axis: Axis, channel: LocalChannel
 ) -> Operation:
     """Send `x[r]` to each rank r of the axis while `out[r]` arrives from it; the own block is copied."""
     if out[axis.rank].data_ptr() != x[axis.rank].data_ptr():

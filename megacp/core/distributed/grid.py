@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megacp.core.distributed import same_host
-from megacp.core.distributed.same_host import Channel, SameHost
+from megacp.core.distributed.same_host import LocalChannel, SameHost
 
 AXES = ("tp", "cp", "dp", "pp")
 """Axis names, fastest varying first."""
@@ -69,7 +69,7 @@ class Axis:
     traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
     parts: dict[int, tuple[Axis, Axis]] = field(default_factory=dict, compare=False, repr=False)
     """What `split_axis` has made of it, by the ranks of a group."""
-    local: Channel | None = field(default=None, compare=False, repr=False)
+    local: LocalChannel | None = field(default=None, compare=False, repr=False)
     """Messages of CPU tensors where all ranks of a gloo axis are on one machine and can read each other."""
     host_group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
     """Of the world under NCCL: a gloo group, whose ranks can wait for one another longer than NCCL would."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megacp.core.distributed.grid import Axis
-from megacp.core.distributed.same_host import Channel
+from megacp.core.distributed.same_host import LocalChannel
 from megacp.core.large_blocks import empty
 
 
@@ -24,7 +24,7 @@ def through_host(x: torch.Tensor, axis: Axis) -> bool:
     return axis.backend == "gloo" and x.device.type != "cpu"
 
 
-def local_channel(x: torch.Tensor, axis: Axis) -> Channel | None:
+def local_channel(x: torch.Tensor, axis: Axis) -> LocalChannel | None:
     """Where messages of this tensor go from memory to memory; None where torch sends them."""
     return axis.local if axis.backend == "gloo" and not through_host(x, axis) else None
 

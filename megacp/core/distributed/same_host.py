@@ -68,7 +68,7 @@ class Operation:
 
     __slots__ = ("_channel", "_held", "left")
 
-    def __init__(self, channel: Channel, held: object) -> None:
+    def __init__(self, channel: LocalChannel, held: object) -> None:
         self._channel, self._held = channel, held
         self.left: list[int] = []
         """Ranks that have not sent or read what they are to; one entry for each message."""
@@ -126,17 +126,17 @@ class SameHost:
         self._peers[rank] = self._by_file[connection.fileno()] = _Peer(rank, process, connection)
         self._poll.register(connection, select.POLLIN)
 
-    def channel(self, name: str, ranks: Sequence[int], timeout: datetime.timedelta) -> Channel | None:
+    def channel(self, name: str, ranks: Sequence[int], timeout: datetime.timedelta) -> LocalChannel | None:
         """Messages apart from all others among these global ranks, which call it alike; None if one is not here."""
         if any(rank != self.rank and rank not in self._peers for rank in ranks):
             return None
         kind = f"{name} {tuple(ranks)}"
         self._channels[kind] += 1
         digest = hashlib.blake2b(f"{kind} {self._channels[kind]}".encode(), digest_size=8).digest()
-        return Channel(self, int.from_bytes(digest, "little"), timeout.total_seconds())
+        return LocalChannel(self, int.from_bytes(digest, "little"), timeout.total_seconds())
 
-    def start(self, channel: Channel, sends: Sequence[Message], receives: Sequence[Message]) -> Operation:
-        """See `Channel.start`."""
+    def start(self, channel: LocalChannel, sends: Sequence[Message], receives: Sequence[Message]) -> Operation:
+        """See `LocalChannel.start`."""
         operation = Operation(channel, (sends, receives))
         with self._lock:
             for rank, x in receives:
@@ -245,7 +245,7 @@ class SameHost:
 
 
 @dataclass(frozen=True)
-class Channel:
+class LocalChannel:
     """Messages of one axis. Between two ranks they meet in the order in which each side starts them."""
 
     host: SameHost
