@@ -204,7 +204,7 @@ def _train(plan: Plan, meeting: Meeting, world: launch.World) -> int:
     status = 1
     try:
         minutes = plan.config.parallel.distributed_timeout_minutes
-        grid = launch.join(meeting, plan.shape, minutes)
+        grid = launch.join(meeting, plan.shape, minutes, plan.config.checkpoint.checkpoint_timeout_minutes)
         if meeting.rank == 0 and plan.config.parallel.allow_smaller_grid:
             print(f"--allow-smaller-grid: {plan.shape.world_size} of {meeting.size} ranks are used", flush=True)
         try:

@@ -15,7 +15,7 @@ from megacp.core.checkpoint.directory import committed
 from megacp.core.checkpoint.manifest import FileRecord
 from megacp.core.checkpoint.pending import SaveError
 from megacp.core.checkpoint.storage import PayloadWriter, rank_file
-from megacp.core.distributed.grid import GridShape, build_grid, patient, single_axis
+from megacp.core.distributed.grid import GridShape, build_grid, single_axis
 from megacp.core.storage.files import seen
 from tests.checkpoint.test_pending import begin, boxes
 from tests.ranks import grid, run_ranks
@@ -23,14 +23,15 @@ from tests.ranks import grid, run_ranks
 GROUP_SECONDS = 1.0
 
 
-def _slow(rank: int, world_size: int, root: str, seconds: float, patience: float, background: bool) -> str:
-    """Save where rank 1 needs `seconds` for its file; the error, if any."""
+def _slow(rank: int, world_size: int, root: str, seconds: float, patience: float, background: bool, late: int) -> str:
+    """Save where rank `late` needs `seconds` for its file; the error, if any."""
     timeout = datetime.timedelta(seconds=GROUP_SECONDS)
-    world = patient(build_grid(GridShape(dp=world_size), rank, timeout=timeout).world, patience)
+    waiting = datetime.timedelta(seconds=patience)
+    world = build_grid(GridShape(dp=world_size), rank, timeout=timeout, patience=waiting).world
     real = PayloadWriter.write
 
     def write(self: PayloadWriter, folder: Path) -> list[Path]:
-        time.sleep(seconds * rank)
+        time.sleep(seconds * (rank == late))
         return real(self, folder)
 
     PayloadWriter.write = write  # type: ignore[method-assign]
@@ -44,16 +45,16 @@ def _slow(rank: int, world_size: int, root: str, seconds: float, patience: float
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("background", [False, True])
-def test_a_save_may_take_longer_than_a_collective(tmp_path: Path, background: bool) -> None:
+@pytest.mark.parametrize(("background", "late"), [(False, 0), (False, 1), (True, 1)])
+def test_a_save_may_take_longer_than_a_collective(tmp_path: Path, background: bool, late: int) -> None:
     """Would catch a slow disk that ends the run after --distributed-timeout-minutes."""
-    assert run_ranks(_slow, 2, str(tmp_path), 2 * GROUP_SECONDS, 60.0, background) == ["", ""]
+    assert run_ranks(_slow, 2, str(tmp_path), 2 * GROUP_SECONDS, 60.0, background, late) == ["", ""]
     assert load_checkpoint(tmp_path, single_axis("world")).step == 3
 
 
 @pytest.mark.slow
 def test_a_rank_beyond_the_limit_of_saving_is_named(tmp_path: Path) -> None:
-    first, late = run_ranks(_slow, 2, str(tmp_path), 2.0, 0.5, False)
+    first, late = run_ranks(_slow, 2, str(tmp_path), 2.0, 0.5, False, 1)
     assert "within 0.5 s (--checkpoint-timeout-minutes" in first and "Rank 1" in first
     assert "(--checkpoint-timeout-minutes" in late
     assert committed(tmp_path) == []

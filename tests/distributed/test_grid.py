@@ -138,7 +138,7 @@ def test_every_group_of_a_grid_reaches_exactly_its_members(shape: dict[str, int]
 
 def _connected(rank: int, world_size: int, shape: dict[str, int]) -> int:
     made = grid(**shape)
-    connect(made.with_groups(), made.device)
+    connect(made.all_axes(), made.device)
     return sum(axis.traffic.total for axis in made.all_axes())
 
 

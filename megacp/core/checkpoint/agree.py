@@ -21,7 +21,7 @@ def on_all_ranks(world: Axis, action: Callable[[], _T], error: type[Exception]) 
         result = action()
     except Exception as raised:  # whatever it is, the other ranks wait to hear of it
         own = raised
-    if world.patience:
+    if world.host_group is not None:
         _await_all(world, error)
     outcomes = gather_objects((result, None if own is None else reason_of(own)), world)
     failures: dict[str, list[int]] = {}

@@ -228,11 +228,11 @@ def barrier(axis: Axis) -> None:
 
 
 def await_all(axis: Axis) -> None:
-    """`barrier` for up to `axis.patience` seconds, longer than the group's timeout may be: a disk may be slow.
+    """A barrier of the world for up to `axis.patience` seconds, longer than the group's timeout may be.
 
     A killed rank ends the wait at once. Raises RuntimeError, on the first rank with the number of one that is late.
     """
-    if axis.size > 1:
-        group: Any = axis.host_group or axis.group
-        gloo = group._get_backend(torch.device("cpu"))  # `dist.monitored_barrier` does not know our name of its backend
+    if axis.host_group is not None:
+        # `dist.monitored_barrier` does not know our name of the group's backend
+        gloo: Any = axis.host_group._get_backend(torch.device("cpu"))
         gloo.monitored_barrier(datetime.timedelta(seconds=axis.patience), wait_all_ranks=False)

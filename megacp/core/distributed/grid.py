@@ -72,20 +72,13 @@ class Axis:
     local: LocalChannel | None = field(default=None, compare=False, repr=False)
     """Messages of CPU tensors where all ranks of a gloo axis are on one machine and can read each other."""
     host_group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
-    """Of the world under NCCL: a gloo group, whose ranks can wait for one another longer than NCCL would."""
+    """Of the world: a gloo group with a timeout of its own (`patience`), for ranks whose own work may take long."""
     patience: float = field(default=0.0, compare=False, repr=False)
-    """Seconds that its ranks wait for one whose own work takes long, before they meet in a collective; 0: the group's
-    timeout.
-    """
+    """Seconds that the ranks of `host_group` wait for one another."""
 
     def __post_init__(self) -> None:
         assert len(self.global_ranks) == self.size and 0 <= self.rank < self.size, self
         assert self.size == 1 or self.group is not None, f"axis {self.name} of size {self.size} has no process group"
-
-
-def patient(axis: Axis, seconds: float) -> Axis:
-    """The same axis for work that may take long on one rank, such as files (`checkpoint/agree.py`)."""
-    return dataclasses.replace(axis, patience=seconds)
 
 
 def single_axis(name: str, global_rank: int = 0) -> Axis:
@@ -196,10 +189,6 @@ class ProcessGrid:
         """Every distinct axis, for reports of traffic."""
         return [*self.axes.values(), self.embedding, *self.channels.values(), self.world]
 
-    def with_groups(self) -> list[Axis]:
-        """The axes with a process group, also those that `split_axis` has made of others since."""
-        return [axis for axis in (*self.all_axes(), *self.split_axes()) if axis.group is not None]
-
     def split_axes(self) -> list[Axis]:
         """What `split_axis` has made of axes, in one order on all ranks."""
         return [part for axis in self.all_axes() for pair in list(axis.parts.values()) for part in pair]
@@ -221,9 +210,11 @@ def build_grid(
     rank: int,
     device: torch.device | str = "cpu",
     timeout: datetime.timedelta = datetime.timedelta(minutes=10),
+    patience: datetime.timedelta | None = None,
 ) -> ProcessGrid:
     """Create this rank's axes; every rank calls it once, in the same order.
 
+    `patience` is how long ranks wait where one reads or writes files (`checkpoint/agree.py`); None: as for all else.
     With one rank no process group is needed. Raises ValueError when the world does not hold the grid.
     """
     if shape.world_size > 1 and (not dist.is_initialized() or dist.get_world_size() != shape.world_size):
@@ -258,8 +249,9 @@ def build_grid(
         new_group((rank,), "", timeout)
     embedding = axis("embedding", ends) if rank in ends and len(stages) > 1 else single_axis("embedding", rank)
     world = axis("world", tuple(range(shape.world_size)))
-    if world.backend == "nccl":
-        world = dataclasses.replace(world, host_group=dist.new_group(backend="gloo", timeout=timeout))
+    if patience is not None and world.size > 1:
+        host = new_group(world.global_ranks, "host", patience, host=True)
+        world = dataclasses.replace(world, host_group=host, patience=patience.total_seconds())
     return ProcessGrid(shape, rank, torch.device(device), axes, embedding, channels, world)
 
 
@@ -343,13 +335,17 @@ def group_options(name: str) -> Any:
     return options
 
 
-def new_group(members: Sequence[int], name: str, timeout: datetime.timedelta | None = None) -> dist.ProcessGroup:
+def new_group(
+    members: Sequence[int], name: str, timeout: datetime.timedelta | None = None, host: bool = False
+) -> dist.ProcessGroup:
     """The process group of an axis over some global ranks, which alone call it; None: with torch's own timeout.
+
+    A `host` group is of gloo also beside NCCL.
 
     torch names such a group after how many its rank has made, so all ranks of a world must make equally many.
     """
-    backend = _SHARED if dist.get_backend() == "gloo" else None
-    if backend and backend not in dist.Backend.backend_list:
+    backend = _SHARED if dist.get_backend() == "gloo" else "gloo" if host else None
+    if backend == _SHARED and backend not in dist.Backend.backend_list:
         dist.Backend.register_backend(backend, _made, extended_api=True, devices=["cpu", "cuda"])
     return dist.new_group(
         list(members), timeout, backend, pg_options=group_options(name), use_local_synchronization=True

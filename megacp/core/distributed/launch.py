@@ -153,7 +153,9 @@ def meet(world: World, seconds: float) -> Meeting:
     return Meeting(world.rank, world.size, store, seconds)
 
 
-def join(meeting: Meeting, shape: GridShape, timeout_minutes: float = 10.0) -> ProcessGrid:
+def join(
+    meeting: Meeting, shape: GridShape, timeout_minutes: float = 10.0, patience_minutes: float | None = None
+) -> ProcessGrid:
     """The grid of the first ranks that met: device, process group (gloo on CPU, NCCL on CUDA), axes.
 
     Raises ValueError when fewer met than the grid holds; a rank beyond it must not call this.
@@ -167,7 +169,8 @@ def join(meeting: Meeting, shape: GridShape, timeout_minutes: float = 10.0) -> P
         if backend == "nccl":
             set_defaults(_FLIGHT_RECORDER)
         dist.init_process_group(backend, store=meeting.store, rank=meeting.rank, world_size=size, timeout=timeout)
-    grid = build_grid(shape, meeting.rank, device, timeout)
+    patience = None if patience_minutes is None else datetime.timedelta(minutes=patience_minutes)
+    grid = build_grid(shape, meeting.rank, device, timeout, patience)
     if device.type == "cuda":  # gloo has made its connections with the groups
         connect(grid.all_axes(), device)
     return grid

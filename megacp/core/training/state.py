@@ -20,7 +20,7 @@ from megacp.core.checkpoint.weights import Weights, bare_name, fill
 from megacp.core.config.blend import shown_path
 from megacp.core.config.run import RunConfig, flag, flatten
 from megacp.core.config.yaml_file import to_yaml
-from megacp.core.distributed.grid import Axis, patient
+from megacp.core.distributed.grid import Axis
 from megacp.core.storage.place import Place, place_of
 from megacp.core.tensor_parallel.lora import is_of_a_pair
 from megacp.core.training.sources import Sources
@@ -125,7 +125,7 @@ def begin_save(model: ParallelModel, state: RunState, config: RunConfig, backgro
         place_of(config.checkpoint.save),
         saved_boxes(model),
         Contents(state.step, extra, to_yaml(config), sizes),
-        patient(grid.world, 60.0 * config.checkpoint.checkpoint_timeout_minutes),
+        grid.world,
         background=background,
     )
 
@@ -139,7 +139,7 @@ def load(model: ParallelModel, state: RunState, config: RunConfig, start: Start 
     """
     start = start or Start(config.checkpoint.load, config.checkpoint.finetune)
     assert start.path is not None
-    loaded = load_checkpoint(start.path, patient(model.grid.world, 60.0 * config.checkpoint.checkpoint_timeout_minutes))
+    loaded = load_checkpoint(start.path, model.grid.world)
     stored = stored_config(loaded)
     before, now = flatten(stored), flatten(config)
     reasons = [] if start.weights_only else _other_data(loaded, state, config)
