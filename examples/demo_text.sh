@@ -30,7 +30,7 @@ hidden_size: 128
 ffn_hidden_size: 384
 num_attention_heads: 4
 num_query_groups: 2
-qk_layernorm: true
+qk_layernorm: head
 seq_length: 512
 global_batch_size: 4
 train_iters: $STEPS

@@ -35,19 +35,16 @@ hidden_size: 64
 ffn_hidden_size: 192
 num_attention_heads: 4
 num_query_groups: 2
-qk_layernorm: true
+qk_layernorm: head
 untie_embeddings_and_output_weights: true
 additional_vocab_size: 8
 vision_num_layers: 2
 vision_hidden_size: 64
 vision_ffn_hidden_size: 192
 vision_num_attention_heads: 4
-vision_head_dim: 16
 vision_patch_size: 4
 vision_image_size: 16
 vision_feature_layers: [-1, -2]
-connector_num_attention_heads: 4
-connector_head_dim: 16
 connector_ffn_hidden_size: 128
 # Crops that packs really hold; the default plans a row full of images, which leaves the first stage no decoder layer.
 vision_planned_crops: 36

@@ -25,8 +25,7 @@ from megacp.core.backends.select import backend_problems
 from megacp.core.checkpoint.agree import reason_of
 from megacp.core.checkpoint.weights import Weights
 from megacp.core.config.blend import shown_path
-from megacp.core.config.checks.check import require
-from megacp.core.config.checks.smaller_grid import largest_grid
+from megacp.core.config.checks import require
 from megacp.core.config.cli import given_names, parse
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.distributed import launch
@@ -75,7 +74,7 @@ def prepare(config: RunConfig, world_size: int, device_type: str | None = None) 
 
 def dry_run(config: RunConfig) -> str:
     """The report of a layout for any world size, of a config that fits its datasets where it names any."""
-    config, world_size = largest_grid(config, config.world_size or config.model_ranks)
+    world_size = config.world_size or config.model_ranks
     if config.model.vocab_size == 0 or config.data.data_path is not None:
         config, _ = prepare(config, world_size)
     else:
@@ -96,15 +95,14 @@ def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
         with ends_with_its_reader():
             print(report)
         return None
-    config, ranks = largest_grid(config, world.size)
-    config, sources = prepare(config, ranks, launch.device_type(world))
+    config, sources = prepare(config, world.size, launch.device_type(world))
     ours, theirs = sources.tokenizer_sha256, weights.tokenizer_sha256 if weights is not None else ""
     if ours and theirs and ours != theirs:
         raise ValueError(
             f"--data-path {shown_path(config.data.data_path)} was built with the tokenizer {ours[:12]}, --load-hf "
             f"{config.checkpoint.load_hf} has {theirs[:12]}: build it again with the --tokenizer of that folder"
         )
-    return Plan(config, sources, grid_shape(config, ranks), weights)
+    return Plan(config, sources, grid_shape(config, world.size), weights)
 
 
 def _started(config: RunConfig, given: Collection[str], rank: int) -> tuple[RunConfig, Weights | None, str]:
@@ -114,7 +112,7 @@ def _started(config: RunConfig, given: Collection[str], rank: int) -> tuple[RunC
         return config, None, ""
     if resumes(config):
         note = f"--auto-resume goes on from {config.checkpoint.save}: --load-hf {folder} is not read"
-        return with_values(config, dict.fromkeys(("load_hf", "vision_from_hf", "ignore_field"))), None, note
+        return with_values(config, dict.fromkeys(("load_hf", "vision_from_hf"))), None, note
     # the converter is an extra: a run without the flag reaches no file of megacp.huggingface
     converter = importlib.import_module("megacp.huggingface.convert.start")
     found: tuple[RunConfig, Weights, str] = converter.open_start(config, given, check_sums=rank == 0)
@@ -205,8 +203,6 @@ def _train(plan: Plan, meeting: Meeting, world: launch.World) -> int:
     try:
         minutes = plan.config.parallel.distributed_timeout_minutes
         grid = launch.join(meeting, plan.shape, minutes, plan.config.checkpoint.checkpoint_timeout_minutes)
-        if meeting.rank == 0 and plan.config.parallel.allow_smaller_grid:
-            print(f"--allow-smaller-grid: {plan.shape.world_size} of {meeting.size} ranks are used", flush=True)
         try:
             trainer = trainer_of(plan, grid)
         except ValueError as error:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from megacp.core.config.run import fields
+
 ROOT = Path(__file__).resolve().parent.parent
 MAX_PARAMETERS = 8
 PUBLIC = ("megacp/__init__.py", "megacp/huggingface/__init__.py")
@@ -265,9 +267,9 @@ def test_the_core_imports_no_extra() -> None:
 def test_a_dry_run_text_and_a_parsed_command_line_need_no_torch() -> None:
     """Would catch torch coming in through another package, for example through tyro's handlers."""
     code = (
-        "import sys; from megacp.core.config import cli, yaml_file; from megacp.core.config.checks import check; "
+        "import sys; from megacp.core.config import cli, yaml_file; from megacp.core.config.checks import require; "
         "from megacp.core.planner import report; c = cli.parse(['--vocab-size', '64']); "
-        "check.require(c, 1); yaml_file.to_yaml(c); "
+        "require(c, 1); yaml_file.to_yaml(c); "
         "report.describe(c, 1, [[range(4)]]); sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
@@ -393,6 +395,8 @@ LINES = {
 REACHED = {"megacp.train": (270, 35_000)}
 """At most so many files and lines that a command's imports reach, those inside functions too."""
 WORDS_OF_DOCS = 19_000
+FLAGS = 109
+"""Of a training run."""
 CIRCLES = 0
 """Groups of folders that know each other, a folder and one inside it too."""
 
@@ -442,3 +446,7 @@ def test_folders_have_one_direction() -> None:
     """Would catch two folders that know each other, which a circle of files need not be."""
     graph = import_graph({module_name(path): tree_of(path) for path in sources("megacp")})
     assert len(circles(folder_graph(graph))) <= CIRCLES
+
+
+def test_a_run_has_no_more_flags_than_a_reader_can_know() -> None:
+    assert len(fields()) <= FLAGS

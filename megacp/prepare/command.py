@@ -246,7 +246,7 @@ def _image_rules(args: argparse.Namespace) -> ImageRules | None:
 
     values: Any = {}
     if args.image_rules is not None:
-        from megacp.core.config.safe_yaml import read_yaml_file
+        from megacp.core.config.yaml_file import read_yaml_file
 
         values = read_yaml_file(args.image_rules, f"--image-rules {args.image_rules}")
         if not isinstance(values, dict):

@@ -92,7 +92,6 @@ def _context(p: ParallelConfig) -> str:
     """Transport and layout in words."""
     sizes = p.hierarchical_context_parallel_sizes
     transport = p.cp_comm_type + (f" {sizes[0]} x {sizes[1]}" if sizes else "")
-    transport += f" in {p.cp_exchange_stages} stages" if p.cp_exchange_stages > 1 else ""
     return f"{transport}, {p.cp_layout}" + (" over dp x cp" if p.dynamic_context_parallel else "")
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megacp.core.config.blend import named_folders, shown_path
-from megacp.core.config.checks.check import require
+from megacp.core.config.checks import require
 from megacp.core.config.run import ON_CPU, RunConfig, Value, fields, flag, flatten, with_values
 from megacp.core.data.manifest import MANIFEST_NAME
 from megacp.core.data.mock import MockRules
@@ -67,12 +67,9 @@ _TOWER: dict[str, Value] = {
     "vision_hidden_size": 32,
     "vision_ffn_hidden_size": 48,
     "vision_num_attention_heads": 8,
-    "vision_head_dim": 4,
     "vision_patch_size": 4,
     "vision_image_size": 16,
     "vision_feature_layers": (-1, -2),
-    "connector_num_attention_heads": 8,
-    "connector_head_dim": 4,
     "connector_ffn_hidden_size": 48,
 }
 MODELS: dict[str, dict[str, Value]] = {
@@ -84,12 +81,11 @@ MODELS: dict[str, dict[str, Value]] = {
         "rope_scaling_factor": 8.0,
         "rope_original_max_positions": 64,
     },
-    "tiny_qwen3": {**_SIZES, "qk_layernorm": True, "kv_channels": 16},
+    "tiny_qwen3": {**_SIZES, "qk_layernorm": "head", "kv_channels": 16},
     "tiny_olmo2": {
         **_SIZES,
         "norm_position": "after",
-        "qk_layernorm": True,
-        "qk_layernorm_scope": "all_heads",
+        "qk_layernorm": "all_heads",
         "untie_embeddings_and_output_weights": True,
     },
     "tiny_smollm3": {
@@ -101,7 +97,7 @@ MODELS: dict[str, dict[str, Value]] = {
     },
     "tiny_biased": {
         **_SIZES,
-        "qk_layernorm": True,
+        "qk_layernorm": "head",
         "add_qkv_bias": True,
         "add_attention_output_bias": True,
         "add_mlp_bias": True,
@@ -127,10 +123,8 @@ ONE_PROCESS: dict[str, Value] = {
     "cp_comm_type": "p2p",
     "cp_layout": "contiguous",
     "hierarchical_context_parallel_sizes": None,
-    "cp_exchange_stages": 1,
     "dynamic_context_parallel": False,
     "vision_shards": "contiguous",
-    "vision_feature_exchange": "routed",
     "data_parallel_sharding_strategy": "optim",
     "num_distributed_optimizer_instances": 1,
 }

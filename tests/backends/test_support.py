@@ -68,7 +68,6 @@ def test_all_reasons_against_transformer_engine_come_at_once(monkeypatch: pytest
 
 def test_every_reason_against_the_layers_of_a_run_can_be_the_only_one() -> None:
     """Would catch a reason that never holds, or that hides behind another."""
-    vocabulary = {"tensor_model_parallel_size": 2, "vocab_size": 1000, "make_vocab_size_divisible_by": 128}
     cases = [
         (engine_config(), "cpu", None),
         (engine_config(), "cuda", "it is not installed"),
@@ -76,7 +75,6 @@ def test_every_reason_against_the_layers_of_a_run_can_be_the_only_one() -> None:
         (engine_config(dtype="float64"), "cuda", None),
         (engine_config(fp8="delayed", recompute_granularity="full"), "cuda", None),
         (engine_config(fp8="blockwise", ffn_hidden_size=1000), "cuda", None),
-        (engine_config(cross_entropy_fusion_impl="te", **vocabulary), "cuda", None),
     ]
     found = [list(layer_reasons(*case)) for case in cases]
     assert [len(reasons) for reasons in found] == [1] * len(cases)
@@ -112,11 +110,8 @@ def test_auto_on_cuda_says_why_it_is_native(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_settings_of_transformer_engine_contradict_native_layers() -> None:
-    config = with_values(
-        RunConfig(), {"transformer_impl": "native", "fp8": "current", "cross_entropy_fusion_impl": "te"}
-    )
-    problems = backend_problems(config, None)
-    assert len(problems) == 2 and "--fp8 current" in problems[0] and "--cross-entropy-fusion-impl te" in problems[1]
+    (problem,) = backend_problems(with_values(RunConfig(), {"transformer_impl": "native", "fp8": "current"}), None)
+    assert "--fp8 current" in problem
 
 
 def test_a_dry_run_asks_only_about_the_config(monkeypatch: pytest.MonkeyPatch) -> None:

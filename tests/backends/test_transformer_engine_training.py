@@ -42,9 +42,8 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_query_groups": 2,
     "vocab_size": 64,
-    "make_vocab_size_divisible_by": 8,
     "seq_length": 64,
-    "qk_layernorm": True,
+    "qk_layernorm": "head",
     "add_qkv_bias": True,
     "dtype": "float64",
     "cp_layout": "zigzag_document",
@@ -132,14 +131,14 @@ CASES = [
     ({"tp": 2}, {**REPLICATED, **FULL}, "packed"),
     ({"cp": 2}, {"cp_comm_type": "all_gather"}, "packed"),
     ({"tp": 2}, TINY, "images"),
-    ({}, {**TINY, "freeze_vision": True}, "images"),
-    ({}, {**TINY, "freeze_text": True}, "images"),
-    ({"tp": 2}, {**TINY, **BIASES, "freeze_text": True}, "images"),
-    ({"tp": 2}, {**TINY, **BIASES, **FULL, "freeze_text": True}, "images"),
+    ({}, {**TINY, "freeze": "vision"}, "images"),
+    ({}, {**TINY, "freeze": "text"}, "images"),
+    ({"tp": 2}, {**TINY, **BIASES, "freeze": "text"}, "images"),
+    ({"tp": 2}, {**TINY, **BIASES, **FULL, "freeze": "text"}, "images"),
     ({}, {**BIASES, **TILED, "activation_offload": 0.5}, "packed"),
     ({"tp": 2}, {**BIASES, **FULL, **TILED, "activation_offload": 1.0}, "packed"),
     ({"tp": 2}, {**REPLICATED, **SELECTIVE, **TILED}, "packed"),
-    ({"tp": 2}, {**TINY, **BIASES, **TILED, "freeze_text": True}, "images"),
+    ({"tp": 2}, {**TINY, **BIASES, **TILED, "freeze": "text"}, "images"),
     ({"tp": 2}, {**BIASES, **PAIRS}, "packed"),
     ({"tp": 2}, {**REPLICATED, **TILED, **PAIRS, "lora_targets": "q,down"}, "packed"),
 ]
@@ -170,7 +169,7 @@ def test_training_on_transformer_engine_is_training_on_native(
 @pytest.mark.parametrize("more", [{}, FULL, REPLICATED, TILED], ids=str)
 def test_norms_after_a_product_are_the_engines_and_norms_over_all_heads_ours(more: dict[str, Any]) -> None:
     """Would catch a norm before the product as well, and statistics of one tp rank's heads."""
-    settings = {"norm_position": "after", "qk_layernorm_scope": "all_heads", **more}
+    settings = {"norm_position": "after", "qk_layernorm": "all_heads", **more}
     for worst, same, found in run_ranks(differences, 2, {"tp": 2}, settings, "packed"):
         assert worst < 1e-10 and same
         assert found.layers == Counter({"RMSNorm": 2, "Linear": 4})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megacp.core.config.blend import WeightedFolder, path_problems, weighted_folders
-from megacp.core.config.checks.check import check
+from megacp.core.config.checks import check
 from megacp.core.config.run import RunConfig, with_values
 
 
@@ -58,6 +58,6 @@ def test_the_checks_of_a_run_look_at_every_folder_of_every_split() -> None:
     values = {"data_path": ("1", "no_a", "0", "no_b", "2", "no_c"), "valid_data_path": ("1", "v", "x", "w")}
     reasons = check(with_values(RunConfig(), values), 1)
     assert [reason for reason in reasons if "no_" in reason] == [
-        f"--data-path no_{name}: does not exist" for name in "ac"
+        f"--data-path no_{name}: holds no manifest.json" for name in "ac"
     ]
     assert any(reason.startswith("--valid-data-path 1 v x w: no number stands before 'x'") for reason in reasons)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megacp.core.context_parallel import ring
-from megacp.core.context_parallel.attention import TRANSPORTS, TransportOptions, select_transport
-from megacp.core.context_parallel.kv_exchange import KVExchange, exchange_stages, needed_rows
+from megacp.core.context_parallel.attention import TRANSPORTS, select_transport
+from megacp.core.context_parallel.kv_exchange import KVExchange, exchange_of, needed_rows
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.ring import RingAttention
 from megacp.core.context_parallel.shard import LocalBatch, shard_batch
@@ -58,7 +58,6 @@ class Case:
     dtype: torch.dtype = torch.float64
     heads: tuple[int, int] = (8, 2)
     hierarchy: tuple[int, int] = ()
-    stages: int = 1
     seed: int = 0
 
 
@@ -90,17 +89,16 @@ def attend(batch: LocalBatch, transport: object, tensors: list[Tensor], rotary: 
 
 
 @functools.cache
-def transport_of(world_size: int, name: str, kernel: str, hierarchy: tuple[int, int], stages: int) -> object:
+def transport_of(world_size: int, name: str, kernel: str, hierarchy: tuple[int, int]) -> object:
     """Cached on each rank, since a2a+p2p makes process groups."""
-    options = TransportOptions(hierarchy, stages)
-    return select_transport(name, kernel, grid(cp=world_size).cp, torch.device("cpu"), options)
+    return select_transport(name, kernel, grid(cp=world_size).cp, torch.device("cpu"), hierarchy)
 
 
 def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list:
     results = []
     for case in cases:
         batch = shard_batch(batch_of(case), grid(cp=world_size).cp, LAYOUTS[case.layout])
-        chosen = transport_of(world_size, case.transport, case.kernel, case.hierarchy, case.stages)
+        chosen = transport_of(world_size, case.transport, case.kernel, case.hierarchy)
         tensors = qkv_and_gradient(case, batch.num_tokens * world_size)
         results.append((batch.plan.local, attend(batch, chosen, tensors, case.rotary)))
     return results
@@ -150,7 +148,7 @@ def compare(results: list[list], cases: list[Case], tolerance: float | None) -> 
     for number, case in enumerate(cases):
         indices = np.concatenate([result[number][0] for result in results])
         # the reference depends on the mask, the tokens and the tensors only
-        plain = replace(case, transport="", layout="", kernel="", hierarchy=(), stages=1)
+        plain = replace(case, transport="", layout="", kernel="", hierarchy=())
         expected = dense(plain, len(indices))
         for position, name in enumerate(("out", "dq", "dk", "dv")):
             found = torch.cat([result[number][1][position] for result in results]).double()
@@ -163,11 +161,11 @@ def compare(results: list[list], cases: list[Case], tolerance: float | None) -> 
 
 
 def all_cases(world_size: int, tokens: tuple[int, ...]) -> list[Case]:
-    """Every transport with every layout and mask; the exchange in one and in several stages.
+    """Every transport with every layout and mask.
 
     On more than 4 ranks each pair of a transport, a layout and a mask meets, not each three of them.
     """
-    cases = [
+    return [
         Case(
             transport,
             layout,
@@ -182,8 +180,6 @@ def all_cases(world_size: int, tokens: tuple[int, ...]) -> list[Case]:
         for n, count in enumerate(tokens)
         if world_size <= 4 or (t + m + n) % len(LAYOUTS) == i
     ]
-    staged = [replace(case, stages=2) for case in cases if case.transport == "kv_exchange" and world_size > 2]
-    return cases + staged
 
 
 @pytest.mark.parametrize(
@@ -282,11 +278,11 @@ def counted(rank: int, world_size: int, case: Case) -> tuple[int, int, int, tupl
     cp = grid(cp=world_size).cp
     kernel = CountingKernel()
     batch = shard_batch(batch_of(case), cp, LAYOUTS[case.layout])
-    transport = TRANSPORTS[case.transport](cp, kernel, TransportOptions(case.hierarchy, case.stages))
+    transport = TRANSPORTS[case.transport](cp, kernel, case.hierarchy)
     cp.traffic.clear()
     attend(batch, transport, qkv_and_gradient(case, batch.num_tokens * world_size))
-    stages = exchange_stages(batch.plan, case.stages)
-    rows = (sum(sum(s.out_splits) for s in stages), sum(sum(s.in_splits) for s in stages))
+    exchange = exchange_of(batch.plan)
+    rows = (sum(exchange.out_splits), sum(exchange.in_splits)) if exchange else (0, 0)
     return kernel.pairs, batch.plan.table_of_row.area, cp.traffic.total, rows
 
 
@@ -324,7 +320,7 @@ def prepared(rank: int, world_size: int, cases: list[Case]) -> list[int]:
     cp, found = grid(cp=world_size).cp, []
     for case in cases:
         kernel, batch = PreparedKernel(), shard_batch(batch_of(case), cp, LAYOUTS[case.layout])
-        transport = TRANSPORTS[case.transport](cp, kernel, TransportOptions(case.hierarchy, case.stages))
+        transport = TRANSPORTS[case.transport](cp, kernel, case.hierarchy)
         transport.prepare(batch.plan, Heads(*case.heads, DIM))
         attend(batch, transport, qkv_and_gradient(case, batch.num_tokens * world_size))
         found.append(len(kernel.prepared))
@@ -354,40 +350,40 @@ def test_heads_for_sequence_sends_each_rank_its_heads_and_no_more(heads: tuple[i
 def test_documents_on_one_rank_cost_no_bytes_and_no_message() -> None:
     """A pack of four documents of a rank's size each: nobody needs a key of anybody."""
     results = run_ranks(quiet, 4)
-    assert results == [(0, 0)] * 4
+    assert results == [(0, True)] * 4
 
 
-def quiet(rank: int, world_size: int) -> tuple[int, int]:
+def quiet(rank: int, world_size: int) -> tuple[int, bool]:
     cp = grid(cp=world_size).cp
     row = random_batch(np.random.default_rng(0), 64, documents=1)
     row = replace(row, document=np.repeat(np.arange(4), 16).astype(np.int32))
     batch = shard_batch(row, cp, LAYOUTS["contiguous"])
     cp.traffic.clear()
     attend(batch, KVExchange(cp, MathKernel()), qkv_and_gradient(Case("", "", ""), 64))
-    return cp.traffic.total, len(exchange_stages(batch.plan, 1))
+    return cp.traffic.total, exchange_of(batch.plan) is None
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 7])
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.slow
-def test_the_exchange_moves_each_needed_row_once_and_ranks_agree(layout: str, stages: int) -> None:
+def test_the_exchange_moves_each_needed_row_once_and_ranks_agree(layout: str) -> None:
     """Would catch a row sent twice or never, and splits that differ between sender and receiver."""
     for mask in MASKS:
         row = batch_of(Case("", layout, mask, 61))
         axes = [Axis("cp", 8, rank, tuple(range(8)), group=object()) for rank in range(8)]  # type: ignore[arg-type]
         plans = [shard_batch(row, axis, LAYOUTS[layout]).plan for axis in axes]
-        found = [exchange_stages(plan, stages) for plan in plans]
+        found = [exchange_of(plan) for plan in plans]
         whole = allowed(plans[0].metadata, plans[0].metadata)
-        assert len(found[0]) <= stages and len({len(part) for part in found}) == 1
+        if found[0] is None:
+            assert found == [None] * 8
+            continue
         for receiver, plan in enumerate(plans):
             needed = whole[plan.local].any(0)
             assert np.array_equal(needed_rows(plans[0])[receiver], needed)
             remote = needed.copy()
             remote[plan.local] = False
-            assert sum(sum(stage.in_splits) for stage in found[receiver]) == remote.sum()
+            assert sum(found[receiver].in_splits) == remote.sum()
             for sender in range(8):
-                for mine, theirs in zip(found[receiver], found[sender], strict=True):
-                    assert mine.in_splits[sender] == theirs.out_splits[receiver]
+                assert found[receiver].in_splits[sender] == found[sender].out_splits[receiver]
 
 
 @pytest.mark.parametrize("kernel", ["auto", "math"])
@@ -407,7 +403,7 @@ def test_tensors_whose_last_dim_is_not_dense_are_read_right(kernel: str) -> None
 
 
 def empty_but_equal_hierarchy(rank: int, world_size: int) -> None:
-    select_transport("a2a+p2p", "auto", grid(cp=world_size).cp, torch.device("cpu"), TransportOptions((3, 2)))
+    select_transport("a2a+p2p", "auto", grid(cp=world_size).cp, torch.device("cpu"), (3, 2))
 
 
 def test_transports_are_chosen_from_a_table_and_one_rank_needs_none() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from megacp.core.context_parallel.layout import LAYOUTS, select_layout
 from megacp.core.context_parallel.shard import LocalBatch, shard_batch
-from megacp.core.context_parallel.vision import EXCHANGES, add_features, feature_routes, place_features
+from megacp.core.context_parallel.vision import add_features, feature_routes, place_features
 from megacp.core.data.batch import PackedBatch, VisionInputs
 from megacp.core.data.image_shards import compute_image_shard_boundaries, longest_first, uniform_boundaries
 from megacp.core.distributed.grid import Axis
@@ -70,14 +70,14 @@ def encoded_here(batch: PackedBatch, axis: Axis) -> np.ndarray:
     return np.array(order, np.int64)[row["start_pool_idx"] : row["end_pool_idx"]]
 
 
-def send_and_return(rank: int, world: int, exchange: str) -> list[tuple[Any, ...]]:
+def send_and_return(rank: int, world: int) -> list[tuple[Any, ...]]:
     """For every layout and case: (row after adding, its places, adjoint identity, bytes sent, their formula)."""
     axis = grid(cp=world).cp
     found = []
     for name in sorted(LAYOUTS):
         for case in CASES:
             batch = row_with_images(case, world)
-            local = shard_batch(batch, axis, select_layout(name), exchange=exchange)
+            local = shard_batch(batch, axis, select_layout(name))
             assert batch.vision is not None and local.vision is not None
             mine = encoded_here(batch, local.vision.axis)
             features = vectors(batch.vision.num_features, 1)[mine].requires_grad_()
@@ -96,19 +96,15 @@ def send_and_return(rank: int, world: int, exchange: str) -> list[tuple[Any, ...
 def expected_bytes(local: LocalBatch) -> int:
     assert local.vision is not None
     routes = local.vision.routes
-    cp, mine = len(routes.counts), routes.cp_rank
-    rows = routes.largest * (cp - 1)
-    if local.vision.exchange is EXCHANGES["routed"]:
-        rows = int(routes.counts[mine].sum() - routes.counts[mine, mine])
-    return rows * WIDTH * 8
+    mine = routes.cp_rank
+    return int(routes.counts[mine].sum() - routes.counts[mine, mine]) * WIDTH * 8
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("exchange", sorted(EXCHANGES))
 @pytest.mark.slow
-def test_features_arrive_at_their_tokens_and_gradients_return(world: int, exchange: str) -> None:
+def test_features_arrive_at_their_tokens_and_gradients_return(world: int) -> None:
     """Would catch features in the order of ranks, a starved rank that leaves others hanging, a lost gradient."""
-    ranks = run_ranks(send_and_return, world, exchange)
+    ranks = run_ranks(send_and_return, world)
     number = 0
     for _ in sorted(LAYOUTS):
         for case in CASES:
@@ -126,11 +122,11 @@ def test_features_arrive_at_their_tokens_and_gradients_return(world: int, exchan
             number += 1
 
 
-def under_sequence_parallelism(rank: int, world: int, exchange: str) -> tuple[Any, ...]:
+def under_sequence_parallelism(rank: int, world: int) -> tuple[Any, ...]:
     ranks = grid(tp=2, cp=world // 2)
     batch = row_with_images("mixed", world // 2)
     layout = select_layout("zigzag")
-    local = shard_batch(batch, ranks.cp, layout, tp=2, exchange=exchange)
+    local = shard_batch(batch, ranks.cp, layout, tp=2)
     assert batch.vision is not None and local.vision is not None
     features = vectors(batch.vision.num_features, 1)[encoded_here(batch, local.vision.axis)].requires_grad_()
     placed, rows = place_features(features, local.vision)
@@ -145,14 +141,11 @@ def under_sequence_parallelism(rank: int, world: int, exchange: str) -> tuple[An
 
 
 @pytest.mark.parametrize("world", [4, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("exchange", sorted(EXCHANGES))
-def test_under_sequence_parallelism_each_tp_rank_adds_its_own_and_all_hold_the_whole_gradient(
-    world: int, exchange: str
-) -> None:
+def test_under_sequence_parallelism_each_tp_rank_adds_its_own_and_all_hold_the_whole_gradient(world: int) -> None:
     """Would catch features added on both tp ranks, and gradients that only one of them has."""
     batch = row_with_images("mixed", world // 2)
     assert batch.vision is not None
-    results = run_ranks(under_sequence_parallelism, world, exchange)
+    results = run_ranks(under_sequence_parallelism, world)
     row = np.zeros((sum(len(x) for x, *_ in results), WIDTH))
     for x, places, error in results:
         row[places] += x
@@ -194,7 +187,7 @@ def test_routed_bytes_are_about_one_in_cp_of_the_gathered_ones() -> None:
         places = np.sort(rng.choice(4096, int(tokens.sum()), replace=False))
         routes = feature_routes(indices, places, compute_image_shard_boundaries(*bounds, cp), 0)
         sent = routes.counts.sum() - np.trace(routes.counts)
-        assert 0.9 / cp < sent / (routes.largest * (cp - 1) * cp) < 1.05 / cp
+        assert 0.9 / cp < sent / (routes.counts.sum(1).max() * (cp - 1) * cp) < 1.05 / cp
 
 
 def _row(tokens: int) -> Any:

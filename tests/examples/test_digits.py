@@ -140,10 +140,10 @@ def test_the_way_from_scans_to_a_page_of_answers(
         build += ["--tokenizer", "byte", "--seq-length", "1024", "--image-root", str(digits / "images")]
         assert preprocess.main([*build, "--workers", "1"]) == 0
     sizes = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 2 --seq-length 1024 "
-    sizes += "--qk-layernorm --untie-embeddings-and-output-weights --additional-vocab-size 8 --vision-num-layers 2 "
-    sizes += "--vision-hidden-size 32 --vision-ffn-hidden-size 48 --vision-num-attention-heads 2 --vision-head-dim 16 "
+    sizes += "--qk-layernorm head --untie-embeddings-and-output-weights --additional-vocab-size 8 "
+    sizes += "--vision-num-layers 2 --vision-hidden-size 32 --vision-ffn-hidden-size 48 --vision-num-attention-heads 2 "
     sizes += "--vision-patch-size 4 --vision-image-size 16 --vision-feature-layers -1 -2 "
-    sizes += "--connector-num-attention-heads 2 --connector-head-dim 16 --global-batch-size 1 --train-iters 3"
+    sizes += "--global-batch-size 1 --train-iters 3"
     data = ["--data-path", str(tmp_path / "train"), "--save", str(tmp_path / "run")]
     assert train([*sizes.split(), *data]) == 0
     ask = ["--checkpoint", str(tmp_path / "run"), "--tokenizer", "byte", "--max-new-tokens", "2"]

@@ -80,16 +80,6 @@ def test_any_other_flag_on_one_rank_is_refused(tmp_path: Path, other: list[str],
 
 
 @pytest.mark.faults
-def test_ranks_that_a_smaller_grid_leaves_over_end_with_the_run() -> None:
-    """Would catch a left-over rank that trains, fails, or waits for ever."""
-    flags = [*QUICK, "--tensor-model-parallel-size", "2", "--allow-smaller-grid"]
-    first, second, spare = run_all([flags] * 3)
-    assert [first.status, second.status, spare.status] == [0, 0, 0]
-    assert "--allow-smaller-grid: 2 of 3 ranks are used" in first.out and "finished after step 4" in first.out
-    assert (spare.out, spare.err) == ("", "")
-
-
-@pytest.mark.faults
 @pytest.mark.parametrize("wrong", [["--data-path", "/nowhere"], ["--lr", "much"], ["--lerning-rate", "1"]])
 def test_what_only_one_rank_cannot_do_ends_all_of_them_with_its_reason(wrong: list[str]) -> None:
     """Would catch ranks that wait for one that has gone, and a reason that only its own machine has seen."""
@@ -101,7 +91,7 @@ def test_what_only_one_rank_cannot_do_ends_all_of_them_with_its_reason(wrong: li
 @pytest.mark.faults
 def test_what_no_rank_can_do_is_told_without_ranks() -> None:
     messages = {refused(ended) for ended in run_all([[*QUICK, "--data-path", "/nowhere"]] * 2)}
-    assert messages == {"this configuration cannot run:\n  - --data-path /nowhere: does not exist"}
+    assert messages == {"this configuration cannot run:\n  - --data-path /nowhere: holds no manifest.json"}
 
 
 @pytest.mark.faults

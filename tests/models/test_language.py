@@ -22,20 +22,18 @@ MODELS: dict[str, Values] = {
     "tied, grouped queries": {"num_query_groups": 2},
     "tied, loss in chunks": {"cross_entropy_chunk_tokens": 7},
     "untied, loss token by token": {"untie_embeddings_and_output_weights": True, "cross_entropy_chunk_tokens": 1},
-    "untied, q/k norms": {"untie_embeddings_and_output_weights": True, "qk_layernorm": True, "kv_channels": 10},
+    "untied, q/k norms": {"untie_embeddings_and_output_weights": True, "qk_layernorm": "head", "kv_channels": 10},
     "norms after, q/k norms over all heads": {
         "norm_position": "after",
-        "qk_layernorm": True,
-        "qk_layernorm_scope": "all_heads",
+        "qk_layernorm": "all_heads",
         "num_query_groups": 2,
     },
     "layers without rope, yarn": {
         "no_rope_freq": "3",
         "rope_scaling": "yarn",
         "rope_scaling_factor": 4.0,
-        "rope_original_max_positions": 40,
+        "rope_original_max_positions": 4000,
         "rotary_base": 50.0,
-        "beta_fast": 4.0,
     },
     "all biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True, "rotary_base": 500.0},
 }
@@ -81,7 +79,7 @@ def weights_of_a_grid(rank: int, world_size: int, shape: dict[str, int], values:
     ids=str,
 )
 def test_the_same_seed_gives_the_same_bits_on_any_grid(shape: dict[str, int], extra: Values) -> None:
-    values = {"qk_layernorm": True, "add_mlp_bias": True, "vocab_size": 131, "ffn_hidden_size": 160, **extra}
+    values = {"qk_layernorm": "head", "add_mlp_bias": True, "vocab_size": 131, "ffn_hidden_size": 160, **extra}
     one = {k: v for k, v in values.items() if k != "num_virtual_stages_per_pipeline_rank"}
     whole = {name: tensor.numpy() for name, tensor in initial_weights(one).items()}
     found = assemble(run_ranks(weights_of_a_grid, 4, shape, values))
@@ -157,7 +155,7 @@ def of_each_granularity(shape: dict[str, int], values: Values) -> dict[str, list
 @pytest.mark.slow
 def test_recomputation_gives_the_same_bits_of_every_gradient(shape: dict[str, int]) -> None:
     """Also with dropout: the second forward must draw the bits of the first."""
-    found = of_each_granularity(shape, {"hidden_dropout": 0.2, "qk_layernorm": True, "add_mlp_bias": True})
+    found = of_each_granularity(shape, {"hidden_dropout": 0.2, "qk_layernorm": "head", "add_mlp_bias": True})
     for granularity in ("selective", "full"):
         for (gradients, _), (plain, _) in zip(found[granularity], found["none"], strict=True):
             assert any(x.any() for x in plain)

@@ -16,7 +16,7 @@ TOLERANCE = 1e-10
 """As in the golden gradients: float64, sums in another order."""
 PAIRS: Values = {"lora_rank": 3, "lora_alpha": 7.5, "lora_targets": "all"}
 MODELS: dict[str, Values] = {
-    "all linears": {**PAIRS, "qk_layernorm": True, "add_qkv_bias": True, "num_query_groups": 2},
+    "all linears": {**PAIRS, "qk_layernorm": "head", "add_qkv_bias": True, "num_query_groups": 2},
     "q and v, tied": {**PAIRS, "lora_targets": None, "hidden_dropout": 0.1},
     "output, up and down, norms after": {
         **PAIRS,

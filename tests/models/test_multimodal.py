@@ -24,8 +24,6 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 TOWERS: dict[str, tuple[Values, dict[str, Any]]] = {
     "molmo2": ({}, {}),
     "other layers": ({"vision_feature_layers": (0, 2)}, {"layers": (0, 2)}),
-    "grouped keys": ({"vision_num_query_groups": 2, "connector_num_query_groups": 2}, {"groups": 2}),
-    "exact gelu": ({"vision_activation": "gelu"}, {"act": "gelu"}),
 }
 WINDOWS = {"images": ((3, 1, 2), (5, 4, 3), 4), "video": ((1, 1, 1), (4, 4, 2), 9)}
 

@@ -88,7 +88,7 @@ def trained_frozen(
     rank: int, world_size: int, shape: dict[str, int], towers: tuple[str, ...]
 ) -> tuple[list[float], Pieces, Pieces, tuple[set[str], int]]:
     """Loss and norm of one step, gradients, new weights, and what the optimizer holds: names, elements of gradients."""
-    values = {**TINY, **PLAIN, "cross_entropy_chunk_tokens": 9, **{f"freeze_{tower}": True for tower in towers}}
+    values = {**TINY, **PLAIN, "cross_entropy_chunk_tokens": 9, "freeze": ",".join(towers) or None}
     model = ParallelModel(config_of(values, shape), grid(**shape))
     batches = microbatches()
     loss = model.gradients(batches, 1, sum(batch.weight_sum for batch in batches))
@@ -146,7 +146,7 @@ def test_a_tower_has_its_own_learning_rate_at_every_update() -> None:
 
 
 def saved(rank: int, world_size: int, shape: dict[str, int], root: str) -> Pieces:
-    config = config_of({**TINY, "freeze_vision": True, "save": root}, shape)
+    config = config_of({**TINY, "freeze": "vision", "save": root}, shape)
     model = ParallelModel(config, grid(**shape))
     batches = microbatches()
     model.train(batches, 1, sum(batch.weight_sum for batch in batches))
@@ -155,7 +155,7 @@ def saved(rank: int, world_size: int, shape: dict[str, int], root: str) -> Piece
 
 
 def loaded(rank: int, world_size: int, shape: dict[str, int], root: str, values: Values) -> Pieces:
-    config = config_of({**TINY, "freeze_vision": True, "load": root, **values}, shape)
+    config = config_of({**TINY, "freeze": "vision", "load": root, **values}, shape)
     model = ParallelModel(config, grid(**shape))
     for chunk in model.chunks:
         for parameter in chunk.parameters():
@@ -172,5 +172,5 @@ def test_checkpoints_hold_frozen_weights_and_load_on_other_grids(tmp_path: Path)
         found = assemble(run_ranks(loaded, 2, shape, str(tmp_path), {}))
         assert found.keys() == expected.keys()
         assert all(np.array_equal(found[name], expected[name]) for name in found)
-    with pytest.raises(ValueError, match="has --freeze-vision True, this run False"):
-        loaded(0, 1, {}, str(tmp_path), {"freeze_vision": False})
+    with pytest.raises(ValueError, match="has --freeze vision, this run None"):
+        loaded(0, 1, {}, str(tmp_path), {"freeze": None})

@@ -97,7 +97,7 @@ def assert_same_bits(found: Any, expected: Any) -> None:
 
 @RECOMPUTE
 @pytest.mark.parametrize(
-    "values, asked", [({"hidden_dropout": 0.1}, 0.5), ({"qk_layernorm": True, "mlp_chunk_tokens": 20}, 4.0)]
+    "values, asked", [({"hidden_dropout": 0.1}, 0.5), ({"qk_layernorm": "head", "mlp_chunk_tokens": 20}, 4.0)]
 )
 @pytest.mark.slow
 def test_training_has_the_same_bits(late: None, recompute: str, values: dict[str, Any], asked: float) -> None:
@@ -109,7 +109,7 @@ def test_training_has_the_same_bits(late: None, recompute: str, values: dict[str
 
 
 @RECOMPUTE
-@pytest.mark.parametrize("values", [{"hidden_dropout": 0.1}, {"qk_layernorm": True}, {"mlp_chunk_tokens": 20}])
+@pytest.mark.parametrize("values", [{"hidden_dropout": 0.1}, {"qk_layernorm": "head"}, {"mlp_chunk_tokens": 20}])
 @pytest.mark.slow
 def test_the_bytes_are_those_that_the_planner_counts(late: None, recompute: str, values: dict[str, Any]) -> None:
     """Would catch parameters and rotary angles among them, a storage copied twice, and one that is left behind."""
@@ -273,8 +273,8 @@ V = "num_virtual_stages_per_pipeline_rank"
         ({"pp": 2}, {V: 2, "recompute_granularity": "full", "mlp_chunk_tokens": 20}),
         ({"tp": 2}, {"recompute_granularity": "selective", "gradient_accumulation_fusion": True}),
         *(({"cp": 2}, {"cp_comm_type": name}) for name in ("p2p", "all_gather", "a2a", "kv_exchange")),
-        *(({"pp": 2}, {**TINY, "freeze_text": frozen}) for frozen in (False, True)),
-        ({"tp": 2}, {**TINY, "freeze_vision": True, "recompute_granularity": "full"}),
+        *(({"pp": 2}, {**TINY, "freeze": frozen}) for frozen in (None, "text")),
+        ({"tp": 2}, {**TINY, "freeze": "vision", "recompute_granularity": "full"}),
     ],
 )
 def test_ranks_have_the_same_bits(shape: dict[str, int], values: dict[str, Any]) -> None:

@@ -33,20 +33,20 @@ def llama3_by_the_formula(head_dim: int, base: float, s: RotaryScaling) -> list[
     for i in range(0, head_dim, 2):
         frequency = 1.0 / base ** (i / head_dim)
         wavelength = 2 * math.pi / frequency
-        if wavelength < s.original_max_positions / s.high_freq_factor:
+        if wavelength < s.original_max_positions / 4.0:
             scaled.append(frequency)
-        elif wavelength > s.original_max_positions / s.low_freq_factor:
+        elif wavelength > s.original_max_positions:
             scaled.append(frequency / s.factor)
         else:
-            smooth = s.original_max_positions / wavelength - s.low_freq_factor
-            smooth /= s.high_freq_factor - s.low_freq_factor
+            smooth = s.original_max_positions / wavelength - 1.0
+            smooth /= 4.0 - 1.0
             scaled.append((1 - smooth) * frequency / s.factor + smooth * frequency)
     return scaled
 
 
 @pytest.mark.parametrize("original", [64, 8192])
 def test_llama3_scaling_equals_the_published_rule_in_all_three_bands(original: int) -> None:
-    scaling = RotaryScaling("llama3", 8.0, 1.0, 4.0, original)
+    scaling = RotaryScaling("llama3", 8.0, original)
     found = inverse_frequencies(128, 500_000.0, scaling)
     expected = torch.tensor(llama3_by_the_formula(128, 500_000.0, scaling), dtype=torch.float64)
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)

@@ -71,7 +71,7 @@ def step(
         ({"pp": 2, "cp": 2}, {"cp_comm_type": "a2a"}),
         ({"pp": 2, "dp": 2}, {}),
         ({"pp": 3}, {"activation_offload": 1.0}),
-        ({"pp": 2}, {"qk_layernorm": True, "norm_position": "after"}),
+        ({"pp": 2}, {"qk_layernorm": "head", "norm_position": "after"}),
     ],
 )
 def test_gradients_are_those_of_1f1b(shape: dict[str, int], settings: dict[str, Any]) -> None:
@@ -182,4 +182,4 @@ def test_a_weight_with_several_products_is_told_once_after_the_last() -> None:
 def test_transformer_engines_layers_are_refused_by_name() -> None:
     asked = {"transformer_impl": "transformer_engine", "dtype": "bfloat16", "pipeline_model_parallel_size": 2}
     (reason,) = backend_problems(config_of({}, asked, "zero_bubble"), None)
-    assert "--pipeline-schedule zero_bubble puts weight gradients off, which native layers alone do" in reason
+    assert "--pipeline-schedule zero_bubble defers weight gradients, which native layers alone do" in reason

@@ -38,7 +38,6 @@ SIZES = {
     "num_attention_heads": 4,
     "vocab_size": 512,
     "seq_length": 256,
-    "make_vocab_size_divisible_by": 32,
     "attention_kernel": "flash",
     "cp_layout": "contiguous",
 }

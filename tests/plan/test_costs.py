@@ -28,7 +28,7 @@ QWEN3_0_6B = ModelConfig(
     num_query_groups=8,
     kv_channels=128,
     vocab_size=151936,
-    qk_layernorm=True,
+    qk_layernorm="head",
 )
 
 
@@ -38,8 +38,7 @@ OLMO2_7B = ModelConfig(
     ffn_hidden_size=11008,
     num_attention_heads=32,
     vocab_size=100352,
-    qk_layernorm=True,
-    qk_layernorm_scope="all_heads",
+    qk_layernorm="all_heads",
     norm_position="after",
     untie_embeddings_and_output_weights=True,
 )
@@ -72,7 +71,7 @@ def test_layers_shrink_with_tp_except_what_every_rank_holds() -> None:
 
 def test_vocabulary_rows_are_padded_on_each_rank() -> None:
     """Would catch padding of the whole vocabulary instead of each rank's part."""
-    model = ModelConfig(vocab_size=1001, make_vocab_size_divisible_by=8)
+    model = ModelConfig(vocab_size=1001)
     assert [costs.vocabulary_rows(model, model.vocab_size, tp) for tp in (1, 2, 4, 16)] == [1008, 504, 256, 64]
     assert costs.vocabulary_rows(ModelConfig(), 0) == 0
 

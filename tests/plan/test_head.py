@@ -76,7 +76,7 @@ def test_the_tables_gradient_counts_on_the_last_stage_alone_wide_where_chunks_ad
     first, last = (memory.stage_memory(config, i, [range(i, i + 1)], 16) for i in (0, 1))
     assert first.head == 0
     assert last.head == memory.head_work(config) + 4 * 152_064 * 4096
-    for values, size in (({CHUNK: 0}, 2), ({CHUNK: 16_384}, 2), ({"freeze_text": True}, 0)):
+    for values, size in (({CHUNK: 0}, 2), ({CHUNK: 16_384}, 2), ({"freeze": "text"}, 0)):
         assert memory.head_gradient(config_of(**LONG, **values)) == size * 152_064 * 4096
 
 

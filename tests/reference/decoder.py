@@ -40,7 +40,7 @@ def yarn(speeds: list[float], dim: int, model: Any) -> tuple[list[float], float]
     """YaRN by its paper: the speeds, and the factor on q and k."""
     found = []
     ends = []
-    for turns in (model.beta_fast, model.beta_slow):
+    for turns in (32.0, 1.0):
         wanted = turns * 2 * math.pi / model.rope_original_max_positions
         ends.append(-math.log(wanted) / math.log(model.rotary_base) * dim / 2)
     low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), dim - 1)
@@ -66,11 +66,11 @@ def attention(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) ->
     heads, groups = model.num_attention_heads, model.num_query_groups or model.num_attention_heads
     dim = model.kv_channels or model.hidden_size // heads
     q, k, v = (linear(x, weights, f"{name}.{part}") for part in "qkv")
-    if model.qk_layernorm_scope == "all_heads":
+    if model.qk_layernorm == "all_heads":
         q = norm(q, weights[f"{name}.q_norm.weight"], model.norm_epsilon)
         k = norm(k, weights[f"{name}.k_norm.weight"], model.norm_epsilon)
     q, k, v = (part.view(len(x), -1, dim) for part in (q, k, v))
-    if model.qk_layernorm and model.qk_layernorm_scope == "head":
+    if model.qk_layernorm == "head":
         q = norm(q, weights[f"{name}.q_norm.weight"], model.norm_epsilon)
         k = norm(k, weights[f"{name}.k_norm.weight"], model.norm_epsilon)
     positions = torch.from_numpy(batch.position_ids)

@@ -26,7 +26,6 @@ SMALL: Values = {
     "num_attention_heads": 4,
     "num_query_groups": 4,
     "vocab_size": 53,
-    "make_vocab_size_divisible_by": 4,
     "seq_length": 48,
     "dtype": "float64",
     "init_method_std": 0.1,

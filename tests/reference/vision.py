@@ -18,26 +18,23 @@ TINY: dict[str, Any] = {
     "vision_hidden_size": 24,
     "vision_ffn_hidden_size": 36,
     "vision_num_attention_heads": 4,
-    "vision_head_dim": 6,
     "vision_patch_size": 4,
     "vision_image_size": 16,
     "vision_feature_layers": (-1, -3),
-    "connector_num_attention_heads": 4,
-    "connector_head_dim": 10,
     "connector_ffn_hidden_size": 40,
     "vocab_size": VOCAB,
     "additional_vocab_size": EXTRA,
     "untie_embeddings_and_output_weights": True,
-    "qk_layernorm": True,
+    "qk_layernorm": "head",
     "norm_epsilon": 1e-6,
     "rotary_base": 5_000.0,
 }
-"""On top of `reference.training.SMALL`: crops of 4 x 4 patches of 4 x 4 pixels; every width is another number."""
+"""On top of `reference.training.SMALL`: crops of 4 x 4 patches of 4 x 4 pixels."""
 
 PATCHES, PATCH_DIM = 16, 48
 
 
-def their_model(layers: Sequence[int] = (-1, -3), groups: int = 4, act: str = "gelu_pytorch_tanh") -> Any:
+def their_model(layers: Sequence[int] = (-1, -3)) -> Any:
     """transformers' Molmo2 of the sizes of SMALL | TINY, random, with every weight far from its initial value."""
     import transformers
 
@@ -46,9 +43,9 @@ def their_model(layers: Sequence[int] = (-1, -3), groups: int = 4, act: str = "g
         "intermediate_size": 36,
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
-        "num_key_value_heads": groups,
+        "num_key_value_heads": 4,
         "head_dim": 6,
-        "hidden_act": act,
+        "hidden_act": "gelu_pytorch_tanh",
         "image_size": [16, 16],
         "patch_size": 4,
     }
@@ -56,8 +53,8 @@ def their_model(layers: Sequence[int] = (-1, -3), groups: int = 4, act: str = "g
         "vision_feature_layer": list(layers),
         "hidden_size": 24,
         "num_attention_heads": 4,
-        "num_key_value_heads": groups,
-        "head_dim": 10,
+        "num_key_value_heads": 4,
+        "head_dim": 6,
         "intermediate_size": 40,
         "text_hidden_size": 32,
     }

@@ -23,7 +23,6 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_query_groups": 2,
     "vocab_size": 64,
-    "make_vocab_size_divisible_by": 8,
     "seq_length": 64,
     "add_qkv_bias": True,
     "add_mlp_bias": True,

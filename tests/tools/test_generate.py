@@ -16,10 +16,9 @@ from tests.prepare.build.builds import run as build
 from tests.prepare.media.pictures import TINY, encoded, noise, video
 
 SIZES = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 2 --seq-length 256 "
-VISION = "--untie-embeddings-and-output-weights --additional-vocab-size 8 --vision-num-layers 2 --vision-head-dim 8 "
+VISION = "--untie-embeddings-and-output-weights --additional-vocab-size 8 --vision-num-layers 2 "
 VISION += "--vision-hidden-size 16 --vision-ffn-hidden-size 24 --vision-num-attention-heads 2 --vision-patch-size 4 "
-VISION += "--vision-image-size 16 --vision-feature-layers -1 -2 --connector-num-attention-heads 2 "
-VISION += "--connector-head-dim 8 "
+VISION += "--vision-image-size 16 --vision-feature-layers -1 -2 "
 RUN = "--global-batch-size 1 --train-iters 1 --save"
 
 

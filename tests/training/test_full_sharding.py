@@ -189,7 +189,7 @@ def test_state_is_sixteen_bytes_a_parameter_over_the_ranks() -> None:
 
 def _trained(rank: int, world_size: int, strategy: str, folder: str, again: str) -> int:
     """Two bfloat16 steps, saved; then read by `again` and saved from there."""
-    values = sharded(strategy, dtype="bfloat16", clip_grad=0.0, hidden_dropout=0.1, freeze_vision=False)
+    values = sharded(strategy, dtype="bfloat16", clip_grad=0.0, hidden_dropout=0.1)
     config = with_values(config_of(values, {}), {"save": f"{folder}/{strategy}"})
     place = grid(dp=world_size)
     model = ParallelModel(config, place)

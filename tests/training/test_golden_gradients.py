@@ -24,16 +24,16 @@ TOLERANCE = 1e-10
 
 MODELS: dict[str, Values] = {
     "tied, biases, norms after and over all heads, layers without rope, yarn": {
-        **dict.fromkeys(("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias", "qk_layernorm"), True),
-        "qk_layernorm_scope": "all_heads",
+        **dict.fromkeys(("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias"), True),
+        "qk_layernorm": "all_heads",
         "norm_position": "after",
         "no_rope_freq": "2",
         "rope_scaling": "yarn",
         "rope_scaling_factor": 4.0,
         "rope_original_max_positions": 16,
     },
-    "untied, q/k norms": {"untie_embeddings_and_output_weights": True, "qk_layernorm": True, "kv_channels": 6},
-    "tied, dropout": {"hidden_dropout": 0.15, "qk_layernorm": True, "clip_grad": 0.0},
+    "untied, q/k norms": {"untie_embeddings_and_output_weights": True, "qk_layernorm": "head", "kv_channels": 6},
+    "tied, dropout": {"hidden_dropout": 0.15, "qk_layernorm": "head", "clip_grad": 0.0},
 }
 Shape = dict[str, int]
 
@@ -55,12 +55,10 @@ def context_options(number: int, cp: int) -> Values:
     transport = TRANSPORTS[number % 5]
     hierarchy = (2, cp // 2) if transport == "a2a+p2p" and cp > 1 else None
     layout = LAYOUTS[(number + number // 5) % 4]
-    stages = 2 if transport == "kv_exchange" and cp > 2 else 1
     return {
         "cp_comm_type": transport,
         "cp_layout": layout,
         "hierarchical_context_parallel_sizes": hierarchy,
-        "cp_exchange_stages": stages,
     }
 
 

@@ -181,7 +181,6 @@ def test_every_setting_of_the_learning_rate_reaches_the_schedule() -> None:
         "lr_warmup_iters": 3,
         "lr_decay_iters": 70,
         "lr_wsd_decay_iters": 20,
-        "lr_wsd_decay_style": "cosine",
     }
     assert dataclasses.asdict(lr_schedule(with_values(RunConfig(), values))) == values
     assert lr_schedule(with_values(RunConfig(), {"train_iters": 9})).lr_decay_iters == 9

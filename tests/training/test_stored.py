@@ -82,16 +82,16 @@ def test_a_finetuning_takes_the_model_and_leaves_dropout_rates_and_frozen_parts(
         run(1, [*flags, "--load", str(base), "--finetune", "--save", str(tmp_path / name)])
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
     stored = load_checkpoint(base, WORLD).config_yaml
-    crafted = stored.replace("freeze_text: false", "freeze_text: true").replace(
+    crafted = stored.replace("freeze: null", "freeze: text").replace(
         "vision_lr_multiplier: 1.0", "vision_lr_multiplier: 7.0"
     )
     assert crafted != stored
     change(copied(base, tmp_path / "frozen"), config=crafted)
     argv = [*REST, "--load", str(tmp_path / "frozen")]
     tuned, _ = with_stored_model(parse([*argv, "--finetune"]), given_names(argv))
-    assert (tuned.vision.freeze_text, tuned.vision.vision_lr_multiplier, tuned.model.hidden_dropout) == (False, 1.0, 0)
+    assert (tuned.vision.freeze, tuned.vision.vision_lr_multiplier, tuned.model.hidden_dropout) == (None, 1.0, 0)
     resumed, _ = with_stored_model(parse(argv), given_names(argv))
-    assert (resumed.vision.freeze_text, resumed.model.hidden_dropout) == (True, 0.1)
+    assert (resumed.vision.freeze, resumed.model.hidden_dropout) == ("text", 0.1)
 
 
 @pytest.mark.parametrize("finetune", [[], ["--finetune"]])

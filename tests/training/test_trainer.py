@@ -294,12 +294,6 @@ def test_a_spare_ends_as_the_ranks_that_trained(monkeypatch: pytest.MonkeyPatch)
         assert main(TINY) == status
 
 
-def test_a_dry_run_takes_the_smaller_grid_that_a_run_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--world-size", "3", "--tensor-model-parallel-size", "2", "--allow-smaller-grid", "--auto-resume"]
-    assert main([*TINY, "--dry-run", *flags, "--save", str(tmp_path)]) == 0
-    assert "2 ranks" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_a_closed_standard_output_ends_nothing(tmp_path: Path) -> None:
     """Would catch `'NoneType' object has no attribute 'flush'` of a run that is started with `>&-`."""

@@ -14,19 +14,18 @@ from torch import nn
 
 from megacp.core.backends.base import AdamW, NormSpec, Tower
 from megacp.core.backends.mlp import NormLinear, NormMLP, TiledMLP
+from megacp.core.config.model import VOCABULARY_MULTIPLE
 from megacp.core.config.run import RunConfig
-from megacp.core.context_parallel.attention import TransportOptions, select_transport
+from megacp.core.context_parallel.attention import select_transport
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import row_axis
 from megacp.core.distributed.grid import ProcessGrid
-from megacp.core.distributed.symmetric_memory import SymmetricMemory
 from megacp.core.ops.kernel import Heads
 from megacp.core.ops.kernels import kernel_name
 from megacp.core.ops.pointwise import rms_norm
 from megacp.core.tensor_parallel.chunked_loss import cross_entropy
 from megacp.core.tensor_parallel.embedding import TableSpec, VocabularyTable
 from megacp.core.tensor_parallel.linear import (
-    PLAIN,
     ColumnNorm,
     ColumnParallelLinear,
     LinearOptions,
@@ -92,14 +91,12 @@ class NativeBackend:
             grid.device,
             trained,
             weight_gradients=weight_gradients,
-            products=SymmetricMemory() if parallel.async_tensor_parallel else PLAIN,
         )
         self.deferred = weight_gradients if isinstance(weight_gradients, DeferredWeightGradients) else None
-        self.rows_multiple = config.model.make_vocab_size_divisible_by
-        options = TransportOptions(parallel.hierarchical_context_parallel_sizes or (), parallel.cp_exchange_stages)
+        hierarchy = parallel.hierarchical_context_parallel_sizes or ()
         kernel = kernel_name(training.attention_kernel, grid.device.type, training.dtype)
         axis = row_axis(grid, parallel)
-        self.transport = select_transport(parallel.cp_comm_type, kernel, axis, grid.device, options)
+        self.transport = select_transport(parallel.cp_comm_type, kernel, axis, grid.device, hierarchy)
         self.tile_rows = training.mlp_chunk_tokens
         if self.sequence_parallel and self.tile_rows:  # each tp rank gathers its part of a tile
             self.tile_rows = max(1, self.tile_rows // grid.tp.size)
@@ -153,7 +150,7 @@ class NativeBackend:
         return other
 
     def vocabulary(self, table: TableSpec) -> VocabularyTable:
-        return VocabularyTable(table, self.rows_multiple, self.options)
+        return VocabularyTable(table, VOCABULARY_MULTIPLE, self.options)
 
     def attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float

@@ -31,8 +31,6 @@ def backend_problems(config: RunConfig, device_type: str | None) -> list[str]:
     training, wanted = config.training, needed_by(config)
     kernel = kernel_problem(training.attention_kernel, device_type, training.dtype) if device_type else None
     problems = [kernel] if kernel else []
-    if config.parallel.async_tensor_parallel and device_type not in (None, "cuda"):
-        problems.append(f"--async-tensor-parallel runs on CUDA, this run is on {device_type}")
     if training.transformer_impl == "native":
         asked = "needs --transformer-impl transformer_engine or auto, this run has native"
         return problems + [f"{name} {asked}" for name in wanted]

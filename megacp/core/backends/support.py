@@ -55,7 +55,7 @@ def layer_reasons(
 
     `package` says why the package cannot be imported there, `eight_bits` why this GPU lacks the recipe of `--fp8`.
     """
-    t, m, tp = config.training, config.model, config.parallel.tensor_model_parallel_size
+    t, tp = config.training, config.parallel.tensor_model_parallel_size
     if device_type != "cuda":
         yield f"Transformer Engine runs on CUDA, this run is on {device_type}"
     if package is not None:
@@ -63,9 +63,7 @@ def layer_reasons(
     if eight_bits is not None:
         yield f"--fp8 {t.fp8}: {eight_bits}"
     if config.parallel.pipeline_schedule == "zero_bubble":
-        yield "--pipeline-schedule zero_bubble puts weight gradients off, which native layers alone do"
-    if config.parallel.async_tensor_parallel:
-        yield "--async-tensor-parallel is for native layers' products"
+        yield "--pipeline-schedule zero_bubble defers weight gradients, which native layers alone do"
     if t.dtype != "bfloat16":
         yield f"Transformer Engine's layers are for --dtype bfloat16, this run has {t.dtype}"
     if t.fp8 == "delayed" and t.recompute_granularity == "full":
@@ -89,11 +87,6 @@ def layer_reasons(
             f"--fp8 {t.fp8} takes widths that are multiples of {FP8_MULTIPLES[t.fp8]}, this model has "
             f"{', '.join(narrow)}"
         )
-    if t.cross_entropy_fusion_impl == "te" and tp > 1 and m.vocab_size % (tp * m.make_vocab_size_divisible_by):
-        yield (
-            f"--cross-entropy-fusion-impl te wants as many rows on each tp rank: --vocab-size {m.vocab_size} is no "
-            f"multiple of {tp} x --make-vocab-size-divisible-by {m.make_vocab_size_divisible_by}"
-        )
 
 
 def _widths(config: RunConfig) -> list[tuple[str, int]]:
@@ -114,6 +107,4 @@ def needed_by(config: RunConfig) -> list[str]:
         names.append("--transformer-impl transformer_engine")
     if training.fp8 != "off":
         names.append(f"--fp8 {training.fp8}")
-    if training.cross_entropy_fusion_impl == "te":
-        names.append("--cross-entropy-fusion-impl te")
     return names

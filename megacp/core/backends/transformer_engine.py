@@ -48,8 +48,6 @@ from megacp.core.tensor_parallel.weight_gradients import WeightGradients
 
 FUSED_ATTENTION_ONLY = {"NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}
 """With these, attention that cuDNN cannot do raises instead of becoming another kernel; read when it is imported."""
-NO_LABEL = -100
-"""Has loss 0."""
 
 
 def package_problem() -> str | None:
@@ -207,8 +205,7 @@ class TransformerEngineBackend(NativeBackend):
         adds = WeightGradients() if parallel.data_parallel_sharding_strategy == "optim" else None
         super().__init__(grid, config, adds)
         self.adamw = fused_adam
-        self.fp8, self.loss_kernel = training.fp8, training.cross_entropy_fusion_impl
-        self.token_multiple, self.vocab_size = FP8_MULTIPLES[self.fp8], config.model.vocab_size
+        self.fp8, self.token_multiple = training.fp8, FP8_MULTIPLES[training.fp8]
         self.apart = training.recompute_granularity == "selective" or self.lora is not None
         self.in_tower = False
         amax = grid.over("tp", "cp")
@@ -232,7 +229,7 @@ class TransformerEngineBackend(NativeBackend):
             self.tell("layers: Transformer Engine's RMSNorm and Linear apart, --recompute-granularity is selective")
         elif config.model.norm_position == "after":
             self.tell("layers: Transformer Engine's RMSNorm and Linear apart, it fuses norms before a product alone")
-        if config.model.qk_layernorm and config.model.qk_layernorm_scope == "all_heads":
+        if config.model.qk_layernorm == "all_heads":
             self.tell("q/k norms: ours, Transformer Engine's has no sum over tp ranks")
 
     def column_linear(self, linear: LinearSpec) -> nn.Module:
@@ -328,31 +325,6 @@ class TransformerEngineBackend(NativeBackend):
     def prepare(self, plan: AttentionPlan) -> None:
         if self.packed is None or isinstance(thd_sequences(plan), str):
             super().prepare(plan)
-
-    def cross_entropy(
-        self, logits: torch.Tensor, labels: torch.Tensor, first: int, scale: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Transformer Engine's kernel takes equal shares of the vocabulary.
-
-        Labels of weight 0 may be ids that the head does not have (image tokens): its loss there would be infinite.
-        """
-        if self.loss_kernel == "native":
-            return super().cross_entropy(logits, labels, first, scale)
-        from transformer_engine.pytorch import parallel_cross_entropy
-
-        with torch.set_grad_enabled(scale is not None):
-            leaf = logits.detach().contiguous().requires_grad_(scale is not None)
-            loss = parallel_cross_entropy(
-                leaf.unsqueeze(0),  # [t, v] -> [1, t, v]; these two have had several names
-                labels.masked_fill(labels >= self.vocab_size, NO_LABEL).unsqueeze(0),
-                label_smoothing=0.0,
-                reduce_loss=False,
-                dist_process_group=self.tp.group,
-                ignore_idx=NO_LABEL,
-            ).view(-1)  # [1, t] -> [t]
-        if scale is not None:
-            logits.copy_(torch.autograd.grad(loss, leaf, scale)[0])
-        return loss.detach()
 
     def precision(self) -> AbstractContextManager[Any]:
         if self.recipe is None:

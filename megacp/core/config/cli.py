@@ -6,10 +6,9 @@ their docstrings, so there is no second table of flags.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
-from megacp.core.config.run import RunConfig, fields, flag, with_values
+from megacp.core.config.run import RunConfig, fields, with_values
 from megacp.core.config.yaml_file import nearest, values_of_file
 
 _HELP = ("-h", "--help")
@@ -22,13 +21,15 @@ _DESCRIPTION = (
 def parse(argv: Sequence[str], prog: str = "python -m megacp.train") -> RunConfig:
     """The configuration said by command line arguments (without the program's name).
 
-    Raises ValueError for unknown flags: all of them, with the nearest name. Text that is no UTF-8 is refused likewise,
-    and a YAML file that is missing or wrong. Exits with status 2 and tyro's message for a value of the wrong type, and
+    Raises ValueError for unknown flags: all of them, with the nearest name, and a YAML file that
+    is missing or wrong. Exits with status 2 and tyro's message for a value of the wrong type, and
     with 0 after `--help`.
     """
     arguments = [argument for argument in argv if argument not in _HELP]
     _refuse_unknown(arguments)
-    _refuse_other_encodings(arguments)
+    for argument in arguments:  # such a name cannot stand in a config, a log or a message
+        if any("\ud800" <= character <= "\udfff" for character in argument):
+            raise ValueError(f"{argument!r} on the command line is no text in UTF-8: rename the file or directory")
     config = RunConfig()
     *parts, (last, _) = _segments(arguments)
     for flags, path in parts:
@@ -73,30 +74,14 @@ def _segments(arguments: Sequence[str]) -> list[tuple[list[str], str]]:
     return [*parts, (segment, "")]
 
 
-def _refuse_other_encodings(arguments: Sequence[str]) -> None:
-    """A name that is no UTF-8 cannot stand in a config, a log or a message."""
-    for argument in arguments:
-        if any("\ud800" <= character <= "\udfff" for character in argument):
-            raise ValueError(f"{argument!r} on the command line is no text in UTF-8: rename the file or directory")
-
-
 def _refuse_unknown(arguments: Sequence[str]) -> None:
-    """Flags that do not exist, and several values behind a flag that takes one text."""
+    """Flags that do not exist, all of them."""
     known = {"config"} | set(fields()) | {f"no_{info.name}" for info in fields().values() if info.hint is bool}
-    texts = {info.name for info in fields().values() if info.hint in (str, str | None)}
-    unknown, several = [], []
-    for position, argument in enumerate(arguments, 1):
-        name, equals, _ = argument.partition("=")
-        plain = name[2:].replace("-", "_")
-        values = list(itertools.takewhile(lambda text: not text.startswith("-"), arguments[position:]))
-        if not name.startswith("--"):
-            continue
-        if plain not in known:
-            unknown.append(f"unknown flag {name}{nearest(plain, known, as_flag=True)}")
-        elif plain in texts and not equals and len(values) > 1:
-            several.append(f"{flag(plain)} takes one value, it is followed by {len(values)}: {' '.join(values)}")
-    if unknown or several:
-        raise ValueError("\n".join(unknown + several))
+    names = (argument.partition("=")[0] for argument in arguments if argument.startswith("--"))
+    unknown = [name for name in names if name[2:].replace("-", "_") not in known]
+    if unknown:
+        near = (f"unknown flag {name}{nearest(name[2:].replace('-', '_'), known, as_flag=True)}" for name in unknown)
+        raise ValueError("\n".join(near))
 
 
 def _apply(flags: Sequence[str], config: RunConfig, prog: str) -> RunConfig:

@@ -39,9 +39,3 @@ class DataConfig:
 
     num_workers: NotNegative[int] = 1
     """Threads that read packs and decode images, each a step ahead of the others; 0 does it when they are needed."""
-
-    data_cache_gib: NotNegative[float] = 1.0
-    """Memory of each rank, in GiB, for blocks of datasets at URLs. One that does not fit is read pack by pack."""
-
-    data_cache_dir: str | None = None
-    """Directory that keeps the tables of datasets at URLs, for all ranks of a machine (default: ~/.cache/megacp)."""

@@ -12,6 +12,8 @@ from typing import Annotated, Literal
 
 from megacp.core.config.ranges import MAX_LAYERS, AboveZero, Fraction, NotNegative, Positive, Range
 
+VOCABULARY_MULTIPLE = 8
+"""Rows of the vocabulary on each tp rank are padded to a multiple of it; padding is in no checkpoint."""
 LINEARS = ("q", "k", "v", "output", "gate", "up", "down")
 """The linears of a block, by the names that --lora-targets takes."""
 
@@ -56,33 +58,8 @@ class ModelConfig:
     rope_scaling_factor: Annotated[float, Range(1)] = 1.0
     """Factor by which rotary frequencies are slowed when scaling is on."""
 
-    rope_low_freq_factor: AboveZero[float] = 1.0
-    """llama3 scaling: wavelengths above original positions / this factor are stretched fully."""
-
-    rope_high_freq_factor: AboveZero[float] = 4.0
-    """llama3 scaling: wavelengths below original positions / this factor are left alone."""
-
     rope_original_max_positions: Positive[int] = 8192
     """llama3 and yarn scaling: the context length the model was first trained with."""
-
-    beta_fast: AboveZero[float] = 32.0
-    """yarn scaling: frequencies that turn more often than this over the original positions are left alone."""
-
-    beta_slow: AboveZero[float] = 1.0
-    """yarn scaling: frequencies that turn less often than this over the original positions are stretched fully."""
-
-    mscale: AboveZero[float | None] = None
-    """yarn scaling: weight of the factor's logarithm in the numerator of the attention factor; with --mscale-all-dim.
-    """
-
-    mscale_all_dim: AboveZero[float | None] = None
-    """yarn scaling: the same in the denominator."""
-
-    rope_attention_factor: AboveZero[float | None] = None
-    """yarn scaling: factor on cosines and sines (default: 0.1 ln(--rope-scaling-factor) + 1, or by the mscales)."""
-
-    yarn_correction_range_round_to_int: bool = True
-    """yarn scaling: round the two ends of the blended frequencies outwards."""
 
     no_rope_freq: str | None = None
     """Layers without rotary embedding: N leaves it out of every N-th layer (4: the 4th, the 8th, ...); a pattern like
@@ -95,11 +72,10 @@ class ModelConfig:
     norm_epsilon: AboveZero[float] = 1e-5
     """Epsilon inside RMSNorm."""
 
-    qk_layernorm: bool = False
-    """RMSNorm on q and k before the rotary embedding (Qwen3, OLMo2)."""
-
-    qk_layernorm_scope: Literal["head", "all_heads"] = "head"
-    """What --qk-layernorm norms: each head by itself (Qwen3), or all heads of a token together (OLMo2)."""
+    qk_layernorm: Literal["off", "head", "all_heads"] = "off"
+    """RMSNorm on q and k before the rotary embedding: on each head by itself (Qwen3), or on all heads of a token
+    together (OLMo2).
+    """
 
     norm_position: Literal["before", "after"] = "before"
     """Where the norms of a block stand: before attention and MLP, or after them, before the residual sum (OLMo2)."""
@@ -121,9 +97,6 @@ class ModelConfig:
 
     hidden_dropout: Fraction[float] = 0.0
     """Dropout on the outputs of attention and MLP, in [0, 1)."""
-
-    make_vocab_size_divisible_by: Positive[int] = 8
-    """Rows of the vocabulary on each tp rank are padded to a multiple of it; padding is in no checkpoint."""
 
     hf_model_type: str | None = None
     """The `model_type` that an exported config has (default: the first that can say these options)."""

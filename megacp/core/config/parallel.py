@@ -29,41 +29,29 @@ class ParallelConfig:
     """Model chunks per pipeline rank; above 1 the interleaved 1F1B schedule runs (smaller bubble, more messages)."""
 
     pipeline_schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
-    """1f1b takes one forward and one backward in turn; zero_bubble does too, but puts weight gradients off until a
+    """1f1b takes one forward and one backward in turn; zero_bubble does too, but defers weight gradients until a
     stage would wait for another: less idle time for more memory on the last stages (native layers).
     """
 
     sequence_parallel: bool = True
     """Shard the activations between the linear layers over tp as well; acts only when tp is above 1."""
 
-    async_tensor_parallel: bool = False
-    """Products of native layers run piece by piece beside their messages over tp, through torch's symmetric memory:
-    CUDA, sequence parallelism, and tp ranks that NVLink joins. Never run yet.
-    """
-
     cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p", "kv_exchange", "auto"] = "p2p"
     """How attention crosses the cp ranks: p2p passes keys and values around a ring, all_gather collects them at once,
     a2a swaps tokens for heads, a2a+p2p does that inside groups with a ring between them, kv_exchange sends each rank
-    just the keys that it needs, auto measures these and chooses (not Transformer Engine's own attention).
+    just the keys that it needs, auto chooses by the masks of the first packs (not Transformer Engine's own attention).
     """
 
     hierarchical_context_parallel_sizes: Positive[tuple[int, int] | None] = None
     """Of a2a+p2p: ranks of a group that swaps tokens for heads, and number of groups in the ring; A x B = cp."""
 
-    cp_exchange_stages: Positive[int] = 1
-    """Messages in which kv_exchange brings the keys: from 2 on the next ones travel while the last are used."""
-
     cp_layout: Literal["zigzag", "zigzag_document", "contiguous", "balanced", "auto"] = "zigzag"
     """Which tokens a cp rank holds: zigzag deals 2 x cp chunks of the row, zigzag_document of each document, contiguous
-    one stretch, balanced equal tokens and equal attention work for any mask, auto chooses after measuring."""
+    one stretch, balanced equal tokens and equal attention work for any mask, auto chooses with the transport."""
 
     dynamic_context_parallel: bool = False
     """Lay out the packs of all dp ranks together over dp x cp ranks: a document stays on few ranks when it is short and
     spreads over many when it is long. Needs --cp-comm-type kv_exchange and --cp-layout balanced."""
-
-    vision_feature_exchange: Literal["routed", "all_gather"] = "routed"
-    """How features of images reach the cp ranks that hold their tokens: routed sends each to the one rank that needs
-    it, all_gather sends all to everybody (simpler, about cp times the bytes)."""
 
     vision_shards: Literal["contiguous", "longest_first", "replicate"] = "contiguous"
     """Which images a cp rank encodes: contiguous ranges with the least largest cost, from the dataset's tables where
@@ -80,11 +68,6 @@ class ParallelConfig:
     num_distributed_optimizer_instances: Positive[int] = 1
     """Groups of data-parallel ranks that each share among themselves, and hold copies of one another: less memory is
     saved, and parameters travel inside of a group alone. It divides the data-parallel size."""
-
-    allow_smaller_grid: bool = False
-    """Where the world does not fit the grid (a machine was lost), take the largest grid that fits: fewer data-parallel
-    ranks first, then smaller tp, pp and cp. Left-over ranks wait. The global batch stays what it is.
-    """
 
     distributed_timeout_minutes: AboveZero[float] = 10.0
     """Minutes after which a collective that a rank did not join ends the run."""

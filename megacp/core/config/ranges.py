@@ -42,8 +42,3 @@ Count = Annotated[T, Range(1, 1_000_000)]
 NotNegative = Annotated[T, Range(0)]
 AboveZero = Annotated[T, Range(0, low_open=True)]
 Fraction = Annotated[T, Range(0, 1, high_open=True)]
-
-
-def differ(a: float, b: float) -> bool:
-    """Whether two numbers differ. NaN, which stands for one out of range, differs from none."""
-    return a < b or a > b

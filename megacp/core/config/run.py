@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 import types
 import typing
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from megacp.core.config.data import DataConfig
-from megacp.core.config.health import HealthConfig
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.parallel import ParallelConfig
 from megacp.core.config.ranges import Count, Range
@@ -33,8 +31,6 @@ ON_CPU: dict[str, Value] = {
     "attention_kernel": "auto",
     "transformer_impl": "native",
     "fp8": "off",
-    "cross_entropy_fusion_impl": "native",
-    "async_tensor_parallel": False,
 }
 """Replacements of choices that only a GPU can run."""
 
@@ -48,7 +44,6 @@ class RunConfig:
     vision: VisionConfig = field(default_factory=VisionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
-    health: HealthConfig = field(default_factory=HealthConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -67,9 +62,8 @@ class RunConfig:
     @property
     def frozen_parts(self) -> tuple[str, ...]:
         """Of `text`, `vision` and `connector` those whose weights stay; beside low-rank pairs all do."""
-        v, lora = self.vision, self.model.lora_rank > 0
-        stays = {"text": v.freeze_text, "vision": v.freeze_vision, "connector": v.freeze_connector}
-        return tuple(name for name, frozen in stays.items() if frozen or lora)
+        parts = ("text", "vision", "connector")
+        return parts if self.model.lora_rank > 0 else tuple(name for name in parts if name in self.vision.frozen)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Data-parallel ranks in a world of `world_size`, rounded down (`checks` refuses a remainder)."""
@@ -88,12 +82,7 @@ class RunConfig:
 
     @property
     def profile_path(self) -> Path:
-        """The folder for traces: `profile_dir`, or the folder `profile` beside the JSONL file.
-
-        Without that file it lies in a local --save, else in the working directory.
-        """
-        if self.log.profile_dir:
-            return Path(self.log.profile_dir)
+        """The folder for traces: `profile` beside the JSONL file, or where that file would be."""
         return ((self._local_save or Path()) if self.writes_no_log else self.log_path.parent) / "profile"
 
     @property
@@ -117,14 +106,6 @@ class FieldInfo:
     """The type, without its range."""
     range: Range | None
     """Allowed values of a number. None is allowed beside them where the type has it."""
-
-    @property
-    def unknown(self) -> Value:
-        """What stands for a value that the field cannot hold: NaN for numbers, "" for names, else None."""
-        if self.range is None:
-            return "" if str in parts_of(self.hint) else None
-        pair = any(typing.get_origin(part) is tuple for part in (self.hint, *typing.get_args(self.hint)))
-        return (math.nan, math.nan) if pair else math.nan
 
     def problem(self, value: Value) -> str | None:
         """Why the field cannot hold this value: missing, not one of its words, out of range; None when it can."""

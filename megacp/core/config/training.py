@@ -42,9 +42,6 @@ class TrainingConfig:
     lr_wsd_decay_iters: Positive[int | None] = None
     """Steps of the final fall of the WSD schedule."""
 
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
-    """Shape of the final fall of the WSD schedule."""
-
     weight_decay: NotNegative[float] = 0.1
     """Decoupled weight decay of AdamW; norms and biases have none."""
 
@@ -81,6 +78,16 @@ class TrainingConfig:
     SwiGLU exist for so many tokens only; 0 computes the row at once.
     """
 
+    max_skipped_steps: NotNegative[int] = 10
+    """Steps in a row without an update (not finite, refused as a spike, nothing to learn) that end the run, which saves
+    nothing then; 0 sets no limit.
+    """
+
+    spike_action: Literal["off", "warn", "skip", "stop"] = "warn"
+    """On a step whose loss is above 3 times, or whose gradient norm is above 10 times the running median: warn says so,
+    skip leaves its update out on all ranks, stop ends the run before the update.
+    """
+
     exit_duration: AboveZero[float | None] = None
     """Minutes after which the run saves and stops at the next step, with exit status 3."""
 
@@ -104,9 +111,6 @@ class TrainingConfig:
     """Products of the decoder's linears in 8 bits, with this recipe for the scales; needs transformer_engine. Delayed
     scales are in no checkpoint: a resumed run measures them anew, and its first steps differ.
     """
-
-    cross_entropy_fusion_impl: Literal["native", "te"] = "native"
-    """Kernel of the vocabulary loss: te is Transformer Engine's, for a vocabulary that tp ranks share equally."""
 
     cross_entropy_chunk_tokens: NotNegative[int | Literal["auto"]] = "auto"
     """Tokens whose logits exist at once, in training and validation; 0 takes all of a row. auto takes all where their
@@ -149,11 +153,6 @@ class CheckpointConfig:
     vision_from_hf: str | None = None
     """Molmo2 folder whose vision tower is added to the text model of --load-hf, with what fits of its connector; `none`
     adds a new one of the --vision flags. The embedding gets rows for image tokens (--additional-vocab-size, 128).
-    """
-
-    ignore_field: str | None = None
-    """Fields of the config.json of --load-hf or --vision-from-hf that are not known here and change nothing, with
-    commas between.
     """
 
     auto_resume: bool = False
@@ -203,9 +202,3 @@ class LogConfig:
 
     profile: str | None = None
     """START:STOP, the first and the last step of which a trace is written: chrome JSON, one file a rank."""
-
-    profile_ranks: str = "0"
-    """Ranks that write a trace with --profile, as 0,3 or all."""
-
-    profile_dir: str | None = None
-    """Folder for traces (default: profile beside the JSONL file; without one in a local --save, else here)."""

@@ -7,7 +7,7 @@ every field too, so its config can express any tower built here. The connector h
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from megacp.core.config.ranges import MAX_LAYERS, AboveZero, Positive, Range
 
@@ -28,12 +28,6 @@ class VisionConfig:
     vision_num_attention_heads: Positive[int] = 16
     """Query heads of the tower."""
 
-    vision_num_query_groups: Positive[int | None] = None
-    """Key/value heads of the tower (default: as many as query heads)."""
-
-    vision_head_dim: Positive[int] = 72
-    """Width of one head of the tower."""
-
     vision_patch_size: Positive[int] = 14
     """Side of a patch in pixels."""
 
@@ -44,32 +38,12 @@ class VisionConfig:
     """The two layers whose outputs go to the connector, in this order: from 0 up, or counted from the end with -1 as
     the last. One of them must be the last layer."""
 
-    vision_norm_epsilon: AboveZero[float] = 1e-6
-    """Epsilon inside the tower's LayerNorm."""
-
-    vision_activation: Literal["gelu_tanh", "gelu"] = "gelu_tanh"
-    """Activation of the tower's MLPs: GELU by its tanh approximation, or exact."""
-
-    connector_num_attention_heads: Positive[int] = 16
-    """Query heads of the attention that pools patches."""
-
-    connector_num_query_groups: Positive[int | None] = None
-    """Key/value heads of the attention that pools patches (default: as many as query heads)."""
-
-    connector_head_dim: Positive[int] = 72
-    """Width of one head of the attention that pools patches."""
-
     connector_ffn_hidden_size: Positive[int | None] = None
     """Width of the SwiGLU projector between pooled patches and text (default: --ffn-hidden-size)."""
 
-    freeze_vision: bool = False
-    """Leave the vision tower as it is: no gradients, no optimizer state."""
-
-    freeze_connector: bool = False
-    """Leave the connector as it is."""
-
-    freeze_text: bool = False
-    """Leave the language model as it is, its embedding and head included."""
+    freeze: str | None = None
+    """Parts whose weights stay as they are, without gradients and optimizer state: of vision, connector and text (with
+    embedding and head) those that are named, with commas between."""
 
     vision_lr_multiplier: AboveZero[float] = 1.0
     """Learning rate of the vision tower over that of the language model, at every step."""
@@ -102,11 +76,11 @@ class VisionConfig:
         return tuple(layer % self.vision_num_layers for layer in self.vision_feature_layers)
 
     @property
-    def vision_groups(self) -> int:
-        """Key/value heads of the tower."""
-        return self.vision_num_query_groups or self.vision_num_attention_heads
+    def frozen(self) -> tuple[str, ...]:
+        """The words of `freeze`."""
+        return tuple((self.freeze or "").replace(",", " ").split())
 
     @property
-    def connector_groups(self) -> int:
-        """Key/value heads of the connector."""
-        return self.connector_num_query_groups or self.connector_num_attention_heads
+    def vision_head_dim(self) -> int:
+        """Width of one head, of the tower and of the attention that pools patches."""
+        return self.vision_hidden_size // self.vision_num_attention_heads

@@ -7,7 +7,7 @@ Values do not pass through tyro, which reads the text `None` as no value and 7 a
 from __future__ import annotations
 
 import difflib
-import reprlib
+import re
 import typing
 from collections.abc import Iterable
 from typing import Any
@@ -16,14 +16,50 @@ import yaml
 
 from megacp.core.config.blend import DataPath
 from megacp.core.config.run import RunConfig, Value, fields, flag, flatten, parts_of, with_values
-from megacp.core.config.safe_yaml import FLOAT, FLOAT_TAG, load_yaml, read_yaml_file
+from megacp.core.storage.files import StrPath, read_regular
+
+_FLOAT = ("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z"), list("-+.0123456789"))
+"""`3e-4` and `1.5e8`, which YAML 1.1 would read as strings."""
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that reads `3e-4` as a number and refuses a key that stands twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        names = [str(self.construct_object(key, deep=True)).replace("-", "_") for key, _ in node.value]
+        for (key, _), name in zip(node.value, names, strict=True):
+            if names.count(name) > 1:
+                problem = f"the key {name} stands more than once"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):
     """SafeDumper that quotes strings which `load_yaml` would read as numbers."""
 
 
-_Dumper.add_implicit_resolver(FLOAT_TAG, FLOAT, list("-+.0123456789"))
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(*_FLOAT)
+
+
+def load_yaml(text: str | bytes, source: str) -> Any:
+    """The value of a YAML text, None for an empty one. Raises ValueError that names `source` and the line."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f" in line {mark.line + 1}" if mark is not None else ""
+        raise ValueError(f"{source}: not valid YAML{line}: {error.problem or error.context}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{source}: not valid YAML: {' '.join(str(error).split())[:200]}") from error
+
+
+def read_yaml_file(path: StrPath, source: str) -> Any:
+    """`load_yaml` of a regular file; ValueError that names `source` also when it cannot be read."""
+    try:
+        return load_yaml(read_regular(path), source)
+    except OSError as error:
+        raise ValueError(f"{source}: cannot be read: {error.strerror}") from error
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -62,7 +98,7 @@ def _values(content: Any, source: str) -> dict[str, Value]:
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in fields():
-            reasons.append(f"{source}: unknown key {reprlib.repr(key)}{nearest(name[:100], fields())}")
+            reasons.append(f"{source}: unknown key {repr(key)}{nearest(name[:100], fields())}")
             continue
         fitting, problem = _convert(value, fields()[name].hint)
         if problem:

@@ -1,14 +1,12 @@
 """K/V exchange: one uneven all-to-all of just the rows that some rank needs.
 
-The plan knows for each pair of ranks which keys are seen across it. Documents that live on few ranks
-cost the others no byte, and a rank attends to its own keys while the others' are under way. With several stages the
-rows of the next ranks travel while those of the last are used. Gradients of K/V go back by the reverse of the same plan
-and are added in rank order.
+The plan knows for each pair of ranks which keys are seen across it. Documents that live on few ranks cost the others no
+byte, and a rank attends to its own keys while the others' are under way. Gradients of K/V go back by the reverse of the
+same plan and are added in rank order.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,8 +22,8 @@ from megacp.core.ops.mask import TileTable, tile_table
 
 
 @dataclass(frozen=True)
-class Stage:
-    """What moves in one all-to-all, as one rank sees it."""
+class Exchange:
+    """What moves in the all-to-all, as one rank sees it."""
 
     send: np.ndarray
     """int64 `[sum of out]`: local numbers of the rows this rank sends, destination after destination."""
@@ -51,33 +49,19 @@ def needed_rows(plan: AttentionPlan) -> list[np.ndarray]:
     return needed
 
 
-def exchange_stages(plan: AttentionPlan, stages: int, needed: list[np.ndarray] | None = None) -> list[Stage]:
-    """The exchange in at most `stages` all-to-alls: stage i moves rows between ranks a similar way apart.
-
-    A stage in which no rank sends anything is left out, on all ranks alike. `needed`: the plan's `needed_rows`, if
-    they are known; `[cp, T]` of them is more than a plan should keep.
-    """
-    needed = needed_rows(plan) if needed is None else needed
-    cp, mine = plan.cp, plan.cp_rank
+def exchange_of(plan: AttentionPlan) -> Exchange | None:
+    """The exchange of this rank; None where no rank needs anything of another, on all ranks alike."""
+    needed, ranks, mine = needed_rows(plan), range(plan.cp), plan.cp_rank
+    if not any(needed[r][plan.indices[source]].any() for r in ranks for source in ranks if source != r):
+        return None
     position = np.argsort(plan.order)  # [T]: where each token stands in that order, its inverse
-    found = []
-    for number in range(stages):
-        distances = [d for d in range(1, cp) if (d - 1) * stages // (cp - 1) == number]
-        if not any(needed[r][plan.indices[(r - d) % cp]].any() for r in range(cp) for d in distances):
-            continue
-        # a rank sends to those d places ahead of it and hears from those d places behind, in a circle
-        targets, sources = ({(mine + way * d) % cp for d in distances} for way in (1, -1))
-        nothing = np.zeros(0, np.int64)
-        sent = [np.flatnonzero(needed[r][plan.local]) if r in targets else nothing for r in range(cp)]
-        came = [
-            plan.indices[r][needed[mine][plan.indices[r]]] if r in sources else nothing for r in range(cp)
-        ]  # as indices into the row
-        keys = np.concatenate(came)
-        order = np.argsort(position[keys])
-        table = tile_table(plan.metadata.take(plan.local), plan.metadata.take(keys[order]))
-        counts = (tuple(map(len, sent)), tuple(map(len, came)))
-        found.append(Stage(np.concatenate(sent), *counts, order, table))
-    return found
+    nothing = np.zeros(0, np.int64)
+    sent = [nothing if r == mine else np.flatnonzero(needed[r][plan.local]) for r in ranks]
+    came = [nothing if r == mine else plan.indices[r][needed[mine][plan.indices[r]]] for r in ranks]  # of the row
+    keys = np.concatenate(came)
+    order = np.argsort(position[keys])
+    table = tile_table(plan.metadata.take(plan.local), plan.metadata.take(keys[order]))
+    return Exchange(np.concatenate(sent), tuple(map(len, sent)), tuple(map(len, came)), order, table)
 
 
 class KVExchange(KeysToQueries):
@@ -85,49 +69,35 @@ class KVExchange(KeysToQueries):
 
     name = "kv_exchange"
 
-    def __init__(self, axis: Axis, kernel: Kernel, stages: int = 1) -> None:
+    def __init__(self, axis: Axis, kernel: Kernel) -> None:
         self.axis = axis
         self.kernel = kernel
-        self.stages = min(stages, max(1, axis.size - 1))
 
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
         """See `KeysToQueries.tables`."""
-        return [plan.table(plan.cp_rank), *(stage.table for stage in self._stages(plan))]
+        exchange = self._exchange(plan)
+        return [plan.table(plan.cp_rank), *([exchange.table] if exchange else [])]
 
     def kv_blocks(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> KVBlocks:
         """See `KeysToQueries.kv_blocks`."""
-        stages = self._stages(plan)
-        send, order = (self._indices(plan, stages, name, k.device) for name in ("send", "order"))
+        exchange = self._exchange(plan)
+        if exchange is None:
+            return (yield k, v, plan.table(plan.cp_rank))
+        send = plan.on_device("sent", k.device, lambda: exchange.send)
+        order = plan.on_device("order of arrival", k.device, lambda: exchange.order)
         kv = torch.stack([k, v], 1)  # [t, groups, d] twice -> [t, 2, groups, d]
-        messages = (  # each is posted when it is asked for
-            start_all_to_all(kv.index_select(0, rows), self.axis, stage.out_splits, stage.in_splits)
-            for rows, stage in zip(send, stages, strict=True)
-        )
-        following = next(messages, None)
-        dkv = yield k, v, plan.table(plan.cp_rank)
-        returning = []
-        for rows, stage in zip(order, stages, strict=True):
-            coming, following = following, next(messages, None)
-            assert coming is not None
-            theirs = yield *(x.index_select(0, rows) for x in coming.take().unbind(1)), stage.table
-            if theirs is not None:
-                leaving = empty(theirs.shape, theirs)
-                leaving[rows] = theirs  # back to the order of arrival
-                returning.append(start_all_to_all(leaving, self.axis, stage.in_splits, stage.out_splits))
-                del theirs, leaving  # no longer needed here while the next stage is computed
-        if dkv is None:
+        out_splits, in_splits = exchange.out_splits, exchange.in_splits
+        coming = start_all_to_all(kv.index_select(0, send), self.axis, out_splits, in_splits)
+        dkv = yield k, v, plan.table(plan.cp_rank)  # of own keys, while the others are under way
+        theirs = yield *(x.index_select(0, order) for x in coming.take().unbind(1)), exchange.table
+        if dkv is None or theirs is None:
             return None
-        for arrived, rows, stage in zip(returning, send, stages, strict=True):
-            for index, values in zip(*(x.split(stage.out_splits) for x in (rows, arrived.take())), strict=True):
-                dkv.index_add_(0, index, values)  # rank by rank: a row goes to a rank at most once, and to several
+        leaving = empty(theirs.shape, theirs)
+        leaving[order] = theirs  # back to the order of arrival
+        arrived = start_all_to_all(leaving, self.axis, in_splits, out_splits).take()
+        for rows, values in zip(send.split(out_splits), arrived.split(out_splits), strict=True):
+            dkv.index_add_(0, rows, values)  # rank by rank: a row goes to a rank at most once, and to several
         return dkv
 
-    def _stages(self, plan: AttentionPlan) -> list[Stage]:
-        return plan.part(f"exchange in {self.stages}", lambda: exchange_stages(plan, self.stages))
-
-    def _indices(self, plan: AttentionPlan, stages: list[Stage], name: str, device: torch.device) -> list[torch.Tensor]:
-        """`send` or `order` of every stage on the device."""
-        return [
-            plan.on_device(f"{name} {number} of {self.stages}", device, functools.partial(getattr, stage, name))
-            for number, stage in enumerate(stages)
-        ]
+    def _exchange(self, plan: AttentionPlan) -> Exchange | None:
+        return plan.part("exchange", lambda: exchange_of(plan))

@@ -92,11 +92,10 @@ def padded_row(batch: PackedBatch, layout: Layout, cp: int, tp: int) -> tuple[Pa
     return padded, mask_metadata(padded)
 
 
-def shard_batch(batch: PackedBatch, cp: Axis, layout: Layout, *, tp: int = 1, exchange: str = "routed") -> LocalBatch:
+def shard_batch(batch: PackedBatch, cp: Axis, layout: Layout, *, tp: int = 1) -> LocalBatch:
     """This cp rank's share of `batch[T]`, on the host, padded as the layout needs it.
 
-    `tp` > 1 with sequence parallelism. `exchange`: how features of images reach their tokens,
-    `--vision-feature-exchange`.
+    `tp` > 1 with sequence parallelism.
     """
     if cp.size == 1:
         layout = LAYOUTS["contiguous"]  # there is nothing to deal
@@ -106,5 +105,5 @@ def shard_batch(batch: PackedBatch, cp: Axis, layout: Layout, *, tp: int = 1, ex
     local: dict[str, Any] = {
         name: torch.from_numpy(field[plan.local]) for name, field in zip(_TENSORS, fields, strict=True)
     }
-    vision = local_vision(batch.vision, plan.indices, cp, exchange) if batch.vision is not None else None
+    vision = local_vision(batch.vision, plan.indices, cp) if batch.vision is not None else None
     return LocalBatch(**local, plan=plan, vision=vision)

@@ -3,9 +3,6 @@
 The boundary table says who encodes a feature, the layout who needs it. Every rank knows both, so message
 sizes are computed without a message. The row of a feature never depends on the order of ranks in a message. Every rank
 joins every exchange, also a rank that encodes or needs nothing, so that all join backward, the exchange in reverse.
-
-Bytes sent by a rank: `routed` sends each feature to the one rank that needs it, at most max_num_tokens x h;
-`all_gather` sends max_num_tokens x h to each of the cp - 1 others.
 """
 
 from __future__ import annotations
@@ -13,14 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from megacp.core.data.batch import VisionInputs
 from megacp.core.data.image_shards import REPLICATE, image_shards
-from megacp.core.distributed.differentiable import copy_to, exchange, gather_from
+from megacp.core.distributed.differentiable import copy_to, exchange
 from megacp.core.distributed.grid import Axis
 from megacp.core.ops.device import pinned, to_device
 
@@ -38,8 +34,6 @@ class FeatureRoutes:
     """int64 [n], rank that holds its token."""
     row: np.ndarray
     """int64 [n], local index of its token there."""
-    largest: int
-    """Most features that one rank encodes."""
     counts: np.ndarray
     """int64 [cp, cp], features that rank i sends to rank j."""
 
@@ -66,9 +60,7 @@ def own_routes(indices: np.ndarray, places: np.ndarray, cp_rank: int) -> Feature
     target, row = _holders(indices, places)
     counts = np.zeros((cp, cp), np.int64)
     counts[cp_rank, cp_rank] = len(places)
-    return FeatureRoutes(
-        cp_rank, np.full(len(places), cp_rank), np.arange(len(places)), target, row, len(places), counts
-    )
+    return FeatureRoutes(cp_rank, np.full(len(places), cp_rank), np.arange(len(places)), target, row, counts)
 
 
 def _holders(indices: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -97,30 +89,17 @@ def feature_routes(
     source[number] = np.repeat(np.arange(cp), stops - starts)
     position[number] = np.arange(len(places)) - np.repeat(starts, stops - starts)
     counts = np.bincount(source * cp + target, minlength=cp * cp).reshape(cp, cp)
-    return FeatureRoutes(cp_rank, source, position, target, row, int((stops - starts).max()), counts)
-
-
-class FeatureExchange(Protocol):
-    """One way to bring features to their tokens."""
-
-    def __call__(self, features: torch.Tensor, routes: FeatureRoutes, axis: Axis) -> torch.Tensor:
-        """`[m, h]` encoded here -> `[k, h]` needed here, in feature order; the gradient goes back the same way."""
-        ...
+    return FeatureRoutes(cp_rank, source, position, target, row, counts)
 
 
 def routed(features: torch.Tensor, routes: FeatureRoutes, axis: Axis) -> torch.Tensor:
-    """One uneven all-to-all of just the features that each rank needs."""
+    """One uneven all-to-all of just the features that each rank needs.
+
+    `[m, h]` encoded here -> `[k, h]` needed here, in feature order; the gradient goes back the same way.
+    """
     sent = features.index_select(0, _index(routes.leaving, features))
     out, into = routes.counts[routes.cp_rank].tolist(), routes.counts[:, routes.cp_rank].tolist()
     return exchange(sent, axis, out, into).index_select(0, _index(routes.arrival, features))
-
-
-def gathered(features: torch.Tensor, routes: FeatureRoutes, axis: Axis) -> torch.Tensor:
-    """All features on all ranks, padded to the largest share; each takes those of its tokens."""
-    padded = torch.nn.functional.pad(features, (0, 0, 0, routes.largest - len(features)))
-    everything = gather_from(padded, axis)  # [largest, h] -> [cp * largest, h]
-    mine = routes.arriving
-    return everything.index_select(0, _index(routes.source[mine] * routes.largest + routes.position[mine], features))
 
 
 def kept(features: torch.Tensor, routes: FeatureRoutes, axis: Axis) -> torch.Tensor:
@@ -130,10 +109,6 @@ def kept(features: torch.Tensor, routes: FeatureRoutes, axis: Axis) -> torch.Ten
 
 def _index(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
     return to_device(values, like.device)
-
-
-EXCHANGES: dict[str, FeatureExchange] = {"routed": routed, "all_gather": gathered}
-"""Values of `--vision-feature-exchange`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +122,8 @@ class LocalVision:
     routes: FeatureRoutes
     axis: Axis
     """The ranks over which tokens and images are dealt."""
-    exchange: FeatureExchange
+    replicated: bool = False
+    """Every rank encodes all features, so none is sent."""
 
     def to(self, device: torch.device) -> LocalVision:
         """This share, made on the host, with its tensors on `device`."""
@@ -178,7 +154,8 @@ def place_features(features: torch.Tensor, vision: LocalVision) -> tuple[torch.T
             f"cp rank {vision.routes.cp_rank} encoded {len(features)} image features, the boundaries of its images "
             f"hold {vision.num_features}"
         )
-    return vision.exchange(features, vision.routes, vision.axis), vision.routes.row[vision.routes.arriving]
+    bring = kept if vision.replicated else routed
+    return bring(features, vision.routes, vision.axis), vision.routes.row[vision.routes.arriving]
 
 
 def add_features(x: torch.Tensor, features: torch.Tensor, rows: np.ndarray, tp: Axis, sliced: bool) -> torch.Tensor:
@@ -196,22 +173,21 @@ def add_features(x: torch.Tensor, features: torch.Tensor, rows: np.ndarray, tp: 
     return x.index_add(0, _index(rows[here] - first, x), chosen.to(x.dtype))
 
 
-def local_vision(vision: VisionInputs, indices: np.ndarray, axis: Axis, exchange: str) -> LocalVision:
+def local_vision(vision: VisionInputs, indices: np.ndarray, axis: Axis) -> LocalVision:
     """This rank's share of a row's images, on the host, for tokens dealt as `indices [cp, t]`.
 
-    `exchange` names a row of EXCHANGES. Without a boundary table for just these ranks it is computed from the bounds,
-    as the loader would have. Features that every rank encodes are not exchanged.
+    Without a boundary table for just these ranks it is computed from the bounds, as the loader would have.
     """
     patches, pooling = torch.from_numpy(vision.patches), torch.from_numpy(vision.pooling)
     if vision.strategy == REPLICATE:
-        return LocalVision(patches, pooling, own_routes(indices, vision.feature_rows, axis.rank), axis, kept)
+        return LocalVision(patches, pooling, own_routes(indices, vision.feature_rows, axis.rank), axis, True)
     boundaries, units = vision.boundaries, vision.unit_order
     if boundaries is None or len(boundaries) != axis.size:
         bounds = vision.cum_crop_bounds, vision.cum_token_pooling_bounds
         boundaries, units = image_shards(bounds, axis.size).boundaries, None
     order = None if units is None else _features_of(units, vision.cum_token_pooling_bounds)
     routes = feature_routes(indices, vision.feature_rows, boundaries, axis.rank, order)
-    return LocalVision(patches, pooling, routes, axis, EXCHANGES[exchange])
+    return LocalVision(patches, pooling, routes, axis)
 
 
 def _features_of(units: np.ndarray, cum_pooled: np.ndarray) -> np.ndarray:

@@ -38,8 +38,8 @@ class SelfAttention(nn.Module):
             LinearSpec(prefix, (("output", hidden),), heads, config.add_attention_output_bias, output_std(config))
         )
         self.norms, self.column_norms = nn.ModuleList(), nn.ModuleList()
-        for name, columns in (("q_norm", heads), ("k_norm", groups)) if config.qk_layernorm else ():
-            if config.qk_layernorm_scope == "head":
+        for name, columns in (("q_norm", heads), ("k_norm", groups)) if config.qk_layernorm != "off" else ():
+            if config.qk_layernorm == "head":
                 self.norms.append(backend.norm(NormSpec(f"{prefix}.{name}", self.head_dim, epsilon), over_heads=True))
             else:
                 self.column_norms.append(backend.column_norm(NormSpec(f"{prefix}.{name}", columns, epsilon)))

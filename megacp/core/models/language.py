@@ -21,7 +21,7 @@ from megacp.core.context_parallel.vision import add_features, place_features
 from megacp.core.distributed.differentiable import slice_of
 from megacp.core.models.block import Block, BlockInputs
 from megacp.core.models.multimodal import VisionEncoder
-from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, yarn_attention_factor
+from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
 from megacp.core.tensor_parallel.chunked_loss import LossKernel, Target
 from megacp.core.tensor_parallel.embedding import TableSpec, VocabularyTable
 
@@ -30,25 +30,6 @@ Made = Callable[[nn.Module, Role], None]
 """Called with each part as soon as it is built, in the order of the forward pass, and last with the chunk: for the
 parameters that are in no other part.
 """
-
-
-def rotary_scaling(config: ModelConfig) -> RotaryScaling:
-    """The scaling of a config's rotary embedding, YaRN's attention factor resolved."""
-    factor = 1.0
-    if config.rope_scaling == "yarn":
-        own = yarn_attention_factor(config.rope_scaling_factor, config.mscale, config.mscale_all_dim)
-        factor = own if config.rope_attention_factor is None else config.rope_attention_factor
-    return RotaryScaling(
-        config.rope_scaling,
-        config.rope_scaling_factor,
-        config.rope_low_freq_factor,
-        config.rope_high_freq_factor,
-        config.rope_original_max_positions,
-        config.beta_fast,
-        config.beta_slow,
-        config.yarn_correction_range_round_to_int,
-        factor,
-    )
 
 
 class OutputHead(nn.Module):
@@ -118,7 +99,7 @@ class LanguageModelChunk(nn.Module):
             if not (tied and self.is_first):
                 made(self.head, "head")
         made(self, "chunk")
-        scaling = rotary_scaling(config)
+        scaling = RotaryScaling(config.rope_scaling, config.rope_scaling_factor, config.rope_original_max_positions)
         self.rotary_factor = scaling.attention_factor
         frequencies = inverse_frequencies(config.head_dim, config.rotary_base, scaling)
         self.frequencies = frequencies.to(next(self.parameters()).device)

@@ -29,13 +29,10 @@ from megacp.core.tensor_parallel.linear import LinearSpec
 def pooling_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """One query a window: `q[m, heads, d]`, `k, v[m, w, groups, d]`, bool `valid[m, w]` -> `[m, heads, d]`.
+    """One query a window: `q[m, heads, d]`, `k, v[m, w, heads, d]`, bool `valid[m, w]` -> `[m, heads, d]`.
 
     Softmax in fp32 or wider. Every window needs a valid slot.
     """
-    share = q.shape[1] // k.shape[2]
-    if share > 1:
-        k, v = k.repeat_interleave(share, 2), v.repeat_interleave(share, 2)  # [m, w, groups, d] -> [m, w, heads, d]
     scores = torch.einsum("mhd,mwhd->mhw", q, k).to(accumulation_dtype(q.dtype)) * scale
     weights = torch.softmax(scores.masked_fill(~valid[:, None], -torch.inf), -1)  # [m, heads, w], 0 outside the image
     return torch.einsum("mhw,mwhd->mhd", weights.to(v.dtype), v)
@@ -48,12 +45,11 @@ class Connector(nn.Module):
         super().__init__()
         std, wide, hidden = model.init_method_std, 2 * config.vision_hidden_size, config.vision_hidden_size
         ffn = config.connector_ffn_hidden_size or model.ffn_hidden_size
-        self.head_dim, self.scale = config.connector_head_dim, config.connector_head_dim**-0.5
-        heads, groups = config.connector_num_attention_heads * self.head_dim, config.connector_groups * self.head_dim
+        self.head_dim, self.scale = config.vision_head_dim, config.vision_head_dim**-0.5
         attention, mlp = "connector.attention", "connector.mlp"
-        self.query = backend.column_linear(LinearSpec(attention, (("q", heads),), wide, True, std))
-        self.key_value = backend.column_linear(LinearSpec(attention, (("k", groups), ("v", groups)), wide, True, std))
-        self.output = backend.row_linear(LinearSpec(attention, (("output", hidden),), heads, True, std))
+        self.query = backend.column_linear(LinearSpec(attention, (("q", hidden),), wide, True, std))
+        self.key_value = backend.column_linear(LinearSpec(attention, (("k", hidden), ("v", hidden)), wide, True, std))
+        self.output = backend.row_linear(LinearSpec(attention, (("output", hidden),), hidden, True, std))
         self.gate_up = backend.column_linear(LinearSpec(mlp, (("gate", ffn), ("up", ffn)), hidden, False, std))
         self.down = backend.row_linear(LinearSpec(mlp, (("down", model.hidden_size),), ffn, False, std))
 

@@ -18,14 +18,14 @@ from torch import nn
 from megacp.core.backends.base import Backend, NormSpec
 from megacp.core.config.vision import VisionConfig
 from megacp.core.models.recompute import run_block
-from megacp.core.ops.pointwise import GELU
+from megacp.core.ops.pointwise import gelu_tanh
 from megacp.core.tensor_parallel.linear import LinearSpec
 
 
 def crop_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attention of all patches of a crop to all: `q[c, N, heads, d]`, `k, v[c, N, groups, d]` -> `[c, N, heads, d]`."""
+    """Attention of all patches of a crop to all: `q, k, v[c, N, heads, d]` -> `[c, N, heads, d]`."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [c, N, heads, d] -> [c, heads, N, d]
-    out = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] > k.shape[1])
+    out = F.scaled_dot_product_attention(q, k, v, scale=scale)
     return out.transpose(1, 2)
 
 
@@ -37,18 +37,17 @@ class VisionBlock(nn.Module):
         prefix, hidden = f"vision.blocks.{layer}", config.vision_hidden_size
         ffn, self.head_dim = config.vision_ffn_hidden_size, config.vision_head_dim
         self.patches, self.scale = config.patches_per_crop, config.vision_head_dim**-0.5
-        heads, groups = config.vision_num_attention_heads * self.head_dim, config.vision_groups * self.head_dim
-        self.widths = [heads // backend.tp.size, groups // backend.tp.size, groups // backend.tp.size]
+        self.widths = [hidden // backend.tp.size] * 3
         residual_std = std / math.sqrt(2 * config.vision_num_layers)
-        attention, mlp, epsilon = f"{prefix}.attention", f"{prefix}.mlp", config.vision_norm_epsilon
-        tensors = (("q", heads), ("k", groups), ("v", groups))
+        attention, mlp, epsilon = f"{prefix}.attention", f"{prefix}.mlp", 1e-6  # Molmo2's, in every LayerNorm
+        tensors = (("q", hidden), ("k", hidden), ("v", hidden))
         self.attention_norm = backend.layer_norm(NormSpec(f"{attention}_norm", hidden, epsilon))
         self.qkv = backend.column_linear(LinearSpec(attention, tensors, hidden, True, std))
-        self.output = backend.row_linear(LinearSpec(attention, (("output", hidden),), heads, True, residual_std))
+        self.output = backend.row_linear(LinearSpec(attention, (("output", hidden),), hidden, True, residual_std))
         self.mlp_norm = backend.layer_norm(NormSpec(f"{mlp}_norm", hidden, epsilon))
         self.up = backend.column_linear(LinearSpec(mlp, (("up", ffn),), hidden, True, std))
         self.down = backend.row_linear(LinearSpec(mlp, (("down", hidden),), ffn, True, residual_std))
-        self.activation = GELU[config.vision_activation]
+        self.activation = gelu_tanh
         self.recompute = recompute
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

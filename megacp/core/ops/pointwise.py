@@ -10,8 +10,6 @@ block is computed again. Ranks of a cp or tp group draw other bits because they 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -104,11 +102,10 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return _SwiGLU.apply(gate_up)
 
 
-GELU: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-}
-"""GELU (Hendrycks and Gimpel, 2016), exact and by its tanh approximation; torch's saves its input alone."""
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU by its tanh approximation (Hendrycks and Gimpel, 2016); torch's saves its input alone."""
+    return F.gelu(x, approximate="tanh")
+
 
 _MASK32 = 0xFFFFFFFF
 

@@ -13,6 +13,11 @@ import torch
 
 from megacp.core.ops.device import fused
 
+_LLAMA3 = (1.0, 4.0)
+"""Wavelengths above original positions / the first are stretched fully, those below them / the second left alone."""
+_YARN = (32.0, 1.0)
+"""Turns over the original positions above which a frequency is left alone, and below which it is stretched fully."""
+
 
 @dataclass(frozen=True)
 class RotaryScaling:
@@ -20,39 +25,24 @@ class RotaryScaling:
 
     kind: str = "none"
     factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
     original_max_positions: int = 8192
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    round_to_int: bool = True
-    attention_factor: float = 1.0
-    """On cosines and sines, and so on q and k."""
 
-
-def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """YaRN's factor on q and on k (Peng et al., 2023): `0.1 m ln(factor) + 1`, or the quotient for two `m`."""
-
-    def of(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    return of(mscale) / of(mscale_all_dim) if mscale and mscale_all_dim else of(1.0)
+    @property
+    def attention_factor(self) -> float:
+        """On cosines and sines, and so on q and k (YaRN: Peng et al., 2023)."""
+        return 0.1 * math.log(self.factor) + 1.0 if self.kind == "yarn" else 1.0
 
 
 def _yarn(frequency: torch.Tensor, head_dim: int, base: float, scaling: RotaryScaling) -> torch.Tensor:
-    """Frequencies divided by the factor where few turns fit the original positions, blended by place towards those
+    """Frequencies divided by the factor where few turns fit the original positions, blended by index towards those
     that turn often.
     """
 
-    def place(turns: float) -> float:  # where a frequency turns so often over the original positions
+    def index(turns: float) -> float:  # of the frequency that turns so often over the original positions
         return head_dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low, high = place(scaling.beta_fast), place(scaling.beta_slow)
-    if scaling.round_to_int:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    places = torch.arange(head_dim // 2, dtype=torch.float64)
-    slowed = ((places - low) / (high - low or 0.001)).clamp(0, 1)
+    low, high = max(math.floor(index(_YARN[0])), 0), min(math.ceil(index(_YARN[1])), head_dim - 1)
+    slowed = ((torch.arange(head_dim // 2, dtype=torch.float64) - low) / (high - low or 0.001)).clamp(0, 1)
     return frequency / scaling.factor * slowed + frequency * (1 - slowed)
 
 
@@ -64,14 +54,11 @@ def inverse_frequencies(head_dim: int, base: float, scaling: RotaryScaling) -> t
     if scaling.kind == "linear":
         return frequency / scaling.factor
     if scaling.kind == "llama3":
-        wavelength = 2 * math.pi / frequency
-        longest = scaling.original_max_positions / scaling.low_freq_factor
-        shortest = scaling.original_max_positions / scaling.high_freq_factor
-        span = scaling.high_freq_factor - scaling.low_freq_factor
-        smooth = (scaling.original_max_positions / wavelength - scaling.low_freq_factor) / span
+        wavelength, positions, (low, high) = 2 * math.pi / frequency, scaling.original_max_positions, _LLAMA3
+        smooth = (positions / wavelength - low) / (high - low)
         blended = (1 - smooth) * frequency / scaling.factor + smooth * frequency
-        scaled = torch.where(wavelength > longest, frequency / scaling.factor, blended)
-        return torch.where(wavelength < shortest, frequency, scaled)
+        scaled = torch.where(wavelength > positions / low, frequency / scaling.factor, blended)
+        return torch.where(wavelength < positions / high, frequency, scaled)
     if scaling.kind == "yarn":
         return _yarn(frequency, head_dim, base, scaling)
     raise ValueError(f"--rope-scaling {scaling.kind} is unknown; choose none, linear, llama3 or yarn")

@@ -17,14 +17,6 @@ DECAYS: dict[str, Callable[[float], float]] = {
 }
 """Share of `lr - min_lr` that is left once `part` in [0, 1] of the decay is done, by `--lr-decay-style`."""
 
-WSD_DECAYS: dict[str, Callable[[float], float]] = {
-    "linear": DECAYS["linear"],
-    "cosine": DECAYS["cosine"],
-    "exponential": lambda part: 2.0 * 0.5**part - 1.0,
-    "minus_sqrt": lambda part: 1.0 - math.sqrt(part),
-}
-"""The same for the last `lr_wsd_decay_iters` updates of warmup-stable-decay; Megatron's default is exponential."""
-
 
 @dataclass(frozen=True)
 class LrSchedule:
@@ -40,7 +32,6 @@ class LrSchedule:
     """Number of the update that reaches `min_lr`, warm-up included; later updates keep it."""
     lr_wsd_decay_iters: int = 0
     """WSD only: how many of the updates up to `lr_decay_iters` decay; those before keep `lr`."""
-    lr_wsd_decay_style: str = "exponential"
 
     def __post_init__(self) -> None:
         falls = self.lr_wsd_decay_iters if self.lr_decay_style == "WSD" else 0
@@ -59,7 +50,7 @@ def learning_rate(update: int, schedule: LrSchedule) -> float:
         return schedule.min_lr
     if schedule.lr_decay_style == "WSD":
         start = schedule.lr_decay_iters - schedule.lr_wsd_decay_iters
-        left = WSD_DECAYS[schedule.lr_wsd_decay_style](max(0, update - start) / schedule.lr_wsd_decay_iters)
+        left = 2.0 * 0.5 ** (max(0, update - start) / schedule.lr_wsd_decay_iters) - 1.0  # Megatron's "exponential"
     else:
         length = schedule.lr_decay_iters - schedule.lr_warmup_iters
         left = DECAYS[schedule.lr_decay_style]((update - schedule.lr_warmup_iters) / length)

@@ -132,14 +132,14 @@ def layer_activations(config: RunConfig, granularity: str) -> int:
         return residual * size
     heads, groups, head_dim = model.num_attention_heads, model.query_groups, model.head_dim
     cheap = granularity != "selective"  # the outputs that selective recomputation makes again
-    fused = heads + 2 * groups if model.qk_layernorm else groups  # inputs of the q/k norms, else v alone
+    fused = heads + 2 * groups if model.qk_layernorm != "off" else groups  # inputs of the q/k norms, else v alone
     sharded = (fused + 2 * heads + groups) * head_dim  # and rotated q and k, and the output
     sharded += int((key_value_share(config) - 1) * 2 * groups * head_dim)
     if heads_group(config) > 1:
         sharded += heads * head_dim  # the output on both sides of the swap
     tiled = config.training.mlp_chunk_tokens > 0
     sharded += (3 if cheap else 2) * model.ffn_hidden_size * (not tiled)
-    each_head = model.qk_layernorm and model.qk_layernorm_scope == "head"
+    each_head = model.qk_layernorm == "head"
     wide_heads = heads + each_head * (heads + groups)
     rows, after = residual // model.hidden_size, model.norm_position == "after"
     dropout_masks = 2 * residual if model.hidden_dropout > 0 else 0
@@ -147,7 +147,7 @@ def layer_activations(config: RunConfig, granularity: str) -> int:
     dropped = _of_dropout(config)
     elements += dropped + _of_pairs(config) - sum(_left_out(config, granularity))
     wide_elements = (2 - (tiled and not after)) * rows + tokens * wide_heads // tp
-    wide_elements += 2 * tokens * (model.qk_layernorm and not each_head)
+    wide_elements += 2 * tokens * (model.qk_layernorm == "all_heads")
     return elements * size + wide_elements * config.training.accumulation_bytes + dropout_masks + dropped
 
 

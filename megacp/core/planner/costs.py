@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megacp.core.config.model import ModelConfig
+from megacp.core.config.model import VOCABULARY_MULTIPLE, ModelConfig
 
 MATMUL_BACKWARD = 2.0
 """Backward of a linear over its forward: the gradients of input and weight."""
@@ -68,9 +68,9 @@ def layer_parameters(model: ModelConfig, tp: int = 1) -> int:
     sharded += model.add_qkv_bias * model.head_dim * (model.num_attention_heads + 2 * model.query_groups)
     sharded += model.add_mlp_bias * 2 * model.ffn_hidden_size
     replicated = model.hidden_size * (2 + model.add_attention_output_bias + model.add_mlp_bias)
-    if model.qk_layernorm and model.qk_layernorm_scope == "all_heads":
+    if model.qk_layernorm == "all_heads":
         sharded += model.head_dim * (model.num_attention_heads + model.query_groups)
-    elif model.qk_layernorm:
+    elif model.qk_layernorm == "head":
         replicated += 2 * model.head_dim
     return sharded // tp + replicated
 
@@ -90,7 +90,7 @@ def pair_parameters(model: ModelConfig, tp: int = 1) -> int:
 
 def vocabulary_rows(model: ModelConfig, rows: int, tp: int = 1) -> int:
     """Rows of a table of `rows` on each tp rank, padding included; 0 while the vocabulary is unknown."""
-    multiple = model.make_vocab_size_divisible_by
+    multiple = VOCABULARY_MULTIPLE
     return -(-rows // (tp * multiple)) * multiple
 
 

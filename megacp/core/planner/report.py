@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from megacp.core.config.checks.idle import idle_notes
 from megacp.core.config.run import RunConfig
 from megacp.core.planner import activations, costs, memory, vision
 from megacp.core.planner.states import stage_parameters
@@ -110,7 +109,7 @@ def _heading(config: RunConfig, world_size: int) -> str:
         lines.append("Note: auto chooses --cp-comm-type or --cp-layout at the start of a run, on its machine and rows.")
     if m.vocab_size == 0:
         lines.append("Note: --vocab-size is 0 (the dataset's tokenizer decides): embedding and head count as 0 below.")
-    return "\n".join([*lines, *idle_notes(config)])
+    return "\n".join(lines)
 
 
 def _grid(config: RunConfig, world_size: int) -> str:

@@ -13,7 +13,7 @@ and its MLP 3 f / tp.
 
 from __future__ import annotations
 
-from megacp.core.config.checks.context import packs_in_a_row
+from megacp.core.config.checks import packs_in_a_row
 from megacp.core.config.run import RunConfig
 from megacp.core.planner.costs import (
     Flops,
@@ -37,7 +37,7 @@ def _connector_ffn(config: RunConfig) -> int:
 def _block_weights(config: RunConfig) -> int:
     """Weights of the linears of one block of the tower."""
     v = config.vision
-    attention = v.vision_head_dim * 2 * (v.vision_num_attention_heads + v.vision_groups)
+    attention = v.vision_head_dim * 2 * (v.vision_num_attention_heads + v.vision_num_attention_heads)
     return v.vision_hidden_size * (attention + 2 * v.vision_ffn_hidden_size)
 
 
@@ -45,7 +45,7 @@ def tower_parameters(config: RunConfig, tp: int = 1) -> int:
     """Parameters of the vision tower on one tp rank; 0 without one."""
     v = config.vision
     sharded = _block_weights(config) + v.vision_ffn_hidden_size
-    sharded += v.vision_head_dim * (v.vision_num_attention_heads + 2 * v.vision_groups)
+    sharded += v.vision_head_dim * (v.vision_num_attention_heads + 2 * v.vision_num_attention_heads)
     block = sharded // tp + 6 * v.vision_hidden_size  # two norms of two tensors, two biases after a sum
     embedding = v.vision_hidden_size * (v.patch_dim + 1 + v.patches_per_crop)
     return v.vision_num_layers * block + embedding if v.vision_num_layers else 0
@@ -54,16 +54,16 @@ def tower_parameters(config: RunConfig, tp: int = 1) -> int:
 def _pool_weights(config: RunConfig) -> tuple[int, int]:
     """Weights of the connector that meet a pooled token once, and those that meet each of its patches."""
     v = config.vision
-    wide, heads = 2 * v.vision_hidden_size, v.connector_head_dim * v.connector_num_attention_heads
+    wide, heads = 2 * v.vision_hidden_size, v.vision_head_dim * v.vision_num_attention_heads
     projector = _connector_ffn(config) * (2 * v.vision_hidden_size + config.model.hidden_size)
     once = wide * heads + heads * v.vision_hidden_size + projector
-    return once, wide * 2 * v.connector_head_dim * v.connector_groups
+    return once, wide * 2 * v.vision_head_dim * v.vision_num_attention_heads
 
 
 def connector_parameters(config: RunConfig, tp: int = 1) -> int:
     """Parameters of the connector on one tp rank; 0 without a tower."""
     v = config.vision
-    biases = v.connector_head_dim * (v.connector_num_attention_heads + 2 * v.connector_groups)
+    biases = v.vision_head_dim * (v.vision_num_attention_heads + 2 * v.vision_num_attention_heads)
     sharded = sum(_pool_weights(config)) + biases
     return sharded // tp + v.vision_hidden_size if v.vision_num_layers else 0
 
@@ -100,7 +100,7 @@ def pooled_flops(config: RunConfig, window: int = WINDOW) -> Flops:
     if not v.vision_num_layers:
         return Flops(0.0, 0.0)
     once, each = _pool_weights(config)
-    heads = v.connector_num_attention_heads * v.connector_head_dim
+    heads = v.vision_num_attention_heads * v.vision_head_dim
     return Flops(2.0 * (once + window * each), 4.0 * window * heads)
 
 
@@ -163,7 +163,7 @@ def block_activations(config: RunConfig, granularity: str) -> tuple[int, int]:
     if granularity == "full":
         return v.vision_hidden_size, 0
     cheap = granularity != "selective"
-    heads, groups = v.vision_num_attention_heads, v.vision_groups
+    heads, groups = v.vision_num_attention_heads, v.vision_num_attention_heads
     sharded = (2 * heads + 2 * groups) * v.vision_head_dim + (2 if cheap else 1) * v.vision_ffn_hidden_size
     return (4 if cheap else 2) * v.vision_hidden_size + sharded // tp, 4 + heads // tp
 
@@ -171,8 +171,8 @@ def block_activations(config: RunConfig, granularity: str) -> tuple[int, int]:
 def connector_activations(config: RunConfig) -> int:
     """Elements that the connector keeps per pooled token of `WINDOW` patches on one rank."""
     v, tp = config.vision, config.parallel.tensor_model_parallel_size
-    heads = 2 * v.connector_num_attention_heads + 2 * WINDOW * v.connector_groups
-    sharded = heads * v.connector_head_dim + 3 * _connector_ffn(config)
+    heads = 2 * v.vision_num_attention_heads + 2 * WINDOW * v.vision_num_attention_heads
+    sharded = heads * v.vision_head_dim + 3 * _connector_ffn(config)
     return (2 * WINDOW + 3) * v.vision_hidden_size + sharded // tp
 
 

@@ -12,46 +12,18 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from megacp.core.distributed import collectives
-from megacp.core.distributed.collectives import Pending
 from megacp.core.distributed.differentiable import copy_to, reduce_from
 from megacp.core.distributed.grid import Axis
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach
 from megacp.core.large_blocks import product as large_product
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.tensor_parallel.weight_gradients import WeightGradients, WeightProduct
-
-
-class Products(Protocol):
-    """Two products with rows that the ranks of an axis share."""
-
-    def gather_product(self, x: torch.Tensor, b: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
-        """`x[n, h]` of each rank, `b[h, f]` -> `X[size * n, h]`, blocks in axis order, and `X b [size * n, f]`."""
-
-    def product_scatter(self, a: torch.Tensor, b: torch.Tensor, axis: Axis) -> Pending:
-        """`a[size * n, f]`, `b[f, h]` of each rank -> this rank's block `[n, h]` of the sum of all `a b`."""
-
-
-class Plain:
-    """A product after its gather; a reduce-scatter after its product, under way when the call returns."""
-
-    def gather_product(self, x: torch.Tensor, b: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Products.gather_product`."""
-        whole = collectives.all_gather(x, axis)
-        return whole, large_product(whole, b)
-
-    def product_scatter(self, a: torch.Tensor, b: torch.Tensor, axis: Axis) -> Pending:
-        """See `Products.product_scatter`."""
-        return collectives.start_reduce_scatter(large_product(a, b), axis)
-
-
-PLAIN: Products = Plain()
-"""Of all linears but those of `--async-tensor-parallel`."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +58,6 @@ class LinearOptions:
     lr_multiplier: float = 1.0
     weight_gradients: WeightGradients | None = None
     """Takes the weight gradients of linears to the buckets; None leaves that to autograd."""
-    products: Products = PLAIN
-    """How products and the messages of sequence parallelism go together."""
 
     def parameter(self, spec: ParameterSpec, rows: int | None = None) -> nn.Parameter:
         """An uninitialised parameter that holds the pieces of a spec; `rows` counts padding behind them too."""
@@ -134,11 +104,11 @@ class _GatherLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: nn.Parameter, axis: Axis, sink: WeightGradients | None, products: Products
+        ctx: Any, x: torch.Tensor, weight: nn.Parameter, axis: Axis, sink: WeightGradients | None
     ) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)  # a frozen weight asks for no input
-        ctx.axis, ctx.sink, ctx.weight, ctx.products = axis, sink, weight, products
-        return products.gather_product(x, weight.t(), axis)[1]  # [t, h] x [h, f] -> [t, f]
+        ctx.axis, ctx.sink, ctx.weight = axis, sink, weight
+        return large_product(collectives.all_gather(x, axis), weight.t())  # [t, h] x [h, f] -> [t, f]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -148,13 +118,13 @@ class _GatherLinear(torch.autograd.Function):
         # under the next product
         gathering = collectives.start_all_gather(x, ctx.axis) if trained and not waits else None
         # [t, f] x [f, h] -> [t, h] partial over tp; its sum is under way under the product of the weight gradient
-        scattering = ctx.products.product_scatter(grad, weight, ctx.axis)
+        scattering = collectives.start_reduce_scatter(large_product(grad, weight), ctx.axis)
         d_weight = None
         if gathering is not None:
             d_weight = _take_gradient(WeightProduct(ctx.weight, grad, gathering.wait()), sink)
         elif trained:
             d_weight = _take_gradient(WeightProduct(ctx.weight, grad, x, ctx.axis), sink)
-        return scattering.wait(), d_weight, None, None, None
+        return scattering.wait(), d_weight, None, None
 
 
 class _ScatterLinear(torch.autograd.Function):
@@ -162,20 +132,21 @@ class _ScatterLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: nn.Parameter, axis: Axis, sink: WeightGradients | None, products: Products
+        ctx: Any, x: torch.Tensor, weight: nn.Parameter, axis: Axis, sink: WeightGradients | None
     ) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.axis, ctx.sink, ctx.weight, ctx.products = axis, sink, weight, products
-        return products.product_scatter(x, weight.t(), axis).wait()
+        ctx.axis, ctx.sink, ctx.weight = axis, sink, weight
+        return collectives.start_reduce_scatter(large_product(x, weight.t()), axis).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        whole, dx = ctx.products.gather_product(grad, weight, ctx.axis)  # [t, h] and [t, f/tp]
+        whole = collectives.all_gather(grad, ctx.axis)  # [t/tp, h] -> [t, h]
         d_weight = None
         if ctx.needs_input_grad[1]:
             d_weight = _take_gradient(WeightProduct(ctx.weight, whole, x), ctx.sink)
-        return dx if ctx.needs_input_grad[0] else None, d_weight, None, None, None
+        dx = large_product(whole, weight) if ctx.needs_input_grad[0] else None  # [t, h] x [h, f/tp]
+        return dx, d_weight, None, None
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, sink: WeightGradients | None = None) -> torch.Tensor:
@@ -188,22 +159,21 @@ def gather_linear(
     weight: torch.Tensor,
     axis: Axis,
     sink: WeightGradients | None = None,
-    products: Products = PLAIN,
 ) -> torch.Tensor:
     """`x[t/tp, h] sharded`, `W[f, h]` -> `x_gathered W^T [t, f]`."""
-    return product(x, weight, sink) if axis.size == 1 else _GatherLinear.apply(x, weight, axis, sink, products)
+    return product(x, weight, sink) if axis.size == 1 else _GatherLinear.apply(x, weight, axis, sink)
 
 
 def scatter_linear(x: torch.Tensor, weight: torch.Tensor, options: LinearOptions) -> torch.Tensor:
     """`x[t, f/tp]`, `W[h, f/tp]` -> `y[t/tp, h]`, the sum over tp of `x W^T`."""
     tp, sink = options.tp, options.weight_gradients
-    return product(x, weight, sink) if tp.size == 1 else _ScatterLinear.apply(x, weight, tp, sink, options.products)
+    return product(x, weight, sink) if tp.size == 1 else _ScatterLinear.apply(x, weight, tp, sink)
 
 
 def column_product(x: torch.Tensor, weight: torch.Tensor, options: LinearOptions) -> torch.Tensor:
     """`y[t, f/tp]` from `x[t/tp, h]` (sequence parallel) or `x[t, h]` (replicated)."""
     if options.sequence_parallel:
-        return gather_linear(x, weight, options.tp, options.weight_gradients, options.products)
+        return gather_linear(x, weight, options.tp, options.weight_gradients)
     return product(copy_to(x, options.tp), weight, options.weight_gradients)
 
 

@@ -34,8 +34,6 @@ MAY_DIFFER = (
     "load_hf",
     "vision_from_hf",
     "num_workers",
-    "data_cache_gib",
-    "data_cache_dir",
 )
 """Flags that may differ from machine to machine."""
 _LATE_SECONDS = 40.0

@@ -25,15 +25,21 @@ from typing import Any
 import torch
 
 from megacp.core.checkpoint.names import TensorBox
-from megacp.core.config.health import HealthConfig
+from megacp.core.config.training import TrainingConfig
 from megacp.core.distributed.collectives import gather_objects
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage.wording import listed
 
 IMAGE_DOCUMENTS = 16
 """Documents with images after which their bad share is judged: of fewer, one bad image would be too large a share."""
+MOST_LEFT_OUT = 0.5
+"""The largest share of documents with images that may be left out."""
+LOSS_SPIKE, NORM_SPIKE = 3.0, 10.0
+"""A loss or gradient norm above so many times the running median is a spike."""
+WINDOW = 64
+"""Updates of the running median."""
 KNOWN_UPDATES = 8
-"""Updates from which on a running median is compared with, or the whole window where that is smaller."""
+"""Updates from which on a running median is compared with."""
 
 
 class AnomalyError(Exception):
@@ -81,11 +87,11 @@ def finite_only(loss: float, grad_norm: float) -> Decision:
 class Health:
     """The rules of `settings` over the steps of one run. `state` is what `Health.state` gave; None for a fresh run."""
 
-    def __init__(self, settings: HealthConfig, state: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, settings: TrainingConfig, state: Mapping[str, Any] | None = None) -> None:
         self._settings = settings
         state = {**_FRESH, **(state or {})}
-        self._losses = deque(map(float, state["losses"]), settings.spike_window)
-        self._norms = deque(map(float, state["grad_norms"]), settings.spike_window)
+        self._losses = deque(map(float, state["losses"]), WINDOW)
+        self._norms = deque(map(float, state["grad_norms"]), WINDOW)
         self.skipped_in_a_row: int = state["skipped_in_a_row"]
         """Steps without an update since the last one with an update."""
         self._image_documents: int = state["image_documents"]
@@ -128,20 +134,22 @@ class Health:
         decision = finite_only(numbers.loss, numbers.grad_norm)
         if not decision.finite:
             return decision
-        settings = self._settings
+        action = self._settings.spike_action
+        if action == "off":
+            return Decision()
         found = (
-            self._spike("loss", numbers.loss, self._losses, settings.loss_spike_factor),
-            self._spike("gradient norm", numbers.grad_norm, self._norms, settings.grad_norm_spike_factor),
+            self._spike("loss", numbers.loss, self._losses, LOSS_SPIKE),
+            self._spike("gradient norm", numbers.grad_norm, self._norms, NORM_SPIKE),
         )
         spikes = tuple(text for text in found if text)
-        if not spikes or settings.spike_action == "warn":
+        if not spikes or action == "warn":
             return Decision(findings=spikes)
-        end = f"{'; '.join(spikes)} (--spike-action stop)" if settings.spike_action == "stop" else ""
+        end = f"{'; '.join(spikes)} (--spike-action stop)" if action == "stop" else ""
         return Decision(update=False, findings=spikes, end=end)
 
     def _spike(self, name: str, value: float, before: deque[float], factor: float) -> str:
         """What is wrong with `value`; empty while too few updates are known."""
-        if not factor or len(before) < min(KNOWN_UPDATES, self._settings.spike_window):
+        if len(before) < KNOWN_UPDATES:
             return ""
         usual = statistics.median(before)
         if usual <= 0.0 or value <= factor * usual:
@@ -156,13 +164,9 @@ class Health:
             return ""
         seen, left_out = self._image_documents, self._left_out
         self._image_documents = self._left_out = 0
-        limit = self._settings.max_bad_image_share
-        if left_out <= limit * seen:
+        if left_out <= MOST_LEFT_OUT * seen:
             return ""
-        return (
-            f"{left_out} of the last {seen} documents with images were left out because an image could not be decoded "
-            f"(--max-bad-image-share {limit:g})"
-        )
+        return f"{left_out} of the last {seen} documents with images were left out: an image could not be decoded"
 
 
 _FRESH: dict[str, Any] = {"losses": [], "grad_norms": [], "skipped_in_a_row": 0, "image_documents": 0, "left_out": 0}

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 
 from megacp.core.checkpoint.agree import on_all_ranks
-from megacp.core.config.checks.idle import idle_notes
 from megacp.core.config.run import RunConfig, flatten
 from megacp.core.data.blend import PackBlend
 from megacp.core.data.loader import PackSource
@@ -73,7 +72,7 @@ def opening_lines(
     config: RunConfig, grid: ProcessGrid, sources: Sources, chosen: Sequence[str], start: Start, resumed: Resumed | None
 ) -> list[str]:
     """What runs where, what it starts from, and what is not as it was."""
-    lines = [heading(config, grid), *chosen, *blend_heading(sources.train), *idle_notes(config)]
+    lines = [heading(config, grid), *chosen, *blend_heading(sources.train)]
     lines += [start.note] if start.note else []
     if resumed is None:
         rank = config.model.lora_rank

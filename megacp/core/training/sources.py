@@ -154,7 +154,7 @@ def _open_datasets(data: DataConfig) -> tuple[PackedDataset | PackBlend, PackedD
     """The training and the validation packs. ValueError tells what is wrong with both."""
     opened: list[PackedDataset | PackBlend | None] = []
     reasons: list[str] = []
-    cache = DataCache(data.data_cache_dir, data.data_cache_gib)
+    cache = DataCache()
     for flag, path in (("--data-path", data.data_path), ("--valid-data-path", data.valid_data_path)):
         try:
             opened.append(_opened(flag, path, cache) if path else None)

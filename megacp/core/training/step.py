@@ -59,7 +59,6 @@ def lr_schedule(config: RunConfig) -> LrSchedule:
         lr_warmup_iters=training.lr_warmup_iters,
         lr_decay_iters=training.lr_decay_iters or training.train_iters,
         lr_wsd_decay_iters=training.lr_wsd_decay_iters or 0,
-        lr_wsd_decay_style=training.lr_wsd_decay_style,
     )
 
 
@@ -94,7 +93,6 @@ class ParallelModel:
             self.rows.axis,
             self.layout,
             tp=self.sharded_tokens * self.backend.token_multiple,
-            exchange=self.config.parallel.vision_feature_exchange,
         )
         self.backend.prepare(share.plan)
         if share.vision is not None:

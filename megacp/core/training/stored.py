@@ -14,12 +14,12 @@ from megacp.core.config.run import RunConfig, fields, flag, flatten, with_values
 from megacp.core.config.yaml_file import from_yaml
 from megacp.core.storage.place import Place
 
-NOT_THE_FUNCTION = {"make_vocab_size_divisible_by", "init_method_std", "hidden_dropout", "hf_model_type"}
+NOT_THE_FUNCTION = {"init_method_std", "hidden_dropout", "hf_model_type"}
 NOT_THE_FUNCTION |= {"lora_dropout", "vision_lr_multiplier", "connector_lr_multiplier", "vision_planned_crops"}
 """Fields of the model that may change on resume: the weights still mean the same function. What is frozen may not: the
 checkpoint has no optimizer state for a tower that was.
 """
-FREEZING = {"freeze_vision", "freeze_connector", "freeze_text"}
+FREEZING = {"freeze"}
 """What may change besides when only the weights are taken."""
 LORA = {"lora_rank", "lora_alpha", "lora_targets"}
 """What a run adds to weights without low-rank pairs when only the weights are taken."""

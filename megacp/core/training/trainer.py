@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from megacp.core.checkpoint.weights import Weights
-from megacp.core.config.checks.health import profiled_ranks, profiled_steps
+from megacp.core.config.checks import profiled_steps
 from megacp.core.config.run import RunConfig
 from megacp.core.context_parallel.choose import resolve_auto
 from megacp.core.data.batch import PackedBatch
@@ -71,7 +71,7 @@ class Trainer:
             resumed = load_weights(self.model, weights, self.state)
         if resumed is not None:
             self._go_on(resumed, start.weights_only)
-        self.health = Health(config.health, self.state.health)
+        self.health = Health(config.training, self.state.health)
         self.skipped_packs: frozenset[int] = frozenset()
         self.trace = self._trace()
         self.log = open_log(config, grid, self.state.step)
@@ -274,11 +274,10 @@ class Trainer:
         return f"; they had {named_packs(self.skipped_packs)}" if self.skipped_packs else ""
 
     def _trace(self) -> Trace | None:
-        log, world, rank = self.config.log, self.grid.world, self.grid.rank
+        log, rank = self.config.log, self.grid.rank
         if log.profile is None:
             return None
-        mine = rank in profiled_ranks(log.profile_ranks, world.size)
-        return Trace(self.config.profile_path, profiled_steps(log.profile), rank, mine, self.timers)
+        return Trace(self.config.profile_path, profiled_steps(log.profile), rank, rank == 0, self.timers)
 
     def _end_trace(self) -> None:
         """Write the trace where one was begun, and say where it is."""

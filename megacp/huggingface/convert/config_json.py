@@ -41,25 +41,20 @@ _ID_ENDS = ("_token_id", "_patch_id", "_col_id")
 _MOST = 2**31 - 1
 _ROPE_NUMBERS = {
     "factor": ("rope_scaling_factor", float, 1.0),
-    "low_freq_factor": ("rope_low_freq_factor", float, 1e-9),
-    "high_freq_factor": ("rope_high_freq_factor", float, 1e-9),
     "original_max_position_embeddings": ("rope_original_max_positions", int, 1),
 }
 """Their parameter -> our flag, its type, its least value."""
 _ROPE_TYPES = {
     "default": (),
     "linear": ("factor",),
-    "llama3": tuple(_ROPE_NUMBERS),
+    "llama3": ("factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-_YARN = {
-    "beta_fast": ("beta_fast", 32.0),
-    "beta_slow": ("beta_slow", 1.0),
-    "mscale": ("mscale", None),
-    "mscale_all_dim": ("mscale_all_dim", None),
-    "attention_factor": ("rope_attention_factor", None),
+_ROPE_FIXED: dict[str, dict[str, Any]] = {
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True},
 }
-"""Their parameter -> our flag and its default."""
+"""What a scaling cannot have otherwise; absence means the same, but for llama3, of which the library asks both."""
 
 
 def shown(value: Any) -> str:
@@ -187,20 +182,18 @@ class ConfigJson:
                 value = positions  # as the library: the length the model is for
             values[ours] = self.checked(f"{path}.{key}", value, None, number, low, 1e9)
         known = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *_ROPE_NUMBERS}
+        fixed = _ROPE_FIXED.get(kind, {})
         if kind == "yarn":
-            known |= {"truncate", *_YARN}
             pair = bool(params.get("mscale") and params.get("mscale_all_dim"))  # one alone means nothing to the library
-            for key, (ours, default) in _YARN.items():
-                silent = params.get(key) is None or (key.startswith("mscale") and not pair)
-                given_number = default if silent else params[key]
-                values[ours] = (
-                    default if silent else self.checked(f"{path}.{key}", given_number, default, float, 1e-9, 1e9)
-                )
-            truncate = params.get("truncate", True)
-            if not isinstance(truncate, bool):
-                self.faults.append(f"{path}.truncate is {shown(truncate)}, expected true or false")
-            values["yarn_correction_range_round_to_int"] = truncate
-        rest = {key for key, value in params.items() if value is not None} - known
+            factor = values["rope_scaling_factor"] or 1.0
+            fixed = fixed | {"attention_factor": 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0}
+            known |= set() if pair else {"mscale", "mscale_all_dim"}
+        for key, value in fixed.items():
+            given_value = value if params.get(key) is None else params[key]
+            close = isinstance(given_value, (int, float)) and math.isclose(given_value, value, rel_tol=1e-12)
+            if not close:
+                self.faults.append(f"{path}.{key} is {shown(given_value)}, megacp can only express {value!r}")
+        rest = {key for key, value in params.items() if value is not None} - known - set(fixed)
         self.faults += [f"{path}.{key} is {shown(params[key])}, which megacp cannot express" for key in sorted(rest)]
         return values
 
@@ -234,9 +227,7 @@ def rope_fields(values: Values) -> Values:
     """The fields of `rope`, in both spellings: a library that knows one alone would take its own theta otherwise."""
     kind = "default" if values["rope_scaling"] == "none" else values["rope_scaling"]
     params = {"rope_type": kind, **{key: values[_ROPE_NUMBERS[key][0]] for key in _ROPE_TYPES[kind]}}
-    if kind == "yarn":
-        said = {key: values[ours] for key, (ours, default) in _YARN.items() if values[ours] not in (None, default)}
-        params |= said | ({} if values["yarn_correction_range_round_to_int"] else {"truncate": False})
+    params |= _ROPE_FIXED["llama3"] if kind == "llama3" else {}
     return {
         "rope_theta": values["rotary_base"],
         "rope_scaling": None if kind == "default" else params,

@@ -95,8 +95,8 @@ def decoder_shapes(values: Values) -> dict[str, Shape]:
         found |= linear(f"{layer}.attention.output", hidden, heads, values["add_attention_output_bias"])
         found |= linear(f"{layer}.mlp.gate", ffn, hidden, mlp) | linear(f"{layer}.mlp.up", ffn, hidden, mlp)
         found |= linear(f"{layer}.mlp.down", hidden, ffn, mlp)
-        if values["qk_layernorm"]:
-            together = values["qk_layernorm_scope"] == "all_heads"
+        if values["qk_layernorm"] != "off":
+            together = values["qk_layernorm"] == "all_heads"
             found[f"{layer}.attention.q_norm.weight"] = (heads if together else width,)
             found[f"{layer}.attention.k_norm.weight"] = (groups if together else width,)
     return found
@@ -130,8 +130,8 @@ SIZES: Values = {
 }
 """Of transformers' LlamaConfig; None: hidden size / heads, and as many groups as heads."""
 _PLAIN: Values = {
-    **dict.fromkeys(("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias", "qk_layernorm"), False),
-    **{"norm_position": "before", "qk_layernorm_scope": "head", "no_rope_freq": None},
+    **dict.fromkeys(("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias"), False),
+    **{"norm_position": "before", "qk_layernorm": "off", "no_rope_freq": None},
     **{"additional_vocab_size": 0, "vision_num_layers": 0},
 }
 """What our flags are where a family's config has no word for them."""
@@ -265,7 +265,7 @@ OLMO2_SIZES = {**_NO_HEAD_DIM, "vocab_size": 50304, "rms_norm_eps": 1e-5}
 def olmo2_from_hf(c: ConfigJson) -> Values:
     v = _PLAIN | sizes_from_hf(c, OLMO2_SIZES) | _untied(c) | _biases(c)
     c.full_attention(v["num_layers"])
-    return v | {"norm_position": "after", "qk_layernorm": True, "qk_layernorm_scope": "all_heads"}
+    return v | {"norm_position": "after", "qk_layernorm": "all_heads"}
 
 
 def olmo2_to_hf(v: Values) -> Values:
@@ -331,7 +331,7 @@ def qwen2_to_hf(v: Values) -> Values:
 
 
 def qwen3_from_hf(c: ConfigJson) -> Values:
-    v = _PLAIN | sizes_from_hf(c, QWEN3) | _untied(c) | _biases(c) | {"qk_layernorm": True}
+    v = _PLAIN | sizes_from_hf(c, QWEN3) | _untied(c) | _biases(c) | {"qk_layernorm": "head"}
     c.only(use_sliding_window=False)
     c.full_attention(v["num_layers"])
     return v
@@ -342,8 +342,6 @@ def qwen3_to_hf(v: Values) -> Values:
 
 
 _TOWER_DEFAULTS = {
-    "vision_num_query_groups": "vision_num_attention_heads",
-    "connector_num_query_groups": "connector_num_attention_heads",
     "connector_ffn_hidden_size": "ffn_hidden_size",
 }
 

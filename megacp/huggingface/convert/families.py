@@ -38,9 +38,9 @@ def of_values(values: Values, wanted: str = "auto") -> Family:
     after, biases = values["norm_position"] == "after", (values["add_qkv_bias"], values["add_attention_output_bias"])
     chosen = {
         "molmo2": values["vision_num_layers"] > 0,
-        "olmo2": after or values["qk_layernorm_scope"] == "all_heads",
+        "olmo2": after or values["qk_layernorm"] == "all_heads",
         "smollm3": values["no_rope_freq"] is not None,
-        "qwen3": values["qk_layernorm"],
+        "qwen3": values["qk_layernorm"] == "head",
         "qwen2": biases == (True, False),
     }
     return FAMILIES[next((name for name, fits in chosen.items() if fits), "llama")]

@@ -100,12 +100,9 @@ RELEASED_TABLE: dict[str, str | tuple[str, ...]] = {
 }
 
 
-def _attention(name: str, values: Values, room: str, inputs: int) -> dict[str, Shape]:
-    hidden, width = values["vision_hidden_size"], values[f"{room}_head_dim"]
-    heads = values[f"{room}_num_attention_heads"] * width
-    groups = (values[f"{room}_num_query_groups"] or values[f"{room}_num_attention_heads"]) * width
-    found = linear(f"{name}.q", heads, inputs, True) | linear(f"{name}.k", groups, inputs, True)
-    return found | linear(f"{name}.v", groups, inputs, True) | linear(f"{name}.output", hidden, heads, True)
+def _attention(name: str, hidden: int, inputs: int) -> dict[str, Shape]:
+    found = linear(f"{name}.q", hidden, inputs, True) | linear(f"{name}.k", hidden, inputs, True)
+    return found | linear(f"{name}.v", hidden, inputs, True) | linear(f"{name}.output", hidden, hidden, True)
 
 
 def tower_shapes(values: Values) -> dict[str, Shape]:
@@ -117,9 +114,9 @@ def tower_shapes(values: Values) -> dict[str, Shape]:
     found |= linear("vision.patch_embedding", hidden, 3 * patch**2, True)
     for block in (f"vision.blocks.{i}" for i in range(values["vision_num_layers"])):
         norms = (f"{block}.{norm}.{kind}" for norm in ("attention_norm", "mlp_norm") for kind in ("weight", "bias"))
-        found |= dict.fromkeys(norms, (hidden,)) | _attention(f"{block}.attention", values, "vision", hidden)
+        found |= dict.fromkeys(norms, (hidden,)) | _attention(f"{block}.attention", hidden, hidden)
         found |= linear(f"{block}.mlp.up", ffn, hidden, True) | linear(f"{block}.mlp.down", hidden, ffn, True)
-    found |= _attention("connector.attention", values, "connector", 2 * hidden)
+    found |= _attention("connector.attention", hidden, 2 * hidden)
     width = values["connector_ffn_hidden_size"] or values["ffn_hidden_size"]
     found |= linear("connector.mlp.gate", width, hidden, False) | linear("connector.mlp.up", width, hidden, False)
     return found | linear("connector.mlp.down", values["hidden_size"], width, False)
@@ -128,18 +125,12 @@ def tower_shapes(values: Values) -> dict[str, Shape]:
 TEXT = {**SIZES, "num_hidden_layers": 36, "intermediate_size": 12288, "num_key_value_heads": 8, "head_dim": 128}
 TEXT |= {"vocab_size": 151936, "max_position_embeddings": 36864}
 """Of transformers' Molmo2TextConfig."""
-_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 _TOWER = {
     "vision_config.num_hidden_layers": ("vision_num_layers", 25),
     "vision_config.hidden_size": ("vision_hidden_size", 1152),
     "vision_config.intermediate_size": ("vision_ffn_hidden_size", 4304),
     "vision_config.num_attention_heads": ("vision_num_attention_heads", 16),
-    "vision_config.num_key_value_heads": ("vision_num_query_groups", 16),
-    "vision_config.head_dim": ("vision_head_dim", 72),
     "vision_config.patch_size": ("vision_patch_size", 14),
-    "adapter_config.num_attention_heads": ("connector_num_attention_heads", 16),
-    "adapter_config.num_key_value_heads": ("connector_num_query_groups", 16),
-    "adapter_config.head_dim": ("connector_head_dim", 72),
     "adapter_config.intermediate_size": ("connector_ffn_hidden_size", 18944),
 }
 """Their size -> our flag and the library's default."""
@@ -147,16 +138,16 @@ _TOWER = {
 
 def from_hf(c: ConfigJson) -> Values:
     v = sizes_from_hf(c, TEXT, "text_config.")
-    v |= {"untie_embeddings_and_output_weights": True, "norm_position": "before", "qk_layernorm_scope": "head"}
-    v |= {"qk_layernorm": True, "no_rope_freq": None, "add_attention_output_bias": False, "add_mlp_bias": False}
+    v |= {"untie_embeddings_and_output_weights": True, "norm_position": "before"}
+    v |= {"qk_layernorm": "head", "no_rope_freq": None, "add_attention_output_bias": False, "add_mlp_bias": False}
     v |= {"image_attention": "example", "add_qkv_bias": c.switch("text_config.attention_bias")}
     v["additional_vocab_size"] = c.number("text_config.additional_vocab_size", 128)
     for path, (ours, default) in _TOWER.items():
         v[ours] = c.number(path, default, high=4096 if ours == "vision_num_layers" else 2**31 - 1)
-    v["vision_norm_epsilon"] = c.number("vision_config.layer_norm_eps", 1e-6, float, 1e-30, 1.0)
     c.only(tie_word_embeddings=False)
     c.only("text_config.", qk_norm_type="qwen3", norm_after=False, tie_word_embeddings=False)
     c.only("text_config.", use_qk_norm=True, embedding_dropout=0.0, residual_dropout=0.0)
+    c.only("vision_config.", layer_norm_eps=1e-6, hidden_act="gelu_pytorch_tanh")
     c.only("vision_config.", num_channels=3, attention_bias=True, attention_dropout=0.0, residual_dropout=0.0)
     c.only("adapter_config.", attention_bias=True, attention_dropout=0.0, hidden_act="silu", mlp_bias=False)
     c.only("adapter_config.", residual_dropout=0.0, image_feature_dropout=0.0, pooling_attention_mask=True)
@@ -164,12 +155,6 @@ def from_hf(c: ConfigJson) -> Values:
     scaled = c.get("text_config.rope_scaling_layers")
     if scaled is not None and v.get("rope_scaling") != "none" and scaled != list(range(v["num_layers"])):
         c.faults.append(f"text_config.rope_scaling_layers is {shown(scaled)}, megacp can only scale all layers")
-    activation = c.get("vision_config.hidden_act", "gelu_pytorch_tanh")
-    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-        allowed = ", ".join(map(repr, _ACTIVATIONS))
-        c.faults.append(f"vision_config.hidden_act is {shown(activation)}, allowed are {allowed}")
-    else:
-        v["vision_activation"] = _ACTIVATIONS[activation]
     size = c.get("vision_config.image_size") or [378, 378]
     square = isinstance(size, list) and len(size) == 2 and size[0] == size[1]
     if square and as_number(size[0], int, 1, 2**31) is not None:
@@ -179,9 +164,9 @@ def from_hf(c: ConfigJson) -> Values:
             c.faults.append(f"vision_config.num_position_embeddings is {shown(count)}, a crop has {patches} patches")
     else:
         c.faults.append(f"vision_config.image_size is {shown(size)}, megacp can only express squares")
-    for path, default, ours in _TWINS:
-        if (found := c.get(path, default)) != v[ours]:
-            c.faults.append(f"{path} is {shown(found)}, megacp can only express {v[ours]} as in what it joins")
+    for path, (default, one) in _twins(v).items():
+        if (found := c.get(path, default)) != one:
+            c.faults.append(f"{path} is {shown(found)}, megacp can only express {one} as in what it joins")
     path, count = "adapter_config.vision_feature_layer", v["vision_num_layers"]
     chosen = c.get(path) or [24, 18]
     whole = (
@@ -196,17 +181,19 @@ def from_hf(c: ConfigJson) -> Values:
     return v
 
 
-_TWINS = (
-    ("adapter_config.hidden_size", 1152, "vision_hidden_size"),
-    ("adapter_config.text_hidden_size", 3584, "hidden_size"),
-)
-"""Widths that the library says twice."""
+def _twins(v: Values) -> dict[str, tuple[int, int]]:
+    """Sizes that the library says once more: its default, and the one that fits."""
+    hidden, heads = v["vision_hidden_size"], v["vision_num_attention_heads"]
+    found = {"adapter_config.hidden_size": (1152, hidden), "adapter_config.text_hidden_size": (3584, v["hidden_size"])}
+    found["adapter_config.num_attention_heads"] = (16, heads)
+    for section in ("vision_config", "adapter_config"):
+        found |= {f"{section}.num_key_value_heads": (16, heads), f"{section}.head_dim": (72, hidden // heads)}
+    return found
 
 
 def to_hf(v: Values) -> Values:
-    heads = {"vision_num_query_groups": "vision_num_attention_heads", "connector_ffn_hidden_size": "ffn_hidden_size"}
-    heads["connector_num_query_groups"] = "connector_num_attention_heads"
-    sizes = {path: v[ours] or v[heads[ours]] if ours in heads else v[ours] for path, (ours, _) in _TOWER.items()}
+    sizes = {path: v["ffn_hidden_size"] if v[ours] is None else v[ours] for path, (ours, _) in _TOWER.items()}
+    sizes |= {path: one for path, (_, one) in _twins(v).items()}
     content: Values = {"text_config": {"model_type": "molmo2_text"} | sizes_to_hf(v)}
     content["text_config"] |= {"attention_bias": v["add_qkv_bias"], "num_key_value_heads": query_groups(v)}
     content["text_config"] |= {"qk_norm_type": "qwen3", "norm_after": False, "tie_word_embeddings": False}
@@ -224,12 +211,12 @@ def to_hf(v: Values) -> Values:
     content["vision_config"] |= {
         "image_size": [size, size],
         "num_position_embeddings": (size // v["vision_patch_size"]) ** 2,
-        "layer_norm_eps": v["vision_norm_epsilon"],
-        "hidden_act": {ours: theirs for theirs, ours in _ACTIVATIONS.items()}[v["vision_activation"]],
+        "layer_norm_eps": 1e-6,
+        "hidden_act": "gelu_pytorch_tanh",
         "num_channels": 3,
     }
     content["adapter_config"] |= {"vision_feature_layer": list(v["vision_feature_layers"]), "hidden_act": "silu"}
-    content["adapter_config"] |= {path.split(".")[1]: v[ours] for path, _, ours in _TWINS} | {"mlp_bias": False}
+    content["adapter_config"] |= {"mlp_bias": False}
     return content | {"initializer_range": v["init_method_std"], "tie_word_embeddings": False}
 
 

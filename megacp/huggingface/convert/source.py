@@ -19,7 +19,7 @@ from megacp.core.checkpoint.commit import LoadedCheckpoint, load_checkpoint
 from megacp.core.checkpoint.directory import is_step_name
 from megacp.core.checkpoint.manifest import MANIFEST_FILE
 from megacp.core.checkpoint.names import MODEL, TensorBox
-from megacp.core.config.checks.check import check
+from megacp.core.config.checks import check
 from megacp.core.config.run import RunConfig, flatten, with_values
 from megacp.core.data.geometry import TOKEN_TEXTS, ImageRules
 from megacp.core.distributed.grid import Axis, single_axis

@@ -27,11 +27,8 @@ from megacp.core.storage.place import Place
 from megacp.core.storage.url import Url
 from megacp.core.training.stored import with_model_of
 from megacp.huggingface.convert.decoder import decoder_shapes
-from megacp.huggingface.convert.families import of_config
-from megacp.huggingface.convert.hf_files import read_json
 from megacp.huggingface.convert.molmo2 import tower_shapes
 from megacp.huggingface.convert.source import (
-    CONFIG,
     Loaded,
     copy_tokenizer,
     keep_generation,
@@ -133,10 +130,7 @@ def open_start(config: RunConfig, given: Collection[str], check_sums: bool) -> t
     if importlib.util.find_spec("safetensors") is None:
         raise ValueError("--load-hf reads weights with the package safetensors: pip install 'megacp[hf]'")
     folder, vision = Path(str(config.checkpoint.load_hf)), config.checkpoint.vision_from_hf
-    asked = (config.checkpoint.ignore_field or "").replace(",", " ").split()
-    of_tower = _unknown_of(Path(vision)) & set(asked) if vision not in (None, "none") else set()
-    of_text = [name for name in asked if name not in of_tower or name in _unknown_of(folder)]
-    loaded = _read("--load-hf", folder, of_text, check_sums)
+    loaded = _read("--load-hf", folder, check_sums)
     try:
         dtype = config.training.dtype if "dtype" in given else model_dtype(loaded.source)
         files = tokenizer_files(folder)
@@ -145,7 +139,7 @@ def open_start(config: RunConfig, given: Collection[str], check_sums: bool) -> t
         raise ValueError(f"--load-hf {folder}: {error}") from error
     stored, source, known, notes = loaded.config, loaded.source, dict[str, int](), list[str]()
     if vision is not None:
-        tower = _read("--vision-from-hf", Path(vision), of_tower, check_sums) if vision != "none" else None
+        tower = _read("--vision-from-hf", Path(vision), check_sums) if vision != "none" else None
         both = with_tower(loaded, tower, config, given)
         stored, source, known, notes = both.config, both.source, both.known_rows, [both.note]
     stored = with_values(stored, {"dtype": dtype})
@@ -156,19 +150,10 @@ def open_start(config: RunConfig, given: Collection[str], check_sums: bool) -> t
     return config, start, "\n".join([note, *notes])
 
 
-def _unknown_of(folder: Path) -> set[str]:
-    """Fields of a folder's config that --ignore-field may name; none where it cannot be read, as `_read` will say."""
-    try:
-        content = read_json(folder / CONFIG)
-        return of_config(content).unknown(content)
-    except (ValueError, OSError):
-        return set()
-
-
-def _read(name: str, folder: Path, ignored: Collection[str], check_sums: bool) -> Loaded:
+def _read(name: str, folder: Path, check_sums: bool) -> Loaded:
     try:
         refuse_other_input(folder, "hf")
-        return read_hf(folder, ignored=ignored, check_sums=check_sums)
+        return read_hf(folder, check_sums=check_sums)
     except (ValueError, OSError) as error:
         said = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise ValueError(f"{name} {folder}: {said}") from error

@@ -144,7 +144,7 @@ class ContextParallel:
                 except ValueError as error:
                     raise ValueError(
                         f"context_parallel: {error}. A transport with options is built once, with select_transport("
-                        f"{inner!r}, 'auto', axis, device, TransportOptions(...)), and given as transport="
+                        f"{inner!r}, 'auto', axis, device, (A, B)), and given as transport="
                     ) from error
             self._transports[device, kernel] = inner
         return self._transports[device, kernel]
@@ -316,7 +316,7 @@ class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
     batch row is one document. A `Metadata` of S (or B * S) tokens adds branches and spans."""
     transport: str | Transport = "p2p"
     """p2p, all_gather, a2a or kv_exchange, or what `select_transport` built. Build `a2a+p2p` once with
-    `TransportOptions(hierarchy=(A, B))` and hand it in: it makes process groups."""
+    `(A, B)` and hand it in: it makes process groups."""
     layout: str = "zigzag"
     """contiguous, zigzag, zigzag_document or balanced: which rank holds which tokens. Results do not depend on it."""
     _block: contextlib.AbstractContextManager[ContextParallel] | None = field(default=None, init=False, repr=False)

@@ -21,13 +21,13 @@ from tests.huggingface.convert.models import MODELS as THEIRS
 OURS: dict[str, dict[str, Any]] = {
     "llama": {"untie_embeddings_and_output_weights": True, "num_query_groups": 4},
     "llama tied with biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True},
-    "qwen3": {"qk_layernorm": True, "kv_channels": 16, "num_query_groups": 2},
+    "qwen3": {"qk_layernorm": "head", "kv_channels": 16, "num_query_groups": 2},
     "mistral": {"hf_model_type": "mistral", "untie_embeddings_and_output_weights": True},
     "phi3": {"hf_model_type": "phi3", "num_query_groups": 2},
     "qwen2": {"add_qkv_bias": True, "num_query_groups": 2},
     "olmo2": MODELS["tiny_olmo2"],
     "smollm3": MODELS["tiny_smollm3"],
-    "molmo2": {**MODELS["tiny_vlm"], "qk_layernorm": True, "vision_num_query_groups": 4, "add_qkv_bias": True},
+    "molmo2": {**MODELS["tiny_vlm"], "qk_layernorm": "head", "add_qkv_bias": True},
 }
 SMALL = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 8, "vocab_size": 211}
 
@@ -106,7 +106,7 @@ def test_a_config_comes_back_as_it_was(name: str) -> None:
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_scaling": {"type": "yarn"}}, "rope_scaling.factor"),
-    ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": -1}}, "rope_scaling.beta_fast"),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 4.0}}, "rope_scaling.beta_fast"),
     ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": "no"}}, "rope_scaling.truncate"),
     ("mistral", {}, "sliding_window"),
     ("mistral", {"sliding_window": 4095, "max_position_embeddings": 4096}, "sliding_window"),
@@ -182,6 +182,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("molmo2", {"vision_config": {"num_position_embeddings": 7}}, "num_position_embeddings"),
     ("molmo2", {"adapter_config": {"vision_feature_layer": [3, 1]}}, "vision_feature_layer"),
     ("molmo2", {"adapter_config": {"vision_feature_layer": [24]}}, "vision_feature_layer"),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 1.2, "mscale_all_dim": 1}}, "scaling.mscale"),
+    ("molmo2", {"vision_config": {"num_key_value_heads": 8}}, "vision_config.num_key_value_heads"),
+    ("molmo2", {"vision_config": {"hidden_act": "gelu"}}, "vision_config.hidden_act"),
     ("molmo2", {"adapter_config": {"text_hidden_size": 1}}, "adapter_config.text_hidden_size"),
     ("molmo2", {"vision_config": {"registers": 4}}, "vision_config.registers"),
 ]
@@ -244,21 +247,21 @@ def test_a_field_is_ignored_by_its_name_when_no_row_knows_it() -> None:
 
 
 UNSAID: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"qk_layernorm": True}, "--qk-layernorm"),
+    ("llama", {"qk_layernorm": "head"}, "--qk-layernorm"),
     ("llama", {"norm_position": "after"}, "--norm-position"),
-    ("olmo2", {"qk_layernorm": True, "qk_layernorm_scope": "all_heads"}, "--norm-position"),
-    ("auto", {"qk_layernorm": True, "norm_position": "after"}, "--qk-layernorm-scope"),
+    ("olmo2", {"qk_layernorm": "all_heads"}, "--norm-position"),
+    ("auto", {"qk_layernorm": "head", "norm_position": "after"}, "--qk-layernorm"),
     ("qwen2", {"add_qkv_bias": True, "no_rope_freq": "2"}, "--no-rope-freq"),
     ("phi3", {"rope_scaling": "yarn"}, "rope_scaling.rope_type"),
     ("auto", {"hf_model_type": "qwen3"}, "--qk-layernorm"),
     ("qwen3", {}, "--qk-layernorm"),
     ("llama", {"add_qkv_bias": True}, "--add-attention-output-bias"),
-    ("qwen3", {"qk_layernorm": True, "add_mlp_bias": True}, "--add-mlp-bias"),
+    ("qwen3", {"qk_layernorm": "head", "add_mlp_bias": True}, "--add-mlp-bias"),
     ("auto", {"additional_vocab_size": 8, "untie_embeddings_and_output_weights": True}, "--additional-vocab-size"),
     ("auto", {"hidden_size": 60, "kv_channels": 8}, "hidden_size"),
     ("auto", MODELS["tiny_vlm"], "--qk-layernorm"),
-    ("auto", {**MODELS["tiny_vlm"], "qk_layernorm": True, "image_attention": "causal"}, "--image-attention"),
-    ("molmo2", {"qk_layernorm": True}, "vision_config.num_hidden_layers"),
+    ("auto", {**MODELS["tiny_vlm"], "qk_layernorm": "head", "image_attention": "causal"}, "--image-attention"),
+    ("molmo2", {"qk_layernorm": "head"}, "vision_config.num_hidden_layers"),
 ]
 
 
@@ -350,7 +353,7 @@ class Memory:
 
 def test_a_mapping_reads_the_rows_it_needs_and_no_others() -> None:
     """An embedding cut at 3 of 8 rows, seen as cut at 5, then as whole again."""
-    values = values_of({**MODELS["tiny_vlm"], "qk_layernorm": True, "vocab_size": 5, "additional_vocab_size": 3})
+    values = values_of({**MODELS["tiny_vlm"], "qk_layernorm": "head", "vocab_size": 5, "additional_vocab_size": 3})
     table = torch.arange(8 * 64.0).view(8, 64)
     cut = {"model.transformer.wte.embedding": Info((3, 64), torch.float32)}
     halves = FAMILIES["molmo2"].links(values, RELEASED, cut)[:1]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megacp.core.config.checks.check import check
+from megacp.core.config.checks import check
 from megacp.core.config.run import RunConfig, flatten, with_values
 from megacp.core.planner.costs import model_parameters
 from megacp.huggingface.convert.families import of_config, of_values

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacp.core.context_parallel.attention import TRANSPORTS, TransportOptions, select_transport
+from megacp.core.context_parallel.attention import TRANSPORTS, select_transport
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.ops.flex import FlexKernel
@@ -55,7 +55,7 @@ def transport_on(name: str, axis: Axis) -> Any:
     """What is given as transport: a name, or an object for the transport that makes groups."""
     if name != "a2a+p2p":
         return name
-    return select_transport(name, "auto", axis, CPU, TransportOptions(hierarchy=(2, axis.size // 2)))
+    return select_transport(name, "auto", axis, CPU, (2, axis.size // 2))
 
 
 def row_metadata(mask: str, tokens: int) -> list[Metadata]:

@@ -92,7 +92,6 @@ def prompts_of(generator: Generator) -> list[Prompt]:
 def test_a_checkpoint_of_a_run_on_gpus_answers_on_a_cpu(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch layers and kernels that the run chose and this machine has not."""
     gpu: dict[str, Value] = {"transformer_impl": "transformer_engine", "fp8": "delayed", "attention_kernel": "flex"}
-    gpu["cross_entropy_fusion_impl"] = "te"
     monkeypatch.setattr(
         "megacp.huggingface.generation.sampler.stored_config", lambda loaded: with_values(stored_config(loaded), gpu)
     )

@@ -1,0 +1,331 @@
+"""What a configuration cannot be, found before any process group exists, all of it told at once.
+
+Each field is held against its range first. Only when all are in theirs do the sections compare fields with each other.
+A check stands here when the run would otherwise be wrong in silence, or end hours later.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megacp.core.config.blend import named_folders, path_problems, shown_path
+from megacp.core.config.model import LINEARS, no_rope_pattern
+from megacp.core.config.run import RunConfig, fields, flag, flatten
+from megacp.core.storage.place import place_of
+from megacp.core.storage.url import Url, is_url
+
+MAX_ROW_TOKENS = 2**31 - 1
+"""The index of a token in its row is int32."""
+MAX_DENSE_ROW_TOKENS = 8192
+"""The dense kernel holds heads x T x T scores: 256 MiB a head in float32 at this length."""
+
+
+def check(config: RunConfig, world_size: int) -> list[str]:
+    """All reasons why this configuration cannot run on `world_size` ranks; empty when it can."""
+    values = flatten(config)
+    problems = ((name, info.problem(values[name])) for name, info in fields().items())
+    reasons = [f"{flag(name)}: {problem}" for name, problem in problems if problem]
+    if world_size < 1:
+        reasons.append(f"the world size is {world_size}, it must be at least 1")
+    return reasons or [reason for section in SECTIONS for reason in section(config, world_size)]
+
+
+def require(config: RunConfig, world_size: int, also: Sequence[str] = ()) -> None:
+    """Raise one ValueError that lists every reason of `check`, and those that the caller found `also`."""
+    reasons = [*check(config, world_size), *also]
+    if reasons:
+        head = "this configuration cannot run" + (f", for {len(reasons)} reasons" if len(reasons) > 1 else "")
+        raise ValueError("\n".join([f"{head}:", *(f"  - {reason}" for reason in reasons)]))
+
+
+_TP = "tensor_model_parallel_size"
+_DIVIDE = (
+    ("num_attention_heads", _TP),
+    ("num_query_groups", _TP),
+    ("num_attention_heads", "num_query_groups"),
+    ("ffn_hidden_size", _TP),
+)
+_DIVIDE_IN_TOWER = (
+    ("vision_image_size", "vision_patch_size"),
+    ("vision_ffn_hidden_size", _TP),
+    ("connector_ffn_hidden_size", _TP),
+    ("vision_num_attention_heads", _TP),
+    ("vision_hidden_size", "vision_num_attention_heads"),
+)
+"""The first field is a multiple of the second; None is derived from a field that has a row of its own."""
+
+
+def _multiples(config: RunConfig, world: int) -> Iterator[str]:
+    """What is no multiple of what it has to be, and the next numbers that are."""
+    values, m, p, t = flatten(config), config.model, config.parallel, config.training
+    tp, pp, cp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
+    ranks, dp = config.model_ranks, config.data_parallel_size(world)
+    rows = [(f"a world of {world} ranks", world, f"tp {tp} x pp {pp} x cp {cp} = {ranks}", ranks)]
+    if world % ranks == 0:
+        packs = t.micro_batch_size * dp
+        of = f"--micro-batch-size {t.micro_batch_size} x dp {dp} = {packs} (dp = {world} ranks / {ranks})"
+        rows.append((f"--global-batch-size {t.global_batch_size}", t.global_batch_size, of, packs))
+    chunks = 2 if p.cp_layout not in ("contiguous", "balanced") and cp > 1 else 1
+    sharded = tp if p.sequence_parallel else 1
+    of = f"{chunks} chunks of --cp-layout {p.cp_layout} x cp {cp} x tp {sharded} = {chunks * cp * sharded}"
+    rows.append((f"--seq-length {config.data.seq_length}", config.data.seq_length, of, chunks * cp * sharded))
+    if m.kv_channels is None:
+        of = f"--num-attention-heads {m.num_attention_heads} (or give --kv-channels)"
+        rows.append((f"--hidden-size {m.hidden_size}", m.hidden_size, of, m.num_attention_heads))
+    for name, by in _DIVIDE + (_DIVIDE_IN_TOWER if config.vision.vision_num_layers > 0 else ()):
+        number, divisor = values[name], values[by]
+        if isinstance(number, int) and isinstance(divisor, int):
+            rows.append((f"{flag(name)} {number}", number, f"{flag(by)} {divisor}", divisor))
+    for what, number, of, divisor in rows:
+        if number % divisor > 0:
+            below, above = number // divisor * divisor, -(-number // divisor) * divisor
+            yield f"{what} is no multiple of {of}: use {f'{below} or ' if below else ''}{above}"
+
+
+def _grid(config: RunConfig, world: int) -> Iterator[str]:
+    """Stages without layers, and what a schedule or a sharding strategy rules out."""
+    p, t, layers = config.parallel, config.training, config.model.num_layers
+    pp, virtual = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
+    if config.world_size not in (None, world) and not config.dry_run:
+        yield f"--world-size {config.world_size} acts only with --dry-run; this run has {world} ranks from its launcher"
+    if layers < pp * virtual:
+        yield (
+            f"--num-layers {layers} is fewer than {pp * virtual} stages (--pipeline-model-parallel-size {pp} x "
+            f"--num-virtual-stages-per-pipeline-rank {virtual}): every stage needs a layer"
+        )
+    if virtual > 1 and pp == 1:
+        yield f"--num-virtual-stages-per-pipeline-rank {virtual} needs --pipeline-model-parallel-size above 1"
+    strategy, instances = p.data_parallel_sharding_strategy, p.num_distributed_optimizer_instances
+    whole = {
+        "--pipeline-schedule zero_bubble": p.pipeline_schedule == "zero_bubble",
+        "--gradient-accumulation-fusion": t.gradient_accumulation_fusion,
+    }
+    for name in (name for name, given in whole.items() if given):
+        if strategy != "optim":
+            yield f"{name} adds to whole gradients, --data-parallel-sharding-strategy {strategy} keeps none"
+        if config.model.lora_rank > 0:
+            yield f"{name} with --lora-rank {config.model.lora_rank}: the weights of those gradients are frozen"
+    if p.pipeline_schedule == "zero_bubble" and t.mlp_chunk_tokens > 0:
+        yield (
+            f"--pipeline-schedule zero_bubble with --mlp-chunk-tokens {t.mlp_chunk_tokens}: deferred gradients would "
+            "keep what the tiles are there to free"
+        )
+    dp = config.data_parallel_size(world)
+    if dp % instances > 0:
+        yield (
+            f"--num-distributed-optimizer-instances {instances} does not divide the data-parallel size {dp}: "
+            f"use {math.gcd(dp, instances)}"
+        )
+    if t.activation_offload > 1 and t.activation_offload % 1 > 0:
+        yield f"--activation-offload {t.activation_offload:g} is neither a part (below 1) nor a whole number of blocks"
+
+
+def _model(config: RunConfig, world: int) -> Iterator[str]:
+    m = config.model
+    divides = m.kv_channels is not None or m.hidden_size % m.num_attention_heads == 0
+    if divides and m.head_dim % 2 > 0:
+        yield f"a head is {m.head_dim} wide, the rotary embedding needs an even width: change --kv-channels"
+    if m.vocab_size == 0 and config.data.data_path is None and not config.dry_run:
+        yield "--vocab-size 0 takes the vocabulary from the dataset, but no --data-path is given: give one of them"
+    if m.additional_vocab_size > 0 and not m.untie_embeddings_and_output_weights:
+        yield (
+            f"--additional-vocab-size {m.additional_vocab_size} gives the embedding more rows than the head: "
+            "it needs --untie-embeddings-and-output-weights"
+        )
+    if m.rope_scaling == "none" and m.rope_scaling_factor > 1:
+        yield f"--rope-scaling-factor {m.rope_scaling_factor:g} acts only with --rope-scaling linear, llama3 or yarn"
+    try:
+        no_rope_pattern(m.no_rope_freq)
+    except ValueError as error:
+        yield str(error)
+
+
+def _schedule(config: RunConfig, world: int) -> Iterator[str]:
+    t = config.training
+    warmup, fall = t.lr_warmup_iters, t.lr_wsd_decay_iters or 0
+    end, name = (t.train_iters, "--train-iters") if t.lr_decay_iters is None else (t.lr_decay_iters, "--lr-decay-iters")
+    if t.min_lr > t.lr:
+        yield f"--min-lr {t.min_lr:g} is above --lr {t.lr:g}"
+    if warmup > end:
+        yield f"--lr-warmup-iters {warmup} is above {name} {end}: the decay would end before it starts"
+    if (t.lr_decay_style == "WSD") != (fall > 0):
+        yield f"--lr-wsd-decay-iters {fall} with --lr-decay-style {t.lr_decay_style}: WSD needs it, and nothing else"
+    elif warmup <= end < warmup + fall:
+        yield (
+            f"--lr-wsd-decay-iters {fall} does not fit between --lr-warmup-iters {warmup} and the end of the decay at "
+            f"step {end}: use at most {end - warmup}"
+        )
+    if config.log.profile:
+        try:
+            first = profiled_steps(config.log.profile)[0]
+            if first > t.train_iters:
+                yield f"--profile {config.log.profile} begins after --train-iters {t.train_iters}"
+        except ValueError as error:
+            yield str(error)
+
+
+def profiled_steps(text: str) -> range:
+    """The steps of `--profile START:STOP`, both ends included. ValueError for another text."""
+    start, colon, stop = text.partition(":")
+    if not (colon and start.isdecimal() and stop.isdecimal() and 1 <= int(start) <= int(stop)):
+        raise ValueError(f"--profile {text}: expected START:STOP, two steps from 1 on, such as 10:12")
+    return range(int(start), int(stop) + 1)
+
+
+def packs_in_a_row(config: RunConfig, world: int) -> int:
+    """Data-parallel ranks whose packs make one row."""
+    return max(1, config.data_parallel_size(world)) if config.parallel.dynamic_context_parallel else 1
+
+
+def _context(config: RunConfig, world: int) -> Iterator[str]:
+    """What rows, kernels, transports and layouts ask of each other."""
+    p, kernel = config.parallel, config.training.attention_kernel
+    cp, tp, comm = p.context_parallel_size, p.tensor_model_parallel_size, p.cp_comm_type
+    joined = packs_in_a_row(config, world)
+    tokens = config.data.seq_length * config.training.micro_batch_size * joined
+    if tokens > MAX_ROW_TOKENS:
+        yield f"--seq-length x --micro-batch-size = {tokens} tokens in a row, at most {MAX_ROW_TOKENS} fit an int32"
+    if kernel == "dense" and (cp * joined > 1 or tokens > MAX_DENSE_ROW_TOKENS or "auto" in (comm, p.cp_layout)):
+        yield (
+            f"--attention-kernel dense is a reference for one cp rank and rows of at most {MAX_DENSE_ROW_TOKENS} "
+            f"tokens; this run has --context-parallel-size {cp}, rows of {tokens} and --cp-comm-type {comm}"
+        )
+    if p.dynamic_context_parallel and (comm, p.cp_layout) != ("kv_exchange", "balanced"):
+        yield (
+            "--dynamic-context-parallel keeps documents on few ranks and sends what is needed: it takes --cp-layout "
+            f"balanced and --cp-comm-type kv_exchange, this run has {p.cp_layout} and {comm}"
+        )
+    sizes, name = p.hierarchical_context_parallel_sizes, "--hierarchical-context-parallel-sizes"
+    if comm == "a2a+p2p" and cp > 1 and (sizes is None or sizes[0] * sizes[1] != cp):
+        yield f"--cp-comm-type a2a+p2p needs {name} A B with A x B = {cp}, got {sizes}"
+    elif comm != "a2a+p2p" and sizes is not None:
+        yield f"{name} {sizes[0]} {sizes[1]} acts only with --cp-comm-type a2a+p2p, this run has {comm}"
+    dealt = {"a2a": cp, "a2a+p2p": sizes[0] if sizes else 1}.get(comm, 1)
+    heads = config.model.num_attention_heads // tp
+    if heads % dealt > 0:
+        yield (
+            f"--cp-comm-type {comm} deals heads over {dealt} ranks: {heads} heads of a tensor rank "
+            f"(--num-attention-heads / tp {tp}) do not divide by it; use a2a+p2p with a first size that divides "
+            f"{heads}, p2p or kv_exchange"
+        )
+
+
+def _vision(config: RunConfig, world: int) -> Iterator[str]:
+    v, layers = config.vision, config.vision.vision_num_layers
+    if layers == 0:
+        return
+    first, second = v.vision_feature_layers
+    if min(first, second) < -layers or max(first, second) >= layers or max(v.feature_layers) < layers - 1:
+        yield (
+            f"--vision-feature-layers {first} {second} are to be two of --vision-num-layers {layers}, the last one "
+            f"among them: from {-layers} to {layers - 1}"
+        )
+    if config.model.additional_vocab_size == 0:
+        yield (
+            f"--vision-num-layers {layers} needs rows for image tokens, which are never predicted: "
+            "give --additional-vocab-size (Molmo2 has 128)"
+        )
+    parts = {"vision", "connector", "text"}
+    if not set(v.frozen) <= parts or set(v.frozen) == parts:
+        yield f"--freeze {v.freeze}: name one or two of vision, connector and text"
+
+
+def _lora(config: RunConfig, world: int) -> Iterator[str]:
+    m = config.model
+    if m.lora_rank == 0:
+        if m.lora_alpha is not None or m.lora_targets is not None or m.lora_dropout > 0:
+            yield "--lora-alpha, --lora-targets and --lora-dropout act only with --lora-rank above 0"
+        return
+    asked = (m.lora_targets or "q,v").replace(",", " ").split()
+    if asked != ["all"] and (not asked or not set(asked) <= set(LINEARS)):
+        yield f"--lora-targets {m.lora_targets}: name some of {', '.join(LINEARS)}, or all"
+    widths = {name: min(m.linear_sizes[name]) for name in m.lora_linears}
+    if narrow := [f"{name} ({width})" for name, width in widths.items() if m.lora_rank > width]:
+        yield f"--lora-rank {m.lora_rank} is above the smaller width of {', '.join(narrow)}"
+    if m.lora_dropout > 0 and config.training.mlp_chunk_tokens > 0 and {"gate", "up", "down"} & set(m.lora_linears):
+        yield (
+            f"--lora-dropout {m.lora_dropout} on the MLP with --mlp-chunk-tokens "
+            f"{config.training.mlp_chunk_tokens}: a tile does not know the names of its tokens"
+        )
+    if config.checkpoint.vision_from_hf is not None:
+        yield (
+            f"--vision-from-hf {config.checkpoint.vision_from_hf} with --lora-rank {m.lora_rank}: a new connector "
+            "would stay as it was drawn; train it first"
+        )
+
+
+def _data(config: RunConfig, world: int) -> Iterator[str]:
+    data, interval = config.data, config.training.eval_interval
+    if interval > 0 and data.valid_data_path is None:
+        yield f"--eval-interval {interval} needs --valid-data-path"
+    if data.valid_data_path and data.data_path is None:
+        yield f"--valid-data-path {shown_path(data.valid_data_path)} needs --data-path, packs of the same tokenizer"
+    yield from path_problems("--data-path", data.data_path)
+    yield from path_problems("--valid-data-path", data.valid_data_path)
+
+
+_NEED_SAVE = ("save_interval", "keep_last", "async_save", "auto_resume")
+
+
+def _checkpoints(config: RunConfig, world: int) -> Iterator[str]:
+    """A start that is none, and a --save that belongs to another run."""
+    c, values = config.checkpoint, flatten(config)
+    if c.save is None and (given := [flag(name) for name in _NEED_SAVE if values[name]]):
+        yield f"{', '.join(given)} needs --save, the directory for checkpoints"
+    if c.finetune and c.load is None and c.load_hf is None:
+        yield "--finetune needs --load, the checkpoint whose weights it starts from"
+    if c.load is not None and c.load_hf is not None:
+        yield f"--load {c.load} and --load-hf {c.load_hf} are two starts: give one of them"
+    if c.vision_from_hf is not None and c.load_hf is None:
+        yield f"--vision-from-hf {c.vision_from_hf} acts only with --load-hf"
+    if not c.save or config.dry_run or c.auto_resume:
+        return
+    steps = "step_*/manifest.json"
+    if (Url(c.save) / steps).matches() if is_url(c.save) else any(Path(c.save).glob(steps)):
+        folder, loaded = place_of(c.save).resolve(), place_of(c.load).resolve() if c.load else None
+        if loaded is None or c.finetune or folder not in (loaded, loaded.parent):
+            yield (
+                f"--save {c.save} holds the checkpoints of a run: choose a new directory, or go on with that run by "
+                f"--load {c.save}"
+            )
+
+
+def _files(config: RunConfig, world: int) -> Iterator[str]:
+    """Files that are missing, and directories that cannot be written; a dry run may be on another machine."""
+    if config.dry_run:
+        return
+    data, c, manifest = config.data, config.checkpoint, "manifest.json"
+    read = [("--data-path", folder, manifest) for folder in named_folders(data.data_path)]
+    read += [("--valid-data-path", folder, manifest) for folder in named_folders(data.valid_data_path)]
+    read += [(name, path, "") for name, path in (("--load", c.load), ("--load-hf", c.load_hf)) if path]
+    for name, path, inside in read:
+        try:
+            if name == "--load-hf" and is_url(path):
+                yield f"{name} {path}: is a URL, a local directory is needed"
+            elif not (place_of(path) / inside if inside else place_of(path)).exists():
+                yield f"{name} {path}: " + (f"holds no {inside}" if inside else "does not exist")
+        except ValueError as error:
+            yield f"{name} {error}"
+    written = {"--save": c.save, "--tensorboard-dir": config.log.tensorboard_dir}
+    written["--profile"] = str(config.profile_path) if config.log.profile else None
+    for name, folder in written.items():
+        if folder and is_url(folder):
+            try:
+                Url(folder).exists()
+            except ValueError as error:
+                yield f"{name} {error}"
+        elif folder:
+            parent = next(
+                place for place in (Path(folder).absolute(), *Path(folder).absolute().parents) if place.exists()
+            )
+            if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+                yield f"{name} {folder}: cannot be written, {parent} does not allow it or is a file"
+    if config.log_path.is_dir():
+        yield f"--log-file {config.log_path}: is a directory, a file is needed"
+
+
+SECTIONS = (_multiples, _grid, _model, _schedule, _context, _vision, _lora, _data, _checkpoints, _files)
+"""Functions `(config, world size) -> reasons` over a config whose fields are in their ranges."""
