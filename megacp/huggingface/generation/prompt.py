@@ -23,9 +23,8 @@ from megacp.core.data.images import Pixels, joined
 from megacp.core.data.reader import Pack
 from megacp.core.data.row_images import PackImages
 from megacp.core.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE, UNIT_DTYPE
-from megacp.prepare.build.document import DocumentMaker
-from megacp.prepare.build.writer import SegmentUnit
-from megacp.prepare.media.reader import MediaReader, Part
+from megacp.prepare.media.reader import MediaReader
+from megacp.prepare.records.documents import DocumentMaker, Part, SegmentUnit
 from megacp.prepare.records.parts import Media, SamplePart
 from megacp.prepare.records.record import RecordError
 from megacp.prepare.records.record_keys import FOR_PROMPTS

@@ -18,15 +18,16 @@ import numpy as np
 from megacp.core.data.manifest import ShardEntry
 from megacp.core.data.tables import FLAG_SPLIT, FLAG_TRUNCATED, padded_lengths
 from megacp.core.storage.url import is_url
-from megacp.prepare.build.document import Document, DocumentMaker, Encoded, Origin, Spool, Stored, learned_tokens
+from megacp.prepare.build.document import Spool, Stored, segment_of
 from megacp.prepare.build.faults import storage_faults
 from megacp.prepare.build.identities import digest, identity_file, write_identities
 from megacp.prepare.build.packing import Packing, best_fit_decreasing, cut_oversize, two_budgets
 from megacp.prepare.build.settings import BuildSettings
 from megacp.prepare.build.writer import ShardWriter
 from megacp.prepare.media.fetch import ImageFetcher
-from megacp.prepare.media.reader import LARGEST_ITEM, MediaReader, Part, unnamed_members
+from megacp.prepare.media.reader import LARGEST_ITEM, MediaReader, unnamed_members
 from megacp.prepare.records.chat_template import ChatTemplate
+from megacp.prepare.records.documents import Document, DocumentMaker, Encoded, Origin, Part, learned_tokens
 from megacp.prepare.records.jsonl import line_number
 from megacp.prepare.records.parts import Sample, SamplePart
 from megacp.prepare.records.read import Extent, Unit, ahead, is_plain, read_extent
@@ -350,7 +351,7 @@ class _UnitRun:
         packing = self._packing(padded_lengths(pieces.lengths, settings.pad_multiple), crops)
         for p in range(len(packing)):
             members = [places[i] for i in packing.pack(p).tolist()]
-            segments = [window[d].segment(start, stop, cut_flag, self._spool) for d, start, stop in members]
+            segments = [segment_of(window[d], start, stop, cut_flag, self._spool) for d, start, stop in members]
             writer.add_pack(segments)
             self._learned_tokens += sum([learned_tokens(s.tokens, s.weights, s.branch_starts) for s in segments])
         if self._spool is not None:

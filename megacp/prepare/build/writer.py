@@ -28,27 +28,13 @@ from megacp.core.data.manifest import FileEntry, ShardEntry
 from megacp.core.data.stored_file import crc32
 from megacp.core.storage import files
 from megacp.prepare.build.indexed_writer import IndexedWriter, write_table
+from megacp.prepare.records.documents import SegmentUnit
 
 # one row each of PACK_DTYPE, SEGMENT_DTYPE, ...: packing a row with struct is several times faster than with numpy
 _PACK_ROW = struct.Struct("<qqiiii")
 _SEGMENT_ROW = struct.Struct("<qqqiiiiiI")
 _BRANCH_ROW = struct.Struct("<ii")
 _UNIT_ROW = struct.Struct("<qqiiiiii")
-
-
-@dataclass(frozen=True)
-class SegmentUnit:
-    """A unit, an image or a video frame, among the tokens of a segment."""
-
-    item: int
-    """Index into Segment.items."""
-    start: int
-    """First of its tokens, within the segment."""
-    num_tokens: int
-    num_crops: int
-    num_pooled: int
-    frame: int = -1
-    """Number among the taken frames of its item; -1 for an image."""
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,15 @@ import binascii
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-import numpy as np
-
 from megacp.core.data.decoding import sample_frames, time_text, video_info, video_pixels
-from megacp.core.data.geometry import ImageLayout, ImageRules, frame_layout, image_layout, load_pixels
+from megacp.core.data.geometry import ImageRules, frame_layout, image_layout, load_pixels
 from megacp.core.data.pixels import ImageError
 from megacp.core.storage.files import read_regular
 from megacp.core.storage.url import Url, is_url
 from megacp.prepare.media.fetch import ImageFetcher
+from megacp.prepare.records.documents import Part, Placed
 from megacp.prepare.records.parts import Media, SamplePart
 from megacp.prepare.records.record import RecordError
 
@@ -31,25 +29,6 @@ _LONGEST_PATH = 4096
 """Bytes; the systems that this runs on take no longer ones, and each folder of a path is looked up."""
 LARGEST_ITEM = (1 << 31) - 1
 """Bytes of an item: the index of images.bin counts them in int32."""
-
-
-@dataclass(frozen=True, eq=False)
-class Placed:
-    """The tokens of one unit, an image or a frame, in the place of the record where they stand."""
-
-    layout: ImageLayout
-    item: int
-    """Index into the items of the record."""
-    frame: int
-    """Number among the taken frames of its video; -1 for an image."""
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """int64 [n]."""
-        return self.layout.tokens
-
-
-Part = SamplePart | Placed
 
 
 class MediaReader:

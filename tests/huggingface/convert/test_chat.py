@@ -15,8 +15,8 @@ from megacp.huggingface.convert import chat
 from megacp.huggingface.convert.processor import write_processor
 from megacp.huggingface.convert.tokenizer import Given, write_tokenizer
 from megacp.huggingface.generation.prompt import PromptMaker
-from megacp.prepare.build.document import DocumentMaker
 from megacp.prepare.media.reader import MediaReader
+from megacp.prepare.records.documents import DocumentMaker
 from megacp.prepare.records.sample import parse_record
 from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
 from tests.huggingface.convert.test_processor import library_processor

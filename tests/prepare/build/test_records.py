@@ -14,9 +14,9 @@ from megacp.core.data.reader import PackedDataset
 from megacp.huggingface.convert.chat import TEMPLATE_FILE
 from megacp.huggingface.convert.chat import template as template_text
 from megacp.huggingface.generation.prompt import PromptMaker
-from megacp.prepare.build.document import DocumentMaker
 from megacp.prepare.build.merge import merge
 from megacp.prepare.describe import statistics, statistics_text
+from megacp.prepare.records.documents import DocumentMaker
 from megacp.prepare.records.parts import SamplePart
 from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
 from megacp.prepare.verify import verify

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from megacp.core.data.geometry import frame_layout, image_layout
-from megacp.prepare.media.reader import MediaReader, Part, Placed
+from megacp.prepare.media.reader import MediaReader
+from megacp.prepare.records.documents import Part, Placed
 from megacp.prepare.records.parts import SamplePart
 from megacp.prepare.records.record import RecordError
 from megacp.prepare.records.sample import parse_record

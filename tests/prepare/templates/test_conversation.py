@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacp.prepare.build.document import DocumentMaker, Origin
 from megacp.prepare.records.chat_template import ChatTemplate, load_chat_template
+from megacp.prepare.records.documents import DocumentMaker, Origin
 from megacp.prepare.records.named_templates import CHATML
 from megacp.prepare.records.parts import Rendered
 from megacp.prepare.records.record import RecordError

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megacp.prepare.build.document import DocumentMaker, Origin
 from megacp.prepare.records.chat_template import ChatTemplate, load_chat_template
+from megacp.prepare.records.documents import DocumentMaker, Origin
 from megacp.prepare.records.record import RecordError
 from megacp.prepare.records.record_keys import Accepted
 from megacp.prepare.records.sample import parse_record
