@@ -26,7 +26,7 @@ from megacp.core.distributed.collectives import barrier
 from megacp.core.distributed.grid import Axis, GridShape, build_grid
 from megacp.core.distributed.spawn import RankPool
 from megacp.core.ops.mask import allowed
-from megacp.core.planner.report import table
+from megacp.plan.report import table
 from megacp.verify.mixed_rows import causal_row, mixed_row
 
 HEADS, GROUPS, WIDTH = 8, 4, 64

@@ -19,7 +19,7 @@ from pathlib import Path
 import megacp
 from bench.report import Part, Seconds, take_turns, timed
 from bench.synthetic import write_text
-from megacp.core.planner.report import table
+from megacp.plan.report import table
 
 WORKERS = (1, 2)
 SAME_ENGINE, ANY_ENGINE = "ours, the library's engine", "ours"

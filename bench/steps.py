@@ -26,10 +26,11 @@ from megacp.core.distributed.spawn import RankPool
 from megacp.core.models.build import grid_shape
 from megacp.core.monitor.flops import peak_bytes
 from megacp.core.monitor.timers import Phase, unmeasured
-from megacp.core.planner.report import human_bytes, table
+from megacp.core.storage.wording import human_bytes
 from megacp.core.training.images import image_loading
 from megacp.core.training.loss import agree
 from megacp.core.training.step import ParallelModel
+from megacp.plan.report import table
 from megacp.verify.parity import microbatches
 
 

@@ -35,7 +35,6 @@ from megacp.core.distributed.meeting import Meeting
 from megacp.core.distributed.spare import tell_spares, wait_as_spare
 from megacp.core.models.build import grid_shape, stage_layers
 from megacp.core.monitor.console import ends_with_its_reader
-from megacp.core.planner.report import describe
 from megacp.core.storage.files import raise_descriptor_limit
 from megacp.core.storage.place import place_of
 from megacp.core.training.agreement import AlikeError, require_agreement, require_shared_folder, statement
@@ -43,6 +42,7 @@ from megacp.core.training.sources import Sources, open_sources, with_stored_leng
 from megacp.core.training.stopping import STOPPED
 from megacp.core.training.stored import resumes, with_stored_model
 from megacp.core.training.trainer import Trainer
+from megacp.plan.report import describe
 
 REFUSED = 2
 _SECONDS_OF_A_REFUSED_RANK = 60.0

@@ -25,7 +25,7 @@ PUBLIC = ("megacp/__init__.py", "megacp/huggingface/__init__.py")
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 DISTRIBUTED_ROOM = "megacp/core/distributed/"
 ENVIRONMENT_FILES = ("megacp/core/distributed/launch.py", "megacp/prepare/tokenize/threads.py")
-PURE_ROOMS = ("megacp/core/config/", "megacp/core/planner/", "megacp/core/data/", "megacp/core/data/batch.py")
+PURE_ROOMS = ("megacp/core/config/", "megacp/plan/", "megacp/core/data/", "megacp/core/data/batch.py")
 PEERS = "tools/peers/"
 """Scripts that run other trainers in their own interpreter; they import nothing of ours."""
 GUESTS = ("transformer_engine", "apex")
@@ -268,7 +268,7 @@ def test_a_dry_run_text_and_a_parsed_command_line_need_no_torch() -> None:
     """Would catch torch coming in through another package, for example through tyro's handlers."""
     code = (
         "import sys; from megacp.core.config import cli, yaml_file; from megacp.core.config.checks import require; "
-        "from megacp.core.planner import report; c = cli.parse(['--vocab-size', '64']); "
+        "from megacp.plan import report; c = cli.parse(['--vocab-size', '64']); "
         "require(c, 1); yaml_file.to_yaml(c); "
         "report.describe(c, 1, [[range(4)]]); sys.exit('torch' in sys.modules)"
     )
@@ -388,6 +388,7 @@ LINES = {
     "megacp/prepare": 7_800,
     "megacp/huggingface": 7_020,
     "megacp/verify": 1_480,
+    "megacp/plan": 800,
     "bench tools": 2_730,
     "tests": 42_900,
 }

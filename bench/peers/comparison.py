@@ -30,9 +30,10 @@ from megacp.core.config.yaml_file import to_yaml
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.grid import GridShape, build_grid
 from megacp.core.distributed.spawn import RankPool
-from megacp.core.planner.report import human_bytes, table
+from megacp.core.storage.wording import human_bytes
 from megacp.core.training.state import RunState
 from megacp.core.training.step import ParallelModel
+from megacp.plan.report import table
 
 OURS = "megacp"
 _IGNORED = -100

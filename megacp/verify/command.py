@@ -22,8 +22,8 @@ from megacp.core.config.parallel import ParallelConfig
 from megacp.core.context_parallel.choose import is_auto
 from megacp.core.data.mock import MASKS
 from megacp.core.distributed.spawn import RankFailure, run_ranks
-from megacp.core.planner.report import human_count
-from megacp.core.planner.vision import run_parameters
+from megacp.core.models.costs import run_parameters
+from megacp.core.storage.wording import human_count
 from megacp.verify.parity import TOLERANCES, StepComparison, chosen_way, compare, train_rank
 from megacp.verify.parity_config import MODELS, ParityRequest, ParitySetup, prepare
 

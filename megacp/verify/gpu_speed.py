@@ -23,11 +23,11 @@ from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import mask_metadata
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.grid import GridShape, build_grid, single_axis
+from megacp.core.models.costs import model_flops, model_parameters
 from megacp.core.monitor.flops import cuda_peak, peak_bytes, utilisation
 from megacp.core.ops.kernel import QKV
 from megacp.core.ops.kernels import kernel_name
 from megacp.core.ops.mask import allowed
-from megacp.core.planner.costs import model_flops, model_parameters
 from megacp.core.training.step import ParallelModel
 from megacp.verify.mixed_rows import mixed_row
 

@@ -16,8 +16,8 @@ from megacp.core.config.checks import require
 from megacp.core.config.run import ON_CPU, RunConfig, Value, fields, flag, flatten, with_values
 from megacp.core.data.manifest import MANIFEST_NAME
 from megacp.core.data.mock import MockRules
+from megacp.core.models.costs import run_parameters
 from megacp.core.ops.kernels import kernel_problem
-from megacp.core.planner.vision import run_parameters
 from megacp.core.training.images import mock_images
 from megacp.core.training.sources import open_sources
 

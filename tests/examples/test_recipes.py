@@ -10,9 +10,9 @@ import pytest
 from megacp.core.config.cli import parse
 from megacp.core.config.run import RunConfig, flatten
 from megacp.core.models.build import stage_layers
-from megacp.core.planner.memory import stage_memory
-from megacp.core.planner.vision import run_parameters
+from megacp.core.models.costs import run_parameters
 from megacp.huggingface.convert.families import of_values
+from megacp.plan.memory import stage_memory
 from megacp.train import dry_run, main
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

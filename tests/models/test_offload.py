@@ -18,8 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megacp.core.config.run import RunConfig
 from megacp.core.models import offload
 from megacp.core.models.offload import HostMemory, Passage, SavedStorage
-from megacp.core.planner import activations, memory
 from megacp.core.training.step import ParallelModel
+from megacp.plan import activations, memory
 from tests.ranks import grid, run_ranks
 from tests.reference.packs import random_batch
 from tests.reference.training import config_of, step_batches, train

@@ -9,7 +9,7 @@ import pytest
 from megacp.core.config.data import DataConfig
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig
-from megacp.core.planner import costs, vision
+from megacp.core.models import costs
 
 LLAMA_3_8B = ModelConfig(
     num_layers=32,
@@ -101,7 +101,7 @@ def test_long_rows_cost_more_than_six_times_parameters_times_tokens() -> None:
 def test_the_pipeline_is_cut_by_training_flops() -> None:
     """Would catch a head that costs nothing."""
     config = RunConfig(model=LLAMA_3_8B, data=DataConfig(seq_length=64))
-    layers, first, last = vision.run_stage_costs(config, 1)
+    layers, first, last = costs.run_stage_costs(config, 1)
     assert len(layers) == 32 and len(set(layers)) == 1
     assert last == 3 * 2 * 64 * 4096 * 128256
     assert 0 < first < layers[0] / 100
@@ -116,9 +116,9 @@ def test_low_rank_pairs_of_llama_3_have_the_number_that_peft_prints(
     """Would catch a pair cut by the wrong side over tp, frozen weights in the work of a step, pairs left out of it."""
     model = dataclasses.replace(LLAMA_3_8B, lora_rank=rank, lora_targets=targets)
     config = RunConfig(model=model)
-    assert vision.trained_parameters(config) == published
-    assert vision.run_parameters(config) == 8_030_261_248 + published
+    assert costs.trained_parameters(config) == published
+    assert costs.run_parameters(config) == 8_030_261_248 + published
     whole, cut = (32 * costs.pair_parameters(model, tp) for tp in (1, 8))
     assert whole == published and published / 8 < cut < published
     plain = costs.model_flops(model, 100, 5050)
-    assert vision.text_flops(config, 100, 5050) == plain.passing + 6 * 100 * published
+    assert costs.text_flops(config, 100, 5050) == plain.passing + 6 * 100 * published

@@ -13,8 +13,9 @@ from megacp.core.context_parallel.shard import shard_batch
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.grid import single_axis
 from megacp.core.models.build import build_chunks
-from megacp.core.planner import memory
+from megacp.core.models.costs import loss_chunk_tokens
 from megacp.core.tensor_parallel.chunked_loss import Target
+from megacp.plan import memory
 from tests.ranks import grid, run_ranks
 from tests.reference.allocations import peak_bytes_of
 
@@ -57,17 +58,17 @@ def test_the_measured_peak_of_the_head_is_the_planned_one(world: int, values: di
 def test_the_head_of_a_long_row_fits_into_one_gibibyte() -> None:
     """131,072 tokens on 8 ranks, 152 k rows, hidden 4096: whole logits would take 14 GiB and more."""
     config = config_of(**LONG)
-    assert memory.loss_chunk_tokens(config) == 512
+    assert loss_chunk_tokens(config) == 512
     assert memory.head_work(config) < 2**30 < memory.head_work(config_of(**LONG, **{CHUNK: 0})) / 14
 
 
 def test_auto_takes_all_tokens_where_they_are_small_and_else_a_power_of_two() -> None:
     """Would catch a choice that a rank's memory does not follow; 4096 x 16384 float32 logits are half the bound."""
-    chosen = {tokens: memory.loss_chunk_tokens(config_of(seq_length=tokens)) for tokens in (4096, 8192, 8193, 12288)}
+    chosen = {tokens: loss_chunk_tokens(config_of(seq_length=tokens)) for tokens in (4096, 8192, 8193, 12288)}
     assert chosen == {4096: 0, 8192: 0, 8193: 8192, 12288: 8192}
-    assert memory.loss_chunk_tokens(config_of(**LONG, **{TP: 8})) == 4096
-    assert memory.loss_chunk_tokens(config_of(vocab_size=2**30)) == 1
-    assert [memory.loss_chunk_tokens(config_of(**{CHUNK: n})) for n in (0, 7)] == [0, 7]
+    assert loss_chunk_tokens(config_of(**LONG, **{TP: 8})) == 4096
+    assert loss_chunk_tokens(config_of(vocab_size=2**30)) == 1
+    assert [loss_chunk_tokens(config_of(**{CHUNK: n})) for n in (0, 7)] == [0, 7]
 
 
 def test_the_tables_gradient_counts_on_the_last_stage_alone_wide_where_chunks_add_to_it() -> None:

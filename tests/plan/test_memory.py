@@ -13,12 +13,12 @@ from megacp.core.backends.native import NativeBackend
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.distributed.grid import GridShape, build_grid
-from megacp.core.models import recompute
+from megacp.core.models import costs, recompute
 from megacp.core.models.block import Block, BlockInputs
 from megacp.core.ops.mask import Metadata
 from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
-from megacp.core.planner import activations, costs, memory
-from megacp.core.planner.states import stage_parameters
+from megacp.plan import activations, memory
+from megacp.plan.memory import stage_parameters
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 BASE = {"vocab_size": 4096, "seq_length": 1024, "num_layers": 8, "global_batch_size": 32}
@@ -239,7 +239,7 @@ def test_offloaded_blocks_leave_two_of_them_on_the_device() -> None:
 )
 def test_chunks_of_a_stage_share_its_offloaded_blocks(asked: float, chunks: list[range], expected: list[int]) -> None:
     """Would catch a part that rounding makes one block more, and a chunk that offloads them all."""
-    assert activations.offloaded_blocks(config_of(activation_offload=asked), chunks) == expected
+    assert costs.offloaded_blocks(config_of(activation_offload=asked), chunks) == expected
 
 
 def test_a_tile_of_the_mlp_costs_as_many_tokens_on_any_tp() -> None:
@@ -288,6 +288,6 @@ def test_blocks_on_the_host_free_nothing_for_weight_gradients_that_wait() -> Non
             config_of(**stages, activation_offload=offload, pipeline_schedule=name) for name in ("1f1b", "zero_bubble")
         )
         found = [memory.stage_memory(config, 1, [layers], 2).activations for config in (plain, waiting)]
-        one, kept = activations.layer_put_off(waiting), activations.layer_activations(waiting, "none")
+        one, kept = activations.layer_deferred(waiting), activations.layer_activations(waiting, "none")
         assert found[1] - found[0] == 4 * one + max(0, 3 * one - (on_device - 1) * kept)
         assert (found[1] - found[0] > 4 * one) == (on_device == 2)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megacp.core.config.run import RunConfig, with_values
+from megacp.core.models import costs
 from megacp.core.models.build import build_chunks, stage_layers
-from megacp.core.planner import vision
-from megacp.core.planner.memory import stage_memory
-from megacp.core.planner.report import describe
-from megacp.core.planner.states import stage_parameters
+from megacp.plan import activations
+from megacp.plan.memory import stage_memory, stage_parameters
+from megacp.plan.report import describe
 from tests.plan.test_memory import kept_storages
 from tests.ranks import grid
 from tests.reference.training import config_of
@@ -35,7 +35,7 @@ def test_molmo2_has_the_parameters_that_transformers_builds() -> None:
     with torch.device("meta"):
         modules = modeling.Molmo2VisionModel(theirs.vision_config), modeling.Molmo2Adapter(theirs.adapter_config)
     counts = [sum(p.numel() for p in module.parameters()) for module in modules]
-    assert [vision.tower_parameters(config()), vision.connector_parameters(config())] == counts
+    assert [costs.tower_parameters(config()), costs.connector_parameters(config())] == counts
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -44,12 +44,12 @@ def test_a_rank_holds_as_many_parameters_as_are_planned(tp: int) -> None:
     if tp == 1:
         (chunk,) = build_chunks(config_of(TINY, {}), grid())
         assert sum(p.numel() for p in chunk.parameters()) == stage_parameters(config_of(TINY, {}), [range(4)])
-        assert vision.run_parameters(config_of(TINY, {})) < stage_parameters(config_of(TINY, {}), [range(4)])
+        assert costs.run_parameters(config_of(TINY, {})) < stage_parameters(config_of(TINY, {}), [range(4)])
         return
     one, two = (config_of(TINY, {"tp": tp}) for tp in (1, 2))
     v = one.vision
     whole = v.vision_hidden_size * (6 * v.vision_num_layers + 48 + 1 + 16)
-    found = vision.tower_parameters(one) - 2 * vision.tower_parameters(two, 2)
+    found = costs.tower_parameters(one) - 2 * costs.tower_parameters(two, 2)
     assert found == -whole, "two ranks hold what is replicated twice"
 
 
@@ -57,26 +57,26 @@ def test_flops_of_a_tiny_tower_equal_the_count_by_hand() -> None:
     """Would catch a factor of two, or the keys of a window counted once."""
     tiny = config_of(TINY, {})
     products = [(24, 24)] * 4 + [(24, 36), (36, 24)]
-    tower = vision.crop_flops(tiny)
+    tower = costs.crop_flops(tiny)
     assert tower.matmul == 16 * 2 * (3 * sum(a * b for a, b in products) + 48 * 24)
     assert tower.attention == 3 * 16 * 16 * 4 * (6 + 6) * 2
-    pooled = vision.pooled_flops(tiny, window=9)
+    pooled = costs.pooled_flops(tiny, window=9)
     per_token = [(48, 24), (24, 24), (24, 40), (24, 40), (40, 32)]
     assert pooled.matmul == 2 * (sum(a * b for a, b in per_token) + 9 * 2 * 48 * 24)
     assert pooled.attention == 9 * 4 * (6 + 6) * 2
-    assert vision.vision_flops(tiny, 3, 5, 9) == 3 * tower.training + 5 * pooled.training
+    assert costs.vision_flops(tiny, 3, 5, 9) == 3 * tower.training + 5 * pooled.training
 
 
 def test_frozen_towers_cost_what_is_left_of_their_work() -> None:
     """Would catch the backward of a frozen tower counted, or that through a frozen connector left out."""
-    tower, pooled = vision.crop_flops(config()), vision.pooled_flops(config())
-    costs = {
+    tower, pooled = costs.crop_flops(config()), costs.pooled_flops(config())
+    expected_of = {
         "vision": tower.forward + pooled.training,
         "connector": tower.training + 2 * pooled.matmul + 3.5 * pooled.attention,
         "vision,connector": tower.forward + pooled.forward,
     }
-    for names, expected in costs.items():
-        found = vision.vision_flops(config(freeze=names), 1, 1)
+    for names, expected in expected_of.items():
+        found = costs.vision_flops(config(freeze=names), 1, 1)
         assert found == pytest.approx(expected, rel=1e-12)
 
 
@@ -97,12 +97,12 @@ def test_the_first_stage_gets_fewer_layers_for_its_tower() -> None:
 def test_replicated_images_are_kept_whole_by_each_rank() -> None:
     """Would catch a plan that divides by cp what every rank encodes."""
     cp = "context_parallel_size"
-    whole = vision.vision_activations(config(vision_planned_crops=8), 4, 4, 4)
+    whole = activations.vision_activations(config(vision_planned_crops=8), 4, 4, 4)
     assert (
-        vision.vision_activations(config(**{cp: 4}, vision_planned_crops=8, vision_shards="replicate"), 4, 4, 4)
+        activations.vision_activations(config(**{cp: 4}, vision_planned_crops=8, vision_shards="replicate"), 4, 4, 4)
         == whole
     )
-    assert vision.vision_activations(config(**{cp: 4}, vision_planned_crops=8), 4, 4, 4) < whole / 3
+    assert activations.vision_activations(config(**{cp: 4}, vision_planned_crops=8), 4, 4, 4) < whole / 3
 
 
 def test_replicated_images_of_a_dynamic_row_are_those_of_all_its_packs() -> None:
@@ -111,14 +111,14 @@ def test_replicated_images_of_a_dynamic_row_are_those_of_all_its_packs() -> None
     row = {"context_parallel_size": 2, "vision_planned_crops": 8}
     replicated = {"vision_shards": "replicate"}
     plain, all_packs = (config(**row, **replicated, **values) for values in ({}, dynamic))
-    kept = [vision.vision_activations(one, 4, 4, 8) for one in (plain, all_packs)]
+    kept = [activations.vision_activations(one, 4, 4, 8) for one in (plain, all_packs)]
     assert kept[1] == 4 * kept[0]
-    dealt = [vision.vision_activations(config(**row, **values), 4, 4, 8) for values in ({}, dynamic)]
+    dealt = [activations.vision_activations(config(**row, **values), 4, 4, 8) for values in ({}, dynamic)]
     assert dealt[0] == dealt[1] == kept[0] / 2
     embedding = 2 * plain.data.seq_length * plain.model.hidden_size
-    firsts = [vision.run_stage_costs(one, 8)[1] - embedding for one in (config(**row, **dynamic), plain, all_packs)]
+    firsts = [costs.run_stage_costs(one, 8)[1] - embedding for one in (config(**row, **dynamic), plain, all_packs)]
     assert [first / firsts[0] for first in firsts] == pytest.approx([1, 2, 8])
-    assert vision.run_stage_costs(all_packs, 8)[0] == vision.run_stage_costs(plain, 8)[0]
+    assert costs.run_stage_costs(all_packs, 8)[0] == costs.run_stage_costs(plain, 8)[0]
 
 
 @pytest.mark.parametrize("granularity", ["none", "selective", "full"])
@@ -134,7 +134,7 @@ def test_a_block_keeps_what_is_planned(granularity: str, dtype: str) -> None:
         out = block(x)
     for parameter in block.parameters():
         found.pop(parameter.untyped_storage().data_ptr(), None)
-    elements, wide = vision.block_activations(config_of(values, {}), granularity)
+    elements, wide = activations.block_activations(config_of(values, {}), granularity)
     assert out.requires_grad
     assert sum(storage.nbytes() for storage in found.values()) == patches * (elements + wide) * x.element_size()
 
@@ -148,14 +148,14 @@ def test_memory_counts_vision_on_the_first_stage_and_frozen_parts_once() -> None
     first = [stage_memory(c, 0, chunks, 2) for c in (plain, frozen, text)]
     last = [range(plain.model.num_layers - 2, plain.model.num_layers)]
     assert len({stage_memory(c, 1, last, 2).total for c in (plain, frozen, text)}) == 1
-    tower = vision.tower_parameters(plain)
-    assert first[0].weights - first[2].weights == 4 * (tower + vision.connector_parameters(plain))
+    tower = costs.tower_parameters(plain)
+    assert first[0].weights - first[2].weights == 4 * (tower + costs.connector_parameters(plain))
     assert (first[0].gradients - first[1].gradients, first[0].optimizer - first[1].optimizer) == (4 * tower, 8 * tower)
     counts = [stage_parameters(config, chunks, trained=True) for config in (plain, frozen)]
     assert counts[0] - counts[1] == tower
-    held = 2 * vision.vision_activations(plain, 4, 4, 4)
+    held = 2 * activations.vision_activations(plain, 4, 4, 4)
     assert first[0].activations - first[2].activations == held > first[1].activations - first[2].activations > 0
     half = config(**sizes, context_parallel_size=2)
-    assert vision.vision_activations(half, 4, 4, 4) == pytest.approx(
-        vision.vision_activations(plain, 4, 4, 4) / 2, rel=0.02
+    assert activations.vision_activations(half, 4, 4, 4) == pytest.approx(
+        activations.vision_activations(plain, 4, 4, 4) / 2, rel=0.02
     )

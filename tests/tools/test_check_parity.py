@@ -17,9 +17,9 @@ from megacp.core.config.cli import parse
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.mock import MockRules
 from megacp.core.distributed import spawn
+from megacp.core.models.costs import run_parameters
 from megacp.core.optim import sharded
 from megacp.core.optim.adamw import FlatAdamW, SliceRule
-from megacp.core.planner.vision import run_parameters
 from megacp.prepare import command as preprocess
 from megacp.verify import command as tool
 from megacp.verify.parity import TOLERANCES, Box, StepTrace, compare, largest_difference, train_rank

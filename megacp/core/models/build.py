@@ -19,12 +19,10 @@ from megacp.core.data_parallel.shards import ShardedParameters
 from megacp.core.distributed.fully_shard import own_parameters
 from megacp.core.distributed.grid import GridShape, ProcessGrid
 from megacp.core.models.block import offload_blocks
+from megacp.core.models.costs import loss_chunk_tokens, offloaded_blocks, run_stage_costs
 from megacp.core.models.init import initialise
 from megacp.core.models.language import LanguageModelChunk, Role
 from megacp.core.pipeline_parallel.partition import partition, stages
-from megacp.core.planner.activations import offloaded_blocks
-from megacp.core.planner.memory import loss_chunk_tokens
-from megacp.core.planner.vision import run_stage_costs
 
 
 def grid_shape(config: RunConfig, world_size: int) -> GridShape:

@@ -20,7 +20,7 @@ from megacp.core.data.images import Decoder, ImageLoading
 from megacp.core.data.mock import MockImages
 from megacp.core.distributed.collectives import all_reduce, gather_objects
 from megacp.core.distributed.grid import ProcessGrid
-from megacp.core.planner.vision import crop_flops, pooled_flops
+from megacp.core.models.costs import crop_flops, pooled_flops
 from megacp.core.training.rows import Rows
 
 

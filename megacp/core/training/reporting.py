@@ -15,11 +15,11 @@ from megacp.core.data.blend import PackBlend
 from megacp.core.data.loader import PackSource
 from megacp.core.distributed.collectives import all_gather, barrier, gather_objects
 from megacp.core.distributed.grid import Axis, ProcessGrid
+from megacp.core.models.costs import run_parameters, text_flops, trained_parameters, vision_flops
 from megacp.core.monitor.flops import cpu_peak, cpu_run_peak, cuda_peak
 from megacp.core.monitor.log import LogTargets, RunLog
 from megacp.core.monitor.timers import COMPUTING, WAITING, Breakdown
-from megacp.core.planner.report import human_count
-from megacp.core.planner.vision import run_parameters, text_flops, trained_parameters, vision_flops
+from megacp.core.storage.wording import human_count
 from megacp.core.training.rows import PlannedRow
 from megacp.core.training.sources import Sources
 from megacp.core.training.state import Resumed, Start

@@ -8,7 +8,7 @@ import pytest
 
 from megacp.core.config.checks import check
 from megacp.core.config.run import RunConfig, flatten, with_values
-from megacp.core.planner.costs import model_parameters
+from megacp.core.models.costs import model_parameters
 from megacp.huggingface.convert.families import of_config, of_values
 
 ANY = {"torch_dtype": "bfloat16", "transformers_version": "4.5", "use_cache": True, "initializer_range": 0.02}

@@ -33,19 +33,13 @@ pipeline holds; on the device are at least two blocks at once: one at work, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from megacp.core.config.run import RunConfig
+from megacp.core.models.costs import WINDOW, connector_ffn, encoders, planned_images, tokens_per_rank
 from megacp.core.pipeline_parallel.schedules import defers
 
 MATH_BLOCK = 1024
 """Query rows of one block of the `math` kernel."""
-
-
-def tokens_per_rank(config: RunConfig) -> int:
-    """Tokens of a microbatch's row on one cp rank."""
-    row = config.training.micro_batch_size * config.data.seq_length
-    return -(-row // config.parallel.context_parallel_size)  # dynamic: dp times the packs over dp times the ranks
 
 
 def in_flight(config: RunConfig, stage: int, world_size: int) -> int:
@@ -57,15 +51,15 @@ def in_flight(config: RunConfig, stage: int, world_size: int) -> int:
     return min(warmup + 1, microbatches * chunks)
 
 
-def put_off(config: RunConfig, stage: int, world_size: int) -> int:
-    """Most backwards of a chunk whose weight gradients a stage puts off."""
+def deferred_backwards(config: RunConfig, stage: int, world_size: int) -> int:
+    """Most backwards of a chunk whose weight gradients a stage defers."""
     p = config.parallel
     if p.pipeline_schedule != "zero_bubble" or not defers(stage, p.num_virtual_stages_per_pipeline_rank):
         return 0
     return min(stage, config.num_microbatches(world_size) * p.num_virtual_stages_per_pipeline_rank)
 
 
-def layer_put_off(config: RunConfig) -> int:
+def layer_deferred(config: RunConfig) -> int:
     """Bytes that the weight gradients of one layer keep while they wait."""
     model, p, tokens = config.model, config.parallel, tokens_per_rank(config)
     heads = (2 * model.num_attention_heads + 2 * model.query_groups) * model.head_dim
@@ -97,20 +91,6 @@ def tile_work(config: RunConfig) -> int:
     rows = tokens // (tp if p.sequence_parallel else 1)
     elements = rows * model.hidden_size + 3 * tokens * model.ffn_hidden_size // tp
     return elements * t.element_bytes + rows * t.accumulation_bytes
-
-
-def offloaded_blocks(config: RunConfig, chunks: Sequence[range]) -> list[int]:
-    """Blocks of each chunk of a stage that keep on the host what they save, by `--activation-offload`.
-
-    A part of the stage's blocks is rounded up; the chunks share them evenly, earlier ones first.
-    """
-    asked, blocks = config.training.activation_offload, sum(map(len, chunks))
-    wanted = min(blocks, math.ceil(asked * blocks - 1e-9) if asked < 1 else int(asked))
-    counts = []
-    for layers in chunks:
-        counts.append(-(-wanted * len(layers) // blocks))
-        wanted, blocks = wanted - counts[-1], blocks - len(layers)
-    return counts
 
 
 def _differentiates_itself(config: RunConfig) -> bool:
@@ -278,3 +258,47 @@ def block_work(config: RunConfig) -> int:
         gone = (kept - _left_out(config, granularity)[1]) * size
     attention = attention_work(config) + residual_elements(config) * size - gone
     return again + max(product_work(config), attention)
+
+
+def block_activations(config: RunConfig, granularity: str) -> tuple[int, int]:
+    """Elements of the model's dtype and wide ones that a block of the tower keeps per patch on one rank."""
+    v, tp = config.vision, config.parallel.tensor_model_parallel_size
+    if granularity == "full":
+        return v.vision_hidden_size, 0
+    cheap = granularity != "selective"
+    heads = v.vision_num_attention_heads
+    sharded = 4 * v.vision_hidden_size + (2 if cheap else 1) * v.vision_ffn_hidden_size
+    return (4 if cheap else 2) * v.vision_hidden_size + sharded // tp, 4 + heads // tp
+
+
+def connector_activations(config: RunConfig) -> int:
+    """Elements that the connector keeps per pooled token of `WINDOW` patches on one rank."""
+    v, tp = config.vision, config.parallel.tensor_model_parallel_size
+    sharded = (2 + 2 * WINDOW) * v.vision_hidden_size + 3 * connector_ffn(config)
+    return (2 * WINDOW + 3) * v.vision_hidden_size + sharded // tp
+
+
+def vision_activations(config: RunConfig, size: int, wide: int, world_size: int) -> int:
+    """Bytes that vision keeps for the backward of one microbatch on a rank of the first stage; `size` and `wide` are
+    those of the model's dtype and of statistics. A frozen tower keeps nothing.
+    """
+    v, granularity = config.vision, config.training.recompute_granularity
+    factor, sharers = encoders(config, world_size)
+    packs = config.training.micro_batch_size * factor
+    crops, pooled = (-(-packs * count // sharers) for count in planned_images(config))
+    total = 0
+    frozen = config.frozen_parts
+    if not {"vision", "connector"} <= set(frozen):
+        total += pooled * connector_activations(config) * size
+    if "vision" not in frozen and crops:
+        patches = crops * v.patches_per_crop
+        kept = v.vision_num_layers * _bytes(config, granularity, size, wide)
+        if granularity != "none":  # one block while its backward runs
+            kept += _bytes(config, "none", size, wide) - _bytes(config, granularity, size, wide)
+        total += patches * (kept + (v.patch_dim + 2 * v.vision_hidden_size) * size)
+    return total
+
+
+def _bytes(config: RunConfig, granularity: str, size: int, wide: int) -> int:
+    elements, statistics = block_activations(config, granularity)
+    return elements * size + statistics * wide

@@ -9,8 +9,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from megacp.core.config.run import RunConfig
-from megacp.core.planner import activations, costs, memory, vision
-from megacp.core.planner.states import stage_parameters
+from megacp.core.models import costs
+from megacp.core.storage.wording import human_bytes, human_count
+from megacp.plan import activations, memory
 
 _SHOWN = 6
 """Rows at each end of a table that is too long."""
@@ -27,24 +28,6 @@ def describe(config: RunConfig, world_size: int, stages: Sequence[Sequence[range
         _step(config, world_size),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def human_bytes(count: float) -> str:
-    """Bytes with a binary unit and three digits: 1536 -> "1.50 KiB"."""
-    return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
-
-
-def human_count(count: float, unit: str = "") -> str:
-    """A number with a decimal prefix and three digits: 7.24e9 -> "7.24 G"."""
-    return _scaled(count, 1000, (unit, f"k{unit}", f"M{unit}", f"G{unit}", f"T{unit}", f"P{unit}", f"E{unit}"))
-
-
-def _scaled(count: float, base: int, units: Sequence[str]) -> str:
-    value, place = float(count), 0
-    while abs(value) >= 999.5 and place < len(units) - 1:
-        value, place = value / base, place + 1
-    digits = 0 if place == 0 and value == int(value) else 2 - (abs(value) >= 9.995) - (abs(value) >= 99.95)
-    return f"{value:.{digits}f} {units[place]}".rstrip()
 
 
 def _axes(config: RunConfig, world_size: int) -> list[tuple[str, int]]:
@@ -88,21 +71,21 @@ def _heading(config: RunConfig, world_size: int) -> str:
     product = " x ".join(f"{name} {size}" for name, size in reversed(_axes(config, world_size)))
     lines = [
         f"Dry run: {world_size:,} ranks = {product}",
-        f"Model: {human_count(vision.run_parameters(config))} parameters, {m.num_layers} layers, "
+        f"Model: {human_count(costs.run_parameters(config))} parameters, {m.num_layers} layers, "
         f"hidden {m.hidden_size}, ffn {m.ffn_hidden_size}, {m.num_attention_heads} heads / {m.query_groups} query "
         f"groups of {m.head_dim}, vocabulary {m.vocab_size:,}, {t.dtype}",
     ]
     v = config.vision
     if v.vision_num_layers:
-        parts = (vision.tower_parameters(config), vision.connector_parameters(config))
+        parts = (costs.tower_parameters(config), costs.connector_parameters(config))
         lines.append(
             f"Vision: {human_count(parts[0])} parameters, {v.vision_num_layers} layers, hidden {v.vision_hidden_size}, "
             f"crops of {v.vision_image_size} pixels in {v.patches_per_crop} patches; connector "
-            f"{human_count(parts[1])}; planned for {vision.planned_images(config)[0]:,} crops a pack"
+            f"{human_count(parts[1])}; planned for {costs.planned_images(config)[0]:,} crops a pack"
         )
     if m.lora_rank:
         lines.append(
-            f"Trained: {human_count(vision.trained_parameters(config))} parameters in low-rank pairs of rank "
+            f"Trained: {human_count(costs.trained_parameters(config))} parameters in low-rank pairs of rank "
             f"{m.lora_rank}, alpha {m.lora_rank * m.lora_scale:g}, on {', '.join(m.lora_linears)}; all else is frozen"
         )
     if "auto" in (config.parallel.cp_comm_type, config.parallel.cp_layout):
@@ -149,12 +132,12 @@ def _stages(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]
         )
         seeing = ["vision"] * (stage == 0 and config.vision.vision_num_layers > 0)
         also = ["embedding"] * (stage == 0) + seeing + ["norm, head"] * (stage == last)
-        count = stage_parameters(config, chunks)
+        count = memory.stage_parameters(config, chunks)
         held = activations.in_flight(config, stage, world_size)
         rows.append([str(stage), layers, " + ".join(also), f"{count:,}", str(held)])
     virtual = config.parallel.num_virtual_stages_per_pipeline_rank
     kind = "1F1B" if virtual == 1 else f"interleaved 1F1B, {virtual} chunks a stage"
-    kind += ", weight gradients put off" * (config.parallel.pipeline_schedule == "zero_bubble")
+    kind += ", deferred weight gradients" * (config.parallel.pipeline_schedule == "zero_bubble")
     return _section(f"Pipeline stages ({kind}; in flight: activations of a chunk held at once)", rows, left=3)
 
 
@@ -185,8 +168,8 @@ def _step(config: RunConfig, world_size: int) -> str:
     t, length = config.training, config.data.seq_length
     tokens = t.global_batch_size * length
     area = t.global_batch_size * costs.causal_area(length)
-    work_of_text = vision.text_flops(config, tokens, area)
-    seeing = t.global_batch_size * vision.vision_flops(config, *vision.planned_images(config))
+    work_of_text = costs.text_flops(config, tokens, area)
+    seeing = t.global_batch_size * costs.vision_flops(config, *costs.planned_images(config))
     attention = costs.model_flops(config.model, tokens, area).attention
     share = attention * (1 + costs.ATTENTION_BACKWARD) / work_of_text
     pp, plural = config.parallel.pipeline_model_parallel_size, "s" if t.micro_batch_size > 1 else ""
@@ -194,7 +177,7 @@ def _step(config: RunConfig, world_size: int) -> str:
     rows = [
         ["packs", f"{t.global_batch_size:,} of {length:,} tokens = {human_count(tokens)} tokens"],
         ["microbatches", f"{config.num_microbatches(world_size):,} a rank, {t.micro_batch_size} pack{plural} each"],
-        ["tokens on a rank", f"{activations.tokens_per_rank(config):,} a microbatch"],
+        ["tokens on a rank", f"{costs.tokens_per_rank(config):,} a microbatch"],
         ["model FLOPs", f"{human_count(work_of_text, 'FLOP')} ({share:.0%} attention, one document a pack)"],
         *([["vision FLOPs", f"{human_count(seeing, 'FLOP')} (all packs with the planned crops)"]] if seeing else []),
         ["a rank's share", f"{human_count((work_of_text + seeing) / world_size, 'FLOP')}"],

@@ -1,0 +1,1 @@
+"""The dry run: memory and work of a layout."""
