@@ -31,8 +31,6 @@ from megacp.core.config.run import RunConfig, with_values
 from megacp.core.distributed import launch
 from megacp.core.distributed.failure import report_failure
 from megacp.core.distributed.grid import GridShape, ProcessGrid
-from megacp.core.distributed.meeting import Meeting
-from megacp.core.distributed.spare import tell_spares, wait_as_spare
 from megacp.core.models.build import grid_shape, stage_layers
 from megacp.core.monitor.console import ends_with_its_reader
 from megacp.core.storage.files import raise_descriptor_limit
@@ -145,11 +143,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         meeting = _agree(plan, world)
     except ValueError as error:
         return _refused(str(error), world, alike=isinstance(error, AlikeError))
-    if meeting.rank >= plan.shape.world_size:
-        status = wait_as_spare(meeting)
-    else:
-        status = _train(plan, meeting, world)
-        launch.stop()
+    status = _train(plan, meeting, world)
+    launch.stop()
     return 0 if status == STOPPED and launch.would_restart() else status
 
 
@@ -172,51 +167,33 @@ def _refuse_together(world: launch.World, problem: str) -> NoReturn:
         if isinstance(silence, AlikeError):
             raise
         raise ValueError(problem) from None  # the others did not come; the problem here is certain
-    try:
-        require_agreement(meeting, None, problem)
-    finally:
-        meeting.heard_by_all("start")
+    require_agreement(meeting, None, problem)
     raise AssertionError("a rank with a problem was let in")
 
 
-def _agree(plan: Plan, world: launch.World) -> Meeting:
+def _agree(plan: Plan, world: launch.World) -> launch.Meeting:
     """Meet the other ranks; ValueError on all alike unless all would run the same and see the same directory."""
     meeting = launch.meet(world, 60.0 * plan.config.parallel.distributed_timeout_minutes)
-    try:
-        stated = statement(plan.config, plan.sources, launch.device_type(world))
-        known = plan.weights.fingerprint if plan.weights is not None else "none"
-        require_agreement(meeting, {**stated, "the fingerprint of --load-hf": known})
-    except ValueError:
-        meeting.heard_by_all("start")
-        raise
-    try:
-        require_shared_folder(meeting, plan.config.checkpoint.save)
-    except ValueError:
-        meeting.heard_by_all("folder")
-        raise
+    stated = statement(plan.config, plan.sources, launch.device_type(world))
+    known = plan.weights.fingerprint if plan.weights is not None else "none"
+    require_agreement(meeting, {**stated, "the fingerprint of --load-hf": known})
+    require_shared_folder(meeting, plan.config.checkpoint.save)
     return meeting
 
 
-def _train(plan: Plan, meeting: Meeting, world: launch.World) -> int:
+def _train(plan: Plan, meeting: launch.Meeting, world: launch.World) -> int:
     """Join the grid and train; the exit status."""
-    status = 1
+    minutes = plan.config.parallel.distributed_timeout_minutes
+    grid = launch.join(meeting, plan.shape, minutes, plan.config.checkpoint.checkpoint_timeout_minutes)
     try:
-        minutes = plan.config.parallel.distributed_timeout_minutes
-        grid = launch.join(meeting, plan.shape, minutes, plan.config.checkpoint.checkpoint_timeout_minutes)
-        try:
-            trainer = trainer_of(plan, grid)
-        except ValueError as error:
-            report_failure(error, "the start", grid.world)  # left for ranks that see no reason of their own
-            status = _refused(str(error), world, alike=False)
-            return status
-        except Exception as error:
-            error.add_note(report_failure(error, "the start", grid.world))
-            raise
-        status = trainer.run()
-        meeting.end(plan.shape.world_size)
-        return status
-    finally:
-        tell_spares(meeting, plan.shape.world_size, status)
+        trainer = trainer_of(plan, grid)
+    except ValueError as error:
+        report_failure(error, "the start", grid.world)  # left for ranks that see no reason of their own
+        return _refused(str(error), world, alike=False)
+    except Exception as error:
+        error.add_note(report_failure(error, "the start", grid.world))
+        raise
+    return trainer.run()
 
 
 def trainer_of(plan: Plan, grid: ProcessGrid) -> Trainer:
@@ -247,7 +224,7 @@ def program() -> NoReturn:
         status = main()
     except Exception:
         traceback.print_exc()
-    launch.leave(status)
+    launch.hard_exit(status)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,25 @@
-"""Reading torchrun's environment: what is absent, wrong, and wrong together."""
+"""torchrun's environment, and ranks that meet in a store: one verdict for all, lives that never mix, a deadline."""
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megacp.core.distributed.collectives import all_gather
 from megacp.core.distributed.grid import GridShape
 from megacp.core.distributed.launch import (
+    Meeting,
     World,
     device_type,
+    fresh_store,
     meet,
     pick_device,
     set_defaults,
@@ -24,98 +30,141 @@ from megacp.core.distributed.launch import (
 from tests.ranks import grid, run_ranks
 
 KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+STORE_KEYS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """An environment without torchrun."""
-    for key in KEYS:
+    for key in (*KEYS, *STORE_KEYS):
         monkeypatch.delenv(key, raising=False)
     return monkeypatch
 
 
-def test_without_torchrun_there_is_one_process(environment: pytest.MonkeyPatch) -> None:
+def test_the_launchers_variables_are_read_and_may_be_absent(environment: pytest.MonkeyPatch) -> None:
     assert world_from_environment() == World(0, 1, 0, 1)
-
-
-def test_torchruns_variables_are_read(environment: pytest.MonkeyPatch) -> None:
     for key, value in zip(KEYS, ("5", "8", "1", "4"), strict=True):
         environment.setenv(key, value)
     assert world_from_environment() == World(rank=5, size=8, local_rank=1, local_size=4)
 
 
-def test_every_variable_that_is_no_number_is_named_at_once(environment: pytest.MonkeyPatch) -> None:
-    for key, value in zip(KEYS, ("one", "8", "", "-4"), strict=True):
-        environment.setenv(key, value)
-    with pytest.raises(ValueError, match="RANK='one'") as caught:
-        world_from_environment()
-    text = str(caught.value)
-    assert "LOCAL_RANK=''" in text and "LOCAL_WORLD_SIZE='-4'" in text and "torchrun" in text
-
-
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        (("8", "8", "0", "8"), "RANK=8 .* WORLD_SIZE=8"),
-        (("0", "0", "0", "1"), "WORLD_SIZE=0"),
-        (("0", "8", "4", "4"), "LOCAL_RANK=4 .* LOCAL_WORLD_SIZE=4"),
+        ({"RANK": "one", "WORLD_SIZE": "8"}, ["RANK='one'"]),
+        ({"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "", "LOCAL_WORLD_SIZE": "-4"}, ["RANK=''", "LOCAL_WORLD_SIZE"]),
+        ({"RANK": "8", "WORLD_SIZE": "8"}, ["RANK=8", "WORLD_SIZE=8"]),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, ["WORLD_SIZE=0"]),
+        ({"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "4"}, ["LOCAL_RANK=4"]),
+        ({"RANK": "1"}, ["WORLD_SIZE is not"]),
+        ({"WORLD_SIZE": "1"}, ["RANK is not"]),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, ["MASTER_ADDR=''", "MASTER_PORT=''"]),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "x"}, ["MASTER_PORT='x'"]),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, ["MASTER_PORT=1"]),
     ],
+    ids=str,
 )
-def test_ranks_outside_their_world_are_refused(
-    environment: pytest.MonkeyPatch, values: tuple[str, ...], named: str
+def test_variables_that_cannot_be_meant_are_named(
+    environment: pytest.MonkeyPatch, values: dict[str, str], named: list[str]
 ) -> None:
-    for key, value in zip(KEYS, values, strict=True):
+    for key, value in values.items():
         environment.setenv(key, value)
-    with pytest.raises(ValueError, match=named):
-        world_from_environment()
-
-
-@pytest.mark.parametrize(("given", "missing"), [("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")])
-def test_a_rank_without_its_world_is_refused(environment: pytest.MonkeyPatch, given: str, missing: str) -> None:
-    """Would catch processes that each train alone and end with status 0."""
-    environment.setenv(given, "1")
-    with pytest.raises(ValueError, match=f"{given} is set, {missing} is not"):
-        world_from_environment()
-
-
-@pytest.mark.parametrize(
-    ("rank", "variables", "told"),
-    [
-        (1, {}, "MASTER_ADDR is not set, MASTER_PORT is not set"),
-        (1, {"MASTER_ADDR": "localhost", "MASTER_PORT": "x"}, "MASTER_PORT='x' is no number of a port"),
-        (1, {"MASTER_ADDR": "no machine!", "MASTER_PORT": "1"}, "MASTER_ADDR='no machine!' is no machine"),
-        (1, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "nobody listens at MASTER_ADDR=127.0.0.1"),
-    ],
-)
-def test_a_store_that_cannot_be_found_is_one_message(
-    environment: pytest.MonkeyPatch, rank: int, variables: dict[str, str], told: str
-) -> None:
-    for key in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
-        environment.delenv(key, raising=False)
-    for key, text in variables.items():
-        environment.setenv(key, text)
-    with pytest.raises(ValueError, match=told):
-        meet(World(rank, 2), 0.3)
+    with pytest.raises(ValueError) as caught:
+        meet(world_from_environment(), 0.3)
+    assert all(text in str(caught.value) for text in named)
 
 
 def test_a_port_in_use_is_one_message(environment: pytest.MonkeyPatch) -> None:
-    environment.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     with socket.create_server(("", 0)) as taken:
         environment.setenv("MASTER_ADDR", "127.0.0.1")
         environment.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        with pytest.raises(ValueError, match="is in use by another process"):
+        with pytest.raises(ValueError, match="is the port free"):
             meet(World(0, 2), 0.3)
 
 
-def test_ranks_compute_on_gpus_only_where_each_of_them_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def at_once(size: int, action: Callable[[Meeting], str], seconds: float = 5.0, absent: int = -1) -> list[str]:
+    """What `action` returns or raises on every rank of a meeting, as threads over one store."""
+    store = dist.HashStore()
+    found = [""] * size
+
+    def join(rank: int) -> None:
+        try:
+            found[rank] = action(Meeting(rank, size, store, seconds))
+        except ValueError as error:
+            found[rank] = f"refused: {error}"
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(size) if rank != absent]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_rank_0_judges_the_values_of_all_and_leaves_last() -> None:
+    """It may hold the store, which would go before the others know why they are refused."""
+    left: list[int] = []
+
+    def action(meeting: Meeting) -> str:
+        time.sleep(0.3 * (meeting.rank == 1))
+        verdict = meeting.judged("t", str(meeting.rank), ",".join)
+        left.append(meeting.rank)
+        return verdict
+
+    assert at_once(3, action) == ["0,1,2"] * 3 and sorted(left) == [0, 1, 2]
+    assert Meeting(0, 1, None, 0.0).judged("t", "a", ",".join) == "a"
+
+
+@pytest.mark.slow
+def test_a_rank_that_gives_no_value_is_named_on_all_others() -> None:
+    first, _, third = at_once(3, lambda meeting: meeting.judged("t", "a", ",".join), 0.2, absent=1)
+    assert first == third == "refused: no word on the t from rank 1 within 0.2 s"
+
+
+def _life(store: dist.Store, size: int, delays: Sequence[float], present: Sequence[int]) -> dict[int, dist.Store | str]:
+    """What each present rank gets, started after its delay."""
+    found: dict[int, dist.Store | str] = {}
+
+    def join(rank: int) -> None:
+        time.sleep(delays[rank])
+        try:
+            found[rank] = fresh_store(store, rank, size, 0.2 if len(present) < size else 20.0)
+        except ValueError as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in present]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delays", [(0.3, 0.0, 0.1), (0.0, 0.3, 0.0)], ids=str)
+def test_each_life_of_a_run_has_a_part_of_the_store_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, delays: tuple[float, ...]
+) -> None:
+    """Would catch a rank that meets a dead one: late ranks, a life that never came together, then whole ones."""
+    monkeypatch.setattr("megacp.core.distributed.launch._READING_SECONDS", 0.1)
+    store = dist.HashStore()
+    for life in range(2):
+        parts = _life(store, 3, delays, (0, 1, 2))
+        parts[0].set("who", f"life {life}")  # type: ignore[union-attr]
+        assert [parts[rank].get("who") for rank in range(3)] == [f"life {life}".encode()] * 3  # type: ignore[union-attr]
+        for present in ((0, 1), (1, 2)):
+            broken = _life(store, 3, (0.0, 0.0, 0.0), present)
+            assert all("waited 0.2 s for the 3 ranks" in str(text) for text in broken.values())
+    missing = _life(dist.HashStore(), 3, (0.0, 0.0, 0.0), (0, 1))
+    assert all("no word from rank 2; start every rank" in str(text) for text in missing.values())
+
+
+def test_devices_and_threads_are_shared_by_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     for available, ranks, expected in ((True, 4, "cuda"), (True, 5, "cpu"), (False, 1, "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda answer=available: answer)
         assert device_type(World(0, ranks, 0, ranks)) == expected
-
-
-def test_on_a_cpu_the_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     threads = torch.get_num_threads()
     try:
         assert pick_device(World(0, 4096, 0, 4096)).type == "cpu"
@@ -124,19 +173,11 @@ def test_on_a_cpu_the_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> 
         torch.set_num_threads(threads)
 
 
-def test_one_process_starts_and_stops_without_a_process_group(environment: pytest.MonkeyPatch) -> None:
+def test_one_process_needs_no_process_group_and_holds_no_larger_grid(environment: pytest.MonkeyPatch) -> None:
     threads = torch.get_num_threads()
     try:
-        assert start(GridShape()).world.size == 1
-        assert not torch.distributed.is_initialized()
+        assert start(GridShape()).world.size == 1 and not dist.is_initialized()
         stop()
-    finally:
-        torch.set_num_threads(threads)
-
-
-def test_a_grid_larger_than_the_world_is_refused(environment: pytest.MonkeyPatch) -> None:
-    threads = torch.get_num_threads()
-    try:
         with pytest.raises(ValueError, match="needs 2 ranks, the world has 1"):
             start(GridShape(tp=2))
     finally:

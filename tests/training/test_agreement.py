@@ -9,10 +9,10 @@ import pytest
 
 from megacp.core.config.cli import parse
 from megacp.core.config.run import fields, flag
-from megacp.core.distributed.meeting import Meeting
+from megacp.core.distributed.launch import Meeting
 from megacp.core.training.agreement import MAY_DIFFER, require_agreement, require_shared_folder, statement
 from megacp.core.training.sources import open_sources
-from tests.distributed.test_meeting import at_once
+from tests.distributed.test_launch import at_once
 from tests.training.runs import TINY
 
 HOST = socket.gethostname()

@@ -12,15 +12,13 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from megacp import train
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.loader import PackedLoader
 from megacp.core.training.step import ParallelModel
-from megacp.core.training.stopping import STOPPED, StopSignal
+from megacp.core.training.stopping import StopSignal
 from megacp.prepare import command as preprocess
 from megacp.train import main
 from tests.training.runs import TINY, grid_flags, losses, run
@@ -278,20 +276,6 @@ def test_what_this_machine_alone_cannot_read_is_one_message(tmp_path: Path, caps
     assert main([*TINY, "--load", str(tmp_path / ("a" * 300))]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error") and "File name too long" in error and "Traceback" not in error
-
-
-def test_a_spare_ends_as_the_ranks_that_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch a spare whose status makes torchrun restart a run that stopped in order."""
-    real = train.plan_of
-
-    def as_spare(*arguments: object) -> object:
-        return SimpleNamespace(**{**vars(real(*arguments)), "shape": SimpleNamespace(world_size=0)})
-
-    monkeypatch.setattr(train, "plan_of", as_spare)
-    monkeypatch.setattr(train, "wait_as_spare", lambda meeting: STOPPED)
-    for restarts, status in ((False, STOPPED), (True, 0)):
-        monkeypatch.setattr(train.launch, "would_restart", lambda restarts=restarts: restarts)
-        assert main(TINY) == status
 
 
 @pytest.mark.slow

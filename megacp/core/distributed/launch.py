@@ -1,7 +1,7 @@
-"""Where a process learns its rank: torchrun's environment, the device, the default process group.
+"""Where a process learns its rank and meets the others: torchrun's environment, its store, device and process group.
 
-Key property: this file alone reads or writes `os.environ`, so everything else is a function of its arguments. One
-process needs no process group and no torchrun.
+This file alone reads or writes `os.environ`, so everything else is a function of its arguments. One process needs no
+process group and no torchrun.
 """
 
 from __future__ import annotations
@@ -9,22 +9,21 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
-import errno
+import hashlib
 import os
+import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from megacp.core.distributed.failure import within
+from megacp.core.distributed.failure import named, within
 from megacp.core.distributed.grid import GridShape, ProcessGrid, build_grid, connect
-from megacp.core.distributed.meeting import Meeting
-from megacp.core.distributed.restart_store import fresh_store
 from megacp.core.large_blocks import LARGE, reuse_large_blocks
 
 _M_TRIM_THRESHOLD, _FREE_TOP = -1, 64 << 20
@@ -34,10 +33,10 @@ bytes from which on an allocation gets a map of its own.
 """
 _FROZEN_SECONDS = 60.0
 """Beyond all deadlines: then a store that answers nothing is given up."""
-_NAME_SECONDS = 30.0
-"""How long MASTER_ADDR may be unknown to the name service: a cluster may start machines before their names."""
-
-
+_READING_SECONDS = 5.0
+"""How long rank 0 stays for the others to read what it said: its process may hold the store."""
+_LATE = "!"
+"""Before a verdict that there is none."""
 _FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 """torch's record of the last NCCL collectives, written to a file of each rank at a timeout (torch's names)."""
 
@@ -55,8 +54,8 @@ class World:
 def world_from_environment() -> World:
     """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; a single process when they are absent.
 
-    Raises ValueError naming every variable that is no number, a rank outside its world, and one of RANK and WORLD_SIZE
-    without the other: every process would then train alone.
+    Raises ValueError naming what is no number, a rank outside its world, and one of RANK and WORLD_SIZE without the
+    other: every process would then train alone.
     """
     given = [key for key in ("RANK", "WORLD_SIZE") if key in os.environ]
     if len(given) == 1:
@@ -132,43 +131,139 @@ def trim_heap() -> None:
         malloc_trim(0)
 
 
+class Meeting:
+    """One rank among all of a run, in its store, before any process group: ranks may still want different grids.
+
+    `store` is the part that only the ranks of this life know (None for a run of one rank).
+    """
+
+    def __init__(self, rank: int, size: int, store: dist.Store | None, seconds: float) -> None:
+        self.rank, self.size, self.store, self.seconds = rank, size, store, seconds
+        self.host = socket.gethostname()
+
+    def judged(self, topic: str, value: str, judge: Callable[[list[str]], str], also: float = 0.0) -> str:
+        """Rank 0's verdict on the values of all ranks, in rank order; every rank calls it once for a topic.
+
+        `also`: seconds that a rank may need for its value besides those of the meeting. Raises ValueError with the
+        number of a rank that gave no value in time.
+        """
+        store, seconds = self.store, self.seconds + also
+        if store is None:
+            return judge([value])
+        store.set(f"{topic}/{self.rank}", value)
+        store.set_timeout(datetime.timedelta(seconds=seconds + (_READING_SECONDS if self.rank else 0.0)))
+        values: list[str] = []
+        try:
+            while self.rank == 0 and len(values) < self.size:
+                values.append(store.get(f"{topic}/{len(values)}").decode())
+            if self.rank == 0:
+                store.set(f"{topic}/verdict", judge(values))
+            verdict = store.get(f"{topic}/verdict").decode()
+        except dist.DistError as late:
+            verdict = f"{_LATE}no word on the {topic} from rank {len(values)} within {seconds:g} s"
+            if self.rank:
+                raise ValueError(verdict[1:]) from late
+            store.set(f"{topic}/verdict", verdict)
+        read, deadline = store.add(f"{topic}/read", 1), time.monotonic() + _READING_SECONDS
+        while self.rank == 0 and read < self.size and time.monotonic() < deadline:
+            time.sleep(0.01)
+            read = store.add(f"{topic}/read", 0)
+        if verdict.startswith(_LATE):
+            raise ValueError(verdict[1:])
+        return verdict
+
+    def told(self, topic: str, value: str) -> str:
+        """Rank 0's value, on every rank."""
+        return self.judged(topic, value, lambda values: values[0])
+
+
 def meet(world: World, seconds: float) -> Meeting:
     """Find the other ranks of this run in its store; no process group is made.
 
-    Raises ValueError with one message for a store that cannot be opened or reached, a rank that does not come within
-    `seconds`, or comes twice.
+    Raises ValueError with one message for a store that cannot be reached, and for ranks that do not come in `seconds`.
     """
     if world.size == 1:
         return Meeting(world.rank, 1, None, seconds)
-    by_hand = "TORCHELASTIC_RUN_ID" not in os.environ
-
-    def find() -> dist.Store:
-        return fresh_store(_open_store(world, seconds), world.rank, world.size, seconds, by_hand)
-
+    here = f"rank {world.rank} on {socket.gethostname()}"
     try:
-        store = within(2 * seconds + _FROZEN_SECONDS, find)  # it is looked for, then waited in
+        store = within(
+            2 * seconds + _FROZEN_SECONDS,
+            lambda: fresh_store(_open_store(world, seconds), world.rank, world.size, seconds),
+        )
     except (TimeoutError, dist.DistError) as error:
-        lost = str(error).strip().partition("\n")[0]
-        raise ValueError(f"rank {world.rank} on {socket.gethostname()} lost the run's store: {lost}") from error
+        place = " ".join(f"{key}={os.environ.get(key)}" for key in ("MASTER_ADDR", "MASTER_PORT"))
+        why = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"{here} found no store at {place}: {why}; is rank 0 running there, and is the port free for it?"
+        ) from error
     return Meeting(world.rank, world.size, store, seconds)
+
+
+def _open_store(world: World, seconds: float) -> dist.Store:
+    """The store at MASTER_ADDR:MASTER_PORT: torchrun's agent has it, or else rank 0."""
+    host, port = (os.environ.get(key, "") for key in ("MASTER_ADDR", "MASTER_PORT"))
+    if not host or not (port.isdecimal() and 0 < int(port) < 2**16):
+        raise ValueError(
+            f"environment variables: MASTER_ADDR={host!r}, MASTER_PORT={port!r} (1 to 65535): start with torchrun or "
+            "set them alike everywhere"
+        )
+    serves = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    timeout = datetime.timedelta(seconds=max(1.0, seconds))
+    return dist.TCPStore("localhost" if serves else host, int(port), None, serves, timeout, wait_for_workers=False)
+
+
+def fresh_store(store: dist.Store, rank: int, size: int, seconds: float) -> dist.Store:
+    """A part of `store` that no earlier life of the run has written to; every rank calls it.
+
+    After a restart torchrun gives new ranks the old store, with addresses of dead processes under the names that new
+    ones look up. Each rank writes a random word. Rank 0 proposes all words it finds, each rank agrees to a proposal
+    that holds its own, and rank 0 settles it when all have. TORCHELASTIC_RESTART_COUNT would not do as a name: it
+    differs between machines once one has failed alone. ValueError names the ranks that do not come in `seconds`.
+    """
+
+    def read(key: str) -> str:
+        return store.get(f"life/{key}").decode() if store.check([f"life/{key}"]) else ""
+
+    mine, agreed, deadline = secrets.token_hex(8), "", time.monotonic() + seconds
+    store.set(f"life/word/{rank}", mine)
+    while time.monotonic() < deadline:
+        if rank == 0:
+            store.set("life/proposal", ",".join(read(f"word/{other}") for other in range(size)))
+        proposal = read("proposal")
+        words = proposal.split(",")
+        if len(words) == size and words[rank] == mine:
+            name = hashlib.sha256(proposal.encode()).hexdigest()[:16]
+            if name != agreed:
+                store.set(f"life/agreed/{rank}", name)
+                agreed = name
+            if rank == 0 and all(read(f"agreed/{other}") == name for other in range(size)):
+                store.set("life/settled", name)
+            if read("settled") == name:
+                return dist.PrefixStore(f"life/{name}", store)
+        time.sleep(0.02 * max(1.0, size / 128))
+    missing = [other for other in range(size) if not read(f"word/{other}")]
+    missing = missing or [other for other in range(size) if read(f"agreed/{other}") != agreed]
+    if rank == 0:
+        time.sleep(_READING_SECONDS)  # the others look for it there
+    raise ValueError(
+        f"rank {rank} on {socket.gethostname()} waited {seconds:g} s for the {size} ranks of this run to start: no "
+        f"word from {named(missing)}; start every rank, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
+    )
 
 
 def join(
     meeting: Meeting, shape: GridShape, timeout_minutes: float = 10.0, patience_minutes: float | None = None
 ) -> ProcessGrid:
-    """The grid of the first ranks that met: device, process group (gloo on CPU, NCCL on CUDA), axes.
-
-    Raises ValueError when fewer met than the grid holds; a rank beyond it must not call this.
-    """
-    world = world_from_environment()
-    device = pick_device(world)
+    """The grid of the ranks that met: device, process group (gloo on CPU, NCCL on CUDA), axes."""
+    device = pick_device(world_from_environment())
     timeout = datetime.timedelta(minutes=timeout_minutes)
-    size = min(meeting.size, shape.world_size)
-    if size > 1 and not dist.is_initialized():
+    if meeting.size > 1 and not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         if backend == "nccl":
             set_defaults(_FLIGHT_RECORDER)
-        dist.init_process_group(backend, store=meeting.store, rank=meeting.rank, world_size=size, timeout=timeout)
+        dist.init_process_group(
+            backend, store=meeting.store, rank=meeting.rank, world_size=meeting.size, timeout=timeout
+        )
     patience = None if patience_minutes is None else datetime.timedelta(minutes=patience_minutes)
     grid = build_grid(shape, meeting.rank, device, timeout, patience)
     if device.type == "cuda":  # gloo has made its connections with the groups
@@ -190,59 +285,7 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
-def _open_store(world: World, seconds: float) -> dist.Store:
-    """The store at MASTER_ADDR:MASTER_PORT: torchrun's agent has it, or else rank 0."""
-    host, text = (os.environ.get(key, "") for key in ("MASTER_ADDR", "MASTER_PORT"))
-    wrong = [f"{key} is not set" for key, value in (("MASTER_ADDR", host), ("MASTER_PORT", text)) if not value]
-    if text and not (text.isdecimal() and 0 < int(text) < 2**16):
-        wrong.append(f"MASTER_PORT={text!r} is no number of a port (1 to 65535)")
-    if wrong:
-        raise ValueError(f"environment variables: {', '.join(wrong)}; start with torchrun or set them alike everywhere")
-    port = int(text)
-    timeout = datetime.timedelta(seconds=max(1.0, seconds))
-    if world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        listening = _listen(port)
-        return dist.TCPStore(
-            "localhost", port, None, True, timeout, wait_for_workers=False, master_listen_fd=listening.detach()
-        )
-    _await_store(host, port, world, seconds)
-    return dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
-
-
-def _listen(port: int) -> socket.socket:
-    """A socket that listens on all addresses of this machine. Raises ValueError when the port is taken."""
-    both = socket.has_dualstack_ipv6()
-    try:
-        family = socket.AF_INET6 if both else socket.AF_INET
-        return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=2048)
-    except OSError as error:
-        why = "is in use by another process" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
-        raise ValueError(
-            f"MASTER_PORT={port} {why} on {socket.gethostname()}, the machine of rank 0: choose another port, the same "
-            "for all ranks, or end what is left of an earlier run"
-        ) from error
-
-
-def _await_store(host: str, port: int, world: World, seconds: float) -> None:
-    """Return once somebody listens there: torch's own waiting prints a page for every attempt."""
-    begun = time.monotonic()
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=max(1.0, min(10.0, seconds))).close()
-            return
-        except (socket.gaierror, UnicodeError) as error:
-            limit, why = min(seconds, _NAME_SECONDS), f"MASTER_ADDR={host!r} is no machine that can be found: {error}"
-        except OSError as error:
-            limit = seconds
-            why = f"nobody listens at MASTER_ADDR={host}, MASTER_PORT={port}: {error.strerror or error}"
-        if time.monotonic() - begun >= limit:
-            raise ValueError(
-                f"rank {world.rank} on {socket.gethostname()} waited {limit:g} s: {why}; is rank 0 running there?"
-            )
-        time.sleep(0.2)
-
-
-def leave(status: int) -> NoReturn:
+def hard_exit(status: int) -> NoReturn:
     """End this process now, without the destructors of libraries and their threads.
 
     After a failure, those of a process group may wait for ever for a machine that is frozen. After a good run, a thread
