@@ -8,7 +8,7 @@ PIP_ARGS ?=
 WORKERS ?= 3
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-text test test-fast test-faults test-gpu check format bench clean
+.PHONY: help setup demo demo-text test test-fast test-faults mutants test-gpu check format bench clean
 
 BIN := $(VENV)/bin
 # Transformer Engine's Python files, whose signatures the tests check ours against, stand apart: see setup.py.
@@ -26,6 +26,7 @@ help:
 	@echo 'make test       all tests but the long faults and the fences (8 minutes on two quiet cores)'
 	@echo 'make test-fast  the tests that take less than half a second each (90 seconds on two quiet cores)'
 	@echo 'make test-faults  kills, full disks, lost ranks and damaged files at random moments (7 minutes)'
+	@echo 'make mutants    break the code in 150 places, and see which of them no fast test sees (half an hour)'
 	@echo 'make test-gpu   the tests that need an NVIDIA GPU, with PYTHON as it is'
 	@echo 'make check      lint, layer contract, fences, types'
 	@echo 'make format     format and repair what a tool can'
@@ -75,6 +76,9 @@ test-fast: $(STAMP)
 # FAULTS adds to it: FAULTS='--fault-seed 7 --fault-repeat 20 -k kill'
 test-faults: $(STAMP)
 	$(PYTEST) tests/faults tests/training/test_faults.py $(FAULTS)
+
+mutants: $(STAMP)
+	$(BIN)/python tests/mutants.py
 
 # With the python3 that has CUDA torch; of the test extra it needs pytest, pytest-timeout and hypothesis.
 test-gpu:
