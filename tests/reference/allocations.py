@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -11,7 +12,10 @@ from megacp.core.large_blocks import BLOCKS
 
 def peak_bytes_of(work: Callable[[], object]) -> int:
     """Most bytes held at once over those held before; what operations make inside and let go counts too."""
-    with BLOCKS.paused(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+    with (
+        mock.patch.object(BLOCKS, "active", False),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace,
+    ):
         kept = work()
     del kept
     events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from megacp.core.distributed.failure import named, within
 from megacp.core.distributed.grid import GridShape, ProcessGrid, build_grid, connect
-from megacp.core.large_blocks import LARGE, reuse_large_blocks
+from megacp.core.large_blocks import BLOCKS, LARGE
 
 _M_TRIM_THRESHOLD, _FREE_TOP = -1, 64 << 20
 _M_MMAP_THRESHOLD = -3
@@ -114,7 +114,7 @@ def steady_heap() -> None:
     fixes the other one at 128 KiB, and most pages of a step would be given back and cleared anew. A no-op where the C
     library has no `mallopt`.
     """
-    reuse_large_blocks()
+    BLOCKS.active = True
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, LARGE)
