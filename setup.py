@@ -41,7 +41,7 @@ EXTRAS = {
         "trl",
         "types-PyYAML",
     ],
-    "data": ["av", "gigatoken", "jinja2", "pillow", "pyarrow", "zstandard"],
+    "data": ["av", "gigatoken", "jinja2", "pillow", "pyarrow"],
     "demo": ["matplotlib", "pillow", "scikit-learn"],
     "hf": ["huggingface_hub", "jinja2", "safetensors", "transformers"],
     "log": ["matplotlib", "tensorboard", "wandb"],

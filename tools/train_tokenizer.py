@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from megacp.core.config.arguments import OneLineParser
-from megacp.prepare.records.record_keys import Accepted
+from megacp.prepare.records.record import Accepted
 from megacp.prepare.train_tokenizer import RECORD_SUFFIXES, train
 
 EXAMPLES = """examples:

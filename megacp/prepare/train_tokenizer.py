@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megacp.prepare.records.read import Extent, read_extent
-from megacp.prepare.records.record import RecordError, Refusal
-from megacp.prepare.records.record_keys import Accepted
+from megacp.prepare.records.record import Accepted, RecordError, Refusal
 from megacp.prepare.records.sample import parse_record
 
 EOD_TOKEN = "<|endoftext|>"

@@ -57,7 +57,7 @@ from megacp.huggingface.convert.source import (
 )
 from megacp.huggingface.convert.tensors import Info, Mapped, Source, in_dtype, num_bytes, one_dtype, whole
 from megacp.huggingface.convert.tokenizer import Given, token_notes, write_tokenizer
-from megacp.prepare.records.answer_ends import answer_ends
+from megacp.prepare.records.conversation import answer_ends
 from megacp.prepare.tokenize.tokenizer import PROBE, Tokenizer, load_tokenizer
 
 _NOT_COPIED = ("config.json", hf_files.INDEX, hf_files.SUMS)

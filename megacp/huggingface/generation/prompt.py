@@ -26,8 +26,7 @@ from megacp.core.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE, UNIT_DTYPE
 from megacp.prepare.media.reader import MediaReader
 from megacp.prepare.records.documents import DocumentMaker, Part, SegmentUnit
 from megacp.prepare.records.parts import Media, SamplePart
-from megacp.prepare.records.record import RecordError
-from megacp.prepare.records.record_keys import FOR_PROMPTS
+from megacp.prepare.records.record import FOR_PROMPTS, RecordError
 from megacp.prepare.records.sample import parse_record
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 

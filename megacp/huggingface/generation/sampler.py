@@ -32,7 +32,7 @@ from megacp.core.training.sources import image_misfits
 from megacp.core.training.state import first_token, last_token, stored_state
 from megacp.core.training.stored import stored_config
 from megacp.huggingface.generation.prompt import Prompt, PromptPart, prompt_pixels, prompt_row
-from megacp.prepare.records.answer_ends import answer_ends
+from megacp.prepare.records.conversation import answer_ends
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
 _ONE_PROCESS: dict[str, Value] = {

@@ -39,8 +39,15 @@ from megacp.prepare.build.unit import (
 from megacp.prepare.build.upload import FAILED_IMAGES_NAME, REJECTS_NAME, TOKENIZER_DIRECTORY
 from megacp.prepare.build.workers import run_tasks
 from megacp.prepare.records.chat_template import ChatTemplate
-from megacp.prepare.records.inputs import SAMPLED_BYTES, identity, notes_of_newer, refuse_changed
-from megacp.prepare.records.read import Unit, input_files, is_plain, plan_units
+from megacp.prepare.records.read import (
+    SAMPLED_BYTES,
+    Unit,
+    identity,
+    input_files,
+    is_plain,
+    plan_units,
+    refuse_changed,
+)
 from megacp.prepare.records.record import Refusal
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
@@ -213,10 +220,6 @@ class _Build:
 
     def run(self) -> BuildSummary:
         started = time.monotonic()
-        if self._resumed:
-            built = self._directory / MANIFEST_NAME
-            notes = notes_of_newer(self._settings.input, built if built.exists() else self._journal.path)
-            self._stream.writelines(notes)
         if (self._directory / MANIFEST_NAME).exists() and self._resumed == len(self._units):
             manifest = DatasetManifest.read(self._directory)
             self._check_refusals()

@@ -18,9 +18,8 @@ from megacp.prepare.build.packing import OVERSIZE_RULES
 from megacp.prepare.build.upload import Upload
 from megacp.prepare.media.fetch import prefix_problem
 from megacp.prepare.records.chat_template import ChatTemplate, load_chat_template
-from megacp.prepare.records.inputs import problem as input_problem
-from megacp.prepare.records.record import DEFAULT_MAX_RECORD_BYTES
-from megacp.prepare.records.record_keys import LEARNED_ROLES
+from megacp.prepare.records.read import input_problem
+from megacp.prepare.records.record import DEFAULT_MAX_RECORD_BYTES, LEARNED_ROLES
 from megacp.prepare.records.sample import RECORD_KEYS
 from megacp.prepare.tokenize.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 

@@ -28,11 +28,9 @@ from megacp.prepare.media.fetch import ImageFetcher
 from megacp.prepare.media.reader import LARGEST_ITEM, MediaReader, unnamed_members
 from megacp.prepare.records.chat_template import ChatTemplate
 from megacp.prepare.records.documents import Document, DocumentMaker, Encoded, Origin, Part, learned_tokens
-from megacp.prepare.records.jsonl import line_number
 from megacp.prepare.records.parts import Sample, SamplePart
-from megacp.prepare.records.read import Extent, Unit, ahead, is_plain, read_extent
-from megacp.prepare.records.record import Record, RecordError, Refusal
-from megacp.prepare.records.record_keys import Accepted
+from megacp.prepare.records.read import Extent, Unit, ahead, is_plain, line_number, read_extent
+from megacp.prepare.records.record import Accepted, Record, RecordError, Refusal
 from megacp.prepare.records.sample import parse_record
 from megacp.prepare.tokenize.threads import one_thread
 from megacp.prepare.tokenize.tokenizer import Tokenizer

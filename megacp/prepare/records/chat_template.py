@@ -1,15 +1,14 @@
 """Chat templates: where they come from, and conversations written by them as the transformers library writes them.
 
-Key property: the ids of a conversation are those of `apply_chat_template(tokenize=True)`: one text, tokenized whole,
-with the special tokens that the tokenizer's files name. Rejected: to call the library, whose import takes seconds in
-each worker, and whose `strftime_now` gives a resumed build other tokens than it began with.
-
-The blocks of `{% generation %}` are marked in the text by characters that Unicode gives to programs alone. The
-marks are taken out again. So a block keeps its place also within a macro or a `set`.
+The ids of a conversation are those of `apply_chat_template(tokenize=True)`: one text, tokenized whole, with the special
+tokens that the tokenizer's files name. The library itself takes seconds to import in each worker, its clock would give
+a resumed build other tokens, and it loses the position of a generation block within a macro. Here blocks are marked in
+the text by characters that Unicode gives to programs alone; the marks are taken out again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -35,14 +34,14 @@ from megacp.prepare.tokenize.beside import (
 )
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
-RESERVED = "\ufdd0\ufdd1\ufdd2\ufdd3"
-"""Characters that mark places of a rendering; no text may hold them."""
-_BEGIN, _END, _OPEN, _CLOSE = tuple(RESERVED)
+_BEGIN, _END, PLACE = _RESERVED = "\ufdd0\ufdd1\ufdd2"
+"""Characters that mark a generation block, and what stands for an image; no text may hold them."""
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; the first is that of templates."""
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt", *_NAMED)
 """What every template is given."""
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _MARKS = ("<|im_start|>", "<|im_end|>")
 """Of the templates that are known by name."""
 
@@ -77,8 +76,8 @@ class ChatTemplate:
 
     @cached_property
     def forgeable(self) -> re.Pattern[str]:
-        """Finds special tokens, which only a template may write."""
-        return _any_of(token.content for token in self._added if token.special)
+        """Finds special tokens, which only a template may write, and the characters that mark a rendering."""
+        return _any_of([*(token.content for token in self._added if token.special), *_RESERVED])
 
     @cached_property
     def _added(self) -> list[Any]:
@@ -98,7 +97,7 @@ class ChatTemplate:
 
     def has_generation(self, tools: Sequence[Any] | None) -> bool:
         """Whether the template says by itself what is learned."""
-        return _has_generation(self.text_for(tools))
+        return _GENERATION.search(self.text_for(tools)) is not None
 
     def variables(self, tools: Sequence[Any] | None) -> frozenset[str]:
         """Names that a record may set for the template."""
@@ -115,9 +114,8 @@ class ChatTemplate:
         given = {**self.special, **(variables or {}), "tools": tools, "documents": None}
         chat = [_with_reasoning({key: v for key, v in m.items() if v is not None}) for m in messages]
         try:
-            text = _compiled(self.text_for(tools), self.today).render(
-                messages=chat, add_generation_prompt=prompt, **given
-            )
+            template = _compiled(self.text_for(tools), self.today)
+            text = template.render(messages=chat, add_generation_prompt=prompt, **given)
         except Exception as error:  # a template is a program, and may fail in any way
             raise RecordError(f"the chat template refuses it: {_one_line(error)}") from error
         return _unmarked(text)
@@ -126,11 +124,6 @@ class ChatTemplate:
         """Ids int32 [n] of a rendering, and the characters start..stop of each, int64 [n, 2]."""
         encoding = self._model.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
-
-
-def mark(number: int) -> str:
-    """A text that no record holds and no tokenizer sees, to follow a value through a template."""
-    return f"{_OPEN}{number}{_CLOSE}"
 
 
 def load_chat_template(choice: str, tokenizer: Tokenizer, today: str | None) -> ChatTemplate:
@@ -161,14 +154,19 @@ def load_chat_template(choice: str, tokenizer: Tokenizer, today: str | None) -> 
         )
     if today is not None and not dated:
         raise ValueError(f"--chat-template-date {today}: the template of {flag} writes no date")
-    if today is not None:
-        _date(today)
+    try:
+        _environment(today)
+    except ValueError as error:
+        raise ValueError(f"--chat-template-date {today} is no date, as in 2026-01-31") from error
     made = template_of(texts, tokenizer, today)
     if texts["default"] in OURS.values() and not all(made.forgeable.fullmatch(token) for token in _MARKS):
         raise ValueError(
             f"{flag}: {tokenizer.files[0]} lacks the special tokens {', '.join(_MARKS)}, and as plain text any "
             "record could spell them"
         )
+    with contextlib.suppress(RecordError):  # it wants more than a question
+        if made.render([{"role": "user", "content": "Why?"}]).generated:
+            raise ValueError(f"{flag}: a generation block of the template holds what a user says")
     return made
 
 
@@ -254,13 +252,6 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
 
-def _date(text: str) -> datetime.datetime:
-    try:
-        return datetime.datetime.strptime(text, "%Y-%m-%d")
-    except ValueError as error:
-        raise ValueError(f"--chat-template-date {text} is no date, as in 2026-01-31") from error
-
-
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """A message with its reasoning under the names that templates read, as the library hands it on."""
     found = next((message[name] for name in REASONING if name in message), None)
@@ -294,8 +285,6 @@ def _environment(today: str | None) -> Any:
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}` ... `{% endgeneration %}`, marked in the output."""
-
         tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
@@ -329,9 +318,8 @@ def _environment(today: str | None) -> Any:
     )
     made.filters["tojson"] = tojson
     made.globals["raise_exception"] = raise_exception
-    made.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)  # the class itself has too much to call
     if today is not None:
-        made.globals["strftime_now"] = _date(today).strftime
+        made.globals["strftime_now"] = datetime.datetime.strptime(today, "%Y-%m-%d").strftime
     return made
 
 
@@ -346,8 +334,3 @@ def _variables(text: str) -> frozenset[str]:
 
     environment = _environment(None)
     return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(text))) - {*environment.globals}
-
-
-@lru_cache(maxsize=64)
-def _has_generation(text: str) -> bool:
-    return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", text) is not None

@@ -1,7 +1,7 @@
-"""The forms of a record, one row each: by which keys it is known, and what it says as texts or as messages.
+"""What a record says, as texts or as messages: its forms, its messages, the images that its texts leave a place for.
 
-Key property: a record has exactly one form. Keys of two forms in one record are refused with both names, as only one of
-the two would be learned. Rejected: a flag that names the form, which says the same of records that are something else.
+A record has exactly one form. Keys of two forms in one record are refused with both names, as only one of the two
+would be learned. What stands in a message is learned or not by its role and its `weight` alone.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megacp.prepare.records.messages import Talk, from_content, talk_of
-from megacp.prepare.records.parts import MEDIA_SOURCES, MEDIA_TYPES, SamplePart
-from megacp.prepare.records.record import RecordError, described, text_at
-from megacp.prepare.records.record_keys import LEARNED_ROLES, RecordRules
+from megacp.prepare.records.parts import END, MEDIA_SOURCES, MEDIA_TYPES, SamplePart, media_at
+from megacp.prepare.records.record import LEARNED_ROLES, RecordError, RecordRules, described, text_at
 
+MESSAGE_KEYS = ("role", "content", "weight", "id")
+MOST_WEIGHT = 1e12
+"""Of a record, a branch and a message: the three times each other are finite in float32."""
 _SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
 """Roles of ShareGPT by the names that it has for them; others are the same."""
 _PLACE = re.compile(r"<(image|video)>")
@@ -30,12 +31,118 @@ _ALPACA = (
     "\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
 )
 _PAIRED = ", paired with an input that provides further context"
-_SOURCES = (*MEDIA_TYPES, "frames", "url")
-"""Further keys of a part that name what it shows."""
-_OF_TEMPLATES = ("tools", "chat_template_kwargs")
-"""Keys of records with messages that a chat template reads."""
+
+
+@dataclass(frozen=True)
+class Talk:
+    """The messages of a record, whatever its form, with what else a chat template is given."""
+
+    messages: list[dict[str, Any]]
+    paths: tuple[str, ...]
+    """Where each stands in the record."""
+    tools: list[Any] | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
+
 
 Said = list[SamplePart] | Talk
+
+
+# ---- messages and contents
+
+
+def talk_of(value: Any, key: str) -> Talk:
+    """The messages at `key` of a record; RecordError when they are none."""
+    if not isinstance(value, list) or not value:
+        raise RecordError(f"`{key}` must be a list of at least one message, found {described(value)}")
+    paths = tuple(f"{key}[{i}]" for i in range(len(value)))
+    for message, where in zip(value, paths, strict=True):
+        if not isinstance(message, dict) or "role" not in message:
+            raise RecordError(f"`{where}` must be an object with `role` and `content`, found {described(message)}")
+    return Talk(value, paths)
+
+
+def role_and_weight(message: dict[str, Any], where: str, rules: RecordRules) -> tuple[str, float]:
+    """Who says a message, and the loss weight of its content: its `weight` where the role is learned, else 0."""
+    role, weight = text_at(message["role"], f"{where}.role"), weight_of(message, f"{where}.weight")
+    if problem := rules.accepted.role_problem(role):
+        raise RecordError(f"`{where}.role`: {problem}")
+    if role in LEARNED_ROLES:
+        return role, 1.0 if rules.accepted.ignore_weights else weight
+    if message.get("weight") is not None and weight > 0:
+        raise RecordError(f"`{where}.weight` is {weight:g}, but nothing that a {role} says is learned; leave it out")
+    return role, 0.0
+
+
+def from_messages(talk: Talk, rules: RecordRules) -> list[SamplePart]:
+    """Messages in the house's own form."""
+    pieces: list[SamplePart] = []
+    for i, (message, where) in enumerate(zip(talk.messages, talk.paths, strict=True)):
+        if "content" not in message:
+            raise RecordError(f"`{where}` must be an object with `role` and `content`, found {described(message)}")
+        (role, learned), content = role_and_weight(message, where, rules), message["content"]
+        rules.refuse_lost(message, MESSAGE_KEYS, f"`{where}`")
+        pieces.append(header(role, first=not i))
+        if isinstance(content, list):
+            said = from_content(content, f"{where}.content", rules)
+            pieces += [SamplePart(piece.text, learned * piece.weight, piece.media) for piece in said]
+        elif text_at(content, f"{where}.content"):
+            pieces.append(SamplePart(content, learned))
+        if role in LEARNED_ROLES:
+            pieces.append(replace(END, weight=learned))
+    return pieces
+
+
+def header(role: str, first: bool) -> SamplePart:
+    """What stands before a message in the house's own form."""
+    return SamplePart(("" if first else "\n") + f"<|{role}|>\n", 0.0)
+
+
+def from_content(value: Any, key: str, rules: RecordRules) -> list[SamplePart]:
+    """A list of parts, the texts between images joined."""
+    if not isinstance(value, list) or not value:
+        raise RecordError(f"`{key}` must be a list of at least one part, found {described(value)}")
+    pieces: list[SamplePart] = []
+    for i, part in enumerate(value):
+        where = f"{key}[{i}]"
+        kind = kind_of(part, where)
+        if kind != "text":
+            pieces.append(SamplePart(None, 0.0, media_at(part, kind, where, rules)))
+        elif text := text_of(part, where, rules):
+            before = pieces.pop().text or "" if pieces and pieces[-1].media is None else ""
+            pieces.append(SamplePart(before + text, 1.0))
+    if not pieces:
+        raise RecordError(f"`{key}` holds no text")
+    return pieces
+
+
+def kind_of(part: Any, where: str) -> str:
+    """The type of a part of a content; RecordError for one that is not known."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in ("text", *MEDIA_TYPES):
+        allowed = f"text (or {', '.join(MEDIA_TYPES)})"
+        raise RecordError(f"`{where}` must be an object with `type` {allowed}, found {described(part)}")
+    return str(kind)
+
+
+def text_of(part: dict[str, Any], where: str, rules: RecordRules) -> str:
+    """The text of a part of a content."""
+    rules.refuse_lost(part, ("type", "text"), f"`{where}`")
+    return text_at(part.get("text"), f"{where}.text")
+
+
+def weight_of(record: dict[str, Any], key: str) -> float:
+    """The `weight` of a record or branch, called `key` in errors; 1 where there is none."""
+    weight = record.get("weight")
+    if weight is None:
+        return 1.0
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise RecordError(f"`{key}` is {described(weight)}, it must be a number")
+    if not 0.0 <= weight <= MOST_WEIGHT:  # also refuses NaN
+        raise RecordError(f"`{key}` is {weight}, it must be a number from 0 to {MOST_WEIGHT:g}")
+    return float(weight)
+
+
+# ---- forms
 
 
 @dataclass(frozen=True)
@@ -43,7 +150,7 @@ class Form:
     """One way to write a record."""
 
     keys: tuple[str, ...]
-    """All of them are there; the first two tell forms apart in messages."""
+    """All of them are there."""
     read: Callable[[dict[str, Any], Callable[[str], str], RecordRules], Said]
     """From the record, and from a key to the words for where it stands."""
     beside: tuple[str, ...] = ()
@@ -51,16 +158,15 @@ class Form:
 
     @property
     def shown(self) -> str:
-        """How messages call it."""
+        """How errors call it."""
         return " with ".join(f"`{key}`" for key in self.keys)
 
 
 def plain_text(value: Any, key: str) -> list[SamplePart]:
     """A text, all of it learned."""
-    text = text_at(value, key)
-    if not text:
+    if not text_at(value, key):
         raise RecordError(f"`{key}` is empty")
-    return [SamplePart(text, 1.0)]
+    return [SamplePart(value, 1.0)]
 
 
 def _answered(prompt: str, answer: list[SamplePart]) -> list[SamplePart]:
@@ -115,14 +221,14 @@ def _turn(turn: Any, where: str) -> Any:
     return {"role": _SPEAKERS.get(speaker, speaker), "content": turn["value"], **rest}
 
 
-FORMS = {
-    "text": Form(("text",), lambda record, at, rules: plain_text(record[rules.text_key], at(rules.text_key))),
-    "messages": Form(("messages",), lambda record, at, rules: talk_of(record["messages"], at("messages"))),
-    "content": Form(("content",), lambda record, at, rules: from_content(record["content"], at("content"), rules)),
-    "conversations": Form(("conversations",), _conversations, ("system",)),
-    "prompt": Form(("prompt", "completion"), _prompt_and_completion),
-    "alpaca": Form(("instruction", "output"), _alpaca, ("input",)),
-}
+FORMS = (
+    Form(("messages",), lambda record, at, rules: talk_of(record["messages"], at("messages"))),
+    Form(("content",), lambda record, at, rules: from_content(record["content"], at("content"), rules)),
+    Form(("conversations",), _conversations, ("system",)),
+    Form(("prompt", "completion"), _prompt_and_completion),
+    Form(("instruction", "output"), _alpaca, ("input",)),
+)
+"""All but plain text, whose key the user names."""
 
 
 def said_by(record: dict[str, Any], rules: RecordRules, own_keys: tuple[str, ...], where: str = "") -> Said:
@@ -132,8 +238,8 @@ def said_by(record: dict[str, Any], rules: RecordRules, own_keys: tuple[str, ...
     """
     # --text-key may name a key of another form, which then is plain text; an ignored key is not there
     text_key, ignored = rules.text_key, {*rules.accepted.ignore_keys} - {rules.text_key, *own_keys}
-    forms = [Form((text_key,), FORMS["text"].read)]
-    forms += [form for form in FORMS.values() if "text" not in form.keys and text_key not in form.keys]
+    forms = [Form((text_key,), lambda record, at, rules: plain_text(record[text_key], at(text_key)))]
+    forms += [form for form in FORMS if text_key not in form.keys]
     given = {key: value for key, value in record.items() if value is not None and key not in ignored}
     present = [form for form in forms if given.keys() >= {*form.keys}]
     if len(present) != 1:
@@ -147,12 +253,14 @@ def said_by(record: dict[str, Any], rules: RecordRules, own_keys: tuple[str, ...
     said = form.read(given, lambda key: f"{where}.{key}" if where else key, rules)
     read = (*form.keys, *form.beside, *own_keys)
     if isinstance(said, Talk):
-        said, media_keys = _with_media(said, given, where)
+        said, media_keys = _with_media(said, given)
         if rules.media and not media_keys and not {IMAGE_AS_TEXT, "*"} & {*rules.accepted.ignore_keys}:
             _refuse_unfilled(said)
-        read += media_keys + (_OF_TEMPLATES if rules.has_template else ())
+        read += media_keys
+        if rules.has_template:
+            said, read = _with_tools(said, given), (*read, "tools", "chat_template_kwargs")
     rules.refuse_lost(given, read, f"`{where}`" if where else "", in_record=True)
-    return _with_tools(said, given) if isinstance(said, Talk) and rules.has_template else said
+    return said
 
 
 def _with_tools(talk: Talk, record: dict[str, Any]) -> Talk:
@@ -167,55 +275,37 @@ def _with_tools(talk: Talk, record: dict[str, Any]) -> Talk:
         raise RecordError(f"`tools` must be a list of objects, found {described(tools)}")
     if not isinstance(variables, dict):
         raise RecordError(f"`chat_template_kwargs` is {described(variables)}, it must be an object")
-    return Talk(talk.messages, talk.paths, tools, variables)
+    return replace(talk, tools=tools, variables=variables)
 
 
-def _with_media(talk: Talk, record: dict[str, Any], where: str) -> tuple[Talk, tuple[str, ...]]:
-    """Messages with a record's images and videos in the places that their texts leave for them; the keys of those."""
+# ---- images of a record in the places that its texts leave for them
+
+
+def _with_media(talk: Talk, record: dict[str, Any]) -> tuple[Talk, tuple[str, ...]]:
+    """Messages with a record's images and videos in the places of their texts; the keys that name those."""
     given: dict[str, list[Any]] = {}
-    keys: list[str] = []
+    keys: dict[str, str] = {}
     for kind in MEDIA_TYPES:
         named = [key for key in (kind, f"{kind}s") if record.get(key) not in (None, [])]
         if len(named) > 1:
             raise RecordError(f"`{named[0]}` and `{named[1]}` both name what stands at <{kind}>; leave one out")
         for key in named:
-            value = record[key]
-            given[kind] = list(value) if isinstance(value, list) else [value]
-            keys.append(key)
-    count = {kind: len(sources) for kind, sources in given.items()}
+            given[kind] = list(record[key]) if isinstance(record[key], list) else [record[key]]
+            keys[kind] = key
     split = [_split(message.get("content"), given) for message in talk.messages]
-    places = {kind: sum(len(found[kind]) for _, found in split) for kind in given}
+    places = {kind: [part for _, found in split for part in found if part["type"] == kind] for kind in given}
     if not any(places.values()):  # nothing in the messages reads them
         return talk, ()
-    for kind, number in places.items():
-        if number != count[kind]:
-            key = next(key for key in keys if key.startswith(kind))
+    for kind, found in places.items():
+        if len(found) != len(given[kind]):
             raise RecordError(
-                f"`{key}` names {count[kind]} and the messages have {number} places for them "
+                f"`{keys[kind]}` names {len(given[kind])} and the messages have {len(found)} places for them "
                 f"(<{kind}>, or a part of type {kind} that names none)"
             )
-    for _, found in split:
-        for kind, parts in found.items():
-            for part in parts:
-                part.update(_source(kind, given[kind].pop(0)))
+        for part, value in zip(found, given[kind], strict=True):
+            part.update(_source(kind, value))
     messages = [{**m, "content": c} if "content" in m else m for m, (c, _) in zip(talk.messages, split, strict=True)]
-    return Talk(messages, talk.paths), tuple(keys)
-
-
-def _refuse_unfilled(talk: Talk) -> None:
-    """RecordError where messages have a place for an image and nothing names one, which would be learned blind."""
-    contents = [message.get("content") for message in talk.messages]
-    parts = [content if isinstance(content, list) else [{"text": content}] for content in contents]
-    parts = [[part for part in each if isinstance(part, dict)] for each in parts]
-    if any(part.get("type") in MEDIA_TYPES for each in parts for part in each):
-        return
-    for message, path, each in zip(talk.messages, talk.paths, parts, strict=True):
-        texts = [text for part in each if isinstance(text := part.get("text"), str)]
-        if message.get("role") not in LEARNED_ROLES and any(map(_UNFILLED.search, texts)):
-            raise RecordError(
-                f"`{path}` has a place <image> and the record names no image; name it as `image` or `images`, or give "
-                f"--ignore-keys '{IMAGE_AS_TEXT}' to learn it as text"
-            )
+    return Talk(messages, talk.paths), tuple(keys.values())
 
 
 def _source(kind: str, value: Any) -> dict[str, Any]:
@@ -227,24 +317,39 @@ def _source(kind: str, value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) and not value.keys() <= {"bytes", "path"} else {kind: value}
 
 
-def _split(content: Any, given: dict[str, list[Any]]) -> tuple[Any, dict[str, list[dict[str, Any]]]]:
-    """A message's content as parts, and those of them that are places without a source, by kind of `given`."""
-    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in given}
+def _split(content: Any, given: dict[str, list[Any]]) -> tuple[Any, list[dict[str, Any]]]:
+    """A message's content as parts, and those of them that are places without a source for a kind of `given`."""
+    found: list[dict[str, Any]] = []
     parts: list[Any] = []
+    sources = (*MEDIA_SOURCES, *MEDIA_TYPES, "frames", "url")
     for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
         kind = part.get("type") if isinstance(part, dict) else None
-        named = isinstance(part, dict) and any(part.get(key) is not None for key in (*MEDIA_SOURCES, *_SOURCES))
-        if kind in found and not named:
-            found[kind].append({"type": kind})
-            parts.append(found[kind][-1])
+        if kind in given and all(part.get(key) is None for key in sources):
+            found.append({"type": kind})
+            parts.append(found[-1])
         elif kind == "text" and isinstance(part.get("text"), str):
-            texts = _PLACE.split(part["text"])  # text, kind, text, kind, ..., text
-            for i, text in enumerate(texts):
-                if i % 2 and text in found:
-                    found[text].append({"type": text})
-                    parts.append(found[text][-1])
+            for i, text in enumerate(_PLACE.split(part["text"])):  # text, kind, text, kind, ..., text
+                if i % 2 and text in given:
+                    found.append({"type": text})
+                    parts.append(found[-1])
                 elif text := f"<{text}>" if i % 2 else text:
                     parts.append({**part, "text": text})
         else:
             parts.append(part)
-    return (parts if any(found.values()) else content), found
+    return (parts if found else content), found
+
+
+def _refuse_unfilled(talk: Talk) -> None:
+    """RecordError where messages have a place for an image and nothing names one, which would be learned blind."""
+    contents = [message.get("content") for message in talk.messages]
+    parts = [content if isinstance(content, list) else [{"type": "text", "text": content}] for content in contents]
+    parts = [[part for part in each if isinstance(part, dict)] for each in parts]
+    if any(part.get("type") in MEDIA_TYPES for each in parts for part in each):
+        return
+    for message, path, each in zip(talk.messages, talk.paths, parts, strict=True):
+        texts = [text for part in each if isinstance(text := part.get("text"), str)]
+        if message["role"] not in LEARNED_ROLES and any(map(_UNFILLED.search, texts)):
+            raise RecordError(
+                f"`{path}` has a place <image> and the record names no image; name it as `image` or `images`, or give "
+                f"--ignore-keys '{IMAGE_AS_TEXT}' to learn it as text"
+            )

@@ -1,7 +1,4 @@
-"""Pieces of a record: stretches of text with a loss weight each, images and videos as it names them.
-
-Key property: a piece says where it stands in its record, so that whoever finds fault with it can say so.
-"""
+"""Pieces of a record: stretches of text with a loss weight each, images and videos as it names them."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megacp.prepare.records.record import RecordError, described, text_at
-from megacp.prepare.records.record_keys import RecordRules
+from megacp.prepare.records.record import RecordError, RecordRules, described, text_at
 
 MEDIA_TYPES = ("image", "video")
 MEDIA_SOURCES = ("path", "base64", "member", "bytes")

@@ -1,30 +1,60 @@
 """Cuts the input files into units of work, and reads the records of any supported file.
 
-Key property: a unit depends on the files and `unit_bytes` alone, never on who reads it. A plain JSONL file is cut into
-byte ranges; a compressed file or a container is one extent. Rejected: one reader that feeds all workers, which becomes
-the limit, and a split by line count, which reads everything twice.
+A unit depends on the files and `unit_bytes` alone, never on who reads it. A plain JSONL file is cut into byte ranges,
+and a line belongs to the range in which it begins; a compressed file or a container is one extent. A bad record becomes
+a `Refusal` with its file and line, and reading goes on behind it.
 """
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import io
+import os
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import IO, Any, TypeVar
 
-from megacp.core.storage.place import expanded, place_of, size_of, suffix_of
-from megacp.prepare.records.columns import is_saved_dataset, read_arrow, read_parquet, saved_dataset
-from megacp.prepare.records.containers import read_tar
-from megacp.prepare.records.jsonl import COMPRESSED, read_jsonl
-from megacp.prepare.records.record import DEFAULT_MAX_RECORD_BYTES, Record, Refusal
+from megacp.core.storage.files import open_regular
+from megacp.core.storage.place import expanded, open_input, place_of, size_of, suffix_of
+from megacp.core.storage.url import Url, is_url
+from megacp.prepare.records.record import DEFAULT_MAX_RECORD_BYTES, Record, RecordError, Refusal, decode_json
+from megacp.prepare.records.tables import (
+    arrow_module,
+    is_saved_dataset,
+    read_arrow,
+    read_parquet,
+    read_tar,
+    saved_dataset,
+)
 
 _Item = TypeVar("_Item")
 _Prepared = TypeVar("_Prepared")
+_BLOCK = 1 << 20
+SAMPLED_BYTES = 1 << 16
+"""Of the edges of a file, by which a changed one is told."""
 _CONTAINERS: dict[str, Callable[[str, int, bool], Iterator[Record | Refusal]]] = {
     ".parquet": lambda path, max_record_bytes, media: read_parquet(path, max_record_bytes),
     ".arrow": lambda path, max_record_bytes, media: read_arrow(path, max_record_bytes),
     ".tar": read_tar,
 }
+
+
+def _open_zstandard(path: str) -> IO[bytes]:
+    pyarrow = arrow_module("")
+    packed = pyarrow.PythonFile(open_input(path), mode="r")
+    return io.BufferedReader(pyarrow.CompressedInputStream(packed, "zstd"), 1 << 16)
+
+
+_COMPRESSED: dict[str, Callable[[str], Any]] = {
+    ".gz": lambda path: gzip.open(open_input(path) if is_url(path) else path, "rb"),
+    ".zst": _open_zstandard,
+}
+
+
+# ---- files and units
 
 
 @dataclass(frozen=True)
@@ -78,7 +108,71 @@ def input_files(paths: Sequence[str]) -> tuple[str, ...]:
 
 def is_plain(path: str) -> bool:
     """Whether a file is uncompressed JSONL, which byte ranges can cut and where an offset gives the line."""
-    return suffix_of(path) not in (*COMPRESSED, *_CONTAINERS)
+    return suffix_of(path) not in (*_COMPRESSED, *_CONTAINERS)
+
+
+def input_problem(path: str) -> str | None:
+    """Why an input file cannot be read, as far as opening it tells; None when it can."""
+    try:
+        path.encode()
+        if Url(path).is_dir() if is_url(path) else os.path.isdir(path):
+            return f"{path} is a directory; give the files in it, as {path}/*.jsonl"
+        if is_url(path):
+            Url(path).size()
+        else:
+            open_regular(path).close()
+    except UnicodeEncodeError:
+        return f"{path!r} is no path in UTF-8: rename it"
+    except FileNotFoundError:
+        return f"no such file: {path}"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror or error}"
+    except ValueError as error:  # a pipe could be read once, and units are read by several workers
+        return str(error)
+    return None
+
+
+def identity(path: str) -> list[Any]:
+    """Name, size, and what differs once the content does: what its store says of it, or a hash of both its edges."""
+    place = place_of(path)
+    size = size_of(place)
+    if isinstance(place, Url) and (version := place.version()):
+        return [path, size, version]
+    with open_input(path) as stream:
+        data = stream.read(SAMPLED_BYTES)
+        stream.seek(max(0, size - SAMPLED_BYTES))
+        data += stream.read()
+    return [path, size, hashlib.sha256(data).hexdigest()]
+
+
+def refuse_changed(now: list[list[Any]], before: list[list[Any]]) -> None:
+    """ValueError when a file at a URL is no more what it was when the build began."""
+    changed = [entry[0] for entry in now if is_url(entry[0]) and entry not in before]
+    if changed:
+        raise ValueError(
+            f"--input: changed while it was read: {', '.join(changed)}; no dataset was made, give --overwrite"
+        )
+
+
+# ---- records
+
+
+def read_extent(
+    extent: Extent, max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES, media: bool = False
+) -> Iterator[Record | Refusal]:
+    """The records of one extent of any supported file, in order, each bad one as a Refusal.
+
+    `media`: whether records of a tar may have images and videos beside them. A Record's `line` counts from the extent's
+    beginning (finding the true one costs a pass over the file); a Refusal's is the true one. A file that is cut short
+    or damaged gives a last Refusal.
+    """
+    suffix = suffix_of(extent.path)
+    if (container := _CONTAINERS.get(suffix)) is not None:
+        yield from container(extent.path, max_record_bytes, media)
+        return
+    opener = _COMPRESSED.get(suffix)
+    with opener(extent.path) if opener else open_input(extent.path) as stream:
+        yield from _read_lines(extent.path, stream, extent.start, None if opener else extent.stop, max_record_bytes)
 
 
 def ahead(
@@ -93,16 +187,62 @@ def ahead(
     yield from waiting
 
 
-def read_extent(
-    extent: Extent, max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES, media: bool = False
-) -> Iterator[Record | Refusal]:
-    """The records of one extent of any supported file, in order, each bad one as a Refusal.
+def line_number(path: str, offset: int) -> int:
+    """The 1-based number of the line that begins at byte `offset` of a plain file. Reads everything before it."""
+    count, left = 1, offset
+    with open_input(path) as stream:
+        while left and (block := stream.read(min(_BLOCK, left))):
+            count += block.count(b"\n")
+            left -= len(block)
+    return count
 
-    `media`: whether records of a tar may have images and videos beside them. A Record's `line` counts from the extent's
-    beginning (finding the true one costs a pass over the file); a Refusal's is the true one. A file that is cut short
-    or damaged gives a last Refusal.
-    """
-    reader = _CONTAINERS.get(suffix_of(extent.path))
-    if reader is None:
-        return read_jsonl(extent.path, extent.start, extent.stop, max_record_bytes)
-    return reader(extent.path, max_record_bytes, media)
+
+def _read_lines(
+    path: str, stream: IO[bytes], offset: int, stop: int | None, max_record_bytes: int
+) -> Iterator[Record | Refusal]:
+    """Records from byte `offset` on; `stop`: of a plain file."""
+    line, base = 0, None
+    if offset:  # the line that runs into the range belongs to the range before it
+        stream.seek(offset - 1)
+        offset += _skip_line(stream) - 1
+
+    def refuse(reason: str) -> Refusal:
+        nonlocal base
+        if base is None:
+            base = 0 if stop is None else line_number(path, offset) - line
+        return Refusal(path, base + line, offset, reason)
+
+    while stop is None or offset < stop:
+        line += 1
+        try:
+            data = stream.readline(max_record_bytes + 2)
+            size = len(data)
+            content = data.rstrip(b"\r\n")
+            if len(content) > max_record_bytes and not data.endswith(b"\n"):
+                size += _skip_line(stream)
+        except (EOFError, OSError, zlib.error) as error:
+            yield refuse(f"the compressed file is damaged or cut short here, nothing after it can be read ({error})")
+            return
+        if not size:
+            return
+        if len(content) > max_record_bytes:
+            yield refuse(f"a line of {size} bytes, more than --max-record-bytes {max_record_bytes}")
+        else:
+            try:
+                content = content.removeprefix(b"\xef\xbb\xbf") if offset == 0 else content
+                if not content.strip():
+                    raise RecordError("an empty line")
+                yield Record(line, offset, size, decode_json(content))
+            except RecordError as error:
+                yield refuse(str(error))
+        offset += size
+
+
+def _skip_line(stream: IO[bytes]) -> int:
+    """Read to the end of the line without keeping it; returns the number of bytes."""
+    size = 0
+    while block := stream.readline(_BLOCK):
+        size += len(block)
+        if block.endswith(b"\n"):
+            break
+    return size

@@ -1,15 +1,55 @@
-"""A record of the input with its place in a file, or the reason why there is none.
+"""A record of the input with its place in a file, or the reason why there is none; what a record may hold.
 
-Key property: all readers give the same two types, so nothing behind them knows the format of a file.
+All readers give the same two types. A key that is not read is accepted only when it cannot hold something to learn: it
+is empty, plain metadata by its name, or named by the user.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
 DEFAULT_MAX_RECORD_BYTES = 64 << 20
+LEARNED_ROLES = ("assistant",)
+CONTEXT_ROLES = ("system", "developer", "user", "tool")
+_ASSISTANTS = {"gpt", "bot", "model", "ai", "chatgpt", "chatbot", "agent", "llm", "answer", "response", "output"}
+"""Names that other formats give to what here is an assistant."""
+_IDS_OF_TEXT = {"input_ids", "token_ids", "label_ids", "position_ids"}
+_CONTENT = {
+    *("image", "img", "picture", "photo", "frame", "video", "audio", "sound", "speech", "caption", "tool", "function"),
+    *("call", "reasoning", "thinking", "thought", "rationale", "prompt", "completion", "instruction", "question"),
+    *("answer", "response", "chosen", "rejected", "conversation", "dialog", "dialogue", "message", "turn", "content"),
+    *("text", "input", "output", "target", "system", "context", "suffix", "prefix", "label", "mask", "loss", "train"),
+    *("trainable", "token"),
+}
+"""Words, without their s, of keys that other tools learn or learn by."""
+_DESCRIBING = {
+    *("id", "count", "size", "width", "height", "length", "len", "hash", "type", "format", "score", "date"),
+    *("md5", "sha1", "sha256", "sha512", "language", "lang"),
+}
+"""Last words, without their s, of keys that describe content and are none."""
+_METADATA = {
+    *("added", "attr", "attribute", "author", "byte", "categorie", "category", "char", "character", "charset"),
+    *("checksum", "commit", "confidence", "config", "copyright", "country", "crawl", "crawled", "created"),
+    *("creator", "dataset", "datetime", "day", "difficulty", "digest", "dir", "directory", "domain", "dump"),
+    *("encoding", "ext", "extension", "extra", "fetched", "file", "filename", "filepath", "fingerprint"),
+    *("fork", "fraction", "genre", "guid", "head", "hexsha", "host", "idx", "index", "info", "issue", "key"),
+    *("keyword", "kind", "level", "licence", "license", "like", "line", "link", "locale", "meta", "metadata"),
+    *("mime", "modified", "month", "name", "num", "number", "origin", "owner", "path", "perplexity", "ppl"),
+    *("prob", "probability", "propertie", "provenance", "published", "publisher", "quality", "rank", "rating"),
+    *("ratio", "region", "repo", "repository", "retrieved", "revision", "script", "sha", "shard", "site"),
+    *("snapshot", "source", "split", "src", "star", "stat", "subset", "tag", "time", "timestamp", "title"),
+    *("topic", "toxicity", "uid", "updated", "uri", "url", "username", "uuid", "version", "view", "vote"),
+    *("warc", "website", "year"),
+}
+"""Last words, without their s, of keys of plain metadata, where no word of content stands before them."""
+_METADATA_BEGINNINGS = {"meta", "metadata", "num", "n", "is", "has", "quality", "warc", "nb"}
 
 
 class RecordError(ValueError):
@@ -66,6 +106,115 @@ def described(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     if isinstance(value, int | float) and not isinstance(value, bool):
         return f"a number ({value})" if math.isfinite(value) else "a number"
-    if isinstance(value, list) and not value:
-        return "an empty list"
-    return names.get(type(value), f"a {type(value).__name__}")
+    return names.get(type(value), f"a {type(value).__name__}") if value != [] else "an empty list"
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; RecordError when a key stands twice, as Python would keep the last value alone."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for i, key in enumerate(keys) if key in keys[:i])
+        raise RecordError(f"the key `{twice}` stands more than once in an object, and one of its values would be lost")
+    return found
+
+
+def decode_json(line: bytes) -> Any:
+    """One line of JSON as a Python value; RecordError for what is not UTF-8, not JSON, or not Unicode text."""
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        bad = line[error.start]
+        raise RecordError(f"not UTF-8: byte 0x{bad:02x} at column {error.start + 1} of the line") from error
+    try:
+        value = json.loads(text, object_pairs_hook=_object)
+    except RecordError:
+        raise
+    except ValueError as error:
+        message = getattr(error, "msg", str(error))
+        raise RecordError(f"invalid JSON: {message} at column {getattr(error, 'colno', 1)}") from error
+    except RecursionError as error:
+        raise RecordError("invalid JSON: nested too deeply") from error
+    if "\\ud" in text or "\\uD" in text:  # the only way to write a lone surrogate
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise RecordError("a string holds half of a surrogate pair (\\ud800 to \\udfff), no text") from error
+    return value
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What the user lets through: keys to ignore, roles to take as context."""
+
+    ignore_keys: tuple[str, ...] = ()
+    """Names, and patterns with `*`; a pattern covers neither what looks like content nor a message's keys."""
+    context_roles: tuple[str, ...] = ()
+    """Roles beside CONTEXT_ROLES of which nothing is learned; `*` is all but those that other formats learn."""
+    ignore_weights: bool = False
+    """Whether `weight` of messages and branches counts as 1."""
+    asks: bool = False
+    """Whether an assistant's header follows messages that end with another's: no text of it is learned."""
+
+    def role_problem(self, role: str) -> str | None:
+        """Why a role cannot be used; None when it can."""
+        if role in LEARNED_ROLES or role in CONTEXT_ROLES or role in self.context_roles:
+            return None
+        if "*" in self.context_roles and role.lower() not in _ASSISTANTS:
+            return None
+        known = ", ".join((*CONTEXT_ROLES, *LEARNED_ROLES))
+        return (
+            f"{role!r} is none of the roles {known}, and only what an assistant says is learned; rename it, or give "
+            f"--context-roles {role} to learn nothing of it"
+        )
+
+
+NOTHING_MORE = Accepted()
+FOR_PROMPTS = Accepted(("*",), ("*",), True, True)
+"""Of records that are asked, from which nothing is learned: the last thing said is the answer, whatever it weighs."""
+
+
+@dataclass(frozen=True)
+class RecordRules:
+    """How records are read."""
+
+    text_key: str
+    media: bool
+    """Whether images and videos may be there."""
+    accepted: Accepted
+    has_template: bool = False
+    """Whether a chat template writes messages: it reads what it likes of them."""
+
+    def refuse_lost(self, found: Mapping[str, Any], known: Iterable[str], where: str, in_record: bool = False) -> None:
+        """RecordError for keys of `found`, which stands at `where`, that are not read and not empty.
+
+        `in_record`: metadata may stand here, as in a record, and not in a message or a part of one.
+        """
+        lost: dict[str, str] = {}
+        for key in found.keys() - {*known, *self.accepted.ignore_keys}:
+            if found[key] is not None and found[key] not in ("", b"", [], {}):
+                reason = _reason(key, self.accepted, isinstance(found[key], bool | int | float), in_record)
+                lost |= {key: reason} if reason else {}
+        if lost:
+            keys = [key for key in found if key in lost]
+            told = "; ".join(f"`{key}` {lost[key]} and would be lost" for key in keys)
+            raise RecordError(f"{where and f'{where}: '}{told}. --ignore-keys {','.join(keys)} leaves it out")
+
+
+@lru_cache(maxsize=4096)
+def _reason(key: str, accepted: Accepted, is_number: bool, in_record: bool) -> str | None:
+    """Why a key that is not empty is refused; None when it may stand there."""
+    if not in_record:
+        return "is unknown here"
+    snake = re.sub(r"([a-z])([A-Z])", r"\1_\2", key).lower()  # `maxStars_repo-path` is max, stars, repo, path
+    words = [word for word in re.split(r"[^a-z0-9]+", snake) if word and not word.isdigit()] or [snake]
+    singular = [word if word in _METADATA_BEGINNINGS else word.rstrip("s") for word in words]
+    last, about = singular[-1], singular[0] in _METADATA_BEGINNINGS
+    has_content = not _CONTENT.isdisjoint(singular) or snake in _IDS_OF_TEXT
+    if snake not in _IDS_OF_TEXT and (last in _DESCRIBING or (about and (is_number or last not in _CONTENT))):
+        return None
+    if has_content and not (is_number and last not in _CONTENT):
+        return "looks like content"
+    if last in _METADATA or any(fnmatchcase(key, pattern) for pattern in accepted.ignore_keys):
+        return None
+    return "is unknown"

@@ -1,8 +1,5 @@
 """A record of the input as a `Sample`: pieces of text with a loss weight each, after a shared prefix maybe branches.
 
-Key property: each form of a record is a row of one table (`forms`), a function from the record to pieces. Each way to
-be wrong has a message.
-
 A record has exactly one of
 * `text`: a string, all of it learned;
 * `messages`: [{"role": ..., "content": ...}, ...]. A message is written as `<|ROLE|>` newline CONTENT, then the
@@ -18,7 +15,7 @@ and optionally
 * `id`: a string or an integer, unique in the dataset;
 * `weight`: a finite number >= 0 that multiplies the loss of the record;
 * `branches`: a list of alternative continuations.
-`record_keys` says which other keys and roles there are.
+`record` says which other keys and roles there are.
 
 A branch is a string or a record of one of these forms, maybe with a `weight`. It sees the record's text as its prefix,
 and no other branch. Messages after messages go on as in one conversation. Right after an image, a branch that is
@@ -32,17 +29,21 @@ stand where they are in the text, and nothing of them is learned.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
 from megacp.prepare.records.chat_template import ChatTemplate
 from megacp.prepare.records.conversation import WrittenTalk
-from megacp.prepare.records.forms import Said, plain_text, said_by
-from megacp.prepare.records.messages import Talk, asking, from_messages, weight_of
+from megacp.prepare.records.forms import Said, Talk, from_messages, header, plain_text, said_by, weight_of
 from megacp.prepare.records.parts import Sample, SamplePart
-from megacp.prepare.records.record import RecordError, described
-from megacp.prepare.records.record_keys import NOTHING_MORE, Accepted, RecordRules
+from megacp.prepare.records.record import (
+    LEARNED_ROLES,
+    NOTHING_MORE,
+    Accepted,
+    RecordError,
+    RecordRules,
+    described,
+)
 
 RECORD_KEYS = ("id", "weight", "branches")
 """Of a record beside what it says."""
@@ -110,8 +111,9 @@ def _pieces(said: Said, rules: RecordRules) -> list[SamplePart]:
 
 
 def _asked(said: Said, rules: RecordRules) -> list[SamplePart]:
-    """What stands before the answer, where a record is a question."""
-    return asking(said) if rules.accepted.asks and isinstance(said, Talk) else []
+    """The header of the answer, where a record is a question and its last message is no assistant's."""
+    asks = rules.accepted.asks and isinstance(said, Talk) and said.messages[-1]["role"] not in LEARNED_ROLES
+    return [header(LEARNED_ROLES[0], first=False)] if asks else []
 
 
 def _ended(pieces: list[SamplePart]) -> tuple[SamplePart, ...]:
@@ -140,37 +142,3 @@ def _joined(prefix: list[SamplePart], branch: tuple[SamplePart, ...], conversati
     if prefix[-1].media is not None and branch[0].weight > 0:
         return (SamplePart("\n", 0.0), *branch)
     return branch
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; RecordError when a key stands twice, as Python would keep the last value alone."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for i, key in enumerate(keys) if key in keys[:i])
-        raise RecordError(f"the key `{twice}` stands more than once in an object, and one of its values would be lost")
-    return found
-
-
-def decode_json(line: bytes) -> Any:
-    """One line of JSON as a Python value; RecordError for what is not UTF-8, not JSON, or not Unicode text."""
-    try:
-        text = line.decode()
-    except UnicodeDecodeError as error:
-        bad = line[error.start]
-        raise RecordError(f"not UTF-8: byte 0x{bad:02x} at column {error.start + 1} of the line") from error
-    try:
-        value = json.loads(text, object_pairs_hook=_object)
-    except RecordError:
-        raise
-    except ValueError as error:
-        message = getattr(error, "msg", str(error))
-        raise RecordError(f"invalid JSON: {message} at column {getattr(error, 'colno', 1)}") from error
-    except RecursionError as error:
-        raise RecordError("invalid JSON: nested too deeply") from error
-    if "\\ud" in text or "\\uD" in text:  # the only way to write a lone surrogate
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise RecordError("a string holds half of a surrogate pair (\\ud800 to \\udfff), no text") from error
-    return value

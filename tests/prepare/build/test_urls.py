@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 
 from megacp.core.data.manifest import MANIFEST_NAME
 from megacp.core.data.reader import PackedDataset
@@ -25,8 +25,7 @@ from megacp.prepare.build.run import BuildSummary, build, build_part, kept_token
 from megacp.prepare.build.settings import BuildSettings
 from megacp.prepare.build.unit import BadRecord
 from megacp.prepare.build.upload import FAILED_IMAGES_NAME
-from megacp.prepare.records.inputs import identity
-from megacp.prepare.records.read import input_files, plan_units, read_extent
+from megacp.prepare.records.read import identity, input_files, plan_units, read_extent
 from megacp.prepare.records.record import Record
 from tests.prepare.build import builds
 from tests.prepare.media.pictures import TINY, encoded, noise
@@ -63,7 +62,7 @@ def tar() -> bytes:
 FORMS = {
     "a.jsonl": lambda: JSONL,
     "a.jsonl.gz": lambda: gzip.compress(JSONL),
-    "a.jsonl.zst": lambda: zstandard.compress(JSONL),
+    "a.jsonl.zst": lambda: pyarrow.compress(JSONL, "zstd", asbytes=True),
     "a.parquet": parquet,
     "stream.arrow": lambda: arrow(pa.ipc.new_stream),
     "file.arrow": lambda: arrow(pa.ipc.new_file),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megacp.prepare.records.answer_ends import answer_ends
+from megacp.prepare.records.conversation import answer_ends
 from megacp.prepare.records.named_templates import OURS
 from tests.prepare.templates.public import TEMPLATES, tokenizer_at, write_tokenizer
 

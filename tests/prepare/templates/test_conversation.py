@@ -12,8 +12,7 @@ from megacp.prepare.records.chat_template import ChatTemplate, load_chat_templat
 from megacp.prepare.records.documents import DocumentMaker, Origin
 from megacp.prepare.records.named_templates import CHATML
 from megacp.prepare.records.parts import Rendered
-from megacp.prepare.records.record import RecordError
-from megacp.prepare.records.record_keys import Accepted
+from megacp.prepare.records.record import Accepted, RecordError
 from megacp.prepare.records.sample import parse_record
 from tests.prepare.templates.public import TEMPLATES, tokenizer_at, write_tokenizer
 from tests.prepare.templates.test_public import ASK, ASK_2, CALL, RESULT, SYSTEM, TELL, TELL_2, TOOLS, expected, library
@@ -57,39 +56,42 @@ def talk(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
 # ---- what is learned
 
 
-def test_an_answer_is_learned_from_the_generation_prompt_to_its_end(folder: Path) -> None:
-    record = talk(ASK, {**TELL, "weight": 0.5}, ASK_2, TELL_2)
-    first, second = TELL["content"], TELL_2["content"]
-    assert learned(folder, "chatml", record) == [(f"{first}<|im_end|>\n", 0.5), (f"{second}<|im_end|>\n", 1.0)]
-    assert learned(folder, "llama_3", record) == [(f"{first}<|eot_id|>", 0.5), (f"{second}<|eot_id|>", 1.0)]
-    assert learned(folder, "gemma", record)[0] == (f"{first}<end_of_turn>\n", 0.5)
-    assert learned(folder, "mistral", record)[0] == (f"{first}</s>", 0.5)
+HALF, NONE = {**TELL, "weight": 0.5}, {**TELL, "weight": 0}
+HM = {"reasoning_content": "six by seven"}
+ONE, TWO = TELL["content"], TELL_2["content"]
+THOUGHT = f"<think>\nsix by seven\n</think>\n\n{ONE}<|im_end|>\n"
+MACRO = (
+    "{%- macro told(m) -%}<|{{ m.role }}|>{% generation %}{{ m.content }}{% endgeneration %}{%- endmacro -%}"
+    "{%- for m in messages -%}{%- if m.role == 'user' -%}{{ m.content }}{%- else -%}{{ told(m) }}{%- endif -%}"
+    "{%- endfor -%}"
+)
+TOLD = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call><|im_end|>\n'
+LEARNED: list[tuple[str, dict[str, Any], list[tuple[str, float]]]] = [
+    ("chatml", talk(ASK, HALF, ASK_2, TELL_2), [(f"{ONE}<|im_end|>\n", 0.5), (f"{TWO}<|im_end|>\n", 1.0)]),
+    ("llama_3", talk(ASK, HALF, ASK_2, TELL_2), [(f"{ONE}<|eot_id|>", 0.5), (f"{TWO}<|eot_id|>", 1.0)]),
+    ("gemma", talk(ASK, HALF), [(f"{ONE}<end_of_turn>\n", 0.5)]),
+    ("mistral", talk(ASK, HALF), [(f"{ONE}</s>", 0.5)]),
+    ("granite", talk(ASK, NONE, ASK_2, {**TELL_2, "weight": 2}), [(f"{TWO}<|end_of_text|>", 2.0)]),
+    (CHATML, talk(ASK, NONE, ASK_2, {**TELL_2, "weight": 2}), [(f"{TWO}<|im_end|>", 2.0)]),
+    (MACRO, talk(ASK, TELL), [(ONE, 1.0)]),  # the library's own count of characters is wrong there
+    ("qwen_3", talk(SYSTEM, ASK, {**TELL, **HM}), [(THOUGHT, 1.0)]),
+    ("qwen_3", talk(SYSTEM, ASK, {**TELL, "thinking": "six by seven"}), [(THOUGHT, 1.0)]),
+    ("qwen_3", talk(SYSTEM, ASK, {**TELL, "content": THOUGHT.removesuffix("<|im_end|>\n")}), [(THOUGHT, 1.0)]),
+    ("qwen_3", talk(ASK, TELL, chat_template_kwargs={"enable_thinking": False}), [(f"{ONE}<|im_end|>\n", 1.0)]),
+    ("qwen_25", talk(ASK, CALL, RESULT, TELL, tools=TOOLS), [(TOLD, 1.0), (f"{ONE}<|im_end|>\n", 1.0)]),
+    ("chatml", {"prompt": [ASK, TELL, ASK_2], "completion": [TELL_2]}, [(f"{TWO}<|im_end|>\n", 1.0)]),
+    (
+        "ours_for_qwen3",
+        talk(ASK, TELL, ASK_2, TELL_2),
+        [(f"{ONE}<|im_end|>", 1.0), (f"<think>\n\n</think>\n\n{TWO}<|im_end|>", 1.0)],
+    ),
+]
 
 
-def test_generation_blocks_have_the_weights_of_their_messages(folder: Path) -> None:
-    record = talk(ASK, {**TELL, "weight": 0}, ASK_2, {**TELL_2, "weight": 2})
-    assert learned(folder, "granite", record) == [(f"{TELL_2['content']}<|end_of_text|>", 2.0)]
-    assert learned(folder, CHATML, record) == [(f"{TELL_2['content']}<|im_end|>", 2.0)]
-
-
-def test_a_generation_block_keeps_its_place_within_a_macro(folder: Path) -> None:
-    """The library's own count of characters is wrong there."""
-    macro = (
-        "{%- macro told(m) -%}<|{{ m.role }}|>{% generation %}{{ m.content }}{% endgeneration %}{%- endmacro -%}"
-        "{%- for m in messages -%}{%- if m.role == 'user' -%}{{ m.content }}{%- else -%}{{ told(m) }}{%- endif -%}"
-        "{%- endfor -%}"
-    )
-    assert learned(folder, macro, talk(ASK, TELL)) == [(TELL["content"], 1.0)]
-
-
-def test_thoughts_before_the_last_answer_are_learned(folder: Path) -> None:
-    record = talk(SYSTEM, ASK, {**TELL, "reasoning_content": "six by seven"})
-    ((said, _),) = learned(folder, "qwen_3", record)
-    assert said == f"<think>\nsix by seven\n</think>\n\n{TELL['content']}<|im_end|>\n"
-    inside = talk(SYSTEM, ASK, {**TELL, "content": f"<think>\nsix by seven\n</think>\n\n{TELL['content']}"})
-    assert learned(folder, "qwen_3", inside) == [(said, 1.0)]
-    other = talk(SYSTEM, ASK, {**TELL, "thinking": "six by seven"})
-    assert learned(folder, "qwen_3", other) == [(said, 1.0)]
+@pytest.mark.parametrize("number", range(len(LEARNED)))
+def test_an_answer_is_learned_from_the_generation_prompt_to_its_end(folder: Path, number: int) -> None:
+    text, record, expected = LEARNED[number]
+    assert learned(folder, text, record) == expected
 
 
 @pytest.mark.parametrize("prompt", [False, True])
@@ -117,12 +119,6 @@ def test_the_template_for_qwen3_writes_what_its_own_does(folder: Path, number: i
     assert texts[0] == texts[1]
 
 
-def test_every_answer_of_a_conversation_is_learned_by_the_template_for_qwen3(folder: Path) -> None:
-    first, second = (text for text, _ in learned(folder, "ours_for_qwen3", talk(ASK, TELL, ASK_2, TELL_2)))
-    assert first == f"{TELL['content']}<|im_end|>"
-    assert second == f"<think>\n\n</think>\n\n{TELL_2['content']}<|im_end|>"
-
-
 def test_an_earlier_answer_of_weight_zero_may_be_written_otherwise(folder: Path) -> None:
     """Qwen3 leaves thoughts of earlier answers out: what is learned still follows what a server would ask."""
     thoughts = {"reasoning_content": "hm"}
@@ -134,90 +130,69 @@ def test_an_earlier_answer_of_weight_zero_may_be_written_otherwise(folder: Path)
         [ASK, {**TELL, **thoughts}, ASK_2], tokenize=False, add_generation_prompt=True
     )
     assert asked == str(piece.text)[:start]
-    assert "otherwise once more follows" in refusal(folder, "qwen_3", talk(ASK, TELL, ASK_2, TELL_2))
-    assert "`messages[1].reasoning_content` would be lost" in refusal(
-        folder, "qwen_3", talk(ASK, {**TELL, **thoughts}, ASK_2, {**TELL_2, **thoughts})
-    )
-
-
-def test_a_call_without_content_is_learned(folder: Path) -> None:
-    for call in (CALL, {key: value for key, value in CALL.items() if key != "content"}):
-        found = learned(folder, "qwen_25", talk(ASK, call, RESULT, TELL, tools=TOOLS))
-        told = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call><|im_end|>\n'
-        assert found == [(told, 1.0), (f"{TELL['content']}<|im_end|>\n", 1.0)]
-    assert "says nothing" in refusal(folder, "qwen_25", talk(ASK, {"role": "assistant", "content": None}))
-
-
-def test_a_prompt_and_its_completion_are_one_conversation_of_which_the_completion_is_learned(folder: Path) -> None:
-    record = {"prompt": [ASK, TELL, ASK_2], "completion": [TELL_2]}
-    assert learned(folder, "chatml", record) == [(f"{TELL_2['content']}<|im_end|>\n", 1.0)]
-
-
-def test_variables_of_a_template_are_set_by_the_record(folder: Path) -> None:
-    record = talk(ASK, TELL, chat_template_kwargs={"enable_thinking": False})
-    assert learned(folder, "qwen_3", record)[0][0].startswith(TELL["content"])
-    assert "`chat_template_kwargs.thinking_budget`" in refusal(
-        folder, "qwen_3", talk(ASK, TELL, chat_template_kwargs={"thinking_budget": 3})
-    )
 
 
 # ---- what is refused
 
 UNKNOWN_KEY = {**ASK, "mood": "cross"}
-DROPPED = {
-    "a key that no template reads": ("chatml", talk(UNKNOWN_KEY, TELL), r"`messages[0].mood` would be lost"),
-    "thoughts that a template does not know": (
-        "chatml",
-        talk(ASK, {**TELL, "reasoning_content": "hm"}),
-        "`messages[1].reasoning_content` would be lost",
-    ),
-    "calls that a template does not know": ("chatml", talk(ASK, {**TELL, **CALL, "content": "x"}), "tool_calls"),
-    "tools that a template does not know": (
-        "chatml",
-        talk(ASK, TELL, tools=TOOLS),
-        "`tools[0].function.name` would",
-    ),
-    "a role that a template passes over": (
-        "qwen_25",
-        talk({"role": "developer", "content": "a"}, ASK, TELL),
-        "`messages[0].content` would be lost",
-    ),
-    "a name that a template does not write": (
-        "qwen_25",
-        talk(ASK, CALL, {**RESULT, "name": "weather"}, TELL, tools=TOOLS),
-        "`messages[2].name` would be lost",
-    ),
-    "thoughts within an answer that a template takes out": (
+TWO_BLOCKS = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% generation %}</s>{% endgeneration %}{% endif %}{% endfor %}"
+)
+NO_BLOCK = "{% for m in messages %}{{ m.content }}{% if 0 %}{% generation %}{% endgeneration %}{% endif %}{% endfor %}"
+PLAIN = "{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}"
+CUT = "{% for m in messages %}{{ m.role ~ m.content[-9:] }}{% endfor %}"
+LOST: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a key that no template reads": ("chatml", talk(UNKNOWN_KEY, TELL), "`messages[0].mood`"),
+    "unknown thoughts": ("chatml", talk(ASK, {**TELL, "reasoning_content": "hm"}), "`messages[1].reasoning_content`"),
+    "unknown calls": ("chatml", talk(ASK, {**TELL, **CALL, "content": "x"}), "`messages[1].tool_calls`"),
+    "unknown tools": ("chatml", talk(ASK, TELL, tools=TOOLS), "`tools`"),
+    "a role passed over": ("qwen_25", talk({"role": "developer", "content": "a"}, ASK, TELL), "`messages[0].content`"),
+    "a name": ("qwen_25", talk(ASK, CALL, {**RESULT, "name": "weather"}, TELL, tools=TOOLS), "`messages[2].name`"),
+    "thoughts cut out": (
         "deepseek_r1",
         talk(ASK, {**TELL, "content": "<think>hm</think>42"}),
-        "`messages[1].content`: '<think>hm</think>42' would be lost",
+        "`messages[1].content`",
     ),
-    "words of a user that a template cuts off": (
-        "{% for m in messages %}{{ m.role ~ m.content[-9:] }}{% endfor %}",
-        talk({"role": "user", "content": "first and last words"}, TELL),
-        "`messages[0].content`: 'first' would be lost",
-    ),
-    "a list of parts that is written as Python shows it": (
-        "{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}",
+    "words cut off": (CUT, talk({"role": "user", "content": "first and last words"}, TELL), "`messages[0].content`"),
+    "parts as Python shows them": (
+        PLAIN,
         talk({"role": "user", "content": [{"type": "text", "text": "a"}]}, TELL),
-        "`messages[0].content` is a list of parts",
+        "`messages[0].content`",
     ),
-    "an assistant without a question": ("qwen_25", talk(TELL), "what stands before it cannot be asked alone"),
-    "a template that refuses": ("gemma", talk(SYSTEM, ASK, TELL), "refuses it: System role not supported"),
+    "an assistant without a question": ("qwen_25", talk(TELL), "`messages[0]`"),
+    "a template that refuses": ("gemma", talk(SYSTEM, ASK, TELL), "System role not supported"),
     "two questions in a row": ("mistral", talk(ASK, ASK_2, TELL), "roles must alternate"),
-    "bytes of a table": ("qwen_25", talk(ASK, CALL | {"note": b"x"}, TELL), "messages hold a bytes, which a chat"),
-    "tools that are no list": ("qwen_25", talk(ASK, TELL, tools={"a": 1}), "`tools` must be a list of objects"),
-    "tools that are no JSON": ("qwen_25", talk(ASK, TELL, tools="["), "`tools` is a string and no JSON"),
-    "a weight of what a user says": ("chatml", talk({**ASK, "weight": 1}, TELL), "nothing that a user says is learned"),
-    "a role that is not known": ("chatml", talk({**ASK, "role": "im_end"}, TELL), "'im_end' is none of the roles"),
+    "bytes of a table": ("qwen_25", talk(ASK, CALL | {"note": b"x"}, TELL), "a bytes"),
+    "tools that are no list": ("qwen_25", talk(ASK, TELL, tools={"a": 1}), "`tools`"),
+    "tools that are no JSON": ("qwen_25", talk(ASK, TELL, tools="["), "`tools`"),
+    "a weight of what a user says": ("chatml", talk({**ASK, "weight": 1}, TELL), "`messages[0].weight`"),
+    "a role that is not known": ("chatml", talk({**ASK, "role": "im_end"}, TELL), "'im_end'"),
     "an image": ("chatml", talk({"role": "user", "content": [{"type": "image", "path": "a"}]}, TELL), "vision build"),
+    "nothing said": ("qwen_25", talk(ASK, {"role": "assistant", "content": None}), "`messages[1]`"),
+    "an unknown variable": (
+        "qwen_3",
+        talk(ASK, TELL, chat_template_kwargs={"thinking_budget": 3}),
+        "`chat_template_kwargs.thinking_budget`",
+    ),
+    "earlier answers written otherwise": ("qwen_3", talk(ASK, TELL, ASK_2, TELL_2), "`messages[1]`"),
+    "earlier thoughts": (
+        "qwen_3",
+        talk(ASK, {**TELL, "reasoning_content": "hm"}, ASK_2, {**TELL_2, "reasoning_content": "hm"}),
+        "`messages[1].reasoning_content`",
+    ),
+    "a branch of text": ("chatml", talk(ASK, branches=["a"]), "`branches[0]`"),
+    "a branch of messages": ("chatml", {"text": "a", "branches": [{"messages": [ASK, TELL]}]}, "a branch has messages"),
+    "tools of a branch": ("qwen_25", talk(ASK, branches=[{"messages": [TELL], "tools": TOOLS}]), "`branches[0]`"),
+    "blocks that belong to no answer": (TWO_BLOCKS, talk(ASK, {**TELL, "weight": 0}, ASK, TELL), "generation blocks"),
+    "an answer outside of blocks": (NO_BLOCK, talk(ASK, TELL), "`messages[1].content`"),
 }
 
 
-@pytest.mark.parametrize("name", DROPPED)
+@pytest.mark.parametrize("name", LOST)
 def test_what_a_template_would_lose_is_refused_by_its_place(folder: Path, name: str) -> None:
-    text, record, message = DROPPED[name]
-    assert message in refusal(folder, text, record)
+    text, record, named = LOST[name]
+    assert named in refusal(folder, text, record)
 
 
 def test_a_key_that_is_ignored_is_left_out(folder: Path) -> None:
@@ -248,19 +223,11 @@ def test_a_text_that_spells_a_special_token_is_refused(folder: Path, where: str)
     assert document(folder, "chatml", plain)[0] == ids
 
 
-def test_a_user_within_a_generation_block_is_refused(folder: Path) -> None:
+def test_a_template_that_learns_what_a_user_says_is_refused(folder: Path) -> None:
     text = "{% for m in messages %}{% generation %}{{ m.role ~ m.content }}{% endgeneration %}{% endfor %}"
-    assert "`messages[0]` stands in a generation block" in refusal(folder, text, talk(ASK, TELL))
-    text = (
-        "{% for m in messages %}{{ m.content }}{% if m.role == 'tool' %}{% generation %}a{% endgeneration %}{% endif %}"
-    )
-    assert "`messages[1]` stands in no generation block" in refusal(folder, text + "{% endfor %}", talk(ASK, TELL))
-    text = (
-        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}{% generation %}{{ m.content }}"
-        "{% endgeneration %}{% generation %}</s>{% endgeneration %}{% endif %}{% endfor %}"
-    )
-    assert learned(folder, text, talk(ASK, TELL)) == [(TELL["content"], 1.0), ("</s>", 1.0)]
-    assert "2 answers have 4 generation blocks" in refusal(folder, text, talk(ASK, {**TELL, "weight": 0}, ASK, TELL))
+    with pytest.raises(ValueError, match="--chat-template"):
+        template(folder, text)
+    assert learned(folder, TWO_BLOCKS, talk(ASK, TELL)) == [(TELL["content"], 1.0), ("</s>", 1.0)]
 
 
 def test_a_token_that_the_files_do_not_name_is_refused(tmp_path: Path) -> None:
@@ -303,14 +270,6 @@ def test_branches_are_each_the_conversation_that_shared_messages_and_branch_make
         ids, mask = expected(theirs, [ASK, answer])
         assert tokens[: starts[0]] + tokens[start:end] == ids
         assert weights[: starts[0]] + weights[start:end] == [weight * each for each in mask]
-
-
-def test_a_branch_that_is_no_conversation_is_refused(folder: Path) -> None:
-    assert "`branches[0]` has no messages" in refusal(folder, "chatml", talk(ASK, branches=["a"]))
-    record = {"text": "a", "branches": [{"messages": [ASK, TELL]}]}
-    assert "a branch has messages and the record has none" in refusal(folder, "chatml", record)
-    record = talk(ASK, branches=[{"messages": [TELL], "tools": TOOLS}])
-    assert "`branches[0]`: tools and variables" in refusal(folder, "qwen_25", record)
 
 
 def test_a_branch_whose_tokens_reach_into_the_shared_messages_is_refused(folder: Path) -> None:

@@ -1,0 +1,232 @@
+"""Reads records from containers: Parquet, Arrow files, folders that Hugging Face datasets saved, WebDataset tars.
+
+They are the `Record`s and `Refusal`s that JSONL gives. In a table a row is a record, columns are its keys, and what is
+null is absent. In a tar, members of one record follow each other and share their name up to the first dot of the last
+component: `.json` is the record, `.txt` its text, all others are images and videos that the record names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from megacp.core.storage.files import PLAIN_NAME, parse_json, read_json
+from megacp.core.storage.place import folders_in, open_input, place_of, read_content, size_of, suffix_of
+from megacp.core.storage.url import UnreachableError, Url, is_url
+from megacp.prepare.records.record import Record, RecordError, Refusal, decode_json
+
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+_MAGIC = b"ARROW1"
+_STREAM_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+"""How a stream begins no batch; without it a file may have been cut between two."""
+_ROWS = 16
+"""Rows of a table that become Python values at a time."""
+_TEXTS = ("txt", "text")
+_TAR_BLOCK = 512
+
+
+# ---- tables
+
+
+def arrow_module(name: str) -> Any:
+    """A module of pyarrow, or all of it."""
+    try:
+        return importlib.import_module(f"pyarrow.{name}" if name else "pyarrow")
+    except ImportError as error:
+        raise ValueError("reading tables and .zst needs the package pyarrow: pip install 'megacp[data]'") from error
+
+
+def read_parquet(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]:
+    """Rows of a Parquet file as records: `line` is the row from 1, `offset` the row from 0, `size` about its bytes."""
+
+    def batches() -> Iterator[Any]:
+        with arrow_module("parquet").ParquetFile(open_input(path) if is_url(path) else path) as file:
+            yield from file.iter_batches(batch_size=_ROWS)
+
+    return _rows(path, "Parquet", batches, max_record_bytes)
+
+
+def read_arrow(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]:
+    """Rows of an Arrow file, in the stream or in the file format, as `read_parquet`."""
+
+    def batches() -> Iterator[Any]:
+        pyarrow, ipc = arrow_module(""), arrow_module("ipc")
+        with pyarrow.PythonFile(open_input(path), mode="r") if is_url(path) else pyarrow.memory_map(path) as source:
+            is_file = source.read(len(_MAGIC)) == _MAGIC
+            source.seek(0)
+            if is_file:
+                file = ipc.open_file(source)
+                found = (file.get_batch(i) for i in range(file.num_record_batches))
+            else:
+                found = iter(ipc.open_stream(source))
+            for batch in found:
+                yield from (batch.slice(i, _ROWS) for i in range(0, batch.num_rows, _ROWS))
+            source.seek(max(0, source.size() - len(_STREAM_END)))
+            if not is_file and source.read() != _STREAM_END:
+                raise OSError("the stream has no end")
+
+    return _rows(path, "Arrow", batches, max_record_bytes)
+
+
+def _rows(
+    path: str, kind: str, batches: Callable[[], Iterator[Any]], max_record_bytes: int
+) -> Iterator[Record | Refusal]:
+    row = 0
+    try:
+        for batch in batches():
+            for found in batch.to_pylist():
+                value = _without_nulls(found)
+                size = max(1, _size(value))
+                if size > max_record_bytes:
+                    reason = f"a row of {size} bytes, more than --max-record-bytes {max_record_bytes}"
+                    yield Refusal(path, row + 1, row, reason)
+                else:
+                    yield Record(row + 1, row, size, value)
+                row += 1
+    except UnreachableError:
+        raise
+    except (arrow_module("").ArrowException, OSError, UnicodeDecodeError) as error:
+        yield Refusal(path, row + 1, row, f"the {kind} file is damaged or cut short ({' '.join(str(error).split())})")
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value without the null keys of its objects: a table fills them in where other rows have a value."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _size(value: Any) -> int:
+    """About the bytes of a value."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict | list):
+        return sum([_size(item) for item in (value.values() if isinstance(value, dict) else value)])
+    return 8
+
+
+def is_saved_dataset(folder: str) -> bool:
+    """Whether `save_to_disk` of Hugging Face datasets wrote a folder."""
+    if is_url(folder):
+        return not suffix_of(folder) and any((Url(folder) / name).exists() for name in (_STATE, _SPLITS))
+    return any((Path(folder) / name).is_file() for name in (_STATE, _SPLITS))
+
+
+def saved_dataset(folder: str) -> tuple[str, ...]:
+    """The Arrow files of a folder that `save_to_disk` of Hugging Face datasets wrote, in order.
+
+    ValueError for several splits, and where the files are not named.
+    """
+    place = place_of(folder)
+    state = place / _STATE
+    if not state.exists():
+        splits = ", ".join(str(child) for child in folders_in(place) if (child / _STATE).exists())
+        raise ValueError(f"{folder} holds several splits; give one of {splits}")
+    content = read_json(state) if isinstance(state, Path) else parse_json(read_content(state))
+    files = content.get("_data_files") if isinstance(content, dict) else None
+    names = [file.get("filename") for file in files or () if isinstance(file, dict)]
+    if not names or not all(PLAIN_NAME.fullmatch(str(name)) for name in names):
+        raise ValueError(f"{state}: `_data_files` names no files of the folder")
+    if content.get("_indices_data_files"):
+        raise ValueError(
+            f"{state}: rows are chosen by an indices file, which is not read; save it with a newer datasets"
+        )
+    return tuple(str(place / str(name)) for name in names)
+
+
+# ---- tars
+
+
+@dataclass
+class _Group:
+    """Members of one record of a tar."""
+
+    key: str | None = None
+    offset: int = 0
+    size: int = 0
+    members: dict[str, bytes] = field(default_factory=dict)
+    """Record and texts by extension."""
+    media: dict[str, bytes] = field(default_factory=dict)
+    """All other kinds by whole name."""
+    problem: str | None = None
+
+
+def read_tar(path: str, max_record_bytes: int, media: bool) -> Iterator[Record | Refusal]:
+    """Records of a WebDataset tar; `line` is the record's number from 1, `offset` where its first member begins.
+
+    Refusals: unsafe members, images unless `media`, a record without text, a cut archive.
+    """
+    number, group = 1, _Group()
+    try:
+        with open_input(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            for member in archive:
+                if member.isdir():
+                    continue
+                name = PurePosixPath(member.name)
+                key = str(name.with_name(name.name.partition(".")[0] or name.name))
+                if key != group.key:
+                    if group.key is not None:
+                        yield _finish(path, number, group)
+                        number += 1
+                    group = _Group(key, member.offset)
+                group.size += member.size
+                group.problem = group.problem or _add(archive, member, group, max_record_bytes, media)
+        _check_end(path)  # tarfile accepts an archive that is cut between members
+        if group.key is not None:
+            yield _finish(path, number, group)
+    except (tarfile.TarError, OSError, EOFError) as error:
+        reason = f"the tar is damaged or cut short, nothing after this record can be read ({error})"
+        yield Refusal(path, number, group.offset, reason)
+
+
+def _add(archive: tarfile.TarFile, member: tarfile.TarInfo, group: _Group, limit: int, media: bool) -> str | None:
+    """Read one member into its group; what is wrong with it."""
+    extension = PurePosixPath(member.name).name.partition(".")[2]
+    is_record = extension in ("json", *_TEXTS)
+    if member.name.startswith("/") or ".." in PurePosixPath(member.name).parts:
+        return f"member {member.name!r} is named outside the archive"
+    if not member.isfile():
+        return f"member {member.name!r} is a link or a device, not a file"
+    if extension in group.members or member.name in group.media:
+        return f"member {member.name!r} occurs twice"
+    if not is_record and not media:
+        return f"member {member.name!r} is no text: this build makes text datasets, images need the vision build"
+    if group.size > limit:
+        return f"its members up to {member.name!r} have {group.size} bytes, more than --max-record-bytes {limit}"
+    stream = archive.extractfile(member)
+    content = stream.read() if stream else b""
+    if len(content) != member.size:
+        raise tarfile.ReadError(f"member {member.name!r} has {len(content)} of {member.size} bytes")
+    (group.members if is_record else group.media)[extension if is_record else member.name] = content
+    return None
+
+
+def _finish(path: str, number: int, group: _Group) -> Record | Refusal:
+    try:
+        if group.problem:
+            raise RecordError(group.problem)
+        value: Any = decode_json(group.members["json"]) if "json" in group.members else {}
+        for name in _TEXTS:
+            if (content := group.members.get(name)) is not None:
+                if not isinstance(value, dict) or "text" in value:
+                    raise RecordError(f"record {group.key!r} has its text in both .json and .{name}")
+                value["text"] = content.decode()
+    except UnicodeDecodeError as error:
+        reason = f"record {group.key!r}: not UTF-8 at byte {error.start + 1} of its text"
+        return Refusal(path, number, group.offset, reason)
+    except RecordError as error:
+        return Refusal(path, number, group.offset, str(error))
+    return Record(number, group.offset, group.size, value, group.media)
+
+
+def _check_end(path: str) -> None:
+    """OSError unless an archive ends with a block of zeros."""
+    size = size_of(place_of(path))
+    with open_input(path) as stream:
+        stream.seek(max(0, size - _TAR_BLOCK))
+        if size < _TAR_BLOCK or any(stream.read(_TAR_BLOCK)):
+            raise OSError("no end-of-archive block")

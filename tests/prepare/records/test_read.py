@@ -1,0 +1,245 @@
+"""Readers: each record exactly once whatever the cuts and the format, and a place for each bad one."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megacp.prepare.records.read import Extent, input_files, line_number, plan_units, read_extent
+from megacp.prepare.records.record import Record, Refusal
+from tests.prepare.build.builds import documents, run
+from tests.prepare.media.pictures import TINY, encoded, noise
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+PACK: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".zst": lambda data: pa.compress(data, "zstd", asbytes=True),
+}
+ROWS = [{"text": "a"}, {"text": "b", "meta": {"x": 1, "y": None}}, {"text": None, "id": "3"}]
+READ = [{"text": "a"}, {"text": "b", "meta": {"x": 1}}, {"id": "3"}]
+
+
+def read(path: Path, limit: int = 1 << 20) -> tuple[list[Record], list[Refusal]]:
+    items = list(read_extent(Extent(0, str(path), 0, path.stat().st_size), limit))
+    return [i for i in items if isinstance(i, Record)], [i for i in items if isinstance(i, Refusal)]
+
+
+def values(path: Path, limit: int = 1 << 20) -> list[Any]:
+    return [record.value for record in read(path, limit)[0]]
+
+
+def lines(count: int) -> bytes:
+    return b"".join(json.dumps({"text": f"document {i} " + "x" * (i % 7)}).encode() + b"\n" for i in range(count))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.text(alphabet="ab\u00e9 ", max_size=12), min_size=1, max_size=20),
+    st.integers(1, 40),
+    st.booleans(),
+    st.sampled_from([b"\n", b"\r\n"]),
+)
+def test_every_line_is_read_exactly_once_however_the_file_is_cut(
+    tmp_path: Path, texts: list[str], unit_bytes: int, ends: bool, newline: bytes
+) -> None:
+    path = tmp_path / "a.jsonl"
+    data = newline.join(json.dumps({"text": text}, ensure_ascii=False).encode() for text in texts)
+    path.write_bytes(b"\xef\xbb\xbf" * ends + data + (newline if ends else b""))
+    units = plan_units([str(path)], unit_bytes)
+    records = [item for unit in units for extent in unit.extents for item in read_extent(extent)]
+    assert [item.value["text"] for item in records if isinstance(item, Record)] == texts
+    assert [line_number(str(path), item.offset) for item in records] == list(range(1, len(texts) + 1))
+
+
+def test_units_group_small_files_and_cut_large_ones(tmp_path: Path) -> None:
+    for name, count in (("a.jsonl", 1), ("b.jsonl", 1), ("c.jsonl", 40), ("d.jsonl.gz", 40)):
+        (tmp_path / name).write_bytes(lines(count))
+    (tmp_path / "empty.jsonl").write_bytes(b"")
+    paths = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "empty.jsonl", "c.jsonl", "d.jsonl.gz")]
+    units = plan_units(paths, 400)
+    assert [e.source for e in units[0].extents] == [0, 1]
+    size = (tmp_path / "c.jsonl").stat().st_size
+    cut = [e for unit in units for e in unit.extents if e.source == 3]
+    assert len(cut) == -(-size // 400) and (cut[0].start, cut[-1].stop) == (0, size)
+    assert all(a.stop == b.start for a, b in zip(cut, cut[1:], strict=False))
+    assert len([e for unit in units for e in unit.extents if e.source == 4]) == 1
+    assert [unit.index for unit in units] == list(range(len(units)))
+
+
+@pytest.mark.parametrize("bad", [b"", b"   ", b"{", b'{"text": "\xfe"}', b'"' + b"x" * 300 + b'"'])
+@pytest.mark.parametrize("suffix", PACK)
+def test_a_bad_line_is_refused_with_its_place_and_reading_goes_on(tmp_path: Path, bad: bytes, suffix: str) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(PACK[suffix](lines(5) + bad + b"\n" + lines(3)))
+    records, (refusal,) = read(path, 200)
+    assert len(records) == 8 and (refusal.file, refusal.line, refusal.offset) == (str(path), 6, len(lines(5)))
+    assert str(refusal).startswith(f"{path}:6: ")
+
+
+def test_a_bad_line_in_a_later_range_has_its_true_line_number(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(30) + b"oops\n" + lines(30) + b"oops\n")
+    items = [i for unit in plan_units([str(path)], 100) for e in unit.extents for i in read_extent(e)]
+    assert [item.line for item in items if isinstance(item, Refusal)] == [31, 62]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_compressed_file_of_several_members_is_read_whole_and_a_cut_or_damaged_one_is_told(
+    tmp_path: Path, suffix: str
+) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(PACK[suffix](lines(3)) + PACK[suffix](lines(4)))
+    assert len(values(path)) == 7
+    whole = PACK[suffix](lines(20_000))
+    for data in (whole[: len(whole) * 3 // 4], whole[:-1], b"this is no compressed file"):
+        path.write_bytes(data)
+        records, (refusal,) = read(path)
+        assert [r.value for r in records] == [json.loads(line) for line in lines(20_000).splitlines()[: len(records)]]
+        assert refusal.line == len(records) + 1 and (len(records) > 5_000) == (data[:4] != b"this")
+
+
+# ---- tables
+
+
+def write(path: Path, rows: list[dict[str, Any]], kind: str) -> Path:
+    table = pa.table({key: [row.get(key) for row in rows] for key in {k: None for row in rows for k in row}})
+    if kind == "parquet":
+        pq.write_table(table, path)
+        return path
+    opened = pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file
+    with opened(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["stream", "file", "parquet"])
+def test_rows_of_a_table_are_records_and_a_cut_one_is_told(tmp_path: Path, kind: str) -> None:
+    """A stream that ends between two batches looks whole to the library."""
+    path = tmp_path / ("a.parquet" if kind == "parquet" else "a.arrow")
+    records, _ = read(write(path, ROWS, kind))
+    assert [r.value for r in records] == READ and [(r.line, r.offset) for r in records] == [(1, 0), (2, 1), (3, 2)]
+    rows = [{"text": "a"}, {"text": "x" * 5000}, {"text": "c"}]
+    records, (refusal,) = read(write(path, rows, kind), 1000)
+    assert [r.value for r in records] == [rows[0], rows[2]] and refusal.line == 2
+    whole = write(path, ROWS * 2, kind).read_bytes()
+    for size in range(0, len(whole), 8):
+        path.write_bytes(whole[:size])
+        records, refusals = read(path)
+        assert len(records) <= 6 and len(refusals) == 1
+
+
+def saved(folder: Path, shards: list[list[dict[str, Any]]], **state: Any) -> Path:
+    """A folder as `save_to_disk` writes it."""
+    folder.mkdir(parents=True)
+    names = [f"data-{i:05d}-of-{len(shards):05d}.arrow" for i in range(len(shards))]
+    for name, rows in zip(names, shards, strict=True):
+        write(folder / name, rows, "stream")
+    files = [{"filename": name} for name in names]
+    (folder / "state.json").write_text(json.dumps({"_data_files": files, "_split": "train", **state}))
+    return folder
+
+
+def test_the_files_of_a_saved_dataset_are_read_in_its_order(tmp_path: Path) -> None:
+    shards = [[{"text": f"{i}.{j}"} for j in range(3)] for i in range(3)]
+    folder = saved(tmp_path / "saved", shards)
+    (folder / "cache-1.arrow").write_bytes(b"left by a map")
+    paths = input_files([str(folder), "other.jsonl"])
+    assert [Path(path).name for path in paths] == [f"data-0000{i}-of-00003.arrow" for i in range(3)] + ["other.jsonl"]
+    run([folder], tmp_path / "d")
+    assert documents(tmp_path / "d") == [[*row["text"].encode(), 256] for rows in shards for row in rows]
+
+
+def test_a_folder_that_cannot_be_read_as_it_was_saved_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path / "both" / "train", [[{"text": "a"}]])
+    (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    (tmp_path / "plain").mkdir()
+    chosen = saved(tmp_path / "a", [[{"text": "a"}]], _indices_data_files=[{"filename": "i.arrow"}])
+    outside = saved(tmp_path / "b", [], _data_files=[{"filename": "../x.arrow"}])
+    for folder, named in (
+        (tmp_path / "both", f"{tmp_path}/both/train"),
+        (chosen, "indices"),
+        (outside, "_data_files"),
+        (tmp_path / "plain", "--input: "),
+    ):
+        with pytest.raises(ValueError, match=str(folder)) as error:
+            run([folder], tmp_path / "d")
+        assert named in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["saved", "parquet"])
+def test_images_of_a_table_are_those_of_its_bytes(tmp_path: Path, kind: str) -> None:
+    """The `Image` feature: a struct of bytes and path, of which bytes alone are read where there are some."""
+    picture = encoded(noise(20, 30), "PNG")
+    turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "Noise."}]
+    row = {"image": {"bytes": picture, "path": "elsewhere.png"}, "conversations": turns}
+    (tmp_path / "a.png").write_bytes(picture)
+    content = [{"type": "image", "path": "a.png"}, {"type": "text", "text": "\nWhat?"}]
+    told = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "Noise."}]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(told))
+    made = {
+        "saved": lambda: saved(tmp_path / "s", [[row]]),
+        "parquet": lambda: write(tmp_path / "b.parquet", [row], kind),
+    }
+    found = []
+    for name, source in (("one", tmp_path / "a.jsonl"), ("two", made[kind]())):
+        run([source], tmp_path / name, image_rules=TINY, image_root=str(tmp_path), seq_length=512)
+        shard = tmp_path / name / "shard_00000"
+        found.append(
+            (documents(tmp_path / name), *((shard / each).read_bytes() for each in ("images.bin", "units.npy")))
+        )
+    assert found[0] == found[1]
+
+
+# ---- tars
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
+    with tarfile.open(path, "w") as archive:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+def test_members_of_one_name_in_a_tar_are_one_record_and_a_cut_one_is_told(tmp_path: Path) -> None:
+    members = [("d/1.json", b'{"id": 1}'), ("d/1.txt", b"one"), ("d/2.json", b'{"text": "two"}'), ("d/3.txt", b"3")]
+    path = write_tar(tmp_path / "a.tar", members)
+    records, refusals = read(path)
+    assert [r.value for r in records] == [{"id": 1, "text": "one"}, {"text": "two"}, {"text": "3"}] and not refusals
+    assert [r.line for r in records] == [1, 2, 3]
+    whole = write_tar(path, [("1.txt", b"one"), ("2.txt", b"two" * 100)]).read_bytes()
+    for keep in (100, 512, 600, 1024, 1100):
+        path.write_bytes(whole[:keep])
+        assert len(read(path)[1]) == 1
+
+
+@pytest.mark.parametrize(
+    ("members", "named"),
+    [
+        ([("../1.txt", b"x")], "../1.txt"),
+        ([("/1.txt", b"x")], "/1.txt"),
+        ([("1.txt", b"x"), ("1.jpg", b"x")], "1.jpg"),
+        ([("1.json", b"{")], "column 2"),
+        ([("1.txt", b"\xff")], "byte 1"),
+        ([("1.txt", b"x"), ("1.txt", b"y")], "1.txt"),
+        ([("1.json", b'{"text": "x"}'), ("1.txt", b"y")], ".txt"),
+        ([("1.txt", b"x" * 300)], "--max-record-bytes 200"),
+    ],
+)
+def test_a_bad_record_in_a_tar_is_refused_and_the_next_is_read(
+    tmp_path: Path, members: list[tuple[str, bytes]], named: str
+) -> None:
+    records, (refusal,) = read(write_tar(tmp_path / "a.tar", [*members, ("z.txt", b"last")]), 200)
+    assert [r.value for r in records] == [{"text": "last"}] and named in refusal.reason and refusal.line == 1
