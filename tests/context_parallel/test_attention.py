@@ -201,6 +201,13 @@ def test_a_transport_equals_dense_attention_for_every_mask_and_layout(world_size
     compare(run_ranks(on_ranks, world_size, cases), cases, 1e-12)
 
 
+def test_four_ranks_of_one_layout_each_equal_dense_attention() -> None:
+    """Would catch a ring that turns the other way, and keys of several ranks in another order than their tiles."""
+    pairs = [("p2p", "zigzag"), ("kv_exchange", "zigzag"), ("all_gather", "balanced"), ("a2a", "zigzag")]
+    cases = [Case(*pair, mask) for pair in pairs for mask in ("packed", "holes")]
+    compare(run_ranks(on_ranks, 4, cases), cases, 1e-12)
+
+
 def positions(world_size: int) -> list[Case]:
     return [
         replace(case, kernel="math", rotary=True)

@@ -62,6 +62,7 @@ def test_tiles_cover_exactly_the_allowed_pairs_for_any_permutation_cut_into_rank
             assert np.array_equal(dense_mask(table), dense)
             assert np.array_equal(table.keys_per_query, dense.sum(1)), "tiles overlap or the area is wrong"
             assert table.area == dense.sum()
+            assert np.array_equal(table.needed_keys, dense.any(0))
 
 
 @settings(max_examples=200, deadline=None)

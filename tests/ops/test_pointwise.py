@@ -129,6 +129,10 @@ def test_dropout_masks_belong_to_tokens_not_to_ranks_or_rows() -> None:
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     for part in order.chunk(4):
         assert torch.equal(dropout(x[part], 42, part, 0.3), whole[part])
+    columns = [
+        dropout(part, 42, torch.arange(64), 0.3, first) for first, part in zip((0, 16), x.chunk(2, 1), strict=True)
+    ]
+    assert torch.equal(torch.cat(columns, 1), whole), "tp ranks that hold other columns draw their own bits"
     halves = [keep_mask(42, part, 32, 0.3) for part in torch.arange(64).chunk(2)]
     assert not torch.equal(*halves)
     assert torch.equal(whole, dropout(x, 42, torch.arange(64), 0.3)), "recomputation draws the same bits"

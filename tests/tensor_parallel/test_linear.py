@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,14 @@ from megacp.core.distributed.collectives import all_gather, all_reduce
 from megacp.core.distributed.differentiable import copy_to, gather_from, slice_of
 from megacp.core.distributed.grid import Axis
 from megacp.core.distributed.parameter import spec_of
-from megacp.core.tensor_parallel.linear import ColumnParallelLinear, LinearOptions, LinearSpec, RowParallelLinear
+from megacp.core.tensor_parallel.linear import (
+    ColumnNorm,
+    ColumnParallelLinear,
+    LinearOptions,
+    LinearSpec,
+    RowParallelLinear,
+)
+from megacp.core.tensor_parallel.lora import ColumnPairs, DropoutNames, LoraSpec, RowPair, adapted
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import Pieces, assemble, fill, pieces_of
 
@@ -159,3 +168,84 @@ def gathered_products(rank: int, world_size: int) -> None:
 
 def test_the_two_ways_into_a_column_product_have_the_same_gradient() -> None:
     run_ranks(gathered_products, 2)
+
+
+def normed(rank: int, world_size: int) -> list[Tensor]:
+    """Output and gradients of a norm over columns of which each rank has its part."""
+    tp = grid(tp=world_size).tp
+    norm = ColumnNorm("n", 6, 1e-3, options_of(tp, False))
+    fill(norm, {"n.weight": randn(6, seed=3)})
+    x, v = (randn(5, 6, seed=seed).chunk(world_size, 1)[rank].clone().requires_grad_() for seed in (1, 2))
+    y = norm(x)
+    return [y.detach(), *torch.autograd.grad(y, [x, norm.weight], v)]
+
+
+def test_a_norm_over_columns_equals_one_process() -> None:
+    """Would catch a mean over this rank's columns alone, forward or backward."""
+    x, weight = randn(5, 6, seed=1).requires_grad_(), randn(6, seed=3).requires_grad_()
+    y = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight
+    expected = [y.detach(), *torch.autograd.grad(y, [x, weight], randn(5, 6, seed=2))]
+    for found, one in zip(zip(*run_ranks(normed, 2), strict=True), expected, strict=True):
+        torch.testing.assert_close(torch.cat(found, -1), one, **CLOSE)
+
+
+PAIRS = LoraSpec(("q", "v", "out"), 3, 2.5)
+FROZEN = {f"a.{name}.weight": randn(rows, WIDTH, seed=i) for i, (name, rows) in enumerate(OUTPUTS)}
+FROZEN["b.out.weight"] = randn(OUT, 8, seed=3)
+LOW = {
+    f"a.{name}.lora_{m}.weight": randn(*s, seed=8) for name, n in OUTPUTS for m, s in (("A", (3, WIDTH)), ("B", (n, 3)))
+}
+LOW |= {"b.out.lora_A.weight": randn(3, 8, seed=9), "b.out.lora_B.weight": randn(OUT, 3, seed=10)}
+
+
+def low_rank(rank: int, world_size: int, parallel: bool, dropout: float) -> tuple[list[Tensor], list[Tensor], Pieces]:
+    """What a column- and a row-parallel linear with pairs give, the gradients of their inputs, those of the pairs."""
+    tp = grid(tp=world_size).tp
+    options = dataclasses.replace(options_of(tp, parallel), trained=False)
+    specs = LinearSpec("a", tuple(OUTPUTS), WIDTH, False, 0.1), LinearSpec("b", (("out", OUT),), 8, False, 0.1)
+    lora = dataclasses.replace(PAIRS, dropout=dropout)
+    column = adapted(ColumnParallelLinear(specs[0], options), specs[0], ColumnPairs, lora, options)
+    row = adapted(RowParallelLinear(specs[1], options), specs[1], RowPair, lora, options)
+    module = torch.nn.ModuleList([column, row])
+    fill(module, FROZEN | LOW)
+
+    def own(x: Tensor) -> Tensor:
+        return slice_of(x, tp) if parallel else x
+
+    for linear in (column, row):
+        linear.pairs.names = DropoutNames(7, own(torch.arange(TOKENS)), torch.arange(TOKENS))
+    x, wide = own(randn(TOKENS, WIDTH, seed=40)).clone(), randn(TOKENS, 8, seed=41).chunk(world_size, 1)[rank].clone()
+    upstream = [x.chunk(world_size, 1)[rank] for x in randn(TOKENS, 28, seed=42).split([n for _, n in OUTPUTS], 1)]
+    trained = [p for p in module.parameters() if p.requires_grad]
+    y, z = column(x.requires_grad_()), row(wide.requires_grad_())
+    dx, dwide, *grads = torch.autograd.grad(
+        [y, z], [x, wide, *trained], [torch.cat(upstream, 1), own(randn(TOKENS, OUT, seed=43))]
+    )
+    summed = {
+        p: all_reduce(g, tp) if spec_of(p).partial_over == ("tp",) else g for p, g in zip(trained, grads, strict=True)
+    }
+    frozen = {p: torch.zeros_like(p) for p in module.parameters() if not p.requires_grad}
+    whole = [all_gather(t.contiguous(), tp) if parallel else t for t in (z.detach(), dx)]
+    columns = [
+        all_gather(t.t().contiguous(), tp).t()
+        for t in (*y.detach().split([n // world_size for _, n in OUTPUTS], 1), dwide)
+    ]
+    return whole, columns, pieces_of(module, summed | frozen)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_low_rank_pairs_equal_one_process(parallel: bool, dropout: float) -> None:
+    """Would catch A or B not summed over tp or summed twice, and dropout bits that tp ranks share."""
+    one = low_rank(0, 1, False, dropout)
+    if not dropout:
+        x, delta = randn(TOKENS, WIDTH, seed=40), LOW["a.q.lora_B.weight"] @ LOW["a.q.lora_A.weight"]
+        torch.testing.assert_close(one[1][0], x @ (FROZEN["a.q.weight"] + 2.5 * delta).t(), **CLOSE)
+        wide, delta = randn(TOKENS, 8, seed=41), LOW["b.out.lora_B.weight"] @ LOW["b.out.lora_A.weight"]
+        torch.testing.assert_close(one[0][0], wide @ (FROZEN["b.out.weight"] + 2.5 * delta).t(), **CLOSE)
+    results = run_ranks(low_rank, 2, parallel, dropout)
+    for whole, columns, _ in results:
+        torch.testing.assert_close([*whole, *columns], [*one[0], *one[1]], **CLOSE)
+    found, expected = assemble(pieces for *_, pieces in results), assemble([one[2]])
+    for name, gradient in found.items():
+        np.testing.assert_allclose(gradient, expected[name], **CLOSE, err_msg=name)
