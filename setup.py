@@ -70,10 +70,10 @@ setup(
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["megacp", "megacp.*"]),
+    package_data={"megacp.prepare.records": ["*.jinja"]},
     install_requires=[
         "numpy>=1.26",
         "pyyaml>=6",
-        "regex",
         "sentencepiece",
         "tokenizers>=0.20",
         "torch>=2.11",

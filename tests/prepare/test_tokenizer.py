@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacp.prepare.build.settings import BuildSettings, tokenizer_problem
-from megacp.prepare.tokenize.newer_characters import has_newer_characters
 from megacp.prepare.tokenize.tokenizer import PROBE, Tokenizer, load_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -22,7 +20,7 @@ sentencepiece = pytest.importorskip("sentencepiece")
 KINDS = ("byte", "sentencepiece", "huggingface", "gpt2")
 SOURCES = [Path(json.__file__), Path(np.__file__)]
 CORPUS = [path.read_text(encoding="utf-8") for path in SOURCES]
-AWKWARD = [*PROBE, "<s> <unk> </s> <0x41>", "<|endoftext|>x<|endoftext|>", "\U000323b0\U0001e5d0 x", "\U00011de0a1"]
+AWKWARD = [*PROBE, "<s> <unk> </s> <0x41>", "<|endoftext|>x<|endoftext|>", "\U000323b0 x"]
 
 
 @pytest.fixture(scope="module")
@@ -80,20 +78,22 @@ def test_the_fast_engine_is_used_where_it_is_installed(folder: Path, kind: str) 
     assert load(kind, folder).engine == "gigatoken"
 
 
+def differ(tokenizer: Tokenizer, texts: list[str]) -> list[str]:
+    """Texts whose ids are not those of the reference."""
+    found = zip(texts, tokenizer.encode(texts), strict=True)
+    return [text for text, ids in found if not np.array_equal(ids, tokenizer.encode_reference(text))]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sentencepiece", "huggingface", "gpt2"])
 @settings(max_examples=80, deadline=None)
-@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+@given(text=st.text(st.characters(exclude_categories=["Cs", "Cn"]), max_size=40))
 def test_any_text_has_the_same_ids_in_both_engines(folder: Path, kind: str, text: str) -> None:
-    tokenizer = _cached(kind, folder)
-    assert tokenizer.disagreement([text]) is None
+    tokenizer = _LOADED.setdefault(kind, load(kind, folder))
+    assert differ(tokenizer, [text]) == []
 
 
 _LOADED: dict[str, Tokenizer] = {}
-
-
-def _cached(kind: str, folder: Path) -> Tokenizer:
-    return _LOADED.setdefault(kind, load(kind, folder))
 
 
 @pytest.mark.parametrize("kind", ["huggingface", "gpt2"])
@@ -131,34 +131,6 @@ def test_gpt2_ids_are_those_of_the_tokenizers_package(folder: Path) -> None:
         assert ours.encode([text])[0].tolist() == theirs.encode(text).ids
 
 
-def test_gpt2_splits_as_its_pattern_does(folder: Path) -> None:
-    """Words found by hand: a space goes with the word behind it, the last of several spaces too."""
-    tokenizer = load("gpt2", folder, "reference")
-    words = ["it", "'s", " a", "  ", " 12", "!?", "\n"]
-    alone = [i for word in words for i in tokenizer.encode([word])[0].tolist()]
-    assert tokenizer.encode(["".join(words)])[0].tolist() == alone
-
-
-def test_characters_newer_than_python_go_to_the_reference() -> None:
-    """U+11DE0 became a digit in Unicode 17: older engines split it off as a symbol."""
-    if sys.version_info < (3, 15):
-        assert has_newer_characters("a\U00011de0")
-    assert not has_newer_characters("plain") and not has_newer_characters("\u00e9\u6f22\U0001f642")
-
-
-def test_a_character_newer_than_some_engine_has_the_ids_of_the_reference(tmp_path: Path) -> None:
-    """A merge of "1" with the first byte of the new digit U+11DE0 applies only where it is known to be a digit."""
-    first = byte_characters()["\U00011de0".encode()[0]]
-    ids = {token: i for i, token in enumerate([*byte_characters(), f"1{first}"])}
-    (tmp_path / "vocab.json").write_text(json.dumps(ids))
-    (tmp_path / "merges.txt").write_text(f"1 {first}\n")
-    model = tokenizers.Tokenizer(tokenizers.models.BPE(ids, [("1", first)]))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.save(str(tmp_path / "tokenizer.json"))
-    for names in (f"{tmp_path}/vocab.json,{tmp_path}/merges.txt", f"{tmp_path}/tokenizer.json"):
-        assert load_tokenizer(names).disagreement(["1\U00011de0"]) is None
-
-
 @pytest.mark.slow
 def test_a_very_long_word_takes_no_quadratic_time(folder: Path) -> None:
     """A line of one character repeated, and text beyond U+FFFF, both once took minutes."""
@@ -173,33 +145,6 @@ def byte_characters() -> list[str]:
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     moved = itertools.count(256)
     return [chr(byte if byte in printable else next(moved)) for byte in range(256)]
-
-
-def textbook_merge(word: str, ids: dict[str, int], merges: list[str]) -> list[int]:
-    """The obvious loop: merge every occurrence of the best pair, then look again."""
-    parts = [byte_characters()[byte] for byte in word.encode()]
-    while True:
-        best = min(
-            (merges.index(f"{a} {b}") for a, b in zip(parts, parts[1:], strict=False) if f"{a} {b}" in merges),
-            default=None,
-        )
-        if best is None:
-            return [ids[part] for part in parts]
-        a, b = merges[best].split(" ")
-        i = 0
-        while i < len(parts) - 1:
-            if parts[i] == a and parts[i + 1] == b:
-                parts[i : i + 2] = [a + b]
-            i += 1
-
-
-def test_merging_is_that_of_the_textbook_loop(folder: Path) -> None:
-    ids = json.loads((folder / "vocab.json").read_text())
-    merges = [line for line in (folder / "merges.txt").read_text().splitlines() if not line.startswith("#version")]
-    tokenizer = load("gpt2", folder, "reference")
-    for word in sorted(set(CORPUS[0].split()))[:300] + ["a" * 50, "ab" * 30, "------------"]:
-        if word.isalpha() or len(set(word)) < 3:
-            assert tokenizer.encode([word])[0].tolist() == textbook_merge(word, ids, merges), word
 
 
 def test_an_engine_that_disagrees_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +185,7 @@ def test_symbols_and_added_tokens_have_the_ids_of_the_reference(folder: Path, tm
         bpe.save(str(path))
     tokenizer = load_tokenizer(str(path))
     texts = ["<|user|>\nwhat ## is\n<|user|>x", "a<|user|>b", " ##  ## ", "###", "nothing of the kind"]
-    assert tokenizer.disagreement(texts) is None
+    assert differ(tokenizer, texts) == []
 
 
 def test_special_ids_are_found(folder: Path) -> None:
@@ -347,34 +292,23 @@ def test_a_sentencepiece_model_names_its_special_tokens_itself(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("specification", "message"),
+    ("specification", "engine", "named"),
     [
-        ("gpt-4", r"'gpt-4', allowed are byte \| FILE.model .* nothing is downloaded"),
-        ("openai/gpt2", "allowed are byte"),
-        ("none/tokenizer.json", "no such file: none/tokenizer.json"),
-        ("none/vocab.json,none/merges.txt", "no such file: none/vocab.json, none/merges.txt"),
+        ("gpt-4", "auto", "--tokenizer is 'gpt-4'"),
+        ("openai/gpt2", "auto", "--tokenizer is 'openai/gpt2'"),
+        ("none/tokenizer.json", "auto", "none/tokenizer.json"),
+        ("none/vocab.json,none/merges.txt", "auto", "none/vocab.json, none/merges.txt"),
+        ("{folder}/a.model", "auto", "a.model"),
+        ("{folder}/a.json", "auto", "a.json"),
+        ("{folder}/vocab.json,{folder}/merges.txt", "auto", "vocab.json.*'ab'"),
+        ("{folder}/vocab.json,{folder}/three.txt", "auto", "three.txt"),
+        ("byte", "fast", "--tokenizer-engine is 'fast'"),
     ],
 )
-def test_what_is_no_tokenizer_is_refused_with_what_is_allowed(specification: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_tokenizer(specification)
-
-
-@pytest.mark.parametrize("name", ["a.model", "a.json"])
-def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("{}")
-    with pytest.raises(ValueError, match=f"{name}: not a "):
-        load_tokenizer(str(tmp_path / name))
-
-
-def test_a_vocabulary_without_all_bytes_or_merges_is_refused(tmp_path: Path) -> None:
-    ids = {c: i for i, c in enumerate(byte_characters())}
-    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
-    (tmp_path / "vocab.json").write_text(json.dumps(ids))
-    with pytest.raises(ValueError, match="1 tokens missing .'ab'."):
-        load_tokenizer(f"{tmp_path}/vocab.json,{tmp_path}/merges.txt")
-
-
-def test_an_unknown_engine_is_refused() -> None:
-    with pytest.raises(ValueError, match="--tokenizer-engine is 'fast', allowed are auto, reference"):
-        load_tokenizer("byte", "fast")
+def test_what_is_no_tokenizer_is_refused_by_name(tmp_path: Path, specification: str, engine: str, named: str) -> None:
+    (tmp_path / "vocab.json").write_text(json.dumps({c: i for i, c in enumerate(byte_characters())}))
+    files = {"a.model": "{}", "a.json": "{}", "merges.txt": "#version: 0.2\na b\n", "three.txt": "a b c\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=named):
+        load_tokenizer(specification.format(folder=tmp_path), engine)

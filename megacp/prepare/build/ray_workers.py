@@ -30,7 +30,7 @@ _TRIES = 4
 _STORE_BYTES = 100 << 20
 """Of a Ray that is started here: results are a few KiB each."""
 _SECONDS_BETWEEN_LOOKS = 5.0
-_PACKAGES = "numpy tokenizers sentencepiece regex gigatoken jinja2 pillow av pyarrow zlib-ng".split()
+_PACKAGES = "numpy tokenizers sentencepiece gigatoken jinja2 pillow av pyarrow zlib-ng".split()
 """Those that have a say in the bytes of a dataset."""
 _FILES = 100
 """Input files whose sizes are compared."""

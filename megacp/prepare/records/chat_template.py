@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from megacp.core.storage.files import read_regular
-from megacp.prepare.records.named_templates import OURS
 from megacp.prepare.records.record import RecordError
 from megacp.prepare.tokenize.beside import (
     TEMPLATE_FOLDER,
@@ -34,6 +33,8 @@ from megacp.prepare.tokenize.beside import (
 )
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
+OURS = {path.stem: path.read_bytes().decode() for path in sorted(Path(__file__).parent.glob("*.jinja"))}
+"""Templates by name, for tokenizers without one and for those whose own does not say what is learned."""
 _BEGIN, _END, PLACE = _RESERVED = "\ufdd0\ufdd1\ufdd2"
 """Characters that mark a generation block, and what stands for an image; no text may hold them."""
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

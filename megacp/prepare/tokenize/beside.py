@@ -1,11 +1,11 @@
-"""What the files beside a tokenizer say of served texts: their first token and their chat template.
+"""What the files beside a tokenizer say of served texts: special tokens, the first token, the chat template.
 
-Key property: both are read from files and never guessed, so that a model is served the tokens it was trained on.
+They are read from files and never guessed, so that a model is served the tokens it was trained on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,42 +46,18 @@ def text_of(token: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def chosen_token(
-    values: Mapping[str, Any],
-    key: str,
-    names: Sequence[str],
-    find: Callable[[str], int | None],
-    special: Mapping[str, int],
-) -> int | None:
-    """The id of the token that a config names under `key`; None when it names none, as a null does.
-
-    Only where the config is silent, the first of `names` that is a key of `special` counts: a word of a vocabulary may
-    be spelled the same. find: the id of any token by its text.
-    """
-    if key in values:
-        text = text_of(values[key])
-        return None if text is None else find(text)
-    return next((special[name] for name in names if name in special), None)
-
-
 def read_beside(folder: Path) -> Beside:
     """What lies in a tokenizer's folder. ValueError names a file that is no JSON object."""
-    config = folder / CONFIG_NAME
-    values = read_object(config) if config.is_file() else {}
-    found = [folder / name for name in TEMPLATE_NAMES if (folder / name).is_file()]
-    if found and read_regular(found[0]).startswith(_OURS):
-        return Beside(config if config.is_file() else None, values, None)
-    template = found[0] if found else None
-    if template is None and values.get("chat_template"):
-        template = config
-    return Beside(config if config.is_file() else None, values, template)
+    config = folder / CONFIG_NAME if (folder / CONFIG_NAME).is_file() else None
+    values = read_object(config) if config else {}
+    template = next((folder / name for name in TEMPLATE_NAMES if (folder / name).is_file()), None)
+    if template is not None and read_regular(template).startswith(_OURS):
+        return Beside(config, values, None)
+    return Beside(config, values, template or (config if values.get("chat_template") else None))
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    """What the library takes for the tokenizer's settings: an older file counts where the config lists no tokens.
-
-    ValueError names a file that is no JSON object.
-    """
+    """What the library takes for the tokenizer's settings: an older file counts where the config lists no tokens."""
     values, older = read_beside(folder).values, folder / OLDER_NAME
     return {**values, **read_object(older)} if "added_tokens_decoder" not in values and older.is_file() else values
 
@@ -115,18 +91,18 @@ class Surroundings:
         return None
 
 
-def both_ways(model: Any) -> list[list[int]]:
-    """Ids of a text that has some, without and with what a `tokenizers.Tokenizer` puts around it."""
+def surroundings_of(model: Any) -> Surroundings:
+    """What a `tokenizers.Tokenizer` puts before and after the ids of a text."""
     added = {token.content for token in model.get_added_tokens_decoder().values()}
     texts = ("a", "0", *sorted(model.get_vocab(with_added_tokens=False).keys() - added))
     text = next((text for text in texts if model.encode(text, add_special_tokens=False).ids), "a")
-    return [model.encode(text, add_special_tokens=add).ids for add in (False, True)]
+    plain, whole = (model.encode(text, add_special_tokens=add).ids for add in (False, True))
+    return split_around(plain, whole)
 
 
-def surroundings(plain: Sequence[int], with_special: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What stands before and after the ids of a text once a post-processor has added its own."""
-    plain, whole = list(plain), list(with_special)
+def split_around(plain: Sequence[int], whole: Sequence[int]) -> Surroundings:
+    """What stands in `whole` before and after `plain`."""
     for start in range(len(whole) - len(plain) + 1):
         if whole[start : start + len(plain)] == plain:
-            return tuple(whole[:start]), tuple(whole[start + len(plain) :])
-    return tuple(whole), ()
+            return Surroundings(tuple(whole[:start]), tuple(whole[start + len(plain) :]))
+    return Surroundings(tuple(whole))

@@ -1,9 +1,8 @@
-"""Text to token ids and back: one interface, the kinds of tokenizer in one table, all from local files.
+"""Text to token ids and back: one interface over bytes, SentencePiece, tokenizer.json and GPT-2's files, all local.
 
-Key property: the fast engine (gigatoken) is used only where its ids equal those of the kind's reference. Both are
-compared on a probe when a tokenizer is loaded, and on the beginning of every unit of a build. Text that the engine is
-known to treat differently goes to the reference. Rejected: transformers' AutoTokenizer, which imports torch, guesses
-from names and downloads.
+The fast engine (gigatoken) is used only where its ids equal those of the kind's reference on a probe, when a tokenizer
+is loaded. Text that holds a symbol that the engine cuts otherwise goes to the reference. transformers' AutoTokenizer
+would guess from names and download.
 """
 
 from __future__ import annotations
@@ -11,25 +10,15 @@ from __future__ import annotations
 import abc
 import hashlib
 import importlib.util
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megacp.core.data.manifest import TokenizerInfo
-from megacp.prepare.tokenize.beside import (
-    Surroundings,
-    both_ways,
-    chosen_token,
-    read_beside,
-    read_object,
-    surroundings,
-    text_of,
-)
-from megacp.prepare.tokenize.gpt2_files import byte_level_bpe, merge_pairs
-from megacp.prepare.tokenize.newer_characters import has_newer_characters
+from megacp.prepare.tokenize.beside import Surroundings, read_beside, read_object, surroundings_of, text_of
 
 ENGINES = ("auto", "reference")
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|eot|>", "<|im_end|>", "[EOS]")
@@ -75,6 +64,9 @@ class Tokenizer(abc.ABC):
     """What its files put around a text."""
     chat_template: Path | None = None
     """The file with the template that a server writes messages by."""
+    _fast: Any = None
+    _apart: tuple[str, ...] = ()
+    """Texts that the fast engine is known to treat otherwise: what contains one goes to the reference."""
 
     @abc.abstractmethod
     def encode_reference(self, text: str) -> np.ndarray:
@@ -90,8 +82,11 @@ class Tokenizer(abc.ABC):
         ValueError when a text cannot be UTF-8 (a lone surrogate).
         """
         try:
-            return self._encode_references(texts)
-        except TypeError as error:  # the word of tokenizers for a lone surrogate
+            if self._fast is None:
+                return self._encode_references(texts)
+            fast, slow, apart = self._fast.encode, self.encode_reference, self._apart
+            return [slow(text) if any(symbol in text for symbol in apart) else fast(text) for text in texts]
+        except TypeError as error:  # the word of the packages for a lone surrogate
             raise ValueError(f"a text is not valid Unicode: {error}") from error
 
     def _encode_references(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -102,25 +97,10 @@ class Tokenizer(abc.ABC):
         """The id of a token by its text; None when there is none, or the kind's files do not name tokens by text."""
         return None
 
-    def disagreement(self, texts: Sequence[str]) -> str | None:
-        """The first text whose ids differ between `encode` and `encode_reference`; None when all agree."""
-        for text, ids in zip(texts, self.encode(texts), strict=True):
-            if not np.array_equal(ids, self.encode_reference(text)):
-                return text
-        return None
-
     def info(self) -> TokenizerInfo:
         """What the manifest of a dataset records."""
         ids = self.eos_id, self.bos_id, self.pad_id, self.begins_with
         return TokenizerInfo(self.kind, self.sha256, self.vocab_size, *ids)
-
-
-class _Accelerated(Tokenizer):
-    """A kind that may encode with gigatoken; subclasses call `_accelerate` at the end of their constructor."""
-
-    _fast: Any = None
-    _apart: tuple[str, ...] = ()
-    """Texts that the fast engine is known to treat otherwise: what contains one goes to the reference."""
 
     def _accelerate(self, engine: str, load: Callable[[Any], Any], symbols: Iterable[str]) -> None:
         """Adopt `load(gigatoken module)` when the engine is installed, reads this tokenizer, and passes the probe.
@@ -131,33 +111,21 @@ class _Accelerated(Tokenizer):
             return
         import gigatoken
 
+        def differs(*texts: str) -> bool:
+            return any(not np.array_equal(fast.encode(text), self.encode_reference(text)) for text in texts)
+
         try:
-            self._fast = load(gigatoken).backend
-            agrees = self._fast.vocab_size <= self.vocab_size and self.disagreement(PROBE) is None
+            fast = load(gigatoken).backend
+            if fast.vocab_size > self.vocab_size or differs(*(text for text in PROBE if not self._is_apart(text))):
+                return
+            cut = [s for s in symbols if differs(s, f"a{s}b", f" {s} {s}{s}\n{s}")]
         except Exception:  # whatever it cannot read or panics on: the reference is always right
-            agrees = False
-        if agrees:
-            self.engine = "gigatoken"
-            self._apart += tuple(filter(self._is_cut_otherwise, symbols))
-        else:
-            self._fast = None
+            return
+        self._fast, self.engine = fast, "gigatoken"
+        self._apart += tuple(cut)
 
-    def _is_cut_otherwise(self, symbol: str) -> bool:
-        texts = (symbol, f"a{symbol}b", f" {symbol} {symbol}{symbol}\n{symbol}")
-        return any(not np.array_equal(self._fast.encode(text), self.encode_reference(text)) for text in texts)
-
-    def _needs_reference(self, text: str) -> bool:
-        return has_newer_characters(text) or any(symbol in text for symbol in self._apart)
-
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """As Tokenizer.encode, with the fast engine where its ids are the reference's."""
-        if self._fast is None:
-            return super().encode(texts)
-        fast, slow = self._fast.encode, self.encode_reference
-        try:
-            return [slow(text) if self._needs_reference(text) else fast(text) for text in texts]
-        except TypeError as error:  # gigatoken's word for a lone surrogate
-            raise ValueError(f"a text is not valid Unicode: {error}") from error
+    def _is_apart(self, text: str) -> bool:
+        return any(symbol in text for symbol in self._apart)
 
 
 class ByteTokenizer(Tokenizer):
@@ -178,7 +146,7 @@ class ByteTokenizer(Tokenizer):
         return ids[ids < 256].astype(np.uint8).tobytes().decode(errors="replace")
 
 
-class SentencePieceTokenizer(_Accelerated):
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece `.model` file; the `sentencepiece` package is the reference."""
 
     kind = "sentencepiece"
@@ -190,26 +158,20 @@ class SentencePieceTokenizer(_Accelerated):
         self.files = (path,)
         self.sha256 = _hash_files(path)
         try:
-            self._model = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
-            self.vocab_size = self._model.vocab_size()
+            model = self._model = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+            self.vocab_size = model.vocab_size()
         except Exception as error:  # RuntimeError or a protobuf error, depending on the damage
             raise ValueError(f"{path}: not a SentencePiece model ({error})") from error
         self.eos_id, self.bos_id, self.pad_id = (
-            None if i < 0 else i for i in (self._model.eos_id(), self._model.bos_id(), self._model.pad_id())
+            None if i < 0 else i for i in (model.eos_id(), model.bos_id(), model.pad_id())
         )
-        pieces = range(self.vocab_size)
         # "<s>" written in a text is plain text to SentencePiece and a special token to gigatoken
-        self._apart = tuple(self._model.id_to_piece(i) for i in pieces if self._model.is_control(i))
-        self._accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_sentencepiece(path), self._symbols())
-
-    def _symbols(self) -> list[str]:
-        """The pieces that may be user-defined symbols: the package does not say which are, but all have score 0."""
-        plain = (i for i in range(self.vocab_size) if not (self._model.is_control(i) or self._model.is_unknown(i)))
-        ids = (i for i in plain if self._model.get_score(i) == 0.0 and not self._model.is_byte(i))
-        return [self._model.id_to_piece(i) for i in ids]
-
-    def _needs_reference(self, text: str) -> bool:
-        return any(symbol in text for symbol in self._apart)
+        self._apart = tuple(model.id_to_piece(i) for i in range(self.vocab_size) if model.is_control(i))
+        # the package does not say which pieces are user-defined symbols, but all have score 0
+        kinds = (model.is_control, model.is_unknown, model.is_byte)
+        plain = (i for i in range(self.vocab_size) if not any(kind(i) for kind in kinds))
+        symbols = [model.id_to_piece(i) for i in plain if model.get_score(i) == 0.0]
+        self._accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_sentencepiece(path), symbols)
 
     def encode_reference(self, text: str) -> np.ndarray:
         """int32 [n]."""
@@ -220,7 +182,7 @@ class SentencePieceTokenizer(_Accelerated):
         return self._model.decode(np.asarray(ids).tolist())
 
 
-class _PackageTokenizer(_Accelerated):
+class _PackageTokenizer(Tokenizer):
     """A kind whose reference is a model of the `tokenizers` package."""
 
     _model: Any
@@ -246,13 +208,25 @@ class _PackageTokenizer(_Accelerated):
         """Special tokens are shown."""
         return self._model.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
+    def _named(
+        self, values: Mapping[str, Any], key: str, names: Sequence[str], special: Mapping[str, int]
+    ) -> int | None:
+        """The id of the token that a config names under `key`; None when it names none, as a null does.
+
+        Only where the config is silent, the first of `names` that is a key of `special` counts: a word of a vocabulary
+        may be spelled the same.
+        """
+        if key in values:
+            text = text_of(values[key])
+            return None if text is None else self.token_id(text)
+        return next((special[name] for name in names if name in special), None)
+
 
 class HuggingFaceTokenizer(_PackageTokenizer):
-    """A Hugging Face `tokenizer.json`; the `tokenizers` package is the reference.
+    """A Hugging Face `tokenizer.json`; special tokens written in a text are recognised, as the package does.
 
-    Special tokens written in a text are recognised, as that package does. The file does not say which token ends a
-    document: a `tokenizer_config.json` beside it does, where null is none, or `eod_token`. Where the config is silent,
-    the first of EOS_NAMES that is a special added token counts. Tokens of BOS_NAMES and PAD_NAMES are found likewise.
+    A `tokenizer_config.json` beside it says which token ends a document, where null is none, or `eod_token`. Where it
+    is silent, the first of EOS_NAMES that is a special added token counts; the first and the padding token likewise.
     """
 
     kind = "huggingface"
@@ -275,74 +249,51 @@ class HuggingFaceTokenizer(_PackageTokenizer):
         added = self._model.get_added_tokens_decoder()
         special = {token.content: i for i, token in added.items() if token.special}
         self.eos_id, self.bos_id, self.pad_id = (
-            chosen_token(beside.values, key, names, self.token_id, special)
+            self._named(beside.values, key, names, special)
             for key, names in (("eos_token", EOS_NAMES), ("bos_token", BOS_NAMES), ("pad_token", PAD_NAMES))
         )
-        self.surroundings = Surroundings(*surroundings(*both_ways(self._model)))
-        symbols = (token.content for token in added.values())
+        self.surroundings = surroundings_of(self._model)
+        symbols = [token.content for token in added.values()]
         self._accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_json(text), symbols)
 
 
 class GPT2Tokenizer(_PackageTokenizer):
     """GPT-2's byte-level BPE from `vocab.json` and `merges.txt`. Special tokens in a text stay plain text.
 
-    Every byte string has an encoding. The files are those published with Radford et al. 2019: each byte is written as
-    one printable character, and `merges.txt` lists pairs from first to last merged. A `tokenizer_config.json` beside
-    them says which token ends a document, where null is none. Where it is silent, the first of EOS_NAMES counts that no
-    merge makes: what a merge makes is a word.
+    A `tokenizer_config.json` beside them says which token ends a document, where null is none. Where it is silent, the
+    first of EOS_NAMES counts that no merge makes: what a merge makes is a word.
     """
 
     kind = "gpt2"
 
     def __init__(self, vocabulary: Path, merges: Path, engine: str) -> None:
         """ValueError when a file is not what its place says."""
-        ids, pairs = read_object(vocabulary), list(merge_pairs(merges))
-        if not ids or not all(type(i) is int and i >= 0 for i in ids.values()):
-            raise ValueError(f"{vocabulary}: expected an object of token: id")
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+        ids = read_object(vocabulary)
+        lines = [line.rstrip("\r") for line in merges.read_text(encoding="utf-8").split("\n")]
+        pairs: list[Any] = [tuple(line.split(" ")) for line in lines[lines[0].startswith("#version") :] if line]
+        needed = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in pairs)]
+        if missing := [token for token in needed if token not in ids]:
+            shown = f"{len(missing)} tokens missing ({', '.join(map(repr, missing[:5]))})"
+            raise ValueError(f"{vocabulary}, {merges}: vocabulary and merges do not belong together: {shown}")
         try:
-            self._model = byte_level_bpe(ids, pairs)
-        except ValueError as error:
-            raise ValueError(f"{vocabulary}, {merges}: {error}") from error
+            self._model = Tokenizer(models.BPE(vocab=ids, merges=pairs))
+        except Exception as error:  # no ids, a line of merges that is no pair, a half of one that is no token
+            raise ValueError(f"{vocabulary}, {merges}: no byte-level BPE ({error})") from error
+        self._model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._model.decoder = decoders.ByteLevel()
         self.files = (vocabulary, merges)
         self.sha256 = _hash_files(vocabulary, merges)
         self.vocab_size = max(ids.values()) + 1
-        apart = ids.keys() - {left + right for left, right in pairs}
+        apart = ids.keys() - {"".join(pair) for pair in pairs}
         special = {name: ids[name] for name in EOS_NAMES if name in apart}
-        self.eos_id = chosen_token(read_beside(vocabulary.parent).values, "eos_token", EOS_NAMES, ids.get, special)
+        self.eos_id = self._named(read_beside(vocabulary.parent).values, "eos_token", EOS_NAMES, special)
         self._accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_json(self._model.to_str()), ())
 
 
 def _hash_files(*paths: Path) -> str:
     return hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in paths)).hexdigest()
-
-
-@dataclass(frozen=True)
-class _Kind:
-    shown: str
-    """How it is written after --tokenizer."""
-    matches: Callable[[list[str]], bool]
-    """Whether the comma-separated parts of a specification are of this kind."""
-    load: Callable[[list[Path], str], Tokenizer]
-
-
-_KINDS = (
-    _Kind("byte", lambda parts: parts == ["byte"], lambda paths, engine: ByteTokenizer()),
-    _Kind(
-        "FILE.model (SentencePiece)",
-        lambda parts: len(parts) == 1 and parts[0].endswith(".model"),
-        lambda paths, engine: SentencePieceTokenizer(paths[0], engine),
-    ),
-    _Kind(
-        "tokenizer.json (Hugging Face)",
-        lambda parts: len(parts) == 1 and parts[0].endswith(".json"),
-        lambda paths, engine: HuggingFaceTokenizer(paths[0], engine),
-    ),
-    _Kind(
-        "vocab.json,merges.txt (GPT-2 byte-level BPE)",
-        lambda parts: len(parts) == 2 and parts[0].endswith(".json") and parts[1].endswith(".txt"),
-        lambda paths, engine: GPT2Tokenizer(paths[0], paths[1], engine),
-    ),
-)
 
 
 def load_tokenizer(
@@ -356,23 +307,11 @@ def load_tokenizer(
     """
     if engine not in ENGINES:
         raise ValueError(f"--tokenizer-engine is {engine!r}, allowed are {', '.join(ENGINES)}")
-    parts = specification.split(",")
-    kind = next((kind for kind in _KINDS if kind.matches(parts)), None)
-    if kind is None:
-        allowed = " | ".join(kind.shown for kind in _KINDS)
-        raise ValueError(f"--tokenizer is {specification!r}, allowed are {allowed}; nothing is downloaded")
-    paths = [Path(part) for part in parts]
-    missing = [str(path) for path in paths if kind.shown != "byte" and not path.is_file()]
-    if missing:
-        raise ValueError(f"--tokenizer {specification}: no such file: {', '.join(missing)} (nothing is downloaded)")
-    tokenizer = kind.load(paths, engine)
+    tokenizer = ByteTokenizer() if specification == "byte" else _from_files(specification, engine)
     if eod_token is not None:
-        eos_id = tokenizer.token_id(eod_token)
-        if eos_id is None:
+        tokenizer.eos_id = tokenizer.token_id(eod_token)
+        if tokenizer.eos_id is None:
             raise ValueError(f"--eod-token {eod_token!r} is not in the vocabulary of --tokenizer {specification}")
-        tokenizer.eos_id = eos_id
-    if kind.shown != "byte":
-        _take_beside(tokenizer, paths[0].parent)
     first = tokenizer.surroundings.first(tokenizer.bos_id)
     if prepend_bos and first is None:
         first = next(iter(tokenizer.surroundings.before), tokenizer.bos_id)
@@ -382,12 +321,27 @@ def load_tokenizer(
     return tokenizer
 
 
-def _take_beside(tokenizer: Tokenizer, folder: Path) -> None:
-    """Take over the first token and the chat template that the files beside a tokenizer state."""
-    beside = read_beside(folder)
+def _from_files(specification: str, engine: str) -> Tokenizer:
+    """A tokenizer, with the first token and the chat template that the files beside it state."""
+    paths = [Path(part) for part in specification.split(",")]
+    kind = tuple(path.suffix for path in paths)
+    if kind not in ((".model",), (".json",), (".json", ".txt")):
+        raise ValueError(
+            f"--tokenizer is {specification!r}, allowed are byte | FILE.model (SentencePiece) | tokenizer.json "
+            "(Hugging Face) | vocab.json,merges.txt (GPT-2 byte-level BPE); nothing is downloaded"
+        )
+    if missing := [str(path) for path in paths if not path.is_file()]:
+        raise ValueError(f"--tokenizer {specification}: no such file: {', '.join(missing)} (nothing is downloaded)")
+    tokenizer: Tokenizer
+    if len(paths) == 2:
+        tokenizer = GPT2Tokenizer(paths[0], paths[1], engine)
+    else:
+        tokenizer = (SentencePieceTokenizer if kind == (".model",) else HuggingFaceTokenizer)(paths[0], engine)
+    beside = read_beside(paths[0].parent)
     tokenizer.chat_template = beside.chat_template
     stated, bos = beside.values.get("add_bos_token"), text_of(beside.values.get("bos_token"))
     if tokenizer.bos_id is None and stated is True and bos is not None:
         tokenizer.bos_id = tokenizer.token_id(bos)
     if isinstance(stated, bool):
         tokenizer.surroundings = replace(tokenizer.surroundings, stated=stated)
+    return tokenizer

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megacp.prepare.records.named_templates import QWEN3
+from megacp.prepare.records.chat_template import OURS
 from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
 
 TEMPLATES = {path.stem: path.read_bytes().decode() for path in sorted(Path(__file__).parent.glob("*.jinja"))}
-TEMPLATES["ours_for_qwen3"] = QWEN3
+TEMPLATES["ours_for_qwen3"] = OURS["qwen3"]
 DATED = ("llama_32", "smollm_3")
 """Those that write today's date."""
 WITHOUT_SYSTEM = ("mistral", "gemma")

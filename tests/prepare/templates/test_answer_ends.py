@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megacp.prepare.records.chat_template import OURS
 from megacp.prepare.records.conversation import answer_ends
-from megacp.prepare.records.named_templates import OURS
 from tests.prepare.templates.public import TEMPLATES, tokenizer_at, write_tokenizer
 
 ENDS = {

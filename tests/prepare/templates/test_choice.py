@@ -13,8 +13,7 @@ from megacp.core.data.manifest import DatasetManifest
 from megacp.core.data.reader import PackedDataset
 from megacp.prepare.build.merge import merge
 from megacp.prepare.command import main
-from megacp.prepare.records.chat_template import load_chat_template
-from megacp.prepare.records.named_templates import CHATML
+from megacp.prepare.records.chat_template import OURS, load_chat_template
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from megacp.prepare.verify import verify
 from tests.prepare.build.builds import documents, files, run
@@ -35,7 +34,7 @@ def test_a_template_is_found_where_the_library_finds_it(tmp_path: Path) -> None:
         ValueError, match=f"auto: {tmp_path} has no chat template; give auto, .* chatml, qwen3, or FILE.jinja"
     ):
         texts(tmp_path)
-    assert texts(tmp_path, "chatml") == {"default": CHATML}
+    assert texts(tmp_path, "chatml") == {"default": OURS["chatml"]}
     (tmp_path / "chat_template.json").write_text('{"chat_template": "old"}')
     assert texts(tmp_path) == {"default": "old"}
     write_tokenizer(tmp_path, chat_template="stated")
@@ -105,7 +104,7 @@ def test_tokens_that_only_the_settings_add_are_special_as_in_the_library(tmp_pat
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", **named}))
     template = load_chat_template("chatml", tokenizer_at(path), None)
     text = template.render([ASK, TELL]).text + "</s>"
-    theirs = library(tmp_path, CHATML)
+    theirs = library(tmp_path, OURS["chatml"])
     assert template.encode(text)[0].tolist() == theirs(text, add_special_tokens=False)["input_ids"]
     assert {900, 901} <= set(template.encode(text)[0].tolist()) and template.special["eos_token"] == "</s>"
 

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacp.prepare.records.chat_template import ChatTemplate, load_chat_template
+from megacp.prepare.records.chat_template import OURS, ChatTemplate, load_chat_template
 from megacp.prepare.records.documents import DocumentMaker, Origin
-from megacp.prepare.records.named_templates import CHATML
 from megacp.prepare.records.parts import Rendered
 from megacp.prepare.records.record import Accepted, RecordError
 from megacp.prepare.records.sample import parse_record
@@ -72,7 +71,7 @@ LEARNED: list[tuple[str, dict[str, Any], list[tuple[str, float]]]] = [
     ("gemma", talk(ASK, HALF), [(f"{ONE}<end_of_turn>\n", 0.5)]),
     ("mistral", talk(ASK, HALF), [(f"{ONE}</s>", 0.5)]),
     ("granite", talk(ASK, NONE, ASK_2, {**TELL_2, "weight": 2}), [(f"{TWO}<|end_of_text|>", 2.0)]),
-    (CHATML, talk(ASK, NONE, ASK_2, {**TELL_2, "weight": 2}), [(f"{TWO}<|im_end|>", 2.0)]),
+    (OURS["chatml"], talk(ASK, NONE, ASK_2, {**TELL_2, "weight": 2}), [(f"{TWO}<|im_end|>", 2.0)]),
     (MACRO, talk(ASK, TELL), [(ONE, 1.0)]),  # the library's own count of characters is wrong there
     ("qwen_3", talk(SYSTEM, ASK, {**TELL, **HM}), [(THOUGHT, 1.0)]),
     ("qwen_3", talk(SYSTEM, ASK, {**TELL, "thinking": "six by seven"}), [(THOUGHT, 1.0)]),
