@@ -89,7 +89,7 @@ def sent_bytes(grid: ProcessGrid) -> dict[str, int]:
     names = {"cp_dp": "dp_cp", "pp_forward": "pp", "pp_backward": "pp"}
     total: dict[str, int] = defaultdict(int)
     for axis in grid.all_axes():
-        total[names.get(axis.name, axis.name)] += axis.traffic.total
+        total[names.get(axis.name, axis.name)] += axis.traffic.total()
     return {name: count for name, count in total.items() if count}
 
 

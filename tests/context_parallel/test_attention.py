@@ -290,7 +290,7 @@ def counted(rank: int, world_size: int, case: Case) -> tuple[int, int, int, tupl
     attend(batch, transport, qkv_and_gradient(case, batch.num_tokens * world_size))
     exchange = exchange_of(batch.plan)
     rows = (sum(exchange.out_splits), sum(exchange.in_splits)) if exchange else (0, 0)
-    return kernel.pairs, batch.plan.table_of_row.area, cp.traffic.total, rows
+    return kernel.pairs, batch.plan.table_of_row.area, cp.traffic.total(), rows
 
 
 @pytest.mark.parametrize("transport", ["p2p", "all_gather", "kv_exchange"])
@@ -367,7 +367,7 @@ def quiet(rank: int, world_size: int) -> tuple[int, bool]:
     batch = shard_batch(row, cp, LAYOUTS["contiguous"])
     cp.traffic.clear()
     attend(batch, KVExchange(cp, MathKernel()), qkv_and_gradient(Case("", "", ""), 64))
-    return cp.traffic.total, exchange_of(batch.plan) is None
+    return cp.traffic.total(), exchange_of(batch.plan) is None
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))

@@ -83,7 +83,7 @@ def send_and_return(rank: int, world: int) -> list[tuple[Any, ...]]:
             features = vectors(batch.vision.num_features, 1)[mine].requires_grad_()
             axis.traffic.clear()
             placed, rows = place_features(features, local.vision)
-            sent = axis.traffic.total
+            sent = axis.traffic.total()
             x = add_features(torch.zeros(local.num_tokens, WIDTH, dtype=torch.float64), placed, rows, axis, False)
             weight = vectors(local.num_tokens, 10 + rank)
             (x * weight).sum().backward()

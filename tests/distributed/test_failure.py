@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from megacp.core.distributed.collectives import barrier
 from megacp.core.distributed.failure import named, report_failure, run_store, within
 from tests.ranks import grid, run_ranks
 
@@ -13,7 +14,9 @@ from tests.ranks import grid, run_ranks
 def _reported(rank: int, world_size: int, silent: int) -> tuple[str, float]:
     """What a rank says, and after how many seconds; rank 1 fails by itself, the others in a collective with it."""
     run_store().delete_key(f"megacp_failure/{rank}")  # other tests of this pool have used it
-    world, begun = grid(dp=world_size).world, time.monotonic()
+    world = grid(dp=world_size).world
+    barrier(world)
+    begun = time.monotonic()
     if rank == silent:
         time.sleep(3.0)  # the store may go with it
         return "", 0.0

@@ -60,7 +60,7 @@ def _done(x: torch.Tensor) -> Pending:
 
 
 def _count(axis: Axis, name: str, elements: int, x: torch.Tensor) -> None:
-    axis.traffic.add(name, elements * x.element_size())
+    axis.traffic[name] += elements * x.element_size()
 
 
 def _exchange(x: torch.Tensor, axis: Axis) -> Pending:

@@ -9,8 +9,8 @@
 | `reduce_scatter_to` | reduce-scatter | all-gather | partial -> sharded | sharded |
 | `exchange` | all-to-all | all-to-all back | sharded a -> sharded b | sharded |
 
-Key property: `<f x, v> = <x, f^T v>` summed over ranks. Rejected: functions that also scale gradients, because a
-factor hidden in a collective is where lost or doubled gradients come from.
+`<f x, v> = <x, f^T v>` summed over ranks. No function scales gradients: a factor hidden in a collective is where lost
+or doubled gradients come from.
 """
 
 from __future__ import annotations

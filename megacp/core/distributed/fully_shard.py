@@ -1,10 +1,8 @@
-"""torch's `fully_shard` on one `Axis`: plain sums, and collectives that are ours, so they are counted and recorded.
+"""torch's `fully_shard` on one `Axis`: plain sums, and collectives that are ours, so they are counted.
 
-Key property: this file alone knows that API. A sharded parameter is cut by rows, `ceil(rows / ranks)` to a rank, so its
-local part is one stretch of the row-major parameter; the last ranks may hold less, or nothing. torch's own collectives
-would average, divide by factors that gloo refuses, and be missing in the report of a hang.
-
-Rejected: torch's 2-D mesh for replicated groups, which reduces over the replicas once a microbatch instead of a step.
+This file alone knows that API. A sharded parameter is cut by rows, `ceil(rows / ranks)` to a rank, so its local part is
+one stretch of the row-major parameter; the last ranks may hold less, or nothing. torch's own collectives would average
+and divide by factors that gloo refuses. Its 2-D mesh would reduce over replicas once a microbatch instead of a step.
 """
 
 from __future__ import annotations
@@ -27,11 +25,6 @@ from megacp.core.distributed.grid import Axis
 @functools.cache
 def _mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
     return DeviceMesh.from_group(group, device_type)
-
-
-def _group_of(axis: Axis) -> dist.ProcessGroup:
-    assert axis.group is not None, "an axis of one rank has nothing to shard over"
-    return axis.group
 
 
 class _Arriving(dist.Work):
@@ -91,7 +84,8 @@ class ShardedModule:
         device = next(module.parameters()).device.type
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide, cast_forward_inputs=False)
         # the new class of the module keeps its parameters' names and order
-        fully_shard(module, mesh=_mesh(_group_of(axis), device), mp_policy=policy)
+        assert axis.group is not None, "an axis of one rank has nothing to shard over"
+        fully_shard(module, mesh=_mesh(axis.group, device), mp_policy=policy)
         assert isinstance(module, FSDPModule)
         self._module = module
         module.set_gradient_divide_factor(1.0)
@@ -128,11 +122,7 @@ class ShardedModule:
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a module that are not in a sharded module inside it, by name."""
     inner = tuple(f"{name}." for name, part in module.named_modules() if name and isinstance(part, FSDPModule))
-    return (
-        {name: p for name, p in module.named_parameters() if not name.startswith(inner)}
-        if inner
-        else dict(module.named_parameters())
-    )
+    return {name: p for name, p in module.named_parameters() if not name.startswith(inner)}
 
 
 def shard_of(x: torch.Tensor) -> torch.Tensor:

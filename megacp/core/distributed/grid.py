@@ -1,9 +1,7 @@
 """The DP x TP x PP x CP grid: rank arithmetic as a pure value, process groups as frozen axes.
 
-Key property: `GridShape` is arithmetic on integers, so 4,096 ranks are checked without a process. A layer that
-communicates sees one `Axis`. Rejected: global getters of groups, which hide who talks to whom and allow one grid only.
-
-Rank order, fastest first: tp, cp, dp, pp. It equals Megatron's default `tp-cp-ep-dp-pp` without experts.
+A layer that communicates sees one `Axis`. Rank order, fastest first: tp, cp, dp, pp. It equals Megatron's default
+`tp-cp-ep-dp-pp` without experts.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import dataclasses
 import datetime
 import itertools
 import weakref
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,26 +34,6 @@ _SHARED = "megacp_gloo"
 """Name by which torch knows gloo groups that share connections; what users see of them is `gloo`."""
 
 
-class Traffic:
-    """Counts the payload bytes this rank sends over one axis, by collective (for `make bench`)."""
-
-    def __init__(self) -> None:
-        self.bytes_by_name: dict[str, int] = defaultdict(int)
-
-    def add(self, name: str, count: int) -> None:
-        """Record `count` bytes sent by the collective `name`."""
-        self.bytes_by_name[name] += count
-
-    @property
-    def total(self) -> int:
-        """All bytes sent since the last `clear`."""
-        return sum(self.bytes_by_name.values())
-
-    def clear(self) -> None:
-        """Start counting from zero."""
-        self.bytes_by_name.clear()
-
-
 @dataclass(frozen=True)
 class Axis:
     """One direction of the grid as seen by this rank: whom a communicating leaf talks to."""
@@ -66,7 +44,8 @@ class Axis:
     global_ranks: tuple[int, ...]
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
     backend: str = "none"
-    traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
+    traffic: Counter[str] = field(default_factory=Counter, compare=False, repr=False)
+    """Payload bytes that this rank has sent over it, by collective."""
     parts: dict[int, tuple[Axis, Axis]] = field(default_factory=dict, compare=False, repr=False)
     """What `split_axis` has made of it, by the ranks of a group."""
     local: LocalChannel | None = field(default=None, compare=False, repr=False)
@@ -134,11 +113,6 @@ class GridShape:
             self.rank_of(**{**mine, **dict(zip(reversed(free), place, strict=True))})
             for place in itertools.product(*ranges)
         )
-
-    def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """All groups over `axes`: a partition of the ranks, ordered by their first rank."""
-        places = ((rank, self.coordinates(rank)) for rank in range(self.world_size))
-        return [self.members(rank, axes) for rank, place in places if not any(place[name] for name in axes)]
 
 
 @dataclass(frozen=True)
@@ -227,23 +201,14 @@ def build_grid(
     near = _near(rank)
 
     def axis(name: str, members: tuple[int, ...]) -> Axis:
-        if len(members) == 1:
-            return single_axis(name, rank)
-        group = new_group(members, name, timeout)
-        local = near.channel(name, members, timeout) if near is not None else None
-        return Axis(name, len(members), members.index(rank), members, group, dist.get_backend(), local=local)
+        return _axis(name, members, rank, near, timeout)
 
-    combinations = (("tp",), ("cp",), ("dp",), ("pp",), ("cp", "dp"), ("tp", "cp"))
-    axes: dict[tuple[str, ...], Axis] = {
-        names: axis("_".join(names), shape.members(rank, names)) for names in combinations
-    }
+    combinations: list[tuple[str, ...]] = [("tp",), ("cp",), ("dp",), ("pp",), ("cp", "dp"), ("tp", "cp")]
+    axes = {names: axis("_".join(names), shape.members(rank, names)) for names in combinations}
     stages = axes["pp",].global_ranks
     ends = (stages[0], stages[-1])
-    channels = {
-        (direction, parity): axis(f"pp_{direction}", stages)
-        for direction in ("forward", "backward")
-        for parity in (0, 1)
-    }
+    kinds = itertools.product(("forward", "backward"), (0, 1))
+    channels = {(direction, parity): axis(f"pp_{direction}", stages) for direction, parity in kinds}
     if len(stages) > 1 and rank not in ends:
         # torch names a locally synchronised group after how many this rank has made: all ranks must make equally many.
         new_group((rank,), "", timeout)
@@ -255,6 +220,23 @@ def build_grid(
     return ProcessGrid(shape, rank, torch.device(device), axes, embedding, channels, world)
 
 
+def _axis(
+    name: str,
+    members: tuple[int, ...],
+    rank: int,
+    near: SameHost | None,
+    timeout: datetime.timedelta | None,
+    group: dist.ProcessGroup | None = None,
+) -> Axis:
+    """The axis over some global ranks, with a process group of its own where none is given."""
+    if len(members) == 1:
+        return single_axis(name, rank)
+    backend = dist.get_backend(group)  # as torch calls the world's where the group is one of ours
+    group = group or new_group(members, name, timeout)
+    local = near.channel(name, members, timeout or datetime.timedelta(minutes=10)) if near is not None else None
+    return Axis(name, len(members), members.index(rank), members, group, backend, local=local)
+
+
 def axis_of_mesh(mesh: DeviceMesh) -> Axis:
     """The axis over one dimension of a torch DeviceMesh, such as `mesh["cp"]`, on the mesh's own process group.
 
@@ -262,14 +244,9 @@ def axis_of_mesh(mesh: DeviceMesh) -> Axis:
     """
     if mesh.ndim != 1:
         raise ValueError(f"an axis is one dimension of a mesh, this one has {mesh.mesh_dim_names}: give mesh['cp']")
-    name, mine = (mesh.mesh_dim_names or ("mesh",))[0], dist.get_rank()
-    near = _near(mine)  # before anything that not all ranks do: they meet here
-    if mesh.size() == 1:
-        return single_axis(name, mine)
-    group = mesh.get_group()
-    members = tuple(dist.get_process_group_ranks(group))
-    local = near.channel(name, members, datetime.timedelta(minutes=10)) if near is not None else None
-    return Axis(name, len(members), members.index(mine), members, group, dist.get_backend(group), local=local)
+    name, rank = (mesh.mesh_dim_names or ("mesh",))[0], dist.get_rank()
+    near, group = _near(rank), mesh.get_group()  # the world meets before anything that not all ranks do
+    return _axis(name, tuple(dist.get_process_group_ranks(group)), rank, near, None, group)
 
 
 _met: weakref.WeakKeyDictionary[dist.ProcessGroup, SameHost | None] = weakref.WeakKeyDictionary()
@@ -281,15 +258,15 @@ def _near(rank: int) -> SameHost | None:
     world = dist.group.WORLD
     if world is None or dist.get_world_size() == 1 or dist.get_backend() != "gloo":
         return None
+
+    def gather(value: object) -> list[object]:
+        values: list[object] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
     if world not in _met:
-        _met[world] = same_host.connect(rank, _gather)
+        _met[world] = same_host.connect(rank, gather)
     return _met[world]
-
-
-def _gather(value: object) -> list[object]:
-    values: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def split_axis(axis: Axis, inner: int) -> tuple[Axis, Axis]:
@@ -302,25 +279,17 @@ def split_axis(axis: Axis, inner: int) -> tuple[Axis, Axis]:
         raise ValueError(f"an axis of {axis.size} ranks cannot be split into groups of {inner}")
     if inner in axis.parts:
         return axis.parts[inner]
-    first = axis.rank // inner * inner
-    members = (
-        axis.global_ranks[first : first + inner],
-        axis.global_ranks[axis.rank % inner :: inner],
-    )
-    axis.parts[inner] = (_part_of(axis, "inner", members[0]), _part_of(axis, "outer", members[1]))
+    first, rank = axis.rank // inner * inner, axis.global_ranks[axis.rank]
+    near = axis.local.host if axis.local is not None else None
+    timeout = datetime.timedelta(seconds=axis.local.seconds) if axis.local is not None else None
+
+    def part(name: str, members: tuple[int, ...]) -> Axis:
+        """Its traffic counts as that of the whole axis."""
+        return dataclasses.replace(_axis(f"{axis.name}_{name}", members, rank, near, timeout), traffic=axis.traffic)
+
+    inside, across = axis.global_ranks[first : first + inner], axis.global_ranks[axis.rank % inner :: inner]
+    axis.parts[inner] = (part("inner", inside), part("outer", across))
     return axis.parts[inner]
-
-
-def _part_of(axis: Axis, name: str, members: tuple[int, ...]) -> Axis:
-    """The axis over some ranks of `axis`; its traffic counts as that of the whole axis."""
-    mine = axis.global_ranks[axis.rank]
-    name, group, local = f"{axis.name}_{name}", None, None
-    if len(members) > 1:
-        group = new_group(members, name)
-    if axis.local is not None:
-        timeout = datetime.timedelta(seconds=axis.local.seconds)
-        local = axis.local.host.channel(name, members, timeout)
-    return Axis(name, len(members), members.index(mine), members, group, axis.backend, axis.traffic, local=local)
 
 
 def group_options(name: str) -> Any:

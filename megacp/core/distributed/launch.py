@@ -26,10 +26,9 @@ from megacp.core.distributed.failure import named, within
 from megacp.core.distributed.grid import GridShape, ProcessGrid, build_grid, connect
 from megacp.core.large_blocks import BLOCKS, LARGE
 
-_M_TRIM_THRESHOLD, _FREE_TOP = -1, 64 << 20
-_M_MMAP_THRESHOLD = -3
-"""glibc's names of two options (malloc.h). The free bytes at the heap's end from which on it gives them back; and the
-bytes from which on an allocation gets a map of its own.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _FREE_TOP = -1, -3, 64 << 20
+"""glibc's names of two options (malloc.h): the free bytes at the heap's end from which on it gives them back, and those
+from which on an allocation gets a map of its own.
 """
 _FROZEN_SECONDS = 60.0
 """Beyond all deadlines: then a store that answers nothing is given up."""
@@ -54,24 +53,18 @@ class World:
 def world_from_environment() -> World:
     """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; a single process when they are absent.
 
-    Raises ValueError naming what is no number, a rank outside its world, and one of RANK and WORLD_SIZE without the
-    other: every process would then train alone.
+    Raises ValueError with all four for what is no number, a rank outside its world, and one of RANK and WORLD_SIZE
+    without the other: every process would then train alone.
     """
-    given = [key for key in ("RANK", "WORLD_SIZE") if key in os.environ]
-    if len(given) == 1:
-        (missing,) = {"RANK", "WORLD_SIZE"} - set(given)
-        raise ValueError(f"environment variables: {given[0]} is set, {missing} is not; start with torchrun or set both")
     size = os.environ.get("WORLD_SIZE", "1")
     defaults = {"RANK": "0", "WORLD_SIZE": size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": size}
     texts = {key: os.environ.get(key, default) for key, default in defaults.items()}
-    wrong = [f"{key}={text!r} is not a number" for key, text in texts.items() if not text.isdecimal()]
-    values = {} if wrong else {key: int(text) for key, text in texts.items()}
-    for key, limit in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        if values and not values[key] < values[limit]:
-            wrong.append(f"{key}={values[key]} is not below {limit}={values[limit]}")
-    if wrong:
-        raise ValueError(f"environment variables: {', '.join(wrong)}; start with torchrun or unset them")
-    return World(values["RANK"], values["WORLD_SIZE"], values["LOCAL_RANK"], values["LOCAL_WORLD_SIZE"])
+    if ("RANK" in os.environ) == ("WORLD_SIZE" in os.environ) and all(text.isdecimal() for text in texts.values()):
+        rank, ranks, local_rank, local_ranks = map(int, texts.values())
+        if rank < ranks and local_rank < local_ranks:
+            return World(rank, ranks, local_rank, local_ranks)
+    shown = ", ".join(f"{key}={os.environ.get(key, '(not set)')}" for key in defaults)
+    raise ValueError(f"environment variables: {shown} are no rank in a world; start with torchrun or unset them")
 
 
 def would_restart() -> bool:
@@ -106,13 +99,11 @@ def set_defaults(values: Mapping[str, str]) -> None:
 
 
 def steady_heap() -> None:
-    """Give large CPU tensors memory maps of their own, so that a long run does not grow; those of our own functions are
-    used again (`large_blocks`).
+    """Give large CPU tensors memory maps of their own; those of our own functions are used again (`large_blocks`).
 
     gloo keeps small blocks between the large outputs of collectives; in glibc's heap the freed outputs then cannot be
-    used again and a rank grows by about one output a call. The end of the heap stays, up to some MiB: to set one option
-    fixes the other one at 128 KiB, and most pages of a step would be given back and cleared anew. A no-op where the C
-    library has no `mallopt`.
+    used again and a rank grows by about one output a call. The end of the heap stays: to set one option fixes the other
+    one at 128 KiB, and most pages of a step would be given back and cleared anew.
     """
     BLOCKS.active = True
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -122,10 +113,7 @@ def steady_heap() -> None:
 
 
 def trim_heap() -> None:
-    """Give free pages of the C library's heap back; a training loop on CPU calls it now and then.
-
-    It does for smaller tensors what `steady_heap` does for large ones. A no-op where there is no `malloc_trim`.
-    """
+    """Give free pages of the C library's heap back; a training loop on CPU calls it now and then."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)

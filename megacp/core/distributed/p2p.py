@@ -55,7 +55,7 @@ def isend(x: torch.Tensor, axis: Axis, peer: int) -> Handle:
     """Start sending contiguous `x` to the rank at index `peer` of the axis. A rank cannot send to itself."""
     assert peer != axis.rank, f"rank {axis.rank} of axis {axis.name} sends to itself"
     x = x.detach().contiguous()
-    axis.traffic.add("send", x.numel() * x.element_size())
+    axis.traffic["send"] += x.nbytes
     sent = x.cpu() if through_host(x, axis) else x
     if (channel := local_channel(x, axis)) is not None:
         return Handle([channel.start([(axis.global_ranks[peer], sent)], [])], sent)
@@ -77,7 +77,7 @@ def start_shift(x: torch.Tensor, axis: Axis) -> Handle:
     x = x.contiguous()
     received = empty(x.shape, x)
     after, before = (axis.global_ranks[(axis.rank + step) % axis.size] for step in (1, -1))
-    axis.traffic.add("ring", x.numel() * x.element_size())
+    axis.traffic["ring"] += x.nbytes
     if (channel := local_channel(x, axis)) is not None:
         return Handle([channel.start([(after, x)], [(before, received)])], received)
     staged = through_host(x, axis)

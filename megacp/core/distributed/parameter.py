@@ -1,7 +1,7 @@
 """What a local parameter is in the global model: names, shapes and offsets, attached to the parameter itself.
 
-Key property: initialisation, gradient reduction, the optimizer, checkpoints and converters all read this one value.
-None of them needs to know how a layer is cut. Rejected: name patterns, which every room would have to parse again.
+Initialisation, gradient reduction, the optimizer, checkpoints and converters all read this one value. None of them
+needs to know how a layer is cut.
 """
 
 from __future__ import annotations

@@ -41,14 +41,10 @@ Message = tuple[int, torch.Tensor]
 """Global rank of the other side, and a contiguous CPU tensor: what is sent, or where it is to arrive."""
 
 
-class _Stretch(ctypes.Structure):
-    """`struct iovec`."""
-
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
 _libc = ctypes.CDLL(None, use_errno=True)
 _read_memory = getattr(_libc, "process_vm_readv", None)
+_Stretch = ctypes.c_size_t * 2
+"""`struct iovec`: address and bytes."""
 
 
 def _copy_from(process: int, source: int, target: int, size: int) -> None:
@@ -57,7 +53,7 @@ def _copy_from(process: int, source: int, target: int, size: int) -> None:
     done = 0
     while done < size:
         mine, theirs = _Stretch(target + done, size - done), _Stretch(source + done, size - done)
-        count = _read_memory(process, ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0)
+        count = _read_memory(process, mine, 1, theirs, 1, 0)
         if count <= 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         done += count
@@ -80,30 +76,18 @@ class Operation:
         return True
 
 
-@dataclass
-class _Waiting:
-    """A tensor's memory that waits for its message, or a told tensor that waits to be read."""
-
-    operation: Operation
-    address: int
-    size: int
-
-
-class _Lane:
-    """One channel with one rank: messages meet in the order in which they are made."""
-
-    def __init__(self) -> None:
-        self.told: deque[tuple[int, int, bytes]] = deque()  # address, bytes, content of small ones
-        self.receiving: deque[_Waiting] = deque()
-        self.sending: deque[_Waiting] = deque()
+_Waiting = tuple[Operation, int, int]
+"""A tensor, as address and bytes, that waits for its message, or that was told and waits to be read."""
 
 
 class _Peer:
-    """A connected rank."""
+    """A connected rank. Of each channel messages meet in the order in which they are made."""
 
     def __init__(self, rank: int, process: int, connection: socket.socket) -> None:
         self.rank, self.process, self.connection = rank, process, connection
-        self.lanes: dict[int, _Lane] = defaultdict(_Lane)
+        self.told: dict[int, deque[tuple[int, int, bytes]]] = defaultdict(deque)  # address, bytes, small content
+        self.receiving: dict[int, deque[_Waiting]] = defaultdict(deque)
+        self.sending: dict[int, deque[_Waiting]] = defaultdict(deque)
         self.backlog: deque[bytes] = deque()
         """What its socket had no room for."""
         self.gone = False
@@ -137,28 +121,23 @@ class SameHost:
 
     def start(self, channel: LocalChannel, sends: Sequence[Message], receives: Sequence[Message]) -> Operation:
         """See `LocalChannel.start`."""
-        operation = Operation(channel, (sends, receives))
+        operation, number = Operation(channel, (sends, receives)), channel.number
         with self._lock:
             for rank, x in receives:
                 if x.nbytes:
                     operation.left.append(rank)
-                    lane = self._peers[rank].lanes[channel.number]
-                    lane.receiving.append(_Waiting(operation, x.data_ptr(), x.nbytes))
+                    self._peers[rank].receiving[number].append((operation, x.data_ptr(), x.nbytes))
             for rank, x in sends:
-                if x.nbytes:
-                    self._tell(self._peers[rank], channel.number, _Waiting(operation, x.data_ptr(), x.nbytes))
+                if 0 < x.nbytes <= _SMALL:
+                    content = ctypes.string_at(x.data_ptr(), x.nbytes)
+                    self._send(self._peers[rank], _HEADER.pack(_SENT, number, 0, x.nbytes) + content)
+                elif x.nbytes:
+                    operation.left.append(rank)
+                    self._peers[rank].sending[number].append((operation, x.data_ptr(), x.nbytes))
+                    self._send(self._peers[rank], _HEADER.pack(_TOLD, number, x.data_ptr(), x.nbytes))
             for rank, _ in receives:
-                self._match(self._peers[rank], channel.number)
+                self._match(self._peers[rank], number)
         return operation
-
-    def _tell(self, peer: _Peer, channel: int, sent: _Waiting) -> None:
-        if sent.size <= _SMALL:
-            content = ctypes.string_at(sent.address, sent.size)
-            self._send(peer, _HEADER.pack(_SENT, channel, 0, sent.size) + content)
-            return
-        sent.operation.left.append(peer.rank)
-        peer.lanes[channel].sending.append(sent)
-        self._send(peer, _HEADER.pack(_TOLD, channel, sent.address, sent.size))
 
     def _send(self, peer: _Peer, words: bytes) -> None:
         """Now, or when the other side has read what is before it; a rank that is gone hears nothing."""
@@ -213,11 +192,11 @@ class SameHost:
         try:
             while words := peer.connection.recv(_HEADER.size + _SMALL):
                 kind, channel, address, size = _HEADER.unpack_from(words)
-                lane = peer.lanes[channel]
                 if kind == _READ:
-                    lane.sending.popleft().operation.left.remove(peer.rank)
+                    operation, _, _ = peer.sending[channel].popleft()
+                    operation.left.remove(peer.rank)
                 else:
-                    lane.told.append((address, size, words[_HEADER.size :]))
+                    peer.told[channel].append((address, size, words[_HEADER.size :]))
                     self._match(peer, channel)
         except BlockingIOError:
             return
@@ -227,21 +206,21 @@ class SameHost:
 
     def _match(self, peer: _Peer, channel: int) -> None:
         """Bring what was told to the tensors that wait for it."""
-        lane = peer.lanes[channel]
-        while lane.told and lane.receiving:
-            address, size, content = lane.told.popleft()
-            wanted = lane.receiving.popleft()
-            if size != wanted.size:
-                raise RuntimeError(f"rank {peer.rank} sends {size} bytes where {wanted.size} are expected")
+        told, receiving = peer.told[channel], peer.receiving[channel]
+        while told and receiving:
+            address, size, content = told.popleft()
+            operation, target, wanted = receiving.popleft()
+            if size != wanted:
+                raise RuntimeError(f"rank {peer.rank} sends {size} bytes where {wanted} are expected")
             if content:
-                ctypes.memmove(wanted.address, content, size)
+                ctypes.memmove(target, content, size)
             else:
                 try:
-                    _copy_from(peer.process, address, wanted.address, size)
+                    _copy_from(peer.process, address, target, size)
                 except OSError as error:
                     raise RuntimeError(f"memory of rank {peer.rank} cannot be read: {error.strerror}") from error
                 self._send(peer, _HEADER.pack(_READ, channel, 0, 0))
-            wanted.operation.left.remove(peer.rank)
+            operation.left.remove(peer.rank)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """Ranks started by a tool itself: a pool of gloo processes on this machine, kept alive between calls.
 
-Key property: a raise, a death or a hang in one rank becomes one `RankFailure` with that rank's number and traceback. No
-process outlives the pool. The processes come from a forkserver that has done all imports. They meet through a file, so
-no port is taken. Rejected: torchrun, which takes 5 s to start and returns no result.
+A raise, a death or a hang in one rank becomes one `RankFailure` with that rank's number and traceback. The processes
+come from a forkserver that has done all imports. They meet through a file, so no port is taken.
 """
 
 from __future__ import annotations
@@ -71,11 +70,7 @@ def _serve(rank: int, world_size: int, folder: str, threads: int, pipe: Connecti
 
 
 class RankPool:
-    """`world_size` processes in one gloo process group (none for one rank), `threads` torch threads each.
-
-    with RankPool(4) as pool:
-        results = pool.run(function, argument)      # function(rank, world_size, argument) on every rank
-    """
+    """`world_size` processes in one gloo process group (none for one rank), `threads` torch threads each."""
 
     def __init__(self, world_size: int, threads: int = 1) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -101,45 +96,40 @@ class RankPool:
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):
                 pipe.send((function, args))
-        results: dict[int, Any] = {}
-        failures: dict[int, str] = {}
+        answers: dict[int, Any] = {}
+        failures: list[str] = []  # the first comes first
         deadline = time.monotonic() + timeout
-        while waiting := {r: p for r, p in enumerate(self._pipes) if r not in results and r not in failures}:
+        while waiting := {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}:
             limit = min(deadline, time.monotonic() + _GRACE) if failures else deadline
-            ready = wait(list(waiting.values()), max(0.0, limit - time.monotonic()))
+            ready = wait(list(waiting), max(0.0, limit - time.monotonic()))
             if not ready:
+                failures += self._stacks(list(waiting.values()), timeout) if not failures else []
                 break
-            for rank, pipe in waiting.items():
-                if pipe in ready:
-                    self._take(rank, results, failures)
-        if len(results) < len(self._pipes):
-            report = self._report(results, failures, timeout)
+            for rank in [rank for pipe, rank in waiting.items() if pipe in ready]:
+                succeeded, answers[rank] = self._answer(rank)
+                failures += [] if succeeded else [f"rank {rank} failed:\n{answers[rank]}"]
+        if failures:
             self.close()
-            raise RankFailure(report)
-        return [results[rank] for rank in range(len(self._pipes))]
+            raise RankFailure("\n".join(failures))
+        return [answers[rank] for rank in range(len(self._pipes))]
 
-    def _take(self, rank: int, results: dict[int, Any], failures: dict[int, str]) -> None:
+    def _answer(self, rank: int) -> tuple[bool, Any]:
         try:
             succeeded, value = self._pipes[rank].recv()
         except (EOFError, OSError):
             self._processes[rank].join(_GRACE)
-            succeeded, value = False, f"the process died with exit code {self._processes[rank].exitcode}"
-        (results if succeeded else failures)[rank] = value
+            return False, f"the process died with exit code {self._processes[rank].exitcode}"
+        return succeeded, value
 
-    def _report(self, results: dict[int, Any], failures: dict[int, str], timeout: float) -> str:
-        parts = [f"rank {rank} failed:\n{text}" for rank, text in failures.items()]  # the first comes first
-        silent = [r for r, p in enumerate(self._processes) if r not in results and r not in failures and p.pid]
-        for rank in silent if not failures else []:
+    def _stacks(self, ranks: list[int], timeout: float) -> list[str]:
+        """Where ranks are that have not answered."""
+        for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
-        if silent and failures:
-            parts.append(f"ranks {', '.join(map(str, silent))} were still waiting for them")
-        elif silent:
-            time.sleep(0.5)  # for the stacks to be written
-            stacks = [Path(self._folder, f"stack_{rank}").read_text() for rank in silent]
-            shown = zip(silent, stacks, strict=True)
-            parts += [f"rank {rank} did not finish within {timeout:g} s; it is at\n{stack}" for rank, stack in shown]
-        return "\n".join(parts)
+        time.sleep(0.5)  # for the stacks to be written
+        stacks = [Path(self._folder, f"stack_{rank}").read_text() for rank in ranks]
+        shown = zip(ranks, stacks, strict=True)
+        return [f"rank {rank} did not finish within {timeout:g} s; it is at\n{stack}" for rank, stack in shown]
 
     def close(self) -> None:
         """End all processes; may be called twice."""

@@ -16,14 +16,13 @@ from megacp.core.context_parallel.choose import resolve_auto
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.blend import PackBlend
 from megacp.core.data.loader import PackedLoader, validation_steps
-from megacp.core.distributed.clock import clock_of
 from megacp.core.distributed.collectives import gather_objects
 from megacp.core.distributed.failure import report_failure
 from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.distributed.launch import trim_heap
 from megacp.core.monitor.flops import peak_bytes, utilisation
 from megacp.core.monitor.log import StepRecord
-from megacp.core.monitor.timers import Pace, Timers
+from megacp.core.monitor.timers import EventClock, Pace, Timers
 from megacp.core.monitor.trace import Trace
 from megacp.core.optim.lr_schedule import learning_rate
 from megacp.core.training.health import AnomalyError, Decision, Health, StepNumbers, damaged_tensors, named_packs
@@ -59,7 +58,7 @@ class Trainer:
         """Build the model, fill it from where the run starts, and open the log."""
         config, chosen = resolve_auto(config, lambda: first_rows(config, sources))
         self.config, self.grid, self.sources = config, grid, sources
-        self.timers = Timers(clock_of(grid.device))
+        self.timers = Timers(EventClock(grid.device) if grid.device.type == "cuda" else None)
         self.model = ParallelModel(config, grid, self.timers.phase)
         self.rows = self.model.rows
         self.state, start = fresh_state(config, sources), starting_point(config, grid.world)

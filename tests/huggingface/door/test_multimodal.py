@@ -167,10 +167,10 @@ def on_ranks(
     with block as context, cut_multimodal(model, context, vision):
         logits = model(**batch, use_cache=False).logits
         assert logits.shape[:2] == (2, TOKENS // world_size)
-        sent.append(axis.traffic.bytes_by_name["all_to_all"])
+        sent.append(axis.traffic["all_to_all"])
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / counted
         loss.backward()
-        sent.append(axis.traffic.bytes_by_name["all_to_all"] - sent[0])
+        sent.append(axis.traffic["all_to_all"] - sent[0])
     sum_gradients(model.parameters(), axis)
     return Found(all_reduce(loss.detach(), axis), gradients_of(model), seen, sent)
 
