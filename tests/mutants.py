@@ -280,7 +280,6 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/data/image_shards.py", DATA): [
         ("running[start] + low, start) - 1", "running[start] + low, start)", "a rank takes one unit too many"),
         ("start = min(room, units - (filled - rank - 1))", "start = room", "ranks starve"),
-        ("each + (rank < rest)", "each + (rank <= rest)", "uniform shards hold one unit too many"),
         ('np.argsort(-costs, kind="stable")', 'np.argsort(costs, kind="stable")', "the cheapest first"),
         ('(start, stop), side="right"', '(start, stop), side="left"', "units of a rank are one off"),
     ],

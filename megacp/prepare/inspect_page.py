@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from megacp.core.data.collate import collate
-from megacp.core.data.decoding import video_pixels
-from megacp.core.data.geometry import ImageRules, crop_boxes, load_pixels
+from megacp.core.data.decoding import load_pixels, video_pixels
+from megacp.core.data.geometry import ImageRules, crop_boxes
 from megacp.core.data.reader import Pack, PackedDataset
 from megacp.core.storage.files import write_atomically
 from megacp.prepare.describe import learned_of_pack

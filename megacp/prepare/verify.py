@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from megacp.core.data.data_cache import DataCache
-from megacp.core.data.image_shards import boundary_reasons
+from megacp.core.data.image_shards import compute_image_shard_boundaries
+from megacp.core.data.images import row_units, vision_inputs
 from megacp.core.data.manifest import DatasetManifest, FileEntry
-from megacp.core.data.reader import image_patch_of
-from megacp.core.data.row_images import row_units, vision_inputs
-from megacp.core.data.shard import Shard
-from megacp.core.data.stored_file import StoredFile
+from megacp.core.data.reader import DataCache, Shard, image_patch_of
+from megacp.core.data.tables import StoredFile
 from megacp.core.storage import files
 from megacp.core.storage.place import Place, place_of, sha256_of
 from megacp.core.storage.url import Url
@@ -97,5 +95,5 @@ def _image_reasons(shard: Shard, number: int, tokens: np.ndarray, image_patch: i
     except (ValueError, OSError) as error:
         yield str(error)
     for degree, table in images.boundaries.items():
-        for reason in boundary_reasons(table, units.cum_crops, units.cum_pooled):
-            yield f"shards_cp{degree}.npy: {reason}"
+        if not np.array_equal(table, compute_image_shard_boundaries(units.cum_crops, units.cum_pooled, degree)):
+            yield f"shards_cp{degree}.npy: its ranges are not those of the pack's units"

@@ -13,7 +13,7 @@ from megacp.core.context_parallel.layout import LAYOUTS, select_layout
 from megacp.core.context_parallel.shard import LocalBatch, shard_batch
 from megacp.core.context_parallel.vision import add_features, feature_routes, place_features
 from megacp.core.data.batch import PackedBatch, VisionInputs
-from megacp.core.data.image_shards import compute_image_shard_boundaries, longest_first, uniform_boundaries
+from megacp.core.data.image_shards import compute_image_shard_boundaries, longest_first
 from megacp.core.distributed.grid import Axis
 from tests.ranks import grid, run_ranks
 from tests.reference.packs import random_batch, video_batch
@@ -206,6 +206,6 @@ def test_counts_that_differ_are_refused_with_both() -> None:
     assert local.vision is not None
     with pytest.raises(ValueError, match="encoded 3 image features, the boundaries of its images hold 24"):
         place_features(vectors(3, 0), local.vision)
-    table = uniform_boundaries(np.array([1, 2]), np.array([3, 5]), 1)
+    table = compute_image_shard_boundaries(np.array([1, 2]), np.array([3, 5]), 1)
     with pytest.raises(ValueError, match="5 image features for 24 image-patch tokens"):
         feature_routes(local.plan.indices, batch.vision.feature_rows, table, 0)

@@ -91,8 +91,6 @@ def test_branches_restart_at_the_prefix_and_do_not_predict_each_other() -> None:
     assert batch.labels.tolist() == [2, 3, 0, 5, 0, 7, 0, 0]
     with pytest.raises(ValueError, match=r"packs \[0\] have branches.*--attention-mask causal"):
         collate([pack], "causal")
-    with pytest.raises(ValueError, match="--attention-mask is 'full'"):
-        collate([pack], "full")
 
 
 def test_a_prefix_predicts_what_all_its_branches_begin_with() -> None:

@@ -81,7 +81,7 @@ def test_resumed_at_any_step_on_any_dp_size_the_global_order_is_unchanged(data: 
     batch = rounds * micro * 4
     count, seed = data.draw(st.integers(1, 60)), data.draw(st.integers(0, 99))
     source = Packs(count)
-    options = LoaderOptions(micro, batch, seed=seed, prefetch=0)
+    options = LoaderOptions(micro, batch, seed=seed, num_threads=0)
     start = data.draw(st.integers(0, 200))
     expected = samples(start, 4 * batch, count, seed).tolist()
     seen, consumed = [], start
@@ -98,10 +98,10 @@ def test_resumed_at_any_step_on_any_dp_size_the_global_order_is_unchanged(data: 
     assert seen == expected
 
 
-@pytest.mark.parametrize(("prefetch", "num_threads"), [(0, 1), (1, 1), (3, 1), (4, 3)])
-def test_reading_ahead_changes_nothing(prefetch: int, num_threads: int) -> None:
+@pytest.mark.parametrize("num_threads", [0, 1, 3])
+def test_reading_ahead_changes_nothing(num_threads: int) -> None:
     # catches a state that counts steps made ahead but not handed out
-    options = LoaderOptions(2, 8, seed=5, prefetch=prefetch, num_threads=num_threads)
+    options = LoaderOptions(2, 8, seed=5, num_threads=num_threads)
     source = Packs(13)
     with PackedLoader(source, options, DataRank(1, 2)) as loader:
         for step in range(6):
@@ -114,7 +114,7 @@ def test_reading_ahead_changes_nothing(prefetch: int, num_threads: int) -> None:
 
 def test_an_error_while_reading_ahead_surfaces_in_its_own_step() -> None:
     order = samples(0, 6, 10, seed=0).tolist()
-    with PackedLoader(Packs(10, broken=order[5]), LoaderOptions(1, 2, prefetch=3)) as loader:
+    with PackedLoader(Packs(10, broken=order[5]), LoaderOptions(1, 2, num_threads=1)) as loader:
         assert [ids(loader.next_step()) for _ in range(2)] == [order[:2], order[2:4]]
         for _ in range(2):
             with pytest.raises(OSError, match=f"pack {order[5]} is unreadable"):
@@ -122,8 +122,8 @@ def test_an_error_while_reading_ahead_surfaces_in_its_own_step() -> None:
         assert loader.consumed_samples == 4
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_what_is_prepared_belongs_to_its_batches_and_its_errors_to_their_step(prefetch: int) -> None:
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_what_is_prepared_belongs_to_its_batches_and_its_errors_to_their_step(threads: int) -> None:
     """Would catch plans of another step, an error that comes steps too early, and a look-ahead without an end."""
     wrong, prepared = int(samples(4, 1, 10, seed=0)[0]), []
 
@@ -133,18 +133,18 @@ def test_what_is_prepared_belongs_to_its_batches_and_its_errors_to_their_step(pr
             raise ValueError(f"pack {wrong} has no plan")
         return batch.pack_ids
 
-    with PackedLoader(Packs(10), LoaderOptions(1, 2, prefetch=prefetch), prepare=prepare) as loader:
+    with PackedLoader(Packs(10), LoaderOptions(1, 2, num_threads=threads), prepare=prepare) as loader:
         for step in range(2):
             batches = loader.next_step()
             assert loader.prepared() == [batch.pack_ids for batch in batches]
-            assert len(prepared) <= 2 * (step + 1 + prefetch)
+            assert len(prepared) <= 2 * (step + 1 + max(2, threads))
         loader.next_step()
         with pytest.raises(ValueError, match=f"pack {wrong} has no plan"):
             loader.prepared()
 
 
 def test_close_ends_the_threads_and_can_be_repeated() -> None:
-    loader = PackedLoader(Packs(10), LoaderOptions(1, 2, prefetch=3, num_threads=2))
+    loader = PackedLoader(Packs(10), LoaderOptions(1, 2, num_threads=2))
     loader.next_step()
     loader.close()
     loader.close()
@@ -161,7 +161,7 @@ def test_close_ends_the_threads_and_can_be_repeated() -> None:
 def test_validation_counts_each_pack_once_with_equal_work_on_every_rank(
     dp_size: int, count: int, num_steps: int
 ) -> None:
-    source, options = Packs(count), LoaderOptions(2, 8, prefetch=0)
+    source, options = Packs(count), LoaderOptions(2, 8, num_threads=0)
     ranks = [list(validation_steps(source, options, DataRank(r, dp_size), num_steps)) for r in range(dp_size)]
     assert {len(steps) for steps in ranks} == {min(num_steps, -(-count // 8))}
     assert {len(batches) for steps in ranks for batches in steps} == {8 // (2 * dp_size)}

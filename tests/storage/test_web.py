@@ -13,8 +13,7 @@ from werkzeug.serving import make_server
 from werkzeug.utils import send_file
 from werkzeug.wrappers import Request, Response
 
-from megacp.core.data.data_cache import DataCache
-from megacp.core.data.reader import PackedDataset
+from megacp.core.data.reader import DataCache, PackedDataset
 from megacp.core.storage.place import open_stream
 from megacp.core.storage.url import Url
 from tests.data.datasets import random_packs, write_dataset

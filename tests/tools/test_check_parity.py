@@ -242,7 +242,7 @@ def test_the_8b_example_is_checked_with_a_small_tower_of_its_own_shape_and_mixed
     assert run_parameters(setup.config) < MAX_PARAMETERS < run_parameters(config)
     vision = setup.config.vision
     assert (vision.vision_num_layers, vision.vision_hidden_size, vision.vision_feature_layers) == (3, 32, (-1, -2))
-    assert setup.rules is not None and setup.rules.has_images and setup.rules.mask == "mixed"
+    assert setup.rules is not None and setup.rules.images is not None and setup.rules.mask == "mixed"
     heads = (32, 8) if model is None else (8, 4)
     assert (setup.config.model.num_attention_heads, setup.config.model.query_groups) == heads
 

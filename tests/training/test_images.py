@@ -10,9 +10,9 @@ import torch
 
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.context_parallel.vision import LocalVision
+from megacp.core.data.decoding import ImageError
 from megacp.core.data.images import Pixels
 from megacp.core.data.mock import MockDecoder, MockImages
-from megacp.core.data.pixels import ImageError
 from megacp.core.training.images import image_loading, shard_strategies, without_bad_images
 from megacp.core.training.loss import agree
 from megacp.core.training.step import ParallelModel

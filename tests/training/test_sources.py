@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.training.sources import loader_options, open_sources
+from megacp.core.training.sources import open_sources
 from tests.data.datasets import random_packs, write_dataset
 
 
@@ -84,10 +84,3 @@ def test_validation_documents_end_as_those_of_training(
         return
     with pytest.raises(ValueError, match=f"^documents of --data-path {told}: build both with the same --eod-token"):
         open_sources(config)
-
-
-def test_every_worker_has_a_step_to_read() -> None:
-    """Would catch threads beyond the second that only wait."""
-    for workers, steps in ((0, 0), (1, 2), (2, 2), (8, 8)):
-        options = loader_options(with_values(RunConfig(), {"num_workers": workers}), 1)
-        assert (options.prefetch, options.num_threads) == (steps, max(1, workers))

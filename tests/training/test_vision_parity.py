@@ -37,11 +37,11 @@ CASES: list[Any] = [
     pytest.param(4, {CP: 4, **BETWEEN}, "stored", marks=SLOW),
     pytest.param(4, {CP: 2, PP: 2, **BETWEEN}, "stored", marks=SLOW),
     pytest.param(8, {CP: 4, TP: 2, "cp_comm_type": "kv_exchange", **BETWEEN}, "stored", marks=SLOW),
-    pytest.param(2, {TP: 2}, "uniform", marks=SLOW),
+    pytest.param(2, {TP: 2}, "computed", marks=SLOW),
     pytest.param(2, {PP: 2, "image_attention": "image"}, "stored", marks=SLOW),
     pytest.param(3, {CP: 3, "cp_layout": "balanced", "cp_comm_type": "kv_exchange"}, "stored", marks=SLOW),
-    pytest.param(3, {CP: 3}, "uniform", marks=SLOW),
-    pytest.param(4, {CP: 4, "cp_comm_type": "a2a", "image_attention": "causal"}, "uniform", marks=SLOW),
+    pytest.param(3, {CP: 3}, "computed", marks=SLOW),
+    pytest.param(4, {CP: 4, "cp_comm_type": "a2a", "image_attention": "causal"}, "computed", marks=SLOW),
     pytest.param(4, {CP: 2, TP: 2, "recompute_granularity": "full"}, "computed", marks=SLOW),
     pytest.param(4, {CP: 2, TP: 2, "sequence_parallel": False, "cp_layout": "contiguous"}, "stored", marks=SLOW),
     pytest.param(4, {CP: 2, PP: 2, "num_virtual_stages_per_pipeline_rank": 2}, "stored", marks=SLOW),
@@ -63,7 +63,7 @@ CASES: list[Any] = [
     pytest.param(4, {CP: 2, PP: 2, "pipeline_schedule": "zero_bubble", **BETWEEN}, "stored", marks=SLOW),
     pytest.param(4, {CP: 4, "vision_shards": "longest_first"}, "stored", marks=SLOW),
     pytest.param(8, {CP: 2, TP: 2, PP: 2, "vision_shards": "replicate"}, "stored", marks=SLOW),
-    pytest.param(8, {CP: 4, TP: 2, "cp_comm_type": "all_gather"}, "uniform", marks=SLOW),
+    pytest.param(8, {CP: 4, TP: 2, "cp_comm_type": "all_gather"}, "computed", marks=SLOW),
     (2, {CP: 2, SHARDED: PARAMS, **BETWEEN}, "stored"),
     pytest.param(2, {SHARDED: PARAMS, "freeze": "vision", **BETWEEN}, "stored", marks=SLOW),
     pytest.param(3, {CP: 3, SHARDED: PARAMS, "freeze": "text", **BETWEEN}, "computed", marks=SLOW),
@@ -84,7 +84,7 @@ CASES: list[Any] = [
         "stored",
         marks=SLOW,
     ),
-    pytest.param(8, {CP: 2, TP: 2, SHARDED: PARAMS, "num_distributed_optimizer_instances": 2}, "uniform", marks=SLOW),
+    pytest.param(8, {CP: 2, TP: 2, SHARDED: PARAMS, "num_distributed_optimizer_instances": 2}, "computed", marks=SLOW),
 ]
 
 
@@ -99,7 +99,7 @@ def one_process(setup: ParitySetup) -> list[StepTrace]:
 
 @functools.cache
 def _one_process(config: RunConfig, rules: MockRules) -> list[StepTrace]:
-    (traces,) = run_ranks(train_rank, 1, config, rules, 2, "uniform")
+    (traces,) = run_ranks(train_rank, 1, config, rules, 2, "computed")
     return traces
 
 

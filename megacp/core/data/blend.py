@@ -1,9 +1,8 @@
 """Several datasets read as one: which dataset every sample comes from, and which sample of it.
 
-The rule is megatron-core's: the dataset that lags most behind its weight is next. No dataset is ever a whole sample
-ahead of its weight. With two datasets none is a whole sample behind either; with more one may wait longer (1.36 at
-weights 1, 3, 52). The order repeats after `sum(parts)` samples, so one period is kept and any sample is found at once.
-A dataset that is exhausted begins its next epoch in a new order.
+The rule is megatron-core's: the dataset that lags most behind its weight is next. The order repeats after `sum(parts)`
+samples, so one period is kept and any sample is found at once. A dataset that is exhausted begins its next epoch in a
+new order.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ import numpy as np
 
 from megacp.core.data.manifest import DatasetManifest, other_ends
 from megacp.core.data.order import samples
-from megacp.core.data.reader import Pack, PackedDataset, image_patch_of
-from megacp.core.data.row_images import PackImages
+from megacp.core.data.reader import Pack, PackedDataset, PackImages, image_patch_of
 from megacp.core.data.tables import UNIT_DTYPE
 
 FINEST = 1_000_000
@@ -123,13 +121,11 @@ class PackBlend:
         return int(self._first[-1])
 
     def pack(self, i: int) -> Pack:
-        """Pack `i`, 0 <= i < len (IndexError otherwise), from any thread."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"pack {i} of a blend of {len(self)}")
+        """Pack `i`, 0 <= i < len, from any thread."""
         number = int(np.searchsorted(self._first, i, side="right")) - 1
         found = replace(self.datasets[number].pack(i - int(self._first[number])), index=i)
         if found.images is None and self._image_patch is not None:
-            return replace(found, images=PackImages(np.zeros(0, UNIT_DTYPE), {}, _no_item, self._image_patch))
+            return replace(found, images=PackImages(np.zeros(0, UNIT_DTYPE), {}, lambda item: b"", self._image_patch))
         return found
 
     def samples(self, start: int, count: int, seed: int) -> np.ndarray:
@@ -182,36 +178,23 @@ def contradictions(manifests: Sequence[tuple[str, DatasetManifest]]) -> list[str
     where, first = manifests[0]
     alike = [pair for pair in manifests if pair[1].tokenizer.sha256 == first.tokenizer.sha256]
     ending, said = next((pair for pair in alike if pair[1].document_end is not None), manifests[0])
+    pictured, known = next(((name, one.image_rules) for name, one in manifests if one.image_rules), ("", {}))
     for name, other in manifests:
         if other.tokenizer.sha256 != first.tokenizer.sha256:
             reasons.append(f"{name} was built with another tokenizer than {where}")
-        elif other.tokenizer.begins_with != first.tokenizer.begins_with:
-            reasons.append(
-                f"documents of {where} begin with token {first.tokenizer.begins_with}, those of {name} with "
-                f"{other.tokenizer.begins_with}: build both with the same --prepend-bos"
-            )
+        elif (a := first.tokenizer.begins_with) != (b := other.tokenizer.begins_with):
+            reasons.append(f"{name} was built with another --prepend-bos than {where} ({b}, not {a})")
         elif ends := other_ends(said, other):
-            reasons.append(
-                f"documents of {ending} end with token {ends[0]}, those of {name} with {ends[1]}: build both with the "
-                "same --eod-token and --append-eod"
-            )
-        for field, flag in _BUILD_FLAGS.items():
-            a, b = getattr(first, field), getattr(other, field)
-            if a != b:
+            reasons.append(f"{name} was built with another --eod-token than {ending} ({ends[1]}, not {ends[0]})")
+        for field in ("seq_length", "pad_multiple", "chat_template"):
+            if (a := getattr(first, field)) != (b := getattr(other, field)):
                 values = f" ({b}, not {a})" if isinstance(a, int) else ""
-                reasons.append(f"{name} was built with another {flag} than {where}{values}")
-    with_images = [(name, one.image_rules) for name, one in manifests if one.image_rules is not None]
-    for name, rules in with_images[1:]:
-        where, known = with_images[0]
-        keys = sorted(key for key in {*rules, *known} if rules.get(key) != known.get(key))
-        if keys:
+                reasons.append(f"{name} was built with another --{field.replace('_', '-')} than {where}{values}")
+        rules = other.image_rules or known
+        if keys := sorted(key for key in {*rules, *known} if rules.get(key) != known.get(key)):
             differing = ", ".join(f"{key} {rules.get(key)}, not {known.get(key)}" for key in keys)
-            reasons.append(f"{name} was built with other image rules than {where}: {differing}")
+            reasons.append(f"{name} was built with other image rules than {pictured}: {differing}")
     return reasons
-
-
-def _no_item(number: int) -> bytes:
-    raise IndexError(f"item {number} of a pack without images")
 
 
 def _names(folders: Sequence[str]) -> list[str]:

@@ -1,14 +1,12 @@
 """From stored packs to one PackedBatch: padding inside segments, shifted labels, weights, positions, mask metadata.
 
-Labels are shifted here, per document, before anything is cut over ranks. A token at the edge of a rank never needs its
-neighbour's. Not shifting logits against labels in the loss, which is wrong at every chunk edge.
+Labels are shifted here, per document, before anything is cut over ranks: a token at the edge of a rank never needs its
+neighbour's.
 
 The last token of a document predicts nothing, and so does the last token of a branch. A prefix whose branches begin
 differently predicts nothing at its end: each branch would be another answer. Where all branches begin alike, the end of
 the prefix predicts that token, with its weight in the first branch. A loss weight belongs to the predicted token, so it
 moves with the label to the place before.
-
-A reader goes one way: loader, collate, images, row_images.
 """
 
 from __future__ import annotations
@@ -19,11 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megacp.core.data.batch import PADDING, PackedBatch
-from megacp.core.data.images import ImageLoading, with_images
+from megacp.core.data.images import ImageLoading, row_units, with_images
 from megacp.core.data.reader import Pack
-from megacp.core.data.row_images import row_units
-
-ATTENTION_MASKS = ("packed", "causal")
 
 
 @dataclass(frozen=True)
@@ -52,17 +47,13 @@ def collate(
     attention_mask "packed": each segment is a document, numbered over all packs; labels and positions stay inside it.
     "causal": each pack is one document; labels and positions run on over its segments, and over padding inside it as
     if that were not there. Padding has document -1, weight 0, and positions 0, 1, ... in each gap.
-    image_attention: see `row_images.spans`. loading: what this rank decodes of the images; None decodes nothing.
-    ValueError: an unknown mask; "causal" for a pack with branches (one answer would see the others); image-patch tokens
-    that are not as many as image features; a bad image, where the policy of `loading` is `fail`.
+    image_attention: see `images.spans`. loading: what this rank decodes of the images; None decodes nothing.
+    ValueError: "causal" for a pack with branches (one answer would see the others); image-patch tokens that are not as
+    many as image features; a bad image, where the policy of `loading` is `fail`.
     """
-    if attention_mask not in ATTENTION_MASKS:
-        raise ValueError(f"--attention-mask is {attention_mask!r}, allowed are {', '.join(ATTENTION_MASKS)}")
-    assert packs, "a microbatch has at least one pack"
-    if attention_mask == "causal":
-        branched = [pack.index for pack in packs if pack.branches is not None]
-        if branched:
-            raise ValueError(f"packs {branched} have branches, which --attention-mask causal cannot keep apart")
+    branched = [pack.index for pack in packs if pack.branches is not None]
+    if attention_mask == "causal" and branched:
+        raise ValueError(f"packs {branched} have branches, which --attention-mask causal cannot keep apart")
     segments = packs[0].segments if len(packs) == 1 else np.concatenate([pack.segments for pack in packs])
     true = segments["true_length"].astype(np.int64)
     padded = segments["padded_length"].astype(np.int64)
@@ -82,7 +73,6 @@ def collate(
     images = [pack.images for pack in packs if pack.images is not None]
     if not images:
         return batch
-    assert len(images) == len(packs), "packs with and without images come from one dataset"
     units = row_units(images, [len(pack.segments) for pack in packs], begin)
     return with_images(batch, packs, units, image_attention, loading)
 

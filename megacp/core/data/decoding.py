@@ -1,15 +1,20 @@
-"""Videos as frames at known times: which frames are taken, the text of their times, and the decoding of some of them.
+"""Encoded images and videos as RGB pixels: what is read, how each kind becomes RGB, and what is refused.
 
-Frames and times are those of the transformers library's Molmo2 video processor. A frame has the same pixels whichever
-others are asked for, so several ranks may decode one video: where containers have true times, decoding begins at the
-key frame before it, else at the first frame. A frame that the decoder calls damaged ends in an ImageError, never in
-FFmpeg's grey. FFmpeg gets the container's name, which the first bytes tell, so that no playlist among the "videos" can
-make it open other files. A still image is a video of one frame.
+The outcome depends on the bytes alone. Images become RGB of 8 bits: grey and palettes as they are; 16-bit grey by its
+high byte (as Pillow does for 16-bit colour); CMYK by Pillow's formula; alpha and transparent colours over white. EXIF's
+orientation is applied.
+
+Frames and times of videos are those of the transformers library's Molmo2 video processor. A frame has the same pixels
+whichever others are asked for, so several ranks may decode one video: where containers have true times, decoding begins
+at the key frame before it, else at the first frame. A frame that the decoder calls damaged ends in an ImageError, never
+in FFmpeg's grey. FFmpeg gets the container's name, which the first bytes tell, so that no playlist among the "videos"
+can make it open other files. A still image is a video of one frame.
 """
 
 from __future__ import annotations
 
 import bisect
+import importlib
 import io
 import itertools
 import math
@@ -20,16 +25,20 @@ from typing import Any
 
 import numpy as np
 
-from megacp.core.data.geometry import (
-    ImageRules,
-    frame_layout,
-    frame_patches,
-    image_layout,
-    image_patches,
-    load_pixels,
-)
-from megacp.core.data.pixels import ImageError, is_still, refuse_no_media
+from megacp.core.data.geometry import ImageRules, frame_layout, frame_patches, image_layout, image_patches
 
+_PLUGINS = {"JPEG": "Jpeg", "PNG": "Png", "GIF": "Gif", "BMP": "Bmp", "TIFF": "Tiff", "WEBP": "WebP"}
+_BEGINNINGS = {
+    b"\xff\xd8\xff": "JPEG",
+    b"\x89PNG\r\n\x1a\n": "PNG",
+    b"GIF87a": "GIF",
+    b"GIF89a": "GIF",
+    b"BM": "BMP",
+    b"II*\0": "TIFF",
+    b"MM\0*": "TIFF",
+}
+_COLOURS = ("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "RGBA", "LA", "PA", "RGBa", "La")
+_GREY_16 = ("I;16", "I;16L", "I;16B", "I;16N")
 _CONTAINERS = {
     "mov": (4, (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")),
     "matroska": (0, (b"\x1a\x45\xdf\xa3",)),
@@ -48,6 +57,137 @@ _CUT_SECONDS, _CUT_SHARE = 1.0, 0.02
 """By how much headers are off in whole files."""
 _SEEKABLE = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 """Containers, as FFmpeg calls them, in which every frame has its true time and key frames are what they claim."""
+
+
+class ImageError(ValueError):
+    """Why the bytes are no usable image or video; the caller adds which one."""
+
+
+def _file_format(data: bytes) -> str | None:
+    """JPEG, PNG, GIF, BMP, TIFF or WEBP by the first bytes; None when it is none of them."""
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "WEBP"
+    return next((name for beginning, name in _BEGINNINGS.items() if data.startswith(beginning)), None)
+
+
+def is_still(data: bytes) -> bool:
+    """Whether the bytes are an image file and no GIF of several frames, which alone of these is a video too."""
+    name = _file_format(data)
+    if name != "GIF":
+        return name is not None
+    try:
+        from PIL import GifImagePlugin
+
+        return not GifImagePlugin.GifImageFile(io.BytesIO(data)).is_animated
+    except Exception:  # no pillow, or a damaged GIF: the decoder says what is wrong
+        return False
+
+
+def _refuse_no_media(data: bytes) -> None:
+    """ImageError for what no decoder needs to see: no bytes at all, or a page of text."""
+    if not data:
+        raise ImageError("the file is empty, 0 bytes")
+    beginning = data[:512].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if beginning.startswith((b"<!doctype html", b"<html", b"<head", b"<body")):
+        raise ImageError("the file is an HTML page, no image; was an error page downloaded in its place?")
+    if beginning.startswith((b"<?xml", b"<svg", b"<!doctype")):
+        raise ImageError("the file is XML or SVG, no image of pixels")
+
+
+def _open(data: bytes, max_pixels: int) -> Any:
+    """A PIL.Image.Image whose pixels are not yet decoded. ImageError says why there is none."""
+    _refuse_no_media(data)
+    name = _file_format(data)
+    if name is None:
+        raise ImageError(f"the file is none of {', '.join(_PLUGINS)}: it begins with {data[:8]!r}")
+    try:
+        plugin = importlib.import_module(f"PIL.{_PLUGINS[name]}ImagePlugin")
+    except ImportError as error:
+        raise ValueError("images need the package pillow: pip install 'megacp[data]'") from error
+    try:
+        image = getattr(plugin, f"{_PLUGINS[name]}ImageFile")(io.BytesIO(data))
+        width, height = image.size
+        frames = getattr(image, "n_frames", 1) if width * height <= max_pixels else 1
+    except Exception as error:  # foreign bytes: the plugins raise whatever their parser runs into
+        raise ImageError(f"the {name} is cut short or damaged in its header ({_one_line(error)})") from error
+    if not width * height:
+        raise ImageError(f"the {name} has no pixels, {width} x {height}")
+    if (pixels := width * height) > max_pixels:
+        raise ImageError(f"{width} x {height} = {pixels} pixels, more than --max-pixels {max_pixels} of the rules")
+    if frames > 1:
+        raise ImageError(f"the {name} has {frames} frames or pages, an image has one; name a GIF or MP4 as a video")
+    return image
+
+
+def read_pixels(data: bytes, max_pixels: int) -> np.ndarray:
+    """uint8 [height, width, 3], RGB, turned upright. ImageError says why the bytes cannot be used."""
+    image = _open(data, max_pixels)
+    if image.mode not in (*_COLOURS, *_GREY_16):
+        allowed = ", ".join(_COLOURS)
+        raise ImageError(f"the {image.format} has pixels of kind {image.mode}, allowed are {allowed} and I;16")
+    try:
+        image.load()
+        _scale_transparent_colour(image, data)
+        _turn_upright(image)
+        return np.ascontiguousarray(_rgb(image))
+    except ImageError:
+        raise
+    except Exception as error:  # as above: whatever a decoder runs into
+        raise ImageError(f"the {image.format} is cut short or damaged ({_one_line(error)})") from error
+
+
+def load_pixels(data: bytes, rules: ImageRules) -> np.ndarray:
+    """`read_pixels` by the rules' limit."""
+    return read_pixels(data, rules.max_pixels)
+
+
+def _turn_upright(image: Any) -> None:
+    """Apply EXIF's orientation to loaded pixels; a PNG may hold it behind them. Damaged EXIF counts as none."""
+    from PIL import ImageOps
+
+    try:
+        ImageOps.exif_transpose(image, in_place=True)
+    except MemoryError:
+        raise
+    except Exception:  # foreign bytes, as above; the pixels are turned before EXIF is rewritten
+        return
+
+
+def _scale_transparent_colour(image: Any, data: bytes) -> None:
+    """The colour that a PNG without alpha calls transparent, in the units of Pillow's pixels instead of the file's.
+
+    PNG 1.2, 4.2.2.1: tRNS counts in the image's bit depth, which byte 24 of the file holds.
+    """
+    key = image.info.get("transparency")
+    if image.format != "PNG" or image.mode == "P" or not isinstance(key, int | tuple):
+        return
+    bits = data[24]
+    if bits == 16 and isinstance(key, tuple):
+        raise ImageError("the PNG has 16 bits a channel and one transparent colour: give it an alpha channel")
+    if bits < 8 and isinstance(key, int):
+        image.info["transparency"] = key * 255 // (2**bits - 1)
+
+
+def _rgb(image: Any) -> np.ndarray:
+    from PIL import Image
+
+    if image.mode in _GREY_16:
+        grey, key = np.asarray(image), image.info.get("transparency")
+        high = (grey >> 8).astype(np.uint8)
+        if isinstance(key, int):
+            high[grey == key] = 255
+        return np.repeat(high[..., None], 3, axis=2)  # [h, w] -> [h, w, 3]
+    if image.mode in ("RGBa", "La"):  # colours multiplied by alpha
+        image = image.convert(image.mode[:-1] + "A")
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(white, image)
+    return np.asarray(image.convert("RGB"))
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -83,7 +223,7 @@ def time_text(index: int, seconds: float, rules: ImageRules) -> str:
 
 
 def _container(data: bytes) -> str:
-    refuse_no_media(data)
+    _refuse_no_media(data)
     for name, (place, marks) in _CONTAINERS.items():
         if data[place:].startswith(marks) if place == 0 else data[place : place + 4] in marks:
             return name
@@ -112,7 +252,7 @@ def _opened(data: bytes, rules: ImageRules) -> Iterator[tuple[Any, Any]]:
     except EOFError as error:
         raise ImageError(f"the video has no frames: the {name} file ends before the first") from error
     except Exception as error:  # foreign bytes: FFmpeg's errors are of many classes
-        raise ImageError(f"the {name} video is cut short or damaged ({' '.join(str(error).split())})") from error
+        raise ImageError(f"the {name} video is cut short or damaged ({_one_line(error)})") from error
 
 
 def _refuse_large(shown: Any, rules: ImageRules) -> None:

@@ -1,8 +1,7 @@
 """Molmo2's geometry: an image as crops cut into patches, pooled into tokens; what is known from its size alone.
 
-Equal to the image processor of the transformers library (models/molmo2). Tokens and pooling indices are the same;
-pixels differ by at most one of 255 levels, where a resized value lies on a rounding edge. Each size is a number in
-`ImageRules`.
+Tokens and pooling indices are those of the transformers library (models/molmo2); pixels differ by at most one of 255
+levels, where a resized value lies on a rounding edge. Each size is a number in `ImageRules`.
 
 An image becomes one low-resolution crop of the whole, then overlapping high-resolution crops of a canvas that is tiled
 by at most `max_crops`. In each part windows of patches are pooled into one token. A pooling index counts patches over
@@ -18,8 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-
-from megacp.core.data.pixels import read_pixels
 
 TOKEN_TEXTS = {
     "image_patch": "<im_patch>",
@@ -94,38 +91,26 @@ class ImageRules:
         """Everything that is wrong with the numbers, each with its flag."""
         least = {"--image-size": self.image_size, "--patch-size": self.patch_size, "--max-crops": self.max_crops}
         least |= {"--max-frames": self.max_frames, "--max-pixels": self.max_pixels}
+        least |= {"--image-pooling": min(self.image_pooling), "--video-pooling": min(self.video_pooling)}
         found = [f"{flag} is {value}, it must be at least 1" for flag, value in least.items() if value < 1]
-        if not self.video_fps > 0 or self.video_fps == float("inf"):
+        if not 0 < self.video_fps < float("inf"):
             found.append(f"--video-fps is {self.video_fps}, it must be a number above 0")
-        for flag, pooling in {"--image-pooling": self.image_pooling, "--video-pooling": self.video_pooling}.items():
-            if len(pooling) != 2 or min(pooling) < 1:
-                found.append(f"--{flag[2:]} is {list(pooling)}, it must be two numbers of at least 1: rows, columns")
-        if len(self.overlap_margins) != 2 or min(self.overlap_margins) < 0:
+        if min(self.overlap_margins) < 0:
             found.append(f"--overlap-margins is {list(self.overlap_margins)}, it must be two numbers of at least 0")
-        elif not found:
-            found += self._fit_reasons()
+        elif not found and self.image_size % self.patch_size:
+            found.append(f"--image-size {self.image_size} is not a multiple of --patch-size {self.patch_size}")
+        elif not found and sum(self.overlap_margins) >= self.patches_per_side:
+            found.append(f"--overlap-margins {self.overlap_margins} leave nothing of {self.patches_per_side} patches")
         if self.time_mode not in TIME_MODES:
             found.append(f"--time-mode is {self.time_mode!r}, allowed are {', '.join(TIME_MODES)}")
-        for flag, values in {"--image-mean": self.image_mean, "--image-std": self.image_std}.items():
-            if len(values) != 3 or not np.isfinite(values).all() or (flag == "--image-std" and min(values) <= 0):
-                found.append(f"{flag} is {list(values)}, it must be three finite numbers (a deviation above 0)")
+        if not np.isfinite([*self.image_mean, *self.image_std]).all() or min(self.image_std) <= 0:
+            found.append(f"--image-mean, --image-std are {self.image_mean}, {self.image_std}, they must be finite")
         if unknown := sorted({str(name) for name in self.token_ids} - set(TOKEN_TEXTS)):
             found.append(f"--image-token-ids names {', '.join(unknown)}, known are {', '.join(TOKEN_TEXTS)}")
         ids = list(self.token_ids.values())
         if len(set(ids)) < len(ids) or min(ids, default=0) < 0 or max(ids, default=0) > _LARGEST_ID:
             found.append(f"--image-token-ids are {self.token_ids}, they must differ and be 0 to {_LARGEST_ID}")
         return found
-
-    def _fit_reasons(self) -> list[str]:
-        if self.image_size % self.patch_size:
-            return [f"--image-size {self.image_size} is not a multiple of --patch-size {self.patch_size}"]
-        margins = sum(self.overlap_margins)
-        if margins < self.patches_per_side:
-            return []
-        return [
-            f"--overlap-margins {self.overlap_margins[0]} + {self.overlap_margins[1]} patches leave nothing of a crop "
-            f"of {self.patches_per_side} (--image-size {self.image_size} / --patch-size {self.patch_size})"
-        ]
 
     def with_token_ids(self, tokenizer: Any) -> ImageRules:
         """These rules with an id for every special token: as given, else the tokenizer's for its text, else a free one.
@@ -172,19 +157,18 @@ class ImageRules:
 def _alike(value: Any, default: Any, key: str) -> bool:
     """Whether a value from a file has the type of the field `key`, given the field's default."""
     if isinstance(default, tuple):
-        return isinstance(value, list | tuple) and all(_alike(item, default[0], key) for item in value)
+        lengths_agree = isinstance(value, list | tuple) and len(value) == len(default)
+        return lengths_agree and all(_alike(item, default[0], key) for item in value)
     if key == "token_ids":
         return isinstance(value, dict) and all(type(item) is int for item in value.values())
-    if default is None or isinstance(default, bool):
-        return isinstance(value, bool) or (default is None and value is None)
-    if isinstance(default, float):
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return type(value) is type(default)
+    if default is None:
+        return value is None or type(value) is bool
+    return type(value) is type(default) or (type(default) is float and type(value) is int)
 
 
 @dataclass(frozen=True, eq=False)
 class ImageLayout:
-    """What an image or a frame becomes; arrays are read-only."""
+    """What an image or a frame becomes; cached, and shared by all of one size."""
 
     num_crops: int
     tokens: np.ndarray
@@ -270,19 +254,12 @@ def image_layout(width: int, height: int, rules: ImageRules) -> ImageLayout:
     patch, column, end = ids["image_patch"], ids["image_col"], ids["image_end"]
     first = grid_tokens(low_grid, (ids["low_res_image_start"], end), patch, column if in_low else None)
     second = grid_tokens(high_grid, (ids["image_start"], end), patch, column if rules.use_column_tokens else None)
-    return frozen_layout(rows * columns + 1, np.concatenate((first, second)), np.concatenate((low, high)))
+    return ImageLayout(rows * columns + 1, np.concatenate((first, second)), np.concatenate((low, high)))
 
 
 def _square(rules: ImageRules) -> np.ndarray:
     """Patch indices of one crop, [side, side]."""
     return np.arange(rules.patches_per_crop).reshape(rules.patches_per_side, -1)
-
-
-def frozen_layout(num_crops: int, tokens: np.ndarray, pooling: np.ndarray) -> ImageLayout:
-    """A layout with read-only arrays: it is cached, and shared by all images of one size."""
-    tokens.setflags(write=False)
-    pooling.setflags(write=False)
-    return ImageLayout(num_crops, tokens, pooling)
 
 
 @functools.lru_cache(maxsize=16)
@@ -292,7 +269,7 @@ def frame_layout(rules: ImageRules) -> ImageLayout:
     pooling, grid = pooling_windows(_square(rules), rules.video_pooling)
     column = ids["image_col"] if rules.video_column_tokens else None
     tokens = grid_tokens(grid, (ids["frame_start"], ids["frame_end"]), ids["image_patch"], column)
-    return frozen_layout(1, tokens, pooling)
+    return ImageLayout(1, tokens, pooling)
 
 
 def _places(before: int, after: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -324,37 +301,32 @@ def _patches(crops: np.ndarray, rules: ImageRules) -> np.ndarray:
     return values.reshape(-1, side * side, rules.patch_dim)
 
 
+def _origins(width: int, height: int, rules: ImageRules) -> tuple[tuple[int, int], list[tuple[int, int]]]:
+    """Height and width of the canvas, and row and column of the first pixel of each high-resolution crop."""
+    rows, columns = _canvas(width, height, rules)
+    margin = sum(rules.overlap_margins) * rules.patch_size
+    step = rules.image_size - margin  # neighbours share `margin` pixels
+    return (rows * step + margin, columns * step + margin), [
+        (row * step, column * step) for row in range(rows) for column in range(columns)
+    ]
+
+
 def image_patches(pixels: np.ndarray, rules: ImageRules) -> np.ndarray:
     """uint8 [h, w, 3] -> float32 [num_crops, patches_per_crop, 3 * patch ** 2], the low-resolution crop first."""
     height, width, _ = pixels.shape
-    rows, columns = _canvas(width, height, rules)
-    side, margin = rules.image_size, sum(rules.overlap_margins) * rules.patch_size
-    step = side - margin  # neighbours share `margin` pixels
-    canvas = resized(pixels, rows * step + margin, columns * step + margin)
-    crops = [
-        canvas[r * step : r * step + side, c * step : c * step + side] for r in range(rows) for c in range(columns)
-    ]
+    (down, across), origins = _origins(width, height, rules)
+    canvas, side = resized(pixels, down, across), rules.image_size
+    crops = [canvas[top : top + side, left : left + side] for top, left in origins]
     return _patches(np.stack([resized(pixels, side, side), *crops]), rules)
 
 
 def crop_boxes(width: int, height: int, rules: ImageRules) -> list[tuple[float, float, float, float]]:
     """Left, top, right and bottom of each high-resolution crop, as shares of the image's width and height."""
-    rows, columns = _canvas(width, height, rules)
-    side, margin = rules.image_size, sum(rules.overlap_margins) * rules.patch_size
-    step = side - margin
-    across, down = columns * step + margin, rows * step + margin
-    return [
-        (c * step / across, r * step / down, (c * step + side) / across, (r * step + side) / down)
-        for r in range(rows)
-        for c in range(columns)
-    ]
+    (down, across), origins = _origins(width, height, rules)
+    side = rules.image_size
+    return [(x / across, y / down, (x + side) / across, (y + side) / down) for y, x in origins]
 
 
 def frame_patches(pixels: np.ndarray, rules: ImageRules) -> np.ndarray:
     """uint8 [h, w, 3] of one video frame -> float32 [1, patches_per_crop, 3 * patch ** 2]."""
     return _patches(resized(pixels, rules.image_size, rules.image_size)[None], rules)
-
-
-def load_pixels(data: bytes, rules: ImageRules) -> np.ndarray:
-    """uint8 [height, width, 3] of an encoded image, upright RGB; ImageError says why it cannot be used."""
-    return read_pixels(data, rules.max_pixels)

@@ -1,8 +1,7 @@
 """Which rank of a context-parallel group encodes which units of a row: contiguous ranges, evenly loaded.
 
 Of all partitions into ascending ranges, the largest cost of a rank is the least possible. No rank is empty unless there
-are fewer units than ranks. It is a pure function of integers, so ranks agree without a message. Not a greedy split by
-count. It starves ranks (`[1, 3]` over 3); once it goes back to fill them, features land on the wrong tokens.
+are fewer units than ranks. It is a pure function of integers, so ranks agree without a message.
 
 A unit is the smallest thing that one rank may encode alone: a frame of a video, or an image with all its crops. Pooling
 windows cross crops, never images or frames. "image" in the columns of a boundary table means crop.
@@ -40,7 +39,7 @@ class ImageShards:
     boundaries: np.ndarray
     """BOUNDARY_DTYPE [P]."""
     strategy: str
-    """`stored`, `computed`, `uniform`, `longest_first` or `replicate`."""
+    """`stored`, `computed`, `longest_first` or `replicate`."""
     order: np.ndarray | None = None
     """int64 [u]: the units in the order in which `boundaries` counts them; None = as they stand in the row."""
 
@@ -77,31 +76,13 @@ def compute_image_shard_boundaries(
     return _table(cum_crop_bounds, cum_token_pooling_bounds, _stops(costs, cp_size))
 
 
-def uniform_boundaries(cum_crop_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray, cp_size: int) -> np.ndarray:
-    """Like `compute_image_shard_boundaries`, by the number of units alone: the first ranks get one more."""
-    each, rest = divmod(len(cum_crop_bounds), cp_size)
-    stops = np.cumsum([each + (rank < rest) for rank in range(cp_size)]).tolist()
-    return _table(cum_crop_bounds, cum_token_pooling_bounds, stops)
+def image_shards(bounds: tuple[np.ndarray, np.ndarray], cp_size: int, stored: np.ndarray | None = None) -> ImageShards:
+    """The ranges of a row: a stored table for just this degree and these units, or the function on `bounds`.
 
-
-def image_shards(
-    bounds: tuple[np.ndarray, np.ndarray], cp_size: int, stored: np.ndarray | None = None, *, units_known: bool = True
-) -> ImageShards:
-    """The ranges of a row by the first strategy that can: a stored table, the function on `bounds`, or equal counts.
-
-    `bounds`: cumulative crops and pooled tokens of units; without `units_known` of single crops, each then a unit of
-    its own. `stored` BOUNDARY_DTYPE [cp_size] for just this degree and these units, or None. The first two give the
-    same ranges. ValueError: a stored table of another degree, or one that does not cover what the bounds hold.
+    `bounds`: cumulative crops and pooled tokens of units. Both give the same ranges.
     """
-    if not units_known:
-        return ImageShards(uniform_boundaries(*bounds, cp_size), "uniform")
     if stored is None:
         return ImageShards(compute_image_shard_boundaries(*bounds, cp_size), "computed")
-    if len(stored) != cp_size:
-        raise ValueError(f"a table of image shards for {len(stored)} ranks cannot be used by {cp_size}")
-    reasons = boundary_reasons(stored, *bounds)
-    if reasons:
-        raise ValueError("the stored table of image shards does not fit its pack: " + "; ".join(reasons))
     return ImageShards(stored, "stored")
 
 
@@ -129,26 +110,6 @@ def longest_first(
 def replicated(cum_crop_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray) -> ImageShards:
     """All units on every rank, in the order of the row. Arguments as `compute_image_shard_boundaries`."""
     return ImageShards(compute_image_shard_boundaries(cum_crop_bounds, cum_token_pooling_bounds, 1), REPLICATE)
-
-
-def boundary_reasons(table: np.ndarray, cum_crop_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray) -> list[str]:
-    """What is wrong with a table BOUNDARY_DTYPE [P] for these units: gaps, overlaps, disorder, cut units, counts."""
-    reasons = []
-    edges = {}
-    for kind, bounds in (("image", cum_crop_bounds), ("pool", cum_token_pooling_bounds)):
-        start, stop = table[f"start_{kind}_idx"], table[f"end_{kind}_idx"]
-        total = int(bounds[-1]) if len(bounds) else 0
-        if (start != np.concatenate(([0], stop[:-1]))).any() or (stop < start).any() or int(stop[-1]) != total:
-            reasons.append(f"its {kind} ranges do not follow each other from 0 to {total}")
-        edges[kind] = np.searchsorted(np.concatenate(([0], bounds)), stop)
-        if not np.isin(stop, np.concatenate(([0], bounds))).all():
-            reasons.append(f"its {kind} ranges end inside a unit")
-    if not reasons and (edges["image"] != edges["pool"]).any():
-        reasons.append("its image and pool ranges end at different units")
-    largest = int((table["end_pool_idx"] - table["start_pool_idx"]).max())
-    if (table["max_num_tokens"] != largest).any():
-        reasons.append(f"max_num_tokens is {table['max_num_tokens'].tolist()}, the largest rank has {largest}")
-    return reasons
 
 
 def _stops(costs: np.ndarray, cp_size: int) -> list[int]:

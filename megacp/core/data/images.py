@@ -1,4 +1,4 @@
-"""The images of a row: spans and bounds for all ranks, pixels for the rank that encodes them.
+"""The images of a row: spans and bounds for all ranks, from tables alone; pixels for the rank that encodes them.
 
 The boundary table says which rank encodes which image, so no rank sends pixels to another. A rank that encodes nothing
 (another pipeline stage, more ranks than units) decodes nothing.
@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from megacp.core.data.batch import PackedBatch, VisionInputs
+from megacp.core.data.decoding import ImageError
 from megacp.core.data.image_shards import (
     REPLICATE,
     ImageShards,
@@ -27,9 +28,7 @@ from megacp.core.data.image_shards import (
     replicated,
     unit_costs,
 )
-from megacp.core.data.pixels import ImageError
-from megacp.core.data.reader import Pack
-from megacp.core.data.row_images import ImageCountError, PackImages, RowUnits, spans, vision_inputs
+from megacp.core.data.reader import Pack, PackImages
 
 Pixels = tuple[np.ndarray, np.ndarray]
 """float32 [c, patches of a crop, patch_dim]; int64 [pooled tokens, window] into its patches, -1 = outside."""
@@ -64,10 +63,106 @@ class ImageLoading:
     on_bad_image: str = "fail"
     """fail: the run ends; skip: the document is dropped."""
     strategy: str = "stored"
-    """The first strategy to try: stored tables, the function on the bounds, equal counts of units; or longest_first, or
-    replicate."""
+    """stored (computed where there is no such table), computed, longest_first or replicate."""
     cost: VisionCost | None = None
     """What longest_first weighs units by; None weighs crops, as the stored tables do."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowUnits:
+    """The units of all packs of a row, in order; int64 [u] each but for `begin`."""
+
+    begin: np.ndarray
+    """Place in the row at which each segment begins, int64 [segments]."""
+    pack: np.ndarray
+    """Index into the packs of the row."""
+    segment: np.ndarray
+    """Index into the segments of all packs."""
+    first: np.ndarray
+    """Place of the unit's first token in the row."""
+    num_tokens: np.ndarray
+    item: np.ndarray
+    frame: np.ndarray
+    """Frame of a video; -1 for an image."""
+    cum_crops: np.ndarray
+    cum_pooled: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.pack)
+
+
+class ImageCountError(ValueError):
+    """Image features and image-patch tokens differ in number; `segment` of the row is where."""
+
+    def __init__(self, features: int, tokens: int, image_patch: int, segment: int) -> None:
+        self.segment = segment
+        super().__init__(f"{features} image features and {tokens} image-patch tokens (id {image_patch})")
+
+
+def row_units(images: Sequence[PackImages], num_segments: Sequence[int], begin: np.ndarray) -> RowUnits:
+    """Units of packs with `num_segments` segments each, where segment s of the row begins at place `begin[s]`."""
+    pack = np.repeat(np.arange(len(images)), [len(one.units) for one in images])
+    units = np.concatenate([one.units for one in images])
+    segment = units["segment"] + (np.cumsum(num_segments) - num_segments)[pack]
+    cumulative = []
+    for name in ("image_stop", "pooled_stop"):
+        totals = np.array([int(one.units[name][-1]) if len(one.units) else 0 for one in images])
+        cumulative.append(units[name].astype(np.int64) + (np.cumsum(totals) - totals)[pack])
+    return RowUnits(
+        begin=begin,
+        pack=pack,
+        segment=segment,
+        first=begin[segment] + units["start"],
+        num_tokens=units["num_tokens"].astype(np.int64),
+        item=units["item"].astype(np.int64),
+        frame=units["frame"].astype(np.int64),
+        cum_crops=cumulative[0],
+        cum_pooled=cumulative[1],
+    )
+
+
+def vision_inputs(units: RowUnits, tokens: np.ndarray, image_patch: int) -> VisionInputs:
+    """What all ranks know of the images of a row of `tokens [T]`: no pixels, and no boundary table yet.
+
+    ImageCountError: a unit has not as many image-patch tokens as image features, or some lie outside all units.
+    """
+    in_row = np.flatnonzero(tokens == image_patch)
+    # units stand in the order of the row and do not overlap: the unit that begins last before a place
+    unit = np.searchsorted(units.first, in_row, side="right") - 1
+    within = in_row < (units.first + units.num_tokens)[unit] if len(units) else np.zeros(len(in_row), bool)
+    within &= unit >= 0
+    features = np.diff(units.cum_pooled, prepend=0)
+    found = np.bincount(unit[within], minlength=len(units))
+    if (found != features).any():
+        wrong = int(np.flatnonzero(found != features)[0])
+        raise ImageCountError(int(features[wrong]), int(found[wrong]), image_patch, int(units.segment[wrong]))
+    if not within.all():
+        segments = np.searchsorted(units.begin, in_row, side="right") - 1
+        segment = int(segments[~within][0])
+        expected, held = int(features[units.segment == segment].sum()), int(np.count_nonzero(segments == segment))
+        raise ImageCountError(expected, held, image_patch, segment)
+    return VisionInputs(
+        cum_crop_bounds=units.cum_crops,
+        cum_token_pooling_bounds=units.cum_pooled,
+        feature_rows=in_row,
+        boundaries=None,
+        first_crop=0,
+        patches=np.zeros((0, 0, 0), np.float32),
+        pooling=np.zeros((0, 1), np.int64),
+    )
+
+
+def spans(units: RowUnits, length: int, image_attention: str) -> np.ndarray:
+    """int32 [length]: image tokens (markers included) that see each other in both directions share a number above 0.
+
+    "example": all of a source document; "image": each image or frame by itself; "causal": none.
+    """
+    span = np.zeros(length, np.int32)
+    if image_attention != "causal":
+        number = {"example": units.segment, "image": np.arange(len(units))}[image_attention]
+        for first, count, value in zip(units.first, units.num_tokens, number + 1, strict=True):
+            span[first : first + count] = value
+    return span
 
 
 def with_images(
@@ -98,29 +193,29 @@ def _with_pixels(
 ) -> VisionInputs:
     """The images of a row with their boundary table for `cp_size` ranks and the pixels that this rank encodes."""
     images = [pack.images for pack in packs if pack.images is not None]
-    shards = _shards(images, units, loading)
+    shards, shape = _shards(images, units, loading), loading.decoder.patch_shape
     mine = shards.units(units.cum_crops, loading.cp_rank) if loading.decodes else np.zeros(0, np.int64)
+    sizes = np.diff(np.stack([units.cum_crops, units.cum_pooled], 1), axis=0, prepend=0)  # [u, (crops, pooled)]
     found: dict[int, Pixels] = {}
     bad: dict[int, str] = {}
     for item in _items(units, mine):
         first, is_video = item[0], units.frame[item[0]] >= 0
-        sizes = [_sizes(units, unit) for unit in item]
         try:
             data = images[int(units.pack[first])].read(int(units.item[first]))
-            frames = [int(units.frame[unit]) for unit in item]
+            frames = units.frame[item].tolist()
             pixels = loading.decoder.video(data, frames) if is_video else loading.decoder.image(data)
-            _refuse_other_sizes(pixels, np.sum(sizes, 0), loading.decoder.patch_shape)
-            found.update(zip(item, _split(pixels, sizes), strict=True))
+            _refuse_other_sizes(pixels, sizes[item].sum(0), shape)
+            found.update(zip(item, _split(pixels, sizes[item].tolist()), strict=True))
         except ImageError as error:
             what = "video" if is_video else "image"
             reason = f"{_record(packs, int(units.segment[first]))}: {what} {units.item[first]}: {error}"
             if loading.on_bad_image == "fail":
                 raise ValueError(f"{reason} (--on-bad-image skip leaves such documents out)") from None
             bad.setdefault(int(document[units.first[first]]), reason)
-            found.update(
-                (unit, _blank(size, loading.decoder.patch_shape)) for unit, size in zip(item, sizes, strict=True)
-            )
-    patches, pooling = joined([found[unit] for unit in mine.tolist()], loading.decoder.patch_shape)
+            for unit, (crops, pooled) in zip(item, sizes[item].tolist(), strict=True):
+                # a stand-in: its features are finite, and no token sees them
+                found[unit] = np.zeros((crops, *shape), np.float32), np.zeros((pooled, 1), np.int64)
+    patches, pooling = joined([found[unit] for unit in mine.tolist()], shape)
     return dataclasses.replace(
         vision,
         boundaries=shards.boundaries,
@@ -134,7 +229,7 @@ def _with_pixels(
 
 
 def _shards(images: Sequence[PackImages], units: RowUnits, loading: ImageLoading) -> ImageShards:
-    """Who encodes what, by the strategy of `loading` or the first after it that can."""
+    """Who encodes what, by the strategy of `loading`."""
     bounds = units.cum_crops, units.cum_pooled
     if loading.strategy == REPLICATE:
         return replicated(*bounds)
@@ -143,8 +238,7 @@ def _shards(images: Sequence[PackImages], units: RowUnits, loading: ImageLoading
         return longest_first(*bounds, loading.cp_size, costs)
     # a row of several packs has other bounds than each of them
     usable = len(images) == 1 and loading.strategy == "stored"
-    stored = images[0].boundaries.get(loading.cp_size) if usable else None
-    return image_shards(bounds, loading.cp_size, stored, units_known=loading.strategy != "uniform")
+    return image_shards(bounds, loading.cp_size, images[0].boundaries.get(loading.cp_size) if usable else None)
 
 
 def _items(units: RowUnits, mine: np.ndarray) -> list[list[int]]:
@@ -154,12 +248,6 @@ def _items(units: RowUnits, mine: np.ndarray) -> list[list[int]]:
         frame = () if units.frame[unit] >= 0 else (unit,)  # an image that is named twice stays two
         items.setdefault((int(units.pack[unit]), int(units.item[unit]), *frame), []).append(unit)
     return list(items.values())
-
-
-def _sizes(units: RowUnits, unit: int) -> tuple[int, int]:
-    """Crops and pooled tokens of a unit."""
-    crops, pooled = (int(cum[unit]) - int(cum[unit - 1] if unit else 0) for cum in (units.cum_crops, units.cum_pooled))
-    return crops, pooled
 
 
 def _split(pixels: Pixels, sizes: Sequence[tuple[int, int]]) -> Iterator[Pixels]:
@@ -178,13 +266,6 @@ def _refuse_other_sizes(pixels: Pixels, sizes: np.ndarray, patch_shape: tuple[in
             f"it decodes to patches {patches.shape} and {len(pooling)} pooled tokens, the dataset was built for "
             f"{(int(sizes[0]), *patch_shape)} and {sizes[1]}"
         )
-    if empty := int((pooling < 0).all(1).sum()):
-        raise ImageError(f"{empty} of its {len(pooling)} pooled tokens have no patch inside of the image")
-
-
-def _blank(sizes: tuple[int, int], patch_shape: tuple[int, int]) -> Pixels:
-    """Stand-in for a bad image: its features are finite, and no token sees them."""
-    return np.zeros((sizes[0], *patch_shape), np.float32), np.zeros((sizes[1], 1), np.int64)
 
 
 def joined(found: Sequence[Pixels], patch_shape: tuple[int, int]) -> Pixels:

@@ -11,10 +11,9 @@ compare `PackedBatch.fingerprint()`.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -56,10 +55,8 @@ class LoaderOptions:
     """packed: documents do not see each other; causal: a pack is one document."""
     image_attention: str = "example"
     """Which image tokens see each other in both directions: see `row_images.spans`."""
-    prefetch: int = 2
-    """Steps made ahead of time; 0 makes each step when it is asked for."""
     num_threads: int = 1
-    """Threads that make steps ahead; the order does not depend on it."""
+    """Threads that make steps ahead, at least two steps; 0 makes each step when it is asked for."""
 
 
 @dataclass(frozen=True)
@@ -86,31 +83,24 @@ def _check(source: PackSource, options: LoaderOptions, data_rank: DataRank) -> N
         raise ValueError("; ".join(reasons))
 
 
-def _chosen(source: PackSource, start: int, count: int, seed: int) -> np.ndarray:
-    """Packs of samples `start` .. `start + count - 1` of the endless order, int64 [count]."""
-    if isinstance(source, PackBlend):
-        return source.samples(start, count, seed)
-    return samples(start, count, len(source), seed)
-
-
-def _stored(source: PackSource, start: int, count: int) -> np.ndarray:
-    """As `_chosen` in stored order, each pack once: fewer than `count` at the end."""
-    if isinstance(source, PackBlend):
-        return source.stored(start, count)
-    return np.arange(start, min(start + count, len(source)))
-
-
-def _microbatches(chosen: np.ndarray, options: LoaderOptions, data_rank: DataRank) -> np.ndarray:
-    """This rank's part [j, m] of a step's samples [global_batch_size]."""
+def _batches(
+    source: PackSource,
+    chosen: np.ndarray,
+    options: LoaderOptions,
+    data_rank: DataRank,
+    images: ImageLoading | None,
+) -> list[PackedBatch]:
+    """This rank's microbatches of a step's packs [global_batch_size]. -1 is none: pack 0 with all loss weights 0."""
     # [global_batch_size] -> [microbatch, dp rank, m] -> [microbatch, m]
-    return chosen.reshape(-1, data_rank.size, options.micro_batch_size)[:, data_rank.index]
-
-
-def _batch(
-    source: PackSource, numbers: Sequence[int], options: LoaderOptions, images: ImageLoading | None
-) -> PackedBatch:
-    packs = [source.pack(i) for i in numbers]
-    return collate(packs, options.attention_mask, options.image_attention, images)
+    mine = chosen.reshape(-1, data_rank.size, options.micro_batch_size)[:, data_rank.index]
+    batches = []
+    for numbers in mine.tolist():
+        present = [i for i in numbers if i >= 0]
+        packs = [source.pack(i) for i in present or [0]]
+        batch = collate(packs, options.attention_mask, options.image_attention, images)
+        weights = batch.loss_weights if present else np.zeros_like(batch.loss_weights)
+        batches.append(dataclasses.replace(batch, loss_weights=weights))
+    return batches
 
 
 def step_batches(
@@ -120,8 +110,12 @@ def step_batches(
 
     Without `images` no pixels are decoded.
     """
-    chosen = _chosen(source, consumed, options.global_batch_size, options.seed)
-    return [_batch(source, numbers, options, images) for numbers in _microbatches(chosen, options, data_rank).tolist()]
+    size, seed = options.global_batch_size, options.seed
+    if isinstance(source, PackBlend):
+        chosen = source.samples(consumed, size, seed)
+    else:
+        chosen = samples(consumed, size, len(source), seed)
+    return _batches(source, chosen, options, data_rank, images)
 
 
 class _Step(Generic[Prepared]):
@@ -133,13 +127,7 @@ class _Step(Generic[Prepared]):
 
 
 class PackedLoader(Generic[Prepared]):
-    """Endless optimizer steps from a pack source, made ahead in threads. Close it, or use it as a context manager.
-
-    Typical use:
-        with PackedLoader(dataset, options, DataRank(dp_rank, dp_size), consumed_samples, prepare=plan) as loader:
-            batches = loader.next_step()
-            plans = loader.prepared()
-    """
+    """Endless optimizer steps from a pack source, made ahead in threads. Close it, or use it as a context manager."""
 
     def __init__(
         self,
@@ -159,12 +147,10 @@ class PackedLoader(Generic[Prepared]):
         self._source, self._options, self._data_rank, self._images = source, options, data_rank or DataRank(), images
         self._prepare, self._closed = prepare, threading.Event()
         _check(source, options, self._data_rank)
-        if consumed_samples < 0:
-            raise ValueError(f"consumed_samples is {consumed_samples}, it must not be negative")
         self._consumed = self._requested = consumed_samples
         self._pending: deque[_Step[Prepared]] = deque()
-        self._finish: Callable[[], list[Prepared]] | None = None
-        self._pool = ThreadPoolExecutor(options.num_threads, "pack-loader") if options.prefetch else None
+        self._last: _Step[Prepared] | None = None
+        self._pool = ThreadPoolExecutor(options.num_threads, "pack-loader") if options.num_threads else None
         self._request_ahead()
 
     @property
@@ -173,7 +159,7 @@ class PackedLoader(Generic[Prepared]):
         return self._consumed
 
     def _request_ahead(self) -> None:
-        while self._pool is not None and len(self._pending) < self._options.prefetch:
+        while self._pool is not None and len(self._pending) < max(2, self._options.num_threads):
             self._pending.append(_Step())
             self._pool.submit(self._make, self._requested, self._pending[-1])
             self._requested += self._options.global_batch_size
@@ -182,47 +168,38 @@ class PackedLoader(Generic[Prepared]):
         """Read and prepare the step after `consumed` samples; an error is raised where the result is asked for."""
         result: Future[Any] = step.batches
         try:
-            result.set_result(batches := self._read(consumed))
+            batches = step_batches(self._source, self._options, self._data_rank, consumed, self._images)
+            result.set_result(batches)
             result = step.prepared
-            result.set_result(self._prepare_all(batches))
+            made: list[Prepared] = []
+            for batch in batches:
+                if self._closed.is_set():  # a run that ends waits for one plan, not for those of all steps ahead
+                    raise RuntimeError("the loader is closed")
+                made += [self._prepare(batch)] if self._prepare is not None else []
+            result.set_result(made)
         except BaseException as error:
             result.set_exception(error)
-
-    def _read(self, consumed: int) -> list[PackedBatch]:
-        return step_batches(self._source, self._options, self._data_rank, consumed, self._images)
-
-    def _prepare_all(self, batches: list[PackedBatch]) -> list[Prepared]:
-        if self._prepare is None:
-            return []
-        made: list[Prepared] = []
-        for batch in batches:
-            if self._closed.is_set():  # a run that ends waits for one plan, not for those of all steps ahead
-                raise RuntimeError("the loader is closed")
-            made.append(self._prepare(batch))
-        return made
 
     def next_step(self) -> list[PackedBatch]:
         """This rank's microbatches of the next step, global_batch_size / (micro_batch_size x dp size) of them.
 
         An error met while reading ahead is raised here, in the step it belongs to, and again at every further call.
         """
-        if self._pool is None:
-            batches = self._read(self._consumed)
-            self._finish = functools.partial(self._prepare_all, batches)
-        elif not self._pending:
+        if self._closed.is_set():
             raise RuntimeError("the loader is closed")
-        else:
-            batches = self._pending[0].batches.result()
-            self._finish = self._pending.popleft().prepared.result
-            self._request_ahead()
+        if self._pool is None:
+            self._pending.append(_Step())
+            self._make(self._consumed, self._pending[0])
+        batches = self._pending[0].batches.result()
+        self._last = self._pending.popleft()
+        self._request_ahead()
         self._consumed += self._options.global_batch_size
         return batches
 
     def prepared(self) -> list[Prepared]:
-        """What `prepare` made of each batch of the last `next_step`; asked for once. Its errors are raised here."""
-        assert self._finish is not None, "one call follows each next_step"
-        finish, self._finish = self._finish, None
-        return finish()
+        """What `prepare` made of each batch of the last `next_step`. Its errors are raised here."""
+        assert self._last is not None, "a call follows next_step"
+        return self._last.prepared.result()
 
     def close(self) -> None:
         """Stop reading ahead and wait for the threads; may be called twice."""
@@ -244,25 +221,17 @@ def validation_steps(
     """The first num_steps x global_batch_size packs in stored order, each once: the same for every evaluation.
 
     Ends early when the dataset does, or the first one of a blend. Its last step may be short of packs. Every rank still
-    gets the same number of microbatches, since ranks run in lockstep. A microbatch without a pack is pack 0 with all
-    loss weights 0.
+    gets the same number of microbatches, since ranks run in lockstep.
     """
     _check(source, options, data_rank)
     size = options.global_batch_size
     for start in range(0, num_steps * size, size):
-        found = _stored(source, start, size)
-        if not len(found):
-            return
-        chosen = np.pad(found, (0, size - len(found)), constant_values=-1)
-        batches = []
-        for numbers in _microbatches(chosen, options, data_rank).tolist():
-            present = [i for i in numbers if i >= 0]
-            batch = _batch(source, present or [0], options, images)
-            batches.append(batch if present else _weightless(batch))
-        yield batches
+        if isinstance(source, PackBlend):
+            found = source.stored(start, size)
+        else:
+            found = np.arange(start, min(start + size, len(source)))
+        if len(found):
+            chosen = np.pad(found, (0, size - len(found)), constant_values=-1)
+            yield _batches(source, chosen, options, data_rank, images)
         if len(found) < size:
             return
-
-
-def _weightless(batch: PackedBatch) -> PackedBatch:
-    return dataclasses.replace(batch, loss_weights=np.zeros_like(batch.loss_weights))

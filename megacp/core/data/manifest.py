@@ -67,7 +67,7 @@ class ShardEntry:
     files: tuple[FileEntry, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Builtin types only: a line of journal.jsonl, an element of the manifest's `shards`."""
+        """Builtin types only."""
         return {**vars(self), "files": [vars(file) for file in self.files]}
 
     @staticmethod
@@ -81,7 +81,7 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class DatasetManifest:
-    """The whole of manifest.json. Counts and efficiency are properties: they follow from the shards."""
+    """The whole of manifest.json; counts follow from the shards."""
 
     config_fingerprint: str
     """Hash of all that decides the bytes (inputs, tokenizer, lengths, rules); a build with another one is refused."""
@@ -111,20 +111,9 @@ class DatasetManifest:
         special = (self.image_rules or {}).get("token_ids", {}).values()
         return max([self.tokenizer.vocab_size, *(i + 1 for i in special)])
 
-    @property
-    def num_packs(self) -> int:
-        """Packs in all shards."""
-        return sum(shard.num_packs for shard in self.shards)
-
-    @property
-    def num_segments(self) -> int:
-        """Segments (source documents, or pieces of split ones) in all shards."""
-        return sum(shard.num_segments for shard in self.shards)
-
-    @property
-    def num_tokens(self) -> int:
-        """True tokens in all shards."""
-        return sum(shard.num_tokens for shard in self.shards)
+    num_packs = property(lambda self: sum(shard.num_packs for shard in self.shards))
+    num_segments = property(lambda self: sum(shard.num_segments for shard in self.shards))
+    num_tokens = property(lambda self: sum(shard.num_tokens for shard in self.shards))
 
     @property
     def packing_efficiency(self) -> float:
@@ -157,16 +146,15 @@ class DatasetManifest:
         """Read DIRECTORY/manifest.json; ValueError names the file and what is wrong with it."""
         path = place_of(directory) / MANIFEST_NAME
         try:
-            values = files.parse_json(read_content(path, _LARGEST))
-            return _parsed(values)
+            return _parsed(files.parse_json(read_content(path, _LARGEST)))
         except (FileNotFoundError, NotADirectoryError) as error:
             raise ValueError(
                 f"{path}: no such file; a finished dataset has one (was the build, or the upload, interrupted?)"
             ) from error
         except OSError as error:
             raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}: is no manifest of this program: {error}") from error
 
 
 def other_ends(one: DatasetManifest, other: DatasetManifest) -> tuple[int | None, int | None] | None:
@@ -194,25 +182,17 @@ def _checksum(fields: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
-def _parsed(values: Any) -> DatasetManifest:
+def _parsed(values: dict[str, Any]) -> DatasetManifest:
     """The manifest that JSON values state; their checksum stands for the types of all fields."""
-    if not isinstance(values, dict) or "format_version" not in values:
-        raise ValueError("it is no manifest of a packed dataset")
     if values["format_version"] != FORMAT_VERSION:
         raise ValueError(
             f"format_version {values['format_version']!r}, this program reads {FORMAT_VERSION}: build it again"
         )
     stated = values.pop("checksum", None)
     if stated != (found := _checksum(values)):
-        raise ValueError(
-            f"its checksum is {found}, it was written with {stated}: it was damaged or edited since; copy it again "
-            "from where it was built, or build the dataset again"
-        )
+        raise ValueError(f"its checksum is {found}, it was written with {stated}: copy it again, or build it again")
     own = {name: value for name, value in values.items() if name not in _DERIVED}
-    try:
-        own["tokenizer"] = TokenizerInfo(**own["tokenizer"])
-        own["shards"] = tuple(ShardEntry.from_json(shard) for shard in own["shards"])
-        own["sources"], own["cp_degrees"] = tuple(own["sources"]), tuple(own["cp_degrees"])
-        return DatasetManifest(**own)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"it is no manifest of this program: {error}") from error
+    own["tokenizer"] = TokenizerInfo(**own["tokenizer"])
+    own["shards"] = tuple(ShardEntry.from_json(shard) for shard in own["shards"])
+    own["sources"], own["cp_degrees"] = tuple(own["sources"]), tuple(own["cp_degrees"])
+    return DatasetManifest(**own)

@@ -1,9 +1,9 @@
 """Random packs without a dataset: for `megacp.train` without `--data-path`, and for parity checks.
 
-Pack `i` is a function of (seed, i) and goes through the same `collate` as a stored pack, so every rank makes the same
-rows without reading, and what is proven on mock rows holds for real ones. Tokens are a random walk over the vocabulary
-(three steps in four go to the next id): a loss that does not fall on mock packs is a fault. The "encoded bytes" of its
-images are the numbers from which the mock decoder draws pixels.
+Pack `i` is a function of (seed, i) and goes through the same `collate` as a stored pack, so what is proven on mock rows
+holds for real ones. Tokens are a random walk over the vocabulary (three steps in four go to the next id): a loss that
+does not fall on mock packs is a fault. The "encoded bytes" of its images are the numbers from which the mock decoder
+draws pixels.
 """
 
 from __future__ import annotations
@@ -19,21 +19,36 @@ from megacp.core.data.batch import PackedBatch
 from megacp.core.data.collate import collate
 from megacp.core.data.image_shards import compute_image_shard_boundaries
 from megacp.core.data.images import ImageLoading, Pixels
-from megacp.core.data.reader import Pack
-from megacp.core.data.row_images import PackImages
+from megacp.core.data.reader import Pack, PackImages
 from megacp.core.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE, UNIT_DTYPE
 
 MASKS = ("causal", "packed", "branches", "image", "mixed")
-"""What a mock row's attention mask is made of: one document; several; several with branches, with image spans, with
-both.
-"""
+"""What a mock row's mask is made of: one document; several; several with branches, with image spans, with both."""
 _MOST_DOCUMENTS = 5
 _MOST_BRANCHES = 3
+_ITEM = struct.Struct("<5q")  # seed, pack, item, crops (frames of a video), pooled tokens of the image or a frame
+_MOST_CROPS = 3
+_MOST_FRAMES = 5
+_DEGREES = (1, 2, 3, 4, 8)
+_WINDOW = 4
+"""Patches of a pooled token, some of them outside."""
+
+
+@dataclass(frozen=True)
+class MockImages:
+    """What mock images look like, in the sizes of a model."""
+
+    patches_per_crop: int
+    patch_dim: int
+    image_patch: int
+    """Token id of a pooled feature, above the ids of text; the id after it stands before and after each image."""
+    attention: str = "example"
+    """--image-attention."""
 
 
 @dataclass(frozen=True)
 class MockRules:
-    """What mock packs look like. ValueError lists all that is wrong."""
+    """What mock packs look like."""
 
     vocab_size: int
     seq_length: int
@@ -41,34 +56,19 @@ class MockRules:
     mask: str = "packed"
     """One of `MASKS`."""
     ragged: bool = False
-    """Packs of different lengths with padding inside and random loss weights, many 0; else full packs, all weights
-    1.
-    """
+    """Packs of different lengths with padding inside and random weights, many 0; else full packs, all weights 1."""
     seed: int = 0
     images: MockImages | None = None
     """Images in the packs of the masks `image` and `mixed`; None draws spans without images."""
 
-    @property
-    def has_images(self) -> bool:
-        """Packs hold images."""
-        return self.images is not None and self.mask in ("image", "mixed")
-
     def __post_init__(self) -> None:
-        reasons = []
-        if self.vocab_size < 1:
-            reasons.append(f"--vocab-size {self.vocab_size} leaves no token to draw")
-        if self.seq_length < 2:
-            reasons.append(f"--seq-length {self.seq_length} is too short to predict anything, at least 2 are needed")
-        if self.mask not in MASKS:
-            reasons.append(f"the mask is {self.mask!r}, allowed are {', '.join(MASKS)}")
-        if reasons:
-            raise ValueError("mock packs: " + "; ".join(reasons))
+        if self.vocab_size < 1 or self.seq_length < 2 or self.mask not in MASKS:
+            least = f"--vocab-size {self.vocab_size} (least 1), --seq-length {self.seq_length} (least 2)"
+            raise ValueError(f"mock packs cannot be drawn: {least}, mask {self.mask!r} (of {', '.join(MASKS)})")
 
 
 class MockDataset:
-    """Numbered mock packs with the reading interface of `PackedDataset`: full rows of a few documents each, some of
-    them with `images`.
-    """
+    """Numbered mock packs with the reading interface of `PackedDataset`: full rows, some of them with `images`."""
 
     def __init__(
         self,
@@ -87,9 +87,7 @@ class MockDataset:
         return self._num_packs
 
     def pack(self, i: int) -> Pack:
-        """Pack `i`, 0 <= i < len (IndexError otherwise)."""
-        if not 0 <= i < self._num_packs:
-            raise IndexError(f"pack {i} of {self._num_packs} mock packs")
+        """Pack `i`, 0 <= i < len."""
         return mock_pack(i, self.rules)
 
 
@@ -117,20 +115,14 @@ def mock_pack(index: int, rules: MockRules) -> Pack:
     num_tokens = int(true.sum())
     steps = np.where(rng.random(num_tokens) < 0.75, 1, rng.integers(0, rules.vocab_size, num_tokens))
     tokens = np.cumsum(steps) % rules.vocab_size
-    weights = _weights(rng, num_tokens) if rules.ragged else None
-    images = None
-    if rules.images is not None and rules.has_images:
+    weights, images = None, None
+    if rules.ragged:  # three in ten are 0
+        weights = (rng.uniform(0.25, 1.0, num_tokens) * (rng.random(num_tokens) < 0.7)).astype(np.float32)
+    if rules.images is not None and rules.mask in ("image", "mixed"):
         images = _with_images(tokens, _runs(true, starts), rules.images, rules.seed, index)
         read_only = tokens >= rules.vocab_size  # tokens of images are not predicted
         weights = np.where(read_only, 0, np.ones(num_tokens) if weights is None else weights).astype(np.float32)
-    return Pack(
-        index=index,
-        tokens=tokens,
-        weights=weights,
-        segments=segments,
-        branches=np.array(rows, BRANCH_DTYPE) if rows else None,
-        images=images,
-    )
+    return Pack(index, tokens, weights, segments, np.array(rows, BRANCH_DTYPE) if rows else None, images)
 
 
 def _runs(true: np.ndarray, starts: Sequence[Sequence[int]]) -> list[tuple[int, int, int, int]]:
@@ -152,22 +144,14 @@ def _branch_starts(rng: np.random.Generator, length: int, mask: str) -> list[int
     return places
 
 
-def _weights(rng: np.random.Generator, count: int) -> np.ndarray:
-    """float32 [count]: three in ten are 0, the rest between 0.25 and 1."""
-    weights = rng.uniform(0.25, 1.0, count) * (rng.random(count) < 0.7)
-    return weights.astype(np.float32)
-
-
 def mock_batch(numbers: Sequence[int], rules: MockRules, loading: ImageLoading | None = None) -> PackedBatch:
     """One microbatch of the mock packs `numbers`, collated like stored ones, with image spans where the mask has
     them; `loading` decodes the images of one rank.
     """
     packs = [mock_pack(i, rules) for i in numbers]
-    if rules.images is not None and rules.has_images:
-        return collate(packs, image_attention=rules.images.attention, loading=loading)
+    if rules.images is not None or rules.mask not in ("image", "mixed"):
+        return collate(packs, image_attention=rules.images.attention if rules.images else "example", loading=loading)
     batch = collate(packs)
-    if rules.mask not in ("image", "mixed"):
-        return batch
     rng = np.random.default_rng([rules.seed, *numbers, len(numbers)])
     return dataclasses.replace(batch, span=_spans(rng, batch.document, batch.branch))
 
@@ -190,29 +174,43 @@ def _spans(rng: np.random.Generator, document: np.ndarray, branch: np.ndarray) -
     return span
 
 
-_ITEM = struct.Struct("<5q")  # seed, pack, item, crops (frames of a video), pooled tokens of the image or a frame
-_MOST_CROPS = 3
-_MOST_FRAMES = 5
-_DEGREES = (1, 2, 3, 4, 8)
-_WINDOW = 4
-"""Patches of a pooled token, some of them outside."""
+def _with_images(
+    tokens: np.ndarray, runs: Sequence[tuple[int, int, int, int]], images: MockImages, seed: int, pack: int
+) -> PackImages:
+    """Overwrite stretches of `tokens` with images and return their tables.
 
-
-@dataclass(frozen=True)
-class MockImages:
-    """What mock images look like, in the sizes of a model."""
-
-    patches_per_crop: int
-    patch_dim: int
-    image_patch: int
-    """Token id of a pooled feature, above the ids of text; the id after it stands around each image."""
-    attention: str = "example"
-    """--image-attention."""
-
-    @property
-    def marker(self) -> int:
-        """Token before and after an image."""
-        return self.image_patch + 1
+    `runs`: see `_runs`; one ends where the next begins. Two in three get images, as far as there is room.
+    """
+    rng = np.random.default_rng([seed, pack, 1])
+    places = [place for *_, place in runs] + [len(tokens)]
+    rows: list[tuple[int, ...]] = []
+    items: list[bytes] = []
+    crops_so_far = pooled_so_far = 0
+    for (segment, branch, start, place), stop in zip(runs, places[1:], strict=True):
+        offset = 0
+        while rng.random() < 0.7:
+            video = rng.random() < 0.4
+            crops = int(rng.integers(1, 1 + (_MOST_FRAMES if video else _MOST_CROPS)))
+            pooled = int(rng.integers(1, 5))
+            offset += int(rng.integers(0, 4))
+            parts = [(1, frame) for frame in range(crops)] if video else [(crops, -1)]
+            if place + offset + len(parts) * (pooled + 2) >= stop:
+                break
+            for number, frame in parts:
+                first = place + offset
+                tokens[first : first + pooled + 2] = images.image_patch + 1
+                tokens[first + 1 : first + 1 + pooled] = images.image_patch
+                crops_so_far, pooled_so_far = crops_so_far + number, pooled_so_far + pooled
+                within = start + offset
+                rows.append((segment, len(items), within, pooled + 2, crops_so_far, pooled_so_far, frame, branch))
+                offset += pooled + 2
+            items.append(_ITEM.pack(seed, pack, len(items), crops, pooled))
+    units = np.array(rows, UNIT_DTYPE)
+    bounds = units["image_stop"].astype(np.int64), units["pooled_stop"].astype(np.int64)
+    # every other pack has stored tables, so that rows with and without them stand side by side
+    degrees = _DEGREES if pack % 2 == 0 and len(units) else ()
+    tables = {degree: compute_image_shard_boundaries(*bounds, degree) for degree in degrees}
+    return PackImages(units, tables, items.__getitem__, images.image_patch)
 
 
 @dataclass(frozen=True)
@@ -229,63 +227,19 @@ class MockDecoder:
     def image(self, data: bytes) -> Pixels:
         """All crops of an image, normal patches and windows anywhere in them."""
         seed, pack, item, crops, pooled = _ITEM.unpack(data)
-        return self._drawn(np.random.default_rng([seed, pack, item]), crops, pooled)
+        return self._drawn([seed, pack, item], crops, pooled)
 
     def video(self, data: bytes, frames: Sequence[int]) -> Pixels:
         """Some frames; each is the same whatever others are asked for."""
-        seed, pack, item, count, pooled = _ITEM.unpack(data)
-        patches = [np.zeros((0, *self.patch_shape), np.float32)]
-        pooling = [np.zeros((0, _WINDOW), np.int64)]
-        for place, frame in enumerate(frame for frame in frames if frame < count):
-            one = self._drawn(np.random.default_rng([seed, pack, item, frame]), 1, pooled)
-            patches.append(one[0])
-            pooling.append(np.where(one[1] >= 0, one[1] + place * self.images.patches_per_crop, -1))
-        return np.concatenate(patches), np.concatenate(pooling)
+        seed, pack, item, _, pooled = _ITEM.unpack(data)
+        found = [self._drawn([seed, pack, item, frame], 1, pooled) for frame in frames]
+        moved = [np.where(w >= 0, w + i * self.images.patches_per_crop, -1) for i, (_, w) in enumerate(found)]
+        return np.concatenate([patches for patches, _ in found]), np.concatenate(moved)
 
-    def _drawn(self, rng: np.random.Generator, crops: int, pooled: int) -> Pixels:
+    def _drawn(self, seed: Sequence[int], crops: int, pooled: int) -> Pixels:
+        rng = np.random.default_rng(seed)
         patches = rng.standard_normal((crops, *self.patch_shape), np.float32)
         windows = rng.integers(0, crops * self.images.patches_per_crop, (pooled, _WINDOW))
         outside = rng.random(windows.shape) < 0.2
         outside[:, 0] = False  # a window has at least one patch
         return patches, np.where(outside, -1, windows)
-
-
-def _with_images(
-    tokens: np.ndarray, runs: Sequence[tuple[int, int, int, int]], images: MockImages, seed: int, pack: int
-) -> PackImages:
-    """Overwrite stretches of `tokens` with images and return their tables.
-
-    `runs`: (segment, branch, first token within the segment, place of the first token in `tokens`), one for each
-    shared prefix and branch, in order; a run ends where the next begins. Two in three runs get images, as far as there
-    is room.
-    """
-    rng = np.random.default_rng([seed, pack, 1])
-    places = [place for *_, place in runs] + [len(tokens)]
-    rows: list[tuple[int, int, int, int, int, int, int, int]] = []
-    items: list[bytes] = []
-    crops_so_far = pooled_so_far = 0
-    for (segment, branch, start, place), stop in zip(runs, places[1:], strict=True):
-        offset = 0
-        while rng.random() < 0.7:
-            video = rng.random() < 0.4
-            crops = int(rng.integers(1, 1 + (_MOST_FRAMES if video else _MOST_CROPS)))
-            pooled = int(rng.integers(1, 5))
-            offset += int(rng.integers(0, 4))
-            parts = [(1, frame) for frame in range(crops)] if video else [(crops, -1)]
-            if place + offset + len(parts) * (pooled + 2) >= stop:
-                break
-            for number, frame in parts:
-                first = place + offset
-                tokens[first : first + pooled + 2] = images.marker
-                tokens[first + 1 : first + 1 + pooled] = images.image_patch
-                crops_so_far, pooled_so_far = crops_so_far + number, pooled_so_far + pooled
-                within = start + offset
-                rows.append((segment, len(items), within, pooled + 2, crops_so_far, pooled_so_far, frame, branch))
-                offset += pooled + 2
-            items.append(_ITEM.pack(seed, pack, len(items), crops, pooled))
-    units = np.array(rows, UNIT_DTYPE)
-    bounds = units["image_stop"].astype(np.int64), units["pooled_stop"].astype(np.int64)
-    # every other pack has stored tables, so that rows with and without them stand side by side
-    degrees = _DEGREES if pack % 2 == 0 and len(units) else ()
-    tables = {degree: compute_image_shard_boundaries(*bounds, degree) for degree in degrees}
-    return PackImages(units, tables, items.__getitem__, images.image_patch)

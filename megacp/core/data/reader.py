@@ -1,8 +1,12 @@
-"""Reads a packed dataset: what training opens.
+"""Reads a packed dataset: what training opens, on this machine's disk or at a URL.
 
 A dataset opens only if all files have the manifest's sizes, and all tables its hashes: damage found at the first use of
-a shard would be found hours into a run. A random pack is one read at a known offset, compared with its checksum.
-`indexed`, `tables` and `manifest` describe the three kinds of file.
+a shard would be found hours into a run. A random pack is one read of a bin at a known offset, compared with its
+checksum. `tables` and `manifest` describe the files.
+
+Of a dataset at a URL the tables are kept as files of this machine, each under its sha256, for all ranks of it. Bins are
+read in blocks where the dataset fits the cache, as packs come in a random order; else by packs, since a whole block
+would be read for one pack of it.
 """
 
 from __future__ import annotations
@@ -12,30 +16,58 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megacp.core.data.data_cache import DataCache
+from megacp.core.data import tables
+from megacp.core.data.decoding import ImageError
 from megacp.core.data.geometry import ImageRules
-from megacp.core.data.manifest import MANIFEST_NAME, DatasetManifest, FileEntry
-from megacp.core.data.row_images import PackImages
-from megacp.core.data.shard import Shard
-from megacp.core.data.stored_file import StoredFile
+from megacp.core.data.image_shards import BOUNDARY_DTYPE
+from megacp.core.data.manifest import MANIFEST_NAME, DatasetManifest, FileEntry, ShardEntry
+from megacp.core.data.tables import IndexedReader, StoredFile, crc32
 from megacp.core.storage import files
-from megacp.core.storage.place import Place, place_of
+from megacp.core.storage.place import CACHE, Place, place_of, read_content
 from megacp.core.storage.url import Url
 from megacp.core.storage.wording import listed
 
 OPEN_SHARDS = 64
+BLOCK_BYTES = 16 << 20
 _TOLD = 20
 """Shards whose faults one message tells."""
 _REQUESTS = 16
 """Shards of a store that are looked at side by side."""
+_SAMPLE = 4096
+"""Bytes at the beginning of each bin that the dataset's fingerprint covers."""
+_TABLES = {
+    "packs": tables.PACK_DTYPE,
+    "segments": tables.SEGMENT_DTYPE,
+    "branches": tables.BRANCH_DTYPE,
+    "units": tables.UNIT_DTYPE,
+    "checksums": tables.CHECKSUM_DTYPE,
+    "image_checksums": tables.ITEM_CHECKSUM_DTYPE,
+}
+OpenFile = Callable[[Any, FileEntry], StoredFile]
+"""Opens a file of a dataset, which must have the stated size."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackImages:
+    """The images of one pack, as stored."""
+
+    units: np.ndarray
+    """tables.UNIT_DTYPE [u], with `segment` counted from the first segment of the pack; u = 0 for text alone."""
+    boundaries: Mapping[int, np.ndarray]
+    """BOUNDARY_DTYPE [P] by CP degree P, for the degrees that were planned."""
+    read: Callable[[int], bytes]
+    """Encoded bytes of an item (an image or a video) by its number in the units; called from any thread."""
+    image_patch: int
+    """Token id that stands where a pooled feature is added."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +97,88 @@ class Pack:
         return f"pack {self.index}, record of {name} at byte {int(row['source_offset'])}"
 
 
+class Shard:
+    """One open shard: its readers and tables; tables that it does not have are empty."""
+
+    def __init__(
+        self, directory: Place, entry: ShardEntry, manifest: DatasetManifest, open_file: OpenFile = StoredFile
+    ) -> None:
+        """ValueError lists the files that are missing or not as stated."""
+        self.directory, self.entry = directory, entry
+        opened, reasons = dict[str, StoredFile](), []
+        for file in entry.files:
+            try:
+                opened[file.name] = open_file(directory / file.name, file)
+            except ValueError as error:
+                reasons.append(str(error))
+        if reasons:
+            raise ValueError("; ".join(reasons))
+        try:
+            self.tokens = IndexedReader(opened["tokens.idx"], opened["tokens.bin"])
+            self.weights, self.images = (
+                IndexedReader(opened[f"{name}.idx"], opened[f"{name}.bin"]) if f"{name}.bin" in opened else None
+                for name in ("weights", "images")
+            )
+            self.packs, self.segments, self.branches, self.units, self.checksums, self.image_checksums = (
+                tables.table_of(opened[f"{name}.npy"], dtype) if f"{name}.npy" in opened else np.zeros(0, dtype)
+                for name, dtype in _TABLES.items()
+            )
+            self.boundaries = {
+                degree: tables.table_of(opened[f"shards_cp{degree}.npy"], BOUNDARY_DTYPE, degree)
+                for degree in (manifest.cp_degrees if len(self.units) else ())
+            }
+        except KeyError as error:
+            raise ValueError(f"{directory}: the manifest does not list {error}") from error
+        if not len(self.packs) == len(self.checksums) == entry.num_packs:
+            raise ValueError(f"{directory}: {len(self.packs)} packs, the manifest says {entry.num_packs}")
+
+    def token_ids(self, number: int, name: str) -> np.ndarray:
+        """All token ids of pack `number`, which is called `name` in errors. ValueError: not those that were built."""
+        return self._values(self.tokens, "tokens", number, name)
+
+    def loss_weights(self, number: int, name: str) -> np.ndarray | None:
+        """float32, one for each token; None where all are 1. ValueError as `token_ids`."""
+        return None if self.weights is None else self._values(self.weights, "weights", number, name)
+
+    def _values(self, reader: IndexedReader, column: str, number: int, name: str) -> np.ndarray:
+        start = int(self.packs["first_segment"][number])
+        data = reader.stored(start, start + int(self.packs["num_segments"][number]))
+        _refuse_changed(data, int(self.checksums[column][number]), reader, name)
+        return np.frombuffer(data, reader.dtype)
+
+    def item(self, number: int) -> bytes:
+        """Encoded bytes of an image or a video. ImageError when damaged, so that `--on-bad-image` decides."""
+        assert self.images is not None
+        data = self.images.stored(number, number + 1)
+        try:
+            _refuse_changed(data, int(self.image_checksums["data"][number]), self.images, f"item {number}")
+        except ValueError as error:
+            raise ImageError(str(error)) from error
+        return data
+
+    def images_of(self, number: int, image_patch: int) -> PackImages:
+        """The images of pack `number` of this shard."""
+        row = self.packs[number]
+        first = int(row["first_unit"])
+        units = self.units[first : first + int(row["num_units"])].copy()
+        units["segment"] -= int(row["first_segment"])
+        boundaries = {degree: np.asarray(table[number]) for degree, table in self.boundaries.items()}
+        return PackImages(units, boundaries, self.item, image_patch)
+
+    def sample(self) -> list[int]:
+        """crc32 of the beginning of each bin: differs where another file of the same size stands."""
+        readers = [reader for reader in (self.tokens, self.weights, self.images) if reader is not None]
+        return [crc32(reader.bin.read(0, min(_SAMPLE, reader.bin.size))) for reader in readers]
+
+
+def _refuse_changed(data: bytes, built: int, reader: IndexedReader, name: str) -> None:
+    if (found := crc32(data)) != built:
+        raise ValueError(
+            f"{reader.bin.path}: {name} has the checksum {found:08x}, it was built with {built:08x}: the file was "
+            "damaged or replaced since; `verify` lists all that is wrong, a sound copy of the file repairs it"
+        )
+
+
 class PackedDataset:
     """A finished dataset directory, open for reading. Pack numbers run over the shards in the manifest's order.
 
@@ -85,27 +199,24 @@ class PackedDataset:
         self._open: OrderedDict[int, Shard] = OrderedDict()
         self._most_open = open_shards
         self._changes = threading.Lock()
-        self._open_file: Callable[[Any, FileEntry], StoredFile] = StoredFile
-        threads = 1
+        self._open_file: OpenFile = StoredFile
         if isinstance(self.directory, Url):
             self._open_file = (cache or DataCache()).opener(self.directory, self.manifest)
-            threads = _REQUESTS
-        with ThreadPoolExecutor(threads) as pool:
+        with ThreadPoolExecutor(_REQUESTS if isinstance(self.directory, Url) else 1) as pool:
             looks = list(pool.map(self._look, range(len(self.manifest.shards))))
-        samples, reasons = [sample for sample, _ in looks], [reason for _, reason in looks if reason]
-        if reasons:
+        if reasons := [look for look in looks if isinstance(look, str)]:
             rest = " shards; `verify` lists all" if len(reasons) > _TOLD else ""
             raise ValueError(listed(reasons, _TOLD, "; ") + rest)
-        found = json.dumps([self.manifest.fingerprint, samples])
+        found = json.dumps([self.manifest.fingerprint, looks])
         self.fingerprint = hashlib.sha256(found.encode()).hexdigest()
         """Of the files as this machine sees them: sizes of all, content of all but the bins, beginnings of the bins."""
 
-    def _look(self, number: int) -> tuple[list[int], str]:
-        """The sample of a shard that nobody has looked at, and what is wrong with it."""
+    def _look(self, number: int) -> list[int] | str:
+        """The sample of a shard that nobody has looked at, or what is wrong with it."""
         try:
-            return self.shard(number).sample(), ""
+            return self.shard(number).sample()
         except ValueError as error:
-            return [], str(error)
+            return str(error)
 
     def __len__(self) -> int:
         """Number of packs."""
@@ -124,11 +235,10 @@ class PackedDataset:
         row = shard.packs[within]
         start = int(row["first_segment"])
         segments = shard.segments[start : start + int(row["num_segments"])]
-        branches = None
-        if len(shard.branches):
-            count = segments["num_branches"]
-            first = int(segments["first_branch"][count > 0][0]) if count.any() else 0
-            branches = shard.branches[first : first + int(count.sum())] if count.any() else None
+        branches, count = None, segments["num_branches"]
+        if count.any():
+            first = int(segments["first_branch"][count > 0][0])
+            branches = shard.branches[first : first + int(count.sum())]
         images = None if self._image_patch is None else shard.images_of(within, self._image_patch)
         name = f"pack {i}"
         tokens, weights = shard.token_ids(within, name), shard.loss_weights(within, name)
@@ -155,5 +265,69 @@ def image_patch_of(directory: Place, manifest: DatasetManifest) -> int | None:
         return None
     try:
         return ImageRules.from_dict(manifest.image_rules).token_ids.get("image_patch")
-    except (ValueError, TypeError, OverflowError) as error:
-        raise ValueError(f"{directory / MANIFEST_NAME}: `image_rules`: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{directory / MANIFEST_NAME}: {error}") from error
+
+
+class StoredObject(StoredFile):
+    """One bin of a packed dataset at a URL, read by offset."""
+
+    def __init__(self, url: Url, stated: FileEntry, in_blocks: bool) -> None:
+        self.path, self.size, self._sha256 = str(url), stated.size, stated.sha256
+        self._read = url.read
+        if in_blocks:
+            from fsspec.caching import BlockCache
+
+            def fetch(start: int, stop: int) -> bytes:
+                return url.read(start, min(stop, stated.size) - start)
+
+            blocks = BlockCache(BLOCK_BYTES, fetch, self.size, self.size // BLOCK_BYTES + 1)
+            self._read = lambda offset, count: blocks._fetch(offset, offset + count)
+
+    def read(self, offset: int, count: int) -> bytes:
+        """As of a file; ValueError when the store is not reached."""
+        try:
+            return self._read(offset, count) if count else b""
+        except FileNotFoundError as error:
+            raise ValueError(f"{self.path}: it was removed while it was read") from error
+
+
+class DataCache:
+    """The folder of tables, and how many GiB of bins are kept; one for all datasets of a run."""
+
+    def __init__(self, folder: files.StrPath | None = None, gib: float = 1.0) -> None:
+        self._folder = Path(folder or CACHE).expanduser() / "tables"
+        self._free = int(gib * 2**30)
+
+    def opener(self, root: Url, manifest: DatasetManifest) -> OpenFile:
+        """What opens the files of a dataset. Each is compared with the size that the store states."""
+        bins = sum(file.size for shard in manifest.shards for file in shard.files if file.name.endswith(".bin"))
+        in_blocks = bins <= self._free
+        self._free -= bins if in_blocks else 0
+        sizes = root.sizes_below() if root.lists else None
+
+        def open_file(url: Url, stated: FileEntry) -> StoredFile:
+            try:
+                size = url.size() if sizes is None else sizes.get(url.text[len(root.text) + 1 :])
+            except FileNotFoundError:
+                size = None
+            if size != stated.size:
+                found = "no such file" if size is None else f"{size} bytes"
+                raise ValueError(f"{url}: {found}, the manifest says {stated.size} bytes")
+            if url.name.endswith(".bin"):
+                return StoredObject(url, stated, in_blocks)
+            return StoredFile(self._local(url, stated), stated, name=str(url))
+
+        return open_file
+
+    def _local(self, url: Url, stated: FileEntry) -> Path:
+        """The copy of a table, made where there is none that is whole."""
+        path = self._folder / stated.sha256[:2] / stated.sha256
+        try:
+            if files.sha256_of(path, stated.size)[1] == stated.sha256:
+                return path
+        except (OSError, ValueError):  # not there, or cut
+            pass
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_atomically(path, read_content(url, stated.size))
+        return path

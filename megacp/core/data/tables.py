@@ -1,23 +1,32 @@
-"""The fixed-width tables beside the token bins of a shard: packs, segments, and what branches or images add to them.
+"""The files of a shard: fixed-width tables, Megatron's indexed bins, and how one of them is opened and read by offset.
 
-A table is read in one piece, without a parser: little-endian structured `.npy`, 8-byte fields first so that nothing is
-misaligned.
-
-A text shard has packs.npy, segments.npy and checksums.npy, by which a flipped bit of a bin is told when its pack is
-read. branches.npy exists when a document has branches.
+A table is a little-endian structured `.npy`, read in one piece. A text shard has packs.npy, segments.npy and
+checksums.npy, by which a flipped bit of a bin is told when its pack is read; branches.npy when a document has branches.
 
 A shard with images has images.bin / images.idx (uint8, the encoded bytes as they came): one sequence an image or video,
 one Megatron document a pack. It also has units.npy, image_checksums.npy, and a shards_cp{P}.npy of shape [packs, P] for
 each planned CP degree P.
+
+A file that is cut, replaced or unreadable while a run reads it is an error that names it; of a memory map the same
+would end the process with SIGBUS. Checksums are zlib's crc32; zlib-ng makes 40 GB/s of it where Python's zlib makes 2.
 """
 
 from __future__ import annotations
 
-import functools
+import hashlib
+import io
+import os
+import struct
+import weakref
+from pathlib import Path
 
 import numpy as np
+from zlib_ng.zlib_ng import crc32
 
-from megacp.core.data.stored_file import StoredFile
+from megacp.core.data.manifest import FileEntry
+from megacp.core.storage import files
+
+__all__ = ["IndexedReader", "StoredFile", "crc32", "padded_lengths", "table_of", "token_dtype"]
 
 PACK_DTYPE = np.dtype(
     [
@@ -61,9 +70,12 @@ FLAG_SPLIT = 1
 """Segment flag: a piece of a document cut by `--oversize split`."""
 FLAG_TRUNCATED = 2
 """Segment flag: the rest of the document was left out by `--oversize truncate`."""
-_MAGIC = b"\x93NUMPY\x01\x00"
-_SHOWN = 300
-"""Bytes of a foreign header in an error."""
+MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
+HEADER = struct.Struct("<9sQBQQ")
+"""Of an .idx: magic, version, dtype code, number of sequences, number of document boundaries."""
+_DTYPES = ("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")
+DTYPE_OF_CODE = {code: np.dtype(name) for code, name in enumerate(_DTYPES, 1)}
+CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
 
 def padded_lengths(lengths: np.ndarray, pad_multiple: int) -> np.ndarray:
@@ -74,24 +86,115 @@ def padded_lengths(lengths: np.ndarray, pad_multiple: int) -> np.ndarray:
     return padded
 
 
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Megatron's rule for the dtype of token ids: uint16 when `vocab_size` < 65,500, else int32."""
+    return np.dtype("<u2") if vocab_size < 65_500 else np.dtype("<i4")
+
+
+def with_suffix(prefix: Path, suffix: str) -> Path:
+    """PREFIX.bin or PREFIX.idx."""
+    # Path.with_suffix would eat the part of a prefix such as "c4.v2" behind its last dot
+    return prefix.with_name(prefix.name + suffix)
+
+
+def pointers(lengths: np.ndarray, itemsize: int) -> np.ndarray:
+    """Byte offsets of consecutive sequences: the exclusive running sum of their sizes, int64 [n]."""
+    sizes = lengths.astype("<i8") * itemsize
+    return np.cumsum(sizes) - sizes
+
+
+class StoredFile:
+    """An open file. It closes with its last reference, so never under a thread that still reads."""
+
+    def __init__(self, path: files.StrPath, stated: FileEntry | None = None, name: str | None = None) -> None:
+        """ValueError: `path` is not there, no regular file, or has not the stated size. `name`: whose copy it is."""
+        try:
+            stream = files.open_regular(path)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            text = "" if stated is None else f", the manifest says {stated.size} bytes"
+            raise ValueError(f"{path}: no such file{text}") from error
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+        weakref.finalize(self, stream.close)
+        self.path, self._descriptor = str(name or path), stream.fileno()
+        self.size = os.fstat(self._descriptor).st_size
+        self._sha256 = None if stated is None else stated.sha256
+        if stated is not None and self.size != stated.size:
+            raise ValueError(f"{path}: {self.size} bytes, the manifest says {stated.size}")
+
+    def read(self, offset: int, count: int) -> bytes:
+        """`count` bytes from byte `offset` on, from any thread. ValueError when the file ends before."""
+        data = b""
+        while len(data) < count:  # one call gives 2 GiB at most
+            try:
+                more = os.pread(self._descriptor, count - len(data), offset + len(data))
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, self.path) from error
+            if not more:
+                found = os.fstat(self._descriptor).st_size
+                raise ValueError(f"{self.path}: has {found} bytes, it had {self.size} when it was opened")
+            data = data + more if data else more
+        return data
+
+    def whole(self) -> bytes:
+        """All of a small file. ValueError when its sha256 is not the stated one."""
+        data = self.read(0, self.size)
+        if self._sha256 is not None and (found := hashlib.sha256(data).hexdigest()) != self._sha256:
+            raise ValueError(f"{self.path}: sha256 is {found}, the manifest says {self._sha256}")
+        return data
+
+
 def table_of(file: StoredFile, dtype: np.dtype, columns: int | None = None) -> np.ndarray:
-    """All of an `.npy` of that dtype, [rows] or [rows, columns], read-only.
-
-    ValueError names a file whose header is another one, or whose sha256 is not the stated one. No header is parsed:
-    the only one that a file of this size and dtype can have is compared.
-    """
+    """All of an `.npy` of that dtype, [rows] or [rows, columns], read-only. ValueError names a file that is another."""
     data = file.whole()
-    start = len(_MAGIC) + 2 + int.from_bytes(data[len(_MAGIC) : len(_MAGIC) + 2], "little")
-    rows, rest = divmod(len(data) - start, dtype.itemsize * (columns or 1))
-    shape = (rows,) if columns is None else (rows, columns)
-    header = data[len(_MAGIC) + 2 : start]
-    expected = f"{{'descr': {_columns(dtype)}, 'fortran_order': False, 'shape': {shape}, }}"
-    if rest or rows < 0 or not data.startswith(_MAGIC) or header.rstrip() != expected.encode():
-        found = header[:_SHOWN].decode(errors="replace")
-        raise ValueError(f"{file.path}: is no table of {dtype.names} with shape {shape}: its header is {found!r}")
-    return np.frombuffer(data, dtype, offset=start).reshape(shape)
+    try:
+        table: np.ndarray = np.load(io.BytesIO(data), allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise ValueError(f"{file.path}: is no table of {dtype.names}: {error}") from error
+    if table.dtype != dtype or table.shape[1:] != (() if columns is None else (columns,)):
+        raise ValueError(f"{file.path}: is no table of {dtype.names}, it holds {table.shape} of {table.dtype}")
+    table.setflags(write=False)
+    return table
 
 
-@functools.lru_cache
-def _columns(dtype: np.dtype) -> str:
-    return repr(dtype.descr)
+class IndexedReader:
+    """Megatron's indexed dataset, `PREFIX.bin` + `PREFIX.idx`: a ragged array of sequences, grouped into documents.
+
+    After the header, the .idx has int32 sequence lengths, int64 byte pointers and int64 boundaries in sequences (first
+    0), all little-endian. Megatron appends one int8 mode per sequence to multimodal files: accepted, not used.
+    """
+
+    def __init__(self, index_file: StoredFile, bin_file: StoredFile) -> None:
+        """Read the index; ValueError names the file that is no index, truncated, or swapped with another one's."""
+        self.bin, path = bin_file, index_file.path
+        if index_file.size < HEADER.size:
+            raise ValueError(f"{path}: {index_file.size} bytes, the header alone has {HEADER.size}: truncated")
+        index = index_file.whole()
+        magic, version, code, count, num_boundaries = HEADER.unpack_from(index)
+        if (magic, version) != (MAGIC, VERSION) or code not in DTYPE_OF_CODE:
+            raise ValueError(f"{path}: is no Megatron index of version {VERSION}: it begins with {index[:18]!r}")
+        size = HEADER.size + 12 * count + 8 * num_boundaries
+        if num_boundaries < 1 or len(index) not in (size, size + count):
+            raise ValueError(f"{path}: {len(index)} bytes, its header asks for {size}: truncated or damaged")
+        self.dtype = DTYPE_OF_CODE[code]
+        self.lengths = np.frombuffer(index, "<i4", count, HEADER.size)
+        starts = np.frombuffer(index, "<i8", count, HEADER.size + 4 * count)
+        self.boundaries = np.frombuffer(index, "<i8", num_boundaries, HEADER.size + 12 * count)
+        if (self.lengths < 0).any() or not np.array_equal(starts, pointers(self.lengths, self.dtype.itemsize)):
+            raise ValueError(f"{path}: the file is damaged: its pointers are not where its sequences end")
+        needed = int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
+        if bin_file.size != needed:
+            raise ValueError(
+                f"{bin_file.path}: {bin_file.size} bytes, but {os.path.basename(path)} describes {needed} "
+                f"({count} sequences of {self.dtype}): truncated, or it belongs to another index"
+            )
+        self._offsets = np.append(starts, needed)  # byte offsets of sequences, with the end
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self.lengths)
+
+    def stored(self, start: int, stop: int) -> bytes:
+        """The bytes of sequences `start..stop`."""
+        first = int(self._offsets[start])
+        return self.bin.read(first, int(self._offsets[stop]) - first)

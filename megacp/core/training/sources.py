@@ -18,14 +18,13 @@ from megacp.core.config.run import RunConfig, with_values
 from megacp.core.config.vision import VisionConfig
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.blend import PackBlend
-from megacp.core.data.data_cache import DataCache
 from megacp.core.data.decoding import RulesDecoder
 from megacp.core.data.geometry import ImageRules
 from megacp.core.data.images import Decoder
 from megacp.core.data.loader import DataRank, LoaderOptions, PackSource, step_batches
 from megacp.core.data.manifest import DatasetManifest, known_end, other_ends
 from megacp.core.data.mock import MockDataset, MockDecoder
-from megacp.core.data.reader import OPEN_SHARDS, PackedDataset
+from megacp.core.data.reader import OPEN_SHARDS, DataCache, PackedDataset
 from megacp.core.training.images import mock_images
 
 
@@ -254,8 +253,7 @@ def loader_options(config: RunConfig, packs: int) -> LoaderOptions:
         seed=config.training.seed,
         attention_mask=config.data.attention_mask,
         image_attention=config.data.image_attention,
-        prefetch=max(2, config.data.num_workers) if config.data.num_workers else 0,
-        num_threads=max(1, config.data.num_workers),
+        num_threads=config.data.num_workers,
     )
 
 

@@ -20,8 +20,7 @@ from megacp.core.data.collate import collate
 from megacp.core.data.decoding import RulesDecoder
 from megacp.core.data.geometry import ImageRules
 from megacp.core.data.images import Pixels, joined
-from megacp.core.data.reader import Pack
-from megacp.core.data.row_images import PackImages
+from megacp.core.data.reader import Pack, PackImages
 from megacp.core.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE, UNIT_DTYPE
 from megacp.prepare.media.reader import MediaReader
 from megacp.prepare.records.documents import DocumentMaker, Part, SegmentUnit

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megacp.core.data.indexed import CODE_OF_DTYPE, HEADER, MAGIC, VERSION, pointers, with_suffix
-from megacp.core.data.stored_file import crc32
+from megacp.core.data.tables import CODE_OF_DTYPE, HEADER, MAGIC, VERSION, crc32, pointers, with_suffix
 from megacp.core.storage import files
 
 

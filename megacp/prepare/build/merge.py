@@ -18,7 +18,7 @@ import numpy as np
 from megacp.core.data import tables
 from megacp.core.data.manifest import DatasetManifest, FileEntry, ShardEntry, known_end
 from megacp.core.data.reader import PackedDataset
-from megacp.core.data.stored_file import StoredFile
+from megacp.core.data.tables import StoredFile
 from megacp.core.storage import files
 from megacp.core.storage.wording import listed
 from megacp.prepare.build.faults import storage_faults

@@ -23,9 +23,8 @@ import numpy as np
 
 from megacp.core.data import tables
 from megacp.core.data.image_shards import compute_image_shard_boundaries
-from megacp.core.data.indexed import token_dtype
 from megacp.core.data.manifest import FileEntry, ShardEntry
-from megacp.core.data.stored_file import crc32
+from megacp.core.data.tables import crc32, token_dtype
 from megacp.core.storage import files
 from megacp.prepare.build.indexed_writer import IndexedWriter, write_table
 from megacp.prepare.records.documents import SegmentUnit

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from megacp.core.data.pixels import ImageError
+from megacp.core.data.decoding import ImageError
 from megacp.core.storage import files
 from megacp.core.storage.url import Url, is_url
 

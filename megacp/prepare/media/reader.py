@@ -13,9 +13,8 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePosixPath
 
-from megacp.core.data.decoding import sample_frames, time_text, video_info, video_pixels
-from megacp.core.data.geometry import ImageRules, frame_layout, image_layout, load_pixels
-from megacp.core.data.pixels import ImageError
+from megacp.core.data.decoding import ImageError, load_pixels, sample_frames, time_text, video_info, video_pixels
+from megacp.core.data.geometry import ImageRules, frame_layout, image_layout
 from megacp.core.storage.files import read_regular
 from megacp.core.storage.url import Url, is_url
 from megacp.prepare.media.fetch import ImageFetcher

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megacp.core.data.geometry import ImageLayout
-from megacp.core.data.indexed import token_dtype
+from megacp.core.data.tables import token_dtype
 from megacp.prepare.records.chat_template import ChatTemplate
 from megacp.prepare.records.parts import Rendered, SamplePart
 from megacp.prepare.tokenize.tokenizer import Tokenizer

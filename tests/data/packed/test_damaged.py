@@ -16,7 +16,7 @@ import pytest
 from megacp.core.data import tables
 from megacp.core.data.manifest import DatasetManifest
 from megacp.core.data.reader import OPEN_SHARDS, PackedDataset
-from megacp.core.data.stored_file import StoredFile, crc32
+from megacp.core.data.tables import StoredFile, crc32
 from megacp.prepare.build.indexed_writer import write_table
 from megacp.prepare.verify import verify
 from tests.data.datasets import IMAGE_RULES, damage, random_packs, sign, weighted_images, write_dataset

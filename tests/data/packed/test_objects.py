@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacp.core.data import data_cache
-from megacp.core.data.data_cache import DataCache
+from megacp.core.data import reader
 from megacp.core.data.loader import DataRank, LoaderOptions, PackedLoader
 from megacp.core.data.manifest import MANIFEST_NAME
-from megacp.core.data.reader import PackedDataset
+from megacp.core.data.reader import DataCache, PackedDataset
 from megacp.core.storage.url import Url
 from megacp.prepare.describe import statistics
 from megacp.prepare.verify import verify
@@ -41,7 +40,7 @@ def local(tmp_path: Path) -> Path:
 @pytest.fixture
 def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, DataCache]:
     """One that holds the dataset in small blocks, and one that holds nothing."""
-    monkeypatch.setattr(data_cache, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(reader, "BLOCK_BYTES", 100)
     blocks = DataCache(tmp_path / "cache", gib=1.0)
     return {"blocks": blocks, "packs": DataCache(tmp_path / "cache", gib=0.0)}
 
@@ -122,7 +121,7 @@ def test_the_loader_gives_the_batches_of_the_disk_while_the_store_fails(tmp_path
     packs = random_packs(np.random.default_rng(1), 40)
     write_dataset(tmp_path / "data", [packs[:25], packs[25:]])
     url = uploaded(tmp_path / "data")
-    options = LoaderOptions(global_batch_size=4, prefetch=3, num_threads=3)
+    options = LoaderOptions(global_batch_size=4, num_threads=3)
 
     def steps(dataset: PackedDataset) -> list[list[int]]:
         with PackedLoader(dataset, options, DataRank(), 0) as loader:

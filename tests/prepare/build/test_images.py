@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import megacp.prepare.build.run as build_module
-from megacp.core.data.decoding import RulesDecoder
-from megacp.core.data.geometry import image_patches, load_pixels
+from megacp.core.data.decoding import RulesDecoder, load_pixels
+from megacp.core.data.geometry import image_patches
 from megacp.core.data.image_shards import compute_image_shard_boundaries
 from megacp.core.data.reader import PackedDataset
 from megacp.prepare.build.merge import merge

@@ -114,9 +114,9 @@ def test_all_wrong_rules_are_listed_at_once_with_their_flags() -> None:
         "--image-size is 0",
         "--max-crops is 0",
         "--video-fps is 0.0",
-        "--image-pooling is [0, 2]",
+        "--image-pooling is 0",
         "--time-mode is 'x', allowed are per-frame, off",
-        "--image-std is",
+        "--image-std are",
         "--image-token-ids names cat",
         "they must differ",
     ):
@@ -131,7 +131,7 @@ def test_all_wrong_rules_are_listed_at_once_with_their_flags() -> None:
         ImageRules.from_dict({"token_ids": {5: 7}})
     with pytest.raises(ValueError, match="--image-size 378 is not a multiple of --patch-size 16"):
         ImageRules.from_dict({"patch_size": 16})
-    with pytest.raises(ValueError, match=r"--overlap-margins 4 \+ 4 patches leave nothing of a crop of 4"):
+    with pytest.raises(ValueError, match=r"--overlap-margins .* leave nothing of 4"):
         ImageRules.from_dict({"image_size": 16, "patch_size": 4})
 
 

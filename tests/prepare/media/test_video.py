@@ -8,8 +8,15 @@ import io
 import numpy as np
 import pytest
 
-from megacp.core.data.decoding import decode_video, sample_frames, time_text, video_info, video_pixels
-from megacp.core.data.pixels import ImageError, read_pixels
+from megacp.core.data.decoding import (
+    ImageError,
+    decode_video,
+    read_pixels,
+    sample_frames,
+    time_text,
+    video_info,
+    video_pixels,
+)
 from tests.data.streams import claiming_an_old_x264, coded, damaged, growing, h264, packed_avi
 from tests.prepare.media.pictures import TINY, encoded, noise, video
 from tests.reference import molmo2_processor as reference
