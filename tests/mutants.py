@@ -283,9 +283,12 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ('np.argsort(-costs, kind="stable")', 'np.argsort(costs, kind="stable")', "the cheapest first"),
         ('(start, stop), side="right"', '(start, stop), side="left"', "units of a rank are one off"),
     ],
-    ("core/data/row_images.py", DATA): [
+    ("core/data/images.py", DATA): [
         ("(np.cumsum(totals) - totals)", "0 * (np.cumsum(totals) - totals)", "bounds of the second pack begin at 0"),
         ("num_tokens, number + 1, strict=", "num_tokens, number, strict=", "the first image sees nobody ahead"),
+        ("windows - crop * patches.shape[1]", "windows", "a frame pools the patches of the first"),
+        ("(pooling >= 0, pooling + before", "(pooling >= 0, pooling", "the second image pools the first"),
+        ("axis=0, prepend=0)", "axis=0, prepend=1)", "the first image is one crop short"),
     ],
     ("core/data/blend.py", DATA): [
         ("first, own = int(nth[here][0]),", "first, own = 0,", "each step repeats a dataset's first samples"),
@@ -337,11 +340,6 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("len(found)), constant_values=-1", "len(found)), constant_values=0", "a short step counts pack 0 again"),
         ("self._consumed += self._options", "self._consumed += 0 * self._options", "the loader's state stays"),
         ("self._requested = consumed_samples", "self._requested = 0", "a resumed loader reads from the start"),
-    ],
-    ("core/data/images.py", DATA): [
-        ("windows - crop * patches.shape[1]", "windows", "a frame pools the patches of the first"),
-        ("(pooling >= 0, pooling + before", "(pooling >= 0, pooling", "the second image pools the first"),
-        ("if unit else 0) for", "if unit else 1) for", "the first image is one crop short"),
     ],
     ("core/models/multimodal.py", "tests/models/test_multimodal.py"): [
         ("* valid[..., None]", "", "patches outside of the image count in the mean"),
