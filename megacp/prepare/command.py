@@ -1,8 +1,7 @@
 #!/usr/bin/env python
 """Makes packed datasets of text, images, videos (`build`), and looks into them: `inspect`, `stats`, `verify`, `merge`.
 
-Key property: this file only reads the command line and prints; the work is in megacp/core/data. Nothing here or there
-imports torch. Rejected: tyro for the flags, which costs more to import than a tiny build takes.
+This file only reads the command line and prints. argparse, as tyro costs more to import than a tiny build takes.
 """
 
 from __future__ import annotations
@@ -79,9 +78,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=OneLineParser)
-    _add_build(commands)
+    made = "tokenize and pack files of records; the result does not depend on --workers or on interruptions"
+    work = _add_build_flags(commands.add_parser("build", help=made, description=made))
+    work.add_argument("--overwrite", action="store_true", help="delete the dataset in DIR first, finished or not")
+    work.add_argument("--units", metavar="I/N", help="build this part alone, as one of N processes; then `finish`")
     parts = "make a dataset of the parts that `build --units I/N` made, with their flags; names what is missing"
-    _add_settings(commands.add_parser("finish", help=parts, description=parts))
+    _add_build_flags(commands.add_parser("finish", help=parts, description=parts))
     inspect = commands.add_parser("inspect", help="show packs: documents, lengths, loss weights, beginnings")
     inspect.add_argument("dataset")
     inspect.add_argument("--pack", type=int, nargs="+", default=[0], metavar="N", help="which packs (default: 0)")
@@ -101,139 +103,97 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_build(commands: argparse._SubParsersAction[OneLineParser]) -> None:
-    build = commands.add_parser(
-        "build",
-        help="tokenize and pack files of records; run it again to continue after an interruption",
-        description="Tokenize and pack files of records. The result does not depend on --workers or on interruptions.",
-    )
-    work = _add_settings(build)
-    work.add_argument("--overwrite", action="store_true", help="delete the dataset in DIR first, finished or not")
-    work.add_argument("--units", metavar="I/N", help="build this part alone, as one of N processes; then `finish`")
+_YES_OR_NO: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+_RECORDS = "what is refused unless it is named here, for it would be lost"
+_IMAGES = "any of these, or --max-crops-per-pack, lets records hold images"
+_INPUTS = ".jsonl, .gz, .zst, .parquet, .arrow or .tar, a folder of save_to_disk; paths, URLs, patterns with *"
+_TOKENIZERS = "byte | FILE.model (SentencePiece) | tokenizer.json (Hugging Face) | vocab.json,merges.txt (GPT-2)"
+_TEMPLATES = (
+    "what writes messages: auto (the tokenizer's template), its NAME or FILE.jinja; or the form of these tools, which "
+    "is refused where the tokenizer has a template unless T is ignore (refuse)"
+)
+_CORES = len(os.sched_getaffinity(0))
 
 
-def _add_settings(build: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+_LIST: dict[str, Any] = {"type": lambda text: tuple(name for name in text.split(",") if name), "default": ()}
+
+
+BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
+    ("input and output", ""): [
+        ("--input", _INPUTS, {"nargs": "+", "required": True, "metavar": "F"}),
+        ("--output", "directory of the dataset, or a URL", {"required": True, "metavar": "DIR"}),
+        ("--text-key", "key of plain text in a record (text)", {"default": "text", "metavar": "KEY"}),
+    ],
+    ("records", _RECORDS): [
+        ("--ignore-keys", "unknown keys of records to leave out; * in names", {**_LIST, "metavar": "A,B"}),
+        ("--context-roles", "further roles of messages, not learned", {**_LIST, "metavar": "A,B"}),
+        ("--chat-template", _TEMPLATES, {"default": "refuse", "metavar": "T"}),
+        ("--chat-template-date", "the date that a template writes (needed where it does)", {"metavar": "YYYY-MM-DD"}),
+        ("--allow-unlearned", "keep records of which nothing is learned (they are refused)", {"action": "store_true"}),
+    ],
+    ("tokens", ""): [
+        ("--tokenizer", _TOKENIZERS, {"required": True, "metavar": "KIND_OR_PATH"}),
+        ("--append-eod", "end documents (yes)", {**_YES_OR_NO, "default": True}),
+        ("--prepend-bos", "begin documents with the tokenizer's first token (as its files say)", _YES_OR_NO),
+        ("--eod-token", "the token that ends a document, when its files do not say", {"metavar": "TEXT"}),
+        (
+            "--tokenizer-engine",
+            "auto: the fast engine where its ids are identical (auto)",
+            {"choices": ("auto", "reference"), "default": "auto"},
+        ),
+    ],
+    ("packs", ""): [
+        ("--seq-length", "tokens of a pack", {"type": int, "required": True, "metavar": "N"}),
+        (
+            "--oversize",
+            "what to do with a document longer than a pack (error)",
+            {"choices": ("error", "drop", "split", "truncate"), "default": "error"},
+        ),
+        ("--pad-multiple", "pad every document to this (1)", {"type": int, "default": 1, "metavar": "N"}),
+        ("--seed", "shuffle documents within a window (default: input order)", {"type": int, "metavar": "N"}),
+        ("--window-tokens", "tokens packed at a time (2^24)", {"type": int, "default": 1 << 24, "metavar": "N"}),
+        ("--max-crops-per-pack", "second budget of a pack: image crops (none)", {"type": int, "metavar": "N"}),
+        (
+            "--cp-degrees",
+            "context-parallel sizes planned for",
+            {"type": _numbers(int), "default": "1,2,4,8,16", "metavar": "A,B"},
+        ),
+    ],
+    ("images", _IMAGES): [
+        ("--image-root", "directory or URL that paths of images are relative to", {"metavar": "DIR"}),
+        ("--image-urls", "how URLs of images may begin: https://host/ (none)", {**_LIST, "metavar": "A,B"}),
+        ("--image-cache", "keep fetched images here (until the build is finished)", {"metavar": "DIR"}),
+        ("--image-rules", "YAML with the rules below by their keys; flags win", {"metavar": "FILE"}),
+        *(
+            (flag, text, {"dest": key, **({"type": kind, "metavar": metavar} if kind else _YES_OR_NO)})
+            for flag, (key, kind, metavar, text) in IMAGE_FLAGS.items()
+        ),
+    ],
+    ("work", ""): [
+        ("--workers", "processes (default: one for each core)", {"type": int, "default": _CORES, "metavar": "N"}),
+        ("--work-dir", "where a dataset for a URL is built (in ~/.cache/megacp)", {"metavar": "DIR"}),
+        ("--executor", "what runs the units (local)", {"choices": ("local", "ray"), "default": "local"}),
+        ("--ray-address", "cluster of --executor ray, or auto (one that is started here)", {"metavar": "A"}),
+        (
+            "--unit-bytes",
+            "input of one shard (8 MiB or 256 packs; with images about 1024 records)",
+            {"type": int, "default": 0, "metavar": "N"},
+        ),
+        ("--on-error", "at a bad record (fail)", {"choices": ("fail", "skip"), "default": "fail"}),
+        ("--max-errors", "with skip: give up after more bad records than N", {"type": int, "metavar": "N"}),
+        ("--max-record-bytes", "longest record (64 MiB)", {"type": int, "default": 64 << 20, "metavar": "N"}),
+    ],
+}
+"""Flags of a build by their group: name, what --help shows, how argparse reads it."""
+
+
+def _add_build_flags(build: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """The flags of a build; the group of those that change nothing of its result."""
-    what = build.add_argument_group("input and output")
-    files = ".jsonl, .gz, .zst, .parquet, .arrow or .tar, a folder of save_to_disk; paths, URLs, patterns with *"
-    what.add_argument("--input", nargs="+", required=True, metavar="F", help=files)
-    what.add_argument("--output", required=True, metavar="DIR", help="directory of the dataset, or a URL")
-    what.add_argument("--text-key", default="text", metavar="KEY", help="key of plain text in a record (text)")
-    _add_records(build)
-    how = build.add_argument_group("tokens")
-    how.add_argument(
-        "--tokenizer",
-        required=True,
-        metavar="KIND_OR_PATH",
-        help="byte | FILE.model (SentencePiece) | tokenizer.json (Hugging Face) | vocab.json,merges.txt (GPT-2)",
-    )
-    how.add_argument("--append-eod", action=argparse.BooleanOptionalAction, default=True, help="end documents (yes)")
-    how.add_argument(
-        "--prepend-bos",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="begin documents with the tokenizer's first token (as its files say)",
-    )
-    how.add_argument("--eod-token", metavar="TEXT", help="the token that ends a document, when its files do not say")
-    how.add_argument(
-        "--tokenizer-engine",
-        choices=("auto", "reference"),
-        default="auto",
-        help="auto: the fast engine where its ids are identical (auto)",
-    )
-    packs = build.add_argument_group("packs")
-    packs.add_argument("--seq-length", type=int, required=True, metavar="N", help="tokens of a pack")
-    packs.add_argument(
-        "--oversize",
-        choices=("error", "drop", "split", "truncate"),
-        default="error",
-        help="what to do with a document longer than a pack (error)",
-    )
-    packs.add_argument("--pad-multiple", type=int, default=1, metavar="N", help="pad every document to this (1)")
-    packs.add_argument("--seed", type=int, metavar="N", help="shuffle documents within a window (default: input order)")
-    packs.add_argument(
-        "--window-tokens", type=int, default=1 << 24, metavar="N", help="tokens packed at a time (16,777,216)"
-    )
-    packs.add_argument(
-        "--max-crops-per-pack", type=int, metavar="N", help="second budget of a pack: image crops (none)"
-    )
-    packs.add_argument(
-        "--cp-degrees",
-        type=_numbers(int),
-        metavar="A,B",
-        default="1,2,4,8,16",
-        help="context-parallel sizes planned for",
-    )
-    _add_images(build)
-    return _add_work(build)
-
-
-def _add_work(build: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    work = build.add_argument_group("work")
-    cores = len(os.sched_getaffinity(0))
-    work.add_argument("--workers", type=int, default=cores, metavar="N", help="processes (default: one for each core)")
-    work.add_argument("--work-dir", metavar="DIR", help="where a dataset for a URL is built (in ~/.cache/megacp)")
-    work.add_argument("--executor", choices=("local", "ray"), default="local", help="what runs the units (local)")
-    work.add_argument(
-        "--ray-address", metavar="A", help="cluster of --executor ray, or auto (one that is started here)"
-    )
-    work.add_argument(
-        "--unit-bytes",
-        type=int,
-        default=0,
-        metavar="N",
-        help="input of one shard (8 MiB or 256 packs; with images about 1024 records)",
-    )
-    work.add_argument("--on-error", choices=("fail", "skip"), default="fail", help="at a bad record (fail)")
-    work.add_argument("--max-errors", type=int, metavar="N", help="with skip: give up after more bad records than N")
-    work.add_argument("--max-record-bytes", type=int, default=64 << 20, metavar="N", help="longest record (64 MiB)")
-    return work
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name for name in text.split(",") if name)
-
-
-def _add_records(build: argparse.ArgumentParser) -> None:
-    records = build.add_argument_group("records", "what is refused unless it is named here, for it would be lost")
-    records.add_argument(
-        "--ignore-keys", type=_names, default=(), metavar="A,B", help="unknown keys of records to leave out; * in names"
-    )
-    records.add_argument(
-        "--context-roles", type=_names, default=(), metavar="A,B", help="further roles of messages, not learned"
-    )
-    records.add_argument(
-        "--chat-template",
-        default="refuse",
-        metavar="T",
-        help="what writes messages: auto (the tokenizer's template), its NAME or FILE.jinja; or the form of these "
-        "tools, which is refused where the tokenizer has a template unless T is ignore (refuse)",
-    )
-    records.add_argument(
-        "--chat-template-date", metavar="YYYY-MM-DD", help="the date that a template writes (needed where it does)"
-    )
-    records.add_argument(
-        "--allow-unlearned", action="store_true", help="keep records of which nothing is learned (they are refused)"
-    )
-
-
-def _add_images(build: argparse.ArgumentParser) -> None:
-    images = build.add_argument_group("images", "any of these, or --max-crops-per-pack, lets records hold images")
-    images.add_argument("--image-root", metavar="DIR", help="directory or URL that paths of images are relative to")
-    images.add_argument(
-        "--image-urls",
-        type=_names,
-        default=(),
-        metavar="A,B",
-        help="how URLs of images may begin: https://host/ (none)",
-    )
-    images.add_argument("--image-cache", metavar="DIR", help="keep fetched images here (until the build is finished)")
-    images.add_argument("--image-rules", metavar="FILE", help="YAML with the rules below by their keys; flags win")
-    for flag, (key, kind, metavar, text) in IMAGE_FLAGS.items():
-        if kind is None:
-            images.add_argument(flag, dest=key, action=argparse.BooleanOptionalAction, help=text)
-        else:
-            images.add_argument(flag, dest=key, type=kind, metavar=metavar, help=text)
+    for (title, description), flags in BUILD_FLAGS.items():
+        group = build.add_argument_group(title, description or None)
+        for flag, text, how in flags:
+            group.add_argument(flag, help=text, **how)
+    return group
 
 
 def _image_rules(args: argparse.Namespace) -> ImageRules | None:
@@ -352,17 +312,6 @@ def _merge(args: argparse.Namespace) -> int:
     return 0
 
 
-def _refuse_undecodable(args: argparse.Namespace) -> None:
-    """ValueError for a path that no manifest and no message could hold."""
-    for name, value in vars(args).items():
-        for text in value if isinstance(value, list | tuple) else (value,):
-            try:
-                str(text).encode()
-            except UnicodeEncodeError as error:
-                flag = name if name == "dataset" else f"--{name.replace('_', '-')}"
-                raise ValueError(f"{flag}: {str(text)!r} is no path in UTF-8: rename it") from error
-
-
 COMMANDS = {
     "build": _build,
     "finish": _finish,
@@ -375,7 +324,8 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 damage found, 2 an error, 130 interrupted."""
-    args = _parser().parse_args(argv)
+    arguments = sys.argv[1:] if argv is None else argv
+    args = _parser().parse_args(arguments)
     from megacp.prepare.build.workers import WorkerFailed
 
     def interrupted(*_: object) -> NoReturn:
@@ -383,7 +333,9 @@ def main(argv: list[str] | None = None) -> int:
 
     signal.signal(signal.SIGTERM, interrupted)
     try:
-        _refuse_undecodable(args)
+        for argument in arguments:
+            if any("\udc80" <= character <= "\udcff" for character in argument):  # no manifest could hold it
+                raise ValueError(f"{argument!r} is no path in UTF-8: rename it")
         return COMMANDS[args.command](args)
     except (ValueError, OSError, WorkerFailed) as error:
         print(f"error: {error}", file=sys.stderr)

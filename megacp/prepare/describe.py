@@ -1,12 +1,8 @@
-"""A packed dataset in words: one pack (`inspect`), or all of it (`stats`).
-
-Key property: everything shown is read from the dataset through the readers that training uses.
-"""
+"""A packed dataset in words: one pack (`inspect`), or all of it (`stats`), read as training reads it."""
 
 from __future__ import annotations
 
 import json
-import unicodedata
 from collections import Counter
 from typing import Any
 
@@ -22,7 +18,6 @@ from megacp.prepare.records.documents import learned_tokens
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
 _BAR = 40
-_JOINER = "\u200d"
 _TOKENS_OF_A_CHARACTER = 8
 """More than a byte tokenizer needs: the last of them may hold a part of a character, and is never shown."""
 
@@ -153,19 +148,11 @@ def _beginning(tokens: np.ndarray, tokenizer: Tokenizer | None, characters: int)
 
 
 def beginning(text: str, characters: int) -> str:
-    """At most so many characters of a text: whole words where they are short, whole characters with their accents."""
+    """At most so many characters of a text, whole words where they are short."""
     if len(text) <= characters:
         return text
     space = text.rfind(" ", characters // 2, characters + 1)
-    stop = characters if space < 0 else space
-    while stop and (_joins(text[stop]) or text[stop - 1] == _JOINER):
-        stop -= 1
-    return text[:stop]
-
-
-def _joins(character: str) -> bool:
-    """Whether a character is drawn together with the one before it."""
-    return character == _JOINER or unicodedata.category(character) in ("Mn", "Me", "Mc")
+    return text[: characters if space < 0 else space]
 
 
 def statistics(directory: StrPath | Url) -> dict[str, Any]:
@@ -206,23 +193,21 @@ def _image_statistics(dataset: PackedDataset) -> dict[str, Any]:
     """Counts of what images became; empty for a text dataset."""
     if dataset.manifest.image_rules is None:
         return {}
-    totals = dict.fromkeys(
-        ("images", "videos", "image_units", "image_crops", "pooled_tokens", "most_crops_of_a_pack"), 0
-    )
-    size = 0
-    for number, shard in enumerate(dataset.manifest.shards):
-        size += sum(file.size for file in shard.files if file.name == "images.bin")
-        if not any(file.name == "units.npy" for file in shard.files):
-            continue
-        units, packs = dataset.shard(number).units, dataset.shard(number).packs
-        last = (packs["first_unit"] + packs["num_units"] - 1)[packs["num_units"] > 0]
-        totals["images"] += int((units["frame"] < 0).sum())
-        totals["videos"] += int((units["frame"] == 0).sum())
-        totals["image_units"] += len(units)
-        totals["image_crops"] += int(packs["num_crops"].sum())
-        totals["pooled_tokens"] += int(units["pooled_stop"][last].sum())
-        totals["most_crops_of_a_pack"] = max(totals["most_crops_of_a_pack"], int(packs["num_crops"].max()))
-    return {**totals, "image_bytes": size}
+    images = videos = units = crops = pooled = most = size = 0
+    for number, entry in enumerate(dataset.manifest.shards):
+        sizes = {file.name: file.size for file in entry.files}
+        size += sizes.get("images.bin", 0)
+        if "units.npy" in sizes:
+            table, packs = dataset.shard(number).units, dataset.shard(number).packs
+            last = (packs["first_unit"] + packs["num_units"] - 1)[packs["num_units"] > 0]
+            images += int((table["frame"] < 0).sum())
+            videos += int((table["frame"] == 0).sum())
+            units += len(table)
+            crops += int(packs["num_crops"].sum())
+            pooled += int(table["pooled_stop"][last].sum())
+            most = max(most, int(packs["num_crops"].max()))
+    names = ("images", "videos", "image_units", "image_crops", "pooled_tokens", "most_crops_of_a_pack", "image_bytes")
+    return dict(zip(names, (images, videos, units, crops, pooled, most, size), strict=True))
 
 
 def _reasons(path: Place) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """A pack as one page of HTML: what is learned of its texts, its images with their crops, its branches, its mask.
 
-Key property: the page is one file that loads nothing. Every character of a dataset is escaped, so a record can neither
-run in a browser nor fetch. Rejected: a template engine, a dependency for one page.
+The page is one file that loads nothing. Every character of a dataset is escaped, so a record can neither run in a
+browser nor fetch.
 """
 
 from __future__ import annotations

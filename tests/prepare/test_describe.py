@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import json
 from pathlib import Path
-
-import pytest
 
 from megacp.core.data.reader import PackedDataset
 from megacp.prepare.build.progress import BuildProgress, rate
@@ -25,18 +22,6 @@ def test_a_pack_of_many_documents_is_shown_by_its_first_ones(tmp_path: Path) -> 
     assert shown.count("\n") == 21 and shown.endswith("30 more documents; --documents 0 shows all")
     assert "110 tokens, 70 learned" in shown
     assert describe_pack(dataset, 0, tokenizer, documents=0).count("\n") == 80
-
-
-@pytest.mark.parametrize("text", ["\u6f22\u5b57" * 60, "e\u0301" * 60, "\U0001f468\u200d\U0001f469 " * 30])
-@pytest.mark.parametrize("characters", range(20, 30))
-def test_a_beginning_ends_with_a_whole_character(tmp_path: Path, text: str, characters: int) -> None:
-    a = tmp_path / "a.jsonl"
-    a.write_text(json.dumps({"text": text}) + "\n")
-    run([a], tmp_path / "d", seq_length=1024)
-    shown = describe_pack(PackedDataset(tmp_path / "d"), 0, load_tokenizer("byte"), characters).splitlines()[2].strip()
-    words = ast.literal_eval(shown).removesuffix("...")
-    rest = text.removeprefix(words)
-    assert words and text.startswith(words) and rest[0] not in "\u0301\u200d" and words[-1] != "\u200d", shown
 
 
 def test_a_beginning_ends_with_a_whole_word_where_words_are_short() -> None:

@@ -114,15 +114,12 @@ def is_plain(path: str) -> bool:
 def input_problem(path: str) -> str | None:
     """Why an input file cannot be read, as far as opening it tells; None when it can."""
     try:
-        path.encode()
         if Url(path).is_dir() if is_url(path) else os.path.isdir(path):
             return f"{path} is a directory; give the files in it, as {path}/*.jsonl"
         if is_url(path):
             Url(path).size()
         else:
             open_regular(path).close()
-    except UnicodeEncodeError:
-        return f"{path!r} is no path in UTF-8: rename it"
     except FileNotFoundError:
         return f"no such file: {path}"
     except OSError as error:
