@@ -322,7 +322,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("master.copy_(shard.values)", "pass", "masters of the random weights stay after a load"),
         ("if x.dtype != shard.narrow", "if x.dtype == shard.narrow", "masters are not saved"),
     ],
-    ("core/distributed/p2p.py", f"{GRID} {ATTENTION}"): [
+    ("core/distributed/collectives.py", f"{GRID} {ATTENTION}"): [
         ("for step in (1, -1))", "for step in (-1, 1))", "shifts go to the rank before"),
     ],
     ("core/training/step.py", "tests/training/test_trainer.py tests/training/test_golden_gradients.py"): [

@@ -20,9 +20,9 @@ from megacp.core.context_parallel.ring import RingAttention
 from megacp.core.context_parallel.shard import LocalBatch, shard_batch
 from megacp.core.context_parallel.transport import LocalAttention
 from megacp.core.data.batch import PackedBatch
-from megacp.core.distributed import p2p
+from megacp.core.distributed import collectives
+from megacp.core.distributed.collectives import Pending
 from megacp.core.distributed.grid import Axis, single_axis
-from megacp.core.distributed.p2p import Handle
 from megacp.core.ops.kernel import KV, QKV, Heads, Partial, Saved
 from megacp.core.ops.mask import TileTable, allowed
 from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotate
@@ -430,11 +430,11 @@ class WatchingKernel(MathKernel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shifts: list[Handle] = []
+        self.shifts: list[Pending] = []
         self.messages: tuple[list[int], list[int]] = ([], [])
 
-    def start_shift(self, x: Tensor, axis: Axis) -> Handle:
-        self.shifts.append(p2p.start_shift(x, axis))
+    def start_shift(self, x: Tensor, axis: Axis) -> Pending:
+        self.shifts.append(collectives.start_shift(x, axis))
         return self.shifts[-1]
 
     def under_way(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from itertools import combinations
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,12 +15,10 @@ from hypothesis import strategies as st
 from megacp.core.distributed.collectives import all_reduce
 from megacp.core.distributed.grid import (
     AXES,
-    CHANNEL_CTAS,
     Axis,
     GridShape,
     build_grid,
     connect,
-    group_options,
     single_axis,
     split_axis,
 )
@@ -179,21 +176,3 @@ def test_all_groups_of_a_grid_share_one_thread_of_connections() -> None:
     for before, after, errors, backends in run_ranks(_loops_and_sums, 4):
         assert after == before and backends == {"gloo"}
         assert len(errors) > 4 and not any(errors)
-
-
-def test_nccl_gets_urgent_streams_for_what_the_next_kernel_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch a ring behind gradients that have time, a pipeline that takes many thread blocks, and options that
-    gloo does not know.
-    """
-
-    def options(**given: bool) -> SimpleNamespace:
-        return SimpleNamespace(given=given, config=SimpleNamespace(max_ctas=None))
-
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
-    names = ("tp", "cp", "dp", "pp", "pp_forward", "cp_dp", "cp_inner", "world")
-    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    assert [name for name in names if group_options(name)] == ["tp", "cp", "pp", "pp_forward", "cp_inner"]
-    assert group_options("cp").given == {"is_high_priority_stream": True}
-    assert [group_options(name).config.max_ctas for name in ("cp", "pp", "pp_forward")] == [None, None, CHANNEL_CTAS]
-    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-    assert not any(map(group_options, names))

@@ -22,11 +22,13 @@ from megacp.core.distributed.collectives import (
     barrier,
     gather_into,
     gather_objects,
+    irecv,
+    isend,
     reduce_scatter,
     start_all_to_all,
+    start_shift,
 )
 from megacp.core.distributed.grid import Axis, GridShape, build_grid, split_axis
-from megacp.core.distributed.p2p import irecv, isend, start_shift
 from megacp.core.distributed.same_host import connect
 from tests.ranks import RankError, grid, run_ranks
 

@@ -11,8 +11,8 @@ import torch
 
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.transport import KeysToQueries, KVBlocks
+from megacp.core.distributed.collectives import Pending, start_shift
 from megacp.core.distributed.grid import Axis
-from megacp.core.distributed.p2p import Handle, start_shift
 from megacp.core.ops.kernel import Kernel
 from megacp.core.ops.mask import TileTable
 
@@ -35,7 +35,7 @@ class RingAttention(KeysToQueries):
         size, tables = self.axis.size, self.tables(plan)
         kv = torch.stack([k, v], 1)  # [t, groups, d] twice -> [t, 2, groups, d]
         home: torch.Tensor | None = None  # of this rank's K/V, by its own queries
-        gradient: Handle | None = None  # of the K/V block at hand, as summed by the ranks it came by before
+        gradient: Pending | None = None  # of the K/V block at hand, as summed by the ranks it came by before
         for step in range(size):
             shift = start_shift(kv, self.axis) if step < size - 1 else None
             dkv = yield kv[:, 0], kv[:, 1], tables[step]

@@ -1,10 +1,14 @@
-"""Collectives over one `Axis`, blocking and asynchronous; the one place that handles an axis of size 1.
+"""Collectives and messages over one `Axis`, blocking and asynchronous; the one place that handles an axis of size 1.
 
 On gloo, a reduce-scatter or small all-reduce is an all-to-all followed by a local sum in rank order. That gives the
 same bits on every run and sums bf16 in fp32. It is 2-5 times faster than gloo's when ranks outnumber cores. NCCL uses
 its native collectives. CPU ranks of one machine exchange and gather from memory to memory (`same_host.py`).
 
-All functions work on dim 0 and make their input contiguous (gloo reduces strided views silently wrong).
+Collectives work on dim 0 and make their input contiguous (gloo reduces strided views silently wrong).
+
+The pipeline posts single messages on its own channels. The ring posts a send and a receive together, because two NCCL
+ranks that both send first wait for each other for ever. gloo moves CUDA tensors in collectives but not from rank to
+rank: such a message goes through the host, so several ranks may share one GPU in a test.
 """
 
 from __future__ import annotations
@@ -17,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from megacp.core.distributed.grid import Axis
-from megacp.core.distributed.p2p import local_channel
 from megacp.core.distributed.same_host import LocalChannel, Operation
 from megacp.core.large_blocks import empty
 
@@ -32,20 +35,20 @@ _SMALL_REDUCE, _SMALL_GATHER = 16_384, 262_144
 
 
 class Pending:
-    """A collective under way; `wait` returns its result and may be called again."""
+    """What is under way; `wait` returns its result and may be called again, while gloo hangs on a second wait."""
 
-    def __init__(self, work: Any, finish: Callable[[], Any]) -> None:
-        self._work = work
+    def __init__(self, works: list[Any], finish: Callable[[], Any]) -> None:
+        self._works = works
         self._finish = finish
         self._result: Any = None
 
     def wait(self) -> Any:
         """Block until the result is ready and return it."""
         if self._result is None:
-            if self._work is not None:
-                self._work.wait()
+            for work in self._works:
+                work.wait()
             self._result = self._finish()
-            self._work = None
+            self._works = []
             self._finish = None  # type: ignore[assignment]  # drops the buffers it holds
         return self._result
 
@@ -55,22 +58,38 @@ class Pending:
         return result
 
 
+def through_host(x: torch.Tensor, axis: Axis) -> bool:
+    """Whether a message of this tensor must be copied to the host: gloo cannot send from a device."""
+    return axis.backend == "gloo" and x.device.type != "cpu"
+
+
+def local_channel(x: torch.Tensor, axis: Axis) -> LocalChannel | None:
+    """Where messages of this tensor go from memory to memory; None where torch sends them."""
+    return axis.local if axis.backend == "gloo" and not through_host(x, axis) else None
+
+
 def _done(x: torch.Tensor) -> Pending:
-    return Pending(None, lambda: x)
+    return Pending([], lambda: x)
 
 
 def _count(axis: Axis, name: str, elements: int, x: torch.Tensor) -> None:
     axis.traffic[name] += elements * x.element_size()
 
 
-def _exchange(x: torch.Tensor, axis: Axis) -> Pending:
-    """Even all-to-all of contiguous `x[size * n, ...]`."""
-    out = empty(x.shape, x)
+def _exchange(
+    x: torch.Tensor,
+    axis: Axis,
+    out: torch.Tensor,
+    in_splits: list[int] | None = None,
+    out_splits: list[int] | None = None,
+) -> Pending:
+    """All-to-all of contiguous `x` into `out`; splits are the rows for and of each rank where they are uneven."""
     if (channel := local_channel(x, axis)) is not None:
-        work: Any = _among_neighbours(out.tensor_split(axis.size), x.tensor_split(axis.size), axis, channel)
+        even = [len(x) // axis.size] * axis.size
+        work: Any = _among_neighbours(out.split(out_splits or even), x.split(in_splits or even), axis, channel)
     else:
-        work = dist.all_to_all_single(out, x, group=axis.group, async_op=True)
-    return Pending(work, lambda: out)
+        work = dist.all_to_all_single(out, x, out_splits, in_splits, group=axis.group, async_op=True)
+    return Pending([work], lambda: out)
 
 
 def _among_neighbours(
@@ -98,18 +117,19 @@ def start_all_gather(x: torch.Tensor, axis: Axis) -> Pending:
     x = x.contiguous()
     if axis.size == 1:
         return _done(x)
+    out = empty((x.shape[0] * axis.size, *x.shape[1:]), x)
     if axis.backend == "gloo" and x.numel() <= _SMALL_GATHER and local_channel(x, axis) is None:
         _count(axis, "all_gather", x.numel() * (axis.size - 1), x)
-        return _exchange(x.repeat(axis.size, *[1] * (x.dim() - 1)), axis)
-    return gather_into(empty((x.shape[0] * axis.size, *x.shape[1:]), x), x, axis)
+        return _exchange(x.repeat(axis.size, *[1] * (x.dim() - 1)), axis, out)
+    return gather_into(out, x, axis)
 
 
 def gather_into(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Pending:
     """`start_all_gather` of contiguous `x[n]` into `out[size * n]` of the caller; `x` may be its own block of it."""
     _count(axis, "all_gather", x.numel() * (axis.size - 1), x)
     if (channel := local_channel(x, axis)) is not None:
-        return Pending(_among_neighbours(out.tensor_split(axis.size), [x] * axis.size, axis, channel), lambda: out)
-    return Pending(_all_gather_single(out, x, group=axis.group, async_op=True), lambda: out)
+        return Pending([_among_neighbours(out.tensor_split(axis.size), [x] * axis.size, axis, channel)], lambda: out)
+    return Pending([_all_gather_single(out, x, group=axis.group, async_op=True)], lambda: out)
 
 
 def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -127,20 +147,20 @@ def start_reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
     if axis.backend == "gloo":
         return _start_sum(x, axis)
     out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
-    return Pending(_reduce_scatter_single(out, x, group=axis.group, async_op=True), lambda: out)
+    return Pending([_reduce_scatter_single(out, x, group=axis.group, async_op=True)], lambda: out)
 
 
 def _start_sum(x: torch.Tensor, axis: Axis) -> Pending:
     """`start_reduce_scatter` as an exchange and a local sum; neighbours leave the own block where it is."""
     if (channel := local_channel(x, axis)) is None:
-        exchange = _exchange(x, axis)
-        return Pending(None, lambda: _sum_blocks(exchange.wait().tensor_split(axis.size)))
+        exchange = _exchange(x, axis, empty(x.shape, x))
+        return Pending([], lambda: _sum_blocks(exchange.wait().tensor_split(axis.size)))
     blocks = list(x.tensor_split(axis.size))
     mine = blocks.pop(axis.rank)
     others = [rank for rank in axis.global_ranks if rank != axis.global_ranks[axis.rank]]
     arriving = list(empty((mine.shape[0] * len(others), *x.shape[1:]), x).tensor_split(len(others)))
     work = channel.start(list(zip(others, blocks, strict=True)), list(zip(others, arriving, strict=True)))
-    return Pending(work, lambda: _sum_blocks([*arriving[: axis.rank], mine, *arriving[axis.rank :]]))
+    return Pending([work], lambda: _sum_blocks([*arriving[: axis.rank], mine, *arriving[axis.rank :]]))
 
 
 def reduce_scatter_into(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> None:
@@ -187,13 +207,8 @@ def start_all_to_all(
     kept = x.shape[0] // axis.size if in_splits is None else in_splits[axis.rank]
     _count(axis, "all_to_all", x.numel() // max(x.shape[0], 1) * (x.shape[0] - kept), x)
     if in_splits is None or out_splits is None:
-        return _exchange(x, axis)
-    out = empty((sum(out_splits), *x.shape[1:]), x)
-    if (channel := local_channel(x, axis)) is not None:
-        blocks = out.split(list(out_splits)), x.split(list(in_splits))
-        return Pending(_among_neighbours(*blocks, axis, channel), lambda: out)
-    work = dist.all_to_all_single(out, x, list(out_splits), list(in_splits), group=axis.group, async_op=True)
-    return Pending(work, lambda: out)
+        return _exchange(x, axis, empty(x.shape, x))
+    return _exchange(x, axis, empty((sum(out_splits), *x.shape[1:]), x), list(in_splits), list(out_splits))
 
 
 def all_to_all(
@@ -236,3 +251,38 @@ def await_all(axis: Axis) -> None:
         # `dist.monitored_barrier` does not know our name of the group's backend
         gloo: Any = axis.host_group._get_backend(torch.device("cpu"))
         gloo.monitored_barrier(datetime.timedelta(seconds=axis.patience), wait_all_ranks=False)
+
+
+def isend(x: torch.Tensor, axis: Axis, peer: int) -> Pending:
+    """Start sending contiguous `x` to the rank at index `peer` of the axis. A rank cannot send to itself."""
+    assert peer != axis.rank, f"rank {axis.rank} of axis {axis.name} sends to itself"
+    x = x.detach().contiguous()
+    axis.traffic["send"] += x.nbytes
+    sent = x.cpu() if through_host(x, axis) else x
+    if (channel := local_channel(x, axis)) is not None:
+        return Pending([channel.start([(axis.global_ranks[peer], sent)], [])], lambda: sent)
+    return Pending([dist.isend(sent, dst=axis.global_ranks[peer], group=axis.group)], lambda: sent)
+
+
+def irecv(buffer: torch.Tensor, axis: Axis, peer: int) -> Pending:
+    """Start receiving into contiguous `buffer` from the rank at index `peer`; `wait` returns the buffer."""
+    assert peer != axis.rank and buffer.is_contiguous()
+    if (channel := local_channel(buffer, axis)) is not None:
+        return Pending([channel.start([], [(axis.global_ranks[peer], buffer)])], lambda: buffer)
+    arrived = torch.empty_like(buffer, device="cpu") if through_host(buffer, axis) else buffer
+    work = dist.irecv(arrived, src=axis.global_ranks[peer], group=axis.group)
+    return Pending([work], lambda: buffer if arrived is buffer else buffer.copy_(arrived))
+
+
+def start_shift(x: torch.Tensor, axis: Axis) -> Pending:
+    """Start passing contiguous `x` to the next rank of the axis (as a ring) while receiving the previous rank's."""
+    x = x.contiguous()
+    after, before = (axis.global_ranks[(axis.rank + step) % axis.size] for step in (1, -1))
+    axis.traffic["ring"] += x.nbytes
+    if (channel := local_channel(x, axis)) is not None:
+        received = empty(x.shape, x)
+        return Pending([channel.start([(after, x)], [(before, received)])], lambda: received)
+    sent = x.cpu() if through_host(x, axis) else x
+    arrived = empty(sent.shape, sent)
+    messages = [dist.P2POp(dist.isend, sent, after, axis.group), dist.P2POp(dist.irecv, arrived, before, axis.group)]
+    return Pending(dist.batch_isend_irecv(messages), lambda: arrived if sent is x else arrived.to(x.device))

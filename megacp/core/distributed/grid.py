@@ -11,7 +11,7 @@ import datetime
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +24,6 @@ from megacp.core.distributed.same_host import LocalChannel, SameHost
 
 AXES = ("tp", "cp", "dp", "pp")
 """Axis names, fastest varying first."""
-CHANNELS = ("pp_forward", "pp_backward")
-"""Axes that carry a pipeline's messages."""
-CHANNEL_CTAS = 4
-"""Most thread blocks that a pipeline's message takes from the layers under it: its peer needs it a compute later."""
-URGENT = ("tp", "cp", "cp_inner", "cp_outer", "pp", *CHANNELS)
-"""Axes whose messages the next kernel waits for; those of gradients and parameters have a whole backward's time."""
 _SHARED = "megacp_gloo"
 """Name by which torch knows gloo groups that share connections; what users see of them is `gloo`."""
 
@@ -95,24 +89,16 @@ class GridShape:
 
     def rank_of(self, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         """Global rank at a place of the grid; the inverse of `coordinates`."""
-        place = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
-        rank = 0
-        for name in reversed(AXES):
-            size = getattr(self, name)
-            if not 0 <= place[name] < size:
-                raise ValueError(f"{name} index {place[name]} is outside the axis of size {size}")
-            rank = rank * size + place[name]
-        return rank
+        for name, index in zip(AXES, (tp, cp, dp, pp), strict=True):
+            if not 0 <= index < getattr(self, name):
+                raise ValueError(f"{name} index {index} is outside the axis of size {getattr(self, name)}")
+        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
 
-    def members(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
+    def members(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
         """Global ranks that differ from `rank` only on `axes`, ascending (the faster axis varies first)."""
         mine = self.coordinates(rank)
-        free = [name for name in AXES if name in set(axes)]
-        ranges = [range(getattr(self, name)) for name in reversed(free)]
-        return tuple(
-            self.rank_of(**{**mine, **dict(zip(reversed(free), place, strict=True))})
-            for place in itertools.product(*ranges)
-        )
+        tp, cp, dp, pp = (range(getattr(self, name)) if name in axes else (mine[name],) for name in AXES)
+        return tuple(self.rank_of(t, c, d, p) for p, d, c, t in itertools.product(pp, dp, cp, tp))
 
 
 @dataclass(frozen=True)
@@ -191,8 +177,8 @@ def build_grid(
     `patience` is how long ranks wait where one reads or writes files (`checkpoint/agree.py`); None: as for all else.
     With one rank no process group is needed. Raises ValueError when the world does not hold the grid.
     """
-    if shape.world_size > 1 and (not dist.is_initialized() or dist.get_world_size() != shape.world_size):
-        have = dist.get_world_size() if dist.is_initialized() else 1
+    have = dist.get_world_size() if dist.is_initialized() else 1
+    if shape.world_size > 1 and have != shape.world_size:
         raise ValueError(
             f"the grid tp {shape.tp} x cp {shape.cp} x dp {shape.dp} x pp {shape.pp} needs {shape.world_size} ranks, "
             f"the world has {have}; change --nproc or the parallel sizes"
@@ -211,11 +197,11 @@ def build_grid(
     channels = {(direction, parity): axis(f"pp_{direction}", stages) for direction, parity in kinds}
     if len(stages) > 1 and rank not in ends:
         # torch names a locally synchronised group after how many this rank has made: all ranks must make equally many.
-        new_group((rank,), "", timeout)
+        new_group((rank,), timeout)
     embedding = axis("embedding", ends) if rank in ends and len(stages) > 1 else single_axis("embedding", rank)
     world = axis("world", tuple(range(shape.world_size)))
     if patience is not None and world.size > 1:
-        host = new_group(world.global_ranks, "host", patience, host=True)
+        host = new_group(world.global_ranks, patience, host=True)
         world = dataclasses.replace(world, host_group=host, patience=patience.total_seconds())
     return ProcessGrid(shape, rank, torch.device(device), axes, embedding, channels, world)
 
@@ -232,7 +218,7 @@ def _axis(
     if len(members) == 1:
         return single_axis(name, rank)
     backend = dist.get_backend(group)  # as torch calls the world's where the group is one of ours
-    group = group or new_group(members, name, timeout)
+    group = group or new_group(members, timeout)
     local = near.channel(name, members, timeout or datetime.timedelta(minutes=10)) if near is not None else None
     return Axis(name, len(members), members.index(rank), members, group, backend, local=local)
 
@@ -292,20 +278,8 @@ def split_axis(axis: Axis, inner: int) -> tuple[Axis, Axis]:
     return axis.parts[inner]
 
 
-def group_options(name: str) -> Any:
-    """Options of an axis' process group: under NCCL, messages of `URGENT` axes go before kernels that are queued, and
-    those of `CHANNELS` take few thread blocks.
-    """
-    if name not in URGENT or dist.get_backend() != "nccl":
-        return None
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    if name in CHANNELS:
-        options.config.max_ctas = CHANNEL_CTAS
-    return options
-
-
 def new_group(
-    members: Sequence[int], name: str, timeout: datetime.timedelta | None = None, host: bool = False
+    members: Sequence[int], timeout: datetime.timedelta | None = None, host: bool = False
 ) -> dist.ProcessGroup:
     """The process group of an axis over some global ranks, which alone call it; None: with torch's own timeout.
 
@@ -316,9 +290,7 @@ def new_group(
     backend = _SHARED if dist.get_backend() == "gloo" else "gloo" if host else None
     if backend == _SHARED and backend not in dist.Backend.backend_list:
         dist.Backend.register_backend(backend, _made, extended_api=True, devices=["cpu", "cuda"])
-    return dist.new_group(
-        list(members), timeout, backend, pg_options=group_options(name), use_local_synchronization=True
-    )
+    return dist.new_group(list(members), timeout, backend, use_local_synchronization=True)
 
 
 def _made(wanted: Any, unused_options: Any) -> Any:

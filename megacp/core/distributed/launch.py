@@ -34,8 +34,6 @@ _FROZEN_SECONDS = 60.0
 """Beyond all deadlines: then a store that answers nothing is given up."""
 _READING_SECONDS = 5.0
 """How long rank 0 stays for the others to read what it said: its process may hold the store."""
-_LATE = "!"
-"""Before a verdict that there is none."""
 _FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 """torch's record of the last NCCL collectives, written to a file of each rank at a timeout (torch's names)."""
 
@@ -132,14 +130,14 @@ class Meeting:
     def judged(self, topic: str, value: str, judge: Callable[[list[str]], str], also: float = 0.0) -> str:
         """Rank 0's verdict on the values of all ranks, in rank order; every rank calls it once for a topic.
 
-        `also`: seconds that a rank may need for its value besides those of the meeting. Raises ValueError with the
-        number of a rank that gave no value in time.
+        `also`: seconds that a rank may need for its value besides those of the meeting. Raises ValueError, on
+        rank 0 with the number of a rank that gave no value in time.
         """
         store, seconds = self.store, self.seconds + also
         if store is None:
             return judge([value])
         store.set(f"{topic}/{self.rank}", value)
-        store.set_timeout(datetime.timedelta(seconds=seconds + (_READING_SECONDS if self.rank else 0.0)))
+        store.set_timeout(datetime.timedelta(seconds=seconds))
         values: list[str] = []
         try:
             while self.rank == 0 and len(values) < self.size:
@@ -148,16 +146,11 @@ class Meeting:
                 store.set(f"{topic}/verdict", judge(values))
             verdict = store.get(f"{topic}/verdict").decode()
         except dist.DistError as late:
-            verdict = f"{_LATE}no word on the {topic} from rank {len(values)} within {seconds:g} s"
-            if self.rank:
-                raise ValueError(verdict[1:]) from late
-            store.set(f"{topic}/verdict", verdict)
+            raise ValueError(f"no word on the {topic} from rank {len(values)} within {seconds:g} s") from late
         read, deadline = store.add(f"{topic}/read", 1), time.monotonic() + _READING_SECONDS
         while self.rank == 0 and read < self.size and time.monotonic() < deadline:
             time.sleep(0.01)
             read = store.add(f"{topic}/read", 0)
-        if verdict.startswith(_LATE):
-            raise ValueError(verdict[1:])
         return verdict
 
     def told(self, topic: str, value: str) -> str:

@@ -98,48 +98,28 @@ class SameHost:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._peers: dict[int, _Peer] = {}
+        self.peers: dict[int, _Peer] = {}
         self._poll = select.poll()
         self._by_file: dict[int, _Peer] = {}
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._channels: dict[str, int] = defaultdict(int)
 
     def add(self, rank: int, process: int, connection: socket.socket) -> None:
         """Talk to a rank over a connected socket."""
         connection.setblocking(False)
-        self._peers[rank] = self._by_file[connection.fileno()] = _Peer(rank, process, connection)
+        self.peers[rank] = self._by_file[connection.fileno()] = _Peer(rank, process, connection)
         self._poll.register(connection, select.POLLIN)
 
     def channel(self, name: str, ranks: Sequence[int], timeout: datetime.timedelta) -> LocalChannel | None:
         """Messages apart from all others among these global ranks, which call it alike; None if one is not here."""
-        if any(rank != self.rank and rank not in self._peers for rank in ranks):
+        if any(rank != self.rank and rank not in self.peers for rank in ranks):
             return None
         kind = f"{name} {tuple(ranks)}"
         self._channels[kind] += 1
         digest = hashlib.blake2b(f"{kind} {self._channels[kind]}".encode(), digest_size=8).digest()
         return LocalChannel(self, int.from_bytes(digest, "little"), timeout.total_seconds())
 
-    def start(self, channel: LocalChannel, sends: Sequence[Message], receives: Sequence[Message]) -> Operation:
-        """See `LocalChannel.start`."""
-        operation, number = Operation(channel, (sends, receives)), channel.number
-        with self._lock:
-            for rank, x in receives:
-                if x.nbytes:
-                    operation.left.append(rank)
-                    self._peers[rank].receiving[number].append((operation, x.data_ptr(), x.nbytes))
-            for rank, x in sends:
-                if 0 < x.nbytes <= _SMALL:
-                    content = ctypes.string_at(x.data_ptr(), x.nbytes)
-                    self._send(self._peers[rank], _HEADER.pack(_SENT, number, 0, x.nbytes) + content)
-                elif x.nbytes:
-                    operation.left.append(rank)
-                    self._peers[rank].sending[number].append((operation, x.data_ptr(), x.nbytes))
-                    self._send(self._peers[rank], _HEADER.pack(_TOLD, number, x.data_ptr(), x.nbytes))
-            for rank, _ in receives:
-                self._match(self._peers[rank], number)
-        return operation
-
-    def _send(self, peer: _Peer, words: bytes) -> None:
+    def send(self, peer: _Peer, words: bytes) -> None:
         """Now, or when the other side has read what is before it; a rank that is gone hears nothing."""
         peer.backlog.append(words)
         if len(peer.backlog) == 1:
@@ -167,11 +147,11 @@ class SameHost:
         """See `Operation.wait`. What this rank has not got rid of goes first: it may not wait here again for long."""
         end = time.monotonic() + seconds
         while True:
-            with self._lock:
-                late = {*operation.left, *(rank for rank, peer in self._peers.items() if peer.backlog)}
+            with self.lock:
+                late = {*operation.left, *(rank for rank, peer in self.peers.items() if peer.backlog)}
                 if not late:
                     return
-                if lost := sorted(rank for rank in late if self._peers[rank].gone):
+                if lost := sorted(rank for rank in late if self.peers[rank].gone):
                     raise RuntimeError(f"connection closed by rank {', '.join(map(str, lost))} of this machine")
                 if time.monotonic() > end:
                     names = ", ".join(map(str, sorted(late)))
@@ -197,14 +177,14 @@ class SameHost:
                     operation.left.remove(peer.rank)
                 else:
                     peer.told[channel].append((address, size, words[_HEADER.size :]))
-                    self._match(peer, channel)
+                    self.match(peer, channel)
         except BlockingIOError:
             return
         except ConnectionError:
             pass
         self._lose(peer)
 
-    def _match(self, peer: _Peer, channel: int) -> None:
+    def match(self, peer: _Peer, channel: int) -> None:
         """Bring what was told to the tensors that wait for it."""
         told, receiving = peer.told[channel], peer.receiving[channel]
         while told and receiving:
@@ -219,7 +199,7 @@ class SameHost:
                     _copy_from(peer.process, address, target, size)
                 except OSError as error:
                     raise RuntimeError(f"memory of rank {peer.rank} cannot be read: {error.strerror}") from error
-                self._send(peer, _HEADER.pack(_READ, channel, 0, 0))
+                self.send(peer, _HEADER.pack(_READ, channel, 0, 0))
             operation.left.remove(peer.rank)
 
 
@@ -235,7 +215,23 @@ class LocalChannel:
         """Send and receive together. Nothing sent may change before the operation has ended; empty tensors are left
         out on both sides.
         """
-        return self.host.start(self, sends, receives)
+        operation, number, peers = Operation(self, (sends, receives)), self.number, self.host.peers
+        with self.host.lock:
+            for rank, x in receives:
+                if x.nbytes:
+                    operation.left.append(rank)
+                    peers[rank].receiving[number].append((operation, x.data_ptr(), x.nbytes))
+            for rank, x in sends:
+                if 0 < x.nbytes <= _SMALL:
+                    content = ctypes.string_at(x.data_ptr(), x.nbytes)
+                    self.host.send(peers[rank], _HEADER.pack(_SENT, number, 0, x.nbytes) + content)
+                elif x.nbytes:
+                    operation.left.append(rank)
+                    peers[rank].sending[number].append((operation, x.data_ptr(), x.nbytes))
+                    self.host.send(peers[rank], _HEADER.pack(_TOLD, number, x.data_ptr(), x.nbytes))
+            for rank, _ in receives:
+                self.host.match(peers[rank], number)
+        return operation
 
 
 def connect(rank: int, gather: Callable[[object], list]) -> SameHost | None:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megacp.core.distributed.collectives import Pending, irecv, isend
 from megacp.core.distributed.grid import Axis, ProcessGrid
-from megacp.core.distributed.p2p import Handle, irecv, isend
 from megacp.core.monitor.timers import Phase, unmeasured
 from megacp.core.pipeline_parallel.schedules import (
     COMPUTE,
@@ -216,8 +216,8 @@ class _Stage:
     parameters: Parameters | None
     deferred: DeferredGradients | None
     on_device: dict[int, Any] = field(default_factory=dict)  # microbatches that later chunks of this stage take
-    receiving: dict[Action, Handle] = field(default_factory=dict)
-    sending: defaultdict[Channel, deque[Handle]] = field(default_factory=lambda: defaultdict(deque))
+    receiving: dict[Action, Pending] = field(default_factory=dict)
+    sending: defaultdict[Channel, deque[Pending]] = field(default_factory=lambda: defaultdict(deque))
     inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # until the backward (forward if not training)
     losses_to_go: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # with graph, until the backward
     edges: dict[tuple[int, int], GradientEdge] = field(default_factory=dict)  # of the outputs, until the backward
