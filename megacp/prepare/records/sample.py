@@ -1,30 +1,9 @@
 """A record of the input as a `Sample`: pieces of text with a loss weight each, after a shared prefix maybe branches.
 
-A record has exactly one of
-* `text`: a string, all of it learned;
-* `messages`: [{"role": ..., "content": ...}, ...]. A message is written as `<|ROLE|>` newline CONTENT, then the
-  end-of-document token after an assistant's message and a newline after any other. Only what an assistant says is
-  learned, with its end-of-document token, times the message's `weight`. A newline stands between messages. With
-  --chat-template, the template writes them (`conversation`);
-* `content`: [{"type": "text", "text": ...}, ...], the texts joined as they are;
-* `conversations`: [{"from": "human", "value": ...}, ...], ShareGPT's messages, maybe with a `system`;
-* `prompt` and `completion`: two texts, the second learned, or two lists of messages;
-* `instruction`, `output` and maybe `input`: Alpaca's prompt, the output learned;
-and optionally
-* `image`, `images`, `video` or `videos`: what stands at each `<image>` or `<video>` of messages, in order;
-* `id`: a string or an integer, unique in the dataset;
-* `weight`: a finite number >= 0 that multiplies the loss of the record;
-* `branches`: a list of alternative continuations.
-`record` says which other keys and roles there are.
-
-A branch is a string or a record of one of these forms, maybe with a `weight`. It sees the record's text as its prefix,
-and no other branch. Messages after messages go on as in one conversation. Right after an image, a branch that is
-learned from its first word begins with a newline that is not learned: no text token would predict the word.
-
-In a build with images, `content` (also that of a message) may hold parts of type `image` and `video`. Each has exactly
-one of `path` (relative to --image-root; `image` or `video` means the same), `base64`, `member` (of the record's tar:
-its extension or its whole name), `bytes` (Parquet), and for a video `frames`: a list of images, maybe with `fps`. They
-stand where they are in the text, and nothing of them is learned.
+docs/data.md says how records are written. Messages become `<|ROLE|>` newline CONTENT, with a newline between them, and
+the end-of-document token after an assistant's, which is learned with it. A branch sees the record's text as its prefix,
+and no other branch; messages after messages go on as in one conversation. Right after an image, a learned branch begins
+with a newline that is not learned: no text token would predict its first word.
 """
 
 from __future__ import annotations

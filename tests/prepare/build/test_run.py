@@ -236,13 +236,6 @@ def test_input_without_a_usable_record_makes_no_dataset(tmp_path: Path) -> None:
 # ---- lengths
 
 
-def test_an_oversize_document_is_an_error_by_default_with_the_numbers(tmp_path: Path) -> None:
-    a = tmp_path / "a.jsonl"
-    a.write_text(json.dumps({"text": "x" * 300}) + "\n")
-    with pytest.raises(ValueError, match=f"{a}:1: a document of 301 tokens, more than --seq-length 128.*--oversize"):
-        run([a], tmp_path / "d")
-
-
 def test_oversize_documents_are_dropped_split_or_truncated_as_told(tmp_path: Path) -> None:
     a = tmp_path / "a.jsonl"
     a.write_text(json.dumps({"text": "x" * 300}) + "\n" + json.dumps({"text": "short"}) + "\n")
@@ -273,17 +266,6 @@ def test_a_seed_shuffles_documents_and_none_keeps_their_order(tmp_path: Path) ->
 
 
 # ---- weights and branches
-
-
-def test_conversation_weights_and_record_weights_are_stored(tmp_path: Path) -> None:
-    a = tmp_path / "a.jsonl"
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
-    a.write_text(json.dumps({"messages": messages, "weight": 0.5}) + "\n")
-    run([a], tmp_path / "d")
-    pack = PackedDataset(tmp_path / "d").pack(0)
-    assert bytes(pack.tokens[:-1].tolist()) == b"<|user|>\nhi\n<|assistant|>\nyo" and pack.tokens[-1] == 256
-    assert pack.weights is not None
-    assert pack.weights.tolist() == [0.0] * (len(pack.tokens) - 3) + [0.5] * 3
 
 
 def test_branches_are_stored_behind_their_prefix(tmp_path: Path) -> None:
@@ -344,12 +326,6 @@ def test_branches_teach_what_their_records_apart_would(tmp_path: Path, prefix: s
     assert len(together) - len(once) == len(separate) - len(branches) * len(once)
     if isinstance(branches[0], str):
         assert set(learned(tmp_path / "flat")) <= set(together)
-
-
-def test_learned_text_after_a_single_token_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "Q", "branches": ["one", "second"]}) + "\n")
-    with pytest.raises(ValueError, match="begin with learned text after a prefix of a single token"):
-        run([tmp_path / "a.jsonl"], tmp_path / "d")
 
 
 def test_the_tokenizer_is_kept_with_the_dataset(tmp_path: Path) -> None:
