@@ -23,16 +23,14 @@ SECONDS = 240
 LEAST = 0.97
 
 POINTWISE = "tests/ops/test_pointwise.py"
-CP = "tests/context_parallel"
 ATTENTION = "tests/context_parallel/test_attention.py tests/context_parallel/test_a2a.py"
 LAYOUT = "tests/context_parallel/test_layout.py"
 TP = "tests/tensor_parallel"
 PP = "tests/pipeline_parallel"
 DP = "tests/data_parallel tests/optim"
-GRID = "tests/distributed"
+GRID = "tests/distributed/test_grid.py tests/distributed/test_differentiable.py tests/distributed/test_p2p.py"
 MODEL = "tests/models/test_language.py"
-DATA = "tests/data"
-SAVE = "tests/checkpoint"
+IMAGES = "tests/data/test_images.py"
 
 TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/ops/mask.py", "tests/ops/test_mask.py"): [
@@ -104,7 +102,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/context_parallel/kv_exchange.py", ATTENTION): [
         ("leaving[order] = theirs", "leaving = theirs.clone()", "gradients go back in the row's order"),
         ("dkv.index_add_", "dkv.index_copy_", "a key that several ranks need keeps one gradient"),
-        ("np.argsort(position[keys])", "np.argsort(keys)", "arrived keys in another order than their tiles"),
+        (
+            "plan.metadata.take(keys[order])",
+            "plan.metadata.take(keys)",
+            "arrived keys in another order than their tiles",
+        ),
     ],
     ("core/context_parallel/plan.py", f"{LAYOUT} {ATTENTION}"): [
         ("_position[self.indices[first :", "indices.reshape(-1)[self.indices[first :", "arrival in another order"),
@@ -127,7 +129,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(mask_metadata(batch), cp, tp)", "(mask_metadata(batch), cp, 1)", "padding forgets tp"),
         ("padded.tokens, padded.labels,", "padded.tokens, np.roll(padded.labels, -1),", "labels are shifted twice"),
     ],
-    ("core/context_parallel/vision.py", "tests/context_parallel/test_vision.py tests/data"): [
+    ("core/context_parallel/vision.py", "tests/context_parallel/test_vision.py"): [
         ("(cp), stops - starts", "(cp)[::-1], (stops - starts)[::-1]", "features come from the wrong rank"),
         ("features.index_select(0, _index(here, x))", "features[: len(here)]", "a tp slice takes the first features"),
         ("    features = copy_to(features, tp)\n", "", "the features' gradient is not summed over tp"),
@@ -262,12 +264,12 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("value <= factor * usual", "value <= usual", "every step above the median is a spike"),
         ("not limit or self.skipped_in_a_row <", "not limit or self.skipped_in_a_row <=", "one more step is skipped"),
     ],
-    ("core/data/order.py", DATA): [
+    ("core/data/order.py", "tests/data/test_loader.py"): [
         ("outside[values >= np.uint64(length)]", "outside[values > np.uint64(length)]", "a sample beyond the dataset"),
         ('f"{seed} {epoch} {length}"', 'f"{seed} {length}"', "every epoch has one order"),
         ("(start, start + count, dtype=np.int64),", "(0, count, dtype=np.int64),", "a resumed run begins anew"),
     ],
-    ("core/data/collate.py", DATA): [
+    ("core/data/collate.py", "tests/data/test_collate.py"): [
         ("roll(stored, -1), np.roll(weights, -1)", "roll(stored, -1), weights", "weights do not move with labels"),
         ("labels[last], label_weights[last] = 0, 0", "labels[last] = 0", "the last token predicts"),
         ("((zeros, prefix[owner]))[order]", "((zeros, 0 * prefix[owner]))[order]", "branches begin at position 0"),
@@ -277,35 +279,36 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("np.cumsum(padded) - padded + true", "np.cumsum(padded) - padded", "padding does not begin at 0"),
         ("documents = np.arange(len(segments))", "documents = 0 * np.arange(len(segments))", "segments see each other"),
     ],
-    ("core/data/image_shards.py", DATA): [
+    ("core/data/image_shards.py", IMAGES): [
         ("running[start] + low, start) - 1", "running[start] + low, start)", "a rank takes one unit too many"),
         ("start = min(room, units - (filled - rank - 1))", "start = room", "ranks starve"),
+        ("each + (rank < rest)", "each + (rank <= rest)", "uniform shards hold one unit too many"),
         ('np.argsort(-costs, kind="stable")', 'np.argsort(costs, kind="stable")', "the cheapest first"),
         ('(start, stop), side="right"', '(start, stop), side="left"', "units of a rank are one off"),
     ],
-    ("core/data/images.py", DATA): [
+    ("core/data/images.py", IMAGES): [
         ("(np.cumsum(totals) - totals)", "0 * (np.cumsum(totals) - totals)", "bounds of the second pack begin at 0"),
         ("num_tokens, number + 1, strict=", "num_tokens, number, strict=", "the first image sees nobody ahead"),
         ("windows - crop * patches.shape[1]", "windows", "a frame pools the patches of the first"),
         ("(pooling >= 0, pooling + before", "(pooling >= 0, pooling", "the second image pools the first"),
         ("axis=0, prepend=0)", "axis=0, prepend=1)", "the first image is one crop short"),
     ],
-    ("core/data/blend.py", DATA): [
+    ("core/data/blend.py", "tests/data/test_blend.py"): [
         ("first, own = int(nth[here][0]),", "first, own = 0,", "each step repeats a dataset's first samples"),
         ("[here] = self._first[number] + samples", "[here] = samples", "all samples are of the first dataset"),
     ],
-    ("core/checkpoint/names.py", SAVE): [
+    ("core/checkpoint/names.py", "tests/checkpoint/test_names.py tests/checkpoint/test_resharding.py"): [
         ("last = -(-low // row), high //", "last = low // row, high //", "a partial first row is taken for whole"),
         ("if copies or part.spec.counted)", "if True)", "copies are saved twice"),
         ("low = max(part.start, begin)", "low = part.start", "a slice of two tensors"),
         ("high - last * row)\n\n", "high - last * row - 1)\n\n", "the last partial row is one short"),
         ("zip(piece.offsets, offsets", "zip((0,) * len(offsets), offsets", "every rank saves at the beginning"),
     ],
-    ("core/checkpoint/directory.py", SAVE): [
+    ("core/checkpoint/directory.py", "tests/checkpoint/test_commit.py tests/checkpoint/test_storage.py"): [
         ("older[keep_last - 1 :]", "older[keep_last:]", "one checkpoint more is kept"),
         ("lambda folder: serials[folder], reverse=True", "lambda folder: serials[folder]", "the oldest is the newest"),
     ],
-    ("prepare/build/packing.py", "tests/prepare/build"): [
+    ("prepare/build/packing.py", "tests/prepare/build/test_packing.py"): [
         ("min(len(available), -(-remaining // each))", "len(available)", "more packs are taken than items are left"),
         ('np.argsort(-lengths, kind="stable")', 'np.argsort(lengths, kind="stable")', "the shortest first"),
         ("(start + longest, lengths[document])", "(start + longest, start + longest)", "the last piece is too long"),
@@ -335,7 +338,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/training/rows.py", "tests/training/test_rows.py"): [
         ("packs * grid.dp.size", "packs", "dynamic context parallelism forgets the packs of other ranks"),
     ],
-    ("core/data/loader.py", DATA): [
+    ("core/data/loader.py", "tests/data/test_loader.py"): [
         ("[:, data_rank.index]", "[:, data_rank.index - 1]", "ranks read the packs of others"),
         ("len(found)), constant_values=-1", "len(found)), constant_values=0", "a short step counts pack 0 again"),
         ("self._consumed += self._options", "self._consumed += 0 * self._options", "the loader's state stays"),
