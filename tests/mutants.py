@@ -30,6 +30,7 @@ PP = "tests/pipeline_parallel"
 DP = "tests/data_parallel tests/optim"
 GRID = "tests/distributed/test_grid.py tests/distributed/test_differentiable.py tests/distributed/test_p2p.py"
 MODEL = "tests/models/test_language.py"
+GOLDEN = "tests/training/test_golden_gradients.py"
 IMAGES = "tests/data/test_images.py"
 
 TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
@@ -105,7 +106,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             "plan.metadata.take(keys[order])",
             "plan.metadata.take(keys)",
-            "arrived keys in another order than their tiles",
+            "arrived keys are out of order",
         ),
     ],
     ("core/context_parallel/plan.py", f"{LAYOUT} {ATTENTION}"): [
@@ -180,7 +181,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("return x + self._drop(self", "return self._drop(self", "the second residual is lost"),
         ("inputs.key + site * 0x9E", "inputs.key + 0 * site * 0x9E", "all layers share dropout bits"),
     ],
-    ("core/models/language.py", MODEL): [
+    ("core/models/language.py", GOLDEN): [
         ("slice_of(batch.token_names, self.backend.tp)", "batch.token_names[: len(x)]", "tp ranks share dropout rows"),
         ('("embedding",) if tied and tied_across else ()', "()", "tied copies are not summed"),
         ("counted=not tied)", "counted=True)", "a tied table counts twice in the norm"),
@@ -253,7 +254,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("all_reduce, _identity", "all_reduce, collectives.all_reduce", "reduce_from sums twice"),
         ("over, out_splits, in_splits", "over, in_splits, out_splits", "an exchange's gradient takes the way there"),
     ],
-    ("core/training/loss.py", "tests/training/test_loss.py tests/training/test_golden_gradients.py"): [
+    ("core/training/loss.py", f"{GOLDEN} tests/training/test_loss.py"): [
         ("return self.weight or 1.0", "return 1.0", "sums are not divided"),
         ("total = table[first, 2:4].sum", "total = table[:, 2:4].sum", "all ranks count, not one of each replica"),
         ('("flops", "image_documents")', '("flops", "image_documents", "stop_reason")', "stop reasons add up"),
@@ -282,7 +283,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/data/image_shards.py", IMAGES): [
         ("running[start] + low, start) - 1", "running[start] + low, start)", "a rank takes one unit too many"),
         ("start = min(room, units - (filled - rank - 1))", "start = room", "ranks starve"),
-        ("each + (rank < rest)", "each + (rank <= rest)", "uniform shards hold one unit too many"),
+        ("units + 1, rank))", "units, rank))", "ties go to the first rank"),
         ('np.argsort(-costs, kind="stable")', 'np.argsort(costs, kind="stable")', "the cheapest first"),
         ('(start, stop), side="right"', '(start, stop), side="left"', "units of a rank are one off"),
     ],
@@ -314,7 +315,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(start + longest, lengths[document])", "(start + longest, start + longest)", "the last piece is too long"),
         ("[: opened + 1] >= need_crops", "[: opened + 1] >= 0", "the second budget does not count"),
     ],
-    ("core/data_parallel/full_shard.py", f"tests/training/test_full_sharding.py {DP}"): [
+    ("core/data_parallel/full_shard.py", f"{GOLDEN} {DP}"): [
         ("-(-shape[0] // self.axis.size)", "shape[0] // self.axis.size", "parts of rows that do not divide"),
         ("min(self.axis.rank * rows, shape[0])", "(self.axis.rank * rows)", "a rank without rows begins behind"),
         ("held.parameter.grad = None", "pass", "gradients of the last step stay under full sharding"),
@@ -328,7 +329,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/distributed/collectives.py", f"{GRID} {ATTENTION}"): [
         ("for step in (1, -1))", "for step in (-1, 1))", "shifts go to the rank before"),
     ],
-    ("core/training/step.py", "tests/training/test_trainer.py tests/training/test_golden_gradients.py"): [
+    ("core/training/step.py", f"{GOLDEN} tests/training/test_trainer.py"): [
         ('f"{self.config.training.seed}/{step}"', 'f"{self.config.training.seed}"', "every step has one dropout mask"),
         ("self.grid.tp.rank == 0  #", "True  #", "the loss counts once for each tp rank"),
         ("training.lr_decay_iters or training", "training", "--lr-decay-iters does nothing"),

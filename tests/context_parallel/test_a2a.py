@@ -43,17 +43,17 @@ def test_copies_are_as_few_as_divide_by_the_ranks() -> None:
 
 def test_gradients_of_copies_are_summed_wider_than_they_travel() -> None:
     """Would catch copies of a K/V head that are summed in bf16: 256 + 1 is 256 there."""
-    results = run_ranks(copies_on_rank, 2)
+    results = run_ranks(copies_on_rank, 4)
     for dv in results:
         assert torch.equal(dv, torch.full_like(dv, 260.0))
 
 
 def copies_on_rank(rank: int, world_size: int) -> torch.Tensor:
-    """dv of tokens that see themselves alone; 4 query heads of 1 K/V head, gradients 256, 1, 2 (one rank) and 1."""
+    """dv of tokens that see themselves alone; 8 query heads, a K/V head copied to each rank: 256, 1, 1, 1."""
     cp = grid(cp=world_size).cp
     batch = shard_batch(batch_of(Case("", "", "one-token documents", 4)), cp, LAYOUTS["contiguous"])
-    q, k, v = (torch.ones(2, heads, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 1, 1))
-    dout = torch.tensor([256.0, 0, 0, 0, 1, 1, 1, 1], dtype=torch.bfloat16)[None, :, None].expand(2, 8, 8)
+    q, k, v = (torch.ones(1, heads, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 1, 1))
+    dout = torch.tensor([256.0, 0, 1, 0, 1, 0, 1, 0], dtype=torch.bfloat16)[None, :, None].expand(1, 8, 8)
     transport = HeadsForSequence("a2a", cp, WholeAttention(FlexKernel(Once(), 8)))
     return torch.autograd.grad(transport.attend(q, k, v, batch.plan, 1.0), v, dout)[0]
 

@@ -173,6 +173,14 @@ def test_the_ends_of_the_pipeline_send_and_receive_nothing(size: tuple[int, int,
         assert at_first == {Kind.FORWARD, Kind.BACKWARD}
 
 
+def test_four_stages_keep_their_bubble_and_memory() -> None:
+    """The formulas of the slow properties at one size each; a short last group of 1 under this warm-up hangs."""
+    full, bounds = simulate(training(4, 8, 3), 3), [in_flight_bound(stage, 4, 8, 3) for stage in range(4)]
+    assert full.bubble == pytest.approx(3 / (3 * 8), abs=1e-9) and list(full.peak_in_flight) == bounds
+    simulate(training(4, 5, 3), 3, send_window=1)
+    assert simulate(zero_bubble(4, 8, 1), 1, weights_time=1.0).peak_put_off == (0, 1, 2, 3)
+
+
 def test_the_lists_of_two_stages_are_these() -> None:
     """A list to read: 1F1B of stage 0 of 2 with 3 microbatches."""
     shown = [f"{a.kind.value} {a.microbatch}" for a in schedule("1f1b", 0, 2, 3)]
