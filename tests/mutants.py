@@ -214,7 +214,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("                bucket.gradients.zero_()", "                pass", "gradients of the last step stay"),
         ("if len(self._arrived[index]) < len(", "if not self._arrived[index] and len(", "a bucket leaves early"),
     ],
-    ("core/data_parallel/shards.py", DP): [
+    ("core/data_parallel/shards.py", f"{DP} {GOLDEN}"): [
         ("name in shard.partial_over", "name not in shard.partial_over", "the wrong gradients are summed over tp"),
         ("shards[index].counted and self.saves", "shards[index].counted", "copies of instances count in the norm"),
         ("[(self.copies, list(range(len(found))))] if self.copies.size > 1 else []", "[]", "instances are not summed"),
@@ -315,7 +315,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(start + longest, lengths[document])", "(start + longest, start + longest)", "the last piece is too long"),
         ("[: opened + 1] >= need_crops", "[: opened + 1] >= 0", "the second budget does not count"),
     ],
-    ("core/data_parallel/full_shard.py", f"{GOLDEN} {DP}"): [
+    ("core/data_parallel/full_shard.py", GOLDEN): [
         ("-(-shape[0] // self.axis.size)", "shape[0] // self.axis.size", "parts of rows that do not divide"),
         ("min(self.axis.rank * rows, shape[0])", "(self.axis.rank * rows)", "a rank without rows begins behind"),
         ("held.parameter.grad = None", "pass", "gradients of the last step stay under full sharding"),

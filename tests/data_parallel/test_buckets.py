@@ -106,9 +106,10 @@ def test_bucket_sums_equal_one_process_on_all_data(shape: dict[str, int], bucket
     assert max(run_ranks(_sums, size, shape, False, bucket_elements, each)) < 1e-12
 
 
-def test_recomputed_layers_give_the_same_sums() -> None:
+@pytest.mark.parametrize("each", [False, True])
+def test_recomputed_layers_give_the_same_sums(each: bool) -> None:
     """Would catch a hook that fires in the recomputation, or twice for a weight used in two segments."""
-    assert max(run_ranks(_sums, 2, {"dp": 2}, True, 150)) < 1e-12
+    assert max(run_ranks(_sums, 2, {"dp": 2}, True, 150, each)) < 1e-12
 
 
 def _events(monkeypatch: pytest.MonkeyPatch, flat: FlatBuckets, model: Stack) -> list[str]:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megacp.core.distributed.grid import single_axis
+from megacp.core.distributed.grid import Axis, single_axis
+from megacp.core.pipeline_parallel import runtime
 from megacp.core.pipeline_parallel.runtime import (
     HiddenStates,
     PipelineLinks,
@@ -343,6 +344,26 @@ def test_receives_are_posted_ahead_and_in_the_order_of_their_channel(num_chunks:
         for channel in {channel_of(r, stage, 4) for _, r in posted}:
             order = [r for _, r in posted if channel_of(r, stage, 4) == channel]
             assert order == [a for a in actions if a.kind in RECEIVES and channel_of(a, stage, 4) == channel]
+
+
+def test_the_sends_under_way_on_a_channel_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a stage that runs ahead of the next one and holds the outputs of a whole step."""
+    under_way, most = set[int](), []
+
+    class Sent:
+        def __init__(self, *args: object) -> None:
+            under_way.add(id(self))
+            most.append(len(under_way))
+
+        def wait(self) -> None:
+            under_way.discard(id(self))
+
+    monkeypatch.setattr(runtime, "isend", Sent)
+    axis = Axis("pp", 2, 0, (0, 1), group=object())  # type: ignore[arg-type]
+    links, (part,) = PipelineLinks(axis, lambda direction, source: axis, send_window=2), my_parts(0, 2, 1, 1.0)
+    with torch.no_grad():
+        run(schedule("forward_only", 0, 2, 6), [part], make_batches(LENGTHS[:6], WIDTH), links, hidden_states())
+    assert max(most) == 2 and not under_way
 
 
 def test_batches_that_do_not_fit_the_actions_are_refused() -> None:
