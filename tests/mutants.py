@@ -242,11 +242,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("0.5 * (1.0 + math.cos(math.pi * part))", "math.cos(math.pi * part / 2)", "another cosine"),
         ("lr_decay_iters - schedule.lr_wsd_decay_iters", "lr_warmup_iters", "WSD falls from the start"),
     ],
-    ("core/distributed/grid.py", GRID): [
+    ("core/distributed/grid.py", f"{GRID} tests/pipeline_parallel/test_runtime.py"): [
         ('AXES = ("tp", "cp", "dp", "pp")', 'AXES = ("cp", "tp", "dp", "pp")', "cp varies fastest"),
         ("[axis.rank % inner :: inner]", "[axis.rank // inner :: inner]", "outer groups of other ranks"),
         ("axis.rank // inner * inner", "axis.rank % inner * inner", "inner groups of other ranks"),
-        ("direction, source_stage % 2", "direction, 0", "channels of both neighbours are one"),
+        ("self.channels[direction,", 'self.channels["forward",', "both directions share a channel"),
         ("(stages[0], stages[-1])", "stages[:2]", "the embedding's copies are those of the first stages"),
     ],
     ("core/distributed/differentiable.py", GRID): [

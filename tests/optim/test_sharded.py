@@ -66,6 +66,14 @@ def _differences(rank: int, world_size: int, shape: dict[str, int]) -> list[floa
     return found + [difference(parts, whole.state(kind), model) for kind, parts in state.items()]
 
 
+def test_a_slice_learns_at_its_own_rate_and_decays_by_it() -> None:
+    """Would catch towers that learn at the rate of the text."""
+    slices = [torch.full((4,), 2.0, dtype=torch.float64) for _ in range(2)]
+    FlatAdamW(slices, [SliceRule(True), SliceRule(True, 0.25)], SETTINGS).update([torch.ones(4).double()] * 2, LR)
+    torch.testing.assert_close(2.0 - slices[1], 0.25 * (2.0 - slices[0]), rtol=1e-12, atol=0)
+    assert abs(2.0 - slices[0][0].item() - LR * (1 + 0.1 * 2.0)) < 1e-9  # the first step of AdamW has size 1
+
+
 GRIDS = [
     {"dp": 2},
     {"cp": 2},
