@@ -280,7 +280,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("np.cumsum(padded) - padded + true", "np.cumsum(padded) - padded", "padding does not begin at 0"),
         ("documents = np.arange(len(segments))", "documents = 0 * np.arange(len(segments))", "segments see each other"),
     ],
-    ("core/data/image_shards.py", IMAGES): [
+    ("core/data/image_shards.py", "tests/prepare/media/test_shards.py"): [
         ("running[start] + low, start) - 1", "running[start] + low, start)", "a rank takes one unit too many"),
         ("start = min(room, units - (filled - rank - 1))", "start = room", "ranks starve"),
         ("units + 1, rank))", "units, rank))", "ties go to the first rank"),

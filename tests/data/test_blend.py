@@ -131,6 +131,7 @@ def test_an_exhausted_dataset_begins_its_next_epoch_in_a_new_order(tmp_path: Pat
     epochs = [small[7 * e : 7 * e + 7] for e in range(6)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 4
+    assert np.array_equal(np.concatenate([blend.samples(i, 12, seed=3) for i in range(0, 84, 12)]), chosen)
     shares = blend.shares(84)
     assert [(one.name, one.samples, one.share, one.epoch) for one in shares] == [
         ("large", 42, 0.5, 42 / 40),

@@ -50,9 +50,8 @@ def microbatch(draw: st.DrawFn) -> tuple[list[list[reference.Document]], bool, s
     return draw(st.lists(pack, min_size=1, max_size=3)), weighted, mask
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(microbatch())
-@pytest.mark.slow
 def test_collate_is_the_token_by_token_twin(case: tuple[list[list[reference.Document]], bool, str]) -> None:
     packs, weighted, mask = case
     batch = collate([make_pack(7 + i, pack, weighted) for i, pack in enumerate(packs)], mask)
