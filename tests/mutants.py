@@ -317,8 +317,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/data_parallel/full_shard.py", GOLDEN): [
         ("-(-shape[0] // self.axis.size)", "shape[0] // self.axis.size", "parts of rows that do not divide"),
-        ("min(self.axis.rank * rows, shape[0])", "(self.axis.rank * rows)", "a rank without rows begins behind"),
-        ("held.parameter.grad = None", "pass", "gradients of the last step stay under full sharding"),
+        ("held.parameter.grad = None", "pass", "gradients of the last step stay in full shards"),
     ],
     ("core/optim/sharded.py", DP): [
         ("self.updates += 1", "self.updates += 2", "an update counts twice"),

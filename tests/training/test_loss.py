@@ -60,7 +60,10 @@ def agreement(rank: int, world_size: int, shape: dict[str, int], wrong: int | No
         batches[-1] = dataclasses.replace(batches[-1], tokens=tokens)
     first = mine.tp.rank == mine.cp.rank == mine.pp.rank == 0
     report = RankReport(
-        stop_reason=rank == stopper, flops=10.0 if first else 0.0, peak_bytes=100 - rank, data_wait=rank / 4
+        stop_reason=stopper is not None and rank >= stopper,
+        flops=10.0 if first else 0.0,
+        peak_bytes=100 - rank,
+        data_wait=rank / 4,
     )
     try:
         found = agree(batches, mine, report)
