@@ -328,7 +328,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/distributed/collectives.py", f"{GRID} {ATTENTION}"): [
         ("for step in (1, -1))", "for step in (-1, 1))", "shifts go to the rank before"),
     ],
-    ("core/training/step.py", f"{GOLDEN} tests/training/test_trainer.py"): [
+    ("core/training/step.py", f"{GOLDEN} tests/training/test_loss.py"): [
         ('f"{self.config.training.seed}/{step}"', 'f"{self.config.training.seed}"', "every step has one dropout mask"),
         ("self.grid.tp.rank == 0  #", "True  #", "the loss counts once for each tp rank"),
         ("training.lr_decay_iters or training", "training", "--lr-decay-iters does nothing"),

@@ -16,6 +16,7 @@ from megacp.core.distributed.collectives import all_reduce
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.ops.pointwise import keep_mask
 from megacp.core.tensor_parallel.chunked_loss import weighted_loss
+from megacp.core.training.health import Decision, finite_only
 from megacp.core.training.loss import RankReport, agree
 from megacp.core.training.step import ParallelModel, lr_schedule
 from tests.ranks import RankError, grid, run_ranks
@@ -174,6 +175,22 @@ def fail_on_one_rank(rank: int, world_size: int) -> None:
 def test_without_agreement_different_lengths_on_tp_peers_are_noticed_by_the_pool() -> None:
     with pytest.raises(RankError):
         run_ranks(fail_on_one_rank, 2, timeout=5)
+
+
+def test_a_step_is_judged_by_loss_and_norm_and_validation_drops_nothing() -> None:
+    """Would catch a gradient of NaN under a good loss that nobody looks at, and dropout in validation."""
+    batches, seen, losses = step_batches(2, 1), [], []
+
+    def check(loss: float, norm: float) -> Decision:
+        seen.append((loss, norm))
+        return finite_only(loss, norm)
+
+    for dropout in (0.0, 0.5):
+        model = ParallelModel(config_of({"hidden_dropout": dropout}, {}), grid())
+        losses.append(model.evaluate(batches, 7.0))
+        result = model.train(batches, 1, 7.0, check)
+        assert seen[-1] == (result.loss, result.grad_norm) and result.grad_norm > 0
+    assert losses[0] == losses[1] != result.loss
 
 
 def test_every_setting_of_the_learning_rate_reaches_the_schedule() -> None:
