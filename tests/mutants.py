@@ -316,7 +316,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("[: opened + 1] >= need_crops", "[: opened + 1] >= 0", "the second budget does not count"),
     ],
     ("core/data_parallel/full_shard.py", GOLDEN): [
-        ("-(-shape[0] // self.axis.size)", "shape[0] // self.axis.size", "parts of rows that do not divide"),
+        ("* (parameter.numel() // shape[0])", "", "a part's place counts rows, not elements"),
         ("held.parameter.grad = None", "pass", "gradients of the last step stay in full shards"),
     ],
     ("core/optim/sharded.py", DP): [

@@ -94,6 +94,17 @@ def test_a_row_of_packs_knows_its_images_like_the_token_by_token_twin(first: int
         assert len(np.unique(batch.document[batch.span == number])) == 1
 
 
+def test_windows_pool_patches_of_their_own_crops() -> None:
+    """Would catch a second image, or a frame of a video, that pools the patches of the first."""
+    (whole,) = rows_of_ranks([mock_pack(number, RULES) for number in range(6)], 1)
+    assert whole.vision is not None
+    crops, ends = np.append(0, whole.vision.cum_crop_bounds), whole.vision.cum_token_pooling_bounds
+    pooling = whole.vision.pooling
+    unit = np.searchsorted(ends, np.arange(len(pooling)), side="right")[:, None]  # of each window
+    crop = pooling // whole.vision.patches.shape[1]
+    assert len(ends) > 6 and ((pooling < 0) | ((crops[unit] <= crop) & (crop < crops[unit + 1]))).all()
+
+
 def features(batch: PackedBatch) -> np.ndarray:
     """What a model would make of the pixels here, float64 [m]: each window's sum over its patches."""
     assert batch.vision is not None

@@ -121,3 +121,11 @@ def test_longest_first_deals_every_unit_once_and_says_where(images: list[int], r
         loads = [np.bincount(owner, images, ranks) for owner in owners]
         optimum = min(load.max() for load in loads)
         assert max(sum(images[u] for u in part) for part in parts) <= 4 / 3 * optimum
+
+
+def test_longest_first_evens_out_cost_and_then_units() -> None:
+    """Would catch the cheapest first, and units without cost that all go to one rank."""
+    bounds = np.cumsum([1, 1, 1, 1, 4]), np.arange(1, 6)
+    dealt, free = longest_first(*bounds, 2), longest_first(*bounds, 5, np.zeros(5, np.int64))
+    assert [dealt.units(bounds[0], rank).tolist() for rank in range(2)] == [[4], [0, 1, 2, 3]]
+    assert [len(free.units(bounds[0], rank)) for rank in range(5)] == [1] * 5
