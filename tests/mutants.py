@@ -357,7 +357,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/data/geometry.py", "tests/prepare/media/test_geometry.py"): [
         ("(m // 2, m - m // 2)", "(m - m // 2, m // 2)", "the larger half of padding stands first"),
-        ("index[1:, :, :left] = -1", "index[1:, :, :right] = -1", "margins of crops are swapped"),
+        ("index[:-1, :, -right:]", "index[1:, :, -right:]", "a margin is cut at the wrong side"),
         ("grid + rules.patches_per_crop", "grid", "high-resolution windows pool the small crop"),
         ("* np.float32(255) for", "* np.float32(256) for", "pixels are scaled by 256"),
         ("tiling[0] * tiling[1], tiling[0]", "tiling[0] * tiling[1], tiling[1]", "ties go to wide tilings"),

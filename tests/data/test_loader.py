@@ -103,11 +103,12 @@ def test_reading_ahead_changes_nothing(num_threads: int) -> None:
     # catches a state that counts steps made ahead but not handed out
     options = LoaderOptions(2, 8, seed=5, num_threads=num_threads)
     source = Packs(13)
-    with PackedLoader(source, options, DataRank(1, 2)) as loader:
+    with PackedLoader(source, options, DataRank(1, 2), 3) as loader:
         for step in range(6):
-            assert loader.consumed_samples == 8 * step
+            assert loader.consumed_samples == 3 + 8 * step
             batches = loader.next_step()
-            expected = step_batches(source, options, DataRank(1, 2), 8 * step)
+            expected = step_batches(source, options, DataRank(1, 2), 3 + 8 * step)
+            assert ids(expected) == samples(3 + 8 * step, 8, 13, 5).reshape(2, 2, 2)[:, 1].flatten().tolist()
             assert [b.fingerprint() for b in batches] == [b.fingerprint() for b in expected]
             assert sum(b.weight_sum for b in batches) == sum(i % 5 + 1 for i in ids(batches))
 

@@ -71,6 +71,15 @@ def _met(rank: int, world_size: int, values: dict[str, Any]) -> list[tuple[str, 
     return met
 
 
+def _packs(rank: int, world_size: int, dynamic: bool) -> tuple[int, int, int]:
+    rows = step.rows_of(with_values(RunConfig(), {"dynamic_context_parallel": dynamic}), grid(dp=world_size))
+    return rows.packs, rows.axis.size, rows.data_rank.size
+
+
+def test_a_row_of_dynamic_context_parallelism_has_the_packs_of_all_its_ranks() -> None:
+    assert run_ranks(_packs, 2, True) == [(2, 2, 1)] * 2 and run_ranks(_packs, 2, False) == [(1, 1, 2)] * 2
+
+
 def test_ranks_of_split_axes_meet_before_the_first_step() -> None:
     """Would catch NCCL groups that are connected beside messages of a step: ranks could wait for one another."""
     split = {"context_parallel_size": 4, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 2)}

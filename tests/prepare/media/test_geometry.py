@@ -15,6 +15,7 @@ from megacp.core.data.geometry import (
     frame_layout,
     image_layout,
     image_patches,
+    pooling_windows,
 )
 from tests.prepare.media.pictures import TINY, WordTokenizer, noise
 from tests.reference import molmo2_processor as reference
@@ -141,3 +142,8 @@ def test_image_tokens_are_given_found_in_the_tokenizer_or_put_above_it() -> None
     ids = ImageRules(token_ids={"image_start": 60}).with_token_ids(tokenizer).token_ids
     assert (ids["image_patch"], ids["image_end"], ids["image_start"]) == (7, 9, 60)
     assert sorted(ids.values())[3:] == [61, 62, 63, 64, 65] and set(ids) == set(TOKEN_TEXTS)
+
+
+def test_a_grid_that_does_not_divide_is_filled_up_at_its_end() -> None:
+    windows, size = pooling_windows(np.arange(9).reshape(3, 3), (2, 2))
+    assert size == (2, 2) and windows.tolist() == [[0, 1, 3, 4], [2, -1, 5, -1], [6, 7, -1, -1], [8, -1, -1, -1]]
