@@ -360,7 +360,6 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("index[:-1, :, -right:]", "index[1:, :, -right:]", "a margin is cut at the wrong side"),
         ("grid + rules.patches_per_crop", "grid", "high-resolution windows pool the small crop"),
         ("* np.float32(255) for", "* np.float32(256) for", "pixels are scaled by 256"),
-        ("tiling[0] * tiling[1], tiling[0]", "tiling[0] * tiling[1], tiling[1]", "ties go to wide tilings"),
         (".swapaxes(1, 2).reshape(rows * columns", ".reshape(rows * columns", "windows are rows of patches"),
         ("+ np.float32(0.5)) - np.float32(0.5)", "+ np.float32(0.5)) - np.float32(0)", "pixels are half a place off"),
     ],

@@ -13,6 +13,7 @@ from megacp.core.data.geometry import (
     TOKEN_TEXTS,
     ImageRules,
     frame_layout,
+    frame_patches,
     image_layout,
     image_patches,
     pooling_windows,
@@ -147,3 +148,14 @@ def test_image_tokens_are_given_found_in_the_tokenizer_or_put_above_it() -> None
 def test_a_grid_that_does_not_divide_is_filled_up_at_its_end() -> None:
     windows, size = pooling_windows(np.arange(9).reshape(3, 3), (2, 2))
     assert size == (2, 2) and windows.tolist() == [[0, 1, 3, 4], [2, -1, 5, -1], [6, 7, -1, -1], [8, -1, -1, -1]]
+
+
+def test_a_frame_of_the_models_size_keeps_its_pixels_and_their_ends_are_one() -> None:
+    """Would catch pixels that are read half a place beside them, and another scale."""
+    rules = ImageRules(image_size=4, patch_size=2, overlap_margins=(0, 0))
+    pixels = np.arange(0, 240, 5, dtype=np.uint8).reshape(4, 4, 3)
+    pixels[0, 0], pixels[3, 3] = 0, 255
+    patches = frame_patches(pixels, rules)[0]  # [4, 2 * 2 * 3]
+    expected = pixels.reshape(2, 2, 2, 2, 3).swapaxes(1, 2).reshape(4, 12) / 127.5 - 1.0
+    np.testing.assert_allclose(patches, expected, atol=1e-6)
+    assert patches.min() == -1.0 and patches.max() == 1.0
