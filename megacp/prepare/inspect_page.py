@@ -7,7 +7,6 @@ browser nor fetch.
 from __future__ import annotations
 
 import base64
-import dataclasses
 import io
 import itertools
 import os
@@ -68,78 +67,57 @@ def _page(dataset: PackedDataset, index: int, tokenizer: Tokenizer) -> Iterator[
         count = int(row["num_branches"])
         branches = [] if pack.branches is None else pack.branches["start"][branch : branch + count].tolist()
         branch += count
-        document = _PageDocument(pack, number, start, stop, tuple(branches), tokenizer)
         source = f"{manifest.sources[row['source_file']]} @ {row['source_offset']}"
         yield f'<h2>Document {number} <span class="note">{stop - start} tokens, {escape(source)}</span></h2>'
-        yield from document.parts()
+        yield from _parts(pack, number, start, stop, branches, tokenizer)
         if rules is not None and pack.images is not None:
             yield from _figures(pack, number, rules)
     yield "</body></html>\n"
 
 
-@dataclasses.dataclass(frozen=True)
-class _PageDocument:
-    """One document of a pack, tokens start..stop."""
-
-    pack: Pack
-    number: int
-    start: int
-    stop: int
-    branches: tuple[int, ...]
-    tokenizer: Tokenizer
-
-    def parts(self) -> Iterator[str]:
-        """The prefix, then each branch."""
-        cuts = [0, *self.branches, self.stop - self.start]
-        for part, (first, last) in enumerate(itertools.pairwise(cuts)):
-            text = "".join(self._runs(first, last))
-            if part == 0:
-                yield f'<p class="text">{text}</p>'
-            else:
-                yield f'<div class="branch"><h3>Branch {part}, {last - first} tokens</h3>'
-                yield f'<p class="text">{text}</p></div>'
-
-    def _runs(self, first: int, last: int) -> Iterator[str]:
-        """Tokens first..last of the document, in runs of one loss weight; a unit is a box."""
-        tokens = self.pack.tokens[self.start + first : self.start + last]
-        weights = np.ones(len(tokens), np.float32)
-        if self.pack.weights is not None:
-            weights = np.array(self.pack.weights[self.start + first : self.start + last])
-        weights[0] = 0.0  # nothing before it in its part predicts it
-        place = 0
-        for begin, end, name in [*self._units(first, last), (len(tokens), len(tokens), "")]:
-            while place < begin:
-                differs = np.flatnonzero(weights[place:begin] != weights[place])
-                stop = place + int(differs[0]) if len(differs) else begin
-                text = escape(self._decoded(tokens[place:stop]))
-                weight = f'<mark title="weight {float(weights[place]):g}">{text}</mark>'
-                yield weight if weights[place] > 0 else text
-                place = stop
-            if name:
-                yield f'<span class="unit">{name}, {end - begin} tokens</span>'
-            place = max(place, end)
-
-    def _units(self, first: int, last: int) -> list[tuple[int, int, str]]:
-        if self.pack.images is None:
-            return []
-        units = self.pack.images.units
-        here = units[(units["segment"] == self.number) & (units["start"] >= first) & (units["start"] < last)]
-        return [
-            (int(unit["start"]) - first, int(unit["start"] + unit["num_tokens"]) - first, _unit_name(unit))
-            for unit in here
-        ]
-
-    def _decoded(self, tokens: np.ndarray) -> str:
-        """Text; an end of document that has none, as in most tokenizers, becomes a sign."""
-        known, end = tokens[tokens < self.tokenizer.vocab_size], self.tokenizer.eos_id
-        if end is None or self.tokenizer.decode([end]):
-            return self.tokenizer.decode(known)
-        pieces = np.split(known, np.flatnonzero(known == end))
-        return _END.join(self.tokenizer.decode(piece[piece != end]) for piece in pieces)
+def _parts(pack: Pack, number: int, start: int, stop: int, branches: list[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """The prefix of one document, tokens start..stop of a pack, then each of its branches."""
+    for part, (first, last) in enumerate(itertools.pairwise([0, *branches, stop - start])):
+        text = f'<p class="text">{"".join(_runs(pack, number, start, (first, last), tokenizer))}</p>'
+        head = f'<div class="branch"><h3>Branch {part}, {last - first} tokens</h3>'
+        yield f"{head}{text}</div>" if part else text
 
 
-_END = "\u00b6"
-"""Stands for an end of document that has no text."""
+def _runs(pack: Pack, number: int, start: int, part: tuple[int, int], tokenizer: Tokenizer) -> Iterator[str]:
+    """Tokens of a part of the document that begins at `start`, in runs of one loss weight; a unit is a box."""
+    first, last = part
+    tokens = pack.tokens[start + first : start + last]
+    weights = np.ones(len(tokens), np.float32)
+    if pack.weights is not None:
+        weights = np.array(pack.weights[start + first : start + last])
+    weights[0] = 0.0  # nothing before it in its part predicts it
+    boxes = [(len(tokens), len(tokens), "")]
+    if pack.images is not None:
+        units = pack.images.units
+        here = units[(units["segment"] == number) & (units["start"] >= first) & (units["start"] < last)]
+        starts = (here["start"] - first).tolist()
+        named = zip(starts, here["num_tokens"].tolist(), map(_unit_name, here), strict=True)
+        boxes = [*((box, box + count, name) for box, count, name in named), *boxes]
+    begin = 0
+    for box, end, name in boxes:
+        while begin < box:
+            differs = np.flatnonzero(weights[begin:box] != weights[begin])
+            stop = begin + int(differs[0]) if len(differs) else box
+            text = escape(_decoded(tokens[begin:stop], tokenizer))
+            yield f'<mark title="weight {float(weights[begin]):g}">{text}</mark>' if weights[begin] > 0 else text
+            begin = stop
+        if name:
+            yield f'<span class="unit">{name}, {end - box} tokens</span>'
+        begin = max(begin, end)
+
+
+def _decoded(tokens: np.ndarray, tokenizer: Tokenizer) -> str:
+    """Text; an end of document that has none, as in most tokenizers, becomes a sign."""
+    known, end = tokens[tokens < tokenizer.vocab_size], tokenizer.eos_id
+    if end is None or tokenizer.decode([end]):
+        return tokenizer.decode(known)
+    pieces = np.split(known, np.flatnonzero(known == end))
+    return "\u00b6".join(tokenizer.decode(piece[piece != end]) for piece in pieces)
 
 
 def _unit_name(unit: np.void) -> str:
