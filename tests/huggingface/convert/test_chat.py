@@ -141,7 +141,7 @@ def trained(folder: Path, text: bool = False) -> Path:
     values: dict[str, Any] = {**({} if text else MODELS["tiny_vlm"]), "vocab_size": 950 if text else 257}
     values["dtype"] = "float32"
     if not text:
-        values["qk_layernorm"] = True
+        values["qk_layernorm"] = "head"
     saved_on_grid(0, 1, {}, values, str(folder), None if text else TINY.to_dict())
     return folder
 
