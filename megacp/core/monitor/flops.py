@@ -1,14 +1,10 @@
 """Model FLOPs utilisation (PaLM, Chowdhery et al. 2022, appendix B) and peak memory.
 
-The FLOPs come from the planner and count no recomputation. They are held against the vendor's dense peak of known GPUs,
-and of a CPU against a measured matrix product.
+The FLOPs are those of `models/costs.py`, without recomputation. They are held against the dense peaks of known GPUs.
 """
 
 from __future__ import annotations
 
-import functools
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,36 +44,6 @@ def cuda_peak(device: torch.device, dtype: str) -> float | None:
 
     tf32 = dtype == "float32" and torch.get_float32_matmul_precision() != "highest"
     return gpu_peak(torch.cuda.get_device_name(device), "tf32" if tf32 else dtype)
-
-
-@functools.cache
-def cpu_peak(dtype: str) -> float:
-    """FLOP/s of this process's threads: the best of some square matrix products in about 0.3 s, measured once."""
-    import torch
-
-    size, end = 512, time.perf_counter() + 0.3
-    a = torch.ones(size, size, dtype=getattr(torch, dtype))
-    out = torch.mm(a, a)
-    best, now = float("inf"), 0.0
-    while now < end:
-        begin = time.perf_counter()
-        torch.mm(a, a, out=out)
-        now = time.perf_counter()
-        best = min(best, now - begin)
-    return 2 * size**3 / best
-
-
-def cpu_run_peak(one_rank: float, threads: int, places: Sequence[tuple[str, frozenset[int]]]) -> float:
-    """FLOP/s of all ranks of a run together: on each machine, ranks beyond its cores add nothing.
-
-    `one_rank` is a rank's `cpu_peak` with `threads` threads, measured while the other ranks wait. `places` are, for
-    each rank, the name of its machine and the cores that it may use there.
-    """
-    total = 0.0
-    for machine in {name for name, _ in places}:
-        own = [cores for name, cores in places if name == machine]
-        total += one_rank * min(len(own), max(1, len(frozenset[int]().union(*own)) // threads))
-    return total
 
 
 def utilisation(model_flops: float, seconds: float, peak: float | None) -> float | None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import platform
 from collections.abc import Sequence
 
 import torch
@@ -13,10 +11,9 @@ from megacp.core.checkpoint.agree import on_all_ranks
 from megacp.core.config.run import RunConfig, flatten
 from megacp.core.data.blend import PackBlend
 from megacp.core.data.loader import PackSource
-from megacp.core.distributed.collectives import all_gather, barrier, gather_objects
+from megacp.core.distributed.collectives import all_gather
 from megacp.core.distributed.grid import Axis, ProcessGrid
 from megacp.core.models.costs import run_parameters, text_flops, trained_parameters, vision_flops
-from megacp.core.monitor.flops import cpu_peak, cpu_run_peak, cuda_peak
 from megacp.core.monitor.log import LogTargets, RunLog
 from megacp.core.monitor.timers import COMPUTING, WAITING, Breakdown
 from megacp.core.storage.wording import human_count
@@ -118,21 +115,6 @@ def _trained(config: RunConfig) -> str:
     if model.lora_rank:
         pairs = f" in low-rank pairs of rank {model.lora_rank} on {', '.join(model.lora_linears)}"
     return f" ({human_count(trained_parameters(config))} trained{pairs})" if config.frozen_parts else ""
-
-
-def peak_flops(config: RunConfig, grid: ProcessGrid) -> float | None:
-    """FLOP/s of all devices of the run together; on CPU measured by rank 0 while the others wait."""
-    dtype, peak = config.training.dtype, None
-    if grid.device.type == "cuda":
-        one = cuda_peak(grid.device, dtype)
-        peak = one * grid.world.size if one is not None else None
-    else:
-        cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-        places = gather_objects((platform.node(), frozenset(cores)), grid.world)
-        if grid.rank == 0:
-            peak = cpu_run_peak(cpu_peak(dtype), torch.get_num_threads(), places)
-    barrier(grid.world)
-    return peak
 
 
 def breakdown(taken: dict[str, float], world: Axis, device: torch.device) -> Breakdown:

@@ -20,7 +20,7 @@ from megacp.core.distributed.collectives import gather_objects
 from megacp.core.distributed.failure import report_failure
 from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.distributed.launch import trim_heap
-from megacp.core.monitor.flops import peak_bytes, utilisation
+from megacp.core.monitor.flops import cuda_peak, peak_bytes, utilisation
 from megacp.core.monitor.log import StepRecord
 from megacp.core.monitor.timers import EventClock, Pace, Timers
 from megacp.core.monitor.trace import Trace
@@ -28,7 +28,7 @@ from megacp.core.optim.lr_schedule import learning_rate
 from megacp.core.training.health import AnomalyError, Decision, Health, StepNumbers, damaged_tensors, named_packs
 from megacp.core.training.images import image_documents, image_loading, shard_strategies, without_bad_images
 from megacp.core.training.loss import RankReport, StepAgreement, agree
-from megacp.core.training.reporting import blend_figures, breakdown, open_log, opening_lines, peak_flops, row_flops
+from megacp.core.training.reporting import blend_figures, breakdown, open_log, opening_lines, row_flops
 from megacp.core.training.rows import PlannedRow
 from megacp.core.training.saving import Saver
 from megacp.core.training.sources import Sources, first_rows, loader_options
@@ -81,7 +81,8 @@ class Trainer:
         self.images = image_loading(config, grid, self.rows, sources.decoder)
         self.known_strategies: set[str] = set()
         self.leads_replica = grid.tp.rank == self.rows.axis.rank == grid.pp.rank == 0
-        self.peak_flops = peak_flops(config, grid)
+        one = cuda_peak(grid.device, config.training.dtype) if grid.device.type == "cuda" else None
+        self.peak_flops = one * grid.world.size if one is not None else None
 
     def _go_on(self, resumed: Resumed, weights_only: bool) -> None:
         """From a checkpoint; ValueError on all ranks when what was read is not finite on any."""
