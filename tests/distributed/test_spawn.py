@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -67,24 +68,29 @@ def test_one_rank_needs_no_process_group_and_gets_its_threads() -> None:
         assert pool.run(total, 5) == [(0, 2)]
 
 
+def dies(rank: int, world_size: int) -> None:
+    if rank == 1:
+        os._exit(7)
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (fails, r"(?s)rank 1 failed:\nTraceback.*KeyError: 'of rank one'"),
+        (dies, "rank 1 failed:\nthe process died with exit code 7"),
+        (waits, r"(?s)rank 0 did not finish within 3 s.*in waits"),
+    ],
+)
 @pytest.mark.slow
-def test_a_raise_is_reported_and_ends_the_pool() -> None:
+def test_a_rank_that_raises_dies_or_hangs_ends_the_pool_with_its_place(function: Any, told: str) -> None:
     """Would catch a tool that waits for the ranks that wait for the broken one."""
     begin = time.monotonic()
     with RankPool(2) as pool:
         pids = pool.run(pid)
-        with pytest.raises(RankFailure, match=r"(?s)rank 1 failed:\nTraceback.*KeyError: 'of rank one'"):
-            pool.run(fails)
+        assert pool.run(pid) == pids
+        with pytest.raises(RankFailure, match=told):
+            pool.run(function, timeout=3.0)
         for process in pids:
             with pytest.raises(ProcessLookupError):
                 os.kill(process, 0)
     assert time.monotonic() - begin < 30
-
-
-@pytest.mark.slow
-def test_a_hang_is_reported_with_the_place_where_it_hangs() -> None:
-    """Would catch a hang that ends without a word about where."""
-    with RankPool(2) as pool:
-        pool.run(pid)
-        with pytest.raises(RankFailure, match=r"(?s)rank 0 did not finish within 1 s.*in waits"):
-            pool.run(waits, timeout=1.0)

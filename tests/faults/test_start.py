@@ -129,9 +129,9 @@ def test_a_rank_that_never_comes_is_named_by_all_others() -> None:
         ({"RANK": "one"}, "RANK=one"),
         ({"WORLD_SIZE": None}, "WORLD_SIZE=(not set)"),
         ({"RANK": None}, "RANK=(not set)"),
-        ({"MASTER_ADDR": None}, "MASTER_ADDR=''"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT='70000'"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR=,"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT=http"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
     ],
     ids=str,
 )

@@ -24,10 +24,10 @@ _SHOWN = 16
 
 
 def report_failure(error: BaseException, place: str, world: Axis, wait_seconds: float = 5.0) -> str:
-    """Leave this rank's reason for the others; what is known of the failure, in words. Never raises.
+    """Leave this rank's reason for the others; what is known of the failure in words, at `place` (`step 12`).
 
     A RuntimeError may come from a collective that a peer broke: then up to `wait_seconds` are spent to hear from the
-    others, and those that say nothing are named. `place` is for example `step 12`.
+    others, and those that say nothing are named. Never raises.
     """
     mine = f"rank {world.rank} failed in {place}: {type(error).__name__}: {_first_line(error)}"
     if world.size == 1 or not dist.is_initialized():

@@ -54,7 +54,7 @@ class _Gather(_Buffers):
     """The all-gather of a module's parameters; torch waits when it needs them."""
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *unused: Any, **named: Any
     ) -> dist.Work:
         return _Arriving(gather_into(output_tensor, input_tensor, self.axis))
 
@@ -62,14 +62,7 @@ class _Gather(_Buffers):
 class _ReduceScatter(_Buffers):
     """The sum of a module's gradients."""
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: object,
-        async_op: bool = False,
-    ) -> None:
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *unused: Any, **named: Any) -> None:
         reduce_scatter_into(output_tensor, input_tensor, self.axis)
 
 

@@ -159,38 +159,29 @@ class Meeting:
 
 
 def meet(world: World, seconds: float) -> Meeting:
-    """Find the other ranks of this run in its store; no process group is made.
+    """Find the other ranks of this run in its store, that of torchrun's agent or else of rank 0; no group is made.
 
     Raises ValueError with one message for a store that cannot be reached, and for ranks that do not come in `seconds`.
     """
     if world.size == 1:
         return Meeting(world.rank, 1, None, seconds)
-    here = f"rank {world.rank} on {socket.gethostname()}"
-    try:
-        store = within(
-            2 * seconds + _FROZEN_SECONDS,
-            lambda: fresh_store(_open_store(world, seconds), world.rank, world.size, seconds),
-        )
-    except (TimeoutError, dist.DistError) as error:
-        place = " ".join(f"{key}={os.environ.get(key)}" for key in ("MASTER_ADDR", "MASTER_PORT"))
-        why = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"{here} found no store at {place}: {why}; is rank 0 running there, and is the port free for it?"
-        ) from error
-    return Meeting(world.rank, world.size, store, seconds)
-
-
-def _open_store(world: World, seconds: float) -> dist.Store:
-    """The store at MASTER_ADDR:MASTER_PORT: torchrun's agent has it, or else rank 0."""
     host, port = (os.environ.get(key, "") for key in ("MASTER_ADDR", "MASTER_PORT"))
+    place = f"MASTER_ADDR={host}, MASTER_PORT={port}"
     if not host or not (port.isdecimal() and 0 < int(port) < 2**16):
-        raise ValueError(
-            f"environment variables: MASTER_ADDR={host!r}, MASTER_PORT={port!r} (1 to 65535): start with torchrun or "
-            "set them alike everywhere"
-        )
+        raise ValueError(f"environment variables: {place} (1 to 65535): start with torchrun or set them everywhere")
     serves = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     timeout = datetime.timedelta(seconds=max(1.0, seconds))
-    return dist.TCPStore("localhost" if serves else host, int(port), None, serves, timeout, wait_for_workers=False)
+
+    def find() -> dist.Store:
+        server = "localhost" if serves else host
+        store = dist.TCPStore(server, int(port), None, serves, timeout, wait_for_workers=False)
+        return fresh_store(store, world.rank, world.size, seconds)
+
+    try:
+        return Meeting(world.rank, world.size, within(2 * seconds + _FROZEN_SECONDS, find), seconds)
+    except (TimeoutError, dist.DistError) as error:
+        here, why = f"rank {world.rank} on {socket.gethostname()}", str(error).strip().partition("\n")[0]
+        raise ValueError(f"{here} found no store at {place}: {why}; is rank 0 there, is the port free?") from error
 
 
 def fresh_store(store: dist.Store, rank: int, size: int, seconds: float) -> dist.Store:

@@ -69,7 +69,7 @@ def _serve(rank: int, world_size: int, folder: str, threads: int, pipe: Connecti
             pipe.send(answer)
 
 
-class RankPool:
+class RankPool(contextlib.AbstractContextManager):
     """`world_size` processes in one gloo process group (none for one rank), `threads` torch threads each."""
 
     def __init__(self, world_size: int, threads: int = 1) -> None:
@@ -80,8 +80,9 @@ class RankPool:
         self._processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            arguments = (rank, world_size, self._folder, threads, theirs)
-            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, world_size, self._folder, threads, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -106,20 +107,19 @@ class RankPool:
                 failures += self._stacks(list(waiting.values()), timeout) if not failures else []
                 break
             for rank in [rank for pipe, rank in waiting.items() if pipe in ready]:
-                succeeded, answers[rank] = self._answer(rank)
+                try:
+                    succeeded, answers[rank] = self._pipes[rank].recv()
+                except (EOFError, OSError):
+                    self._processes[rank].join(_GRACE)
+                    succeeded, answers[rank] = (
+                        False,
+                        f"the process died with exit code {self._processes[rank].exitcode}",
+                    )
                 failures += [] if succeeded else [f"rank {rank} failed:\n{answers[rank]}"]
         if failures:
             self.close()
             raise RankFailure("\n".join(failures))
         return [answers[rank] for rank in range(len(self._pipes))]
-
-    def _answer(self, rank: int) -> tuple[bool, Any]:
-        try:
-            succeeded, value = self._pipes[rank].recv()
-        except (EOFError, OSError):
-            self._processes[rank].join(_GRACE)
-            return False, f"the process died with exit code {self._processes[rank].exitcode}"
-        return succeeded, value
 
     def _stacks(self, ranks: list[int], timeout: float) -> list[str]:
         """Where ranks are that have not answered."""
@@ -140,9 +140,6 @@ class RankPool:
         for pipe in self._pipes:
             pipe.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def __enter__(self) -> RankPool:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
