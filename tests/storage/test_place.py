@@ -93,7 +93,7 @@ def test_urls_of_this_machine_and_chains_are_refused(text: str) -> None:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(ValueError, match=r"gs://b/c: gs:// needs the package gcsfs: pip install gcsfs"):
+    with pytest.raises(ValueError, match="gs://b/c: .*gcsfs"):
         Url("gs://b/c").info()
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(ValueError, match=r"URLs need the package fsspec: pip install 'megacp\[store\]'"):

@@ -1,7 +1,7 @@
 """Files that other processes may have written, or may be writing: opened, parsed, made, replaced and locked here.
 
-Nothing here waits or grows without a limit. A pipe, a device or a folder under a file's name is refused before it is
-read. A size is compared before the content is read, and a new file never follows a link.
+A pipe, a device or a folder under a file's name is refused before it is read. A size is compared before the content is
+read, and a new file never follows a link.
 """
 
 from __future__ import annotations
@@ -98,20 +98,13 @@ def open_own(path: StrPath, flags: int) -> int:
 
     Raises ValueError where a link, a folder, a pipe or a device stands.
     """
-    try:
-        descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EMLINK):
-            raise ValueError(f"{os.fspath(path)} is a link, which is not written through: remove it") from error
-        if error.errno in (errno.EISDIR, errno.ENXIO):  # a folder, a pipe that nobody reads
-            kind = _kind(os.lstat(path).st_mode)
-            raise ValueError(f"{os.fspath(path)} is {kind}, no regular file: choose another path") from error
-        raise
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(descriptor)
-        raise ValueError(f"{os.fspath(path)} is {_kind(mode)}, no regular file: choose another path")
-    return descriptor
+    with contextlib.suppress(FileNotFoundError):
+        mode = os.lstat(path).st_mode
+        if stat.S_ISLNK(mode):
+            raise ValueError(f"{os.fspath(path)} is a link, which is not written through: remove it")
+        if not stat.S_ISREG(mode):
+            raise ValueError(f"{os.fspath(path)} is {_kind(mode)}, no regular file: choose another path")
+    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
 
 
 def write_new(path: StrPath, data: bytes) -> None:
@@ -218,44 +211,26 @@ def lock(path: StrPath) -> int:
     Raises BlockingIOError when another process holds it, NoLocksError where the file system has no locks, ValueError
     where a link or no regular file stands. The file is never removed: a lock on a file without a name keeps nobody out.
     """
-    while True:
-        descriptor = open_own(path, os.O_RDWR)
-        try:
-            _take_lock(descriptor)
-            if _is_named(descriptor, path):
-                return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)  # it was removed between opening and locking: lock the one that has the name now
-
-
-def _take_lock(descriptor: int) -> None:
+    descriptor = open_own(path, os.O_RDWR)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as taken:  # systems differ in which
+        os.close(descriptor)
         raise BlockingIOError(taken.errno, "another process holds the lock") from taken
     except OSError as error:
+        os.close(descriptor)
         raise NoLocksError(error.errno, error.strerror) from error
+    return descriptor
 
 
 def raise_descriptor_limit() -> int:
     """Let this process open as many files as it may without asking anybody; that number."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (ValueError, OSError):  # a hard limit above what the kernel gives now
-            return soft
-    return hard
-
-
-def _is_named(descriptor: int, path: StrPath) -> bool:
     try:
-        named = os.stat(path, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(named, os.fstat(descriptor))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (ValueError, OSError):  # a hard limit above what the kernel gives now
+        return soft
+    return hard
 
 
 def _refuse_constant(name: str) -> Any:
@@ -263,14 +238,8 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _kind(mode: int) -> str:
-    kinds = {
-        stat.S_IFDIR: "a directory",
-        stat.S_IFIFO: "a named pipe",
-        stat.S_IFCHR: "a device",
-        stat.S_IFBLK: "a device",
-        stat.S_IFSOCK: "a socket",
-    }
-    return kinds.get(stat.S_IFMT(mode), "something else")
+    kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
 
 
 def source_digest() -> str:

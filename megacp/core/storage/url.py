@@ -1,8 +1,7 @@
 """An object in a store, or a folder of them, by its URL: what fsspec can do with it, with retries.
 
-A `Url` is text, as a Path is, so it can be joined, compared, pickled and sent to other ranks. Each call asks the store
-anew, since other machines write there. Credentials and endpoints come from the files and variables that each library
-reads by itself.
+A `Url` is text, as a Path is. Each call asks the store anew, since other machines write there. Credentials and
+endpoints come from the files and variables that each library reads by itself.
 
 A store that is not reached ends as one ValueError that names the object. It is no OSError: a reader of records takes
 those for damage of the file, and would go on behind it.
@@ -22,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -30,20 +29,7 @@ _T = TypeVar("_T")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _CLIMBS = re.compile(r"(^|[/\\])\.\.($|[/\\;])")
 """A step upwards as any server may read it: some take a backslash for a slash, and end a name at a semicolon."""
-_LOCAL = ("file", "local")
-_HTTP = ("http", "https")
-_PACKAGES = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "hf": "huggingface_hub",
-    "http": "aiohttp",
-    "https": "aiohttp",
-    "az": "adlfs",
-    "abfs": "adlfs",
-}
-"""What a user adds for a protocol."""
+_PORTS = {"http": 80, "https": 443}
 _VERSIONS = ("ETag", "etag", "md5Hash", "generation", "blob_id", "LastModified", "last_modified", "mtime", "created")
 """What stores say of an object's content, the surest first."""
 _PART = 64 << 20
@@ -89,14 +75,14 @@ class Url:
         match = _SCHEME.match(self.text)
         if match is None or "::" in self.text:
             raise ValueError(f"{self.text} is no plain URL, such as s3://bucket/key")
-        if match[1] in _LOCAL:
+        if match[1] in ("file", "local"):
             raise ValueError(f"{self.text}: give the path itself, without {match[0]}")
         return match[1]
 
     @property
     def lists(self) -> bool:
         """Whether the store can say what lies in a folder; a web server cannot."""
-        return self.scheme not in _HTTP
+        return self.scheme not in _PORTS
 
     @property
     def name(self) -> str:
@@ -110,17 +96,12 @@ class Url:
         return Url(self.text.rsplit("/", 1)[0])
 
     def lies_in(self, folder: Url) -> bool:
-        """Whether it is `folder`, or below it, as the client reads both; a path that climbs lies nowhere.
+        """Whether it is `folder`, or below it, on the same server; a path that climbs lies nowhere.
 
         ValueError: one of them is no plain URL.
         """
-        (place, path), (other, start) = _parts(self), _parts(folder)
-        names, first = path.split("/"), start.split("/")
-        return (
-            (self.scheme, place) == (folder.scheme, other)
-            and names[: len(first)] == first
-            and _CLIMBS.search(unquote(path)) is None
-        )
+        (place, names), (other, first) = _parts(self), _parts(folder)
+        return place == other and names[: len(first)] == first and _CLIMBS.search("/".join(names)) is None
 
     def resolve(self) -> Url:
         """Itself: there are no links."""
@@ -196,12 +177,7 @@ class Url:
 
     def upload(self, source: Path) -> None:
         """Make or replace the object by the content of a file."""
-
-        def attempt(fs: Any, path: str) -> None:
-            fs.put_file(str(source), path)
-            self._refuse_other_size(fs, path, source.stat().st_size)
-
-        self._do(attempt)
+        self._do(lambda fs, path: fs.put_file(str(source), path))
 
     def stream(self, fill: Callable[[BinaryIO], None]) -> tuple[int, str]:
         """Make or replace the object by what `fill` writes; its size and sha256. A second try calls `fill` again."""
@@ -209,14 +185,9 @@ class Url:
         def attempt(fs: Any, path: str) -> tuple[int, str]:
             with _Written(fs.open(path, "wb", block_size=_PART)) as written:
                 fill(written)  # type: ignore[arg-type]  # `write` is all that is called
-            self._refuse_other_size(fs, path, written.size)
-            return written.size, written.sha256
+            return written.size, written.hash.hexdigest()
 
         return self._do(attempt)
-
-    def _refuse_other_size(self, fs: Any, path: str, size: int) -> None:
-        if (found := int(fs.info(path)["size"])) != size:
-            raise ConnectionError(f"{found} of {size} bytes arrived")
 
     def children(self) -> list[Url]:
         """What lies directly in a folder, sorted; empty where there is no such folder."""
@@ -251,19 +222,14 @@ class Url:
         except FileNotFoundError:
             return []
 
-    def unlink(self) -> None:
-        """Remove an object, if it is there."""
-        self._remove(recursive=False)
+    def unlink(self, recursive: bool = False) -> None:
+        """Remove an object, if it is there; `recursive`: all objects of a folder."""
+        with contextlib.suppress(FileNotFoundError):
+            self._do(lambda fs, path: fs.rm(path, recursive=recursive))
 
     def remove_below(self) -> None:
         """Remove all objects of a folder, if there are any."""
-        self._remove(recursive=True)
-
-    def _remove(self, recursive: bool) -> None:
-        try:
-            self._do(lambda fs, path: fs.rm(path, recursive=recursive))
-        except FileNotFoundError:
-            return
+        self.unlink(recursive=True)
 
     def _do(self, action: Callable[[Any, str], _T], redirects: bool = True) -> _T:
         fs, path = _client(self, redirects)
@@ -296,11 +262,10 @@ def _retried(action: Callable[[], _T], what: str) -> _T:
 def _is_transient(error: BaseException) -> bool:
     """Whether a request may succeed later: not where the server or this program refuses it."""
     cause = error.__cause__
+    answer = getattr(cause, "response", None)  # botocore keeps the status in a table
+    botos = answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
     found = [getattr(one, "status", None) or getattr(one, "code", None) for one in (error, cause)]
-    status = next((one for one in found if isinstance(one, int)), 0)
-    response = getattr(cause, "response", None)  # botocore keeps the status in a table
-    if not status and isinstance(response, dict):
-        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    status = next((one for one in [*found, botos] if isinstance(one, int)), 0)
     if status:
         return status in _TRANSIENT or status >= 500
     return not isinstance(error, FileNotFoundError | PermissionError | ValueError | NotImplementedError | RuntimeError)
@@ -310,17 +275,13 @@ class _Written:
     """A stream into an object, with the size and the hash of what went in; an error leaves no object behind."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream, self._hash, self.size = stream, hashlib.sha256(), 0
+        self._stream, self.hash, self.size = stream, hashlib.sha256(), 0
 
     def write(self, data: bytes | memoryview) -> int:
-        self._hash.update(data)
+        self.hash.update(data)
         self._stream.write(data)
         self.size += len(data)
         return len(data)
-
-    @property
-    def sha256(self) -> str:
-        return self._hash.hexdigest()
 
     def __enter__(self) -> _Written:
         return self
@@ -334,21 +295,13 @@ class _Written:
                 self._stream.closed = True
 
 
-def _parts(url: Url) -> tuple[tuple[object, ...], str]:
-    """Where the store of a URL is, and the path there without a slash at its end; ValueError where it names none."""
-    if url.scheme not in _HTTP:
-        place, slash, path = url.text.partition("://")[2].partition("/")
-        if not place:
-            raise ValueError(f"{url} names no bucket")
-        return (place,), (slash + path).rstrip("/")
-    try:
-        import yarl  # aiohttp reads URLs by it
-    except ImportError as error:
-        raise ValueError(f"{url}: {url.scheme}:// needs the package aiohttp: pip install aiohttp") from error
-    read = yarl.URL(url.text)
-    if not read.host:
-        raise ValueError(f"{url} names no host")
-    return (read.host, read.port, read.user, read.password), read.raw_path.rstrip("/")
+def _parts(url: Url) -> tuple[tuple[object, ...], list[str]]:
+    """Where the store of a URL is, and the names of its path, without escapes; ValueError where it names none."""
+    scheme, read = url.scheme, urlsplit(url.text)
+    if not read.hostname:
+        raise ValueError(f"{url} names no host or bucket")
+    place = (scheme, read.hostname, read.port or _PORTS.get(scheme), read.username, read.password)
+    return place, unquote(read.path).split("/")
 
 
 async def _refuse_redirect(response: Any) -> None:
@@ -371,20 +324,14 @@ def _client(url: Url, redirects: bool) -> tuple[Any, str]:
         limits = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _SILENT_SECONDS}
         options = {"config_kwargs": {**limits, "retries": {"total_max_attempts": 1}}}
     try:
-        if scheme in _HTTP:
-            options = {"client_kwargs": {"timeout": _timeout()}}
-        if scheme in _HTTP and not redirects:
+        if scheme in _PORTS:
+            import aiohttp
+
+            limit = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS)
+            options = {"client_kwargs": {"timeout": limit}}
+        if scheme in _PORTS and not redirects:
             options["client_kwargs"]["raise_for_status"] = _refuse_redirect
             options["allow_redirects"] = False
         return fsspec.core.url_to_fs(url.text, use_listings_cache=False, **options)
     except ImportError as error:
-        package = _PACKAGES.get(scheme)
-        way = f"{scheme}:// needs the package {package}: pip install {package}" if package else str(error)
-        raise ValueError(f"{url}: {way}") from error
-
-
-def _timeout() -> Any:
-    """Of a server that is silent; a large object may take as long as it comes."""
-    import aiohttp
-
-    return aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS)
+        raise ValueError(f"{url}: {scheme}:// needs a package: {error}") from error

@@ -49,7 +49,7 @@ def server() -> Iterator[tuple[str, list[str]]]:
         ("https://images.example/photos/a.png", True),
         ("https://IMAGES.example:443/photos/b/a%20b.png?size=2", True),
         ("https://images.example/photos/a..b.png", True),
-        ("https://images.example/photos/x/%2e%2e/a.png", True),
+        ("https://images.example/photos/x/%2e%2e/a.png", False),
         ("https://images.example/photos/%2e%2e/secret.png", False),
         ("https://images.example/photos/.%2E/secret.png", False),
         ("https://images.example/photos/..%2fsecret.png", False),
