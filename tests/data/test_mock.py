@@ -39,30 +39,6 @@ def test_masks_hold_what_their_names_say() -> None:
     assert spanned == {"image", "mixed"}
 
 
-def test_some_images_share_a_span_and_some_do_not() -> None:
-    """Would catch a mask kind that tests only one of the two image rules."""
-    shared, single = False, False
-    for index in range(60):
-        batch = mock_batch([index], MockRules(50, 64, "mixed"))
-        for number in np.unique(batch.document[batch.document >= 0]):
-            span = np.where(batch.document == number, batch.span, 0)
-            starts = span[np.flatnonzero((span != 0) & (np.concatenate(([0], span[:-1])) != span))]
-            shared |= len(starts) > len(set(starts.tolist()))
-            single |= len(set(starts.tolist())) > 1
-    assert shared and single
-
-
-def test_ragged_packs_differ_in_length_and_weight_and_others_are_full() -> None:
-    """Would catch a parity check whose rows are all alike."""
-    ragged = [mock_batch([i], MockRules(50, 64, ragged=True)) for i in range(20)]
-    full = [mock_batch([i], MockRules(50, 64)) for i in range(20)]
-    assert len({len(batch) for batch in ragged}) > 5
-    assert any((batch.document < 0).any() for batch in ragged)
-    assert {len(batch) for batch in full} == {64}
-    assert set(np.unique(np.concatenate([batch.loss_weights for batch in full]))) == {0.0, 1.0}
-    assert len(np.unique(np.concatenate([batch.loss_weights for batch in ragged]))) > 100
-
-
 def test_the_loader_reads_a_mock_dataset() -> None:
     """Would catch a mock that lacks something the loader needs."""
     dataset = MockDataset(vocab_size=50, seq_length=32, num_packs=10)

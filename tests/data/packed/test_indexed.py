@@ -74,26 +74,6 @@ def test_a_value_that_does_not_fit_the_dtype_is_refused(tmp_path: Path) -> None:
     writer.abandon()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["uint16", "int32", "float32", "uint8"])
-def test_megatron_core_reads_our_files_exactly(tmp_path: Path, dtype: str) -> None:
-    theirs = megatron()
-    rng = np.random.default_rng(0)
-    values = [rng.integers(0, 200, n).astype(dtype) for n in (5, 1, 0, 17, 3)]
-    writer = IndexedWriter(tmp_path / "x", np.dtype(dtype))
-    for i, sequence in enumerate(values):
-        writer.add_sequence(sequence)
-        if i in (1, 4):
-            writer.end_document()
-    writer.close()
-    for mmap in (True, False):
-        dataset = theirs.IndexedDataset(str(tmp_path / "x"), mmap=mmap)
-        assert len(dataset) == 5 and dataset.document_indices.tolist() == [0, 2, 5]
-        for i, sequence in enumerate(values):
-            assert dataset[i].dtype == sequence.dtype and np.array_equal(dataset[i], sequence)
-        assert np.array_equal(dataset.get(3, offset=4, length=6), values[3][4:10])
-
-
 @pytest.mark.parametrize("multimodal", [False, True])
 @pytest.mark.slow
 def test_we_read_files_of_megatron_core_exactly_and_write_the_same_bytes(tmp_path: Path, multimodal: bool) -> None:

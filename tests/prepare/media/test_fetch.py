@@ -124,7 +124,7 @@ def test_escaped_dots_leave_no_image_root_that_is_a_url(tmp_path: Path, server: 
         ("images.example", "begins no URL"),
         ("https://", "names no place"),
         ("https:///photos", "names no host"),
-        ("s3:///photos", "names no bucket"),
+        ("s3:///photos", "names no host or bucket"),
         ("file:///photos", "give the path itself"),
         ("https://user@images.example/", "more than a scheme, a host and a folder"),
         ("https://images.example/get?file=", "more than a scheme, a host and a folder"),
