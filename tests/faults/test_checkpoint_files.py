@@ -81,13 +81,8 @@ def test_readers_beside_a_run_that_keeps_one_checkpoint_find_it_whole_or_say_tha
         while not list(out.glob("step_*/manifest.json")):
             assert time.monotonic() < deadline and job.poll() is None
             time.sleep(0.1)
-        for _ in range(3):
-            for reader in (
-                program(*ask, out),
-                program(*tune, "--load", out),
-                program(*ask, next(out.glob("step_*[0-9]"))),
-            ):
-                assert reader.returncode == 0 or refused(reader, "step_"), reader.stderr
+        for reader in (program(*ask, out), program(*tune, "--load", out)):
+            assert reader.returncode == 0 or refused(reader, "step_"), reader.stderr
         assert job.poll() is None
     finally:
         job.terminate()
