@@ -47,37 +47,22 @@ PUBLISHED = [(LLAMA_3_8B, 8_030_261_248), (QWEN3_0_6B, 596_049_920), (OLMO2_7B, 
 
 @pytest.mark.parametrize(("model", "published"), PUBLISHED)
 def test_known_models_have_their_published_number_of_parameters(model: ModelConfig, published: int) -> None:
-    """Would catch a forgotten norm, a tied weight counted twice, or head width taken from the hidden size."""
     assert costs.model_parameters(model) == published
 
 
-def test_biases_are_counted_where_they_are() -> None:
-    """Would catch a bias that is sharded but counted whole, or the reverse."""
+def test_a_rank_holds_its_part_of_a_layer_and_norms_whole() -> None:
+    """Biases of columns are cut by tp, those of rows are not; tables are padded on each rank."""
+    for model, replicated in ((QWEN3_0_6B, 2 * 1024 + 2 * 128), (OLMO2_7B, 2 * 4096)):
+        assert 8 * (costs.layer_parameters(model, 8) - replicated) == costs.layer_parameters(model) - replicated
     plain = ModelConfig(num_query_groups=2)
     biased = dataclasses.replace(plain, add_qkv_bias=True, add_attention_output_bias=True, add_mlp_bias=True)
     extra = [costs.layer_parameters(biased, tp) - costs.layer_parameters(plain, tp) for tp in (1, 2)]
-    qkv, gate_up, rows = (8 + 2 + 2) * 32, 2 * 768, 256 + 256
-    assert extra == [qkv + gate_up + rows, (qkv + gate_up) // 2 + rows]
-
-
-def test_layers_shrink_with_tp_except_what_every_rank_holds() -> None:
-    """Would catch norms divided by tp."""
-    model = QWEN3_0_6B
-    replicated = 2 * 1024 + 2 * 128
-    assert 8 * (costs.layer_parameters(model, 8) - replicated) == costs.layer_parameters(model) - replicated
-    norms = 2 * 4096
-    assert 8 * (costs.layer_parameters(OLMO2_7B, 8) - norms) == costs.layer_parameters(OLMO2_7B) - norms
-
-
-def test_vocabulary_rows_are_padded_on_each_rank() -> None:
-    """Would catch padding of the whole vocabulary instead of each rank's part."""
-    model = ModelConfig(vocab_size=1001)
-    assert [costs.vocabulary_rows(model, model.vocab_size, tp) for tp in (1, 2, 4, 16)] == [1008, 504, 256, 64]
-    assert costs.vocabulary_rows(ModelConfig(), 0) == 0
+    columns, rows = (8 + 2 + 2) * 32 + 2 * 768, 256 + 256
+    assert extra == [columns + rows, columns // 2 + rows]
+    assert [costs.vocabulary_rows(plain, 1001, tp) for tp in (1, 2, 4, 16)] == [1008, 504, 256, 64]
 
 
 def test_flops_of_a_tiny_layer_equal_the_count_by_hand() -> None:
-    """Would catch a missing factor of two, or key/value heads counted as query heads."""
     model = ModelConfig(
         num_layers=1, hidden_size=8, ffn_hidden_size=16, num_attention_heads=4, num_query_groups=2, vocab_size=10
     )
@@ -90,7 +75,6 @@ def test_flops_of_a_tiny_layer_equal_the_count_by_hand() -> None:
 
 
 def test_long_rows_cost_more_than_six_times_parameters_times_tokens() -> None:
-    """Would catch attention left out of the work of a step."""
     short = costs.model_flops(LLAMA_3_8B, 128, costs.causal_area(128)).training / 128
     long = costs.model_flops(LLAMA_3_8B, 131072, costs.causal_area(131072)).training / 131072
     body = costs.model_parameters(LLAMA_3_8B) - LLAMA_3_8B.vocab_size * LLAMA_3_8B.hidden_size
@@ -99,7 +83,6 @@ def test_long_rows_cost_more_than_six_times_parameters_times_tokens() -> None:
 
 
 def test_the_pipeline_is_cut_by_training_flops() -> None:
-    """Would catch a head that costs nothing."""
     config = RunConfig(model=LLAMA_3_8B, data=DataConfig(seq_length=64))
     layers, first, last = costs.run_stage_costs(config, 1)
     assert len(layers) == 32 and len(set(layers)) == 1
@@ -113,7 +96,7 @@ def test_the_pipeline_is_cut_by_training_flops() -> None:
 def test_low_rank_pairs_of_llama_3_have_the_number_that_peft_prints(
     rank: int, targets: str | None, published: int
 ) -> None:
-    """Would catch a pair cut by the wrong side over tp, frozen weights in the work of a step, pairs left out of it."""
+    """Pairs are cut over tp on one side; frozen weights cost no gradients of their own."""
     model = dataclasses.replace(LLAMA_3_8B, lora_rank=rank, lora_targets=targets)
     config = RunConfig(model=model)
     assert costs.trained_parameters(config) == published

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.storage.wording import human_bytes, human_count
 from megacp.plan.memory import PHASES
@@ -24,7 +22,7 @@ def small(**values) -> RunConfig:
 
 
 def test_eight_ranks_are_shown_in_full() -> None:
-    """Would catch another rank order than tp fastest, pp slowest, and layers on the wrong stage."""
+    """tp varies fastest, pp slowest."""
     text = describe(small(), 8, [[range(0, 3)], [range(3, 4)]])
     lines = [" ".join(line.split()) for line in text.splitlines()]
     for line in [
@@ -45,7 +43,6 @@ def test_eight_ranks_are_shown_in_full() -> None:
 
 
 def test_four_thousand_ranks_fit_on_a_screen() -> None:
-    """Would catch one line per rank."""
     config = small(
         tensor_model_parallel_size=8,
         pipeline_model_parallel_size=64,
@@ -64,21 +61,14 @@ def test_four_thousand_ranks_fit_on_a_screen() -> None:
     assert any(line.startswith("63 63, 127 norm, head ") for line in lines)
 
 
-def test_host_memory_stands_behind_the_total_where_a_run_asks_for_it() -> None:
-    """Would catch host bytes in the device's total, and a column of zeros in every other run."""
+def test_columns_stand_where_a_run_asks_for_them() -> None:
+    """Host memory behind the total; what is gathered under full sharding; the total is the largest phase's."""
     stages = [[range(0, 2)], [range(2, 4)]]
     plain, moved = (describe(small(activation_offload=asked), 8, stages) for asked in (0.0, 0.5))
-    assert "host" not in plain
+    shared = describe(small(context_parallel_size=1, data_parallel_sharding_strategy="optim_grads_params"), 8, stages)
+    assert "host" not in plain and "gathered" not in plain and "gathered" in shared
     (head,) = [line.split() for line in moved.splitlines() if line.startswith("  stage") and "optimizer" in line]
     assert head[-2:] == ["total", "host"]
-
-
-def test_the_total_is_the_largest_phase_which_stands_below_the_terms() -> None:
-    """Would catch phases of another stage than the fullest, and columns of full sharding in a run without it."""
-    stages = [[range(0, 2)], [range(2, 4)]]
-    plain = describe(small(), 8, stages)
-    shared = describe(small(context_parallel_size=1, data_parallel_sharding_strategy="optim_grads_params"), 8, stages)
-    assert "gathered" not in plain and "gathered" in shared
     for text in (plain, shared):
         table, phases = text.split("Memory of one rank")[1].split("\n\n")[:2]
         head, *rows = [line for line in table.splitlines() if line.startswith("  ")]
@@ -89,23 +79,11 @@ def test_the_total_is_the_largest_phase_which_stands_below_the_terms() -> None:
 
 
 def test_an_unknown_vocabulary_is_said() -> None:
-    """Would catch a memory table that silently leaves the embedding out."""
     assert "--vocab-size is 0" in describe(small(vocab_size=0), 8, [[range(0, 3)], [range(3, 4)]])
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (1000, "0.98 KiB"), (999, "999 B"), (1536, "1.50 KiB"), (10240, "10.0 KiB"), (5 << 40, "5.00 TiB")],
-)
-def test_bytes_read_well(count: int, text: str) -> None:
-    """Would catch a switch of units in the wrong place."""
-    assert human_bytes(count) == text
-
-
-@pytest.mark.parametrize(
-    ("count", "unit", "text"),
-    [(7_241_732_096, "", "7.24 G"), (12, "", "12"), (999.6, "", "1.00 k"), (1e15, "FLOP", "1.00 PFLOP")],
-)
-def test_counts_read_well(count: float, unit: str, text: str) -> None:
-    """Would catch "1000" where "1.00 k" belongs."""
-    assert human_count(count, unit) == text
+def test_numbers_read_well() -> None:
+    counts = {0: "0 B", 999: "999 B", 1000: "0.98 KiB", 1536: "1.50 KiB", 10240: "10.0 KiB", 5 << 40: "5.00 TiB"}
+    assert {count: human_bytes(count) for count in counts} == counts
+    shown = {(7_241_732_096, ""): "7.24 G", (12, ""): "12", (999.6, ""): "1.00 k", (1e15, "FLOP"): "1.00 PFLOP"}
+    assert {(count, unit): human_count(count, unit) for count, unit in shown} == shown
