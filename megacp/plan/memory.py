@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from megacp.core.config.run import RunConfig
 from megacp.core.models.costs import (
     connector_parameters,
-    embedding_parameters,
-    head_parameters,
     layer_parameters,
     logit_bytes,
     loss_chunk_tokens,
@@ -63,7 +61,8 @@ def chunk_parts(config: RunConfig, layers: range) -> list[GatheredPart]:
     model, v, tp = config.model, config.vision, config.parallel.tensor_model_parallel_size
     first, last = layers.start == 0, layers.stop == model.num_layers
     shared = first and last and not model.untie_embeddings_and_output_weights
-    table, head = embedding_parameters(model, tp), head_parameters(model, tp)
+    table = vocabulary_rows(model, model.embedding_rows, tp) * model.hidden_size
+    head = (1 + vocabulary_rows(model, model.vocab_size, tp)) * model.hidden_size
 
     frozen, pairs = config.frozen_parts, pair_parameters(model, tp)
 
@@ -173,7 +172,9 @@ def _last_weight(config: RunConfig) -> int:
 
 def _largest_parameter(config: RunConfig) -> int:
     """Elements of the largest weight on one tp rank: gate and up in one, or a table."""
-    return max(2 * _last_weight(config), embedding_parameters(config.model, config.parallel.tensor_model_parallel_size))
+    model = config.model
+    table = vocabulary_rows(model, model.embedding_rows, config.parallel.tensor_model_parallel_size)
+    return max(2 * _last_weight(config), table * model.hidden_size)
 
 
 def _gathered(config: RunConfig, chunks: Sequence[range]) -> tuple[int, int]:

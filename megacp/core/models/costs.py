@@ -1,8 +1,7 @@
-"""Parameters and FLOPs of the decoder, the vision tower and the connector, and what follows from them.
+"""Parameters and FLOPs of decoder, vision tower and connector.
 
-The same few products give the parameter table of the dry run, the cut of the pipeline, the deal of images and the FLOPs
-of the logged utilisation. So they cannot disagree. A multiply-add counts as two FLOPs. `6 x parameters x tokens` would
-forget attention, most of the work of long rows, and count the embedding, which multiplies nothing.
+For the dry run, the cut of the pipeline, the deal of images and the logged utilisation. A multiply-add counts as two
+FLOPs; attention counts, the embedding multiplies nothing.
 """
 
 from __future__ import annotations
@@ -60,19 +59,15 @@ def causal_area(tokens: int) -> int:
     return tokens * (tokens + 1) // 2
 
 
-def attention_weights(model: ModelConfig) -> int:
-    """Weights of the q, k, v and output projections of a layer."""
-    return model.hidden_size * model.head_dim * 2 * (model.num_attention_heads + model.query_groups)
-
-
-def mlp_weights(model: ModelConfig) -> int:
-    """Weights of the gate, up and down projections of a layer."""
-    return 3 * model.hidden_size * model.ffn_hidden_size
+def layer_weights(model: ModelConfig) -> int:
+    """Weights of the linears of a layer."""
+    attention = model.head_dim * 2 * (model.num_attention_heads + model.query_groups)
+    return model.hidden_size * (attention + 3 * model.ffn_hidden_size)
 
 
 def layer_parameters(model: ModelConfig, tp: int = 1) -> int:
     """Parameters of one decoder block on one tp rank: sharded linears, replicated norms and row biases."""
-    sharded = attention_weights(model) + mlp_weights(model)
+    sharded = layer_weights(model)
     sharded += model.add_qkv_bias * model.head_dim * (model.num_attention_heads + 2 * model.query_groups)
     sharded += model.add_mlp_bias * 2 * model.ffn_hidden_size
     replicated = model.hidden_size * (2 + model.add_attention_output_bias + model.add_mlp_bias)
@@ -101,37 +96,20 @@ def vocabulary_rows(model: ModelConfig, rows: int, tp: int = 1) -> int:
     return -(-rows // (tp * VOCABULARY_MULTIPLE)) * VOCABULARY_MULTIPLE
 
 
-def embedding_parameters(model: ModelConfig, tp: int = 1) -> int:
-    """Parameters of the embedding on one tp rank, padded rows included."""
-    return vocabulary_rows(model, model.embedding_rows, tp) * model.hidden_size
-
-
-def head_parameters(model: ModelConfig, tp: int = 1) -> int:
-    """Parameters of the final norm and the head on one tp rank, whether the head's weight is tied or not."""
-    return model.hidden_size + vocabulary_rows(model, model.vocab_size, tp) * model.hidden_size
-
-
 def model_parameters(model: ModelConfig) -> int:
     """Parameters of the whole model as a checkpoint counts them: no padding, a tied weight once."""
     rows = model.embedding_rows + model.untie_embeddings_and_output_weights * model.vocab_size
-    layer = layer_parameters(model) + pair_parameters(model)
-    return model.num_layers * layer + (1 + rows) * model.hidden_size
+    return model.num_layers * (layer_parameters(model) + pair_parameters(model)) + (1 + rows) * model.hidden_size
 
 
 def layer_flops(model: ModelConfig, tokens: int, area: int) -> Flops:
     """One block's forward over `tokens` tokens with `area` allowed (query, key) pairs."""
-    weights = attention_weights(model) + mlp_weights(model)
-    return Flops(2.0 * tokens * weights, 4.0 * area * model.num_attention_heads * model.head_dim)
+    return Flops(2.0 * tokens * layer_weights(model), 4.0 * area * model.num_attention_heads * model.head_dim)
 
 
 def head_flops(model: ModelConfig, tokens: int) -> Flops:
     """The output head's forward."""
     return Flops(2.0 * tokens * model.hidden_size * model.vocab_size, 0.0)
-
-
-def pair_flops(model: ModelConfig, tokens: int) -> Flops:
-    """The forward of all low-rank pairs."""
-    return Flops(2.0 * tokens * model.num_layers * pair_parameters(model), 0.0)
 
 
 def model_flops(model: ModelConfig, tokens: int, area: int) -> Flops:
@@ -147,15 +125,13 @@ def connector_ffn(config: RunConfig) -> int:
 def _block_weights(config: RunConfig) -> int:
     """Weights of the linears of one block of the tower."""
     v = config.vision
-    attention = 4 * v.vision_hidden_size
-    return v.vision_hidden_size * (attention + 2 * v.vision_ffn_hidden_size)
+    return v.vision_hidden_size * (4 * v.vision_hidden_size + 2 * v.vision_ffn_hidden_size)
 
 
 def tower_parameters(config: RunConfig, tp: int = 1) -> int:
     """Parameters of the vision tower on one tp rank; 0 without one."""
     v = config.vision
-    sharded = _block_weights(config) + v.vision_ffn_hidden_size
-    sharded += 3 * v.vision_hidden_size
+    sharded = _block_weights(config) + v.vision_ffn_hidden_size + 3 * v.vision_hidden_size
     block = sharded // tp + 6 * v.vision_hidden_size  # two norms of two tensors, two biases after a sum
     embedding = v.vision_hidden_size * (v.patch_dim + 1 + v.patches_per_crop)
     return v.vision_num_layers * block + embedding if v.vision_num_layers else 0
@@ -163,18 +139,15 @@ def tower_parameters(config: RunConfig, tp: int = 1) -> int:
 
 def _pool_weights(config: RunConfig) -> tuple[int, int]:
     """Weights of the connector that meet a pooled token once, and those that meet each of its patches."""
-    v = config.vision
-    wide, heads = 2 * v.vision_hidden_size, v.vision_hidden_size
-    projector = connector_ffn(config) * (2 * v.vision_hidden_size + config.model.hidden_size)
-    once = wide * heads + heads * v.vision_hidden_size + projector
-    return once, wide * 2 * v.vision_hidden_size
+    width = config.vision.vision_hidden_size
+    projector = connector_ffn(config) * (2 * width + config.model.hidden_size)
+    return 3 * width * width + projector, 4 * width * width
 
 
 def connector_parameters(config: RunConfig, tp: int = 1) -> int:
     """Parameters of the connector on one tp rank; 0 without a tower."""
     v = config.vision
-    biases = 3 * v.vision_hidden_size
-    sharded = sum(_pool_weights(config)) + biases
+    sharded = sum(_pool_weights(config)) + 3 * v.vision_hidden_size
     return sharded // tp + v.vision_hidden_size if v.vision_num_layers else 0
 
 
@@ -186,32 +159,23 @@ def run_parameters(config: RunConfig) -> int:
 def trained_parameters(config: RunConfig) -> int:
     """Those of them that are not frozen."""
     pairs, frozen = config.model.num_layers * pair_parameters(config.model), config.frozen_parts
-    own = {
-        "text": model_parameters(config.model) - pairs,
-        "vision": tower_parameters(config),
-        "connector": connector_parameters(config),
-    }
-    return pairs + sum(count for name, count in own.items() if name not in frozen)
+    text, vision = model_parameters(config.model) - pairs, tower_parameters(config)
+    parts = {"text": text, "vision": vision, "connector": connector_parameters(config)}
+    return pairs + sum(count for name, count in parts.items() if name not in frozen)
 
 
 def crop_flops(config: RunConfig) -> Flops:
     """The tower's forward over one crop."""
     v = config.vision
-    if not v.vision_num_layers:
-        return Flops(0.0, 0.0)
-    patches, heads = v.patches_per_crop, v.vision_hidden_size
+    patches, width = v.patches_per_crop, v.vision_hidden_size
     weights = v.vision_num_layers * _block_weights(config) + v.vision_hidden_size * v.patch_dim
-    return Flops(2.0 * patches * weights, 4.0 * v.vision_num_layers * patches**2 * heads)
+    return Flops(2.0 * patches * weights, 4.0 * v.vision_num_layers * patches**2 * width)
 
 
 def pooled_flops(config: RunConfig, window: int = WINDOW) -> Flops:
     """The connector's forward over one pooled token of `window` patches."""
-    v = config.vision
-    if not v.vision_num_layers:
-        return Flops(0.0, 0.0)
     once, each = _pool_weights(config)
-    heads = v.vision_hidden_size
-    return Flops(2.0 * (once + window * each), 4.0 * window * heads)
+    return Flops(2.0 * (once + window * each), 4.0 * window * config.vision.vision_hidden_size)
 
 
 def vision_flops(config: RunConfig, crops: int, pooled: int, window: int = WINDOW) -> float:
@@ -225,10 +189,10 @@ def vision_flops(config: RunConfig, crops: int, pooled: int, window: int = WINDO
 
 def text_flops(config: RunConfig, tokens: int, area: int) -> float:
     """FLOPs of training of the decoder: a frozen one passes gradients through, low-rank pairs beside it are trained."""
-    flops = model_flops(config.model, tokens, area)
-    return (flops.passing if "text" in config.frozen_parts else flops.training) + pair_flops(
-        config.model, tokens
-    ).training
+    model = config.model
+    flops = model_flops(model, tokens, area)
+    pairs = Flops(2.0 * tokens * model.num_layers * pair_parameters(model), 0.0)
+    return (flops.passing if "text" in config.frozen_parts else flops.training) + pairs.training
 
 
 def planned_images(config: RunConfig) -> tuple[int, int]:
@@ -242,29 +206,25 @@ def planned_images(config: RunConfig) -> tuple[int, int]:
 
 
 def encoders(config: RunConfig, world_size: int) -> tuple[int, int]:
-    """For each pack of a microbatch: packs whose images some ranks encode together, and how many ranks these are.
-
-    With dynamic context parallelism and `--vision-shards replicate` each rank encodes the packs of all dp ranks alone.
-    """
+    """Packs whose images are encoded together, and by how many ranks; replicated ones by each rank alone."""
     p = config.parallel
     replicates = p.vision_shards == "replicate"
     return (packs_in_a_row(config, world_size), 1) if replicates else (1, p.context_parallel_size)
 
 
 def run_stage_costs(config: RunConfig, world_size: int) -> tuple[list[float], float, float]:
-    """Costs that cut a pipeline into stages, for one causal pack: FLOPs of training of each decoder layer, of embedding
-    and vision, and of final norm, head and loss. Text is dealt over cp ranks; vision that is not counts as often more.
+    """Costs of each layer, of embedding and vision, and of head and loss: FLOPs of training on one causal pack.
 
-    The embedding multiplies nothing; it is counted as one operation per element written, forward and backward.
+    Text is dealt over cp; vision that is not counts cp times. The embedding counts an operation per element, both ways.
     """
     model, tokens = config.model, config.data.seq_length
-    parts = (layer_flops(model, tokens, causal_area(tokens)), head_flops(model, tokens))
-    layer, head = (part.passing if "text" in config.frozen_parts else part.training for part in parts)
-    layer += pair_flops(model, tokens).training / model.num_layers
+    head = head_flops(model, tokens)
+    last = head.passing if "text" in config.frozen_parts else head.training
+    layer = (text_flops(config, tokens, causal_area(tokens)) - last) / model.num_layers
     factor, sharers = encoders(config, world_size)
     seeing = vision_flops(config, *planned_images(config)) * factor * config.parallel.context_parallel_size / sharers
     first = 2.0 * tokens * model.hidden_size + seeing
-    return [layer] * model.num_layers, first, head
+    return [layer] * model.num_layers, first, last
 
 
 def tokens_per_rank(config: RunConfig) -> int:
@@ -274,10 +234,7 @@ def tokens_per_rank(config: RunConfig) -> int:
 
 
 def offloaded_blocks(config: RunConfig, chunks: Sequence[range]) -> list[int]:
-    """Blocks of each chunk of a stage that keep on the host what they save, by `--activation-offload`.
-
-    A part of the stage's blocks is rounded up; the chunks share them evenly, earlier ones first.
-    """
+    """Blocks of each chunk of a stage that keep their activations on the host; the part asked for is rounded up."""
     asked, blocks = config.training.activation_offload, sum(map(len, chunks))
     wanted = min(blocks, math.ceil(asked * blocks - 1e-9) if asked < 1 else int(asked))
     counts = []
