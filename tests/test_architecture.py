@@ -32,7 +32,6 @@ GUESTS = ("transformer_engine", "apex")
 EXTRAS = {"transformers", "tokenizers", "sentencepiece", "pyarrow", "PIL", "av", "jinja2", "ray", "fsspec", "s3fs"}
 FILE_SYSTEM_CALLS = {"os.fsync", "os.replace", "os.rename", "fcntl.lockf", "fcntl.flock", "hashlib.file_digest"}
 CALLED_BY_OTHERS = {"readable", "readinto", "seekable", "find_class", "allocate"}
-CALLED_BY_OTHERS |= {"exchanged_rows", "layer_bytes", "gathered_again", "paused"}
 """Methods that classes of Python and torch call."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -383,19 +382,19 @@ def test_rules_let_lawful_code_pass() -> None:
 
 
 LINES = {
-    "megacp": 43_400,
-    "megacp/core": 27_100,
-    "megacp/prepare": 7_800,
-    "megacp/huggingface": 7_020,
-    "megacp/verify": 1_480,
+    "megacp": 34_550,
+    "megacp/core": 19_100,
+    "megacp/prepare": 6_820,
+    "megacp/huggingface": 6_150,
+    "megacp/verify": 1_470,
     "megacp/plan": 800,
-    "bench tools": 2_730,
-    "tests": 42_900,
+    "bench tools": 2_670,
+    "tests": 35_160,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
-REACHED = {"megacp.train": (270, 35_000)}
+REACHED = {"megacp.train": (142, 19_950)}
 """At most so many files and lines that a command's imports reach, those inside functions too."""
-WORDS_OF_DOCS = 19_000
+WORDS_OF_DOCS = 10_500
 FLAGS = 109
 """Of a training run."""
 CIRCLES = 0

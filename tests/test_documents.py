@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tools import rooms
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 MOST_WORDS = 1_000
@@ -51,6 +53,12 @@ def anchors(page: Path) -> set[str]:
 def test_the_readme_can_be_read_in_five_minutes() -> None:
     words = (ROOT / "README.md").read_text(encoding="utf-8").split()
     assert len(words) <= MOST_WORDS
+
+
+def test_the_table_of_rooms_is_as_they_are() -> None:
+    """`make format` writes it."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert page.partition(rooms.BEGIN)[2].partition(rooms.END)[0].strip() == rooms.table()
 
 
 @pages

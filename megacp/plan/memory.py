@@ -47,11 +47,6 @@ class GatheredPart:
     parameters: int
     trained: int
 
-    @property
-    def gathered_again(self) -> bool:
-        """Whether a rank without a pipeline frees it after the forward and gathers it for its backward."""
-        return self.role in ("block", "vision")
-
 
 def chunk_parts(config: RunConfig, layers: range) -> list[GatheredPart]:
     """The parts of the model chunk that holds `layers`, in the order of the forward pass.
