@@ -74,6 +74,7 @@ setup(
     install_requires=[
         "numpy>=1.26",
         "pyyaml>=6",
+        "regex",
         "sentencepiece",
         "tokenizers>=0.20",
         "torch>=2.11",

@@ -309,6 +309,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("older[keep_last - 1 :]", "older[keep_last:]", "one checkpoint more is kept"),
         ("lambda folder: serials[folder], reverse=True", "lambda folder: serials[folder]", "the oldest is the newest"),
     ],
+    ("prepare/tokenize/tokenizer.py", "tests/prepare/test_tokenizer.py"): [
+        (" or _has_newer(text)", "", "new letters are cut by the engine's own tables"),
+    ],
     ("prepare/build/packing.py", "tests/prepare/build/test_packing.py"): [
         ("min(len(available), -(-remaining // each))", "len(available)", "more packs are taken than items are left"),
         ('np.argsort(-lengths, kind="stable")', 'np.argsort(lengths, kind="stable")', "the shortest first"),

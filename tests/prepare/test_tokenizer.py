@@ -20,7 +20,7 @@ sentencepiece = pytest.importorskip("sentencepiece")
 KINDS = ("byte", "sentencepiece", "huggingface", "gpt2")
 SOURCES = [Path(json.__file__), Path(np.__file__)]
 CORPUS = [path.read_text(encoding="utf-8") for path in SOURCES]
-AWKWARD = [*PROBE, "<s> <unk> </s> <0x41>", "<|endoftext|>x<|endoftext|>", "\U000323b0 x"]
+AWKWARD = [*PROBE, "<s> <unk> </s> <0x41>", "<|endoftext|>x<|endoftext|>", "\U000323b0 x", "\U00011de0a1"]
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +129,17 @@ def test_gpt2_ids_are_those_of_the_tokenizers_package(folder: Path) -> None:
     theirs = tokenizers.ByteLevelBPETokenizer(f"{folder}/vocab.json", f"{folder}/merges.txt")
     for text in [*PROBE, *CORPUS]:
         assert ours.encode([text])[0].tolist() == theirs.encode(text).ids
+
+
+def test_a_character_newer_than_some_engine_has_the_ids_of_the_reference(tmp_path: Path) -> None:
+    """U+11DE0 became a digit in Unicode 17: a merge of "1" with its first byte applies where it is known to be one."""
+    first = byte_characters()["\U00011de0".encode()[0]]
+    ids = {token: i for i, token in enumerate([*byte_characters(), f"1{first}"])}
+    (tmp_path / "vocab.json").write_text(json.dumps(ids))
+    (tmp_path / "merges.txt").write_text(f"1 {first}\n")
+    names, text = f"{tmp_path}/vocab.json,{tmp_path}/merges.txt", "1\U00011de0"
+    tokenizer = load_tokenizer(names)
+    assert np.array_equal(tokenizer.encode([text])[0], tokenizer.encode_reference(text))
 
 
 @pytest.mark.slow

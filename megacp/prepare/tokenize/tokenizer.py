@@ -1,8 +1,8 @@
 """Text to token ids and back: one interface over bytes, SentencePiece, tokenizer.json and GPT-2's files, all local.
 
 The fast engine (gigatoken) is used only where its ids equal those of the kind's reference on a probe, when a tokenizer
-is loaded. Text that holds a symbol that the engine cuts otherwise goes to the reference. transformers' AutoTokenizer
-would guess from names and download.
+is loaded. Text that holds a symbol that the engine cuts otherwise, or a character newer than its Unicode tables may be,
+goes to the reference. transformers' AutoTokenizer would guess from names and download.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from __future__ import annotations
 import abc
 import hashlib
 import importlib.util
+import sys
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,24 @@ PROBE = (
     "\x00\x01\x7f\x80 def f(x): return {'a': [1, 2], \"b\": None}  # <tag/> \\n \\u00e9 ___ --- === ...",
     "A" * 300 + "ab" * 100 + "!?" * 60,
 )
+
+
+@cache
+def _newer() -> np.ndarray:
+    """bool [code points]: letters, digits and spaces that `regex` knows and the older tables of Python do not."""
+    import regex
+
+    everything = "".join(map(chr, [*range(0xD800), *range(0xE000, sys.maxunicode + 1)]))
+    newer = [ord(c) for c in regex.findall(r"[\p{L}\p{N}\s]", everything) if unicodedata.category(c) == "Cn"]
+    table = np.zeros(sys.maxunicode + 1, dtype=bool)
+    table[newer] = True
+    return table
+
+
+def _has_newer(text: str) -> bool:
+    """Whether engines with Unicode tables of different age could split a text differently."""
+    return not text.isascii() and bool(_newer()[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")].any())
+
 
 _TEXTS_A_CALL = 64
 """Texts given to the `tokenizers` package at once: it shares them among threads, and holds all about each token."""
@@ -84,8 +105,8 @@ class Tokenizer(abc.ABC):
         try:
             if self._fast is None:
                 return self._encode_references(texts)
-            fast, slow, apart = self._fast.encode, self.encode_reference, self._apart
-            return [slow(text) if any(symbol in text for symbol in apart) else fast(text) for text in texts]
+            fast, slow = self._fast.encode, self.encode_reference
+            return [slow(text) if self._is_apart(text) or _has_newer(text) else fast(text) for text in texts]
         except TypeError as error:  # the word of the packages for a lone surrogate
             raise ValueError(f"a text is not valid Unicode: {error}") from error
 
