@@ -19,7 +19,7 @@ ROOMS += ("megacp/prepare", "megacp/huggingface", "megacp/plan", "megacp/verify"
 def purpose(room: Path) -> str:
     """The first sentence of a room's docstring."""
     init = room / "__init__.py"
-    text = (ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or "") if init.exists() else ""
+    text = (ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or "") if init.exists() else "Commands"
     return " ".join(text.split("\n\n")[0].split()).split(". ")[0].rstrip(".")
 
 
