@@ -211,7 +211,7 @@ def test_checkpoints_of_any_grid_become_equal_files(tied: bool, tmp_path: Path) 
 @pytest.mark.slow
 def test_a_vision_model_of_a_grid_becomes_the_files_of_one_process(tmp_path: Path) -> None:
     values: Values = {**OURS["tiny_vlm"], "vocab_size": 257, "dtype": "float32", "num_query_groups": 4}
-    values["qk_layernorm"] = True
+    values["qk_layernorm"] = "head"
     saved_on_grid(0, 1, {}, values, str(tmp_path / "one"), TINY.to_dict())
     shape, more = {"tp": 2, "pp": 2, "cp": 2}, {"num_virtual_stages_per_pipeline_rank": 2}
     run_ranks(saved_on_grid, 8, shape, {**values, **more}, str(tmp_path / "grid"), TINY.to_dict())

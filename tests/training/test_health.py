@@ -228,7 +228,7 @@ def test_a_run_all_of_whose_images_are_broken_ends(tmp_path: Path) -> None:
         data = broken_images(tmp_path / name, text)
         assert _train(data, tmp_path / name / "out") == FAILED
         step, told = notes(tmp_path / name / "out")[-1]
-        assert step == 2 and "documents with images were left out because an image could not be" in told
+        assert step == 2 and "documents with images were left out: an image could not be decoded" in told
         assert committed(tmp_path / name / "out") == []
 
 
