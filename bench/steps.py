@@ -115,7 +115,7 @@ SIZES: dict[str, Value] = {
     "global_batch_size": 4,
     "dtype": "float32",
 }
-QUICK_SIZES: dict[str, Value] = {**SIZES, "num_layers": 2, "vocab_size": 1024, "seq_length": 256}
+QUICK_SIZES: dict[str, Value] = {**SIZES, "num_layers": 4, "vocab_size": 1024, "seq_length": 256}
 LONG: dict[str, Value] = {"seq_length": 4096, "global_batch_size": 1}
 BASE, BASE_TWO_THREADS = "one process, 1 thread", "one process, 2 threads"
 

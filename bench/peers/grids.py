@@ -74,7 +74,7 @@ _ONE: dict[str, dict[str, Any]] = {"one process": {"microbatch": 1}, "one proces
 PEERS: dict[str, Peer] = {
     "torchtitan": Peer(
         "run_torchtitan.py",
-        ("torchtitan", "transformers", "safetensors"),
+        ("torchtitan", "triton", "transformers", "safetensors"),
         {
             **_ONE,
             "dp 2": {"data": "replicate", "microbatch": 1},
@@ -82,11 +82,11 @@ PEERS: dict[str, Peer] = {
         },
     ),
     "torchtitan FSDP2": Peer(
-        "run_torchtitan.py", ("torchtitan", "transformers", "safetensors"), {"dp 2": {"data": "shard"}}
+        "run_torchtitan.py", ("torchtitan", "triton", "transformers", "safetensors"), {"dp 2": {"data": "shard"}}
     ),
     "torchtitan zero bubble": Peer(
         "run_torchtitan.py",
-        ("torchtitan", "transformers", "safetensors"),
+        ("torchtitan", "triton", "transformers", "safetensors"),
         {"pp 2, zero bubble": {"schedule": "InterleavedZeroBubble"}},
     ),
     "Accelerate": Peer(

@@ -1,8 +1,9 @@
-"""torchtitan 0.2.2's Llama 3 with its own parallelisms, pipeline, loss, clipping and optimizer.
+"""torchtitan 0.3.0's Llama 3 with its own parallelisms, pipeline, loss, clipping and optimizer.
 
 Patched: torchtitan takes CUDA where torch sees no accelerator, so it is told `cpu`. Ring attention gets the CPU's
 kernel (cpu_ring.py). FSDP2 takes plain sums, as gloo has no scaled ones.
-Set: rotary scaling factor 1 (its default stretches frequencies), no checkpointing of activations, fp32 throughout.
+Set: attention is torch's `scaled_dot_product_attention`, as FlexAttention has no backward on CPU; DTensors in place of
+`spmd_types`, which torch 2.13's `fully_shard` does not know. No checkpointing of activations, fp32 throughout.
 The loop is that of its Trainer.train_step; the Trainer itself, its data loader and its metrics are left out.
 """
 
@@ -17,62 +18,79 @@ from transformers import LlamaConfig
 
 torch._utils._get_available_device_type = lambda: "cpu"
 
-from torchtitan.components.loss import IGNORE_INDEX, cross_entropy_loss  # noqa: E402
-from torchtitan.components.optimizer import build_optimizers  # noqa: E402
-from torchtitan.config import JobConfig  # noqa: E402
+from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss  # noqa: E402
+from torchtitan.components.optimizer import default_adamw  # noqa: E402
+from torchtitan.config.configs import CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402
 from torchtitan.distributed import ParallelDims, utils  # noqa: E402
 from torchtitan.distributed.context_parallel import prepare_context_parallel_input  # noqa: E402
-from torchtitan.distributed.pipeline_parallel import pipeline_llm  # noqa: E402
-from torchtitan.models.llama3 import Transformer, TransformerModelArgs, parallelize_llama  # noqa: E402
-from torchtitan.models.llama3.model.args import RoPEScalingArgs  # noqa: E402
-from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter  # noqa: E402
+from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm  # noqa: E402
+from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
+from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config  # noqa: E402
+from torchtitan.models.llama3 import Llama3Model, parallelize_llama, pipeline_llm  # noqa: E402
+from torchtitan.models.llama3.model import Llama3TransformerBlock  # noqa: E402
+from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter  # noqa: E402
 
 DEVICE = torch.device("cpu")
+ANY = {"weight": torch.nn.init.zeros_, "bias": torch.nn.init.zeros_}
+"""Its configs ask for an initialization; the weights of the folder are loaded."""
 
 
-def job(work: Work) -> JobConfig:
-    """The flags of a run."""
-    config, values = JobConfig(), work.adamw
-    config.training.seq_len = work.length
-    config.training.local_batch_size = work.sequences // work.axes["dp"]
-    config.training.mixed_precision_param = config.training.mixed_precision_reduce = "float32"
-    config.parallelism.tensor_parallel_degree = work.axes["tp"]
-    config.parallelism.pipeline_parallel_degree = work.axes["pp"]
-    config.parallelism.context_parallel_degree = work.axes["cp"]
-    config.parallelism.pipeline_parallel_schedule = work.options.get("schedule", "1F1B")
-    config.parallelism.pipeline_parallel_microbatch_size = work.options.get("microbatch", 1)
-    config.activation_checkpoint.mode = "none"
-    config.optimizer.lr, config.optimizer.eps = values["lr"], values["eps"]
-    config.optimizer.beta1, config.optimizer.beta2 = values["beta1"], values["beta2"]
-    config.optimizer.weight_decay = values["weight_decay"]
-    return config
+class Flags:
+    """What of a run's configuration its model reads."""
+
+    def __init__(self, work: Work) -> None:
+        axes, replicated = work.axes, work.options.get("data") == "replicate"
+        self.training = TrainingConfig(
+            seq_len=work.length,
+            local_batch_size=work.sequences // axes["dp"],
+            mixed_precision_param="float32",
+            disable_cuda_graphs=True,
+        )
+        self.parallelism = ParallelismConfig(
+            data_parallel_replicate_degree=axes["dp"] if replicated else 1,
+            data_parallel_shard_degree=1 if replicated else axes["dp"],
+            tensor_parallel_degree=axes["tp"],
+            pipeline_parallel_degree=axes["pp"],
+            context_parallel_degree=axes["cp"],
+            pipeline_parallel_schedule=work.options.get("schedule", "1F1B"),
+            pipeline_parallel_microbatch_size=work.options.get("microbatch", 1),
+            spmd_backend="partial_dtensor",
+        )
 
 
-def unsharded(work: Work) -> tuple[Transformer, TransformerModelArgs]:
-    """The model with the weights of the folder, by torchtitan's own adapter."""
+def config_of(work: Work) -> Llama3Model.Config:
+    """Its configuration of the folder's Llama."""
     theirs = LlamaConfig.from_pretrained(work.weights)
-    args = TransformerModelArgs(
-        dim=theirs.hidden_size,
-        n_layers=theirs.num_hidden_layers,
-        n_heads=theirs.num_attention_heads,
-        n_kv_heads=theirs.num_key_value_heads,
+    dim, heads = theirs.hidden_size, theirs.num_attention_heads
+
+    def norm() -> RMSNorm.Config:
+        return RMSNorm.Config(normalized_shape=dim, eps=theirs.rms_norm_eps, param_init=ANY)
+
+    def block() -> Llama3TransformerBlock.Config:
+        attention = make_gqa_config(
+            dim=dim,
+            n_heads=heads,
+            n_kv_heads=theirs.num_key_value_heads,
+            wqkv_param_init=ANY,
+            wo_param_init=ANY,
+            inner_attention=ScaledDotProductAttention.Config(),
+            rope=ComplexRoPE.Config(
+                dim=dim // heads, max_seq_len=work.length, theta=theirs.rope_parameters["rope_theta"]
+            ),
+        )
+        mlp = make_ffn_config(dim=dim, hidden_dim=theirs.intermediate_size, w1_param_init=ANY, w2w3_param_init=ANY)
+        return Llama3TransformerBlock.Config(
+            attention_norm=norm(), ffn_norm=norm(), attention=attention, feed_forward=mlp
+        )
+
+    return Llama3Model.Config(
+        dim=dim,
         vocab_size=theirs.vocab_size,
-        norm_eps=theirs.rms_norm_eps,
-        rope_theta=theirs.rope_parameters["rope_theta"],
-        rope_scaling_args=RoPEScalingArgs(scaling_factor=1.0),
-        max_seq_len=work.length,
+        tok_embeddings=Embedding.Config(num_embeddings=theirs.vocab_size, embedding_dim=dim, param_init=ANY),
+        norm=norm(),
+        lm_head=Linear.Config(in_features=dim, out_features=theirs.vocab_size, param_init=ANY),
+        layers=[block() for _ in range(theirs.num_hidden_layers)],
     )
-    model = Transformer(args)
-    state = Llama3StateDictAdapter(args, None).from_hf(load_file(work.weights / "model.safetensors"))
-    model.load_state_dict(state, strict=True)
-    return model, args
-
-
-def dims_of(work: Work) -> ParallelDims:
-    """torchtitan's grid; dp is FSDP2's, or DDP's where the cell says `replicate`."""
-    axes, replicated = work.axes, work.options.get("data") == "replicate"
-    replicas, shards = (axes["dp"], 1) if replicated else (1, axes["dp"])
-    return ParallelDims(replicas, shards, axes["cp"], axes["tp"], axes["pp"], ep=1, etp=1, world_size=work.world_size)
 
 
 class Trainer:
@@ -80,40 +98,76 @@ class Trainer:
 
     def __init__(self, work: Work) -> None:
         allow_cpu_kernel()
-        config, self.work, self.dims = job(work), work, dims_of(work)
+        flags, self.work = Flags(work), work
+        self.dims = ParallelDims.from_config(flags.parallelism, work.world_size)
         self.dims.build_mesh()
-        model, args = unsharded(work)
+        utils.set_spmd_backend(flags.parallelism.spmd_backend)
+        config = config_of(work)
+        config.update_from_config(config=flags)
+        model = config.build()
+        state = Llama3StateDictAdapter(config, None).from_hf(load_file(work.weights / "model.safetensors"))
+        model.load_state_dict(state, strict=True)
+        self.loss = CrossEntropyLoss.Config(global_vocab_size=config.vocab_size).build(compile_config=CompileConfig())
+        common = {
+            "parallel_dims": self.dims,
+            "training": flags.training,
+            "parallelism": flags.parallelism,
+            "compile_config": CompileConfig(),
+            "ac_config": None,
+            "dump_folder": "",
+        }
         if self.dims.pp_enabled:
             self.schedule, self.models, self.first, self.last = pipeline_llm(
-                model, self.dims, config, DEVICE, args, parallelize_llama, cross_entropy_loss
+                model,
+                **common,
+                device=DEVICE,
+                model_config=config,
+                parallelize_fn=parallelize_llama,
+                loss_fn=self.loss,
             )
         else:
-            self.models = [parallelize_llama(model, self.dims, config)]
+            self.models = [parallelize_llama(model, **common)]
         for part in self.models:
             part.train()
             plain_sums(part)
-        self.optimizers = build_optimizers(self.models, config.optimizer, self.dims)
-        self.context = utils.get_train_context(self.dims.tp_enabled)
+        values = work.adamw
+        self.optimizers = default_adamw(
+            values["lr"],
+            betas=(values["beta1"], values["beta2"]),
+            eps=values["eps"],
+            weight_decay=values["weight_decay"],
+        ).build(model_parts=self.models)
+        self.context = utils.get_spmd_context(parallel_dims=self.dims)
         self.parameters = [parameter for part in self.models for parameter in part.parameters()]
+
+    def given(self, ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+        """Its post_dataloading_process: positions, and this rank's part of the row."""
+        extra = {"positions": torch.arange(ids.shape[1]).expand(ids.shape)}
+        if self.dims.cp_enabled:
+            return prepare_context_parallel_input(ids, targets, extra, self.dims.get_mesh("cp"), DEVICE)
+        return ids, targets, extra
 
     def by_stages(self, ids: torch.Tensor, targets: torch.Tensor, count: torch.Tensor) -> torch.Tensor | None:
         """Forward and backward of all microbatches; the loss on the last stage."""
         losses: list[torch.Tensor] | None = [] if self.last else None
+        ids, targets, extra = self.given(ids, targets)
         with self.context():
-            given = (ids,) if self.first else ()
-            target = targets if self.last else None
-            self.schedule.step(*given, target=target, losses=losses, return_outputs=False)
-        return torch.stack(losses).sum() / count if losses is not None else None
+            self.schedule.step(
+                *([ids] if self.first else []),
+                **extra,
+                target=targets if self.last else None,
+                losses=losses,
+                loss_kwargs={"global_valid_tokens": count},
+                return_outputs=False,
+            )
+        return torch.stack(losses).sum() if losses is not None else None
 
     def whole(self, ids: torch.Tensor, targets: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
         """Forward and backward of one microbatch; this rank's part of the loss."""
-        extra: dict = {}
-        if self.dims.cp_enabled:
-            mesh = self.dims.get_mesh("cp")
-            ids, targets, extra = prepare_context_parallel_input(ids, targets, extra, mesh, DEVICE)
+        ids, targets, extra = self.given(ids, targets)
         with self.context():
             prediction = self.models[0](ids, **extra)
-            loss = cross_entropy_loss(prediction, targets) / count
+            loss, _ = self.loss(prediction, targets, count)
             del prediction
             loss.backward()
         return loss
@@ -122,9 +176,9 @@ class Trainer:
         """One step."""
         self.optimizers.zero_grad()
         parts = self.work.microbatches(tokens, labels)
-        count = sum((targets != IGNORE_INDEX).sum() for _, targets in parts).float()
+        count = sum((targets != IGNORE_INDEX).sum() for _, targets in parts)
         if self.dims.dp_enabled:
-            count = torch.tensor(utils.dist_sum(count, self.dims.get_mesh("batch")))
+            count = utils.dist_sum_tensor(count, self.dims.get_mesh("batch"))
         if self.dims.pp_enabled:
             losses = [self.by_stages(tokens, labels, count)]
         else:
