@@ -331,8 +331,8 @@ LINES = {
     "megacp/huggingface": 6_150,
     "megacp/verify": 1_470,
     "megacp/plan": 800,
-    "bench tools": 2_670,
-    "tests": 35_160,
+    "bench tools": 2_720,
+    "tests": 35_100,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
 REACHED = {"megacp.train": (142, 19_950)}

@@ -96,7 +96,7 @@ def plain_sums(model: torch.nn.Module) -> None:
 
 
 def peak_bytes() -> int:
-    """The process's high mark, as megacp/core/monitor/memory.py reads it."""
+    """The high mark of this process."""
     lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
