@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from bench.mixed_rows import causal_row, mixed_row
 from bench.report import Goal, Part, Seconds, take_turns, timed
 from megacp.core.context_parallel.attention import select_transport
 from megacp.core.context_parallel.kv_exchange import needed_rows
@@ -24,10 +25,9 @@ from megacp.core.context_parallel.shard import mask_metadata, shard_batch
 from megacp.core.data.batch import PackedBatch
 from megacp.core.distributed.collectives import barrier
 from megacp.core.distributed.grid import Axis, GridShape, build_grid
-from megacp.core.distributed.spawn import RankPool
 from megacp.core.ops.mask import allowed
 from megacp.plan.report import table
-from megacp.verify.mixed_rows import causal_row, mixed_row
+from megacp.verify.spawn import RankPool
 
 HEADS, GROUPS, WIDTH = 8, 4, 64
 DEGREES = (2, 4, 8, 16)

@@ -22,7 +22,6 @@ from megacp.core.data.batch import PackedBatch
 from megacp.core.data.mock import MockDecoder, MockRules
 from megacp.core.distributed.collectives import barrier
 from megacp.core.distributed.grid import ProcessGrid, build_grid
-from megacp.core.distributed.spawn import RankPool
 from megacp.core.models.build import grid_shape
 from megacp.core.monitor.flops import peak_bytes
 from megacp.core.monitor.timers import Phase, unmeasured
@@ -32,6 +31,7 @@ from megacp.core.training.loss import agree
 from megacp.core.training.step import ParallelModel
 from megacp.plan.report import table
 from megacp.verify.parity import microbatches
+from megacp.verify.spawn import RankPool
 
 
 @dataclass(frozen=True)

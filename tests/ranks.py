@@ -1,6 +1,6 @@
 """Run a function on 2, 4 or 8 gloo ranks inside a test, with processes kept alive between tests.
 
-Key property: the pool is the one the tools use (`megacp.core.distributed.spawn`). A raise or a hang in one rank is one
+Key property: the pool is the one the tools use (`megacp.verify.spawn`). A raise or a hang in one rank is one
 failure with that rank's traceback; the next test then gets a fresh pool. Ranks are forked with the tests' modules
 already imported, so a fresh pool costs tenths of a second. Rejected: torchrun per test (5 s and 1.2 GB for 8 ranks).
 """
@@ -20,9 +20,9 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from megacp.core.distributed.spawn import RankFailure as RankError
-from megacp.core.distributed.spawn import RankPool, preloaded
 from megacp.core.large_blocks import BLOCKS, LARGE
+from megacp.verify.spawn import RankFailure as RankError
+from megacp.verify.spawn import RankPool, preloaded
 
 __all__ = ["RankError", "grid", "preload", "run_ranks"]
 
@@ -59,7 +59,7 @@ def _close_all() -> None:
 
 def _guarded(pool: RankPool) -> RankPool:
     """The pool, with a process beside it that outlives this one."""
-    pids = [str(process.pid) for process in pool._processes]
+    pids = [str(process.pid) for process in pool.processes]
     guard = subprocess.Popen(["sh", "-c", _GUARD, "sh", *pids], stdin=subprocess.PIPE, start_new_session=True)
     close = pool.close
 
@@ -73,14 +73,14 @@ def _guarded(pool: RankPool) -> RankPool:
 
 
 def _signal(pool: RankPool, number: signal.Signals) -> None:
-    for process in pool._processes:
+    for process in pool.processes:
         with contextlib.suppress(ProcessLookupError):  # `run` says which rank has died
             os.kill(process.pid or 0, number)
 
 
 def _threads(pool: RankPool) -> int:
     """Threads of the pool's first rank; 0 where the system does not say."""
-    tasks = Path(f"/proc/{pool._processes[0].pid}/task")
+    tasks = Path(f"/proc/{pool.processes[0].pid}/task")
     return len(list(tasks.iterdir())) if tasks.is_dir() else 0
 
 

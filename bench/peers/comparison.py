@@ -29,11 +29,11 @@ from megacp.core.config.run import RunConfig, with_values
 from megacp.core.config.yaml_file import to_yaml
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.grid import GridShape, build_grid
-from megacp.core.distributed.spawn import RankPool
 from megacp.core.storage.wording import human_bytes
 from megacp.core.training.state import RunState
 from megacp.core.training.step import ParallelModel
 from megacp.plan.report import table
+from megacp.verify.spawn import RankPool
 
 OURS = "megacp"
 _IGNORED = -100

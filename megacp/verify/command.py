@@ -5,29 +5,40 @@
     python tools/check_parity.py --config my_run.yaml --nproc 8
 
 Takes every flag and `--config` of megacp.train. A model too large for one process is made small, choices that need a
-GPU are replaced, and each change is told. With `--data-path` the stored packs are used, if they are short enough. Exit
-status: 0 the same within rounding, 1 different, 2 refused with one message, 3 a rank failed.
+GPU are replaced, and each change is told. With `--data-path` the stored packs are used. Exit status: 0 the same within
+rounding, 1 different, 2 refused with one message, 3 a rank failed.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
+from megacp.core.config.blend import shown_path
 from megacp.core.config.cli import given_flags, parse
-from megacp.core.config.parallel import ParallelConfig
-from megacp.core.context_parallel.choose import is_auto
+from megacp.core.context_parallel.choose import resolve_auto
+from megacp.core.data.batch import PackedBatch
+from megacp.core.data.loader import DataRank
 from megacp.core.data.mock import MASKS
-from megacp.core.distributed.spawn import RankFailure, run_ranks
+from megacp.core.distributed.grid import single_axis
 from megacp.core.models.costs import run_parameters
 from megacp.core.storage.wording import human_count
-from megacp.verify.parity import TOLERANCES, StepComparison, chosen_way, compare, train_rank
-from megacp.verify.parity_config import MODELS, ParityRequest, ParitySetup, prepare
+from megacp.core.training.rows import Rows
+from megacp.core.training.sources import open_sources
+from megacp.verify.parity import TOLERANCE, compare, microbatches, train_rank
+from megacp.verify.parity_config import MODELS, ParitySetup, prepare
+from megacp.verify.spawn import RankFailure, run_ranks
 
 REFUSED, FAILED = 2, 3
+
+
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return int(text)
 
 
 def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -36,100 +47,76 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "megacp.train (see its --help) and --config FILE.",
         allow_abbrev=False,
     )
-    parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start here (default: tp x pp x cp)")
+    parser.add_argument("--nproc", type=_count, metavar="N", help="ranks to start here (default: tp x pp x cp)")
     parser.add_argument(
-        "--mask",
-        choices=MASKS,
-        help="attention mask of random packs (default: --attention-mask, mixed for a model with a vision tower)",
+        "--mask", choices=MASKS, help="of random packs (default: --attention-mask; mixed with a vision tower)"
     )
     parser.add_argument(
         "--model", choices=list(MODELS), help="sizes by name (default: tiny_llm, with --config its own)"
     )
-    parser.add_argument("--steps", type=int, default=2, metavar="N", help="optimizer steps to compare (default 2)")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds until a hang is told (600)")
-    own, rest = parser.parse_known_args(argv)
-    for name, least in (("nproc", 1), ("steps", 1), ("timeout", 1)):
-        value = getattr(own, name)
-        if value is not None and value < least:
-            parser.error(f"--{name} {value:g}: must be at least {least}")
-    return own, rest
+    parser.add_argument("--steps", type=_count, default=2, metavar="N", help="optimizer steps to compare (default 2)")
+    parser.add_argument("--timeout", type=_count, default=600, metavar="S", help="seconds until a hang is told (600)")
+    return parser.parse_known_args(argv)
 
 
-def _setup(own: argparse.Namespace, rest: Sequence[str]) -> ParitySetup:
+def setup_of(own: argparse.Namespace, rest: Sequence[str]) -> ParitySetup:
+    """What is to be compared. ValueError names a flag."""
     has_config = any(argument.partition("=")[0] == "--config" for argument in rest)
-    request = ParityRequest(given_flags(rest), has_config, own.model, own.mask, own.nproc)
-    return prepare(parse(rest, prog="megacp-parity"), request)
+    config = parse(rest, prog="megacp-parity")
+    return prepare(config, given_flags(rest), has_config, own.model, own.mask, own.nproc)
 
 
-def _without_auto(setup: ParitySetup, timeout: float) -> ParitySetup:
-    """The setup with transport and layout chosen on this machine, as a run chooses them; told in lines."""
-    if not is_auto(setup.config):
-        return setup
-    config, line = chosen_way(setup.config, setup.rules)
-    print(f"  {line}", flush=True)
-    return dataclasses.replace(setup, config=config)
+def _resolved(setup: ParitySetup) -> ParitySetup:
+    """The setup with `auto` chosen as a run does, for the first rows; told in a line."""
+
+    def rows() -> list[PackedBatch]:
+        packs = open_sources(setup.config)[1] if setup.rules is None else setup.rules
+        return microbatches(
+            setup.config, packs, 1, Rows(single_axis("cp"), DataRank(), setup.config.training.micro_batch_size)
+        )
+
+    config, line = resolve_auto(setup.config, rows)
+    if line is not None:
+        print(f"  {line}", flush=True)
+    return replace(setup, config=config)
 
 
 def _heading(setup: ParitySetup) -> str:
-    p, t, m = setup.config.parallel, setup.config.training, setup.config.model
-    dp, layers = setup.config.data_parallel_size(setup.world_size), setup.config.vision.vision_num_layers
-    tower = f"a vision tower of {layers} layers, " if layers else ""
+    c, p, m = setup.config, setup.config.parallel, setup.config.model
+    packs = f"random packs, mask {setup.rules.mask}" if setup.rules else f"packs of {shown_path(c.data.data_path)}"
     lines = [
-        f"parity of {setup.world_size} ranks = pp {p.pipeline_model_parallel_size} x dp {dp} x "
-        f"cp {p.context_parallel_size} x tp {p.tensor_model_parallel_size} with one process",
-        f"  layout  virtual stages {p.num_virtual_stages_per_pipeline_rank}, schedule {p.pipeline_schedule}, "
-        f"sequence parallel {'on' if p.sequence_parallel else 'off'}, {_context(p)}, "
-        f"recompute {t.recompute_granularity}, sharding {p.data_parallel_sharding_strategy}",
-        f"  model   {setup.model or 'of the config'}: {human_count(run_parameters(setup.config))} parameters, "
-        f"{m.num_layers} layers, {m.num_attention_heads}/{m.query_groups} heads, {tower}{t.dtype}",
-        f"  packs   {t.global_batch_size} a step of up to {setup.config.data.seq_length} tokens, {setup.packs}, "
-        f"seed {t.seed}",
+        f"parity of {setup.world_size} ranks = pp {p.pipeline_model_parallel_size} x "
+        f"dp {c.data_parallel_size(setup.world_size)} x cp {p.context_parallel_size} x "
+        f"tp {p.tensor_model_parallel_size} with one process",
+        f"  {human_count(run_parameters(c))} parameters, {m.num_layers} layers, {m.num_attention_heads}/"
+        f"{m.query_groups} heads, {c.vision.vision_num_layers} vision layers; {p.cp_comm_type}, {p.cp_layout}",
+        f"  {c.training.global_batch_size} rows a step of up to {c.data.seq_length} tokens, {packs}",
     ]
-    return "\n".join([*lines, *(f"  note    {note}" for note in setup.notes)])
-
-
-def _context(p: ParallelConfig) -> str:
-    """Transport and layout in words."""
-    sizes = p.hierarchical_context_parallel_sizes
-    transport = p.cp_comm_type + (f" {sizes[0]} x {sizes[1]}" if sizes else "")
-    return f"{transport}, {p.cp_layout}" + (" over dp x cp" if p.dynamic_context_parallel else "")
-
-
-def _line(c: StepComparison) -> str:
-    return (
-        f"step {c.step}  loss {c.loss:.6f} off by {c.loss_difference:.1e}  grad norm {c.grad_norm:.4f} off by "
-        f"{c.grad_norm_difference:.1e}  gradients {c.gradient.value:.1e} ({c.gradient.name})  "
-        f"updates {c.update.value:.1e} ({c.update.name})  parameters {c.parameter.value:.1e} ({c.parameter.name})"
-    )
+    return "\n".join([*lines, *(f"  note: {note}" for note in setup.notes)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     own, rest = _arguments(sys.argv[1:] if argv is None else argv)
     try:
-        setup = _setup(own, rest)
+        setup = setup_of(own, rest)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return REFUSED
     print(_heading(setup), flush=True)
     begin = time.monotonic()
     try:
-        setup = _without_auto(setup, own.timeout)
-        print(f"  running {own.steps} steps on one process ...", flush=True)
+        setup = _resolved(setup)
         (reference,) = run_ranks(train_rank, 1, setup.reference, setup.rules, own.steps, timeout=own.timeout)
-        print(f"  running them on {setup.world_size} ranks, after {time.monotonic() - begin:.0f} s ...", flush=True)
         ranks = run_ranks(train_rank, setup.world_size, setup.config, setup.rules, own.steps, timeout=own.timeout)
     except RankFailure as error:
         print(f"FAILED: {error}", file=sys.stderr)
         return FAILED
     comparisons = compare(reference, ranks)
-    tolerance = TOLERANCES[setup.config.training.dtype]
-    wrong = [f"step {c.step}: {reason}" for c in comparisons for reason in c.beyond(tolerance)]
-    for comparison in comparisons:
-        print(_line(comparison))
-    kind = f"{tolerance:g} ({setup.config.training.dtype}, relative), {time.monotonic() - begin:.1f} s"
-    if wrong:
-        print("\n".join([f"DIFFERENT: beyond {kind}", *(f"  {reason}" for reason in wrong)]))
-        return 1
-    print(f"THE SAME: within {kind}")
-    return 0
+    for c in comparisons:
+        figures = ", ".join(f"{what} {value:.1e}" for what, value in c.differences.items())
+        print(f"step {c.step}  loss {c.loss:.6f}  grad norm {c.grad_norm:.4f}  off by: {figures}")
+    wrong = [f"  step {c.step}: the {reason}" for c in comparisons for reason in c.beyond()]
+    kind = f"{TOLERANCE:g} (float64, relative), {time.monotonic() - begin:.1f} s"
+    print("\n".join([f"DIFFERENT: beyond {kind}", *wrong]) if wrong else f"THE SAME: within {kind}")
+    return int(bool(wrong))

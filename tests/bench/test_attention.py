@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from bench.attention import AREA_GOALS, area_per_rank, plans_of, remote_rows
+from bench.mixed_rows import mixed_row
 from megacp.core.context_parallel.shard import mask_metadata
 from megacp.core.ops.mask import allowed
-from megacp.verify.mixed_rows import mixed_row
 from tests.reference.packs import random_batch
 
 

@@ -21,7 +21,7 @@ from megacp.core.training.step import ParallelModel
 from megacp.core.training.stopping import FAILED
 from megacp.train import main
 from megacp.verify.parity import microbatches
-from megacp.verify.parity_config import ParityRequest, ParitySetup, prepare
+from megacp.verify.parity_config import ParitySetup, prepare
 from tests.data.datasets import damage
 from tests.faults.sick_run import train_sick
 from tests.prepare.build.builds import run as build
@@ -194,7 +194,7 @@ def test_a_refused_update_changes_nothing(world: int) -> None:
     if world == 4:
         values |= {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     config = with_values(RunConfig(), values)
-    setup = prepare(config, ParityRequest(frozenset(values), model="tiny_llm", world_size=world))
+    setup = prepare(config, frozenset(values), model="tiny_llm", world_size=world)
     assert all(run_ranks(_refused, world, setup))
 
 

@@ -17,7 +17,7 @@ from megacp.core.training.images import image_loading, shard_strategies, without
 from megacp.core.training.loss import agree
 from megacp.core.training.step import ParallelModel
 from megacp.verify.parity import microbatches
-from megacp.verify.parity_config import ParityRequest, ParitySetup, prepare
+from megacp.verify.parity_config import ParitySetup, prepare
 from tests.ranks import grid, run_ranks
 
 
@@ -45,7 +45,7 @@ def setup_of(shape: dict[str, int], world: int) -> ParitySetup:
     values = {f"{flags[axis]}_model_parallel_size": size for axis, size in shape.items() if axis in flags}
     values["context_parallel_size"] = shape.get("cp", 1)
     config = with_values(RunConfig(), {**values, "on_bad_image": "skip", "global_batch_size": 4})
-    return prepare(config, ParityRequest(frozenset(values), model="tiny_vlm", mask="mixed", world_size=world))
+    return prepare(config, frozenset(values), model="tiny_vlm", mask="mixed", world_size=world)
 
 
 def one_step(rank: int, world: int, setup: ParitySetup, shape: dict[str, int], reference: bool) -> tuple[Any, ...]:

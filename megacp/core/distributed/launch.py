@@ -251,6 +251,16 @@ def start(shape: GridShape, timeout_minutes: float = 10.0) -> ProcessGrid:
     return join(meet(world, 60.0 * timeout_minutes), shape, timeout_minutes)
 
 
+def meet_in_file(file: str, rank: int, world_size: int) -> None:
+    """Join a gloo process group of this machine's ranks over a file of their own; one rank needs none.
+
+    Its timeout is beyond all that a tool waits: who started the ranks notices a hang sooner.
+    """
+    if world_size > 1:
+        hours = datetime.timedelta(hours=12)
+        dist.init_process_group("gloo", f"file://{file}", hours, world_size, rank)
+
+
 def stop() -> None:
     """Leave the run in order; without a process group nothing happens."""
     if dist.is_initialized():

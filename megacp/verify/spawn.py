@@ -7,16 +7,13 @@ come from a forkserver that has done all imports. They meet through a file, so n
 from __future__ import annotations
 
 import contextlib
-import datetime
 import faulthandler
 import gc
 import multiprocessing
-import os
 import shutil
 import signal
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -24,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from megacp.core.distributed.launch import steady_heap
+from megacp.core.distributed.launch import meet_in_file, steady_heap
 
 _GRACE = 2.0
-"""Seconds the other ranks get to report their own failure after the first one."""
+"""Seconds the other ranks get to report their own failure after the first one, and a late rank to write its stack."""
 
 
 class RankFailure(RuntimeError):
@@ -49,23 +45,21 @@ def _serve(rank: int, world_size: int, folder: str, threads: int, pipe: Connecti
     """A rank: runs what comes through the pipe until the pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     gc.freeze()  # what was imported before the fork stays: to walk it would copy its pages into this process
-    with open(f"{folder}/stack_{rank}", "w") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        steady_heap()
-        torch.set_num_threads(threads)
-        if world_size > 1:
-            store = dist.FileStore(f"{folder}/store", world_size)
-            hours = datetime.timedelta(hours=12)  # the parent notices a hang sooner
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=hours)
+    steady_heap()
+    torch.set_num_threads(threads)
+    with open(f"{folder}/stack_{rank}", "w") as stack:
+        meet_in_file(f"{folder}/store", rank, world_size)
         while True:
             try:
-                function, args = pipe.recv()
+                function, args, timeout = pipe.recv()
             except EOFError:
                 return
+            faulthandler.dump_traceback_later(timeout, exit=True, file=stack)
             try:
                 answer = (True, function(rank, world_size, *args))
             except BaseException:
                 answer = (False, traceback.format_exc())
+            faulthandler.cancel_dump_traceback_later()
             pipe.send(answer)
 
 
@@ -77,16 +71,14 @@ class RankPool(contextlib.AbstractContextManager):
         context.set_forkserver_preload(preloaded())
         self._folder = tempfile.mkdtemp(prefix="megacp_pool_")
         self._pipes: list[Connection] = []
-        self._processes = []
+        self.processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, world_size, self._folder, threads, theirs), daemon=True
-            )
-            process.start()
+            arguments = (rank, world_size, self._folder, threads, theirs)
+            self.processes.append(context.Process(target=_serve, args=arguments, daemon=True))
+            self.processes[-1].start()
             theirs.close()
             self._pipes.append(ours)
-            self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Any]:
         """Results of `function(rank, world_size, *args)` in rank order.
@@ -96,48 +88,34 @@ class RankPool(contextlib.AbstractContextManager):
         """
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):
-                pipe.send((function, args))
+                pipe.send((function, args, timeout))
+        left: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         answers: dict[int, Any] = {}
         failures: list[str] = []  # the first comes first
-        deadline = time.monotonic() + timeout
-        while waiting := {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}:
-            limit = min(deadline, time.monotonic() + _GRACE) if failures else deadline
-            ready = wait(list(waiting), max(0.0, limit - time.monotonic()))
-            if not ready:
-                failures += self._stacks(list(waiting.values()), timeout) if not failures else []
-                break
-            for rank in [rank for pipe, rank in waiting.items() if pipe in ready]:
+        while left and (ready := wait(list(left), _GRACE if failures else timeout + _GRACE)):
+            for rank in [left.pop(pipe) for pipe in ready]:
                 try:
                     succeeded, answers[rank] = self._pipes[rank].recv()
                 except (EOFError, OSError):
-                    self._processes[rank].join(_GRACE)
-                    succeeded, answers[rank] = (
-                        False,
-                        f"the process died with exit code {self._processes[rank].exitcode}",
-                    )
+                    succeeded, answers[rank] = False, self._last_words(rank, timeout)
                 failures += [] if succeeded else [f"rank {rank} failed:\n{answers[rank]}"]
-        if failures:
+        if left or failures:
             self.close()
-            raise RankFailure("\n".join(failures))
+            raise RankFailure("\n".join(failures or [f"no answer of ranks {[*left.values()]} within {timeout:g} s"]))
         return [answers[rank] for rank in range(len(self._pipes))]
 
-    def _stacks(self, ranks: list[int], timeout: float) -> list[str]:
-        """Where ranks are that have not answered."""
-        for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
-        time.sleep(0.5)  # for the stacks to be written
-        stacks = [Path(self._folder, f"stack_{rank}").read_text() for rank in ranks]
-        shown = zip(ranks, stacks, strict=True)
-        return [f"rank {rank} did not finish within {timeout:g} s; it is at\n{stack}" for rank, stack in shown]
+    def _last_words(self, rank: int, timeout: float) -> str:
+        """Where a rank was that ended itself after `timeout` seconds, or how it died."""
+        self.processes[rank].join(_GRACE)
+        if stack := Path(self._folder, f"stack_{rank}").read_text():
+            return f"it did not finish within {timeout:g} s; it was at\n{stack}"
+        return f"the process died with exit code {self.processes[rank].exitcode}"
 
     def close(self) -> None:
         """End all processes; may be called twice."""
-        for process in self._processes:
+        for process, pipe in zip(self.processes, self._pipes, strict=True):
             process.kill()
-        for process in self._processes:
             process.join()
-        for pipe in self._pipes:
             pipe.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -1,0 +1,76 @@
+"""Rows of images, videos and text in the proportions of a vision-language model's training data.
+
+A row is a function of (tokens, seed). Sizes are those of Molmo2-like models (Deitke et al., 2024): 144 tokens a crop,
+81 a video frame with its time as text in front. Documents take at most a quarter of the row: longer ones are packed
+into longer rows.
+
+    of all documents   made of
+    50 %  image        opening text, one image of 1 to 8 crops, 1 to 8 branches
+    40 %  video        16 to 127 frames (fewer in short rows), text before each, frames see each other, 1 to 3 branches
+    10 %  text         a lognormal number of tokens, median 665, causal
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from megacp.core.data.batch import PackedBatch
+from megacp.core.data.collate import collate
+from megacp.core.data.reader import Pack
+from megacp.core.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE
+
+CROP_TOKENS, FRAME_TOKENS = 144, 81
+Piece = tuple[int, int, bool]
+"""Tokens, branch, whether they are an image: neighbouring tokens of one document that the mask treats alike."""
+
+
+def _branches(rng: np.random.Generator, most: int) -> list[Piece]:
+    return [(int(rng.integers(20, 201)), number, False) for number in range(1, int(rng.integers(1, most + 1)) + 1)]
+
+
+def _document(rng: np.random.Generator, longest: int) -> list[Piece]:
+    """One document of at most about `longest` tokens, unless it is an image with many branches."""
+    kind = rng.random()
+    if kind < 0.5:
+        opening, crops = int(rng.integers(5, 20)), int(rng.integers(1, 9))
+        return [(opening, 0, False), (crops * CROP_TOKENS, 0, True), *_branches(rng, 8)]
+    if kind < 0.9:
+        fit = max(2, longest // (FRAME_TOKENS + 10))
+        pieces: list[Piece] = []
+        for _ in range(int(rng.integers(min(16, fit - 1), min(128, fit)))):
+            pieces += [(int(rng.integers(4, 10)), 0, False), (FRAME_TOKENS, 0, True)]
+        return pieces + _branches(rng, 3)
+    return [(int(np.clip(rng.lognormal(6.5, 1.0), 32, max(32, min(16_000, longest)))), 0, False)]
+
+
+def mixed_row(tokens: int, seed: int = 0) -> PackedBatch:
+    """A row of `tokens` tokens, all with id 0; its last document is cut at the end."""
+    rng = np.random.default_rng(seed)
+    columns: list[tuple[int, int, int, int]] = []  # tokens, document, branch, span of each piece
+    number = 0
+    while sum(column[0] for column in columns) < tokens:
+        pieces = _document(rng, tokens // 4)
+        columns += [(length, number, branch, number + 1 if is_image else 0) for length, branch, is_image in pieces]
+        number += 1
+    length, document, branch, span = np.array(columns).T  # [pieces] each
+    length = np.diff(np.minimum(np.cumsum(length), tokens), prepend=0)
+    true = np.bincount(document, length).astype(np.int64)  # [documents]
+    start = np.cumsum(length) - length - (np.cumsum(true) - true)[document]  # of a piece within its document
+    segments = np.zeros(len(true), SEGMENT_DTYPE)
+    segments["true_length"] = segments["padded_length"] = true
+    segments["prefix_length"] = np.bincount(document, length * (branch == 0))
+    answers = (branch > 0) & (length > 0)
+    segments["num_branches"] = np.bincount(document, answers)
+    branches = np.zeros(np.count_nonzero(answers), BRANCH_DTYPE)
+    branches["start"], branches["length"] = start[answers], length[answers]
+    batch = collate([Pack(seed, np.zeros(tokens, np.int64), None, segments, branches if len(branches) else None)])
+    return dataclasses.replace(batch, span=np.repeat(span, length).astype(np.int32))
+
+
+def causal_row(tokens: int) -> PackedBatch:
+    """One document of text that fills the row."""
+    segments = np.zeros(1, SEGMENT_DTYPE)
+    segments["true_length"] = segments["padded_length"] = segments["prefix_length"] = tokens
+    return collate([Pack(0, np.zeros(tokens, np.int64), None, segments, None)])
