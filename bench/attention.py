@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.mixed_rows import causal_row, mixed_row
+from bench.mixed_rows import mixed_row
 from bench.report import Goal, Part, Seconds, take_turns, timed
 from megacp.core.context_parallel.attention import select_transport
 from megacp.core.context_parallel.kv_exchange import needed_rows
@@ -23,6 +23,7 @@ from megacp.core.context_parallel.layout import LAYOUTS, select_layout
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import mask_metadata, shard_batch
 from megacp.core.data.batch import PackedBatch
+from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.collectives import barrier
 from megacp.core.distributed.grid import Axis, GridShape, build_grid
 from megacp.core.ops.mask import allowed
@@ -61,7 +62,7 @@ def layout_part(quick: bool) -> Part:
     """Largest over mean attention area, and the share of other ranks' rows that must travel, for every layout."""
     lengths, seeds = (QUICK_LENGTHS, 2) if quick else (LENGTHS, 5)
     packs = {f"mixed {tokens:,}": [mixed_row(tokens, seed) for seed in range(seeds)] for tokens in lengths}
-    packs[f"causal {lengths[0]:,}"] = [causal_row(lengths[0])]
+    packs[f"causal {lengths[0]:,}"] = [mock_batch([0], MockRules(64, lengths[0], "causal"))]
     entries, goals = [], []
     lines = [["area largest / mean, remote rows needed", *LAYOUTS]]
     for name, rows in packs.items():

@@ -1,13 +1,8 @@
 """Rows of images, videos and text in the proportions of a vision-language model's training data.
 
-A row is a function of (tokens, seed). Sizes are those of Molmo2-like models (Deitke et al., 2024): 144 tokens a crop,
-81 a video frame with its time as text in front. Documents take at most a quarter of the row: longer ones are packed
-into longer rows.
-
-    of all documents   made of
-    50 %  image        opening text, one image of 1 to 8 crops, 1 to 8 branches
-    40 %  video        16 to 127 frames (fewer in short rows), text before each, frames see each other, 1 to 3 branches
-    10 %  text         a lognormal number of tokens, median 665, causal
+Half of its documents are an image with branches, four in ten a video, the rest text. A row is a function of (tokens,
+seed). Sizes are those of Molmo2-like models (Deitke et al., 2024): 144 tokens a crop, 81 a video frame with its time as
+text in front. Documents take at most a quarter of the row: longer ones are packed into longer rows.
 """
 
 from __future__ import annotations
@@ -67,10 +62,3 @@ def mixed_row(tokens: int, seed: int = 0) -> PackedBatch:
     branches["start"], branches["length"] = start[answers], length[answers]
     batch = collate([Pack(seed, np.zeros(tokens, np.int64), None, segments, branches if len(branches) else None)])
     return dataclasses.replace(batch, span=np.repeat(span, length).astype(np.int32))
-
-
-def causal_row(tokens: int) -> PackedBatch:
-    """One document of text that fills the row."""
-    segments = np.zeros(1, SEGMENT_DTYPE)
-    segments["true_length"] = segments["padded_length"] = segments["prefix_length"] = tokens
-    return collate([Pack(0, np.zeros(tokens, np.int64), None, segments, None)])

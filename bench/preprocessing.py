@@ -8,29 +8,29 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
+import math
 import resource
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import megacp
 from bench.report import Part, Seconds, take_turns, timed
-from bench.synthetic import write_text
 from megacp.plan.report import table
 
 WORKERS = (1, 2)
-SAME_ENGINE, ANY_ENGINE = "ours, the library's engine", "ours"
 OURS: dict[str, tuple[str, ...]] = {
     "ours, bytes": ("--tokenizer", "byte"),
-    ANY_ENGINE: (),
-    SAME_ENGINE: ("--tokenizer-engine", "reference"),
+    "ours": (),
+    "ours, the library's engine": ("--tokenizer-engine", "reference"),
 }
 """Ways to build a dataset of text, and their flags; a `tokenizer.json` where they name no tokenizer."""
-PLAIN, BATCHED = "Megatron's loop", "Megatron's loop, 64 texts a call"
-MEGATRON = {PLAIN: 1, BATCHED: 64}
+MEGATRON = {"Megatron's loop": 1, "Megatron's loop, 64 texts a call": 64}
 """Texts that the tokenizer is given at once."""
 PEER = Path(__file__).parents[1] / "tools" / "peers" / "preprocess_megatron.py"
 
@@ -41,7 +41,7 @@ def text_part(quick: bool) -> Part:
 
     with tempfile.TemporaryDirectory(prefix="megacp_bench_") as name:
         folder = Path(name)
-        size, texts = write_text(folder / "text.jsonl", 2.0 if quick else 120.0)
+        size, texts = _write_text(folder / "text.jsonl", 2.0 if quick else 120.0)
         bpe = Tokenizer(models.BPE())
         bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         trainer = trainers.BpeTrainer(
@@ -53,7 +53,7 @@ def text_part(quick: bool) -> Part:
         bpe.train_from_iterator(texts[:100], trainer)
         bpe.save(str(folder / "tokenizer.json"))
         files = folder / "text.jsonl", folder / "tokenizer.json"
-        ways = {_way(name, n): _build_text(files, n, flags) for name, flags in OURS.items() for n in WORKERS}
+        ways = {_way(name, n): _ours(files, n, flags) for name, flags in OURS.items() for n in WORKERS}
         if importlib.util.find_spec("megatron"):
             ways |= {_way(name, n): _megatron(files, n, batch) for name, batch in MEGATRON.items() for n in WORKERS}
         seconds = take_turns(ways, rounds=1 if quick else 2)
@@ -65,24 +65,34 @@ def text_part(quick: bool) -> Part:
     return Part({"preprocess": found}, table=table(rows))
 
 
+def _write_text(path: Path, megabytes: float) -> tuple[int, list[str]]:
+    """The standard library's sources as JSONL, over and over up to the size; bytes of text and the first texts."""
+    texts, size = [], 0
+    for source in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
+        text = "" if "site-packages" in source.parts else source.read_text(encoding="utf-8", errors="ignore")
+        if text.strip():
+            texts.append(text)
+            size += len(text.encode())
+        if size > megabytes * 1e6:
+            break
+    copies = max(1, math.ceil(megabytes * 1e6 / size))
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts) * copies, encoding="utf-8")
+    return size * copies, texts
+
+
 def _way(name: str, workers: int) -> str:
     return f"{name}, {workers} workers"
 
 
-def _build_text(files: tuple[Path, Path], workers: int, flags: Sequence[str]) -> Callable[[], Seconds]:
-    """A call that builds a dataset of text; `files` are the records and a `tokenizer.json`."""
+def _ours(files: tuple[Path, Path], workers: int, flags: Sequence[str]) -> Callable[[], Seconds]:
+    """A call that builds a dataset of text; its processor time is that of all its processes."""
     flags = flags if "--tokenizer" in flags else ("--tokenizer", str(files[1]), *flags)
-    return _build(files[0], workers, *flags, "--seq-length", 1024, "--oversize", "split")
-
-
-def _build(records: Path, workers: int, *flags: object) -> Callable[[], Seconds]:
-    """A call that builds a dataset of the records beside them; its processor time is that of all its processes."""
 
     def build() -> Seconds:
-        output = tempfile.mkdtemp(dir=records.parent) + "/built"
+        output = tempfile.mkdtemp(dir=files[0].parent) + "/built"
         program = "import sys; from megacp.prepare.command import main; sys.exit(main())"
-        command = [sys.executable, "-c", program, "build", "--input", records, "--output", output]
-        return _run([*command, "--workers", workers, *flags])[1]
+        command = [sys.executable, "-c", program, "build", "--input", files[0], "--output", output]
+        return _run([*command, "--workers", workers, *flags, "--seq-length", 1024, "--oversize", "split"])[1]
 
     return build
 

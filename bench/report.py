@@ -22,27 +22,23 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Goal:
-    """One figure beside its limit. A figure that is not defined neither meets nor misses it."""
+    """One figure beside its limit."""
 
     name: str
-    value: float | None
+    value: float
     limit: float
     relation: str = "<="
-    """Of value to limit: <=, >= or =."""
+    """Of value to limit: <= or >=."""
 
     @property
-    def met(self) -> bool | None:
+    def met(self) -> bool:
         """Whether the figure keeps its limit."""
-        if self.value is None:
-            return None
-        kept = {"<=": self.value <= self.limit, ">=": self.value >= self.limit, "=": self.value == self.limit}
-        return kept[self.relation]
+        return self.value <= self.limit if self.relation == "<=" else self.value >= self.limit
 
     def line(self) -> str:
         """As text."""
-        value = "-" if self.value is None else f"{self.value:.3f}"
-        word = {None: "not defined", True: "met", False: "MISSED"}[self.met]
-        return f"  {self.name:<84}{value:>8}  goal {self.relation:>2} {self.limit:<5g} {word}"
+        word = "met" if self.met else "MISSED"
+        return f"  {self.name:<84}{self.value:>8.3f}  goal {self.relation:>2} {self.limit:<5g} {word}"
 
 
 @dataclass(frozen=True)
@@ -105,8 +101,8 @@ def run_parts(parts: Mapping[str, Callable[[], Part]], arguments: argparse.Names
         goals += part.goals
         lines = [f"\n{name}", part.table, *(goal.line() for goal in part.goals)]
         print("\n".join(line for line in lines if line), flush=True)
-    if defined := [goal for goal in goals if goal.met is not None]:
-        print(f"\n{sum(bool(goal.met) for goal in defined)} of {len(defined)} goals met")
+    if goals:
+        print(f"\n{sum(goal.met for goal in goals)} of {len(goals)} goals met")
     result["goals"] = [{**dataclasses.asdict(goal), "met": goal.met} for goal in goals]
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

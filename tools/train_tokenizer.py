@@ -15,17 +15,10 @@ from megacp.core.config.arguments import OneLineParser
 from megacp.prepare.records.record import Accepted
 from megacp.prepare.train_tokenizer import RECORD_SUFFIXES, train
 
-EXAMPLES = """examples:
-  tools/train_tokenizer.py --input corpus.jsonl --output tokenizer.json --vocab-size 4096
-  tools/train_tokenizer.py --input a.txt b.txt --output small.model --vocab-size 8000 --max-mib 64
-"""
-
 
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
-        description="Train a tokenizer. The suffix of --output says which: .json byte-level BPE, .model SentencePiece.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Train a tokenizer. The suffix of --output says which: .json byte-level BPE, .model SentencePiece."
     )
     parser.add_argument(
         "--input", nargs="+", required=True, metavar="F", help=f"records ({', '.join(RECORD_SUFFIXES)}), or plain text"

@@ -1,7 +1,6 @@
 """Our steps and those of other trainers by turns, on the same weights and tokens: speed, losses, memory.
 
-Key property: on each grid all trainers are alive at once and take turns, one step each. A slow minute of the machine
-slows all of them, and ratios are of one run.
+On each grid all trainers are alive at once and take turns, one step each: a slow minute of the machine slows all.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.peers.grids import GRIDS, Grid, Peer, sizes
+from bench.peers.grids import GRIDS, Peer, sizes
 from bench.peers.processes import PeerFailure, PeerRanks, PeerStep
 from bench.report import Goal, Part
 from bench.steps import CP, PP, TP, StepMeasure, measure_rank
@@ -55,12 +54,10 @@ ToHuggingFace = Callable[[Path, Path], None]
 
 @dataclass(frozen=True)
 class Opponents:
-    """Where peers are found."""
+    """Peers, the interpreter in which they are installed, and the folder with their scripts."""
 
     python: str
-    """The interpreter in which they are installed."""
     scripts: Path
-    """The folder with their scripts."""
     peers: Mapping[str, Peer]
 
 
@@ -69,12 +66,6 @@ def versions(python: str, names: Sequence[str]) -> dict[str, str | None]:
     done = subprocess.run([python, "-c", _PROBE, *names], capture_output=True, text=True, check=True, timeout=120)
     found: dict[str, str | None] = json.loads(done.stdout)
     return found
-
-
-def absent(peer: Peer, found: Mapping[str, str | None]) -> str | None:
-    """Why a peer cannot run here, or None."""
-    missing = [name for name in peer.needs if found.get(name) is None]
-    return f"not installed: {', '.join(missing)}" if missing else None
 
 
 def save_rank(rank: int, world_size: int, config: RunConfig, folder: Path) -> None:
@@ -242,9 +233,9 @@ def peers_part(
     """Every grid in turn, all trainers on it by turns."""
     names = sorted({name for peer in opponents.peers.values() for name in peer.needs} | {"torch"})
     there = versions(opponents.python, names)
-    reasons = {name: absent(peer, there) for name, peer in opponents.peers.items()}
-    installed = [name for name, reason in reasons.items() if reason is None]
-    lines = [f"{name} is absent, {reason}" for name, reason in reasons.items() if reason is not None]
+    missing = {name: [need for need in peer.needs if there[need] is None] for name, peer in opponents.peers.items()}
+    installed = [name for name, needs in missing.items() if not needs]
+    lines = [f"{name} is absent, not installed: {', '.join(needs)}" for name, needs in missing.items() if needs]
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for name in grids:
         column = Column(name, quick, rounds, opponents, to_hf)
@@ -253,16 +244,13 @@ def peers_part(
         lines += [f"{name}: {trainer} failed, {reason}" for trainer, reason in column.failures.items()]
         lines += [f"{name}: {words}" for words in other_losses(found[name], 4)]
     shown = ", ".join(f"{name} {version}" for name, version in there.items() if version is not None)
-    goals = [_goal(name, GRIDS[name], rows) for name, rows in found.items()]
+    goals = []
+    for name, rows in found.items():
+        limit, ratio = GRIDS[name].goal, over_best(rows)
+        if limit is not None and ratio is not None:
+            goals.append(Goal(f"{name}: our tokens/s over those of {ratio[1]}, the best peer", ratio[0], limit, ">="))
     return Part(
         {"peers": found, "versions": there, "peer_notes": lines},
-        [goal for goal in goals if goal is not None],
+        goals,
         "\n".join([f"medians of {rounds} rounds; {shown}", speed_table(found), *lines]),
     )
-
-
-def _goal(name: str, grid: Grid, rows: Mapping[str, Mapping[str, Any]]) -> Goal | None:
-    ratio = over_best(rows)
-    if grid.goal is None or ratio is None:
-        return None
-    return Goal(f"{name}: our tokens/s over those of {ratio[1]}, the best peer", ratio[0], grid.goal, ">=")

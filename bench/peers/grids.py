@@ -1,7 +1,6 @@
 """What is compared: grids with their sizes, and which peer can train on which of them.
 
-Key property: a peer is a row. Its cells are the options that its script takes on a grid; a grid without a cell is one
-that the peer cannot do, and is left out.
+A peer's cells are the options that its script takes on a grid; a grid without a cell is one that it cannot do.
 """
 
 from __future__ import annotations

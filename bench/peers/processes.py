@@ -1,8 +1,7 @@
 """Ranks of another trainer: processes in its own interpreter, kept alive, one training step a line.
 
-Key property: a rank that dies, raises or hangs ends the peer with one `PeerFailure`, which holds what it printed; no
-process outlives the peer. Rejected: torchrun, whose ranks could not take turns with ours. The environment of a rank is
-set by `env`, so nothing of ours reads or writes one.
+A rank that dies, raises or hangs ends the peer with one `PeerFailure`, which holds what it printed; no process outlives
+the peer. The environment of a rank is set by `env`, so nothing of ours reads or writes one.
 """
 
 from __future__ import annotations

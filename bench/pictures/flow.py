@@ -8,9 +8,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from bench.pictures import style
-from bench.pictures.example import DealtRow, dealt
+from bench.pictures.example import NAMES, DealtRow, dealt
 from bench.pictures.masks import draw_mask
-from megacp.core.context_parallel.layout import document_bounds
 
 _DOCUMENTS = (style.GREY, style.SKY, style.VERMILION, style.INK)
 """Colours of the row's documents."""
@@ -93,16 +92,14 @@ def draw_flow() -> Figure:
     draw_mask(mask, row, edge=0.4)
     _draw_ranks(axes, row)
     _draw_loss(axes)
-    _draw_legend(axes, row)
+    _draw_legend(axes)
     return figure
 
 
-def _draw_legend(axes: Axes, row: DealtRow) -> None:
+def _draw_legend(axes: Axes) -> None:
     """Which colour is which document, under the pack."""
-    names = ("short text", "image, 3 branches", "video", "long text")
-    assert len(document_bounds(row.metadata)[0]) == len(names)
     left = 33.0
-    for name, color in zip(names, _DOCUMENTS, strict=True):
+    for name, color in zip(NAMES, _DOCUMENTS, strict=True):
         axes.add_patch(Rectangle((left, 56.6), 2, 2, facecolor=color, linewidth=0))
         axes.text(left + 2.8, 57.6, name, fontsize=9.6, va="center")
         left += 5.5 + 1.35 * len(name)

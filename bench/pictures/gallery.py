@@ -19,21 +19,19 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "pipeline": draw_pipeline,
 }
 """Pictures that need nothing besides the code."""
-DEMO = "demo"
-"""The picture that needs a finished demo."""
 
 
 def draw_all(output: Path, only: Sequence[str] | None = None, demo: Path | None = None) -> Iterator[Path]:
     """Write `output/NAME.png` for each picture and yield its path. ValueError: an unknown name, no finished demo."""
-    known = [*PICTURES, DEMO]
-    names = only or [*PICTURES, *([DEMO] if demo else [])]
+    known = [*PICTURES, "demo"]
+    names = only or [*PICTURES, *(["demo"] if demo else [])]
     if strange := [name for name in names if name not in known]:
         raise ValueError(f"--only {' '.join(strange)}: the pictures are {', '.join(known)}")
-    if DEMO in names and demo is None:
+    if "demo" in names and demo is None:
         raise ValueError("the picture demo needs --demo DIR, the folder that `make demo` made")
     style.use_style()
     for name in names:
-        figure = draw_demo(demo) if name == DEMO and demo else PICTURES[name]()
+        figure = draw_demo(demo) if name == "demo" and demo else PICTURES[name]()
         path = output / f"{name}.png"
         style.write_png(figure, path)
         yield path

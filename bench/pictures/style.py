@@ -19,8 +19,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from PIL import Image
 
-from megacp.core.storage.files import write_atomically
-
 INK, GREY, PALE, PAPER = "#1b1f24", "#6b7280", "#e8eaed", "#ffffff"
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 SKY, VERMILION = "#56B4E9", "#D55E00"
@@ -77,7 +75,7 @@ def write_png(figure: Figure, path: Path) -> None:
     packed = io.BytesIO()
     small.save(packed, format="PNG", optimize=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, packed.getvalue())
+    path.write_bytes(packed.getvalue())
 
 
 def title(figure: Figure, text: str, height: float) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.peers.comparison import Opponents, absent, other_losses, over_best, peers_part, speed_table
+from bench.peers.comparison import Opponents, other_losses, over_best, peers_part, speed_table
 from bench.peers.grids import GRIDS, PEERS, Peer
 from bench.peers.processes import PeerFailure, PeerRanks
 
@@ -77,11 +77,6 @@ def test_every_cell_of_the_table_names_a_grid_and_a_script_that_exist() -> None:
     for grid in GRIDS.values():
         axes = grid.axes()
         assert axes["dp"] * axes["tp"] * axes["pp"] * axes["cp"] == grid.ranks
-
-
-def test_a_peer_without_its_packages_is_absent_and_says_which() -> None:
-    assert absent(Peer("a.py", ("torch", "titan"), {}), {"torch": "2", "titan": None}) == "not installed: titan"
-    assert absent(Peer("a.py", ("torch",), {}), {"torch": "2"}) is None
 
 
 def row(speed: float, losses: list[float]) -> dict[str, Any]:

@@ -48,6 +48,8 @@ class Work:
     """Of a step, over all ranks."""
     length: int
     """Tokens of a sequence."""
+    before: int
+    """Bytes that the process held before the model."""
 
     @property
     def data_rank(self) -> int:
@@ -123,14 +125,7 @@ def serve(build: Callable[[Work], Train]) -> None:
         raise
 
 
-@dataclass(frozen=True)
-class _Placed(Work):
-    """Work with the memory that the process held before the model."""
-
-    before: int
-
-
-def _given() -> tuple[_Placed, torch.Tensor, torch.Tensor]:
+def _given() -> tuple[Work, torch.Tensor, torch.Tensor]:
     parser = argparse.ArgumentParser()
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--rank", type=int, required=True)
@@ -145,7 +140,7 @@ def _given() -> tuple[_Placed, torch.Tensor, torch.Tensor]:
     dist.init_process_group("gloo", store=store, rank=arguments.rank, world_size=world_size)
     with np.load(said["tokens"]) as arrays:
         tokens, labels = (torch.from_numpy(arrays[name]) for name in ("tokens", "labels"))
-    work = _Placed(
+    work = Work(
         rank=arguments.rank,
         world_size=world_size,
         axes=said["axes"],
