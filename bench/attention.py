@@ -119,20 +119,20 @@ def dense_work(rank: int, world_size: int, batch: PackedBatch) -> Seconds:
     return timed(lambda: scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).backward(dout))[1]
 
 
-def _work(pool: RankPool, rows: Sequence[PackedBatch], attention: Callable[..., Seconds], *way: str) -> float:
-    """Processor seconds of all ranks over some rows."""
-    return sum(one.cpu for row in rows for one in pool.run(attention, row, *way))
-
-
 def time_part(quick: bool) -> Part:
     """Total work of attention against a dense mask on one process."""
     rounds, length = (1, 1_024) if quick else (3, 8_192)
     rows = [mixed_row(length, seed) for seed in range(1 if quick else 3)]
+
+    def way(pool: RankPool, attention: Callable[..., Seconds], *way: str) -> Callable[[], float]:
+        """Processor seconds of all ranks over the rows."""
+        return lambda: sum(one.cpu for row in rows for one in pool.run(attention, row, *way))
+
     with RankPool(1) as one, RankPool(2) as two:
         ways = {
-            "dense mask": functools.partial(_work, one, rows, dense_work),
-            "tiles, cp 1": functools.partial(_work, one, rows, attention_work, "p2p", "contiguous"),
-            "tiles, cp 2": functools.partial(_work, two, rows, attention_work, "kv_exchange", "balanced"),
+            "dense mask": way(one, dense_work),
+            "tiles, cp 1": way(one, attention_work, "p2p", "contiguous"),
+            "tiles, cp 2": way(two, attention_work, "kv_exchange", "balanced"),
         }
         taken = take_turns(ways, rounds)
     median = {name: statistics.median(seconds) for name, seconds in taken.items()}

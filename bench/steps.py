@@ -93,9 +93,7 @@ def sent_bytes(grid: ProcessGrid) -> dict[str, int]:
     return {name: count for name, count in total.items() if count}
 
 
-@functools.cache
-def _subject(rank: int, world_size: int, config: RunConfig, rules: MockRules) -> Subject:
-    return Subject(rank, world_size, config, rules)
+_subject = functools.cache(Subject)
 
 
 def measure_rank(rank: int, world_size: int, config: RunConfig, rules: MockRules) -> StepMeasure:

@@ -13,11 +13,7 @@ from bench.pictures.flow import draw_flow
 from bench.pictures.masks import draw_masks
 from bench.pictures.pipeline import draw_pipeline
 
-PICTURES: dict[str, Callable[[], Figure]] = {
-    "flow": draw_flow,
-    "mask": draw_masks,
-    "pipeline": draw_pipeline,
-}
+PICTURES: dict[str, Callable[[], Figure]] = {"flow": draw_flow, "mask": draw_masks, "pipeline": draw_pipeline}
 """Pictures that need nothing besides the code."""
 
 

@@ -13,7 +13,6 @@ from bench.pictures import style
 from megacp.core.pipeline_parallel.schedules import COMPUTE, SENDS, Action, Kind, channel_of, schedule
 
 STAGES, MICROBATCHES, CHUNKS = 4, 8, 2
-_CHUNKS_FLAG = "--num-virtual-stages-per-pipeline-rank"
 _TIMES = {Kind.FORWARD: 1.0, Kind.BACKWARD: 1.0, Kind.WEIGHTS: 1.0}
 """Time of a whole stage for one microbatch; a chunk takes its share. A backward takes the weights' too unless these
 have actions of their own.
@@ -96,7 +95,7 @@ def draw_pipeline() -> Figure:
     figure, places = style.plt.subplots(3, 1, figsize=(13.6, 9.4))
     schedules = {
         "1f1b": (1, "1F1B, one chunk a stage: idle {idle:.1%} of the work"),
-        "interleaved": (CHUNKS, f"interleaved 1F1B, {_CHUNKS_FLAG} {CHUNKS}: idle {{idle:.1%}}"),
+        "interleaved": (CHUNKS, f"interleaved 1F1B, {CHUNKS} chunks a stage: idle {{idle:.1%}}"),
         "zero_bubble": (1, "--pipeline-schedule zero_bubble, weight gradients wait: idle {idle:.1%}"),
     }
     charts = {

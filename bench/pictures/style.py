@@ -1,7 +1,6 @@
 """What all pictures share: size, colours, text, and a PNG whose bytes depend on the figure alone.
 
-Key property: the palette is that of Okabe and Ito, which stays distinct under every common colour blindness.
-No picture tells two things apart by hue alone where text fits beside them.
+The palette is that of Okabe and Ito, which stays distinct under every common colour blindness.
 """
 
 from __future__ import annotations
