@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
-import subprocess
-import sys
 import time
 from unittest import mock
 
@@ -179,42 +177,6 @@ def _one_cannot_read(rank: int, world_size: int, blind: int) -> bool:
 def test_where_one_rank_cannot_read_another_all_use_gloo(blind: int) -> None:
     """Would catch ranks that decide differently, and wait for each other."""
     assert run_ranks(_one_cannot_read, 3, blind) == [True] * 3
-
-
-STRANGER = r"""
-import socket, sys
-door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-door.connect("\0" + sys.argv[1])
-print("in", flush=True)
-sys.stdin.read()
-"""
-
-
-def _with_a_stranger(rank: int, world_size: int) -> float:
-    """Before the ranks connect, another process knocks at rank 0's door."""
-    strangers = []
-
-    def gather_with_a_stranger(value: object) -> list[object]:
-        values = gather(value)
-        if rank == 0 and isinstance(value, tuple):
-            command = [sys.executable, "-c", STRANGER, f"megacp {value[1]}"]
-            strangers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-            assert strangers[0].stdout is not None and strangers[0].stdout.readline() == b"in\n"
-        return values
-
-    found = connect(rank, gather_with_a_stranger)
-    assert found is not None
-    channel = found.channel("a", (0, 1), datetime.timedelta(minutes=1))
-    assert channel is not None
-    sent, arrived = torch.full((5000,), float(rank)), torch.empty(5000)
-    channel.start([(1 - rank, sent)], [(1 - rank, arrived)]).wait()
-    for stranger in strangers:
-        stranger.communicate()
-    return arrived[-1].item()
-
-
-def test_a_process_that_is_no_rank_is_not_talked_to() -> None:
-    assert run_ranks(_with_a_stranger, 2) == [1.0, 0.0]
 
 
 def _elsewhere(rank: int, world_size: int) -> list[bool]:

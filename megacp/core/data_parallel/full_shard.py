@@ -20,7 +20,7 @@ from torch import nn
 
 from megacp.core.data_parallel.layout import ParameterSlice
 from megacp.core.data_parallel.shards import ParameterShard, ShardedParameters
-from megacp.core.distributed.fully_shard import ShardedModule, local_part, own_parameters
+from megacp.core.distributed.fully_shard import FSDPModule, local_part, own_parameters, shard_module
 from megacp.core.distributed.grid import Axis
 from megacp.core.distributed.parameter import ParameterSpec, spec_of
 
@@ -72,8 +72,8 @@ class FullShards(ShardedParameters):
         self.shards = []
         self._trained: list[_Held] = []
         self._frozen: list[_Held] = []
-        self._chunks: list[list[ShardedModule]] = []
-        self._parts: list[ShardedModule] = []
+        self._chunks: list[list[FSDPModule]] = []
+        self._parts: list[FSDPModule] = []
         self._reading: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._gradients: list[torch.Tensor] | None = None
 
@@ -88,7 +88,7 @@ class FullShards(ShardedParameters):
         for parameter in before.values():
             if parameter.requires_grad:  # the shard is the master weight
                 parameter.data = parameter.data.to(self.wide)
-        part = ShardedModule(module, self.axis, self.narrow, self.wide)
+        part = shard_module(module, self.axis, self.narrow, self.wide)
         for name, parameter in own_parameters(module).items():
             spec, shape = specs[name]
             rows = -(-shape[0] // self.axis.size)  # of every rank but the last ones
@@ -96,15 +96,15 @@ class FullShards(ShardedParameters):
             held = _Held(parameter, _Place(spec, shape, start))
             (self._trained if parameter.requires_grad else self._frozen).append(held)
         if self.by_schedule or role in ("head", "chunk"):
-            part.keep_after_forward()
+            part.set_reshard_after_forward(False, recurse=False)
         if self.by_schedule:
-            part.keep_after_backward()
+            part.set_reshard_after_backward(False, recurse=False)  # `reshard` frees
         elif role == "embedding":
-            part.gather_in_forward_only()
+            part.set_unshard_in_backward(False)
         self._parts.append(part)
         if role == "chunk":
             for one, following in itertools.pairwise(self._parts[:-1]):
-                one.prefetch(following)
+                one.set_modules_to_forward_prefetch([following])
             self._chunks.append(self._parts)
             self._parts = []
 
@@ -126,7 +126,7 @@ class FullShards(ShardedParameters):
 
     def unshard(self, chunk: int) -> None:
         for part in self._chunks[chunk]:
-            part.unshard()
+            part.unshard(async_op=True)
 
     def reshard(self, chunk: int) -> None:
         for part in self._chunks[chunk]:

@@ -30,8 +30,8 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 _HALVES = (torch.bfloat16, torch.float16)
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_SMALL_REDUCE, _SMALL_GATHER = 16_384, 262_144
-"""Elements up to which a gloo all-reduce, an all-gather is bound by latency: one round of messages beats its rings."""
+_SMALL_REDUCE = 16_384
+"""Elements up to which a gloo all-reduce is bound by latency: one round of messages beats its rings."""
 
 
 class Pending:
@@ -65,15 +65,7 @@ def through_host(x: torch.Tensor, axis: Axis) -> bool:
 
 def local_channel(x: torch.Tensor, axis: Axis) -> LocalChannel | None:
     """Where messages of this tensor go from memory to memory; None where torch sends them."""
-    return axis.local if axis.backend == "gloo" and not through_host(x, axis) else None
-
-
-def _done(x: torch.Tensor) -> Pending:
-    return Pending([], lambda: x)
-
-
-def _count(axis: Axis, name: str, elements: int, x: torch.Tensor) -> None:
-    axis.traffic[name] += elements * x.element_size()
+    return None if through_host(x, axis) else axis.local
 
 
 def _exchange(
@@ -116,17 +108,13 @@ def start_all_gather(x: torch.Tensor, axis: Axis) -> Pending:
     """`[n, ...] -> [size * n, ...]`, blocks in axis order."""
     x = x.contiguous()
     if axis.size == 1:
-        return _done(x)
-    out = empty((x.shape[0] * axis.size, *x.shape[1:]), x)
-    if axis.backend == "gloo" and x.numel() <= _SMALL_GATHER and local_channel(x, axis) is None:
-        _count(axis, "all_gather", x.numel() * (axis.size - 1), x)
-        return _exchange(x.repeat(axis.size, *[1] * (x.dim() - 1)), axis, out)
-    return gather_into(out, x, axis)
+        return Pending([], lambda: x)
+    return gather_into(empty((x.shape[0] * axis.size, *x.shape[1:]), x), x, axis)
 
 
 def gather_into(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Pending:
     """`start_all_gather` of contiguous `x[n]` into `out[size * n]` of the caller; `x` may be its own block of it."""
-    _count(axis, "all_gather", x.numel() * (axis.size - 1), x)
+    axis.traffic["all_gather"] += x.nbytes * (axis.size - 1)
     if (channel := local_channel(x, axis)) is not None:
         return Pending([_among_neighbours(out.tensor_split(axis.size), [x] * axis.size, axis, channel)], lambda: out)
     return Pending([_all_gather_single(out, x, group=axis.group, async_op=True)], lambda: out)
@@ -142,8 +130,8 @@ def start_reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
     assert x.shape[0] % axis.size == 0, f"reduce-scatter of {tuple(x.shape)} over {axis.size} ranks"
     x = x.contiguous()
     if axis.size == 1:
-        return _done(x)
-    _count(axis, "reduce_scatter", x.numel() // axis.size * (axis.size - 1), x)
+        return Pending([], lambda: x)
+    axis.traffic["reduce_scatter"] += x.nbytes // axis.size * (axis.size - 1)
     if axis.backend == "gloo":
         return _start_sum(x, axis)
     out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
@@ -168,7 +156,7 @@ def reduce_scatter_into(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> None:
     if axis.backend == "gloo":
         out.copy_(reduce_scatter(x, axis))
         return
-    _count(axis, "reduce_scatter", x.numel() // axis.size * (axis.size - 1), x)
+    axis.traffic["reduce_scatter"] += x.nbytes // axis.size * (axis.size - 1)
     _reduce_scatter_single(out, x, group=axis.group)
 
 
@@ -191,7 +179,7 @@ def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
         if x.dtype in _HALVES or local_channel(x, axis) is not None:
             padded = torch.nn.functional.pad(flat, (0, -flat.numel() % axis.size))
             return all_gather(reduce_scatter(padded, axis), axis)[: flat.numel()].view(x.shape)
-    _count(axis, "all_reduce", 2 * x.numel() * (axis.size - 1) // axis.size, x)
+    axis.traffic["all_reduce"] += 2 * x.nbytes * (axis.size - 1) // axis.size
     x = x.contiguous().clone()
     dist.all_reduce(x, op=_REDUCE[op], group=axis.group)
     return x
@@ -203,9 +191,9 @@ def start_all_to_all(
     """Send `in_splits[r]` rows of dim 0 to rank r, receive `out_splits[r]` rows from it; even splits when None."""
     x = x.contiguous()
     if axis.size == 1:
-        return _done(x)
+        return Pending([], lambda: x)
     kept = x.shape[0] // axis.size if in_splits is None else in_splits[axis.rank]
-    _count(axis, "all_to_all", x.numel() // max(x.shape[0], 1) * (x.shape[0] - kept), x)
+    axis.traffic["all_to_all"] += x.nbytes // max(x.shape[0], 1) * (x.shape[0] - kept)
     if in_splits is None or out_splits is None:
         return _exchange(x, axis, empty(x.shape, x))
     return _exchange(x, axis, empty((sum(out_splits), *x.shape[1:]), x), list(in_splits), list(out_splits))
@@ -248,9 +236,7 @@ def await_all(axis: Axis) -> None:
     A killed rank ends the wait at once. Raises RuntimeError, on the first rank with the number of one that is late.
     """
     if axis.host_group is not None:
-        # `dist.monitored_barrier` does not know our name of the group's backend
-        gloo: Any = axis.host_group._get_backend(torch.device("cpu"))
-        gloo.monitored_barrier(datetime.timedelta(seconds=axis.patience), wait_all_ranks=False)
+        dist.monitored_barrier(axis.host_group, datetime.timedelta(seconds=axis.patience))
 
 
 def isend(x: torch.Tensor, axis: Axis, peer: int) -> Pending:

@@ -1,6 +1,6 @@
 """torch's `fully_shard` on one `Axis`: plain sums, and collectives that are ours, so they are counted.
 
-This file alone knows that API. A sharded parameter is cut by rows, `ceil(rows / ranks)` to a rank, so its local part is
+A sharded parameter is cut by rows, `ceil(rows / ranks)` to a rank, so its local part is
 one stretch of the row-major parameter; the last ranks may hold less, or nothing. torch's own collectives would average
 and divide by factors that gloo refuses. Its 2-D mesh would reduce over replicas once a microbatch instead of a step.
 """
@@ -66,50 +66,23 @@ class _ReduceScatter(_Buffers):
         reduce_scatter_into(output_tensor, input_tensor, self.axis)
 
 
-class ShardedModule:
-    """A module whose parameters are gathered right before it runs and freed after it."""
+def shard_module(module: nn.Module, axis: Axis, compute: torch.dtype, wide: torch.dtype) -> FSDPModule:
+    """Shard the parameters of `module` that no sharded module inside it holds: gathered before it runs, freed after.
 
-    def __init__(self, module: nn.Module, axis: Axis, compute: torch.dtype, wide: torch.dtype) -> None:
-        """Shards the parameters of `module` that no sharded module inside it holds.
-
-        They keep the dtype in which they come; the module computes in `compute`, gradients are summed in `wide`.
-        """
-        device = next(module.parameters()).device.type
-        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide, cast_forward_inputs=False)
-        # the new class of the module keeps its parameters' names and order
-        assert axis.group is not None, "an axis of one rank has nothing to shard over"
-        fully_shard(module, mesh=_mesh(axis.group, device), mp_policy=policy)
-        assert isinstance(module, FSDPModule)
-        self._module = module
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-        if own_parameters(module):
-            module.set_custom_all_gather(_Gather(axis))  # type: ignore[arg-type]  # its base is private to torch
-            module.set_custom_reduce_scatter(_ReduceScatter(axis))  # type: ignore[arg-type]  # likewise
-
-    def keep_after_forward(self) -> None:
-        """Do not free the parameters between forward and backward."""
-        self._module.set_reshard_after_forward(False, recurse=False)
-
-    def keep_after_backward(self) -> None:
-        """Do not free the parameters after a backward; `reshard` does."""
-        self._module.set_reshard_after_backward(False, recurse=False)
-
-    def gather_in_forward_only(self) -> None:
-        """The backward of this module needs no parameter (an embedding's)."""
-        self._module.set_unshard_in_backward(False)
-
-    def prefetch(self, following: ShardedModule) -> None:
-        """Start to gather `following` when this one begins its forward."""
-        self._module.set_modules_to_forward_prefetch([following._module])
-
-    def unshard(self) -> None:
-        """Start to gather the parameters now."""
-        self._module.unshard(async_op=True)
-
-    def reshard(self) -> None:
-        """Free the gathered parameters."""
-        self._module.reshard()
+    They keep the dtype in which they come; the module computes in `compute`, gradients are summed in `wide`.
+    """
+    device = next(module.parameters()).device.type
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide, cast_forward_inputs=False)
+    # the new class of the module keeps its parameters' names and order
+    assert axis.group is not None, "an axis of one rank has nothing to shard over"
+    fully_shard(module, mesh=_mesh(axis.group, device), mp_policy=policy)
+    assert isinstance(module, FSDPModule)
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    if own_parameters(module):
+        module.set_custom_all_gather(_Gather(axis))  # type: ignore[arg-type]  # its base is private to torch
+        module.set_custom_reduce_scatter(_ReduceScatter(axis))  # type: ignore[arg-type]  # likewise
+    return module
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import itertools
-import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +23,6 @@ from megacp.core.distributed.same_host import LocalChannel, SameHost
 
 AXES = ("tp", "cp", "dp", "pp")
 """Axis names, fastest varying first."""
-_SHARED = "megacp_gloo"
-"""Name by which torch knows gloo groups that share connections; what users see of them is `gloo`."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +65,6 @@ class GridShape:
     dp: int = 1
     pp: int = 1
 
-    def __post_init__(self) -> None:
-        wrong = [f"{name}={getattr(self, name)}" for name in AXES if getattr(self, name) < 1]
-        if wrong:
-            raise ValueError(f"grid axes must be at least 1, got {', '.join(wrong)}")
-
     @property
     def world_size(self) -> int:
         """Number of ranks: the product of the axes."""
@@ -80,8 +72,6 @@ class GridShape:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Place of a global rank on each axis, by axis name."""
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is outside the grid of {self.world_size} ranks")
         place = {}
         for name in AXES:
             rank, place[name] = divmod(rank, getattr(self, name))
@@ -89,9 +79,6 @@ class GridShape:
 
     def rank_of(self, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         """Global rank at a place of the grid; the inverse of `coordinates`."""
-        for name, index in zip(AXES, (tp, cp, dp, pp), strict=True):
-            if not 0 <= index < getattr(self, name):
-                raise ValueError(f"{name} index {index} is outside the axis of size {getattr(self, name)}")
         return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
 
     def members(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
@@ -115,22 +102,18 @@ class ProcessGrid:
 
     @property
     def tp(self) -> Axis:
-        """The tensor-parallel axis."""
         return self.axes["tp",]
 
     @property
     def cp(self) -> Axis:
-        """The context-parallel axis."""
         return self.axes["cp",]
 
     @property
     def dp(self) -> Axis:
-        """The data-parallel axis."""
         return self.axes["dp",]
 
     @property
     def pp(self) -> Axis:
-        """The pipeline-parallel axis."""
         return self.axes["pp",]
 
     def over(self, *names: str) -> Axis:
@@ -157,8 +140,8 @@ class ProcessGrid:
 def connect(axes: Sequence[Axis], device: torch.device) -> None:
     """Let all ranks of every axis meet once; all ranks call it with axes in one order.
 
-    NCCL makes a group's connections at its first collective, for seconds, and may wait for the device meanwhile. Beside
-    messages under way ranks could then wait for one another.
+    NCCL makes a group's connections at its first collective and may wait for the device meanwhile, beside messages
+    under way for ever.
     """
     for axis in axes:
         if axis.group is not None:
@@ -183,7 +166,6 @@ def build_grid(
             f"the grid tp {shape.tp} x cp {shape.cp} x dp {shape.dp} x pp {shape.pp} needs {shape.world_size} ranks, "
             f"the world has {have}; change --nproc or the parallel sizes"
         )
-
     near = _near(rank)
 
     def axis(name: str, members: tuple[int, ...]) -> Axis:
@@ -201,7 +183,7 @@ def build_grid(
     embedding = axis("embedding", ends) if rank in ends and len(stages) > 1 else single_axis("embedding", rank)
     world = axis("world", tuple(range(shape.world_size)))
     if patience is not None and world.size > 1:
-        host = new_group(world.global_ranks, patience, host=True)
+        host = new_group(world.global_ranks, patience, "gloo")
         world = dataclasses.replace(world, host_group=host, patience=patience.total_seconds())
     return ProcessGrid(shape, rank, torch.device(device), axes, embedding, channels, world)
 
@@ -217,10 +199,9 @@ def _axis(
     """The axis over some global ranks, with a process group of its own where none is given."""
     if len(members) == 1:
         return single_axis(name, rank)
-    backend = dist.get_backend(group)  # as torch calls the world's where the group is one of ours
     group = group or new_group(members, timeout)
     local = near.channel(name, members, timeout or datetime.timedelta(minutes=10)) if near is not None else None
-    return Axis(name, len(members), members.index(rank), members, group, backend, local=local)
+    return Axis(name, len(members), members.index(rank), members, group, dist.get_backend(group), local=local)
 
 
 def axis_of_mesh(mesh: DeviceMesh) -> Axis:
@@ -235,34 +216,28 @@ def axis_of_mesh(mesh: DeviceMesh) -> Axis:
     return _axis(name, tuple(dist.get_process_group_ranks(group)), rank, near, None, group)
 
 
-_met: weakref.WeakKeyDictionary[dist.ProcessGroup, SameHost | None] = weakref.WeakKeyDictionary()
-"""What the ranks of a world have found."""
-
-
 def _near(rank: int) -> SameHost | None:
     """The ranks of this machine, once found; every rank of the world calls it alike."""
-    world = dist.group.WORLD
-    if world is None or dist.get_world_size() == 1 or dist.get_backend() != "gloo":
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() != "gloo":
         return None
+    return _met(dist.group.WORLD, rank)
 
+
+@functools.cache
+def _met(world: dist.ProcessGroup, rank: int) -> SameHost | None:
     def gather(value: object) -> list[object]:
-        values: list[object] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
+        values: list[object] = [None] * dist.get_world_size(world)
+        dist.all_gather_object(values, value, group=world)
         return values
 
-    if world not in _met:
-        _met[world] = same_host.connect(rank, gather)
-    return _met[world]
+    return same_host.connect(rank, gather)
 
 
 def split_axis(axis: Axis, inner: int) -> tuple[Axis, Axis]:
     """Two axes out of one: `inner` neighbouring ranks, and the ranks at the same place of each such group.
 
-    Makes process groups once, with the world's timeout: all ranks of the world must call it alike. Raises ValueError
-    when `inner` does not divide the axis.
+    `inner` divides the axis. Makes process groups once: all ranks of the world must call it alike.
     """
-    if inner < 1 or axis.size % inner:
-        raise ValueError(f"an axis of {axis.size} ranks cannot be split into groups of {inner}")
     if inner in axis.parts:
         return axis.parts[inner]
     first, rank = axis.rank // inner * inner, axis.global_ranks[axis.rank]
@@ -279,31 +254,10 @@ def split_axis(axis: Axis, inner: int) -> tuple[Axis, Axis]:
 
 
 def new_group(
-    members: Sequence[int], timeout: datetime.timedelta | None = None, host: bool = False
+    members: Sequence[int], timeout: datetime.timedelta | None = None, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """The process group of an axis over some global ranks, which alone call it; None: with torch's own timeout.
-
-    A `host` group is of gloo also beside NCCL.
+    """The process group of an axis over some global ranks, which alone call it; None: torch's timeout, its backend.
 
     torch names such a group after how many its rank has made, so all ranks of a world must make equally many.
     """
-    backend = _SHARED if dist.get_backend() == "gloo" else "gloo" if host else None
-    if backend == _SHARED and backend not in dist.Backend.backend_list:
-        dist.Backend.register_backend(backend, _made, extended_api=True, devices=["cpu", "cuda"])
     return dist.new_group(list(members), timeout, backend, use_local_synchronization=True)
-
-
-def _made(wanted: Any, unused_options: Any) -> Any:
-    """A gloo group that uses the connections' thread of the world's; `wanted` is what torch wants of it.
-
-    Each gloo group else has a thread of its own that wakes up a hundred times a second: a dozen groups of eight idle
-    ranks took 0.14 of a core, and take 0.02.
-    """
-    assert dist.group.WORLD is not None, "a group before its world"
-    gloo: Any = dist.ProcessGroupGloo
-    world: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
-    options = gloo._Options()
-    options._devices = world.options._devices
-    options._threads, options._timeout = 2 * len(options._devices), wanted.timeout  # as many as torch gives one
-    options.global_ranks_in_group, options.group_name = wanted.global_ranks_in_group, wanted.group_id
-    return gloo(wanted.store, wanted.group_rank, wanted.group_size, options)

@@ -27,9 +27,7 @@ from megacp.core.distributed.grid import GridShape, ProcessGrid, build_grid, con
 from megacp.core.large_blocks import BLOCKS, LARGE
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _FREE_TOP = -1, -3, 64 << 20
-"""glibc's names of two options (malloc.h): the free bytes at the heap's end from which on it gives them back, and those
-from which on an allocation gets a map of its own.
-"""
+"""glibc's names of two options (malloc.h): free bytes at the heap's end, and those that get a map of their own."""
 _FROZEN_SECONDS = 60.0
 """Beyond all deadlines: then a store that answers nothing is given up."""
 _READING_SECONDS = 5.0
@@ -51,8 +49,8 @@ class World:
 def world_from_environment() -> World:
     """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; a single process when they are absent.
 
-    Raises ValueError with all four for what is no number, a rank outside its world, and one of RANK and WORLD_SIZE
-    without the other: every process would then train alone.
+    Raises ValueError with all four where they are no rank in a world, also without one of the first two: every process
+    would then train alone.
     """
     size = os.environ.get("WORLD_SIZE", "1")
     defaults = {"RANK": "0", "WORLD_SIZE": size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": size}
@@ -77,13 +75,10 @@ def device_type(world: World) -> str:
 
 
 def pick_device(world: World) -> torch.device:
-    """The GPU of this local rank when there are enough of them, else the CPU, whose cores the local ranks share as
-    threads.
-    """
+    """The GPU of this local rank where there are enough, else the CPU, whose cores the local ranks share as threads."""
     if device_type(world) == "cuda":
-        device = torch.device("cuda", world.local_rank)
-        torch.cuda.set_device(device)
-        return device
+        torch.cuda.set_device(world.local_rank)
+        return torch.device("cuda", world.local_rank)
     steady_heap()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
@@ -99,9 +94,8 @@ def set_defaults(values: Mapping[str, str]) -> None:
 def steady_heap() -> None:
     """Give large CPU tensors memory maps of their own; those of our own functions are used again (`large_blocks`).
 
-    gloo keeps small blocks between the large outputs of collectives; in glibc's heap the freed outputs then cannot be
-    used again and a rank grows by about one output a call. The end of the heap stays: to set one option fixes the other
-    one at 128 KiB, and most pages of a step would be given back and cleared anew.
+    gloo keeps small blocks between the large outputs of collectives; in glibc's heap the freed outputs could not be
+    used again. To set one option fixes the other one at 128 KiB, and most pages of a step would be cleared anew.
     """
     BLOCKS.active = True
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -153,15 +147,11 @@ class Meeting:
             read = store.add(f"{topic}/read", 0)
         return verdict
 
-    def told(self, topic: str, value: str) -> str:
-        """Rank 0's value, on every rank."""
-        return self.judged(topic, value, lambda values: values[0])
-
 
 def meet(world: World, seconds: float) -> Meeting:
     """Find the other ranks of this run in its store, that of torchrun's agent or else of rank 0; no group is made.
 
-    Raises ValueError with one message for a store that cannot be reached, and for ranks that do not come in `seconds`.
+    Raises ValueError for a store that cannot be reached, and for ranks that do not come in `seconds`.
     """
     if world.size == 1:
         return Meeting(world.rank, 1, None, seconds)
@@ -187,10 +177,10 @@ def meet(world: World, seconds: float) -> Meeting:
 def fresh_store(store: dist.Store, rank: int, size: int, seconds: float) -> dist.Store:
     """A part of `store` that no earlier life of the run has written to; every rank calls it.
 
-    After a restart torchrun gives new ranks the old store, with addresses of dead processes under the names that new
-    ones look up. Each rank writes a random word. Rank 0 proposes all words it finds, each rank agrees to a proposal
-    that holds its own, and rank 0 settles it when all have. TORCHELASTIC_RESTART_COUNT would not do as a name: it
-    differs between machines once one has failed alone. ValueError names the ranks that do not come in `seconds`.
+    After a restart torchrun gives new ranks the old store, with addresses of dead processes. Each rank writes a random
+    word, rank 0 proposes all words it finds, each rank agrees to a proposal that holds its own, and rank 0 settles it
+    when all have. (TORCHELASTIC_RESTART_COUNT differs between machines once one has failed alone.) ValueError names the
+    ranks that do not come in `seconds`.
     """
 
     def read(key: str) -> str:
@@ -230,12 +220,9 @@ def join(
     device = pick_device(world_from_environment())
     timeout = datetime.timedelta(minutes=timeout_minutes)
     if meeting.size > 1 and not dist.is_initialized():
+        set_defaults(_FLIGHT_RECORDER)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        if backend == "nccl":
-            set_defaults(_FLIGHT_RECORDER)
-        dist.init_process_group(
-            backend, store=meeting.store, rank=meeting.rank, world_size=meeting.size, timeout=timeout
-        )
+        dist.init_process_group(backend, None, timeout, meeting.size, meeting.rank, meeting.store)
     patience = None if patience_minutes is None else datetime.timedelta(minutes=patience_minutes)
     grid = build_grid(shape, meeting.rank, device, timeout, patience)
     if device.type == "cuda":  # gloo has made its connections with the groups

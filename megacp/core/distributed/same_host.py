@@ -10,19 +10,21 @@ that with all others of its machine before the first message. Where one fails, a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import hashlib
 import os
-import select
+import selectors
 import socket
 import struct
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,8 +33,6 @@ _SMALL = 4096
 _HEADER = struct.Struct("<cQQQ")  # kind, channel, address, bytes
 _TOLD, _SENT, _READ = b"t", b"s", b"r"
 """Kinds: a tensor lies at an address; here it is; the oldest told one of the channel was read."""
-_POLL_SECONDS = 0.1
-"""Longest that a waiting thread keeps the other threads of its rank from their messages."""
 _CONNECT_SECONDS = 60.0
 _PR_SET_PTRACER = 0x59616D61
 """Linux's name of an option of a process (prctl.h): which process may, with its children, read this one's memory."""
@@ -40,18 +40,15 @@ _PR_SET_PTRACER = 0x59616D61
 Message = tuple[int, torch.Tensor]
 """Global rank of the other side, and a contiguous CPU tensor: what is sent, or where it is to arrive."""
 
-
 _libc = ctypes.CDLL(None, use_errno=True)
-_read_memory = getattr(_libc, "process_vm_readv", None)
-_Stretch = ctypes.c_size_t * 2
-"""`struct iovec`: address and bytes."""
+_read_memory: Any = getattr(_libc, "process_vm_readv", None)
+_Stretch = ctypes.c_size_t * 2  # `struct iovec`: address and bytes
 
 
 def _copy_from(process: int, source: int, target: int, size: int) -> None:
     """Read memory of another process; OSError where that is refused or it is gone."""
-    assert _read_memory is not None, "ranks met without a way to read each other"
     done = 0
-    while done < size:
+    while done < size:  # one call copies 2 GiB at most
         mine, theirs = _Stretch(target + done, size - done), _Stretch(source + done, size - done)
         count = _read_memory(process, mine, 1, theirs, 1, 0)
         if count <= 0:
@@ -66,8 +63,7 @@ class Operation:
 
     def __init__(self, channel: LocalChannel, held: object) -> None:
         self._channel, self._held = channel, held
-        self.left: list[int] = []
-        """Ranks that have not sent or read what they are to; one entry for each message."""
+        self.left: list[int] = []  # ranks that have not sent or read what they are to, one entry a message
 
     def wait(self, timeout: object = None) -> bool:
         """Return once all is sent and received. RuntimeError names ranks that are gone or do not come in time."""
@@ -76,21 +72,20 @@ class Operation:
         return True
 
 
-_Waiting = tuple[Operation, int, int]
-"""A tensor, as address and bytes, that waits for its message, or that was told and waits to be read."""
-
-
+@dataclass
 class _Peer:
     """A connected rank. Of each channel messages meet in the order in which they are made."""
 
-    def __init__(self, rank: int, process: int, connection: socket.socket) -> None:
-        self.rank, self.process, self.connection = rank, process, connection
-        self.told: dict[int, deque[tuple[int, int, bytes]]] = defaultdict(deque)  # address, bytes, small content
-        self.receiving: dict[int, deque[_Waiting]] = defaultdict(deque)
-        self.sending: dict[int, deque[_Waiting]] = defaultdict(deque)
-        self.backlog: deque[bytes] = deque()
-        """What its socket had no room for."""
-        self.gone = False
+    rank: int
+    process: int
+    connection: socket.socket
+    told: dict[int, deque[tuple[int, int, bytes]]] = field(default_factory=lambda: defaultdict(deque))
+    """By channel: address, bytes and small content of what it has sent and nobody has asked for."""
+    receiving: dict[int, deque[tuple[Operation, int, int]]] = field(default_factory=lambda: defaultdict(deque))
+    sending: dict[int, deque[Operation]] = field(default_factory=lambda: defaultdict(deque))
+    backlog: deque[bytes] = field(default_factory=deque)
+    """What its socket had no room for."""
+    gone: bool = False
 
 
 class SameHost:
@@ -99,90 +94,82 @@ class SameHost:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.peers: dict[int, _Peer] = {}
-        self._poll = select.poll()
-        self._by_file: dict[int, _Peer] = {}
         self.lock = threading.RLock()
-        self._channels: dict[str, int] = defaultdict(int)
+        self._selector = selectors.DefaultSelector()
+        self._made: Counter[str] = Counter()
 
     def add(self, rank: int, process: int, connection: socket.socket) -> None:
         """Talk to a rank over a connected socket."""
         connection.setblocking(False)
-        self.peers[rank] = self._by_file[connection.fileno()] = _Peer(rank, process, connection)
-        self._poll.register(connection, select.POLLIN)
+        self.peers[rank] = _Peer(rank, process, connection)
+        self._selector.register(connection, selectors.EVENT_READ, self.peers[rank])
 
     def channel(self, name: str, ranks: Sequence[int], timeout: datetime.timedelta) -> LocalChannel | None:
         """Messages apart from all others among these global ranks, which call it alike; None if one is not here."""
         if any(rank != self.rank and rank not in self.peers for rank in ranks):
             return None
         kind = f"{name} {tuple(ranks)}"
-        self._channels[kind] += 1
-        digest = hashlib.blake2b(f"{kind} {self._channels[kind]}".encode(), digest_size=8).digest()
+        self._made[kind] += 1  # ranks make different channels in between, so the number hangs on the members alone
+        digest = hashlib.blake2b(f"{kind} {self._made[kind]}".encode(), digest_size=8).digest()
         return LocalChannel(self, int.from_bytes(digest, "little"), timeout.total_seconds())
 
     def send(self, peer: _Peer, words: bytes) -> None:
         """Now, or when the other side has read what is before it; a rank that is gone hears nothing."""
-        peer.backlog.append(words)
-        if len(peer.backlog) == 1:
+        if not peer.gone:
+            peer.backlog.append(words)
             self._flush(peer)
 
     def _flush(self, peer: _Peer) -> None:
         try:
-            while peer.backlog and not peer.gone:
+            while peer.backlog:
                 peer.connection.send(peer.backlog[0])
                 peer.backlog.popleft()
         except BlockingIOError:
-            self._poll.modify(peer.connection, select.POLLIN | select.POLLOUT)
+            pass  # `wait` tries again
         except ConnectionError:
             self._lose(peer)
-        if peer.gone:
-            peer.backlog.clear()
 
     def _lose(self, peer: _Peer) -> None:
         if not peer.gone:
             peer.gone = True
             peer.backlog.clear()
-            self._poll.unregister(peer.connection)
+            self._selector.unregister(peer.connection)
 
     def wait(self, operation: Operation, seconds: float) -> None:
         """See `Operation.wait`. What this rank has not got rid of goes first: it may not wait here again for long."""
         end = time.monotonic() + seconds
         while True:
             with self.lock:
-                late = {*operation.left, *(rank for rank, peer in self.peers.items() if peer.backlog)}
+                full = [peer for peer in self.peers.values() if peer.backlog]
+                late = sorted({*operation.left, *(peer.rank for peer in full)})
                 if not late:
                     return
-                if lost := sorted(rank for rank in late if self.peers[rank].gone):
+                if lost := [rank for rank in late if self.peers[rank].gone]:
                     raise RuntimeError(f"connection closed by rank {', '.join(map(str, lost))} of this machine")
                 if time.monotonic() > end:
-                    names = ", ".join(map(str, sorted(late)))
+                    names = ", ".join(map(str, late))
                     raise RuntimeError(f"timed out: {seconds:g} s waiting for messages of rank {names} of this machine")
-                self._progress()
-
-    def _progress(self) -> None:
-        """Wait for a word of any rank, and act on all that have come."""
-        for file, event in self._poll.poll(_POLL_SECONDS * 1000):
-            peer = self._by_file[file]
-            if event & select.POLLOUT:
-                self._poll.modify(peer.connection, select.POLLIN)
-                self._flush(peer)
-            if event & ~select.POLLOUT and not peer.gone:
-                self._listen(peer)
+                # the longest that this thread keeps the others from their messages, and a full socket from more words
+                for key, _ in self._selector.select(0.005 if full else 0.1):
+                    self._listen(key.data)
+                for peer in full:
+                    self._flush(peer)
 
     def _listen(self, peer: _Peer) -> None:
+        """Act on all words of a rank that have come."""
         try:
             while words := peer.connection.recv(_HEADER.size + _SMALL):
                 kind, channel, address, size = _HEADER.unpack_from(words)
                 if kind == _READ:
-                    operation, _, _ = peer.sending[channel].popleft()
-                    operation.left.remove(peer.rank)
+                    peer.sending[channel].popleft().left.remove(peer.rank)
                 else:
                     peer.told[channel].append((address, size, words[_HEADER.size :]))
                     self.match(peer, channel)
+            self._lose(peer)
         except BlockingIOError:
-            return
-        except ConnectionError:
             pass
-        self._lose(peer)
+        except ConnectionError:
+            self._lose(peer)
 
     def match(self, peer: _Peer, channel: int) -> None:
         """Bring what was told to the tensors that wait for it."""
@@ -195,10 +182,7 @@ class SameHost:
             if content:
                 ctypes.memmove(target, content, size)
             else:
-                try:
-                    _copy_from(peer.process, address, target, size)
-                except OSError as error:
-                    raise RuntimeError(f"memory of rank {peer.rank} cannot be read: {error.strerror}") from error
+                _copy_from(peer.process, address, target, size)
                 self.send(peer, _HEADER.pack(_READ, channel, 0, 0))
             operation.left.remove(peer.rank)
 
@@ -227,7 +211,7 @@ class LocalChannel:
                     self.host.send(peers[rank], _HEADER.pack(_SENT, number, 0, x.nbytes) + content)
                 elif x.nbytes:
                     operation.left.append(rank)
-                    peers[rank].sending[number].append((operation, x.data_ptr(), x.nbytes))
+                    peers[rank].sending[number].append(operation)
                     self.host.send(peers[rank], _HEADER.pack(_TOLD, number, x.data_ptr(), x.nbytes))
             for rank, _ in receives:
                 self.host.match(peers[rank], number)
@@ -243,7 +227,7 @@ def connect(rank: int, gather: Callable[[object], list]) -> SameHost | None:
         return None
     probe = ctypes.create_string_buffer(8)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-        door.bind(_name(os.getpid()))
+        door.bind(f"\0megacp {os.getpid()}")  # in Linux's own name space, which needs no file
         door.listen(1024)
         door.settimeout(_CONNECT_SECONDS)
         _libc.prctl(_PR_SET_PTRACER, os.getppid(), 0, 0, 0)  # the launcher and its children; no such option: no need
@@ -256,24 +240,14 @@ def connect(rank: int, gather: Callable[[object], list]) -> SameHost | None:
         for other in here[: here.index(rank)]:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             connection.settimeout(_CONNECT_SECONDS)
-            connection.connect(_name(places[other][1]))
+            connection.connect(f"\0megacp {places[other][1]}")
+            connection.send(rank.to_bytes(8, "little"))
             found.add(other, places[other][1], connection)
-        missing = {places[other][1]: other for other in here[here.index(rank) + 1 :]}
-        while missing:
+        for _ in here[here.index(rank) + 1 :]:
             connection, _address = door.accept()
-            # the process at the other end, by the kernel's word (`struct ucred`): names of sockets are no secret
-            ucred = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            process, _user, _group = struct.unpack("iII", ucred)
-            if process in missing:
-                found.add(missing.pop(process), process, connection)
-            else:
-                connection.close()
+            other = int.from_bytes(connection.recv(8), "little")
+            found.add(other, places[other][1], connection)
         return found
-
-
-def _name(process: int) -> str:
-    """A socket's in Linux's own name space, which needs no file."""
-    return f"\0megacp {process}"
 
 
 def _machine() -> str:
@@ -285,8 +259,7 @@ def _machine() -> str:
 def _is_read(process: int, probe: int) -> bool:
     """Whether this process can read that one's memory."""
     target = ctypes.create_string_buffer(8)
-    try:
+    with contextlib.suppress(OSError):
         _copy_from(process, probe, ctypes.addressof(target), len(target))
-    except OSError:
-        return False
-    return True
+        return True
+    return False

@@ -86,7 +86,7 @@ def require_shared_folder(meeting: Meeting, folder: str | None, seconds: float =
         except (OSError, ValueError) as error:
             problem = f"cannot be written by rank 0 on {meeting.host}: {getattr(error, 'strerror', None) or error}"
     try:
-        name = meeting.told("token", name)
+        name = meeting.judged("token", name, lambda values: values[0])
         if name and meeting.rank != 0:
             problem = _unseen(place, name, seconds)
         seen_by = json.dumps({"host": meeting.host, "problem": problem})
