@@ -15,18 +15,15 @@ arguments of its call, or in an attention call. A model that shifts labels itsel
 sequence is cut: it shifts between tokens that are no neighbours, and divides by the tokens of one rank. Rotary
 embedding needs the `position_ids` of the whole sequence among the buffers.
 
-Nothing of torch or of the model is replaced. The registered attention asks `block_of` for the open block: a context
-variable in the forward, and in backward, where autograd's threads have none, the block that the layer's forward saw.
+Nothing of torch or of the model is replaced: the registered attention asks `block_of` for the open block.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from contextvars import ContextVar
-from dataclasses import KW_ONLY, dataclass, field
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -40,19 +37,11 @@ from megacp.core.distributed.collectives import all_reduce, gather_objects
 from megacp.core.distributed.grid import Axis
 from megacp.core.ops.device import to_device
 from megacp.core.ops.kernels import auto_kernel
-from megacp.huggingface.door.mask import BatchMask, DocumentIds, batch_mask, batch_mask_problems, in_batch
-from megacp.huggingface.door.model_rules import (
-    call_problems,
-    model_problems,
-    position_problems,
-    positions_of,
-    rotary_length,
-    text_config,
-    watched_module,
-)
+from megacp.huggingface.door.mask import BatchMask, DocumentIds, batch_mask, in_batch
+from megacp.huggingface.door.model_rules import argument, call_problems, model_problems, rotary_length, watched_module
 
 
-def refuse(problems: Sequence[str]) -> None:
+def refuse(*problems: str) -> None:
     """Raise one ValueError with all `problems`, when there are any."""
     if problems:
         raise ValueError("context_parallel: " + "; ".join(problems))
@@ -73,16 +62,16 @@ class ContextParallel:
         """int64 `[1 or B, ranks, s]`: the places of a row that each rank holds, in the order of the buffers."""
         self.plans: dict[tuple[int, bool], AttentionPlan] = {}
         """By batch rows and `is_causal`; made by the first call and used by all layers."""
-        self.is_open = True
         self.modules: set[int] = set()
         """Ids of the modules of the model that runs here."""
         self.language: torch.nn.Module | None = None
         """The part of the model that is called with this rank's tokens; None: the model itself is."""
         self.outside = 0
         """Above 0 while a part runs that has nothing to do with the sequence: then the block is not there."""
+        self.noted: list[str] = []
+        """What this rank alone has seen, until the next attention call tells all."""
         self._choice = transport
         self._transports: dict[tuple[torch.device, str], Transport] = {}
-        self._noted: list[str] = []
         self._longest = 0
         self._unsettled = True
 
@@ -98,9 +87,7 @@ class ContextParallel:
         goes through: the gradient of `x` is that of this rank's tokens, so sum over the ranks what it flows into.
         """
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.length:
-            refuse([f"cut wants the {self.length} tokens of the whole sequence along dim {dim}, got {tuple(x.shape)}"])
-        if len(self.local) > 1 and (dim % x.dim() == 0 or x.shape[0] != len(self.local)):
-            refuse([f"cut wants {len(self.local)} batch rows in dim 0, which are dealt differently: {tuple(x.shape)}"])
+            refuse(f"cut wants the {self.length} tokens of the whole sequence along dim {dim}, got {tuple(x.shape)}")
         return _part_of(x, dim % x.dim(), self.local, pad)
 
     def attend(
@@ -112,41 +99,51 @@ class ContextParallel:
         `is_causal` means the mask of the documents. Without it every token sees every other of its document; a branch
         still sees its document's prefix and itself alone, and spans change nothing.
         """
-        kind = q.device.type
+        kind, held = q.device.type, self.places.shape[2]
         if torch.is_autocast_enabled(kind):  # as torch's own call would
             to = torch.get_autocast_dtype(kind)
             q, k, v = (x if x.dtype == torch.float64 else x.to(to) for x in (q, k, v))
-        self._refuse_tokens(q, k, is_causal)
+        if q.shape[2] != held or k.shape[2] != held:
+            refuse(
+                f"{q.shape[2]} queries and {k.shape[2]} keys, the buffers hold {held} of {self.mask.length} tokens on "
+                f"this rank: every input of the sequence must be among the buffers, and a KV cache (use_cache) and "
+                f"cross attention are not sharded"
+            )
+        if self.mask.rows not in (1, len(q)):
+            refuse(f"{len(q)} batch rows, document_ids have {self.mask.rows}")
         self._settle(q.device)
         batch, _, tokens, width = q.shape
-        plan = self._plan(batch, is_causal)
+        if (batch, is_causal) not in self.plans:
+            self.plans[batch, is_causal] = self.mask.plan(self.places, batch, self.axis.rank, is_causal)
+        plan = self.plans[batch, is_causal]
         narrow = v.shape[-1]
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B, H, s, D] -> [B * s, H, D]
         v = torch.nn.functional.pad(v, (0, width - narrow))  # narrower values, as of latent attention
-        order, back = (self._order(plan, name, q.device) for name in ("order", "back"))
+        order = plan.part("order", functools.partial(self._order, plan, batch))
         if order is not None:
-            q, k, v = (x.index_select(0, order) for x in (q, k, v))
+            index = plan.on_device("order", q.device, functools.partial(np.asarray, order))
+            q, k, v = (x.index_select(0, index) for x in (q, k, v))
         transport = self.transport_on(q.device, q.dtype)
-        scale = width**-0.5 if scale is None else float(scale)
         with torch.autocast(kind, enabled=False):
-            out = transport.attend(q, k, v, plan, scale)
-        out = (out if back is None else out.index_select(0, back))[..., :narrow]
-        return out.unflatten(0, (batch, tokens)).transpose(1, 2)  # [B * s, H, D] -> [B, H, s, D]
+            out = transport.attend(q, k, v, plan, width**-0.5 if scale is None else float(scale))
+        if order is not None:
+            out = out.index_select(0, plan.on_device("back", q.device, functools.partial(np.argsort, order)))
+        return out[..., :narrow].unflatten(0, (batch, tokens)).transpose(1, 2)  # [B * s, H, D] -> [B, H, s, D]
+
+    def _order(self, plan: AttentionPlan, batch: int) -> np.ndarray | None:
+        """Index `[B * s]` that brings tokens from the buffers' order into the plan's; None where they are one."""
+        cut = in_batch(self.places, batch, self.mask.length)[self.axis.rank]
+        # argsort twice numbers the plan's tokens by place; argsort of `cut` says where the buffers hold each number
+        order = np.argsort(cut)[np.argsort(np.argsort(plan.local))]
+        return None if np.array_equal(cut, plan.local) else order
 
     def transport_on(self, device: torch.device, dtype: torch.dtype) -> Transport:
         """The transport for tensors of `dtype` on `device`: the caller's, or one that is built once for each kernel."""
+        if not isinstance(self._choice, str):
+            return self._choice
         kernel = auto_kernel(device.type, dtype)
         if (device, kernel) not in self._transports:
-            inner = self._choice
-            if isinstance(inner, str):
-                try:
-                    inner = select_transport(inner, kernel, self.axis, device)
-                except ValueError as error:
-                    raise ValueError(
-                        f"context_parallel: {error}. A transport with options is built once, with select_transport("
-                        f"{inner!r}, 'auto', axis, device, (A, B)), and given as transport="
-                    ) from error
-            self._transports[device, kernel] = inner
+            self._transports[device, kernel] = select_transport(self._choice, kernel, self.axis, device)
         return self._transports[device, kernel]
 
     @contextlib.contextmanager
@@ -154,11 +151,11 @@ class ContextParallel:
         """Inside, attention of `model` belongs to the block, and its calls are checked."""
         self.modules |= {id(module) for module in model.modules()}
         watched = watched_module(model)
-        hooks = [] if watched is None else [watched.register_forward_pre_hook(self.check_call, with_kwargs=True)]
+        hook = None if watched is None else watched.register_forward_pre_hook(self.check_call, with_kwargs=True)
         try:
             yield
         finally:
-            for hook in hooks:
+            if hook is not None:
                 hook.remove()
 
     def check_call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -166,282 +163,165 @@ class ContextParallel:
         if self.axis.size == 1:
             return
         cut_later = self.language is not None and module is not self.language
-        refuse(call_problems(module, args, kwargs, None if cut_later else self.places.shape[2]))
-        positions = None if cut_later else positions_of(module, args, kwargs)
-        if positions is None or positions.shape[-1] != self.places.shape[2] or positions.is_floating_point():
+        refuse(*call_problems(module, args, kwargs, None if cut_later else self.places.shape[2]))
+        positions = None if cut_later else argument(module, args, kwargs, "position_ids")
+        if positions is None or positions.is_floating_point():
             return
         values = np.atleast_2d(positions.detach().cpu().numpy())
         images = self.language is not None and values.ndim == 3
         problem = self.mask.misplaced(values.reshape(-1, *values.shape[-2:]), self.local, images)
-        rotary = rotary_length(text_config(module))
-        self.note(position_problems(problem), rotary.number(int(values.max(initial=0)) + 1) if rotary else 0)
+        advice = "put those of the whole sequence among the buffers, and where they restart give document_ids too"
+        self.note(f"{problem}: {advice}" if problem else "")
+        self._longest = max(self._longest, rotary_length(module, int(values.max(initial=0)) + 1))
 
-    def note(self, problems: Sequence[str], longest: int = 0) -> None:
-        """Remember what is wrong with values of this rank; every rank calls this at the same place, also with none.
+    def note(self, problem: str) -> None:
+        """Remember what is wrong with values of this rank; every rank calls this at the same place, also with "".
 
         All ranks hear of it in the next attention call and raise alike: a rank that raised at once would leave the
-        others in a collective. `longest` must be the same on all ranks.
+        others in a collective.
         """
-        self._noted += problems
-        self._longest = max(self._longest, longest)
+        self.noted += [problem] if problem else []
         self._unsettled = True
-
-    @property
-    def noted(self) -> list[str]:
-        """Problems of this rank that are not settled yet."""
-        return list(self._noted)
 
     def _settle(self, device: torch.device) -> None:
         """Raise one ValueError with the findings of all ranks on every rank; nothing is sent when none can be open."""
-        found, longest = self._noted, self._longest
-        self._noted, self._longest = [], 0
-        if not self._unsettled or self.axis.size == 1:
-            refuse(found)
+        if not self._unsettled:
             return
         kind = device if self.axis.backend == "nccl" else torch.device("cpu")
-        mine = torch.tensor([bool(found), longest, -longest], dtype=torch.int64, device=kind)
+        mine = torch.tensor([bool(self.noted), self._longest, -self._longest], dtype=torch.int64, device=kind)
         some, most, least = all_reduce(mine, self.axis, "max").tolist()
+        found, self.noted, self._longest, self._unsettled = self.noted, [], 0, False
         if some:
             every = gather_objects(found, self.axis)
-            alike = [text for text in every[0] if all(text in one for one in every)]
-            refuse([*alike, *(f"rank {i}: {text}" for i, one in enumerate(every) for text in one if text not in alike)])
+            refuse(*(f"rank {number}: {problem}" for number, one in enumerate(every) for problem in one))
         if most != -least:
             refuse(
-                [
-                    f"this model's rotary angles depend on the longest position, which is {-least} on one rank and "
-                    f"{most} on another (rope type dynamic or longrope): such models need sequences within the length "
-                    f"they were first trained on, or another rope type"
-                ]
+                f"this model's rotary angles depend on the longest position, which is {-least} on one rank and {most} "
+                f"on another (rope type dynamic or longrope): stay within the length that it was first trained on"
             )
-        self._unsettled = False
-
-    def _refuse_tokens(self, q: torch.Tensor, k: torch.Tensor, is_causal: bool) -> None:
-        queries, keys, held = q.shape[2], k.shape[2], self.places.shape[2]
-        if queries != keys:
-            refuse(
-                [
-                    f"{queries} queries and {keys} keys: cross attention and a KV cache are not sharded, use them "
-                    f"outside of the block (use_cache=False)"
-                ]
-            )
-        if queries != held:
-            refuse(
-                [
-                    f"{queries} tokens, the buffers hold {held} of {self.mask.length} on this rank: cut every input of "
-                    f"the sequence (buffers), and run other towers outside of the block"
-                ]
-            )
-        if self.mask.rows not in (1, q.shape[0]):
-            refuse([f"{q.shape[0]} batch rows, document_ids have {self.mask.rows}"])
-        if held == 1 < self.mask.length and not is_causal:
-            refuse(["one token on a rank and is_causal=False, which may be a decoding step: use fewer ranks"])
-
-    def _plan(self, batch: int, causal: bool) -> AttentionPlan:
-        if (batch, causal) not in self.plans:
-            self.plans[batch, causal] = self.mask.plan(self.places, batch, self.axis.rank, causal)
-        return self.plans[batch, causal]
-
-    def _order(self, plan: AttentionPlan, name: str, device: torch.device) -> torch.Tensor | None:
-        """Index `[B * s]` from the buffers' order into the plan's (`order`) or `back`; None where they are one."""
-        batch = len(plan.metadata) // self.mask.length
-
-        def build() -> np.ndarray | None:
-            cut = in_batch(self.places, batch, self.mask.length)[self.axis.rank]
-            if np.array_equal(cut, plan.local):
-                return None
-            number = np.argsort(cut)  # [B * s]: the buffer index of this rank's tokens, by ascending place
-            order = number[np.argsort(np.argsort(plan.local))]  # argsort twice: each plan token numbered by place
-            return order if name == "order" else np.argsort(order)
-
-        index = plan.part(f"buffers {name}", build)
-        return None if index is None else plan.on_device(f"buffers {name}", device, lambda: index)
 
 
-_BLOCK: ContextVar[ContextParallel | None] = ContextVar("context_parallel", default=None)
-_SEEN: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[ContextParallel]] = weakref.WeakKeyDictionary()
-"""The block of the last forward of each attention layer: backward asks for it where the layer is recomputed."""
+_open: list[ContextParallel] = []
+"""The block of this process, if any. No thread has its own: autograd's recompute layers in theirs."""
+_last_in_block: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Attention layers whose last forward was in a block."""
 
 
 def current_context() -> ContextParallel | None:
-    """The open block of this thread; None outside, and while a tower runs in it."""
-    block = _BLOCK.get()
-    return None if block is None or block.outside else block
+    """The open block; None outside, and while a tower runs in it."""
+    return _open[0] if _open and not _open[0].outside else None
 
 
 def block_of(module: torch.nn.Module) -> ContextParallel | None:
-    """The open block in which an attention layer runs, also where it is recomputed in one of autograd's threads.
+    """The open block in which an attention layer runs.
 
     ValueError for a layer that is recomputed behind its block, and for a model that the block was not given.
     """
     block = current_context()
     if block is not None:
         if id(module) not in block.modules:
-            refuse([f"{type(module).__name__} is no part of the model that was given as model="])
-        _SEEN[module] = weakref.ref(block)
-        return block
-    if _BLOCK.get() is None and torch._C._current_graph_task_id() != -1 and module in _SEEN:
-        block = _SEEN[module]()
-        if block is None or not block.is_open:
-            refuse(["a layer is recomputed after its block was left: call backward inside the block"])
+            refuse(f"{type(module).__name__} is no part of the model that was given as model=")
+        _last_in_block.add(module)
+    elif not _open and module in _last_in_block:
+        if torch._C._current_graph_task_id() != -1:  # in backward
+            refuse("a layer is recomputed after its block was left: call backward inside the block")
+        _last_in_block.discard(module)
     return block
 
 
-@dataclass(eq=False)
-class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
+@contextlib.contextmanager
+def context_parallel(
+    axis: Axis,
+    *,
+    model: torch.nn.Module | None = None,
+    buffers: Sequence[torch.Tensor],
+    buffer_seq_dims: Sequence[int],
+    no_restore_buffers: Collection[torch.Tensor] = (),
+    pad_values: Sequence[float] | None = None,
+    document_ids: DocumentIds = None,
+    transport: str | Transport = "p2p",
+    layout: str = "zigzag",
+) -> Iterator[ContextParallel]:
     """In the block, `buffers` hold this rank's tokens and attention of `model` runs over all ranks of `axis`.
 
-    Every rank enters with the same whole sequence; forward and backward belong inside. Raises ValueError with all the
-    reasons at once, before a message is sent; a second block inside is refused. What one rank alone can see (the values
-    of positions and masks) is raised by all ranks in the next attention call. A block that ends without any attention
-    call raises as well: what a model computes itself saw this rank's tokens alone.
+    Every rank enters with the same whole sequence; forward and backward belong inside. Raises ValueError before a
+    message is sent; a second block inside is refused. What one rank alone can see (the values of positions and masks)
+    is raised by all ranks in the next attention call. A block that ends without any attention call raises as well: what
+    a model computes itself saw this rank's tokens alone.
+
+    `model`: of transformers, loaded with the registered attention; it may be wrapped. None: the caller calls
+    `ContextParallel.attend` itself.
+    `buffers`: tensors to cut along their `buffer_seq_dims`: token ids, position ids, shifted labels, tables of angles.
+    The object stays, its data becomes that of S / ranks tokens, and comes back at the end, but for
+    `no_restore_buffers`.
+    `pad_values` fill each buffer up where the layout needs a longer sequence. Added tokens belong to no document: no
+    token sees them and their attention is zero. Give labels a value that the loss ignores.
+    `document_ids`: int tensor `[B, S]` or `[S]` of the whole sequence, -1 = padding; tokens see their own document
+    alone. None: each batch row is one document. A `Metadata` of S (or B * S) tokens adds branches and spans.
+    `transport`: p2p, all_gather, a2a or kv_exchange, or what `select_transport` built. Build `a2a+p2p` once with
+    `(A, B)` and hand it in: it makes process groups.
+    `layout`: contiguous, zigzag, zigzag_document or balanced: which rank holds which tokens. Results are the same.
     """
-
-    axis: Axis
-    _: KW_ONLY
-    model: torch.nn.Module | None = None
-    """The model that runs in the block: of transformers, loaded with the registered attention; it may be wrapped. None:
-    the caller calls `ContextParallel.attend` itself."""
-    buffers: Sequence[torch.Tensor]
-    """Tensors to cut: token ids, position ids, shifted labels, weights, tables of rotary angles over the sequence.
-    The object stays, its data becomes that of S / ranks tokens, and comes back at the end, also after an exception."""
-    buffer_seq_dims: Sequence[int]
-    """The dim of each buffer that has the S tokens."""
-    no_restore_buffers: Collection[torch.Tensor] = ()
-    """Buffers that stay cut."""
-    pad_values: Sequence[float] | None = None
-    """Values that fill each buffer up where the layout needs a longer sequence. Added tokens belong to no document: no
-    token sees them and their attention is zero. Give labels a value that the loss ignores."""
-    document_ids: DocumentIds = None
-    """Int tensor `[B, S]` or `[S]` of the whole sequence, -1 = padding; tokens see their own document alone. None: each
-    batch row is one document. A `Metadata` of S (or B * S) tokens adds branches and spans."""
-    transport: str | Transport = "p2p"
-    """p2p, all_gather, a2a or kv_exchange, or what `select_transport` built. Build `a2a+p2p` once with
-    `(A, B)` and hand it in: it makes process groups."""
-    layout: str = "zigzag"
-    """contiguous, zigzag, zigzag_document or balanced: which rank holds which tokens. Results do not depend on it."""
-    _block: contextlib.AbstractContextManager[ContextParallel] | None = field(default=None, init=False, repr=False)
-
-    def __enter__(self) -> ContextParallel:
-        self._block = self._opened()
-        return self._block.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        block, self._block = self._block, None
-        assert block is not None
-        return block.__exit__(kind, error, trace)
-
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[ContextParallel]:
-        problems = [] if self.layout in LAYOUTS else [f"layout {self.layout} is unknown; choose {', '.join(LAYOUTS)}"]
-        if isinstance(self.transport, str) and self.transport not in TRANSPORTS:
-            problems.append(f"transport {self.transport} is unknown; choose {', '.join(TRANSPORTS)}")
-        if _BLOCK.get() is not None:
-            problems.append("a context_parallel block is open already, and blocks cannot be nested")
-        unfit = _buffer_problems(self)
-        refuse(problems + unfit)
-        length = self.buffers[0].shape[self.buffer_seq_dims[0]]
-        problems = batch_mask_problems(self.document_ids, length)
-        if self.model is not None and self.axis.size > 1:
-            problems += model_problems(self.model, length)
-        refuse(problems)
-        mask, places = self._dealt(batch_mask(self.document_ids, length))
-        context = ContextParallel(self.axis, mask, places, self.transport, length)
-        # what is wrong with the choice shows here
-        context.transport_on(self.buffers[0].device, torch.get_default_dtype())
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._cut(places[:, self.axis.rank]))
-            if self.model is not None:
-                stack.enter_context(context.watching(self.model))
-            token = _BLOCK.set(context)
-            stack.callback(setattr, context, "is_open", False)
-            stack.callback(_BLOCK.reset, token)
+    if layout not in LAYOUTS:
+        refuse(f"layout {layout} is unknown; choose {', '.join(LAYOUTS)}")
+    if isinstance(transport, str) and transport not in TRANSPORTS:
+        refuse(f"transport {transport} is unknown; choose {', '.join(TRANSPORTS)}")
+    if _open:
+        refuse("a context_parallel block is open already, and blocks cannot be nested")
+    pads = [0.0] * len(buffers) if pad_values is None else pad_values
+    _refuse_buffers(buffers, buffer_seq_dims, pads)
+    length, ranks = buffers[0].shape[buffer_seq_dims[0]], axis.size
+    if model is not None and ranks > 1:
+        refuse(*model_problems(model, length))
+    dealing = LAYOUTS[layout if ranks > 1 else "contiguous"]  # one rank holds the rows as they are
+    mask = batch_mask(document_ids, length).padded(dealing, ranks)
+    if mask.length > length and pad_values is None:
+        refuse(
+            f"layout {layout} cannot deal {length} tokens to {ranks} ranks, the next length is {mask.length}: give "
+            f"pad_values, one for each buffer, or pad to it with document_ids -1"
+        )
+    places = mask.deal(dealing, ranks)
+    triples = [(x, dim % x.dim(), pad) for x, dim, pad in zip(buffers, buffer_seq_dims, pads, strict=True)]
+    for number, (x, dim, _) in enumerate(triples if len(places) > 1 else []):
+        if dim == 0 or len(x) != mask.rows:
+            refuse(
+                f"buffer {number} {tuple(x.shape)} must have the {mask.rows} batch rows in dim 0, as layout {layout} "
+                f"deals each row of documents differently: expand it, or choose zigzag or contiguous"
+            )
+    context = ContextParallel(axis, mask, places, transport, length)
+    context.transport_on(buffers[0].device, torch.get_default_dtype())  # what is wrong with the choice shows here
+    with torch.no_grad():
+        parts = [_part_of(x.data, dim, context.local, pad) for x, dim, pad in triples]
+    # the full data is set aside without a copy: views of one storage can be cut, because nothing is written into it
+    whole = [(x, x.data) for x in buffers if not any(x is y for y in no_restore_buffers)]
+    for x, part in zip(buffers, parts, strict=True):
+        x.data = part
+    del parts
+    try:
+        with context.watching(model) if model is not None else contextlib.nullcontext():
+            _open.append(context)
             yield context
-        if not context.plans:
-            refuse(
-                [
-                    *context.noted,
-                    "no attention was called in the block: a model that computes attention itself (eager), has none or "
-                    "calls another library saw this rank's tokens alone",
-                ]
-            )
-
-    def _dealt(self, mask: BatchMask) -> tuple[BatchMask, np.ndarray]:
-        """The mask, filled up where the layout needs it, and the places of every rank."""
-        ranks = self.axis.size
-        layout = LAYOUTS[self.layout if ranks > 1 else "contiguous"]  # one rank holds the rows as they are
-        length = mask.padded_length(layout, ranks)
-        if length > mask.length and self.pad_values is None:
-            refuse(
-                [
-                    f"layout {self.layout} cannot deal {mask.length} tokens to {ranks} ranks, the next length is "
-                    f"{length}: give pad_values, one for each buffer, or pad to it with document_ids -1"
-                ]
-            )
-        mask = mask.padded_to(length)
-        places = mask.deal(layout, ranks)
-        if len(places) > 1:
-            refuse(
-                [
-                    f"buffer {number} {tuple(x.shape)} must have the {mask.rows} batch rows in dim 0 and its sequence "
-                    f"in a later dim, as this layout deals each row of documents differently: expand it, or choose "
-                    f"zigzag or contiguous"
-                    for number, (x, dim) in enumerate(zip(self.buffers, self.buffer_seq_dims, strict=True))
-                    if dim % x.dim() == 0 or x.shape[0] != mask.rows
-                ]
-            )
-        return mask, places
-
-    @contextlib.contextmanager
-    def _cut(self, places: np.ndarray) -> Iterator[None]:
-        """In the block each buffer holds its tokens at `places[1 or B, s]`.
-
-        The full data is set aside without a copy and comes back bit for bit. Views of one storage can be cut together,
-        because nothing is written into it.
-        """
-        pads = [0.0] * len(self.buffers) if self.pad_values is None else self.pad_values
-        with torch.no_grad():
-            whole = [x.data for x in self.buffers]
-            triples = zip(whole, self.buffer_seq_dims, pads, strict=True)
-            parts = [_part_of(x, dim % x.dim(), places, pad) for x, dim, pad in triples]
-        kept = [any(x is y for y in self.no_restore_buffers) for x in self.buffers]
-        before = [None if keep else x for x, keep in zip(whole, kept, strict=True)]
-        del whole
-        for x, part in zip(self.buffers, parts, strict=True):
-            x.data = part
-        del parts
-        try:
-            yield
-        finally:
-            for x, full in zip(self.buffers, before, strict=True):
-                if full is not None:
-                    x.data = full
+    finally:
+        _open.clear()
+        for x, full in whole:
+            x.data = full
+    if not context.plans:
+        refuse(
+            *context.noted,
+            "no attention was called in the block: a model that computes attention itself (eager), has none or calls "
+            "another library saw this rank's tokens alone",
+        )
 
 
-def _buffer_problems(block: context_parallel) -> list[str]:
-    """Why the buffers cannot be cut together; an empty list when they can."""
-    tensors, dims = list(block.buffers), list(block.buffer_seq_dims)
-    counts = {"buffer_seq_dims": dims, "pad_values": tensors if block.pad_values is None else block.pad_values}
-    found = [f"{len(tensors)} buffers but {len(x)} {name}" for name, x in counts.items() if len(x) != len(tensors)]
-    if not tensors:
-        found.append("buffers is empty: they give the sequence length, and the model's inputs must be among them")
-    pairs = list(zip(tensors, dims, strict=False))
-    for number, (x, dim) in enumerate(pairs):
-        if not -x.dim() <= dim < x.dim():
-            found.append(f"buffer {number} {tuple(x.shape)} has no dim {dim}")
-        elif x.shape[dim] == 0:
-            found.append(f"buffer {number} has no token along dim {dim}")
-        if x.requires_grad:
-            found.append(f"buffer {number} requires grad, and its gradient would have another shape: cut it inside")
-        found += [f"buffer {number} is buffer {i} again" for i in range(number) if tensors[i] is x]
-    others = sum(not any(x is y for y in tensors) for x in block.no_restore_buffers)
-    if others:
-        found.append(f"{others} of {len(block.no_restore_buffers)} no_restore_buffers are not among the buffers")
-    if not found and len({x.shape[dim] for x, dim in pairs}) > 1:
-        lengths = ", ".join(f"{x.shape[dim]} along dim {dim} of buffer {i}" for i, (x, dim) in enumerate(pairs))
-        found.append(f"buffers differ in length: {lengths}")
-    return found
+def _refuse_buffers(buffers: Sequence[torch.Tensor], dims: Sequence[int], pads: Sequence[float]) -> None:
+    """ValueError for buffers that cannot be cut together."""
+    if not buffers or not len(buffers) == len(dims) == len(pads):
+        refuse(f"{len(buffers)} buffers, {len(dims)} buffer_seq_dims, {len(pads)} pad_values: one of each a buffer")
+    if any(x.requires_grad for x in buffers):
+        refuse("a buffer requires grad, and its gradient would have another shape: cut it inside")
+    lengths = [x.shape[dim] for x, dim in zip(buffers, dims, strict=True)]
+    if len(set(lengths)) > 1:
+        refuse(f"buffers differ in length: {', '.join(map(str, lengths))} along buffer_seq_dims")
 
 
 def _part_of(x: torch.Tensor, dim: int, places: np.ndarray, pad: float) -> torch.Tensor:

@@ -1,21 +1,14 @@
 """Two rules for any training loop around a sharded sequence: shift before sharding, sum then divide once.
 
-Key property: the loss of a rank is a sum over its tokens, divided by a number that all ranks know before the forward.
-Gradients are then added over the ranks and nothing is scaled. Rejected: a mean over each rank's tokens and a mean of
-gradients, which is wrong as soon as ranks count unequal numbers of tokens.
-
-    shifted = shift_labels(labels, document_ids)             # before the sequence is cut
-    counted = (shifted != -100).sum()                        # of the whole sequence (and batch, and dp ranks)
-    ...
-    loss = cross_entropy(logits, local_shifted, ignore_index=-100, reduction="sum") / counted
-    loss.backward()
-    sum_gradients(model.parameters(), axis)                  # the loss itself is summed alike, for logging
+The loss of a rank is a sum over its tokens, divided by a number that all ranks know before the forward. Gradients are
+then added over the ranks and nothing is scaled: a mean of means is wrong where ranks count unequal numbers of tokens.
+`context` begins with such a loop.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable
 
 import torch
 
@@ -24,7 +17,7 @@ from megacp.core.distributed.fully_shard import shard_of
 from megacp.core.distributed.grid import Axis
 
 _AT_ONCE = 16 << 20
-"""Gradient elements of a message, at least, before the next one begins."""
+"""Gradient elements of a message, about."""
 
 
 def shift_labels(
@@ -33,23 +26,14 @@ def shift_labels(
     """The label of each token: that of its right neighbour in the same document, else `ignore_index`.
 
     `labels[..., S]` are those of the whole sequence: a rank's part lacks neighbours. `document_ids[..., S]` broadcasts
-    to it and has -1 at padding, which neither predicts nor is predicted. Returns a new tensor like `labels`. Raises
-    ValueError when the shapes do not fit.
+    to it and has -1 at padding, which neither predicts nor is predicted. Returns a new tensor like `labels`.
     """
-    if labels.dim() == 0:
-        raise ValueError("shift_labels needs labels [..., S], got a scalar")
     shifted = torch.full_like(labels, ignore_index)
     shifted[..., :-1] = labels[..., 1:]
-    if document_ids is None:
-        return shifted
-    if document_ids.shape[-1:] != labels.shape[-1:] or document_ids.dim() > labels.dim():
-        raise ValueError(
-            f"shift_labels: document_ids {tuple(document_ids.shape)} do not fit labels {tuple(labels.shape)}; "
-            f"both are those of the whole sequence"
-        )
-    document = document_ids.to(labels.device)
-    last = (document[..., :-1] != document[..., 1:]) | (document[..., :-1] < 0)
-    shifted[..., :-1].masked_fill_(last, ignore_index)
+    if document_ids is not None:
+        document = document_ids.to(labels.device).expand_as(labels)
+        last = (document[..., :-1] != document[..., 1:]) | (document[..., :-1] < 0)
+        shifted[..., :-1].masked_fill_(last, ignore_index)
     return shifted
 
 
@@ -63,26 +47,15 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], axis: Axis) -> None:
     wanted = [p for p in parameters if p.requires_grad]
     if axis.size == 1 or not wanted:
         return
-    device = wanted[0].device
-    present = torch.tensor([p.grad is not None for p in wanted], dtype=torch.int32, device=device)
+    present = torch.tensor([p.grad is not None for p in wanted], dtype=torch.int32, device=wanted[0].device)
     anywhere = all_reduce(present, axis, "max").tolist()
     for p in (p for p, some in zip(wanted, anywhere, strict=True) if some and p.grad is None):
         p.grad = torch.zeros_like(p)
-    for gradients in _messages([shard_of(p.grad.detach()) for p in wanted if p.grad is not None]):
-        total = all_reduce(torch.cat([x.reshape(-1) for x in gradients]), axis)
-        for x, part in zip(gradients, total.split([x.numel() for x in gradients]), strict=True):
+    gradients = [shard_of(p.grad.detach()) for p in wanted if p.grad is not None]
+    ends = itertools.accumulate(x.numel() for x in gradients)
+    kinds = [(str(x.dtype), str(x.device), end // _AT_ONCE) for x, end in zip(gradients, ends, strict=True)]
+    for kind in sorted(set(kinds)):  # the same order on every rank
+        message = [x for x, other in zip(gradients, kinds, strict=True) if other == kind]
+        total = all_reduce(torch.cat([x.reshape(-1) for x in message]), axis)
+        for x, part in zip(message, total.split([x.numel() for x in message]), strict=True):
             x.copy_(part.view(x.shape))
-
-
-def _messages(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Groups of one dtype and device that travel together, in an order that is the same on every rank."""
-    waiting: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
-    elements: dict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
-    for x in gradients:
-        kind = (x.dtype, x.device)
-        waiting[kind].append(x)
-        elements[kind] += x.numel()
-        if elements[kind] >= _AT_ONCE:
-            elements[kind] = 0
-            yield waiting.pop(kind)
-    yield from waiting.values()

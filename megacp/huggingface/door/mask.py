@@ -44,23 +44,19 @@ class BatchMask:
         """S, padding included."""
         return self.document.shape[1]
 
-    def row(self, number: int) -> Metadata:
-        """The metadata of one row, in the order of the row."""
+    def _row(self, number: int) -> Metadata:
         return Metadata(self.document[number], self.branch[number], self.span[number], np.arange(self.length))
 
-    def padded_length(self, layout: Layout, ranks: int) -> int:
-        """The least length, not below S, that `layout` can deal to `ranks` for every row."""
-        return max(layout.padded_length(self.row(number), ranks, 1) for number in range(self.rows))
-
-    def padded_to(self, length: int) -> BatchMask:
-        """These rows with padding at their ends."""
-        tail = ((0, 0), (0, length - self.length))
+    def padded(self, layout: Layout, ranks: int) -> BatchMask:
+        """These rows with padding at their ends, up to the least length that `layout` can deal to `ranks`."""
+        more = max(layout.padded_length(self._row(number), ranks, 1) for number in range(self.rows)) - self.length
+        tail = ((0, 0), (0, more))
         document = np.pad(self.document, tail, constant_values=PADDING)
         return BatchMask(document, np.pad(self.branch, tail), np.pad(self.span, tail), self.whole_rule)
 
     def deal(self, layout: Layout, ranks: int) -> np.ndarray:
         """Places int64 `[rows, ranks, s]`, `s = S / ranks`; one row where all rows are dealt alike."""
-        places = np.stack([layout.deal(self.row(number), ranks) for number in range(self.rows)])
+        places = np.stack([layout.deal(self._row(number), ranks) for number in range(self.rows)])
         return places[:1] if (places == places[:1]).all() else places
 
     def plan(self, places: np.ndarray, batch: int, cp_rank: int, causal: bool) -> AttentionPlan:
@@ -69,7 +65,6 @@ class BatchMask:
         Not causal: the rule without its clause on the order. Each token then sees its whole document; a branch sees
         its document's prefix and itself. Given spans make no difference.
         """
-        assert self.rows in (1, batch) and len(places) in (1, batch)
         shape = (batch, self.length)
         document, branch, span = (np.broadcast_to(x, shape) for x in (self.document, self.branch, self.span))
         number, real = np.arange(batch)[:, None], document >= 0  # [batch, 1], [batch, S]
@@ -88,28 +83,25 @@ class BatchMask:
     def misplaced(self, axes: np.ndarray, local: np.ndarray, images: bool = False) -> str:
         """Why int position ids `[axes, 1 or B, s]` of the tokens at `local[1 or B, s]` cannot be right, or nothing.
 
-        They may count through each document or through the row, from any start. A model that is given none makes up
-        positions 0 to s - 1, which do neither. Axes of a row with `images`, which may stand on another rank, leave
-        places out; they never go back within a document.
+        They count from 0 through each document or through the row. Those of a row with `images`, which may stand on
+        another rank, leave places out; they never go back within a document.
         """
-        if self.whole_rule or axes.shape[-1] != local.shape[1]:
+        if self.whole_rule:
             return ""
-        document, number = (self.of(x, local) for x in (self.document, _numbers_in_documents(self.document)))
-        batch = max(axes.shape[1], len(document))
-        positions, document, number, local = (
-            np.broadcast_to(x, (batch, x.shape[1])) for x in (axes[0], document, number, local)
-        )
-        document = document + np.where(document >= 0, np.arange(batch)[:, None] * (self.document.max() + 1), 0)
+        document = self.of(self.document, local)
+        shape = np.broadcast_shapes(axes.shape[1:], document.shape)
+        positions, document, place = (np.broadcast_to(x, shape) for x in (axes[0], document, local))
         if images or not (axes == axes[:1]).all():
-            return _turned_back(positions, document, local)
-        real = document >= 0
-        made_up = (positions == np.arange(positions.shape[1])).all()
-        counts = (number, local)
-        if made_up and not any((positions == count)[real].all() for count in counts):
-            return "position_ids are 0, 1, 2, ... on this rank, which are not the places of its tokens"
-        if any(_equal_within((positions - count)[real], document[real]) for count in counts):
-            return ""
-        return "position_ids do not count up by one from token to token of each document"
+            # tokens of a row's document side by side, by ascending place
+            row = np.broadcast_to(np.arange(shape[0])[:, None], shape)
+            order = np.lexsort((place.reshape(-1), document.reshape(-1), row.reshape(-1)))
+            owner = np.stack([row.reshape(-1), document.reshape(-1)])[:, order]
+            alike = (owner[:, 1:] == owner[:, :-1]).all(0) & (owner[1, 1:] >= 0)
+            falls = int(((np.diff(positions.reshape(-1)[order]) < 0) & alike).sum())
+            return f"position_ids go back {falls} times within a document" if falls else ""
+        real, number = document >= 0, self.of(_numbers_in_documents(self.document), local)
+        right = any((positions == np.broadcast_to(count, shape))[real].all() for count in (number, place))
+        return "" if right else "position_ids do not count up by one through the tokens of each document, nor the row"
 
 
 def in_batch(places: np.ndarray, batch: int, length: int) -> np.ndarray:
@@ -119,35 +111,29 @@ def in_batch(places: np.ndarray, batch: int, length: int) -> np.ndarray:
     return moved.transpose(1, 0, 2).reshape(places.shape[1], -1)  # [batch, ranks, s] -> [ranks, batch * s]
 
 
-def batch_mask_problems(document_ids: DocumentIds, length: int) -> list[str]:
-    """Why `document_ids` cannot describe rows of `length` tokens; an empty list when they can."""
-    if document_ids is None:
-        return []
-    if isinstance(document_ids, Metadata):
-        tokens = len(document_ids)
-        if tokens == 0 or tokens % length:
-            return [f"Metadata has {tokens} tokens, the buffers have {length} in a row: give one row or all of them"]
-        if not np.array_equal(document_ids.order, np.arange(tokens)):
-            return ["Metadata.order must be 0, 1, 2, ...: tokens are given in their own order and permuted here"]
-        return _metadata_problems(document_ids)
-    if not isinstance(document_ids, torch.Tensor) or document_ids.dtype not in (torch.int64, torch.int32, torch.int16):
-        kind = document_ids.dtype if isinstance(document_ids, torch.Tensor) else type(document_ids).__name__
-        return [f"document_ids must be an int tensor or a Metadata, got {kind}"]
-    if document_ids.dim() not in (1, 2) or document_ids.shape[-1] != length:
-        return [f"document_ids must be [S] or [B, S] with S = {length} of the buffers, got {tuple(document_ids.shape)}"]
-    return _number_problems(document_ids.detach().cpu().numpy())
-
-
 def batch_mask(document_ids: DocumentIds, length: int) -> BatchMask:
-    """The rows that `document_ids` describe; one causal document a row when there are none."""
-    assert not batch_mask_problems(document_ids, length)
+    """The rows of `length` tokens that `document_ids` describe; one causal document a row when there are none.
+
+    ValueError for ids of another dtype or shape, and `Metadata` that is not in the order of its tokens.
+    """
     if document_ids is None:
         zeros = np.zeros((1, length), np.int64)
         return BatchMask(zeros, zeros, zeros)
     if isinstance(document_ids, Metadata):
+        tokens = len(document_ids)
+        if tokens == 0 or tokens % length or not np.array_equal(document_ids.order, np.arange(tokens)):
+            raise ValueError(
+                f"context_parallel: a Metadata as document_ids has order 0, 1, 2, ... and one row of {length} tokens "
+                f"or all rows, got {tokens} tokens"
+            )
         fields = ((document_ids.document, PADDING), (document_ids.branch, 0), (document_ids.span, 0))
         document, branch, span = (_numbered(np.asarray(x).reshape(-1, length), none) for x, none in fields)
         return BatchMask(document, branch, span, whole_rule=True)
+    if document_ids.is_floating_point() or document_ids.dim() not in (1, 2) or document_ids.shape[-1] != length:
+        raise ValueError(
+            f"context_parallel: document_ids are ints [S] or [B, S] with S = {length} of the buffers, got "
+            f"{tuple(document_ids.shape)} {document_ids.dtype}"
+        )
     document = _numbered(document_ids.detach().cpu().numpy().reshape(-1, length), PADDING)
     zeros = np.zeros_like(document)
     return BatchMask(document, zeros, zeros)
@@ -164,37 +150,15 @@ def documents_of(position_ids: torch.Tensor | None = None, attention_mask: torch
     rows = {len(x) for x in given if x.dim() == 2} - {1}  # one row of positions may stand for all
     if not given or len(rows) > 1 or any(x.dim() != 2 or x.shape[1] != given[0].shape[1] for x in given):
         shapes = ", ".join(str(tuple(x.shape)) for x in given) or "neither"
-        raise ValueError(
-            f"documents_of wants position_ids and attention_mask [B, S], one or both, got {shapes}; describe masks of "
-            f"more dims, and positions of several axes, by document_ids of your own"
-        )
+        raise ValueError(f"documents_of wants position_ids and attention_mask [B, S], one or both, got {shapes}")
     numbers = torch.zeros(given[0].shape, dtype=torch.int64, device=given[0].device)
     if position_ids is not None:
         numbers[:, 1:] = (position_ids.diff(dim=1) != 1).cumsum(1)
     if attention_mask is None:
         return numbers
     if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
-        raise ValueError(
-            "an attention_mask with numbers beside 0 and 1 is no mask of padding: documents_of wants those"
-        )
+        raise ValueError("documents_of wants an attention_mask of 1 at tokens and 0 at padding, got other numbers")
     return numbers.masked_fill(attention_mask == 0, PADDING)  # [1 or B, S] of either
-
-
-def _number_problems(document: np.ndarray) -> list[str]:
-    low = int(document.min()) if document.size else 0
-    return [f"document numbers must be at least {PADDING} (padding), got {low}"] if low < PADDING else []
-
-
-def _metadata_problems(metadata: Metadata) -> list[str]:
-    """What is wrong with the lengths and the numbers of documents, branches and spans."""
-    fields = {name: np.asarray(getattr(metadata, name)) for name in ("document", "branch", "span")}
-    unlike = [f"Metadata.{name} is {x.shape}" for name, x in fields.items() if x.shape != (len(metadata),)]
-    if unlike:
-        return [f"{', '.join(unlike)}, Metadata.order is ({len(metadata)},): give a number for each token"]
-    none = "0 means none; group ids of transformers, -1 for text, go up by 1"
-    lows = [(name, int(fields[name].min())) for name in ("branch", "span")]
-    negative = [f"Metadata.{name} must be at least 0 ({none}), got {low}" for name, low in lows if low < 0]
-    return _number_problems(fields["document"]) + negative
 
 
 def _numbered(values: np.ndarray, none: int) -> np.ndarray:
@@ -213,17 +177,3 @@ def _numbers_in_documents(document: np.ndarray) -> np.ndarray:
         first = np.flatnonzero(np.diff(row[order], prepend=row[order[:1]] - 1))  # [documents], where each begins
         numbers[order] = np.arange(len(row)) - np.repeat(first, np.diff(np.append(first, len(row))))
     return found
-
-
-def _equal_within(values: np.ndarray, groups: np.ndarray) -> bool:
-    """Whether `values[n]` are the same for all elements of each of `groups[n]`."""
-    first, group = np.unique(groups, return_index=True, return_inverse=True)[1:]  # [groups], [n]
-    return bool((values == values[first][group.reshape(-1)]).all()) if len(values) else True
-
-
-def _turned_back(positions: np.ndarray, document: np.ndarray, local: np.ndarray) -> str:
-    """Why positions `[B, s]` that fall from a token to a later one of its document cannot be right, or nothing."""
-    order = np.lexsort((local.reshape(-1), document.reshape(-1)))  # by document, then by place
-    position, owner = positions.reshape(-1)[order], document.reshape(-1)[order]
-    falls = (np.diff(position) < 0) & (owner[1:] == owner[:-1]) & (owner[1:] >= 0)
-    return f"position_ids go back {int(falls.sum())} times within a document" if falls.any() else ""

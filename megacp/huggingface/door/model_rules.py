@@ -8,43 +8,22 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "global", "local"}
 _TOKENWISE_LAYERS = {"moe", "mlp", "sparse", "dense"}
 """Values of `layer_types` whose layers mix tokens by attention alone, or not at all."""
-_STATEFUL = re.compile(
-    "mamba|rwkv|delta_?net|delta_?attention|linear_?attention|lightning|retention|recurrent_?block|rg_?lru|short_?conv"
-    "|hyena|xlstm|(?-i:SSM|Ssm(?![a-z]))",  # in SeedOssModel these letters are parts of two words
-    re.IGNORECASE,
-)
-"""Finds class names of layers that carry a state or a convolution along the sequence."""
 _MIXING = (torch.nn.RNNBase, torch.nn.Conv1d, torch.nn.MultiheadAttention)
+"""Layers that mix tokens beside the registered attention, in models whose config names no types."""
 _ONE_ANSWER: tuple[str, ...] = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
 _ONE_ANSWER += ("ForPreTraining", "DoubleHeadsModel")
 """Ends of class names of models that pool the sequence into one vector."""
 
 
-class RotaryLength(NamedTuple):
-    """A rotary embedding whose angles depend on the longest position of a call."""
-
-    kind: str
-    limit: int
-    """Sequences up to this length all get the same angles."""
-
-    def number(self, longest: int) -> int:
-        """A number that must be the same on all ranks, for the length `longest` on one of them."""
-        if longest <= self.limit:
-            return 0
-        return 1 if self.kind == "longrope" else longest
-
-
-def is_stock_model(module: torch.nn.Module) -> bool:
-    """Whether this is a whole model of transformers."""
+def _is_stock(module: torch.nn.Module) -> bool:
     from transformers import PreTrainedModel
 
     return isinstance(module, PreTrainedModel)
@@ -52,29 +31,30 @@ def is_stock_model(module: torch.nn.Module) -> bool:
 
 def text_config(model: torch.nn.Module) -> Any:
     """The config of the language part of the outermost model of transformers in `model`, or None."""
-    stock: Any = next((x for x in model.modules() if is_stock_model(x)), None)
+    stock: Any = next(filter(_is_stock, model.modules()), None)
     return None if stock is None else stock.config.get_text_config()
 
 
 def watched_module(model: torch.nn.Module) -> torch.nn.Module | None:
     """The outermost module of `model` that takes `position_ids`, else the outermost of transformers; None without."""
-    stock = next((x for x in model.modules() if is_stock_model(x)), None)
-    whole = (x for x in model.modules() if any(is_stock_model(inner) for inner in x.modules()))
+    stock = next(filter(_is_stock, model.modules()), None)
+    whole = (x for x in model.modules() if any(map(_is_stock, x.modules())))
     named = (x for x in whole if "position_ids" in _signature(type(x).forward))
     return None if stock is None else next(named, stock)
 
 
 def model_problems(model: torch.nn.Module, tokens: int) -> list[str]:
     """Why `model` cannot run in a block over `tokens` at all; reasons that depend on a call are found in the call."""
-    stock: Any = next((x for x in model.modules() if is_stock_model(x)), None)
+    stock: Any = next(filter(_is_stock, model.modules()), None)
     if stock is None:
         return []  # a model of the caller's own, which calls our attention
+    from transformers import AttentionInterface
+
     config, language = text_config(stock), (stock.get_decoder() if hasattr(stock, "get_decoder") else stock)
     name = str(getattr(config, "model_type", "") or type(config).__name__)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     strange = {str(kind) for kind in kinds} - _ATTENTION_LAYERS - _TOKENWISE_LAYERS
-    mixing = (x for x in language.modules() if isinstance(x, _MIXING) or _STATEFUL.search(type(x).__name__))
-    strange = strange or {type(x).__name__ for x in mixing}
+    strange = strange or {type(x).__name__ for x in language.modules() if isinstance(x, _MIXING)}
     found = []
     if strange:
         found.append(
@@ -87,29 +67,30 @@ def model_problems(model: torch.nn.Module, tokens: int) -> list[str]:
             f"{name} scales queries by their place among this rank's tokens from {scale:g} tokens on "
             f"(attn_temperature_tuning): {tokens} tokens are not supported"
         )
-    from transformers import AttentionInterface
-
     chosen = config._attn_implementation
     if not found and not hasattr(AttentionInterface().get(chosen), "is_sharded"):
         found.append(
             f'attn_implementation="{chosen}" of transformers sees the tokens of one rank alone: call '
-            f'register_with_transformers() and load the model with the name it returns ("megacp"), or '
-            f'model.set_attn_implementation("megacp")'
+            f'register_with_transformers() and model.set_attn_implementation("megacp")'
         )
     return found
 
 
-def rotary_length(config: Any) -> RotaryLength | None:
-    """The rope of a text config, where it takes a length from the positions of a call."""
-    for rope in _ropes(config):
-        kind = str(rope.get("rope_type", rope.get("type", "")))
-        if "dynamic" in kind or kind == "longrope":
-            limit = getattr(config, "max_position_embeddings", 0)
-            if kind == "longrope":
-                name = "original_max_position_embeddings"
-                limit = rope.get(name) or getattr(config, name, None) or limit
-            return RotaryLength(kind, int(limit))
-    return None
+def rotary_length(model: torch.nn.Module, longest: int) -> int:
+    """A number that must be the same on all ranks, whose positions end at `longest - 1`, for equal rotary angles.
+
+    0 where angles do not depend on the longest position of a call: for most types, and up to the trained length.
+    """
+    config = text_config(model)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for one in [rope, *(value for value in rope.values() if isinstance(value, Mapping))]:  # or one a type of layer
+        kind, limit = str(one.get("rope_type")), getattr(config, "max_position_embeddings", 0)
+        if kind == "longrope":
+            name = "original_max_position_embeddings"
+            return int(longest > (one.get(name) or getattr(config, name, None) or limit))
+        if "dynamic" in kind and longest > limit:
+            return longest
+    return 0
 
 
 def call_problems(
@@ -117,13 +98,10 @@ def call_problems(
 ) -> list[str]:
     """Why a call of a model is not about a sequence with `held` tokens here; None: it is cut further inside."""
     name = type(module).__name__
-    value = functools.partial(_argument, module, args, kwargs)
+    value = functools.partial(argument, module, args, kwargs)
     found = []
     if name.endswith(_ONE_ANSWER):
-        found.append(
-            f"{name} pools the sequence into one answer, from this rank's tokens alone: call its base model and pool "
-            f"the gathered tokens outside of the block"
-        )
+        found.append(f"{name} pools the sequence into one answer, from this rank's tokens alone: call its base model")
     given = [x for x in ("labels", "shift_labels", "num_items_in_batch") if value(x) is not None]
     token_by_token = bool(value("fused_lm_head")) and "shift_labels" in given  # TRL divides itself
     if "labels" in given and len(given) < 3 and not token_by_token:
@@ -133,13 +111,10 @@ def call_problems(
         )
     router = value("output_router_logits")
     if getattr(text_config(module), "output_router_logits", False) if router is None else router:
-        found.append(
-            f"{name} has output_router_logits: its load-balancing loss is not a sum over tokens, and that of one rank "
-            f"is wrong; set it to False"
-        )
+        found.append(f"{name} has output_router_logits: its load-balancing loss is not a sum over tokens")
     if held is None:
         return found
-    positions = positions_of(module, args, kwargs)
+    positions = value("position_ids")
     if "position_ids" not in _signature(type(module).forward):
         found.append(f"{name} takes no position_ids: it numbers the tokens of each rank from 0 by itself")
     elif positions is None:
@@ -147,30 +122,13 @@ def call_problems(
             f"{name} is given no position_ids: it would count the tokens of each rank from 0; put the position_ids of "
             f"the whole sequence among the buffers and hand them to the model"
         )
-    elif held not in positions.shape:
-        found.append(
-            f"position_ids {tuple(positions.shape)} are not those of the {held} tokens on this rank: put them among "
-            f"the buffers"
-        )
+    elif positions.shape[-1] != held:
+        found.append(f"position_ids {tuple(positions.shape)} are not among the buffers: this rank has {held} tokens")
     return found
 
 
-def position_problems(problem: str) -> list[str]:
-    """What is wrong with position ids (`BatchMask.misplaced`), and what to do."""
-    advice = (
-        "put the position_ids of the whole sequence among the buffers, and where they restart give document_ids "
-        "too (a Metadata as document_ids is taken as it is)"
-    )
-    return [f"{problem}: {advice}"] if problem else []
-
-
-def positions_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """The `position_ids` of a call."""
-    value = _argument(module, args, kwargs, "position_ids")
-    return value if isinstance(value, torch.Tensor) else None
-
-
-def _argument(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
+def argument(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
+    """What a call gives `module.forward` as `name`, by name or by place; None where it does not."""
     if name in kwargs:
         return kwargs[name]
     names = _signature(type(module).forward)
@@ -181,13 +139,3 @@ def _argument(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
 def _signature(forward: Callable[..., Any]) -> Mapping[str, int]:
     """Names of the arguments of a class's `forward` and their places among positional ones, `self` left out."""
     return {name: place for place, name in enumerate(list(inspect.signature(forward).parameters)[1:])}
-
-
-def _ropes(config: Any) -> list[Mapping[str, Any]]:
-    """The parameter sets of a config's rotary embeddings: one, or one for each type of layer."""
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = getattr(config, name, None)
-        if isinstance(rope, Mapping) and rope:
-            inner = [value for value in rope.values() if isinstance(value, Mapping)]
-            return inner or [rope]
-    return []

@@ -9,10 +9,8 @@ the same model evaluates and generates.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from megacp.huggingface.door.context import ContextParallel, block_of, current_context, refuse
@@ -30,11 +28,9 @@ _OVERLAY = (
 def register_with_transformers(name: str = "megacp") -> str:
     """Make `attn_implementation=name` known to transformers; returns `name`. Calling it again changes nothing.
 
-    Inside a `context_parallel` block: packing is what `document_ids` say, `position_ids` are only angles, and must be
-    among the buffers (or made of them). Refused with a ValueError: attention masks with zeros that are not padding of
-    the block, and sliding windows shorter than the sequence. So are attention sinks, soft caps, position biases, KV
-    caches, and position ids that do not follow the documents. So are overlays on the causal mask, unless the block has
-    a `Metadata`, which is then the whole rule. Outside: the library's `sdpa`, with its masks for packing and padding.
+    In a `context_parallel` block packing is what `document_ids` say, and `position_ids` are only angles. What the block
+    cannot do is refused with a ValueError: masks with zeros that are not its padding, windows shorter than the
+    sequence, sinks, soft caps, position biases, KV caches, and overlays on the causal mask without a `Metadata`.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -57,19 +53,16 @@ def attention(
     refused = _NO_SDPA if context is None else _NO_SDPA + _NOT_SHARDED
     given = [name for name in refused if kwargs.get(name) is not None and kwargs[name] is not False]
     if given:
-        raise ValueError(
-            f"{type(module).__name__} asks for {', '.join(given)}, which this attention does not have"
-            + ("" if context is None else " in a context_parallel block; packing is described by document_ids")
-        )
+        refuse(f"{type(module).__name__} asks for {', '.join(given)}, which this attention does not have here")
     if context is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     _refuse_window(context, kwargs.get("sliding_window"))
     if kwargs.get("dropout", 0.0) > 0:
-        refuse([f"dropout_p = {kwargs['dropout']:g}: attention dropout is not supported, set the model's to 0"])
+        refuse(f"dropout {kwargs['dropout']:g} in attention is not supported: set the model's to 0")
     if attention_mask is not None:
-        refuse([f"attn_mask {tuple(attention_mask.shape)} is of this rank's tokens alone: give document_ids"])
+        refuse(f"attn_mask {tuple(attention_mask.shape)} is of this rank's tokens alone: give document_ids")
     is_causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     out = context.attend(query, key, value, causal, kwargs.get("scaling"))
@@ -88,52 +81,46 @@ def _mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> torc
     if context is None:
         return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **kwargs)
     if kv_length != q_length:
-        raise ValueError(
-            f"{q_length} queries and {kv_length} keys in a context_parallel block: a KV cache and cross attention are "
-            f"not sharded, and an attention_mask of the whole sequence must be among the buffers"
+        refuse(
+            f"{q_length} queries and {kv_length} keys: a KV cache and cross attention are not sharded, and an "
+            f"attention_mask of the whole sequence must be among the buffers"
         )
     _refuse_window(context, kwargs.get("local_size"))
-    padding = kwargs.get("attention_mask")
-    if padding is not None:
-        context.note(_padding_problems(context, padding))
+    if kwargs.get("attention_mask") is not None:
+        context.note(_padding_problem(context, kwargs["attention_mask"]))
     function = kwargs.get("mask_function")
     if not context.mask.whole_rule and function is not None and function is not bidirectional_mask_function:
         if kwargs.get("use_vmap", False):
-            raise ValueError(_OVERLAY)
-        overlaid = _sees_its_neighbour(function, batch_size, q_length, kwargs)
-        context.note([_OVERLAY] if overlaid else [])
+            refuse(_OVERLAY)
+        # whether some token sees the next one of this rank, which neither causal nor packed masks allow
+        q = torch.arange(q_length - 1, device=kwargs.get("device", "cpu"))
+        rows = torch.arange(batch_size, device=q.device)[:, None]
+        overlaid = torch.as_tensor(function(rows, torch.zeros_like(rows), q[None], q[None] + 1)).any()
+        context.note(_OVERLAY if overlaid else "")
     return None
-
-
-def _sees_its_neighbour(function: Callable[..., Any], batch: int, length: int, kwargs: dict[str, Any]) -> bool:
-    """Whether some token sees the next one on this rank, which neither causal nor packed masks allow."""
-    device = kwargs.get("device", "cpu")
-    q = torch.arange(length - 1, device=device)
-    rows = torch.arange(batch, device=device)[:, None]
-    return bool(torch.as_tensor(function(rows, torch.zeros_like(rows), q[None], q[None] + 1)).any())
 
 
 def _refuse_window(context: ContextParallel, window: int | None) -> None:
     """Tokens of a row stand in front of a layout's padding, so a window as long as the row leaves none of them out."""
     if window and window < context.length:  # some configs say 0 where there is none
-        raise ValueError(
-            f"a sliding (or chunked) window of {window} tokens in a sequence of {context.length} is not supported in a "
-            f"context_parallel block: switch it off in the model's config"
+        refuse(
+            f"a sliding (or chunked) window of {window} tokens in a sequence of {context.length} is not supported: "
+            f"switch it off in the model's config"
         )
 
 
-def _padding_problems(context: ContextParallel, attention_mask: torch.Tensor) -> list[str]:
-    """Zeros in `attention_mask[B, s]` must be where the block has padding, and only there."""
-    if bool(attention_mask.all()):
-        return []
-    real = torch.from_numpy(context.mask.of(context.mask.document, context.local) >= 0)
-    given = attention_mask.cpu().bool()
-    if given.shape[1] == context.length != real.shape[1]:  # made before the cut, by a model with towers
-        whole = context.mask.document[:, : context.length] >= 0
-        real = torch.from_numpy(np.broadcast_to(whole, tuple(given.shape)))
-    if given.shape[1:] == real.shape[1:] and bool((given == real).all()):
-        return []
-    return [
-        f"attention_mask {tuple(given.shape)} has {int((~given).sum())} zeros, which are not this rank's padding in "
+def _padding_problem(context: ContextParallel, attention_mask: torch.Tensor) -> str:
+    """Zeros in `attention_mask[B, s]` must be where the block has padding, and only there; "" where they are."""
+    given, document = attention_mask.cpu().bool().numpy(), context.mask.document
+    if given.all():
+        return ""
+    if given.shape[1] == context.length:  # made before the cut, by a model with towers; or on one rank
+        real = document[:, : context.length] >= 0
+    else:
+        real = context.mask.of(document, context.local) >= 0
+    if given.shape[1] == real.shape[1] and (given == real).all():
+        return ""
+    return (
+        f"attention_mask {given.shape} has {int((~given).sum())} zeros, which are not this rank's padding in "
         f"document_ids: put it among the buffers, and give context_parallel document_ids with -1 there"
-    ]
+    )

@@ -1,4 +1,4 @@
-"""Stock models of transformers, attention included, train in a block as they do on one process."""
+"""Stock models of transformers, attention included, train in a block as on one process, or are refused by all ranks."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from megacp.huggingface.door.loop import shift_labels, sum_gradients
 from megacp.huggingface.door.transformers import register_with_transformers
 from tests.huggingface.door.test_context import TWO, axis_of, transport_on
 from tests.ranks import grid, run_ranks
+from tests.reference.precision import float32_is_float64
 
 ROOT = Path(__file__).resolve().parents[3]
 VOCAB, TOKENS = 61, 48
@@ -32,11 +33,44 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 8,
     "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 LENGTHS = {"one": [[48], [48]], "packed": [[7, 24, 17], [30, 18]]}
 """Lengths of the documents in each of two batch rows."""
+
+
+def build(model: str, attention: str, **changes: Any) -> Any:
+    """A random model in float64; the same in every process."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+    register_with_transformers()
+    name = re.sub("For[A-Z].*", "", model)
+    settings = {**SIZES, **changes}
+    if name == "Qwen2VL":
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+        vision = {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 32}
+        settings = {"text_config": {**settings, "rope_parameters": rope}, "vision_config": vision}
+    config_class = getattr(transformers, f"{name}TextConfig" if name == "Llama4" else f"{name}Config")
+    kinds = (model, *(name + end for end in ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")))
+    model_class = next(x for x in (getattr(transformers, kind, None) for kind in kinds) if x and hasattr(x, "forward"))
+    torch.manual_seed(1)
+    return model_class._from_config(config_class(**settings, attn_implementation=attention)).double()
+
+
+@functools.cache
+def tokens_of(documents: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids, position ids and document ids `[2, 48]`."""
+    ids = torch.randint(3, VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(2))
+    lengths = LENGTHS[documents]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    numbers = torch.stack([torch.cat([torch.full((n,), i) for i, n in enumerate(row)]) for row in lengths])
+    return ids, positions, numbers
+
+
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 class Case(NamedTuple):
@@ -47,38 +81,29 @@ class Case(NamedTuple):
     transport: str
     layout: str
     documents: str = "packed"
-    attention: str = "megacp"
     tokens: int = TOKENS
     """Of each row; the rest of 48 is cut off."""
+    option: str = ""
 
 
-def build(model: str, attention: str, **changes: Any) -> Any:
-    """A random model in float64; the same in every process."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
-    register_with_transformers()
-    config_class, model_class = (getattr(transformers, f"{model}{kind}") for kind in ("Config", "ForCausalLM"))
-    torch.manual_seed(1)
-    return model_class(config_class(**{**SIZES, "attn_implementation": attention, **changes})).double()
-
-
-@functools.cache
-def tokens_of(documents: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, position ids and document ids `[2, 48]`."""
-    ids = torch.randint(0, VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(2))
-    lengths = LENGTHS[documents]
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
-    numbers = torch.stack([torch.cat([torch.full((n,), i) for i, n in enumerate(row)]) for row in lengths])
-    return ids, positions, numbers
-
-
-def gradients_of(model: Any) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
+CASES = [
+    Case("Llama", 2, "p2p", "zigzag", option="cache"),
+    Case("Llama", 2, "all_gather", "balanced", "one", 47),
+    Case("Qwen3", 2, "a2a", "contiguous"),
+    Case("Llama", 3, "p2p", "balanced"),
+    Case("Llama", 3, "all_gather", "contiguous"),
+    Case("Llama", 3, "kv_exchange", "zigzag", "one"),
+    Case("Qwen3", 4, "p2p", "contiguous"),
+    Case("Llama", 4, "a2a", "balanced", "one", 47),
+    Case("Qwen3", 4, "a2a+p2p", "zigzag"),
+    Case("Qwen3", 4, "kv_exchange", "zigzag_document", option="recomputed"),
+]
 
 
 @functools.cache
 def reference(model: str, documents: str, tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of the model with its own attention, one document at a time, its labels shifted inside."""
-    net, ids = build(model, "sdpa"), tokens_of(documents)[0]
+    net, ids = build(model, "sdpa", head_dim=8), tokens_of(documents)[0]
     losses, counted = [], 0
     for row, lengths in zip(ids[:, :tokens], LENGTHS[documents], strict=True):
         for document in row.split([min(n, tokens) for n in lengths] if len(lengths) > 1 else [tokens]):
@@ -90,49 +115,6 @@ def reference(model: str, documents: str, tokens: int) -> tuple[Tensor, dict[str
     return loss.detach(), gradients_of(net)
 
 
-def train(net: Any, case: Case, axis: Any, **call: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and summed gradients of a block."""
-    ids, positions, documents = (x[:, : case.tokens].clone() for x in tokens_of(case.documents))
-    labels = shift_labels(ids, documents)
-    counted = (labels != -100).sum()
-    with context_parallel(
-        axis,
-        model=net,
-        buffers=[ids, positions, labels],
-        buffer_seq_dims=[1, 1, 1],
-        pad_values=[0, 0, -100],
-        no_restore_buffers={ids, positions, labels},
-        document_ids=documents,
-        transport=transport_on(case.transport, axis),
-        layout=case.layout,
-    ):
-        logits = net(ids, position_ids=positions, **call).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / counted
-        loss.backward()
-    sum_gradients(net.parameters(), axis)
-    return all_reduce(loss.detach(), axis), gradients_of(net)
-
-
-CASES = [
-    Case("Llama", 2, "p2p", "zigzag"),
-    Case("Llama", 2, "all_gather", "balanced", tokens=47, documents="one"),
-    Case("Qwen3", 2, "a2a", "contiguous"),
-    Case("Qwen3", 2, "kv_exchange", "balanced"),
-    Case("Llama", 3, "p2p", "balanced"),
-    Case("Llama", 3, "all_gather", "contiguous"),
-    Case("Qwen3", 3, "p2p", "zigzag"),
-    Case("Llama", 3, "kv_exchange", "zigzag", documents="one"),
-    Case("Qwen3", 4, "p2p", "contiguous"),
-    Case("Llama", 4, "all_gather", "zigzag"),
-    Case("Llama", 4, "a2a", "balanced", tokens=47, documents="one"),
-    Case("Qwen3", 4, "a2a+p2p", "zigzag"),
-    Case("Llama", 4, "a2a+p2p", "balanced"),
-    Case("Llama", 4, "kv_exchange", "contiguous"),
-    Case("Qwen3", 4, "kv_exchange", "zigzag_document", attention="megacp, recomputed"),
-    Case("Llama", 2, "p2p", "zigzag", attention="megacp, cache"),
-]
-
-
 def train_on_ranks(rank: int, world_size: int) -> list[Any]:
     """For each case the loss, and on rank 0 the gradients."""
     found = []
@@ -141,21 +123,33 @@ def train_on_ranks(rank: int, world_size: int) -> list[Any]:
         if axis.size != case.ranks:
             found.append((None, None))
             continue
-        attention, *options = case.attention.split(", ")
-        net = build(case.model, attention)
-        if "recomputed" in options:
+        net = build(case.model, "megacp", head_dim=8)
+        if case.option == "recomputed":
             net.gradient_checkpointing_enable({"use_reentrant": False})
-        loss, gradients = train(net, case, axis, use_cache="cache" in options)
-        found.append((loss, gradients if rank == 0 else None))
+        ids, positions, documents = (x[:, : case.tokens].clone() for x in tokens_of(case.documents))
+        labels = shift_labels(ids, documents)
+        counted = (labels != -100).sum()
+        with context_parallel(
+            axis,
+            model=net,
+            buffers=[ids, positions, labels],
+            buffer_seq_dims=[1, 1, 1],
+            pad_values=[0, 0, -100],
+            document_ids=documents,
+            transport=transport_on(case.transport, axis),
+            layout=case.layout,
+        ):
+            logits = net(ids, position_ids=positions, use_cache=case.option == "cache").logits
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / counted
+            loss.backward()
+        sum_gradients(net.parameters(), axis)
+        found.append((all_reduce(loss.detach(), axis), gradients_of(net) if rank == 0 else None))
     return found
 
 
 @pytest.mark.slow
 def test_stock_models_train_on_several_ranks_as_on_one() -> None:
-    """Would catch wrong positions, documents that leak, a gradient that is not summed, and a cut before the shift.
-
-    float64; norms and angles are float32 inside transformers, of the same values on every rank.
-    """
+    """float64; norms and angles are float32 inside transformers, of the same values on every rank."""
     results = run_ranks(train_on_ranks, 4, timeout=200)
     for number, case in enumerate(CASES):
         want_loss, want = reference(case.model, case.documents, case.tokens)
@@ -165,56 +159,152 @@ def test_stock_models_train_on_several_ranks_as_on_one() -> None:
             assert (grad - want[name]).abs().max() <= 1e-10 * want[name].abs().max(), (case, name)
 
 
+class Use(NamedTuple):
+    """A stock model, how it is used, and what all ranks must say; nothing where the gradients must be exact."""
+
+    model: str
+    said: str = ""
+    changes: dict[str, Any] = {}
+    layout: str = "zigzag"
+    use: str = ""
+    """Of: no positions, packed, axes, checkpoint, twice, filled up; or another attention."""
+
+
+LONGROPE: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4}
+LONGROPE |= {"long_factor": [3.0] * 4, "original_max_position_embeddings": 30}
+DYNAMIC: dict[str, Any] = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+LLAMA4: dict[str, Any] = {**EXPERTS, "head_dim": 8, "intermediate_size_mlp": 48, "no_rope_layers": [0, 1]}
+BERT: dict[str, Any] = {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+FORGOTTEN = "is given no position_ids"
+ANGLES = "angles depend on the longest position, which is (0|24) on one rank and (1|48) on another"
+
+USES = [
+    Use("Llama", FORGOTTEN, layout="contiguous", use="no positions"),
+    Use("Bert", FORGOTTEN, BERT, use="no positions"),
+    Use("Qwen2VL", FORGOTTEN, use="no positions"),
+    Use("Qwen2VL", use="axes"),
+    Use("Qwen2VL", "do not count up by one .* give document_ids", layout="contiguous", use="axes, packed"),
+    Use("Llama", ANGLES, {"rope_parameters": LONGROPE}, "contiguous"),
+    Use("Llama", "", {"rope_parameters": LONGROPE}),  # both ranks have tokens of the last half
+    Use("Llama", "", {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 48}}, "contiguous"),
+    Use("Llama", ANGLES, {**DYNAMIC, "max_position_embeddings": 30}, "contiguous"),
+    Use("Mistral", "window of 32 tokens in a sequence of 48", {"sliding_window": 32}, "contiguous"),
+    Use("Mistral", "", {"sliding_window": 47}, use="filled up"),
+    Use("Mistral", "window of 46 tokens in a sequence of 47", {"sliding_window": 46}, use="filled up"),
+    Use("Llama4", "", {**LLAMA4, "floor_scale": 48, "attention_chunk_size": 47}, use="filled up"),
+    Use("Llama4", "attn_temperature_tuning", {**LLAMA4, "floor_scale": 47}, use="filled up"),
+    Use("Llama", 'attn_implementation="eager"', use="eager"),
+    Use("Mistral", 'attn_implementation="sdpa"', layout="contiguous", use="sdpa"),
+    Use("Llama", "recomputed after its block was left: call backward inside the block", use="checkpoint"),
+    Use("Llama", "create_graph=True: attention over ranks cannot be differentiated twice", use="twice"),
+    Use("LlamaForSequenceClassification", "pools the sequence into one answer"),
+    Use("Mixtral", "load-balancing loss", {"output_router_logits": True, **EXPERTS}),
+    Use("T5", "takes no position_ids", {"d_model": 32, "d_kv": 8, "d_ff": 48}),
+]
+
+
+def loss_of(net: Any, ids: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
+    options = {} if positions is None else {"position_ids": positions}
+    logits = net(ids, **options, **({} if type(net).__name__.startswith("T5") else {"use_cache": False})).logits
+    if logits.shape[:-1] != labels.shape:
+        return logits.sum()
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (2 * TOKENS - 2)
+
+
+def batch_of(case: Use) -> list[Tensor]:
+    """Token ids, shifted labels and position ids; `packed`: documents of 20 tokens."""
+    length = TOKENS - 1 if case.use == "filled up" else TOKENS
+    ids = tokens_of("one")[0][:, :length].clone()
+    positions = torch.arange(length).repeat(2, 1) % (20 if "packed" in case.use else TOKENS)
+    return [ids, shift_labels(ids), positions[None].repeat(3, 1, 1) if "axes" in case.use else positions]
+
+
+def error_in_a_block(case: Use, axis: Any) -> float:
+    """How far gradients of all ranks are from those of one process with the library's own attention."""
+    net = build(case.model, case.use if case.use in ("eager", "sdpa") else "megacp", **case.changes).eval()
+    ids, labels, positions = batch_of(case)
+    if case.use == "checkpoint":
+        net.train()
+        net.gradient_checkpointing_enable({"use_reentrant": True})
+        net.enable_input_require_grads()
+    block = context_parallel(
+        axis,
+        buffers=[ids, labels, positions],
+        buffer_seq_dims=[1, 1, -1],
+        pad_values=[0, -100, 0],
+        layout=case.layout,
+        model=net,
+    )
+    with block:
+        loss = loss_of(net, ids, labels, None if case.use == "no positions" else positions)
+        if case.use == "twice":
+            torch.autograd.grad(loss, list(net.parameters()), create_graph=True)
+        elif case.use != "checkpoint":
+            loss.backward()
+    if case.use == "checkpoint":
+        loss.backward()
+    sum_gradients(net.parameters(), axis)
+    stock = build(case.model, "sdpa", **case.changes).eval()
+    loss_of(stock, *batch_of(case)).backward()
+    found, want = gradients_of(net), gradients_of(stock)
+    assert found.keys() == want.keys()
+    return max(float((found[name] - x).abs().max() / x.abs().max().clamp_min(1e-9)) for name, x in want.items())
+
+
+def use_on_ranks(rank: int, world_size: int) -> list[str | float]:
+    """For each use the refusal of this rank, or its error."""
+    found: list[str | float] = []
+    for case in USES:
+        try:
+            with pytest.MonkeyPatch.context() as patch, float32_is_float64(patch):
+                found.append(error_in_a_block(case, grid(cp=world_size).cp))
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.slow
+def test_uses_that_would_be_wrong_are_refused_by_all_ranks_and_right_ones_are_exact() -> None:
+    for case, first, second in zip(USES, *run_ranks(use_on_ranks, 2, timeout=280), strict=True):
+        if case.said:
+            assert first == second and re.search(case.said, str(first)), (case, first, second)
+        else:
+            assert not isinstance(first, str) and max(first, second) <= 1e-10, (case, first, second)
+
+
 def losses_on_ranks(rank: int, world_size: int) -> float:
     """The loss of a model that is given labels and everything it must know; labels alone are refused."""
-    axis, net = axis_of(4), build("Llama", "megacp").float()
+    axis, net = axis_of(4), build("Llama", "megacp", head_dim=8).float()
     ids, positions, documents = (x.clone() for x in tokens_of("packed"))
     labels, shifted = ids.clone(), shift_labels(ids, documents)
     counted = (shifted != -100).sum()
     buffers = [ids, positions, labels, shifted]
     block = context_parallel(axis, model=net, buffers=buffers, buffer_seq_dims=[1] * 4, document_ids=documents)
     with block, torch.no_grad():
-        with pytest.raises(ValueError, match="LlamaForCausalLM is given labels: it would shift them inside"):
-            net(ids, position_ids=positions, labels=labels)
-        with pytest.raises(ValueError, match="give shift_labels .* and num_items_in_batch too"):
-            net(ids, position_ids=positions, labels=labels, shift_labels=shifted)
+        for given in ({"labels": labels}, {"labels": labels, "shift_labels": shifted}):
+            with pytest.raises(ValueError, match="is given labels: .* shift_labels .* num_items_in_batch too"):
+                net(ids, position_ids=positions, **given)
         right = net(ids, position_ids=positions, labels=shifted, shift_labels=shifted, num_items_in_batch=counted).loss
     return all_reduce(right, axis).item()
 
 
 @pytest.mark.slow
 def test_a_model_may_be_given_labels_that_were_shifted_before_and_no_others() -> None:
-    """Would catch advice that is wrong, and `labels=` of a cut sequence that is shifted again by the model.
-
-    transformers computes this loss in fp32: 90 terms of about 4.
-    """
+    """transformers computes this loss in fp32: 90 terms of about 4."""
     want = reference("Llama", "packed", TOKENS)[0].item()
     for right in run_ranks(losses_on_ranks, 4, timeout=200):
         assert abs(right - want) <= 2e-6 * want
 
 
-def logits_in_a_block(net: Any, documents: Any = None, axis: Any = None, **inputs: Any) -> Tensor:
+def logits_in_a_block(net: Any, documents: Any = None, axis: Any = TWO, **inputs: Any) -> Tensor:
     """Logits of a cut sequence; on two ranks nothing is sent, as the model is expected to be refused before."""
     ids, positions, _ = (x.clone() for x in tokens_of("packed"))
-    masks = [x for x in (inputs.get("attention_mask"),) if x is not None]
-    buffers = [ids, positions, *masks]
-    with (
-        context_parallel(
-            axis or TWO, model=net, buffers=buffers, buffer_seq_dims=[1] * len(buffers), document_ids=documents
-        ),
-        torch.no_grad(),
-    ):
+    buffers = [ids, positions, *(x for name, x in inputs.items() if name == "attention_mask")]
+    dims = [1] * len(buffers)
+    block = context_parallel(axis, model=net, buffers=buffers, buffer_seq_dims=dims, document_ids=documents)
+    with block, torch.no_grad():
         return net(ids, position_ids=positions, **inputs).logits
-
-
-def said_by(block: Any, call: Any) -> str:
-    """The refusal of a call in a block; nothing when it passes."""
-    try:
-        with block, torch.no_grad():
-            call()
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def seen_on_one_rank(rank: int, world_size: int) -> list[str]:
@@ -224,34 +314,32 @@ def seen_on_one_rank(rank: int, world_size: int) -> list[str]:
     net = build("Llama", "megacp")
     packed, positions, documents = (x[1:] for x in tokens_of("packed"))  # 30 and 18 tokens, cut at 24
     arguments = {"config": net.config, "past_key_values": None, "attention_mask": None}
-    cases: list[tuple[str, Tensor | None]] = [("packed", None), ("padding", documents), ("overlay", documents)]
     said = []
-    for name, numbers in [*cases, ("right", documents)]:
-        ids, places = packed.clone(), positions.clone()
-        padding = (torch.arange(TOKENS)[None] < TOKENS - 3) if name == "padding" else torch.ones(1, TOKENS).bool()
-
-        def call(name: str = name, ids: Tensor = ids, places: Tensor = places, padding: Tensor = padding) -> None:
-            if name == "overlay":  # the first two tokens see each other
-                together = torch.where(torch.arange(24)[None] < (2 if axis_of(2).rank == 0 else 0), 0, -1)
-                create_causal_mask(inputs_embeds=torch.zeros(1, 24, 32), block_sequence_ids=together, **arguments)
-            net(ids, position_ids=places, attention_mask=padding)
-
-        buffers = [ids, places, padding]
+    for name in ("packed", "padding", "overlay", "right"):
+        buffers = [packed.clone(), positions.clone(), torch.arange(TOKENS)[None] < TOKENS - 3 * (name == "padding")]
         block = context_parallel(
             axis_of(2),
             model=net,
             buffers=buffers,
             buffer_seq_dims=[1] * 3,
-            document_ids=numbers,
+            document_ids=None if name == "packed" else documents,
             layout="contiguous",
         )
-        said.append(said_by(block, call))
+        try:
+            with block, torch.no_grad():
+                if name == "overlay":  # the first two tokens see each other
+                    together = torch.where(torch.arange(24)[None] < (2 if axis_of(2).rank == 0 else 0), 0, -1)
+                    create_causal_mask(inputs_embeds=torch.zeros(1, 24, 32), block_sequence_ids=together, **arguments)
+                net(buffers[0], position_ids=buffers[1], attention_mask=buffers[2])
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
     return said
 
 
 @pytest.mark.slow
 def test_what_one_rank_alone_can_see_is_refused_by_all_ranks_alike() -> None:
-    """Would catch a rank that raises while the others wait for its keys until they time out."""
+    """And none waits for the others' keys until it times out."""
     patterns = [
         "rank 1: position_ids do not count up by one .* give document_ids",
         r"rank 1: attention_mask \(1, 24\) has 3 zeros, which are not this rank's padding",
@@ -264,14 +352,13 @@ def test_what_one_rank_alone_can_see_is_refused_by_all_ranks_alike() -> None:
 
 
 def test_masks_of_a_model_that_the_block_does_not_have_are_refused() -> None:
-    """Would catch windows and caches that are dropped because no mask is built."""
     documents, net = tokens_of("packed")[2], build("Llama", "megacp")
     ids, positions, _ = (x.clone() for x in tokens_of("packed"))
     block = context_parallel(TWO, model=net, buffers=[ids, positions], buffer_seq_dims=[1, 1], document_ids=documents)
     with pytest.raises(ValueError, match="no attention was called"), block:
-        with pytest.raises(ValueError, match="24 queries and 48 keys .* must be among the buffers"):
+        with pytest.raises(ValueError, match="24 queries and 48 keys.* must be among the buffers"):
             net(ids, position_ids=positions, attention_mask=torch.ones(2, TOKENS), use_cache=False)
-    sliding = build("Qwen3", "megacp", use_sliding_window=True, sliding_window=16, max_window_layers=0)
+    sliding = build("Qwen3", "megacp", head_dim=8, use_sliding_window=True, sliding_window=16, max_window_layers=0)
     with pytest.raises(ValueError, match="window of 16 tokens in a sequence of 48"):
         logits_in_a_block(sliding, documents)
     for name in ("s_aux", "position_bias", "cu_seq_lens_q"):
@@ -279,32 +366,30 @@ def test_masks_of_a_model_that_the_block_does_not_have_are_refused() -> None:
             logits_in_a_block(net, documents, **{name: torch.ones(1)})
 
 
-def test_an_overlay_needs_the_whole_rule() -> None:
-    """Would catch images that no longer see each other because the model's own mask is left out."""
+@pytest.mark.parametrize("whole_rule", [False, True])
+def test_an_overlay_needs_the_whole_rule(whole_rule: bool) -> None:
     from transformers.masking_utils import create_causal_mask
 
     net, zeros = build("Llama", "megacp"), torch.zeros(1, TOKENS).long()
-    text = zeros[0].numpy()
-    embeddings, positions = torch.zeros(1, TOKENS, 32), torch.arange(TOKENS)[None]
-    arguments = {"config": net.config, "past_key_values": None, "attention_mask": None}
-    for ids, refused in ((zeros, True), (Metadata(text, text, text, positions[0].numpy()), False)):
-        x, p = embeddings.clone(), positions.clone()
-        block = context_parallel(TWO, buffers=[x, p, zeros], buffer_seq_dims=[1, 1, 1], document_ids=ids)
-        with pytest.raises(ValueError, match="no attention was called") as caught, block:
-            assert create_causal_mask(inputs_embeds=x, position_ids=p, **arguments) is None
-            if refused:
-                with pytest.raises(ValueError, match="Metadata with those spans"):
-                    create_causal_mask(inputs_embeds=x, or_mask_function=lambda b, h, q, k: q == q, **arguments)
-            else:
-                overlay = {"or_mask_function": lambda b, h, q, k: q == q}
-                assert create_causal_mask(inputs_embeds=x, position_ids=p, **arguments, **overlay) is None
-            assert create_causal_mask(inputs_embeds=x, position_ids=p, block_sequence_ids=zeros, **arguments) is None
-        assert ("Metadata with those spans" in str(caught.value)) == refused
+    text, positions = zeros[0].clone().numpy(), torch.arange(TOKENS)[None]
+    ids = Metadata(text, text, text, positions[0].clone().numpy()) if whole_rule else zeros.clone()
+    x = torch.zeros(1, TOKENS, 32)
+    arguments = {"config": net.config, "past_key_values": None, "attention_mask": None, "inputs_embeds": x}
+    overlay = {"or_mask_function": lambda b, h, q, k: q == q}
+    block = context_parallel(TWO, buffers=[x, positions, zeros], buffer_seq_dims=[1, 1, 1], document_ids=ids)
+    with pytest.raises(ValueError, match="no attention was called") as caught, block:
+        assert create_causal_mask(position_ids=positions, **arguments) is None
+        if whole_rule:
+            assert create_causal_mask(position_ids=positions, **arguments, **overlay) is None
+        else:
+            with pytest.raises(ValueError, match="Metadata with those spans"):
+                create_causal_mask(**arguments, **overlay)
+        assert create_causal_mask(position_ids=positions, block_sequence_ids=zeros, **arguments) is None
+    assert ("Metadata with those spans" in str(caught.value)) != whole_rule
 
 
 def test_outside_of_a_block_the_registered_attention_is_the_stock_one() -> None:
-    """Would catch a model that can no longer be evaluated, padded, packed or asked for the next token."""
-    ours, stock = build("Qwen3", "megacp"), build("Qwen3", "sdpa")
+    ours, stock = build("Qwen3", "megacp", head_dim=8), build("Qwen3", "sdpa", head_dim=8)
     ids, positions, _ = tokens_of("packed")
     padding = torch.ones(2, TOKENS)
     padding[0, 45:] = 0
@@ -318,16 +403,15 @@ def test_outside_of_a_block_the_registered_attention_is_the_stock_one() -> None:
 
 
 def test_one_rank_attends_as_the_stock_model_does_with_padding_and_packing() -> None:
-    """Would catch a mask of the block that is not the one transformers makes of positions and padding."""
+    """float64, sums of at most 48 terms."""
     axis, (ids, positions, documents) = single_axis("cp"), tokens_of("packed")
+    stock, net = build("Llama", "sdpa"), build("Llama", "megacp")
+    padding = torch.ones(2, TOKENS)
+    padding[0, 40:] = 0
     with torch.no_grad():
-        packed = build("Llama", "sdpa")(ids, position_ids=positions, use_cache=False).logits
-        net = build("Llama", "megacp")
-        # float64, sums of at most 48 terms
+        packed = stock(ids, position_ids=positions, use_cache=False).logits
         torch.testing.assert_close(logits_in_a_block(net, documents, axis), packed, rtol=1e-12, atol=1e-12)
-        padding = torch.ones(2, TOKENS)
-        padding[0, 40:] = 0
-        want = build("Llama", "sdpa")(ids, position_ids=positions, attention_mask=padding).logits
+        want = stock(ids, position_ids=positions, attention_mask=padding).logits
         numbers = torch.where(padding.bool(), 0, -1)
         rule = Metadata(numbers.view(-1).numpy(), *torch.zeros(2, 2 * TOKENS).long().numpy(), torch.arange(96).numpy())
         found = logits_in_a_block(net, rule, axis, attention_mask=padding)
@@ -343,6 +427,5 @@ def example(rank: int, world_size: int) -> list[tuple[float, float]]:
 
 @pytest.mark.slow
 def test_the_example_has_the_losses_of_one_process() -> None:
-    """Would catch an example that no longer runs."""
     for ((sharded, alone),) in run_ranks(example, 2):
         assert abs(sharded - alone) <= 1e-4
