@@ -312,7 +312,7 @@ def refused(rank: int, world_size: int, folder: str) -> list[str]:
 def test_what_would_see_one_ranks_tokens_alone_is_refused(tmp_path: Path) -> None:
     """Would catch each of these trained wrong in silence."""
     patterns = [
-        "cp_size is 3 .* divides its 2 processes",
+        "cp_size is 3, .* divides the 2 processes",
         "cp_size is None",
         "compute_loss_func would shift the labels",
         "label_smoothing_factor would shift the labels",
