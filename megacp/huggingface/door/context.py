@@ -24,6 +24,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -229,88 +230,98 @@ def block_of(module: torch.nn.Module) -> ContextParallel | None:
     return block
 
 
-@contextlib.contextmanager
-def context_parallel(
-    axis: Axis,
-    *,
-    model: torch.nn.Module | None = None,
-    buffers: Sequence[torch.Tensor],
-    buffer_seq_dims: Sequence[int],
-    no_restore_buffers: Collection[torch.Tensor] = (),
-    pad_values: Sequence[float] | None = None,
-    document_ids: DocumentIds = None,
-    transport: str | Transport = "p2p",
-    layout: str = "zigzag",
-) -> Iterator[ContextParallel]:
+@dataclass(eq=False)
+class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
     """In the block, `buffers` hold this rank's tokens and attention of `model` runs over all ranks of `axis`.
 
     Every rank enters with the same whole sequence; forward and backward belong inside. Raises ValueError before a
     message is sent; a second block inside is refused. What one rank alone can see (the values of positions and masks)
     is raised by all ranks in the next attention call. A block that ends without any attention call raises as well: what
     a model computes itself saw this rank's tokens alone.
-
-    `model`: of transformers, loaded with the registered attention; it may be wrapped. None: the caller calls
-    `ContextParallel.attend` itself.
-    `buffers`: tensors to cut along their `buffer_seq_dims`: token ids, position ids, shifted labels, tables of angles.
-    The object stays, its data becomes that of S / ranks tokens, and comes back at the end, but for
-    `no_restore_buffers`.
-    `pad_values` fill each buffer up where the layout needs a longer sequence. Added tokens belong to no document: no
-    token sees them and their attention is zero. Give labels a value that the loss ignores.
-    `document_ids`: int tensor `[B, S]` or `[S]` of the whole sequence, -1 = padding; tokens see their own document
-    alone. None: each batch row is one document. A `Metadata` of S (or B * S) tokens adds branches and spans.
-    `transport`: p2p, all_gather, a2a or kv_exchange, or what `select_transport` built. Build `a2a+p2p` once with
-    `(A, B)` and hand it in: it makes process groups.
-    `layout`: contiguous, zigzag, zigzag_document or balanced: which rank holds which tokens. Results are the same.
     """
-    if layout not in LAYOUTS:
-        refuse(f"layout {layout} is unknown; choose {', '.join(LAYOUTS)}")
-    if isinstance(transport, str) and transport not in TRANSPORTS:
-        refuse(f"transport {transport} is unknown; choose {', '.join(TRANSPORTS)}")
-    if _open:
-        refuse("a context_parallel block is open already, and blocks cannot be nested")
-    pads = [0.0] * len(buffers) if pad_values is None else pad_values
-    _refuse_buffers(buffers, buffer_seq_dims, pads)
-    length, ranks = buffers[0].shape[buffer_seq_dims[0]], axis.size
-    if model is not None and ranks > 1:
-        refuse(*model_problems(model, length))
-    dealing = LAYOUTS[layout if ranks > 1 else "contiguous"]  # one rank holds the rows as they are
-    mask = batch_mask(document_ids, length).padded(dealing, ranks)
-    if mask.length > length and pad_values is None:
-        refuse(
-            f"layout {layout} cannot deal {length} tokens to {ranks} ranks, the next length is {mask.length}: give "
-            f"pad_values, one for each buffer, or pad to it with document_ids -1"
-        )
-    places = mask.deal(dealing, ranks)
-    triples = [(x, dim % x.dim(), pad) for x, dim, pad in zip(buffers, buffer_seq_dims, pads, strict=True)]
-    for number, (x, dim, _) in enumerate(triples if len(places) > 1 else []):
-        if dim == 0 or len(x) != mask.rows:
+
+    axis: Axis
+    _: KW_ONLY
+    model: torch.nn.Module | None = None
+    """Of transformers, loaded with the registered attention; it may be wrapped. None: the caller calls `attend`."""
+    buffers: Sequence[torch.Tensor]
+    """Tensors to cut: token ids, position ids, shifted labels, tables of rotary angles over the sequence. The object
+    stays, its data becomes that of S / ranks tokens, and comes back at the end, also after an exception."""
+    buffer_seq_dims: Sequence[int]
+    """The dim of each buffer that has the S tokens."""
+    no_restore_buffers: Collection[torch.Tensor] = ()
+    """Buffers that stay cut."""
+    pad_values: Sequence[float] | None = None
+    """Values that fill each buffer up where the layout needs a longer sequence. Added tokens belong to no document: no
+    token sees them and their attention is zero. Give labels a value that the loss ignores."""
+    document_ids: DocumentIds = None
+    """Int tensor `[B, S]` or `[S]` of the whole sequence, -1 = padding; tokens see their own document alone. None: each
+    batch row is one document. A `Metadata` of S (or B * S) tokens adds branches and spans."""
+    transport: str | Transport = "p2p"
+    """p2p, all_gather, a2a or kv_exchange, or what `select_transport` built. Build `a2a+p2p` once with
+    `(A, B)` and hand it in: it makes process groups."""
+    layout: str = "zigzag"
+    """contiguous, zigzag, zigzag_document or balanced: which rank holds which tokens. Results do not depend on it."""
+
+    def __enter__(self) -> ContextParallel:
+        self._block = self._opened()
+        return self._block.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._block.__exit__(*error)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[ContextParallel]:
+        axis, model, buffers, layout = self.axis, self.model, self.buffers, self.layout
+        if layout not in LAYOUTS:
+            refuse(f"layout {layout} is unknown; choose {', '.join(LAYOUTS)}")
+        if isinstance(self.transport, str) and self.transport not in TRANSPORTS:
+            refuse(f"transport {self.transport} is unknown; choose {', '.join(TRANSPORTS)}")
+        if _open:
+            refuse("a context_parallel block is open already, and blocks cannot be nested")
+        pads = [0.0] * len(buffers) if self.pad_values is None else self.pad_values
+        _refuse_buffers(buffers, self.buffer_seq_dims, pads)
+        length, ranks = buffers[0].shape[self.buffer_seq_dims[0]], axis.size
+        if model is not None and ranks > 1:
+            refuse(*model_problems(model, length))
+        dealing = LAYOUTS[layout if ranks > 1 else "contiguous"]  # one rank holds the rows as they are
+        mask = batch_mask(self.document_ids, length).padded(dealing, ranks)
+        if mask.length > length and self.pad_values is None:
             refuse(
-                f"buffer {number} {tuple(x.shape)} must have the {mask.rows} batch rows in dim 0, as layout {layout} "
-                f"deals each row of documents differently: expand it, or choose zigzag or contiguous"
+                f"layout {layout} cannot deal {length} tokens to {ranks} ranks, the next length is {mask.length}: give "
+                f"pad_values, one for each buffer, or pad to it with document_ids -1"
             )
-    context = ContextParallel(axis, mask, places, transport, length)
-    context.transport_on(buffers[0].device, torch.get_default_dtype())  # what is wrong with the choice shows here
-    with torch.no_grad():
-        parts = [_part_of(x.data, dim, context.local, pad) for x, dim, pad in triples]
-    # the full data is set aside without a copy: views of one storage can be cut, because nothing is written into it
-    whole = [(x, x.data) for x in buffers if not any(x is y for y in no_restore_buffers)]
-    for x, part in zip(buffers, parts, strict=True):
-        x.data = part
-    del parts
-    try:
-        with context.watching(model) if model is not None else contextlib.nullcontext():
-            _open.append(context)
-            yield context
-    finally:
-        _open.clear()
-        for x, full in whole:
-            x.data = full
-    if not context.plans:
-        refuse(
-            *context.noted,
-            "no attention was called in the block: a model that computes attention itself (eager), has none or calls "
-            "another library saw this rank's tokens alone",
-        )
+        places = mask.deal(dealing, ranks)
+        triples = [(x, dim % x.dim(), pad) for x, dim, pad in zip(buffers, self.buffer_seq_dims, pads, strict=True)]
+        for number, (x, dim, _) in enumerate(triples if len(places) > 1 else []):
+            if dim == 0 or len(x) != mask.rows:
+                refuse(
+                    f"buffer {number} {tuple(x.shape)} must have the {mask.rows} batch rows in dim 0: layout {layout} "
+                    f"deals each row of documents differently; expand it, or choose zigzag or contiguous"
+                )
+        context = ContextParallel(axis, mask, places, self.transport, length)
+        context.transport_on(buffers[0].device, torch.get_default_dtype())  # what is wrong with the choice shows here
+        with torch.no_grad():
+            parts = [_part_of(x.data, dim, context.local, pad) for x, dim, pad in triples]
+        # the full data is set aside without a copy: views of one storage can be cut, because nothing is written into it
+        whole = [(x, x.data) for x in buffers if not any(x is y for y in self.no_restore_buffers)]
+        for x, part in zip(buffers, parts, strict=True):
+            x.data = part
+        del parts
+        try:
+            with context.watching(model) if model is not None else contextlib.nullcontext():
+                _open.append(context)
+                yield context
+        finally:
+            _open.clear()
+            for x, full in whole:
+                x.data = full
+        if not context.plans:
+            refuse(
+                *context.noted,
+                "no attention was called in the block: a model that computes attention itself (eager), has none or "
+                "calls another library saw this rank's tokens alone",
+            )
 
 
 def _refuse_buffers(buffers: Sequence[torch.Tensor], dims: Sequence[int], pads: Sequence[float]) -> None:

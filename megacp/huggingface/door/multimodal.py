@@ -88,7 +88,7 @@ def cut_multimodal(model: torch.nn.Module, context: ContextParallel, vision: str
         for module in (part for tower in towers for part in tower.modules()):  # a layer may be recomputed by itself
             stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-        if vision == "sharded" and context.axis.size > 1 and _told_apart(owner, towers):
+        if vision == "sharded" and context.axis.size > 1 and told_apart(owner, towers):
             for name in (name for name in _OF_TOWERS if hasattr(owner, name)):
                 setattr(owner, name, functools.partial(_sharded_features, context, name, getattr(owner, name)))
                 stack.callback(delattr, owner, name)
@@ -113,7 +113,7 @@ def _parts(model: torch.nn.Module) -> tuple[torch.nn.Module, list[torch.nn.Modul
     return (here, towers) if towers else None
 
 
-def _told_apart(owner: torch.nn.Module, towers: Sequence[torch.nn.Module]) -> bool:
+def told_apart(owner: torch.nn.Module, towers: Sequence[torch.nn.Module]) -> bool:
     """Whether images can be dealt to ranks: methods take them one by one, and features of one are its own affair."""
     for name in (name for name in _OF_TOWERS if hasattr(owner, name)):
         signature = inspect.signature(getattr(owner, name)).parameters.values()

@@ -19,7 +19,7 @@ from megacp.core.distributed.grid import axis_of_mesh, single_axis
 from megacp.core.ops.mask import Metadata
 from megacp.huggingface.door.context import context_parallel
 from megacp.huggingface.door.loop import shift_labels, sum_gradients
-from megacp.huggingface.door.multimodal import _told_apart, cut_multimodal, image_shares
+from megacp.huggingface.door.multimodal import told_apart, cut_multimodal, image_shares
 from megacp.huggingface.door.transformers import register_with_transformers
 from tests.ranks import grid, run_ranks
 
@@ -264,9 +264,9 @@ def test_towers_that_mix_images_are_not_sharded() -> None:
     with pytest.raises(ValueError, match="vision is half"), block_of(labels, rule_of("Gemma3")) as context:
         with cut_multimodal(model, context, "half"):
             pass
-    assert _told_apart(model.model, [model.model.vision_tower])
+    assert told_apart(model.model, [model.model.vision_tower])
     model.model.vision_tower.norm = torch.nn.BatchNorm1d(4)
-    assert not _told_apart(model.model, [model.model.vision_tower])
+    assert not told_apart(model.model, [model.model.vision_tower])
 
 
 def block_of(labels: Tensor, rule: Any = None) -> Any:
