@@ -19,7 +19,7 @@ from megacp.core.distributed.grid import axis_of_mesh, single_axis
 from megacp.core.ops.mask import Metadata
 from megacp.huggingface.door.context import context_parallel
 from megacp.huggingface.door.loop import shift_labels, sum_gradients
-from megacp.huggingface.door.multimodal import told_apart, cut_multimodal, image_shares
+from megacp.huggingface.door.multimodal import cut_multimodal, image_shares, told_apart
 from megacp.huggingface.door.transformers import register_with_transformers
 from tests.ranks import grid, run_ranks
 
