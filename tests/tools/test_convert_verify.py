@@ -1,14 +1,14 @@
-"""--verify: faults that a conversion could have and how each is seen; the length that a model is for."""
+"""--verify sees one flipped bit; what surrounds the weights comes back: generation, special ids, lengths, files."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from megacp.core.config.yaml_file import to_yaml
 from megacp.core.distributed.grid import single_axis
 from megacp.huggingface.convert import hf_files
 from megacp.huggingface.convert.source import read_checkpoint
@@ -26,12 +26,17 @@ FLIPPED = {
 }
 
 
+def read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FLIPPED)
 def test_verify_sees_one_flipped_bit_and_keeps_no_folder(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Would catch a comparison of a few random tokens alone, which sees none of these."""
+    """A comparison of a few random tokens alone sees none of these."""
     tensor, row, message = FLIPPED[name]
 
     def faulty(source: Source, key: str) -> torch.Tensor:
@@ -46,34 +51,69 @@ def test_verify_sees_one_flipped_bit_and_keeps_no_folder(
     flags = ("--tokenizer", "none") if "molmo2" in name else ()
     monkeypatch.setattr(hf_files, "whole", faulty)
     assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", "--verify", *flags) == 1
-    captured = capsys.readouterr()
-    assert "would be another model" in captured.err and message in captured.out
+    assert message in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
 @pytest.mark.slow
 def test_an_export_keeps_the_length_that_the_model_is_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Would catch a 256-position model capped at the 32 tokens of the rows that it was tuned on."""
+    """Not the length of the rows that it was tuned on, unless nothing says another."""
     from megacp.train import main as train
 
     save("llama 2", tmp_path / "a")
     assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b") == 0
     base = read_checkpoint(tmp_path / "b", single_axis("world"))
     assert base.config.model.max_position_embeddings == 256
-    flags = ["--config", str(base.folder / "config.yaml"), "--global-batch-size", "1", "--train-iters", "1"]
-    flags += ["--lr", "0.001", "--seq-length", "32", "--load", str(tmp_path / "b"), "--finetune"]
-    assert train([*flags, "--save", str(tmp_path / "run")]) == 0
+    given, config = ["--config", str(base.folder / "config.yaml")], (base.folder / "config.yaml").read_text()
+    flags = ["--global-batch-size", "1", "--train-iters", "1", "--seq-length", "32", "--load", str(tmp_path / "b")]
+    flags += ["--lr", "0.001", "--finetune"]
+    assert train([*given, *flags, "--save", str(tmp_path / "run")]) == 0
     assert convert("megacp", "hf", tmp_path / "run", tmp_path / "c", "--verify") == 0
-    assert json.loads((tmp_path / "c" / "config.json").read_text())["max_position_embeddings"] == 256
-    text = to_yaml(base.config).replace("max_position_embeddings: 256", "max_position_embeddings: null")
-    (tmp_path / "without.yaml").write_text(text)
-    assert train(["--config", str(tmp_path / "without.yaml"), *flags[2:], "--save", str(tmp_path / "lost")]) == 2
+    assert read(tmp_path / "c" / "config.json")["max_position_embeddings"] == 256
+    given[1] = str(tmp_path / "without.yaml")
+    Path(given[1]).write_text(config.replace("max_position_embeddings: 256", "max_position_embeddings: null"))
+    assert train([*given, *flags, "--save", str(tmp_path / "lost")]) == 2
     assert "--max-position-embeddings" in capsys.readouterr().err
+    saved_on_grid(0, 1, {}, {"dtype": "float32", "seq_length": 96}, str(tmp_path / "rows"), None)
+    for name, length, more in (("d", 96, ["--verify"]), ("e", 4096, ["--max-position-embeddings", "4096"])):
+        assert convert("megacp", "hf", tmp_path / "rows", tmp_path / name, *more) == 0
+        assert read(tmp_path / name / "config.json")["max_position_embeddings"] == length
 
 
-def test_a_checkpoint_that_does_not_say_its_length_is_for_its_rows(tmp_path: Path) -> None:
-    saved_on_grid(0, 1, {}, {"dtype": "float32", "seq_length": 96}, str(tmp_path / "run"), None)
-    assert convert("megacp", "hf", tmp_path / "run", tmp_path / "a", "--verify") == 0
-    assert convert("megacp", "hf", tmp_path / "run", tmp_path / "b", "--max-position-embeddings", "4096") == 0
-    found = [json.loads((tmp_path / name / "config.json").read_text()) for name in "ab"]
-    assert [content["max_position_embeddings"] for content in found] == [96, 4096]
+GENERATION = {"bos_token_id": 0, "eos_token_id": [1, 2], "temperature": 0.6, "top_p": 0.9, "do_sample": True}
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama 2", "qwen3", "molmo2 released"])
+@pytest.mark.parametrize("there", [True, False])
+def test_generation_settings_and_special_ids_come_back(name: str, there: bool, tmp_path: Path) -> None:
+    model = save(name, tmp_path / "a")
+    config = read(tmp_path / "a" / "config.json")
+    if "molmo2" not in name:
+        config |= {"bos_token_id": 0, "eos_token_id": [1, 2], "pad_token_id": 5}
+        (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    given = tmp_path / "a" / "generation_config.json"
+    given.write_text(json.dumps({**GENERATION, "pad_token_id": 5}))
+    if not there:
+        given.unlink()
+    assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b") == 0
+    flags = ("--tokenizer", str(tmp_path / "b" / "tokenizer.json") if "molmo2" in name else "none")
+    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", *flags) == 0
+    known = {key: config[key] for key in SPECIAL if config.get(key) is not None}
+    assert {key: read(tmp_path / "c" / "config.json")[key] for key in known} == known
+    generation = read(tmp_path / "c" / "generation_config.json")
+    assert generation == {**GENERATION, "pad_token_id": 5} if there else known.items() <= generation.items()
+    loaded = type(model).from_pretrained(tmp_path / "c")
+    assert not there or loaded.generation_config.eos_token_id == [1, 2]
+
+
+def test_stale_weights_of_other_formats_are_not_copied(tmp_path: Path) -> None:
+    """A library may prefer the weights of the model before to those that were written."""
+    save("llama 2", tmp_path / "a")
+    (tmp_path / "a" / "generation_config.json").unlink()
+    for name in ("tf_model.h5", "model.onnx", "last.ckpt", "other.safetensors.index.json", "LICENSE"):
+        (tmp_path / "a" / name).write_text("")
+    assert convert("hf", "hf", tmp_path / "a", tmp_path / "b") == 0
+    names = {"LICENSE", "SHA256SUMS", "config.json", "generation_config.json", "model.safetensors"}
+    assert {path.name for path in (tmp_path / "b").iterdir()} == names

@@ -13,19 +13,17 @@ from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from megacp.prepare.train_tokenizer import in_pieces
 
 ROOT = Path(__file__).parents[2]
-
-
-def train(*args: object) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-c", f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'tools')]!r}\n" + CHECK]
-    return subprocess.run([*program, *map(str, args)], capture_output=True, text=True, timeout=60, check=False)
-
-
 CHECK = """
 import train_tokenizer
 code = train_tokenizer.main(sys.argv[1:])
 assert "torch" not in sys.modules
 sys.exit(code)
 """
+
+
+def train(*args: object) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-c", f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'tools')]!r}\n" + CHECK]
+    return subprocess.run([*program, *map(str, args)], capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.fixture
@@ -54,7 +52,6 @@ def test_a_trained_tokenizer_is_loaded_ends_documents_and_is_repeatable(
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "small.model"])
 def test_symbols_are_one_token_each_and_records_with_images_give_their_text(tmp_path: Path, name: str) -> None:
-    """Would catch role markers that are spelt out again in every question."""
     content = [{"type": "image", "path": "no/such/file.png"}, {"type": "text", "text": "which digits are these then?"}]
     record = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "seven and two"}]}
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
@@ -66,18 +63,15 @@ def test_symbols_are_one_token_each_and_records_with_images_give_their_text(tmp_
     text = "<|user|>\nwhich digits are these then?\n<|assistant|>\n"
     ids = tokenizer.encode([text])[0].tolist()
     assert tokenizer.decode(ids) == text and len(ids) < 40
-    spelt = [tokenizer.decode([i]) for i in ids]
-    assert [spelt.count(symbol) for symbol in symbols] == [1, 1], spelt
+    assert [[tokenizer.decode([i]) for i in ids].count(symbol) for symbol in symbols] == [1, 1]
 
 
 @pytest.mark.slow
 def test_a_text_longer_than_sentencepiece_takes_is_learned(tmp_path: Path) -> None:
-    """Would catch a whole file that is left out without a word."""
     (tmp_path / "a.txt").write_text("zebra quagga okapi\n" * 70_000)
     (tmp_path / "b.txt").write_text("the cat sat on the mat\n" * 20)
-    more = ["--output", tmp_path / "small.model", "--vocab-size", 300]
-    done = train("--input", tmp_path / "a.txt", tmp_path / "b.txt", *more)
-    assert done.returncode == 0, done.stderr
+    texts, more = (tmp_path / "a.txt", tmp_path / "b.txt"), ("--output", tmp_path / "small.model", "--vocab-size", 300)
+    assert train("--input", *texts, *more).returncode == 0
     assert len(load_tokenizer(str(tmp_path / "small.model")).encode(["zebra quagga okapi"])[0]) < 10
 
 
@@ -88,37 +82,25 @@ def test_pieces_are_the_text_and_short(text: str) -> None:
     assert all(piece[-1] in "\n " for piece in pieces[:-1]) or not set(text) & set("\n ")
 
 
-def test_records_are_records_by_any_of_their_suffixes_and_may_hold_what_a_build_leaves_out(tmp_path: Path) -> None:
-    """Would catch JSON's own marks as tokens, and records that a build takes and this tool does not."""
-    record = json.dumps({"text": "seven and two " * 20, "strange": "lost"}) + "\n"
-    (tmp_path / "a.JSON").write_text(record)
-    arguments = ["--input", tmp_path / "a.JSON", "--output", tmp_path / "t.json", "--vocab-size", 280]
-    refused = train(*arguments)
-    assert refused.returncode == 2 and "--ignore-keys strange" in refused.stderr
-    done = train(*arguments, "--ignore-keys", "strange")
-    assert done.returncode == 0, done.stderr
-    assert load_tokenizer(str(tmp_path / "t.json")).token_id('":') is None
-
-
 @pytest.mark.slow
 def test_errors_are_one_line_and_nothing_is_overwritten(corpus: list[Path], tmp_path: Path) -> None:
-    kept = tmp_path / "kept.json"
-    kept.write_text("mine")
-    (tmp_path / "bad.jsonl").write_text("{\n")
-    (tmp_path / "empty.txt").write_text("")
-    wrong = {
-        "exists; nothing was overwritten": [corpus[0], kept, 300],
-        "must end in one of .json, .model": [corpus[0], tmp_path / "x.bin", 300],
-        "no such file": [tmp_path / "none.txt", tmp_path / "x.json", 300],
-        "needs at least 257": [corpus[0], tmp_path / "x.json", 200],
-        "bad.jsonl:1: invalid JSON": [tmp_path / "bad.jsonl", tmp_path / "x.json", 300],
-        "hold no text": [tmp_path / "empty.txt", tmp_path / "x.json", 300],
-        "--vocab-size 100000": [corpus[0], tmp_path / "x.model", 100000],
-    }
-    few = train("--input", corpus[0], "--output", tmp_path / "x.json", "--vocab-size", 258, "--symbols", "<a>", "<b>")
-    assert few.returncode == 2 and "at least 259: the bytes, <|endoftext|> and 2 symbols" in few.stderr
-    for message, (source, output, size) in wrong.items():
-        failed = train("--input", source, "--output", output, "--vocab-size", size)
-        assert failed.returncode == 2 and message in failed.stderr, (message, failed.stderr)
-        assert "Traceback" not in failed.stderr and not (tmp_path / "x.json").exists()
-    assert kept.read_text() == "mine"
+    record = json.dumps({"text": "seven and two " * 20, "strange": "lost"}) + "\n"
+    for name, text in (("kept.json", "mine"), ("bad.jsonl", "{\n"), ("empty.txt", ""), ("odd.JSON", record)):
+        (tmp_path / name).write_text(text)
+    for named, source, output, size in (
+        ("kept.json", "a.txt", "kept.json", 300),
+        (".json, .model", "a.txt", "x.bin", 300),
+        ("none.txt", "none.txt", "x.json", 300),
+        ("257", "a.txt", "x.json", 200),
+        ("bad.jsonl:1", "bad.jsonl", "x.json", 300),
+        ("--input", "empty.txt", "x.json", 300),
+        ("--vocab-size 100000", "a.txt", "x.model", 100000),
+        ("--ignore-keys strange", "odd.JSON", "x.json", 280),
+    ):
+        failed = train("--input", tmp_path / source, "--output", tmp_path / output, "--vocab-size", size)
+        assert failed.returncode == 2 and named in failed.stderr and failed.stderr.count("\n") == 1, failed.stderr
+        assert not (tmp_path / "x.json").exists()
+    assert (tmp_path / "kept.json").read_text() == "mine"
+    arguments = ["--input", tmp_path / "odd.JSON", "--output", tmp_path / "t.json", "--vocab-size", 280]
+    assert train(*arguments, "--ignore-keys", "strange").returncode == 0
+    assert load_tokenizer(str(tmp_path / "t.json")).token_id('":') is None, "JSON's own marks are tokens"
