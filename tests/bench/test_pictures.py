@@ -26,7 +26,6 @@ MOST_BYTES = 150_000
 
 @pytest.mark.parametrize("layout", ["contiguous", "balanced"])
 def test_the_drawn_tiles_are_the_mask(layout: str) -> None:
-    """Would catch a tile drawn at another place of the row than its tokens have."""
     metadata = example_metadata()
     painted = np.zeros((len(metadata), len(metadata)), np.int64)
     for plan in dealt(layout).plans:
@@ -43,20 +42,13 @@ def test_the_stated_work_is_that_of_the_mask() -> None:
     assert len(dealt("balanced").travelling()) == CP
 
 
-@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2)])
-def test_the_drawn_schedules_have_the_bubble_of_their_formula(name: str, chunks: int) -> None:
-    """(stages - 1) / (chunks x microbatches), where groups are full."""
+@pytest.mark.parametrize(("name", "chunks", "less"), [("1f1b", 1, 1), ("interleaved", 2, 2), ("zero_bubble", 1, 3)])
+def test_the_drawn_schedules_have_the_bubble_of_their_formula(name: str, chunks: int, less: int) -> None:
+    """(stages - 1) / (chunks x microbatches), where groups are full; zero bubble idles a third."""
     stages, microbatches = pipeline.STAGES, pipeline.MICROBATCHES
     spans = pipeline.walk([schedule(name, s, stages, microbatches, chunks) for s in range(stages)], chunks)
-    assert pipeline.bubble(spans) == pytest.approx((stages - 1) / (chunks * microbatches))
-    assert [len(stage) for stage in spans] == [2 * chunks * microbatches] * stages
-
-
-def test_the_drawn_zero_bubble_idles_a_third() -> None:
-    stages, microbatches = pipeline.STAGES, pipeline.MICROBATCHES
-    spans = pipeline.walk([schedule("zero_bubble", s, stages, microbatches) for s in range(stages)], 1)
-    assert pipeline.bubble(spans) == pytest.approx((stages - 1) / (3 * microbatches))
-    assert [len(stage) for stage in spans] == [2 * microbatches, *[3 * microbatches] * (stages - 1)]
+    assert pipeline.bubble(spans) == pytest.approx((stages - 1) / (less * microbatches))
+    assert len(spans[0]) == 2 * chunks * microbatches
 
 
 def test_the_record_of_the_picture_can_be_parsed() -> None:
@@ -70,7 +62,6 @@ def test_pictures_are_small_and_the_same_each_time(tmp_path: Path) -> None:
 
 
 def test_each_stored_picture_is_drawn_here_and_shown_in_a_text() -> None:
-    """Would catch a picture that nothing draws any more, and a link to one that is not there."""
     stored = {path.name for path in (ROOT / "docs" / "pictures").iterdir()}
     texts = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     linked = {name for text in texts for name in re.findall(r"pictures/([\w.]+)", text.read_text(encoding="utf-8"))}
@@ -85,16 +76,11 @@ def finished_demo(folder: Path) -> Path:
     (folder / "checkpoints").mkdir()
     log = [{"kind": kind, "step": step, "loss": 1 / step} for kind in ("train", "valid") for step in (1, 2)]
     (folder / "checkpoints" / "log.jsonl").write_text("\n".join(map(json.dumps, log)))
-    lines = [
-        {
-            "prompt": f"<|user|>\n{asked}\n<|assistant|>\n",
-            "expected": "1",
-            "answer": answer,
-            "images": ["1.png"] * count,
-        }
-        for count in (1, 2)
-        for asked, answer in (("which digits?", "1"), ("how many are even?", "7"))
-    ]
+    lines = []
+    for count in (1, 2):
+        for asked, answer in (("which digits?", "1"), ("how many are even?", "7")):
+            prompt = f"<|user|>\n{asked}\n<|assistant|>\n"
+            lines.append({"prompt": prompt, "expected": "1", "answer": answer, "images": ["1.png"] * count})
     (folder / "answers.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return folder
 

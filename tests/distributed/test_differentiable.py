@@ -85,26 +85,6 @@ def test_the_uneven_exchange_is_the_adjoint_of_its_way_back(world_size: int) -> 
     assert abs(left - right) < 1e-11
 
 
-def strided_gradients(rank: int, world_size: int) -> None:
-    """Autograd hands out strided and expanded gradients: `(y.t() * w).sum()` and `y.sum()`."""
-    axis = grid(tp=world_size).tp
-    for name, (function, replicated_in, replicated_out, _) in TABLE.items():
-        for reshape in (lambda y: y.t(), lambda y: y.sum().expand(3)):
-            x = draw(axis, (4 * world_size, 3), replicated_in, 5).requires_grad_()
-            y = function(x, axis)
-            out = reshape(y)
-            v = draw(axis, tuple(out.shape), replicated_out, 6)
-            (found,) = torch.autograd.grad(out, x, v)
-            y = function(x, axis)
-            (through,) = torch.autograd.grad(reshape(y), y, v)
-            (expected,) = torch.autograd.grad(y, x, through.contiguous())
-            assert torch.equal(found, expected), name
-
-
-def test_strided_gradients_are_made_contiguous() -> None:
-    run_ranks(strided_gradients, 2)
-
-
 def test_an_axis_of_one_rank_adds_nothing_to_the_graph() -> None:
     x = torch.ones(4, 2, requires_grad=True)
     assert all(function(x, single_axis("tp")) is x for function, *_ in TABLE.values())

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,6 @@ from megacp.core.distributed.launch import (
     fresh_store,
     meet,
     pick_device,
-    set_defaults,
     start,
     stop,
     world_from_environment,
@@ -78,22 +78,21 @@ def test_a_port_in_use_is_one_message(environment: pytest.MonkeyPatch) -> None:
     with socket.create_server(("", 0)) as taken:
         environment.setenv("MASTER_ADDR", "127.0.0.1")
         environment.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        with pytest.raises(ValueError, match="is the port free"):
+        with pytest.raises(ValueError, match="MASTER_PORT="):
             meet(World(0, 2), 0.3)
 
 
-def at_once(size: int, action: Callable[[Meeting], str], seconds: float = 5.0, absent: int = -1) -> list[str]:
-    """What `action` returns or raises on every rank of a meeting, as threads over one store."""
-    store = dist.HashStore()
-    found = [""] * size
+def together(ranks: Sequence[int], action: Callable[[int], Any]) -> dict[int, Any]:
+    """What `action` returns on each rank, as threads, or the words of its ValueError."""
+    found: dict[int, Any] = {}
 
     def join(rank: int) -> None:
         try:
-            found[rank] = action(Meeting(rank, size, store, seconds))
+            found[rank] = action(rank)
         except ValueError as error:
             found[rank] = f"refused: {error}"
 
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(size) if rank != absent]
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -101,8 +100,14 @@ def at_once(size: int, action: Callable[[Meeting], str], seconds: float = 5.0, a
     return found
 
 
+def at_once(size: int, action: Callable[[Meeting], str], seconds: float = 5.0, absent: int = -1) -> list[str]:
+    """What `action` returns or raises on every rank of a meeting, as threads over one store."""
+    store, ranks = dist.HashStore(), [rank for rank in range(size) if rank != absent]
+    found = together(ranks, lambda rank: action(Meeting(rank, size, store, seconds)))
+    return [found.get(rank, "") for rank in range(size)]
+
+
 def test_rank_0_judges_the_values_of_all_and_leaves_last() -> None:
-    """It may hold the store, which would go before the others know why they are refused."""
     left: list[int] = []
 
     def action(meeting: Meeting) -> str:
@@ -121,23 +126,14 @@ def test_a_rank_that_gives_no_value_is_named() -> None:
     assert (first, third) == tuple(f"refused: no word on the t from rank {rank} within 0.2 s" for rank in (1, 0))
 
 
-def _life(store: dist.Store, size: int, delays: Sequence[float], present: Sequence[int]) -> dict[int, dist.Store | str]:
-    """What each present rank gets, started after its delay."""
-    found: dict[int, dist.Store | str] = {}
+def _life(store: dist.Store, delays: Sequence[float], present: Sequence[int]) -> dict[int, Any]:
+    """What each present one of three ranks gets, started after its delay."""
 
-    def join(rank: int) -> None:
+    def join(rank: int) -> dist.Store:
         time.sleep(delays[rank])
-        try:
-            found[rank] = fresh_store(store, rank, size, 0.2 if len(present) < size else 20.0)
-        except ValueError as error:
-            found[rank] = str(error)
+        return fresh_store(store, rank, 3, 0.2 if len(present) < 3 else 20.0)
 
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in present]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    return together(present, join)
 
 
 @pytest.mark.slow
@@ -145,37 +141,30 @@ def _life(store: dist.Store, size: int, delays: Sequence[float], present: Sequen
 def test_each_life_of_a_run_has_a_part_of_the_store_of_its_own(
     monkeypatch: pytest.MonkeyPatch, delays: tuple[float, ...]
 ) -> None:
-    """Would catch a rank that meets a dead one: late ranks, a life that never came together, then whole ones."""
+    """Late ranks, a life that never came together, then whole ones."""
     monkeypatch.setattr("megacp.core.distributed.launch._READING_SECONDS", 0.1)
     store = dist.HashStore()
     for life in range(2):
-        parts = _life(store, 3, delays, (0, 1, 2))
-        parts[0].set("who", f"life {life}")  # type: ignore[union-attr]
-        assert [parts[rank].get("who") for rank in range(3)] == [f"life {life}".encode()] * 3  # type: ignore[union-attr]
+        parts = _life(store, delays, (0, 1, 2))
+        parts[0].set("who", f"life {life}")
+        assert [parts[rank].get("who") for rank in range(3)] == [f"life {life}".encode()] * 3
         for present in ((0, 1), (1, 2)):
-            broken = _life(store, 3, (0.0, 0.0, 0.0), present)
+            broken = _life(store, (0.0, 0.0, 0.0), present)
             assert all("waited 0.2 s for the 3 ranks" in str(text) for text in broken.values())
-    missing = _life(dist.HashStore(), 3, (0.0, 0.0, 0.0), (0, 1))
+    missing = _life(dist.HashStore(), (0.0, 0.0, 0.0), (0, 1))
     assert all("no word from rank 2; start every rank" in str(text) for text in missing.values())
 
 
-def test_devices_and_threads_are_shared_by_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+def test_devices_and_threads_are_shared_by_the_ranks_of_a_machine(environment: pytest.MonkeyPatch) -> None:
+    environment.setattr(torch.cuda, "device_count", lambda: 4)
     for available, ranks, expected in ((True, 4, "cuda"), (True, 5, "cpu"), (False, 1, "cpu")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda answer=available: answer)
+        environment.setattr(torch.cuda, "is_available", lambda answer=available: answer)
         assert device_type(World(0, ranks, 0, ranks)) == expected
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    environment.delenv("OMP_NUM_THREADS", raising=False)
     threads = torch.get_num_threads()
     try:
         assert pick_device(World(0, 4096, 0, 4096)).type == "cpu"
         assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(threads)
-
-
-def test_one_process_needs_no_process_group_and_holds_no_larger_grid(environment: pytest.MonkeyPatch) -> None:
-    threads = torch.get_num_threads()
-    try:
         assert start(GridShape()).world.size == 1 and not dist.is_initialized()
         stop()
         with pytest.raises(ValueError, match="needs 2 ranks, the world has 1"):
@@ -199,11 +188,3 @@ def grown_by_collectives(rank: int, world_size: int) -> float:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
 def test_a_rank_does_not_grow_with_the_number_of_collectives() -> None:
     assert max(run_ranks(grown_by_collectives, 2)) < 20  # 60 to 180 with glibc's own threshold
-
-
-def test_defaults_for_guest_packages_leave_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGACP_TEST_SET", "users")
-    monkeypatch.setenv("MEGACP_TEST_UNSET", "")  # so that it is gone after the test
-    monkeypatch.delenv("MEGACP_TEST_UNSET")
-    set_defaults({"MEGACP_TEST_SET": "ours", "MEGACP_TEST_UNSET": "ours"})
-    assert (os.environ["MEGACP_TEST_SET"], os.environ["MEGACP_TEST_UNSET"]) == ("users", "ours")

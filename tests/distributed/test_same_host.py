@@ -89,7 +89,6 @@ def _sends_first(rank: int, world_size: int) -> bool:
 
 
 def test_two_ranks_that_wait_for_what_they_send_do_not_stop_each_other() -> None:
-    """Would catch a rank that takes only the messages it waits for, as two stages of a pipeline would show."""
     assert run_ranks(_sends_first, 2) == [True, True]
 
 
@@ -107,7 +106,6 @@ def _sends_and_goes_elsewhere(rank: int, world_size: int) -> bool:
 
 
 def test_what_a_rank_has_waited_for_is_on_its_way_when_it_goes_elsewhere() -> None:
-    """Would catch messages that stay with a rank whose peer's socket was full."""
     assert run_ranks(_sends_and_goes_elsewhere, 2, timeout=20) == [True, True]
 
 
@@ -122,35 +120,26 @@ def test_parts_of_an_axis_have_messages_of_their_own() -> None:
     assert run_ranks(_of_parts, 4) == [[1, 2], [0, 3], [3, 0], [2, 1]]
 
 
-def _other_sizes(rank: int, world_size: int) -> str:
-    axis = build_grid(GridShape(dp=2), rank).world
-    message = isend(torch.zeros(3), axis, 1) if rank == 0 else irecv(torch.zeros(4), axis, 0)
-    try:
-        message.wait()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_a_message_of_another_size_is_refused_with_both() -> None:
-    with_reason = run_ranks(_other_sizes, 2)[1]
-    assert with_reason == "rank 0 sends 12 bytes where 16 are expected"
-
-
-def _late(rank: int, world_size: int) -> str:
-    axis = build_grid(GridShape(dp=2), rank, timeout=datetime.timedelta(seconds=0.5)).world
-    x, said = torch.zeros(2000), ""
-    if rank == 0:
+def _refused(rank: int, world_size: int) -> list[str]:
+    """What rank 1 says of a message of another size, and rank 0 of a rank that does not come in time."""
+    quick = build_grid(GridShape(dp=2), rank, timeout=datetime.timedelta(seconds=0.5)).world
+    said = []
+    for start in (lambda: isend(torch.zeros(3), quick, 1), lambda: start_shift(torch.zeros(2000), quick)):
         try:
-            all_gather(x, axis)
+            if rank == 0:
+                start().wait()
+            elif not said:
+                irecv(torch.zeros(4), quick, 0).wait()
         except RuntimeError as error:
-            said = str(error)
+            said.append(str(error))
     gather_objects(said, grid(dp=2).world)
     return said
 
 
-def test_a_rank_that_does_not_come_in_time_is_named() -> None:
-    assert run_ranks(_late, 2) == ["timed out: 0.5 s waiting for messages of rank 1 of this machine", ""]
+def test_a_message_of_another_size_and_a_rank_that_is_late_are_told() -> None:
+    late, other = run_ranks(_refused, 2)
+    assert late == ["timed out: 0.5 s waiting for messages of rank 1 of this machine"]
+    assert other[0] == "rank 0 sends 12 bytes where 16 are expected"
 
 
 def _dies(rank: int, world_size: int) -> None:
@@ -175,7 +164,6 @@ def _one_cannot_read(rank: int, world_size: int, blind: int) -> bool:
 
 @pytest.mark.parametrize("blind", [0, 2])
 def test_where_one_rank_cannot_read_another_all_use_gloo(blind: int) -> None:
-    """Would catch ranks that decide differently, and wait for each other."""
     assert run_ranks(_one_cannot_read, 3, blind) == [True] * 3
 
 
