@@ -1,8 +1,7 @@
 """What a model is asked: a record without its last answer, or texts after images, as tokens with pixels.
 
-Key property: parser, image layout, tokenizer calls, collation and decoder are those of training, so a question has the
-tokens it had there. Its answers are branches, as in training: the images of a record are encoded once for all its
-questions. Rejected: a chat template here, which would be a second truth beside `sample`.
+Parser, image layout, tokenizer calls, collation and decoder are those of training, so a question has the tokens it had
+there. Its answers are branches, as in training: the images of a record are encoded once for all its questions.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ from megacp.prepare.records.parts import Media, SamplePart
 from megacp.prepare.records.record import FOR_PROMPTS, RecordError
 from megacp.prepare.records.sample import parse_record
 from megacp.prepare.tokenize.tokenizer import Tokenizer
-
-_KINDS = {"image": "an image", "video": "a video"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,11 +56,6 @@ class Prompt:
     """The files that the record names, in order."""
 
     @property
-    def num_answers(self) -> int:
-        """Answers that are asked for."""
-        return max(1, len(self.branches))
-
-    @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens before each answer: its position."""
         return tuple(len(self.prefix.tokens) + len(b.tokens) for b in self.branches) or (len(self.prefix.tokens),)
@@ -80,7 +72,7 @@ class PromptMaker:
         by_template: bool = False,
     ) -> None:
         """`by_template`: whether the model learned messages as a chat template writes them."""
-        self.rules, self._by_template = rules, by_template
+        self._by_template = by_template
         self._maker = DocumentMaker(tokenizer, tokenizer.eos_id is not None, rules.token_ids if rules else {})
         self._media = MediaReader(rules, image_root) if rules is not None else None
 
@@ -111,9 +103,9 @@ class PromptMaker:
         """Images and videos, then each of `texts` as it is, one question each. RecordError names a bad one's `key`."""
         prefix = [SamplePart(None, 0.0, one) for one in media]
         questions = [[SamplePart(text, 0.0)] for text in texts]
-        if len(questions) == 1 or not prefix:
-            assert len(questions) == 1, "without images each text is a prompt of its own"
+        if len(questions) == 1:
             return self._prompt(prefix + questions[0], [], (None,))
+        assert prefix, "without images each text is a prompt of its own"
         return self._prompt(prefix, questions, (None,) * len(questions))
 
     def _prompt(
@@ -121,31 +113,31 @@ class PromptMaker:
     ) -> Prompt:
         texts = [prefix, *branches]
         media = [piece.media for pieces in texts for piece in pieces if piece.media is not None]
-        if media and self._media is None:
-            raise RecordError(f"`{media[0].key}` is {_KINDS[media[0].kind]}, and no image rules are known")
         items: list[bytes] = []
-        parts: list[tuple[Part, ...]] = [
-            tuple(self._media.expand(pieces, {}, items)) if self._media is not None else tuple(pieces)
-            for pieces in texts
-        ]
+        parts: list[Sequence[Part]] = [*texts]
+        if self._media is not None:
+            parts = [self._media.expand(pieces, {}, items) for pieces in texts]
+        elif media:
+            raise RecordError(f"`{media[0].key}` is of kind {media[0].kind}, and no image rules are known")
         encoded = next(self._maker.encode([parts]))
         if (name := self._maker.spelled_special_token(encoded)) is not None:
             raise RecordError(f"a text spells the special token {name}")
         if sum(encoded.lengths) == 0:
             raise RecordError("the prompt is empty; give at least one token of text")
         ids = np.concatenate([np.asarray(stretch.ids, np.int64) for stretch in encoded.stretches])
-        split = np.split(ids, np.cumsum(encoded.lengths)[:-1])
-        units = encoded.units()
-        ends = np.cumsum(encoded.lengths).tolist()
-        made = []
-        for tokens, end in zip(split, ends, strict=True):
-            begin = end - len(tokens)
-            mine = [unit for unit in units if begin <= unit.start < end]
-            made.append(PromptPart(tokens, tuple(dataclasses.replace(u, start=u.start - begin) for u in mine)))
-        questions = tuple(_shown(prefix + branch) for branch in branches or [[]])
-        named = tuple(str(one.value) for one in media if one.source == "path")
-        encoded_units = tuple((items[unit.item], unit.frame) for unit in units)
-        return Prompt(made[0], tuple(made[1:]), encoded_units, questions, expected, named)
+        units, made, end = encoded.units(), [], 0
+        for length in encoded.lengths:
+            begin, end = end, end + length
+            mine = (dataclasses.replace(x, start=x.start - begin) for x in units if begin <= x.start < end)
+            made.append(PromptPart(ids[begin:end], tuple(mine)))
+        return Prompt(
+            made[0],
+            tuple(made[1:]),
+            encoded=tuple((items[unit.item], unit.frame) for unit in units),
+            questions=tuple("".join(x.text or "" for x in (*prefix, *branch)) for branch in branches or [[]]),
+            expected=expected,
+            images=tuple(str(one.value) for one in media if one.source == "path"),
+        )
 
 
 def _without_answer(pieces: list[SamplePart]) -> tuple[list[SamplePart], str | None]:
@@ -157,20 +149,6 @@ def _without_answer(pieces: list[SamplePart]) -> tuple[list[SamplePart], str | N
     while rest and rest[-1].text is not None and rest[-1].weight > 0:
         answer.insert(0, rest.pop().text or "")
     return rest, "".join(answer) if answer else None
-
-
-def _shown(pieces: Sequence[SamplePart]) -> str:
-    return "".join(piece.text or "" for piece in pieces)
-
-
-@dataclass(frozen=True, eq=False)
-class PromptRow:
-    """Some prompts, with what has been answered so far, as documents of one row."""
-
-    batch: PackedBatch
-    """Without pixels."""
-    last: np.ndarray
-    """int64 [answers]: places of the tokens after which each answer goes on."""
 
 
 def prompt_pixels(prompts: Sequence[Prompt], rules: ImageRules) -> Pixels:
@@ -188,15 +166,15 @@ def prompt_pixels(prompts: Sequence[Prompt], rules: ImageRules) -> Pixels:
 def prompt_row(
     prompts: Sequence[Prompt],
     answers: Sequence[Sequence[Sequence[int]]],
-    image_attention: str = "example",
-    token_ids: Mapping[str, int] | None = None,
-) -> PromptRow:
-    """The row of `prompts`, with `answers[prompt][question]` so far; `token_ids`: of the image rules.
+    image_attention: str,
+    token_ids: Mapping[str, int],
+) -> tuple[PackedBatch, np.ndarray]:
+    """The row of `prompts`, with `answers[prompt][question]` so far, without pixels; `token_ids`: of the image rules.
 
-    Each prompt is a document, each question with its answer a branch of it.
+    Each prompt is a document, each question with its answer a branch of it. Also int64 [answers]: the places of the
+    tokens after which each answer goes on.
     """
     with_images = any(prompt.encoded for prompt in prompts)
-    image_patch = token_ids["image_patch"] if token_ids is not None and with_images else None
     packs, last, length = [], [], 0
     for number, (prompt, given) in enumerate(zip(prompts, answers, strict=True)):
         parts = [prompt.prefix.tokens, *(branch.tokens for branch in prompt.branches)]
@@ -206,40 +184,30 @@ def prompt_row(
         stops = np.cumsum([len(part) for part in parts])  # [parts] within the document
         # an answer to nothing but the beginning goes on after the beginning
         last += [length + int(stops[i] if len(parts[i]) else stops[0]) - 1 for i in range(first, len(parts))]
-        packs.append(_pack(number, prompt, parts, image_patch))
+        packs.append(_pack(number, prompt, parts, token_ids["image_patch"] if with_images else None))
         length += int(stops[-1])
-    return PromptRow(collate(packs, image_attention=image_attention), np.array(last, np.int64))
+    return collate(packs, image_attention=image_attention), np.array(last, np.int64)
 
 
 def _pack(number: int, prompt: Prompt, parts: Sequence[np.ndarray], image_patch: int | None) -> Pack:
     """A prompt as a pack of one document: its beginning, then each of its questions, with their answers so far."""
-    stops = np.cumsum([len(part) for part in parts])
-    starts = stops - [len(part) for part in parts]
-    pairs = zip(starts[1:].tolist(), parts[1:], strict=True)
-    branches = np.array([(start, len(part)) for start, part in pairs if len(part)], BRANCH_DTYPE)
+    lengths = [len(part) for part in parts]
+    starts = (np.cumsum(lengths) - lengths).tolist()
+    pairs = zip(starts[1:], lengths[1:], strict=True)
+    branches = np.array([(start, length) for start, length in pairs if length], BRANCH_DTYPE)
     segment = np.zeros(1, SEGMENT_DTYPE)
-    segment["true_length"] = segment["padded_length"] = stops[-1]
-    segment["prefix_length"], segment["num_branches"] = len(parts[0]), len(branches)
-    images = None if image_patch is None else _images(prompt, starts, image_patch)
-    tokens = np.concatenate(parts)
-    return Pack(number, tokens, None, segment, branches if len(branches) else None, images)
-
-
-def _images(prompt: Prompt, starts: np.ndarray, image_patch: int) -> PackImages:
-    """The units of all parts of a prompt, where part i begins at `starts[i]` of its document."""
-    found = [
-        (int(start) + unit.start, unit)
-        for start, part in zip(starts, (prompt.prefix, *prompt.branches), strict=True)
-        for unit in part.units
-    ]
-    units = np.zeros(len(found), UNIT_DTYPE)
-    units["item"] = np.arange(len(found))
-    units["start"] = [start for start, _ in found]
-    for name, values in {
-        "num_tokens": [unit.num_tokens for _, unit in found],
-        "image_stop": np.cumsum([unit.num_crops for _, unit in found]),
-        "pooled_stop": np.cumsum([unit.num_pooled for _, unit in found]),
-        "frame": [unit.frame for _, unit in found],
-    }.items():
-        units[name] = values
-    return PackImages(units, {}, lambda number: prompt.encoded[number][0], image_patch)
+    segment["true_length"] = segment["padded_length"] = sum(lengths)
+    segment["prefix_length"], segment["num_branches"] = lengths[0], len(branches)
+    images = None
+    if image_patch is not None:
+        placed = zip(starts, (prompt.prefix, *prompt.branches), strict=True)
+        found = [(start + unit.start, unit) for start, part in placed for unit in part.units]
+        units = np.zeros(len(found), UNIT_DTYPE)
+        units["item"] = np.arange(len(found))
+        units["start"] = [start for start, _ in found]
+        units["num_tokens"] = [unit.num_tokens for _, unit in found]
+        units["image_stop"] = np.cumsum([unit.num_crops for _, unit in found])
+        units["pooled_stop"] = np.cumsum([unit.num_pooled for _, unit in found])
+        units["frame"] = [unit.frame for _, unit in found]
+        images = PackImages(units, {}, lambda number: prompt.encoded[number][0], image_patch)
+    return Pack(number, np.concatenate(parts), None, segment, branches if len(branches) else None, images)

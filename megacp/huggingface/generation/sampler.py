@@ -1,18 +1,15 @@
 """Answers from a checkpoint on one process: load whole tensors by global name, continue prompts token by token.
 
-Key property: the chunk class is that of training, on a grid of one rank. Prompts are documents of one row, and
-questions about the same images are branches: several questions cost one pass, and images are encoded once. The text of
-the row is computed again for every token, which is enough to look at a model and too slow to serve it. Rejected: a
-second, cached decoder.
+The chunk class is that of training, on a grid of one rank. Prompts are documents of one row, and questions about the
+same images are branches: several questions cost one pass, and images are encoded once. The text of the row is computed
+again for every token, which is enough to look at a model and too slow to serve it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,11 +26,9 @@ from megacp.core.distributed.parameter import spec_of
 from megacp.core.models.build import build_chunks
 from megacp.core.models.language import LanguageModelChunk
 from megacp.core.training.sources import image_misfits
-from megacp.core.training.state import first_token, last_token, stored_state
+from megacp.core.training.state import stored_state
 from megacp.core.training.stored import stored_config
-from megacp.huggingface.generation.prompt import Prompt, PromptPart, prompt_pixels, prompt_row
-from megacp.prepare.records.conversation import answer_ends
-from megacp.prepare.tokenize.tokenizer import Tokenizer
+from megacp.huggingface.generation.prompt import Prompt, prompt_pixels, prompt_row
 
 _ONE_PROCESS: dict[str, Value] = {
     "tensor_model_parallel_size": 1,
@@ -68,15 +63,14 @@ class Generator:
     def __init__(self, checkpoint: str | Path) -> None:
         """Load the newest whole checkpoint below `checkpoint`, or that step. Raises ValueError when there is none."""
         self.grid = build_grid(GridShape(), 0)
-        self._rules: ImageRules | None = None
         loaded = load_checkpoint(checkpoint, self.grid.world)
-        self.path, self.step = loaded.path, loaded.step
-        progress = stored_state(loaded)
-        self.tokenizer_sha256: str = progress.tokenizer_sha256
-        self._stored_rules: dict[str, Any] | None = progress.image_rules
-        self._progress = progress
+        self.path, self.step, self.progress = loaded.path, loaded.step, stored_state(loaded)
         self.config: RunConfig = with_values(stored_config(loaded), _ONE_PROCESS)
         self.model: LanguageModelChunk = build_chunks(self.config, self.grid)[0].eval()
+        self.rules: ImageRules | None = None
+        """How images become tokens, as far as it is known."""
+        if self.progress.image_rules and self.config.vision.vision_num_layers:
+            self.rules = ImageRules.from_dict(self.progress.image_rules)
         places = {
             piece.name: piece.of(parameter.detach())
             for parameter in self.model.parameters()
@@ -89,32 +83,6 @@ class Generator:
         if places:
             raise ValueError(f"checkpoint {self.path} lacks {', '.join(sorted(places))}")
 
-    def first_token(self, by_files: int | None) -> int | None:
-        """The token id that begins a prompt, see `state.first_token`."""
-        return first_token(self._progress, by_files)
-
-    def last_token(self, by_files: int | None) -> int | None:
-        """The token id that ended the documents of training, see `state.last_token`."""
-        return last_token(self._progress, by_files)
-
-    def template_ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """The token ids with which the chat template of training ends answers; none without one, or not known.
-
-        ValueError as `answer_ends`.
-        """
-        texts = self._progress.chat_template
-        return () if texts is None else answer_ends(texts, tokenizer)
-
-    @property
-    def by_template(self) -> bool:
-        """Whether a chat template wrote the messages that the model learned."""
-        return self._progress.chat_template is not None
-
-    @property
-    def has_image_rules(self) -> bool:
-        """Whether the checkpoint itself says how images become tokens."""
-        return self._stored_rules is not None and self.config.vision.vision_num_layers > 0
-
     def image_rules(self, data_path: str | None) -> ImageRules:
         """The rules by which images become tokens: those of the checkpoint, or of the dataset at `data_path`.
 
@@ -122,32 +90,25 @@ class Generator:
         """
         if not self.config.vision.vision_num_layers:
             raise ValueError(f"{self.path} has no vision tower: it was trained on text alone")
-        values, reasons, where = self._stored_rules, [], str(self.path)
-        stored = values and values.get("token_ids")
+        values, where = self.progress.image_rules, str(self.path)
         if data_path is not None:
             manifest, where = DatasetManifest.read(data_path), f"--data-path {data_path}"
             values = manifest.image_rules
-            if self.tokenizer_sha256 and manifest.tokenizer.sha256 != self.tokenizer_sha256:
-                reasons.append(f"{where} was built with another tokenizer than {self.path} was trained with")
+            if self.progress.tokenizer_sha256 not in ("", manifest.tokenizer.sha256):
+                raise ValueError(f"{where} was built with another tokenizer than {self.path} was trained with")
         if values is None:
             raise ValueError(f"{where} holds no image rules: give --data-path of a dataset built with image flags")
         rules = ImageRules.from_dict(values)
-        reasons += image_misfits(where, rules, self.config.vision)
-        if stored and stored != rules.token_ids:
+        reasons = image_misfits(where, rules, self.config.vision)
+        stored = (self.progress.image_rules or {}).get("token_ids", rules.token_ids)
+        if stored != rules.token_ids:
             reasons.append(f"{where} has the image tokens {rules.token_ids}, {self.path} was trained with {stored}")
-        rows, last = self.config.model.embedding_rows, max(rules.token_ids.values())
-        if last >= rows:
-            reasons.append(f"{where} has ids up to {last}, the model has {rows} rows")
+        if max(rules.token_ids.values()) >= self.config.model.embedding_rows:
+            reasons.append(f"{where} has ids behind the model's {self.config.model.embedding_rows} rows")
         if reasons:
             raise ValueError("\n".join(reasons))
-        self._rules = rules
+        self.rules = rules
         return rules
-
-    def _image_ids(self) -> dict[str, int]:
-        """Ids that only images have, as far as they are known."""
-        if self._rules is not None:
-            return self._rules.token_ids
-        return ImageRules.from_dict(self._stored_rules).token_ids if self._stored_rules else {}
 
     @torch.no_grad()
     def logits(self, batch: PackedBatch, features: torch.Tensor | None = None) -> torch.Tensor:
@@ -161,8 +122,8 @@ class Generator:
         """The encoded images `[n, h]` of a row of these prompts; None when they have none."""
         if self.model.vision is None or not any(prompt.encoded for prompt in prompts):
             return None
-        assert self._rules is not None, "no prompt has images without `image_rules`"
-        patches, pooling = prompt_pixels(prompts, self._rules)
+        assert self.rules is not None, "no prompt has images without `image_rules`"
+        patches, pooling = prompt_pixels(prompts, self.rules)
         return self.model.vision(torch.from_numpy(patches), torch.from_numpy(pooling))
 
     def answer(
@@ -174,35 +135,30 @@ class Generator:
         """
         limit = self.config.data.seq_length
         for number, prompt in enumerate(prompts):
-            if _is_text(prompt):
-                continue
             if max(prompt.lengths) >= limit:
                 name = names[number] if names else f"prompt {number}"
                 raise ValueError(f"{name}: {max(prompt.lengths)} tokens, --seq-length of the run is {limit}")
         first = 0
         for group in _groups(prompts, limit, sampling.count):
             yield from self._answer_row(group, sampling, sampling.seed + first)
-            first += sum(prompt.num_answers for prompt in group)
+            first += sum(len(prompt.lengths) for prompt in group)
 
     def _answer_row(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[list[np.ndarray]]:
-        limit = self.config.data.seq_length
-        features = self.features(prompts)
-        answers: list[list[list[int]]] = [[[] for _ in range(prompt.num_answers)] for prompt in prompts]
+        config, features = self.config, self.features(prompts)
+        answers: list[list[list[int]]] = [[[] for _ in prompt.lengths] for prompt in prompts]
         flat = [answer for of_prompt in answers for answer in of_prompt]
-        sliding = [_is_text(prompt) for prompt in prompts for _ in range(prompt.num_answers)]
         lengths = [length for prompt in prompts for length in prompt.lengths]
         generators = [torch.Generator().manual_seed(seed + i) for i in range(len(flat))]
-        going = set(range(len(flat))) if sampling.count > 0 else set()
-        token_ids = self._image_ids()
-        never = torch.tensor([i for i in token_ids.values() if i < self.config.model.vocab_size], dtype=torch.int64)
+        going = set(range(len(flat)))
+        token_ids = self.rules.token_ids if self.rules is not None else {}
+        never = torch.tensor([i for i in token_ids.values() if i < config.model.vocab_size], dtype=torch.int64)
         while going:
-            shown = [_windowed(p, a, limit) for p, a in zip(prompts, answers, strict=True)]
-            row = prompt_row([p for p, _ in shown], [a for _, a in shown], self.config.data.image_attention, token_ids)
-            logits = self.logits(row.batch, features)[torch.from_numpy(row.last)]
+            batch, last = prompt_row(prompts, answers, config.data.image_attention, token_ids)
+            logits = self.logits(batch, features)[torch.from_numpy(last)]
             logits[:, never] = -torch.inf  # only an image has them, also where the tokenizer knows them
             for i in sorted(going):
                 flat[i].append(_choose(logits[i], sampling.temperature, generators[i]))
-                full = not sliding[i] and lengths[i] + len(flat[i]) >= limit
+                full = lengths[i] + len(flat[i]) >= config.data.seq_length
                 if flat[i][-1] in sampling.ends or len(flat[i]) == sampling.count or full:
                     going.discard(i)
         return [[np.array(answer, np.int64) for answer in of_prompt] for of_prompt in answers]
@@ -214,26 +170,13 @@ def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator
     return int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator))
 
 
-def _is_text(prompt: Prompt) -> bool:
-    """Whether it is plain text, of which the end alone may be shown to the model."""
-    return not prompt.branches and not prompt.encoded
-
-
-def _windowed(prompt: Prompt, answers: list[list[int]], limit: int) -> tuple[Prompt, list[list[int]]]:
-    """A plain text that has outgrown `limit` tokens as the last `limit` of them, the rest as it is."""
-    if not _is_text(prompt) or len(prompt.prefix.tokens) + len(answers[0]) <= limit:
-        return prompt, answers
-    tokens = np.concatenate((prompt.prefix.tokens, np.array(answers[0], np.int64)))[-limit:]
-    return dataclasses.replace(prompt, prefix=PromptPart(tokens)), [[]]
-
-
 def _groups(prompts: Sequence[Prompt], limit: int, count: int) -> Iterator[list[Prompt]]:
     """Neighbouring prompts that with full answers fill a row of `limit` tokens, at least one at a time."""
     group: list[Prompt] = []
     filled = 0
     for prompt in prompts:
         parts = [prompt.prefix, *prompt.branches]
-        size = sum(len(part.tokens) for part in parts) + count * prompt.num_answers
+        size = sum(len(part.tokens) for part in parts) + count * len(prompt.lengths)
         if group and filled + size > limit:
             yield group
             group, filled = [], 0
