@@ -132,8 +132,8 @@ def sampling_of(arguments: argparse.Namespace, generator: Generator, tokenizer: 
     template = generator.progress.chat_template
     ends = () if template is None else answer_ends(template, tokenizer)
     if template is not None and not ends:
-        note = "the chat template of training is not known to end answers with a special token"
-        print(f"note: {generator.path}: {note}; they may go on to --max-new-tokens", file=sys.stderr)
+        note = "the chat template of training is not known to end answers with a special token; they may go on to"
+        print(f"note: {generator.path}: {note} --max-new-tokens {arguments.max_new_tokens}", file=sys.stderr)
     if tokenizer.eos_id is not None:
         ends = (*ends, tokenizer.eos_id)
     return Sampling(arguments.max_new_tokens, arguments.temperature, arguments.seed, ends)
