@@ -1,9 +1,8 @@
 """Check a machine's GPU in under ten minutes and write a report: `python tools/check_gpu.py --output DIR`.
 
-First what must be equal (training against float64 on the CPU, FlexAttention's tiles, Transformer Engine, several ranks
-on the one GPU), then what is measured (tokens/s and utilisation of a 1B model).
-`report.json` and `report.md` hold the versions beside every figure. `--dry-run` needs no GPU: it imports everything
-and prints what would run. Exit status 1 when something was not equal.
+First what must be equal (training against float64 on the CPU, Transformer Engine, several ranks on the one GPU), then
+what is measured (tokens/s and utilisation of a 1B model). `report.json` and `report.md` hold the versions beside every
+figure. `--dry-run` needs no GPU: it prints what would run. Exit status 1 when something was not equal.
 """
 
 from __future__ import annotations

@@ -32,8 +32,6 @@ from megacp.verify.parity import TOLERANCE, compare, microbatches, train_rank
 from megacp.verify.parity_config import MODELS, ParitySetup, prepare
 from megacp.verify.spawn import RankFailure, run_ranks
 
-REFUSED, FAILED = 2, 3
-
 
 def _count(text: str) -> int:
     if int(text) < 1:
@@ -42,18 +40,11 @@ def _count(text: str) -> int:
 
 
 def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        description="Train a layout on random packs and compare it with one process; also takes all flags of "
-        "megacp.train (see its --help) and --config FILE.",
-        allow_abbrev=False,
-    )
+    about = "Train a layout on random packs and compare it with one process; also takes all flags of megacp.train."
+    parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
     parser.add_argument("--nproc", type=_count, metavar="N", help="ranks to start here (default: tp x pp x cp)")
-    parser.add_argument(
-        "--mask", choices=MASKS, help="of random packs (default: --attention-mask; mixed with a vision tower)"
-    )
-    parser.add_argument(
-        "--model", choices=list(MODELS), help="sizes by name (default: tiny_llm, with --config its own)"
-    )
+    parser.add_argument("--mask", choices=MASKS, help="of random packs (--attention-mask; mixed with a vision tower)")
+    parser.add_argument("--model", choices=list(MODELS), help="sizes by name (default: tiny_llm, or those of --config)")
     parser.add_argument("--steps", type=_count, default=2, metavar="N", help="optimizer steps to compare (default 2)")
     parser.add_argument("--timeout", type=_count, default=600, metavar="S", help="seconds until a hang is told (600)")
     return parser.parse_known_args(argv)
@@ -70,10 +61,8 @@ def _resolved(setup: ParitySetup) -> ParitySetup:
     """The setup with `auto` chosen as a run does, for the first rows; told in a line."""
 
     def rows() -> list[PackedBatch]:
-        packs = open_sources(setup.config)[1] if setup.rules is None else setup.rules
-        return microbatches(
-            setup.config, packs, 1, Rows(single_axis("cp"), DataRank(), setup.config.training.micro_batch_size)
-        )
+        whole = Rows(single_axis("cp"), DataRank(), setup.config.training.micro_batch_size)
+        return microbatches(setup.config, setup.rules or open_sources(setup.config)[1], 1, whole)
 
     config, line = resolve_auto(setup.config, rows)
     if line is not None:
@@ -102,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         setup = setup_of(own, rest)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
-        return REFUSED
+        return 2
     print(_heading(setup), flush=True)
     begin = time.monotonic()
     try:
@@ -111,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ranks = run_ranks(train_rank, setup.world_size, setup.config, setup.rules, own.steps, timeout=own.timeout)
     except RankFailure as error:
         print(f"FAILED: {error}", file=sys.stderr)
-        return FAILED
+        return 3
     comparisons = compare(reference, ranks)
     for c in comparisons:
         figures = ", ".join(f"{what} {value:.1e}" for what, value in c.differences.items())

@@ -1,15 +1,21 @@
-"""The report of a GPU: each part of `gpu_checks` runs alone, so one that fails is a line of the report, not its end."""
+"""The report of a GPU: comparisons with a CPU in float64, then the speed of training steps.
+
+Each part is a function of a device and of sizes, so a CPU runs the same lines with small ones, and runs alone, so one
+that fails is a line of the report and not its end. A comparison gives the largest difference beside the allowed one.
+Speeds are of the calls after the first ones, which compile; the device is waited for before the clock is read.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import json
+import math
 import platform
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -18,47 +24,211 @@ from typing import Any
 import torch
 
 from megacp.core.backends.apex import describe_apex
-from megacp.verify import gpu_checks
-from megacp.verify.gpu_checks import BILLION, CheckSizes, Figure, Finding
+from megacp.core.backends.select import backend_problems
+from megacp.core.config.run import RunConfig, Value, with_values
+from megacp.core.context_parallel.shard import mask_metadata
+from megacp.core.data.mock import MockRules, mock_batch
+from megacp.core.distributed.grid import GridShape, build_grid
+from megacp.core.models.build import grid_shape
+from megacp.core.models.costs import model_flops, model_parameters
+from megacp.core.monitor.flops import cuda_peak, peak_bytes, utilisation
+from megacp.core.training.step import ParallelModel
+from megacp.verify.spawn import RankFailure, RankPool
+
+Sizes = Mapping[str, Value]
+MIDDLE: Sizes = {
+    "num_layers": 4,
+    "hidden_size": 512,
+    "ffn_hidden_size": 1024,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "vocab_size": 1024,
+    "seq_length": 2048,
+    "qk_layernorm": "head",
+}
+SMALL: Sizes = {**MIDDLE, "num_layers": 1, "hidden_size": 64, "ffn_hidden_size": 64, "seq_length": 128}
+BILLION: Sizes = {
+    "num_layers": 16,
+    "hidden_size": 2048,
+    "ffn_hidden_size": 8192,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "vocab_size": 32000,
+    "dtype": "bfloat16",
+}
+"""A model of the 1B class (Llama 3.2's sizes with a smaller vocabulary)."""
+CALLS, WARM_UP = 5, 2
+"""Calls of what is timed, and those that do not count."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One comparison: the largest relative difference, what is allowed and why; or why it did not run."""
+
+    name: str
+    difference: float | None
+    allowed: float
+    reason: str
+
+    @property
+    def verdict(self) -> str:
+        """`ok`, `FAILED` or `skipped`."""
+        if self.difference is None:
+            return "skipped"
+        return "ok" if self.difference <= self.allowed else "FAILED"  # also for NaN
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What was measured of one subject."""
+
+    name: str
+    values: Mapping[str, float | None]
+
 
 Part = Callable[[], Sequence[Finding | Figure]]
-PACKAGES = ("torch", "triton", "transformer_engine", "transformer_engine_torch", "transformer_engine_cu13", "numpy")
-SMALL = {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4, "vocab_size": 64}
+
+
+def config_of(sizes: Sizes, dtype: str, **settings: Value) -> RunConfig:
+    """A run with native layers, unless `settings` say otherwise."""
+    return with_values(RunConfig(), {"transformer_impl": "native", **sizes, "dtype": dtype, **settings})
+
+
+def losses(rank: int, world: int, config: RunConfig, device: str, mask: str = "mixed") -> list[float]:
+    """Losses of three steps on rows that are the same on every grid."""
+    model = ParallelModel(config, build_grid(grid_shape(config, world), rank, device))
+    rules = MockRules(config.model.vocab_size, config.data.seq_length, mask=mask, ragged=True)
+    batches = [mock_batch([step], rules) for step in (1, 2, 3)]
+    return [model.train([batch], step, batch.weight_sum).loss for step, batch in enumerate(batches, 1)]
+
+
+def largest(values: Iterable[float]) -> float:
+    """The largest, NaN when one is: Python's `max` passes over a NaN that is not the first."""
+    return torch.tensor(list(values), dtype=torch.float64).max().item()
+
+
+def _worst(found: list[float], expected: list[float]) -> float:
+    return largest(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+
+def native_against_cpu(device: str, sizes: Sizes) -> list[Finding]:
+    """Three updates on mixed masks: float64 on the device and on the CPU, then bfloat16 against that."""
+    expected = losses(0, 1, config_of(sizes, "float64"), "cpu")
+    wide, narrow = (_worst(losses(0, 1, config_of(sizes, t), device), expected) for t in ("float64", "bfloat16"))
+    return [
+        Finding("native float64 against CPU", wide, 1e-10, "roundings of float64 over three updates"),
+        Finding("native bfloat16 against float64", narrow, 2e-2, "8 bits of mantissa"),
+    ]
+
+
+ENGINE_CASES: tuple[tuple[str, Sizes, float], ...] = (
+    ("packed", {}, 2e-2),
+    ("mixed", {}, 2e-2),
+    ("packed", {"recompute_granularity": "selective"}, 2e-2),
+    ("packed", {"recompute_granularity": "full"}, 2e-2),
+    ("packed", {"fp8": "delayed"}, 0.1),
+    ("packed", {"fp8": "current"}, 0.1),
+    ("packed", {"fp8": "blockwise"}, 0.1),
+)
+"""Mask, settings, allowed difference of a loss: of two bfloat16 models, or of 3 bits of mantissa."""
+
+
+def engine_against_native(device: str, sizes: Sizes) -> list[Finding]:
+    """Three updates in bfloat16 with Transformer Engine's layers and with ours."""
+    findings = []
+    for mask, settings, limit in ENGINE_CASES:
+        name = " ".join(map(str, ("Transformer Engine against native,", mask, "masks", *settings.values())))
+        config = config_of(sizes, "bfloat16", transformer_impl="transformer_engine", **settings)
+        if problems := backend_problems(config, torch.device(device).type):
+            findings.append(Finding(name, None, limit, "; ".join(problems)))
+            continue
+        expected = losses(0, 1, config_of(sizes, "bfloat16"), device, mask)
+        findings.append(Finding(name, _worst(losses(0, 1, config, device, mask), expected), limit, "its mantissa"))
+    return findings
+
+
+def ranks_on_one_device(device: str, sizes: Sizes, worlds: Sequence[int] = (2,)) -> list[Finding]:
+    """Context parallelism of several processes that share the device, over gloo, against one process."""
+    expected = losses(0, 1, config_of(sizes, "float32"), device)
+    findings = []
+    for ranks in worlds:
+        with RankPool(ranks) as pool:  # one for all transports: kernels are compiled once in a process
+            for transport in ("p2p", "a2a", "all_gather", "kv_exchange"):
+                layout = "balanced" if transport == "kv_exchange" else "zigzag_document"
+                parallel = {"context_parallel_size": ranks, "cp_comm_type": transport, "cp_layout": layout}
+                name = f"{ranks} ranks on one device, {transport}"
+                try:
+                    found = pool.run(losses, config_of(sizes, "float32", **parallel), device, timeout=150.0)
+                except RankFailure as error:  # after which the pool is closed
+                    findings.append(Finding(name, math.nan, 2e-4, str(error).splitlines()[-1]))
+                    break
+                worst = largest(_worst(one, expected) for one in found)
+                findings.append(Finding(name, worst, 2e-4, "sums in float32 over three updates"))
+    return findings
+
+
+def training_speed(device: str, sizes: Sizes, tokens: int, recompute: str, layers: str) -> list[Finding | Figure]:
+    """Steps of one pack of causal documents of `tokens` on one device; `layers` is a value of `--transformer-impl`.
+
+    MFU is model FLOPs / (seconds x the vendor's dense peak); allowed pairs are counted, recomputation is not.
+    """
+    name, kind = f"training, {tokens} tokens, recompute {recompute}, {layers}", torch.device(device)
+    chosen: Sizes = {"seq_length": tokens, "recompute_granularity": recompute, "transformer_impl": layers}
+    config = with_values(RunConfig(), {**sizes, **chosen})
+    if problems := backend_problems(config, kind.type):
+        return [Finding(name, None, 0.0, "; ".join(problems))]
+    model = ParallelModel(config, build_grid(GridShape(), 0, device))
+    batch = mock_batch([0], MockRules(config.model.vocab_size, tokens, mask="causal"))
+    planned = [model.plan(batch) for _ in range(CALLS)]  # as the loader's threads do in a run
+
+    def train(steps: range) -> None:
+        for step in steps:
+            model.train([planned[step]], step + 1, batch.weight_sum)
+        if kind.type == "cuda":
+            torch.cuda.synchronize()
+
+    train(range(WARM_UP))
+    begin = time.perf_counter()
+    train(range(WARM_UP, CALLS))
+    seconds = (time.perf_counter() - begin) / (CALLS - WARM_UP)
+    area = int(mask_metadata(batch).cost.sum())
+    flops = model_flops(config.model, int((batch.document >= 0).sum()), area).training
+    values = {
+        "parameters": float(model_parameters(config.model)),
+        "tokens/s": tokens / seconds,
+        "seconds/step": seconds,
+        "model FLOPs": flops,
+        "MFU": utilisation(flops, seconds, cuda_peak(kind, config.training.dtype) if kind.type == "cuda" else None),
+        "peak GiB": peak_bytes(kind.type) / 2**30,
+    }
+    return [Figure(name, values)]
 
 
 def parts(device: str) -> dict[str, Part]:
     """All parts by name, by worth: those at the end are left out where time runs out. A CPU gets small sizes."""
-    large = device == "cuda"
-    c = CheckSizes() if large else CheckSizes(layers=1, hidden=32, heads=4, groups=2, tokens=128, ranks=(2,))
-    (short, long), sizes = ((8192, 32768), BILLION) if large else ((64, 128), SMALL)
-    speed = {
-        f"training at {tokens} tokens, recompute {recompute}, {layers}": partial(
-            gpu_checks.training_speed, device, tokens, recompute, layers, sizes
-        )
-        for tokens, recompute in ((short, "none"), (long, "selective"))
-        for layers in ("native", "transformer_engine")
+    on_gpu = device == "cuda"
+    sizes, worlds = (MIDDLE, (2, 4)) if on_gpu else (SMALL, (2,))
+    found: dict[str, Part] = {
+        f"native on {device} against the CPU in float64": partial(native_against_cpu, device, sizes),
+        f"{', '.join(map(str, worlds))} ranks on one {device}": partial(ranks_on_one_device, device, sizes, worlds),
+        "Transformer Engine against native": partial(engine_against_native, device, sizes),
     }
-    checks = {
-        f"native on {device} against the CPU in float64": gpu_checks.native_against_cpu,
-        f"attention tiles, {c.tokens} tokens": gpu_checks.fused_tiles,
-        f"{', '.join(map(str, c.ranks))} ranks on one {device}": gpu_checks.ranks_on_one_device,
-        "Transformer Engine against native": gpu_checks.engine_against_native,
-    }
-    return {**{name: partial(check, device, c) for name, check in checks.items()}, **speed}
+    for tokens, recompute in ((8192, "none"), (32768, "selective")) if on_gpu else ((64, "none"), (128, "selective")):
+        for layers in ("native", "transformer_engine"):
+            part = partial(training_speed, device, BILLION if on_gpu else SMALL, tokens, recompute, layers)
+            found[f"training at {tokens} tokens, recompute {recompute}, {layers}"] = part
+    return found
 
 
 def versions(device: str) -> dict[str, str]:
     """Versions and the GPU that the figures were measured with."""
     found = {"python": platform.python_version(), "system": platform.platform(), "apex": describe_apex()}
-    for name in PACKAGES:
-        try:
+    for name in ("torch", "triton", "transformer_engine", "transformer_engine_torch", "numpy"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
     if device == "cuda":
         found |= {"CUDA of torch": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
-        free, total = torch.cuda.mem_get_info()
-        found["GPU"] = f"{torch.cuda.get_device_name()}, {total / 2**30:.0f} GiB, {free / 2**30:.0f} GiB free"
+        found["GPU"] = f"{torch.cuda.get_device_name()}, {torch.cuda.mem_get_info()[1] / 2**30:.0f} GiB"
     return found
 
 

@@ -37,7 +37,6 @@ TOLERANCE = 1e-10
 """Largest relative difference that is rounding: a sum in another order moves 1e-16 of its largest term, depth and
 AdamW's division by the second moment leave 1e-14. A lost or doubled gradient differs by 0.5 or more.
 """
-_FLOOR = 1e-3
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class StepComparison:
     """Of the one process, as is the norm."""
     grad_norm: float
     differences: dict[str, float]
-    """The largest relative difference of all ranks in each kind of value; for tensors the words name the worst one."""
+    """The largest relative one of all ranks by kind of value; for tensors the words name the worst one."""
 
     def beyond(self, tolerance: float = TOLERANCE) -> list[str]:
         """Differences above the tolerance, as words."""
@@ -107,7 +106,7 @@ def train_rank(
     """
     grid = build_grid(grid_shape(config, world_size), rank)
     model = ParallelModel(config, grid)
-    packs = open_sources(config)[1] if rules is None else rules
+    packs = rules or open_sources(config)[1]
     if isinstance(packs, Sources):
         decoder = packs.decoder
     else:
@@ -161,7 +160,7 @@ def largest_difference(reference: Mapping[str, np.ndarray], ranks: Sequence[Sequ
         if not held.all():
             return f"{name} ({held.size - np.count_nonzero(held)} elements on no rank)", math.inf
     scales = {name: float(np.abs(tensor).max(initial=0.0)) for name, tensor in reference.items()}
-    floor = max(_FLOOR * max(scales.values()), np.finfo(np.float64).tiny)
+    floor = max(1e-3 * max(scales.values()), np.finfo(np.float64).tiny)
     relative = {name: error / max(scales[name], floor) for name, error in errors.items()}
     worst = max(relative, key=lambda name: relative[name])
     return worst, relative[worst]

@@ -65,15 +65,12 @@ _YARN: dict[str, Value] = {"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "
 MODELS: dict[str, dict[str, Value]] = {
     "tiny_llm": {**_SIZES},
     "tiny_llama": {**_UNTIED, **_LLAMA3},
-    "tiny_qwen3": {**_SIZES, "qk_layernorm": "head", "kv_channels": 16},
     "tiny_olmo2": {**_UNTIED, "norm_position": "after", "qk_layernorm": "all_heads"},
     "tiny_smollm3": {**_SIZES, **_YARN, "no_rope_freq": "2"},
     "tiny_biased": {**_SIZES, **_BIASES, "qk_layernorm": "head", "hidden_dropout": 0.1},
     "tiny_vlm": {**_UNTIED, **_TOWER, "additional_vocab_size": 8},
 }
-"""Models by name: the plain decoder (tied, grouped queries), options of Llama, Qwen3, OLMo2 and SmolLM3 (with YaRN),
-every bias with dropout, and a decoder with a vision tower.
-"""
+"""The plain decoder (tied, grouped queries), options of Llama, OLMo2 and SmolLM3, every bias, and a vision tower."""
 _FIXED_BY_PACKS = {"vocab_size", "vision_patch_size", "vision_image_size", "seq_length"}
 ONE_PROCESS: dict[str, Value] = {
     "cp_comm_type": "p2p",
@@ -118,9 +115,8 @@ def prepare(
 ) -> ParitySetup:
     """The setup of a check. ValueError lists all reasons against it.
 
-    `given`: fields that stood as flags. `has_config`: a YAML file was read, whose own model is taken. `model`: a name
-    of `MODELS`, tiny_llm without a config. `mask`: of random packs, by default `--attention-mask`. `world_size`: by
-    default tp x pp x cp.
+    `given`: fields that stood as flags. `has_config`: a YAML file was read, whose model is taken where `model`, a name
+    of `MODELS`, is None. `mask`: of random packs (`--attention-mask`). `world_size`: by default tp x pp x cp.
     """
     world_size = world_size or config.model_ranks
     model = model or (None if has_config else "tiny_llm")
@@ -151,9 +147,8 @@ def prepare(
         config = changed(_sizes(config, None))
     if (left := run_parameters(config)) > MAX_PARAMETERS:
         raise ValueError(
-            f"the model has {left / 1e6:.1f} M parameters with the sizes that are given, one process takes at most "
-            f"{MAX_PARAMETERS / 1e6:.1f} M: --model tiny_llm, or smaller --num-layers, --hidden-size, "
-            f"--ffn-hidden-size and --vocab-size"
+            f"the flags keep {left / 1e6:.1f} M parameters, one process takes at most {MAX_PARAMETERS / 1e6:.1f} M: "
+            "--model tiny_llm, or smaller --num-layers, --hidden-size, --ffn-hidden-size and --vocab-size"
         )
     p, t = config.parallel, config.training
     step = 2 * p.context_parallel_size * p.tensor_model_parallel_size

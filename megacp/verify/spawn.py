@@ -33,10 +33,9 @@ class RankFailure(RuntimeError):
 
 
 def preloaded() -> list[str]:
-    """Modules that ranks find imported: torch's, and those of megacp that this process has.
+    """Modules that ranks find imported; none starts a thread or asks for a device: then no process could be forked.
 
-    torch._dynamo is what the first torch.optim optimizer of a process imports: 1.8 s of a core in every rank. None of
-    them starts a thread or asks for a device, after which a process could not be forked.
+    torch._dynamo is what the first torch.optim optimizer of a process imports: 1.8 s of a core in every rank.
     """
     return ["torch", "torch.distributed", "torch._dynamo", *sorted(n for n in sys.modules if n.startswith("megacp."))]
 
@@ -81,13 +80,12 @@ class RankPool(contextlib.AbstractContextManager):
             self._pipes.append(ours)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Any]:
-        """Results of `function(rank, world_size, *args)` in rank order.
+        """Results of `function(rank, world_size, *args)` in rank order; all of them can be pickled.
 
-        `function` is a module-level function; arguments and results are picklable. Raises RankFailure, after which the
-        pool is closed, when a rank raises, dies, or needs more than `timeout` seconds.
+        Raises RankFailure, after which the pool is closed, when a rank raises, dies, or needs more than `timeout` s.
         """
         for pipe in self._pipes:
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(BrokenPipeError):  # `recv` tells of it
                 pipe.send((function, args, timeout))
         left: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         answers: dict[int, Any] = {}

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megacp.verify import gpu_checks
-from megacp.verify.gpu_checks import CheckSizes, Finding
+from megacp.verify import gpu_report
+from megacp.verify.gpu_report import MIDDLE, Finding, Sizes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,12 +17,12 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # compilers and guest packages warn as they like
 ]
 
-CHECKS = ("native_against_cpu", "fused_tiles", "engine_against_native", "ranks_on_one_device")
+CHECKS = ("native_against_cpu", "engine_against_native", "ranks_on_one_device")
 
 
-@pytest.mark.parametrize("check", [getattr(gpu_checks, name) for name in CHECKS], ids=CHECKS)
-def test_the_gpu_computes_like_the_cpu(check: Callable[[str, CheckSizes], list[Finding]]) -> None:
-    findings = check("cuda", CheckSizes(layers=2, hidden=256, tokens=1024, ranks=(2,)))
+@pytest.mark.parametrize("check", [getattr(gpu_report, name) for name in CHECKS], ids=CHECKS)
+def test_the_gpu_computes_like_the_cpu(check: Callable[[str, Sizes], list[Finding]]) -> None:
+    findings = check("cuda", {**MIDDLE, "num_layers": 2, "hidden_size": 256, "seq_length": 1024})
     if all(finding.verdict == "skipped" for finding in findings):
         pytest.skip(findings[0].reason)
     assert [f"{f.name}: {f.difference}" for f in findings if f.verdict == "FAILED"] == []

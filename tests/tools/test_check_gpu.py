@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacp.verify import gpu_checks, gpu_report
-from megacp.verify.gpu_checks import Finding
+from megacp.verify import gpu_report
+from megacp.verify.gpu_report import Finding
 
 main = runpy.run_path(str(Path(__file__).resolve().parents[2] / "tools" / "check_gpu.py"))["main"]
 
@@ -36,9 +36,9 @@ def test_every_part_runs_on_a_cpu_and_the_report_holds_versions(tmp_path: Path) 
     assert main(["--device", "cpu", "--output", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert len(report["parts"]) == 8 and all(part["results"] and not part["error"] for part in report["parts"])
+    assert len(report["parts"]) == 7 and all(part["results"] and not part["error"] for part in report["parts"])
     text = (tmp_path / "report.md").read_text()
-    assert "tokens/s" in text and text.count("| ok |") == 8 and text.count("| skipped |") == 9
+    assert "tokens/s" in text and text.count("| ok |") == 6 and text.count("| skipped |") == 9
 
 
 def test_a_part_that_fails_or_comes_too_late_is_a_line_and_what_was_found_is_on_disk(
@@ -66,4 +66,4 @@ def test_a_part_that_fails_or_comes_too_late_is_a_line_and_what_was_found_is_on_
 )
 def test_a_difference_is_judged_by_what_is_allowed(difference: float | None, verdict: str) -> None:
     assert Finding("x", difference, 0.05, "").verdict == verdict
-    assert math.isnan(gpu_checks.largest([1.0, math.nan, 1.0])), "Python's max passes over a NaN"
+    assert math.isnan(gpu_report.largest([1.0, math.nan, 1.0])), "Python's max passes over a NaN"
