@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import re
@@ -21,21 +22,13 @@ from megacp.huggingface.door.accelerate import shard_sequences
 from megacp.huggingface.door.loop import shift_labels
 from tests.huggingface.door.test_multimodal import IMAGE, MODELS, TOLERANCE
 from tests.huggingface.door.test_multimodal import build as build_with_images
+from tests.huggingface.door.test_transformers_models import VOCAB, build
 from tests.ranks import run_ranks
 
 for library in ("accelerate", "peft", "transformers.trainer", "trl"):  # ranks then find them imported
     pytest.importorskip(library, reason=f"{library} is not installed (extra: test)")
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 TOKENS = 61  # no multiple of the ranks: rows are filled up
 STEPS: dict[str, Any] = {
@@ -69,10 +62,7 @@ def launched(rank: int, world_size: int) -> Iterator[None]:
         AcceleratorState._reset_state(True)
 
 
-def llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**SIZES, pad_token_id=0, eos_token_id=1)).double()
+llama = functools.partial(build, "Llama", "sdpa")
 
 
 def rows(kind: str, count: int) -> list[dict[str, Tensor]]:
@@ -83,7 +73,7 @@ def rows(kind: str, count: int) -> list[dict[str, Tensor]]:
         lengths = torch.randint(5, 20, (3,), generator=generator).tolist()
         if kind != "packed":
             lengths = [sum(lengths)]
-        ids = torch.randint(2, 64, (sum(lengths),), generator=generator)
+        ids = torch.randint(3, VOCAB, (sum(lengths),), generator=generator)
         row = {"input_ids": ids, "labels": ids}
         positions = torch.cat([torch.arange(n) for n in lengths])
         if kind == "packed":
@@ -191,7 +181,7 @@ def with_trl(rank: int, world_size: int, folder: str, cp_size: int | None) -> Fo
     from trl import SFTConfig, SFTTrainer
 
     with launched(rank, world_size):
-        words = models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w2")
+        words = models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w2")
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="w1", pad_token="w0")
         data = Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in rows("padded", 24)])
         arguments = SFTConfig(

@@ -21,20 +21,11 @@ from megacp.huggingface.door.context import context_parallel
 from megacp.huggingface.door.loop import shift_labels, sum_gradients
 from megacp.huggingface.door.multimodal import cut_multimodal, image_shares, told_apart
 from megacp.huggingface.door.transformers import register_with_transformers
+from tests.huggingface.door.test_transformers_models import SIZES
 from tests.ranks import grid, run_ranks
 
 TOKENS, IMAGE = 40, 65
-TEXT: dict[str, Any] = {
-    "vocab_size": 70,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+TEXT: dict[str, Any] = {**SIZES, "vocab_size": 70, "num_hidden_layers": 3, "bos_token_id": None, "eos_token_id": None}
 ROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
 TOWER: dict[str, Any] = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
 TOWER |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32}
@@ -188,7 +179,6 @@ def same(found: Found, name: str) -> None:
 @pytest.mark.parametrize(("layout", "recomputed"), [("zigzag", False), ("balanced", True)])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_that_see_train_on_ranks_as_on_one(name: str, layout: str, recomputed: bool) -> None:
-    """Would catch features at the wrong tokens, positions of one axis, towers that are summed twice or see a part."""
     for found in run_ranks(on_ranks, 2, name, layout, recomputed):
         same(found, name)
 
@@ -220,7 +210,6 @@ def test_a_rank_sees_its_own_images_and_sends_their_features(name: str, ranks: i
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_every_rank_may_see_all_images(name: str) -> None:
-    """Would catch an option that does nothing."""
     for found in run_ranks(on_ranks, 2, name, "zigzag", False, "replicated", "p2p"):
         same(found, name)
         assert found.seen == [3 if name == "Gemma3" else 64] and found.sent == [0, 0]
@@ -251,7 +240,6 @@ def test_ranks_that_share_weights_meet_in_every_layer_of_the_tower() -> None:
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 6))
 def test_images_are_dealt_whole_and_evenly(sizes: list[int], ranks: int) -> None:
-    """Would catch an image that is left out, taken twice or a rank that idles while another has several."""
     shares = image_shares(sizes, ranks)
     assert [i for share in shares for i in share] == list(range(len(sizes)))
     assert sum(bool(share) for share in shares) == min(ranks, len(sizes))
@@ -274,7 +262,6 @@ def block_of(labels: Tensor, rule: Any = None) -> Any:
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
-    """Would catch text models whose tokens are counted twice, and images of Gemma that no longer see each other."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
     text = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT))
     batch, labels = batch_of("Gemma3")

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacp.core.distributed.collectives import all_reduce
-from megacp.core.distributed.grid import single_axis
 from megacp.core.ops.mask import Metadata
 from megacp.huggingface.door.context import context_parallel
 from megacp.huggingface.door.loop import shift_labels, sum_gradients
@@ -138,10 +137,11 @@ def train_on_ranks(rank: int, world_size: int) -> list[Any]:
             document_ids=documents,
             transport=transport_on(case.transport, axis),
             layout=case.layout,
-        ):
+        ) as context:
             logits = net(ids, position_ids=positions, use_cache=case.option == "cache").logits
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / counted
             loss.backward()
+            assert len(context.plans) == 1, "planned again in a later layer"
         sum_gradients(net.parameters(), axis)
         found.append((all_reduce(loss.detach(), axis), gradients_of(net) if rank == 0 else None))
     return found
@@ -167,7 +167,7 @@ class Use(NamedTuple):
     changes: dict[str, Any] = {}
     layout: str = "zigzag"
     use: str = ""
-    """Of: no positions, packed, axes, checkpoint, twice, filled up; or another attention."""
+    """Of: no positions, packed, axes, behind, reentrant, twice, filled up, labels; or another attention."""
 
 
 LONGROPE: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4}
@@ -196,7 +196,9 @@ USES = [
     Use("Llama4", "attn_temperature_tuning", {**LLAMA4, "floor_scale": 47}, use="filled up"),
     Use("Llama", 'attn_implementation="eager"', use="eager"),
     Use("Mistral", 'attn_implementation="sdpa"', layout="contiguous", use="sdpa"),
-    Use("Llama", "recomputed after its block was left: call backward inside the block", use="checkpoint"),
+    Use("Llama", "recomputed after its block was left: call backward inside the block", use="behind"),
+    Use("Llama", use="reentrant"),
+    Use("Llama", "is given labels: .* shift_labels .* num_items_in_batch too", use="labels"),
     Use("Llama", "create_graph=True: attention over ranks cannot be differentiated twice", use="twice"),
     Use("LlamaForSequenceClassification", "pools the sequence into one answer"),
     Use("Mixtral", "load-balancing loss", {"output_router_logits": True, **EXPERTS}),
@@ -224,7 +226,7 @@ def error_in_a_block(case: Use, axis: Any) -> float:
     """How far gradients of all ranks are from those of one process with the library's own attention."""
     net = build(case.model, case.use if case.use in ("eager", "sdpa") else "megacp", **case.changes).eval()
     ids, labels, positions = batch_of(case)
-    if case.use == "checkpoint":
+    if case.use in ("behind", "reentrant"):
         net.train()
         net.gradient_checkpointing_enable({"use_reentrant": True})
         net.enable_input_require_grads()
@@ -237,12 +239,14 @@ def error_in_a_block(case: Use, axis: Any) -> float:
         model=net,
     )
     with block:
+        if case.use == "labels":
+            net(ids, position_ids=positions, labels=labels, shift_labels=labels)
         loss = loss_of(net, ids, labels, None if case.use == "no positions" else positions)
         if case.use == "twice":
             torch.autograd.grad(loss, list(net.parameters()), create_graph=True)
-        elif case.use != "checkpoint":
+        elif case.use != "behind":
             loss.backward()
-    if case.use == "checkpoint":
+    if case.use == "behind":
         loss.backward()
     sum_gradients(net.parameters(), axis)
     stock = build(case.model, "sdpa", **case.changes).eval()
@@ -273,36 +277,10 @@ def test_uses_that_would_be_wrong_are_refused_by_all_ranks_and_right_ones_are_ex
             assert not isinstance(first, str) and max(first, second) <= 1e-10, (case, first, second)
 
 
-def losses_on_ranks(rank: int, world_size: int) -> float:
-    """The loss of a model that is given labels and everything it must know; labels alone are refused."""
-    axis, net = axis_of(4), build("Llama", "megacp", head_dim=8).float()
-    ids, positions, documents = (x.clone() for x in tokens_of("packed"))
-    labels, shifted = ids.clone(), shift_labels(ids, documents)
-    counted = (shifted != -100).sum()
-    buffers = [ids, positions, labels, shifted]
-    block = context_parallel(axis, model=net, buffers=buffers, buffer_seq_dims=[1] * 4, document_ids=documents)
-    with block, torch.no_grad():
-        for given in ({"labels": labels}, {"labels": labels, "shift_labels": shifted}):
-            with pytest.raises(ValueError, match="is given labels: .* shift_labels .* num_items_in_batch too"):
-                net(ids, position_ids=positions, **given)
-        right = net(ids, position_ids=positions, labels=shifted, shift_labels=shifted, num_items_in_batch=counted).loss
-    return all_reduce(right, axis).item()
-
-
-@pytest.mark.slow
-def test_a_model_may_be_given_labels_that_were_shifted_before_and_no_others() -> None:
-    """transformers computes this loss in fp32: 90 terms of about 4."""
-    want = reference("Llama", "packed", TOKENS)[0].item()
-    for right in run_ranks(losses_on_ranks, 4, timeout=200):
-        assert abs(right - want) <= 2e-6 * want
-
-
-def logits_in_a_block(net: Any, documents: Any = None, axis: Any = TWO, **inputs: Any) -> Tensor:
-    """Logits of a cut sequence; on two ranks nothing is sent, as the model is expected to be refused before."""
+def logits_in_a_block(net: Any, documents: Any = None, **inputs: Any) -> Tensor:
+    """Logits of a cut sequence; nothing is sent, as the model is expected to be refused before."""
     ids, positions, _ = (x.clone() for x in tokens_of("packed"))
-    buffers = [ids, positions, *(x for name, x in inputs.items() if name == "attention_mask")]
-    dims = [1] * len(buffers)
-    block = context_parallel(axis, model=net, buffers=buffers, buffer_seq_dims=dims, document_ids=documents)
+    block = context_parallel(TWO, model=net, buffers=[ids, positions], buffer_seq_dims=[1, 1], document_ids=documents)
     with block, torch.no_grad():
         return net(ids, position_ids=positions, **inputs).logits
 
@@ -400,22 +378,6 @@ def test_outside_of_a_block_the_registered_attention_is_the_stock_one() -> None:
     assert torch.equal(*steps)
     with pytest.raises(ValueError, match="asks for softcap"):
         ours(ids, softcap=30.0)
-
-
-def test_one_rank_attends_as_the_stock_model_does_with_padding_and_packing() -> None:
-    """float64, sums of at most 48 terms."""
-    axis, (ids, positions, documents) = single_axis("cp"), tokens_of("packed")
-    stock, net = build("Llama", "sdpa"), build("Llama", "megacp")
-    padding = torch.ones(2, TOKENS)
-    padding[0, 40:] = 0
-    with torch.no_grad():
-        packed = stock(ids, position_ids=positions, use_cache=False).logits
-        torch.testing.assert_close(logits_in_a_block(net, documents, axis), packed, rtol=1e-12, atol=1e-12)
-        want = stock(ids, position_ids=positions, attention_mask=padding).logits
-        numbers = torch.where(padding.bool(), 0, -1)
-        rule = Metadata(numbers.view(-1).numpy(), *torch.zeros(2, 2 * TOKENS).long().numpy(), torch.arange(96).numpy())
-        found = logits_in_a_block(net, rule, axis, attention_mask=padding)
-        torch.testing.assert_close(found[padding.bool()], want[padding.bool()], rtol=1e-12, atol=1e-12)
 
 
 def example(rank: int, world_size: int) -> list[tuple[float, float]]:
