@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
+from unittest import mock
 
-import pytest
-
+from megacp.core.distributed import failure
 from megacp.core.distributed.collectives import barrier
-from megacp.core.distributed.failure import named, report_failure, run_store, within
+from megacp.core.distributed.failure import named, report_failure, run_store
 from tests.ranks import grid, run_ranks
 
 
@@ -39,15 +39,14 @@ def test_a_rank_that_says_nothing_is_named() -> None:
         assert "no word from rank 1 in step 1: stopped, dead, or still computing" in text
 
 
-def test_a_store_that_does_not_answer_is_left_behind() -> None:
-    def refuse() -> None:
-        raise KeyError("why")
+def _of_a_frozen_store(rank: int, world_size: int) -> str:
+    with mock.patch.object(failure, "run_store", lambda: time.sleep(30)):
+        return report_failure(ValueError("bad input"), "step 1", grid(dp=world_size).world, 0.1)
 
-    assert within(5.0, lambda: 7) == 7
-    with pytest.raises(KeyError, match="why"):
-        within(5.0, refuse)
-    with pytest.raises(TimeoutError, match=r"no answer within 0\.1 s"):
-        within(0.1, lambda: time.sleep(3))
+
+def test_a_store_that_does_not_answer_is_left_behind() -> None:
+    for text in run_ranks(_of_a_frozen_store, 2):
+        assert "ValueError: bad input\nthe run's store does not answer" in text
 
 
 def test_many_ranks_are_counted_and_not_listed() -> None:

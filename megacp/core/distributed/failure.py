@@ -6,18 +6,15 @@ found by its silence. The report has a deadline, since a store on a frozen machi
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, wait
-from typing import TypeVar
 
 import torch.distributed as dist
 
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage.wording import listed
 
-_T = TypeVar("_T")
 _ROOM = "megacp_failure"
 _SHOWN = 16
 """Ranks that a message names before it only counts."""
@@ -32,10 +29,17 @@ def report_failure(error: BaseException, place: str, world: Axis, wait_seconds: 
     mine = f"rank {world.rank} failed in {place}: {type(error).__name__}: {_first_line(error)}"
     if world.size == 1 or not dist.is_initialized():
         return mine
-    try:
-        return within(3.0 * wait_seconds, lambda: _exchanged(mine, error, place, world, wait_seconds))
-    except Exception as silence:  # it went with the rank or machine that held it, or that is frozen
-        return f"{mine}\nthe run's store does not answer: {_first_line(silence)}"
+    said: list[str] = []
+
+    def exchange() -> None:
+        with contextlib.suppress(Exception):  # the store went with the rank or machine that held it
+            said.append(_exchanged(mine, error, place, world, wait_seconds))
+
+    # a frozen machine's store answers no request, and torch's own timeouts do not cover `check` and `set`
+    thread = threading.Thread(target=exchange, daemon=True)
+    thread.start()
+    thread.join(3.0 * wait_seconds)
+    return said[0] if said else f"{mine}\nthe run's store does not answer"
 
 
 def _exchanged(mine: str, error: BaseException, place: str, world: Axis, seconds: float) -> str:
@@ -67,25 +71,6 @@ def run_store() -> dist.Store:
 def named(ranks: list[int]) -> str:
     """`rank 3`, or `ranks 0, 2, 3`; of many the first ones and how many more."""
     return f"rank{'s' if len(ranks) != 1 else ''} {listed(ranks, _SHOWN)}"
-
-
-def within(seconds: float, action: Callable[[], _T]) -> _T:
-    """`action`, or TimeoutError when it has not ended after `seconds`: it then goes on in a thread nobody waits for.
-
-    A store whose machine is frozen answers no request, and torch's own timeouts do not cover `check` and `set`.
-    """
-    outcome: Future[_T] = Future()
-
-    def attempt() -> None:
-        try:
-            outcome.set_result(action())
-        except BaseException as error:  # raised again below, in the thread that asked
-            outcome.set_exception(error)
-
-    threading.Thread(target=attempt, daemon=True).start()
-    if not wait([outcome], seconds).done:
-        raise TimeoutError(f"no answer within {seconds:g} s: its machine is stopped, cut off or very busy")
-    return outcome.result()
 
 
 def _first_line(error: BaseException) -> str:

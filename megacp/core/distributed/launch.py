@@ -22,16 +22,13 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megacp.core.distributed.failure import named, within
+from megacp.core.distributed.failure import named
 from megacp.core.distributed.grid import GridShape, ProcessGrid, build_grid, connect
 from megacp.core.large_blocks import BLOCKS, LARGE
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _FREE_TOP = -1, -3, 64 << 20
 """glibc's names of two options (malloc.h): free bytes at the heap's end, and those that get a map of their own."""
-_FROZEN_SECONDS = 60.0
-"""Beyond all deadlines: then a store that answers nothing is given up."""
-_READING_SECONDS = 5.0
-"""How long rank 0 stays for the others to read what it said: its process may hold the store."""
+_READING_SECONDS = 5.0  # that rank 0 stays for the others to read what it said: its process may hold the store
 _FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 """torch's record of the last NCCL collectives, written to a file of each rank at a timeout (torch's names)."""
 
@@ -98,24 +95,19 @@ def steady_heap() -> None:
     used again. To set one option fixes the other one at 128 KiB, and most pages of a step would be cleared anew.
     """
     BLOCKS.active = True
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_MMAP_THRESHOLD, LARGE)
         mallopt(_M_TRIM_THRESHOLD, _FREE_TOP)
 
 
 def trim_heap() -> None:
     """Give free pages of the C library's heap back; a training loop on CPU calls it now and then."""
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
+    if (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         malloc_trim(0)
 
 
 class Meeting:
-    """One rank among all of a run, in its store, before any process group: ranks may still want different grids.
-
-    `store` is the part that only the ranks of this life know (None for a run of one rank).
-    """
+    """One rank among all of a run, before any process group; `store` is the part of this life, None for one rank."""
 
     def __init__(self, rank: int, size: int, store: dist.Store | None, seconds: float) -> None:
         self.rank, self.size, self.store, self.seconds = rank, size, store, seconds
@@ -161,15 +153,11 @@ def meet(world: World, seconds: float) -> Meeting:
         raise ValueError(f"environment variables: {place} (1 to 65535): start with torchrun or set them everywhere")
     serves = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     timeout = datetime.timedelta(seconds=max(1.0, seconds))
-
-    def find() -> dist.Store:
+    try:
         server = "localhost" if serves else host
         store = dist.TCPStore(server, int(port), None, serves, timeout, wait_for_workers=False)
-        return fresh_store(store, world.rank, world.size, seconds)
-
-    try:
-        return Meeting(world.rank, world.size, within(2 * seconds + _FROZEN_SECONDS, find), seconds)
-    except (TimeoutError, dist.DistError) as error:
+        return Meeting(world.rank, world.size, fresh_store(store, world.rank, world.size, seconds), seconds)
+    except dist.DistError as error:
         here, why = f"rank {world.rank} on {socket.gethostname()}", str(error).strip().partition("\n")[0]
         raise ValueError(f"{here} found no store at {place}: {why}; is rank 0 there, is the port free?") from error
 
