@@ -11,13 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacp.core.distributed.collectives import all_reduce
-from megacp.core.distributed.grid import (
-    AXES,
-    GridShape,
-    build_grid,
-    connect,
-    single_axis,
-)
+from megacp.core.distributed.grid import AXES, GridShape, build_grid, connect, single_axis, split_axis
 from tests.ranks import grid, run_ranks
 from tests.reference import grid as reference
 
@@ -93,6 +87,9 @@ def sum_ranks_over_every_axis(rank: int, world_size: int, shape: dict[str, int])
     channels = [mine.pipeline_channel(way, stage) for way in ("forward", "backward") for stage in (0, 1)]
     named = {**{"_".join(k): v for k, v in mine.axes.items()}, "embedding": mine.embedding, "world": mine.world}
     named |= {f"channel{i}": axis for i, axis in enumerate(channels)}
+    inner, outer = split_axis(mine.world, 2)
+    assert (inner.global_ranks, outer.global_ranks) == ((rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2))
+    named |= {"channel inner": inner, "channel outer": outer}
     sums = []
     for name, axis in named.items():
         assert axis.global_ranks[axis.rank] == rank

@@ -1,14 +1,11 @@
 """Collectives and messages over one `Axis`, blocking and asynchronous; the one place that handles an axis of size 1.
 
-On gloo, a reduce-scatter or small all-reduce is an all-to-all followed by a local sum in rank order. That gives the
-same bits on every run and sums bf16 in fp32. It is 2-5 times faster than gloo's when ranks outnumber cores. NCCL uses
-its native collectives. CPU ranks of one machine exchange and gather from memory to memory (`same_host.py`).
-
+On gloo, a reduce-scatter or small all-reduce is an all-to-all followed by a local sum in rank order: the same bits on
+every run, bf16 summed in fp32. CPU ranks of one machine exchange and gather from memory to memory (`same_host.py`).
 Collectives work on dim 0 and make their input contiguous (gloo reduces strided views silently wrong).
 
-The pipeline posts single messages on its own channels. The ring posts a send and a receive together, because two NCCL
-ranks that both send first wait for each other for ever. gloo moves CUDA tensors in collectives but not from rank to
-rank: such a message goes through the host, so several ranks may share one GPU in a test.
+The ring posts a send and a receive together, because two NCCL ranks that both send first wait for each other for ever.
+gloo moves CUDA tensors in collectives but not from rank to rank: such a message goes through the host.
 """
 
 from __future__ import annotations
@@ -199,11 +196,9 @@ def start_all_to_all(
     return _exchange(x, axis, empty((sum(out_splits), *x.shape[1:]), x), list(in_splits), list(out_splits))
 
 
-def all_to_all(
-    x: torch.Tensor, axis: Axis, in_splits: Sequence[int] | None = None, out_splits: Sequence[int] | None = None
-) -> torch.Tensor:
+def all_to_all(x: torch.Tensor, axis: Axis, *splits: Sequence[int] | None) -> torch.Tensor:
     """Blocking `start_all_to_all`."""
-    return start_all_to_all(x, axis, in_splits, out_splits).wait()
+    return start_all_to_all(x, axis, *splits).wait()
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
@@ -231,9 +226,9 @@ def barrier(axis: Axis) -> None:
 
 
 def await_all(axis: Axis) -> None:
-    """A barrier of the world for up to `axis.patience` seconds, longer than the group's timeout may be.
+    """A barrier of the world for `axis.patience` seconds; RuntimeError, which on the first rank names one that is late.
 
-    A killed rank ends the wait at once. Raises RuntimeError, on the first rank with the number of one that is late.
+    A killed rank ends the wait at once.
     """
     if axis.host_group is not None:
         dist.monitored_barrier(axis.host_group, datetime.timedelta(seconds=axis.patience))

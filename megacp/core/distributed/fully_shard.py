@@ -1,8 +1,8 @@
 """torch's `fully_shard` on one `Axis`: plain sums, and collectives that are ours, so they are counted.
 
-A sharded parameter is cut by rows, `ceil(rows / ranks)` to a rank, so its local part is
-one stretch of the row-major parameter; the last ranks may hold less, or nothing. torch's own collectives would average
-and divide by factors that gloo refuses. Its 2-D mesh would reduce over replicas once a microbatch instead of a step.
+A sharded parameter is cut by rows, `ceil(rows / ranks)` to a rank, so its local part is one stretch of the row-major
+parameter; the last ranks may hold less, or nothing. torch's own collectives would divide by factors that gloo refuses,
+and its 2-D mesh would reduce over replicas once a microbatch instead of a step.
 """
 
 from __future__ import annotations

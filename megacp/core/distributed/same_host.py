@@ -1,11 +1,11 @@
 """Messages between CPU ranks of one machine: the receiver copies them from the sender's memory, once.
 
-gloo sends through TCP, whose copies cost both ranks more time than a small model's products, and wakes two threads.
-Here a sender tells where its tensor lies and keeps it until the receiver has said that it was read. Small messages
-travel in the telling. A rank that waits takes all messages that have come, so no order of waits can stop two ranks.
+gloo sends through TCP, whose copies cost both ranks more time than a small model's products. Here a sender tells where
+its tensor lies and keeps it until the receiver has said that it was read; small messages travel in the telling. A rank
+that waits takes all messages that have come, so no order of waits can stop two ranks.
 
-Linux alone has the copy (`process_vm_readv`), where a process may read another one of the same user. Every rank tries
-that with all others of its machine before the first message. Where one fails, and between machines, gloo is used.
+Linux alone has the copy (`process_vm_readv`). Every rank tries it with all others of its machine before the first
+message. Where one fails, and between machines, gloo is used.
 """
 
 from __future__ import annotations
@@ -196,9 +196,7 @@ class LocalChannel:
     seconds: float
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Operation:
-        """Send and receive together. Nothing sent may change before the operation has ended; empty tensors are left
-        out on both sides.
-        """
+        """Send and receive together, empty tensors left out; nothing sent may change before the operation has ended."""
         operation, number, peers = Operation(self, (sends, receives)), self.number, self.host.peers
         with self.host.lock:
             for rank, x in receives:
