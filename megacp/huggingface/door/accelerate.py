@@ -6,12 +6,10 @@
     accelerator = Accelerator(...)                         # a loop of one's own
     shard_sequences(accelerator, cp_size=2)                # before prepare()
 
-Only objects of the caller are changed: the state and two methods of this accelerator, two methods of this trainer.
-Accelerate plugs in its own context parallelism there. So loading, FSDP2 or DDP, clipping, logging and checkpoints are
-theirs, and other Accelerators and Trainers of the process stay as they are.
-
-Both FSDP2 and DDP take the mean of gradients over all processes. The Trainers multiply their loss by that number; a
-loop of one's own must too: `loss = summed / counted * accelerator.num_processes`, `counted` over all batches of a step.
+Only objects of the caller are changed: the state and two methods of this accelerator, two methods of this trainer,
+where Accelerate plugs in its own context parallelism. Loading, FSDP2 or DDP, clipping, logging and checkpoints are
+theirs. FSDP2 and DDP take the mean of gradients over all processes: a loop of one's own multiplies its loss by
+`accelerator.num_processes`, as the Trainers do, after dividing by the labels of all batches of a step.
 """
 
 from __future__ import annotations
@@ -32,7 +30,8 @@ from megacp.core.ops.mask import Metadata
 from megacp.huggingface.door.context import context_parallel
 from megacp.huggingface.door.loop import shift_labels
 from megacp.huggingface.door.mask import DocumentIds, documents_of
-from megacp.huggingface.door.multimodal import cut_multimodal, has_towers
+from megacp.huggingface.door.model_rules import stock_model
+from megacp.huggingface.door.multimodal import cut_multimodal, parts_of
 from megacp.huggingface.door.transformers import register_with_transformers
 
 _PAD = {"input_ids": 0, "labels": -100, "shift_labels": -100, "attention_mask": 0, "position_ids": 0}
@@ -55,15 +54,14 @@ def shard_sequences(
 
     `target`: an Accelerator before `prepare`, or a Trainer of transformers (TRL's too) before `train`. `cp_size`: ranks
     that share a row, neighbours in rank order; they get the same batches. None: as the Accelerator's ParallelismConfig
-    says. Give it here for packed rows of TRL, which refuses a ParallelismConfig with cp, and on CPU, where Accelerate
-    does. `transport`, `layout`: see `context_parallel`.
+    says, which TRL refuses with packing and Accelerate on CPU. `transport`, `layout`: see `context_parallel`.
 
     A Trainer packs by position ids that restart; padding is what its attention mask says. In a loop of one's own
     `accelerator.maybe_context_parallel` finds the position ids among its buffers: they count up by one from 0, and
     start again with each document.
 
-    Every process calls it. Raises ValueError after `prepare`, and for a size that does not divide the processes. So do
-    options of a Trainer that would see one rank's tokens alone, and a step whose ranks hold other rows.
+    Every process calls it. ValueError after `prepare`, for a size that does not divide the processes, for options of a
+    Trainer that would see one rank's tokens alone, and in a step whose ranks hold other rows.
     """
     from accelerate import Accelerator
 
@@ -75,7 +73,35 @@ def shard_sequences(
     _set_size(accelerator, cp_size)
     axis = axis_of_mesh(accelerator.torch_device_mesh["cp"])
     block = functools.partial(context_parallel, axis, transport=transport, layout=layout)
-    accelerator._prepare_cp = functools.partial(_prepare, accelerator, axis, block)
+
+    def of_buffers(
+        buffers: Sequence[torch.Tensor], buffer_seq_dims: Sequence[int], no_restore_buffers: Any = None
+    ) -> contextlib.AbstractContextManager[Any]:
+        """A block as `Accelerator.maybe_context_parallel` asks for it."""
+        _refuse_other_rows(axis, buffers)
+        counting = [x for x, dim in zip(buffers, buffer_seq_dims, strict=True) if dim % x.dim() == 1 and _counts(x)]
+        if not counting or any(not torch.equal(x, counting[0]) for x in counting):
+            raise ValueError(
+                f"{len(counting)} of the {len(buffers)} buffers look like position ids [B, S] (from 0 up by one, again "
+                f"with each document), exactly one must: they say which tokens are one document"
+            )
+        return block(
+            model=accelerator._models[0] if accelerator._models else None,
+            buffers=buffers,
+            buffer_seq_dims=buffer_seq_dims,
+            no_restore_buffers=no_restore_buffers or (),
+            document_ids=documents_of(counting[0]),
+        )
+
+    def prepare(*args: Any) -> tuple[Any, ...]:
+        """In the place of Accelerate's, which would drop the masks of the model."""
+        for module in (x for x in args if isinstance(x, torch.nn.Module)):
+            if (stock := stock_model(module)) is not None:
+                stock.set_attn_implementation(register_with_transformers())
+        accelerator._cp_context = of_buffers
+        return args
+
+    accelerator._prepare_cp = prepare
     if target is not accelerator:
         _shard_trainer(target, axis, block)
     return axis
@@ -104,44 +130,6 @@ def _set_size(accelerator: Any, cp_size: int | None) -> None:
     accelerator.state = copy.copy(accelerator.state)
     accelerator.state.parallelism_config = config
     accelerator.state.device_mesh = config.get_device_mesh(accelerator.device.type)
-
-
-def _prepare(accelerator: Any, axis: Axis, block: _Block, *args: Any) -> tuple[Any, ...]:
-    """In the place of Accelerate's, which would drop the masks of the model."""
-    from transformers import PreTrainedModel
-
-    name = register_with_transformers()
-    for arg in (x for x in args if isinstance(x, torch.nn.Module)):
-        stock = next((module for module in arg.modules() if isinstance(module, PreTrainedModel)), None)
-        if stock is not None:
-            stock.set_attn_implementation(name)
-    accelerator._cp_context = functools.partial(_block_of_buffers, accelerator, axis, block)
-    return args
-
-
-def _block_of_buffers(
-    accelerator: Any,
-    axis: Axis,
-    block: _Block,
-    buffers: Sequence[torch.Tensor],
-    buffer_seq_dims: Sequence[int],
-    no_restore_buffers: Any = None,
-) -> contextlib.AbstractContextManager[Any]:
-    """A block as `Accelerator.maybe_context_parallel` asks for it."""
-    _refuse_other_rows(axis, buffers)
-    counting = [x for x, dim in zip(buffers, buffer_seq_dims, strict=True) if dim % x.dim() == 1 and _counts(x)]
-    if not counting or any(not torch.equal(x, counting[0]) for x in counting):
-        raise ValueError(
-            f"{len(counting)} of the {len(buffers)} buffers look like position ids [B, S] (from 0 up by one, again "
-            f"with each document), exactly one must: they say which tokens are one document"
-        )
-    return block(
-        model=accelerator._models[0] if accelerator._models else None,
-        buffers=buffers,
-        buffer_seq_dims=buffer_seq_dims,
-        no_restore_buffers=no_restore_buffers or (),
-        document_ids=documents_of(counting[0]),
-    )
 
 
 def _counts(x: torch.Tensor) -> bool:
@@ -179,7 +167,7 @@ def _block_of_inputs(
     """
     for name in _OF_PACKING:
         inputs.pop(name, None)
-    towers, ids, labels = has_towers(model), inputs.get("input_ids"), inputs.get("labels")
+    towers, ids, labels = parts_of(model) is not None, inputs.get("input_ids"), inputs.get("labels")
     strange = [name for name, x in inputs.items() if isinstance(x, torch.Tensor) and name not in _PAD]
     if ids is None or ids.dim() != 2 or (labels is None if towers else strange):
         raise ValueError(
@@ -249,7 +237,7 @@ def _shard_trainer(trainer: Any, axis: Axis, block: _Block) -> None:
 
         @contextlib.contextmanager
         def both() -> Iterator[None]:
-            with cut as context, cut_multimodal(bare, context) if has_towers(bare) else contextlib.nullcontext():
+            with cut as context, cut_multimodal(bare, context) if parts_of(bare) else contextlib.nullcontext():
                 yield
 
         return both, found

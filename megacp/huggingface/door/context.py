@@ -11,11 +11,8 @@
     sum_gradients(model.parameters(), axis)
 
 What would see this rank's tokens alone is refused by all ranks alike: by the model's config at the beginning, by the
-arguments of its call, or in an attention call. A model that shifts labels itself (`labels=`) is wrong twice once the
-sequence is cut: it shifts between tokens that are no neighbours, and divides by the tokens of one rank. Rotary
-embedding needs the `position_ids` of the whole sequence among the buffers.
-
-Nothing of torch or of the model is replaced: the registered attention asks `block_of` for the open block.
+arguments of its call, or in an attention call. Nothing of torch or of the model is replaced: the registered attention
+asks `block_of` for the open block.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -39,7 +36,7 @@ from megacp.core.distributed.grid import Axis
 from megacp.core.ops.device import to_device
 from megacp.core.ops.kernels import auto_kernel
 from megacp.huggingface.door.mask import BatchMask, DocumentIds, batch_mask, in_batch
-from megacp.huggingface.door.model_rules import argument, call_problems, model_problems, rotary_length, watched_module
+from megacp.huggingface.door.model_rules import argument, call_problems, model_problems, rotary_length, stock_model
 
 
 def refuse(*problems: str) -> None:
@@ -48,33 +45,31 @@ def refuse(*problems: str) -> None:
         raise ValueError("context_parallel: " + "; ".join(problems))
 
 
+@dataclass(eq=False)
 class ContextParallel:
     """State of a block: which rank holds which tokens, the plans that were made, what one rank has seen."""
 
-    def __init__(
-        self, axis: Axis, mask: BatchMask, places: np.ndarray, transport: str | Transport, length: int
-    ) -> None:
-        self.axis = axis
-        self.mask = mask
-        """Of the whole rows, padding included."""
-        self.length = length
-        """Tokens of a whole row, without that padding."""
-        self.places = places
-        """int64 `[1 or B, ranks, s]`: the places of a row that each rank holds, in the order of the buffers."""
-        self.plans: dict[tuple[int, bool], AttentionPlan] = {}
-        """By batch rows and `is_causal`; made by the first call and used by all layers."""
-        self.modules: set[int] = set()
-        """Ids of the modules of the model that runs here."""
-        self.language: torch.nn.Module | None = None
-        """The part of the model that is called with this rank's tokens; None: the model itself is."""
-        self.outside = 0
-        """Above 0 while a part runs that has nothing to do with the sequence: then the block is not there."""
-        self.noted: list[str] = []
-        """What this rank alone has seen, until the next attention call tells all."""
-        self._choice = transport
-        self._transports: dict[tuple[torch.device, str], Transport] = {}
-        self._longest = 0
-        self._unsettled = True
+    axis: Axis
+    mask: BatchMask
+    """Of the whole rows, padding included."""
+    length: int
+    """Tokens of a whole row, without that padding."""
+    places: np.ndarray
+    """int64 `[1 or B, ranks, s]`: the places of a row that each rank holds, in the order of the buffers."""
+    transport: str | Transport
+    plans: dict[tuple[int, bool], AttentionPlan] = field(default_factory=dict)
+    """By batch rows and `is_causal`; made by the first call and used by all layers."""
+    modules: set[int] = field(default_factory=set)
+    """Ids of the modules of the model that runs here."""
+    language: torch.nn.Module | None = None
+    """The part of the model that is called with this rank's tokens; None: the model itself is."""
+    outside: int = 0
+    """Above 0 while a part runs that has nothing to do with the sequence: then the block is not there."""
+    noted: list[str] = field(default_factory=list)
+    """What this rank alone has seen, until the next attention call tells all."""
+    _transports: dict[tuple[torch.device, str], Transport] = field(default_factory=dict)
+    _longest: int = 0
+    _unsettled: bool = True
 
     @property
     def local(self) -> np.ndarray:
@@ -110,8 +105,8 @@ class ContextParallel:
                 f"this rank: every input of the sequence must be among the buffers, and a KV cache (use_cache) and "
                 f"cross attention are not sharded"
             )
-        if self.mask.rows not in (1, len(q)):
-            refuse(f"{len(q)} batch rows, document_ids have {self.mask.rows}")
+        if len(self.mask.document) not in (1, len(q)):
+            refuse(f"{len(q)} batch rows, document_ids have {len(self.mask.document)}")
         self._settle(q.device)
         batch, _, tokens, width = q.shape
         if (batch, is_causal) not in self.plans:
@@ -140,19 +135,19 @@ class ContextParallel:
 
     def transport_on(self, device: torch.device, dtype: torch.dtype) -> Transport:
         """The transport for tensors of `dtype` on `device`: the caller's, or one that is built once for each kernel."""
-        if not isinstance(self._choice, str):
-            return self._choice
-        kernel = auto_kernel(device.type, dtype)
-        if (device, kernel) not in self._transports:
-            self._transports[device, kernel] = select_transport(self._choice, kernel, self.axis, device)
-        return self._transports[device, kernel]
+        if not isinstance(self.transport, str):
+            return self.transport
+        key = device, auto_kernel(device.type, dtype)
+        if key not in self._transports:
+            self._transports[key] = select_transport(self.transport, key[1], self.axis, device)
+        return self._transports[key]
 
     @contextlib.contextmanager
     def watching(self, model: torch.nn.Module) -> Iterator[None]:
         """Inside, attention of `model` belongs to the block, and its calls are checked."""
         self.modules |= {id(module) for module in model.modules()}
-        watched = watched_module(model)
-        hook = None if watched is None else watched.register_forward_pre_hook(self.check_call, with_kwargs=True)
+        stock = stock_model(model)
+        hook = None if stock is None else stock.register_forward_pre_hook(self.check_call, with_kwargs=True)
         try:
             yield
         finally:
@@ -280,8 +275,14 @@ class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
         if _open:
             refuse("a context_parallel block is open already, and blocks cannot be nested")
         pads = [0.0] * len(buffers) if self.pad_values is None else self.pad_values
-        _refuse_buffers(buffers, self.buffer_seq_dims, pads)
-        length, ranks = buffers[0].shape[self.buffer_seq_dims[0]], axis.size
+        if not buffers or not len(buffers) == len(self.buffer_seq_dims) == len(pads):
+            refuse("give buffers, and as many buffer_seq_dims and pad_values")
+        if any(x.requires_grad for x in buffers):
+            refuse("a buffer requires grad, and its gradient would have another shape: cut it inside")
+        lengths = [x.shape[dim] for x, dim in zip(buffers, self.buffer_seq_dims, strict=True)]
+        if len(set(lengths)) > 1:
+            refuse(f"buffers differ in length: {', '.join(map(str, lengths))} along buffer_seq_dims")
+        length, ranks = lengths[0], axis.size
         if model is not None and ranks > 1:
             refuse(*model_problems(model, length))
         dealing = LAYOUTS[layout if ranks > 1 else "contiguous"]  # one rank holds the rows as they are
@@ -293,13 +294,12 @@ class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
             )
         places = mask.deal(dealing, ranks)
         triples = [(x, dim % x.dim(), pad) for x, dim, pad in zip(buffers, self.buffer_seq_dims, pads, strict=True)]
-        for number, (x, dim, _) in enumerate(triples if len(places) > 1 else []):
-            if dim == 0 or len(x) != mask.rows:
-                refuse(
-                    f"buffer {number} {tuple(x.shape)} must have the {mask.rows} batch rows in dim 0: layout {layout} "
-                    f"deals each row of documents differently; expand it, or choose zigzag or contiguous"
-                )
-        context = ContextParallel(axis, mask, places, self.transport, length)
+        if len(places) > 1 and any(dim == 0 or len(x) != len(places) for x, dim, _ in triples):
+            refuse(
+                f"each buffer must have the {len(places)} batch rows in dim 0, as layout {layout} deals each row of "
+                f"documents differently: expand it, or choose zigzag or contiguous"
+            )
+        context = ContextParallel(axis, mask, length, places, self.transport)
         context.transport_on(buffers[0].device, torch.get_default_dtype())  # what is wrong with the choice shows here
         with torch.no_grad():
             parts = [_part_of(x.data, dim, context.local, pad) for x, dim, pad in triples]
@@ -322,17 +322,6 @@ class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
                 "no attention was called in the block: a model that computes attention itself (eager), has none or "
                 "calls another library saw this rank's tokens alone",
             )
-
-
-def _refuse_buffers(buffers: Sequence[torch.Tensor], dims: Sequence[int], pads: Sequence[float]) -> None:
-    """ValueError for buffers that cannot be cut together."""
-    if not buffers or not len(buffers) == len(dims) == len(pads):
-        refuse(f"{len(buffers)} buffers, {len(dims)} buffer_seq_dims, {len(pads)} pad_values: one of each a buffer")
-    if any(x.requires_grad for x in buffers):
-        refuse("a buffer requires grad, and its gradient would have another shape: cut it inside")
-    lengths = [x.shape[dim] for x, dim in zip(buffers, dims, strict=True)]
-    if len(set(lengths)) > 1:
-        refuse(f"buffers differ in length: {', '.join(map(str, lengths))} along buffer_seq_dims")
 
 
 def _part_of(x: torch.Tensor, dim: int, places: np.ndarray, pad: float) -> torch.Tensor:

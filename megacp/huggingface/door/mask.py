@@ -1,7 +1,6 @@
-"""One mask for a batch of rows laid end to end: `document, branch, span` of each row, and one plan for all.
+"""One mask for a batch of rows laid end to end, and one plan: document numbers keep rows apart.
 
-Document numbers keep rows apart, so a batch is one longer row to every layout, transport and kernel, with the messages
-of one.
+So a batch is one longer row to every layout, transport and kernel, with the messages of one.
 """
 
 from __future__ import annotations
@@ -35,28 +34,25 @@ class BatchMask:
     """Given as `Metadata`, which is the whole mask: position ids need not follow the documents."""
 
     @property
-    def rows(self) -> int:
-        """Number of rows that were described."""
-        return len(self.document)
-
-    @property
     def length(self) -> int:
         """S, padding included."""
         return self.document.shape[1]
 
-    def _row(self, number: int) -> Metadata:
-        return Metadata(self.document[number], self.branch[number], self.span[number], np.arange(self.length))
+    @property
+    def _rows(self) -> list[Metadata]:
+        fields = zip(self.document, self.branch, self.span, strict=True)
+        return [Metadata(*row, np.arange(self.length)) for row in fields]
 
     def padded(self, layout: Layout, ranks: int) -> BatchMask:
-        """These rows with padding at their ends, up to the least length that `layout` can deal to `ranks`."""
-        more = max(layout.padded_length(self._row(number), ranks, 1) for number in range(self.rows)) - self.length
+        """These rows with padding at their ends, up to the least length that `layout` can deal."""
+        more = max(layout.padded_length(row, ranks, 1) for row in self._rows) - self.length
         tail = ((0, 0), (0, more))
         document = np.pad(self.document, tail, constant_values=PADDING)
         return BatchMask(document, np.pad(self.branch, tail), np.pad(self.span, tail), self.whole_rule)
 
     def deal(self, layout: Layout, ranks: int) -> np.ndarray:
         """Places int64 `[rows, ranks, s]`, `s = S / ranks`; one row where all rows are dealt alike."""
-        places = np.stack([layout.deal(self._row(number), ranks) for number in range(self.rows)])
+        places = np.stack([layout.deal(row, ranks) for row in self._rows])
         return places[:1] if (places == places[:1]).all() else places
 
     def plan(self, places: np.ndarray, batch: int, cp_rank: int, causal: bool) -> AttentionPlan:
@@ -119,21 +115,18 @@ def batch_mask(document_ids: DocumentIds, length: int) -> BatchMask:
     if document_ids is None:
         zeros = np.zeros((1, length), np.int64)
         return BatchMask(zeros, zeros, zeros)
+    right = (
+        f"document_ids are ints [S] or [B, S], or a Metadata of S or B * S tokens in order, S = {length} of the buffers"
+    )
     if isinstance(document_ids, Metadata):
         tokens = len(document_ids)
         if tokens == 0 or tokens % length or not np.array_equal(document_ids.order, np.arange(tokens)):
-            raise ValueError(
-                f"context_parallel: a Metadata as document_ids has order 0, 1, 2, ... and one row of {length} tokens "
-                f"or all rows, got {tokens} tokens"
-            )
+            raise ValueError(f"context_parallel: {right}")
         fields = ((document_ids.document, PADDING), (document_ids.branch, 0), (document_ids.span, 0))
         document, branch, span = (_numbered(np.asarray(x).reshape(-1, length), none) for x, none in fields)
         return BatchMask(document, branch, span, whole_rule=True)
     if document_ids.is_floating_point() or document_ids.dim() not in (1, 2) or document_ids.shape[-1] != length:
-        raise ValueError(
-            f"context_parallel: document_ids are ints [S] or [B, S] with S = {length} of the buffers, got "
-            f"{tuple(document_ids.shape)} {document_ids.dtype}"
-        )
+        raise ValueError(f"context_parallel: {right}")
     document = _numbered(document_ids.detach().cpu().numpy().reshape(-1, length), PADDING)
     zeros = np.zeros_like(document)
     return BatchMask(document, zeros, zeros)

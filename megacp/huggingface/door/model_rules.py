@@ -23,29 +23,22 @@ _ONE_ANSWER += ("ForPreTraining", "DoubleHeadsModel")
 """Ends of class names of models that pool the sequence into one vector."""
 
 
-def _is_stock(module: torch.nn.Module) -> bool:
+def stock_model(module: torch.nn.Module) -> Any:
+    """The outermost model of transformers in `module`, or None."""
     from transformers import PreTrainedModel
 
-    return isinstance(module, PreTrainedModel)
+    return next((x for x in module.modules() if isinstance(x, PreTrainedModel)), None)
 
 
 def text_config(model: torch.nn.Module) -> Any:
     """The config of the language part of the outermost model of transformers in `model`, or None."""
-    stock: Any = next(filter(_is_stock, model.modules()), None)
+    stock = stock_model(model)
     return None if stock is None else stock.config.get_text_config()
-
-
-def watched_module(model: torch.nn.Module) -> torch.nn.Module | None:
-    """The outermost module of `model` that takes `position_ids`, else the outermost of transformers; None without."""
-    stock = next(filter(_is_stock, model.modules()), None)
-    whole = (x for x in model.modules() if any(map(_is_stock, x.modules())))
-    named = (x for x in whole if "position_ids" in _signature(type(x).forward))
-    return None if stock is None else next(named, stock)
 
 
 def model_problems(model: torch.nn.Module, tokens: int) -> list[str]:
     """Why `model` cannot run in a block over `tokens` at all; reasons that depend on a call are found in the call."""
-    stock: Any = next(filter(_is_stock, model.modules()), None)
+    stock = stock_model(model)
     if stock is None:
         return []  # a model of the caller's own, which calls our attention
     from transformers import AttentionInterface

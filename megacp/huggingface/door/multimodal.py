@@ -7,12 +7,9 @@
     sum_gradients(model.parameters(), axis)
 
 The model itself puts features of images into the embeddings of the whole sequence, computes positions and makes its
-mask; what it then hands to its language model is cut there. So no model's merging is written again here.
-
-Each rank runs the towers on whole images of its own, evenly by patches. One exchange then gives every rank the features
-of all images. Its backward brings the partial gradients of the features home, so a tower's gradient on a rank is that
-of its images, from the tokens of all ranks. Where every rank runs all images, it is that of all images from the rank's
-tokens. The sum over ranks is the whole either way.
+mask; what it then hands to its language model is cut there. Each rank runs the towers on whole images of its own,
+evenly by patches. One exchange then gives every rank the features of all images, and its backward brings the partial
+gradients of the features home. The sum of the towers' gradients over ranks is the whole.
 """
 
 from __future__ import annotations
@@ -57,7 +54,7 @@ def cut_multimodal(model: torch.nn.Module, context: ContextParallel, vision: str
     Raises ValueError for a model without such parts, and for an argument of its language model that lies along the
     sequence in a way that is not known.
     """
-    parts = _parts(model)
+    parts = parts_of(model)
     if parts is None:
         raise ValueError(f"{type(model).__name__} has no towers beside a language model: call it in the block as it is")
     language, towers = parts
@@ -95,12 +92,7 @@ def cut_multimodal(model: torch.nn.Module, context: ContextParallel, vision: str
         yield
 
 
-def has_towers(model: torch.nn.Module) -> bool:
-    """Whether `cut_multimodal` is for this model."""
-    return _parts(model) is not None
-
-
-def _parts(model: torch.nn.Module) -> tuple[torch.nn.Module, list[torch.nn.Module]] | None:
+def parts_of(model: torch.nn.Module) -> tuple[torch.nn.Module, list[torch.nn.Module]] | None:
     """The language model, and what stands beside it on the way there but heads; None where either is missing."""
     stock: Any = model
     language = stock.get_decoder() if hasattr(model, "get_decoder") else None
