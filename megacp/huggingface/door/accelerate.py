@@ -1,11 +1,5 @@
 """Accelerate, and the Trainers of transformers and TRL on it, over a sharded sequence with the mask of packed rows.
 
-    trainer = SFTTrainer(model, args, ...)                 # packing=True, nothing else
-    shard_sequences(trainer, cp_size=2)                    # before train()
-
-    accelerator = Accelerator(...)                         # a loop of one's own
-    shard_sequences(accelerator, cp_size=2)                # before prepare()
-
 Only objects of the caller are changed: the state and two methods of this accelerator, two methods of this trainer,
 where Accelerate plugs in its own context parallelism. Loading, FSDP2 or DDP, clipping, logging and checkpoints are
 theirs. FSDP2 and DDP take the mean of gradients over all processes: a loop of one's own multiplies its loss by

@@ -154,21 +154,23 @@ class ContextParallel:
             if hook is not None:
                 hook.remove()
 
-    def check_call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check_call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse a call of the model that would not see the whole sequence; positions are noted for all ranks."""
         if self.axis.size == 1:
             return
         cut_later = self.language is not None and module is not self.language
         refuse(*call_problems(module, args, kwargs, None if cut_later else self.places.shape[2]))
         positions = None if cut_later else argument(module, args, kwargs, "position_ids")
-        if positions is None or positions.is_floating_point():
+        if positions is None:
             return
         values = np.atleast_2d(positions.detach().cpu().numpy())
         images = self.language is not None and values.ndim == 3
         problem = self.mask.misplaced(values.reshape(-1, *values.shape[-2:]), self.local, images)
         advice = "put those of the whole sequence among the buffers, and where they restart give document_ids too"
         self.note(f"{problem}: {advice}" if problem else "")
-        self._longest = max(self._longest, rotary_length(module, int(values.max(initial=0)) + 1))
+        self._longest = max(
+            self._longest, rotary_length(module.config.get_text_config(), int(values.max(initial=0)) + 1)
+        )
 
     def note(self, problem: str) -> None:
         """Remember what is wrong with values of this rank; every rank calls this at the same place, also with "".

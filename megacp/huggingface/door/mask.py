@@ -88,12 +88,11 @@ class BatchMask:
         shape = np.broadcast_shapes(axes.shape[1:], document.shape)
         positions, document, place = (np.broadcast_to(x, shape) for x in (axes[0], document, local))
         if images or not (axes == axes[:1]).all():
-            # tokens of a row's document side by side, by ascending place
-            row = np.broadcast_to(np.arange(shape[0])[:, None], shape)
-            order = np.lexsort((place.reshape(-1), document.reshape(-1), row.reshape(-1)))
-            owner = np.stack([row.reshape(-1), document.reshape(-1)])[:, order]
-            alike = (owner[:, 1:] == owner[:, :-1]).all(0) & (owner[1, 1:] >= 0)
-            falls = int(((np.diff(positions.reshape(-1)[order]) < 0) & alike).sum())
+            falls = 0
+            for position, owner, where in zip(positions, document, place, strict=True):
+                order = np.lexsort((where, owner))  # a row's documents side by side, each by ascending place
+                alike = (np.diff(owner[order]) == 0) & (owner[order][1:] >= 0)
+                falls += int(((np.diff(position[order]) < 0) & alike).sum())
             return f"position_ids go back {falls} times within a document" if falls else ""
         real, number = document >= 0, self.of(_numbers_in_documents(self.document), local)
         right = any((positions == np.broadcast_to(count, shape))[real].all() for count in (number, place))

@@ -30,12 +30,6 @@ def stock_model(module: torch.nn.Module) -> Any:
     return next((x for x in module.modules() if isinstance(x, PreTrainedModel)), None)
 
 
-def text_config(model: torch.nn.Module) -> Any:
-    """The config of the language part of the outermost model of transformers in `model`, or None."""
-    stock = stock_model(model)
-    return None if stock is None else stock.config.get_text_config()
-
-
 def model_problems(model: torch.nn.Module, tokens: int) -> list[str]:
     """Why `model` cannot run in a block over `tokens` at all; reasons that depend on a call are found in the call."""
     stock = stock_model(model)
@@ -43,7 +37,7 @@ def model_problems(model: torch.nn.Module, tokens: int) -> list[str]:
         return []  # a model of the caller's own, which calls our attention
     from transformers import AttentionInterface
 
-    config, language = text_config(stock), (stock.get_decoder() if hasattr(stock, "get_decoder") else stock)
+    config, language = stock.config.get_text_config(), (stock.get_decoder() if hasattr(stock, "get_decoder") else stock)
     name = str(getattr(config, "model_type", "") or type(config).__name__)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     strange = {str(kind) for kind in kinds} - _ATTENTION_LAYERS - _TOKENWISE_LAYERS
@@ -69,12 +63,11 @@ def model_problems(model: torch.nn.Module, tokens: int) -> list[str]:
     return found
 
 
-def rotary_length(model: torch.nn.Module, longest: int) -> int:
+def rotary_length(config: Any, longest: int) -> int:
     """A number that must be the same on all ranks, whose positions end at `longest - 1`, for equal rotary angles.
 
     0 where angles do not depend on the longest position of a call: for most types, and up to the trained length.
     """
-    config = text_config(model)
     rope = getattr(config, "rope_parameters", None) or {}
     for one in [rope, *(value for value in rope.values() if isinstance(value, Mapping))]:  # or one a type of layer
         kind, limit = str(one.get("rope_type")), getattr(config, "max_position_embeddings", 0)
@@ -86,10 +79,8 @@ def rotary_length(model: torch.nn.Module, longest: int) -> int:
     return 0
 
 
-def call_problems(
-    module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], held: int | None
-) -> list[str]:
-    """Why a call of a model is not about a sequence with `held` tokens here; None: it is cut further inside."""
+def call_problems(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], held: int | None) -> list[str]:
+    """Why a call of a stock model is not about a sequence with `held` tokens here; None: it is cut further inside."""
     name = type(module).__name__
     value = functools.partial(argument, module, args, kwargs)
     found = []
@@ -103,7 +94,7 @@ def call_problems(
             f"give shift_labels (shifted before the cut) and num_items_in_batch too, or compute the loss from logits"
         )
     router = value("output_router_logits")
-    if getattr(text_config(module), "output_router_logits", False) if router is None else router:
+    if getattr(module.config.get_text_config(), "output_router_logits", False) if router is None else router:
         found.append(f"{name} has output_router_logits: its load-balancing loss is not a sum over tokens")
     if held is None:
         return found

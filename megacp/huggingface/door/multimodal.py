@@ -1,11 +1,5 @@
 """Models of text and images over a sharded sequence: towers see whole images, the language model this rank's tokens.
 
-    with context_parallel(axis, buffers=[labels], buffer_seq_dims=[1], ...) as context, cut_multimodal(model, context):
-        logits = model(**batch, use_cache=False).logits          # the whole batch in, logits of this rank's tokens out
-        loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / counted
-        loss.backward()
-    sum_gradients(model.parameters(), axis)
-
 The model itself puts features of images into the embeddings of the whole sequence, computes positions and makes its
 mask; what it then hands to its language model is cut there. Each rank runs the towers on whole images of its own,
 evenly by patches. One exchange then gives every rank the features of all images, and its backward brings the partial
@@ -63,8 +57,6 @@ def cut_multimodal(model: torch.nn.Module, context: ContextParallel, vision: str
         refuse(f"vision is {vision}; choose sharded or replicated")
 
     def cut(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if args:
-            refuse(f"{type(module).__name__} is given arguments without names, which cannot be told apart")
         return args, _cut_arguments(context, kwargs)
 
     def enter(*_: Any) -> None:
@@ -132,8 +124,6 @@ def _sharded_features(
         return stock(pixels, *(() if grid is None else (grid,)), **options)
     sizes = [1] * len(pixels) if grid is None else grid.prod(-1).tolist()  # patches of each image
     axis, ends = context.axis, np.cumsum(sizes)
-    if ends[-1] != len(pixels):
-        refuse(f"the images of the batch have {len(pixels)} patches, their grids have {ends[-1]}")
     shares = image_shares(sizes, axis.size)
     smallest = int(np.argmin(sizes))
     mine = shares[axis.rank] or range(smallest, smallest + 1)

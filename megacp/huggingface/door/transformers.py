@@ -1,8 +1,5 @@
 """The attention of `transformers` models under `context_parallel`: an attention and a mask function under one name.
 
-    register_with_transformers()
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="megacp")
-
 In a block the attention is the block's, and no S x S mask is made. Outside both functions are the library's `sdpa`, so
 the same model evaluates and generates.
 """
