@@ -90,10 +90,8 @@ class ContextParallel:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float | None = None
     ) -> torch.Tensor:
         """Attention over the ranks: `q[B, H, s, D]`, `k, v[B, Hkv, s, D or less]` of the tokens this rank holds, in the
-        order of the buffers -> `[B, H, s, D or less]`.
-
-        `is_causal` means the mask of the documents. Without it every token sees every other of its document; a branch
-        still sees its document's prefix and itself alone, and spans change nothing.
+        order of the buffers -> `[B, H, s, D or less]`. `is_causal` means the mask of the documents. Without it every
+        token sees its whole document; a branch still sees its document's prefix and itself alone.
         """
         kind, held = q.device.type, self.places.shape[2]
         if torch.is_autocast_enabled(kind):  # as torch's own call would
@@ -155,7 +153,7 @@ class ContextParallel:
                 hook.remove()
 
     def check_call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse a call of the model that would not see the whole sequence; positions are noted for all ranks."""
+        """Refuse a call of a stock model that would not see the whole sequence; positions are noted for all ranks."""
         if self.axis.size == 1:
             return
         cut_later = self.language is not None and module is not self.language
