@@ -53,8 +53,7 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def setup_of(own: argparse.Namespace, rest: Sequence[str]) -> ParitySetup:
     """What is to be compared. ValueError names a flag."""
     has_config = any(argument.partition("=")[0] == "--config" for argument in rest)
-    config = parse(rest, prog="megacp-parity")
-    return prepare(config, given_flags(rest), has_config, own.model, own.mask, own.nproc)
+    return prepare(parse(rest, "megacp-parity"), given_flags(rest), has_config, own.model, own.mask, own.nproc)
 
 
 def _resolved(setup: ParitySetup) -> ParitySetup:
@@ -73,10 +72,10 @@ def _resolved(setup: ParitySetup) -> ParitySetup:
 def _heading(setup: ParitySetup) -> str:
     c, p, m = setup.config, setup.config.parallel, setup.config.model
     packs = f"random packs, mask {setup.rules.mask}" if setup.rules else f"packs of {shown_path(c.data.data_path)}"
+    sizes = {"pp": p.pipeline_model_parallel_size, "dp": c.data_parallel_size(setup.world_size)}
+    sizes |= {"cp": p.context_parallel_size, "tp": p.tensor_model_parallel_size}
     lines = [
-        f"parity of {setup.world_size} ranks = pp {p.pipeline_model_parallel_size} x "
-        f"dp {c.data_parallel_size(setup.world_size)} x cp {p.context_parallel_size} x "
-        f"tp {p.tensor_model_parallel_size} with one process",
+        f"parity of {' x '.join(f'{axis} {size}' for axis, size in sizes.items())} with one process",
         f"  {human_count(run_parameters(c))} parameters, {m.num_layers} layers, {m.num_attention_heads}/"
         f"{m.query_groups} heads, {c.vision.vision_num_layers} vision layers; {p.cp_comm_type}, {p.cp_layout}",
         f"  {c.training.global_batch_size} rows a step of up to {c.data.seq_length} tokens, {packs}",

@@ -11,6 +11,7 @@ largest take that thousandth instead, since their noise comes from the large one
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,14 +57,13 @@ class Box:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One step on one rank: its slices of the summed gradients before clipping, and all its parameters after it."""
+    """One step on one rank: its slices of the summed gradients before clipping, its parameters and what was added."""
 
     loss: float
     grad_norm: float
     gradients: tuple[Box, ...]
     parameters: tuple[Box, ...]
     updates: tuple[Box, ...]
-    """What the step added to the parameters."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,7 @@ def train_rank(
 ) -> list[StepTrace]:
     """Train on this rank (a process group of `world_size` ranks exists) and record every step.
 
-    `rules`: of random packs; None takes those of --data-path.
-    `strategy`: the first way to try of dealing images to ranks, see `ImageLoading`.
+    `rules`: of random packs, None takes those of --data-path. `strategy`: how to deal images first, see `ImageLoading`.
     """
     grid = build_grid(grid_shape(config, world_size), rank)
     model = ParallelModel(config, grid)
@@ -150,7 +149,7 @@ def largest_difference(reference: Mapping[str, np.ndarray], ranks: Sequence[Sequ
     """The tensor that is farthest from the full one, and how far; inf for what is missing, unknown, or not finite."""
     errors = dict.fromkeys(reference, 0.0)
     covered = {name: np.zeros(tensor.shape, bool) for name, tensor in reference.items()}
-    for box in (box for boxes in ranks for box in boxes):
+    for box in itertools.chain.from_iterable(ranks):
         if box.name not in reference or box.global_shape != reference[box.name].shape:
             return f"{box.name} (the one process has no tensor of this name and shape)", math.inf
         covered[box.name][box.slices] = True

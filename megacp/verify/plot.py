@@ -42,15 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         curves = read_curves(arguments.log)
         import matplotlib
-    except ImportError:
-        print("error: a plot needs the package matplotlib: pip install 'megacp[log]'", file=sys.stderr)
-        return 2
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except (ValueError, OSError, ImportError) as error:
+        extra = " (pip install 'megacp[log]')" if isinstance(error, ImportError) else ""
+        print(f"error: {error}{extra}", file=sys.stderr)
+        return 2
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
     for kind, style in (("train", "-"), ("valid", "o-")):
         axes.plot(list(curves[kind]), list(curves[kind].values()), style, linewidth=1, label=kind)
@@ -59,9 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     axes.set(xlabel="optimizer step", ylabel="loss (nats per token)", title="Training loss")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.tight_layout()
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(arguments.output)
+    figure.savefig(arguments.output, bbox_inches="tight")
     losses = list(curves["train"].values())
     print(f"{arguments.output}: {len(losses)} steps, loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     return 0
