@@ -25,7 +25,7 @@ from megacp.core.context_parallel.shard import mask_metadata, shard_batch
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.collectives import barrier
-from megacp.core.distributed.grid import Axis, GridShape, build_grid
+from megacp.core.distributed.grid import GridShape, build_grid
 from megacp.core.ops.mask import allowed
 from megacp.plan.report import table
 from megacp.verify.spawn import RankPool
@@ -82,9 +82,7 @@ def layout_part(quick: bool) -> Part:
     return Part({"layouts": entries}, goals, table(lines))
 
 
-@functools.cache
-def _cp_axis(rank: int, world_size: int) -> Axis:
-    return build_grid(GridShape(cp=world_size), rank).cp
+_grid = functools.cache(build_grid)
 
 
 def _tensors(tokens: int) -> list[Tensor]:
@@ -95,7 +93,7 @@ def _tensors(tokens: int) -> list[Tensor]:
 
 def attention_work(rank: int, world_size: int, batch: PackedBatch, transport: str, layout: str) -> Seconds:
     """One attention forward and backward of one rank on its shard of the row."""
-    axis = _cp_axis(rank, world_size)
+    axis = _grid(GridShape(cp=world_size), rank).cp
     plan = shard_batch(batch, axis, select_layout(layout)).plan
     way = select_transport(transport, "auto", axis, torch.device("cpu"))
     *inputs, dout = _tensors(len(plan.local))

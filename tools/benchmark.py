@@ -28,9 +28,6 @@ from bench.steps import GROUPS, QUICK_SIZES, SIZES, step_part
 from megacp.core.distributed.grid import single_axis
 from megacp.huggingface.convert.export import Request, convert
 
-EXTRA = ("peers",)
-"""Parts that run only when they are asked for, and have a flag of their own."""
-
 
 def to_hugging_face(checkpoint: Path, folder: Path) -> None:
     """A checkpoint of ours as a Hugging Face folder; what the converter prints is no part of a benchmark."""
@@ -41,14 +38,11 @@ def to_hugging_face(checkpoint: Path, folder: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     about = "Measure training steps and preprocessing on this machine's CPU."
-    parser = benchmark_parser(about, [*GROUPS, *EXTRA, "preprocess"], left_out=["four", "sharding", *EXTRA])
+    parser = benchmark_parser(about, [*GROUPS, "peers", "preprocess"], left_out=["four", "sharding", "peers"])
     parser.add_argument(
         "--rounds", type=int, metavar="N", help="steps measured of each layout (default 3, peers 5, quick 1)"
     )
-    for name in EXTRA:
-        parser.add_argument(
-            f"--{name}", action="store_const", const=[name], dest="only", help=f"the same as --only {name}"
-        )
+    parser.add_argument("--peers", action="store_const", const=["peers"], dest="only", help="the same as --only peers")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of steps")
     parser.add_argument(
         "--peers-python", metavar="PATH", default=sys.executable, help="interpreter that has the peers (default: this)"

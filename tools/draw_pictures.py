@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for path in draw_all(args.output, args.only, args.demo):
             print(f"{path}: {path.stat().st_size:,} bytes")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

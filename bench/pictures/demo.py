@@ -41,15 +41,11 @@ class Answer:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    try:
-        lines = path.read_bytes().splitlines()  # of bytes: a text has further ends of lines
-    except OSError as error:
-        raise ValueError(f"--demo: {path}: {error.strerror}; `make demo` writes it") from error
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]  # of bytes: a text has further ends of lines
 
 
 def read_answers(demo: Path) -> list[Answer]:
-    """The answers of a finished demo. ValueError names a file that is missing."""
+    """The answers of a finished demo."""
     answers = []
     for line in _lines(demo / "answers.jsonl"):
         asked = _ASKED.search(line["prompt"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from bench.pictures import style
 from bench.pictures.example import NAMES, DealtRow, dealt
@@ -85,7 +85,8 @@ def draw_flow() -> Figure:
         axes.text(left, 17.8, text, fontsize=9.6, va="center", color=style.GREY, linespacing=1.3)
         axes.text(left, _TOP + _SIDE + 3.2, place, fontsize=8.4, family="DejaVu Sans Mono", va="center")
         if number:
-            style.arrow(axes, (left - 3.6, _TOP + _SIDE / 2), (left - 0.5, _TOP + _SIDE / 2))
+            ends = (left - 3.6, _TOP + _SIDE / 2), (left - 0.5, _TOP + _SIDE / 2)
+            axes.add_patch(FancyArrowPatch(*ends, arrowstyle="-|>", mutation_scale=16, color=style.GREY, linewidth=1.6))
     _draw_record(axes)
     _draw_pack(axes, row)
     mask = figure.add_axes((_LEFTS[2] / 152, 1 - (_TOP + _SIDE) / 63, _SIDE / 152, _SIDE / 63))

@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from matplotlib.patches import FancyBboxPatch
 from PIL import Image
 
 INK, GREY, PALE, PAPER = "#1b1f24", "#6b7280", "#e8eaed", "#ffffff"
@@ -56,11 +56,6 @@ def box(axes: Axes, corner: tuple[float, float], size: tuple[float, float], colo
     """A rounded rectangle from `corner`, filled with `color` mixed with white."""
     shape = "round,pad=0,rounding_size=0.8"
     axes.add_patch(FancyBboxPatch(corner, *size, boxstyle=shape, facecolor=lighter(color, share), edgecolor=color))
-
-
-def arrow(axes: Axes, start: tuple[float, float], stop: tuple[float, float]) -> None:
-    """A straight grey arrow."""
-    axes.add_patch(FancyArrowPatch(start, stop, arrowstyle="-|>", mutation_scale=16, color=GREY, linewidth=1.6))
 
 
 def write_png(figure: Figure, path: Path) -> None:
