@@ -3,8 +3,7 @@
     python tools/generate.py --checkpoint out/checkpoints --tokenizer out/tokenizer.json --prompt "def main"
     python tools/generate.py --checkpoint out/checkpoints --tokenizer byte --image a.png --image b.png \\
         --prompt $'<|user|>\\nwhich digits?\\n<|assistant|>\\n'
-    python tools/generate.py --checkpoint out/checkpoints --tokenizer byte --input held_out.jsonl --image-root images \\
-        --output answers.jsonl
+    python tools/generate.py --checkpoint out/checkpoints --tokenizer byte --input records.jsonl --output answers.jsonl
 
 A prompt stands as it is written, after all images and videos in the order of their flags. Records are those of
 preprocess_data.py: the model answers in place of an assistant's last message, which stands as `expected` beside it.

@@ -7,7 +7,7 @@ import base64
 import numpy as np
 import pytest
 
-from megacp.huggingface.generation.prompt import Prompt, PromptMaker, prompt_pixels
+from megacp.huggingface.generation.prompt import PromptMaker, prompt_pixels
 from megacp.prepare.records.parts import Media
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from tests.prepare.media.pictures import TINY, encoded, noise, video
@@ -18,21 +18,14 @@ GIVEN = {"image": PICTURE, "video": MOVING}
 HEADER = b"\n<|assistant|>\n"
 
 
-def of_texts(*kinds: str) -> Prompt:
-    media = [Media(kind, "bytes", GIVEN[kind], f"--{kind}") for kind in kinds]
-    return PromptMaker(load_tokenizer("byte"), TINY).of_texts(["what?"], media)
-
-
-def of_record(*kinds: str) -> Prompt:
-    parts = [{"type": kind, "base64": base64.b64encode(GIVEN[kind]).decode()} for kind in kinds]
-    record = {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}]}
-    return PromptMaker(load_tokenizer("byte"), TINY).of_record(record)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kinds", [("video",), ("image", "video"), ("video", "image"), ("video", "video")])
 def test_given_media_have_the_tokens_and_pixels_of_a_record(kinds: tuple[str, ...]) -> None:
-    given, record = of_texts(*kinds), of_record(*kinds)
+    maker = PromptMaker(load_tokenizer("byte"), TINY)
+    given = maker.of_texts(["what?"], [Media(kind, "bytes", GIVEN[kind], f"--{kind}") for kind in kinds])
+    parts = [{"type": kind, "base64": base64.b64encode(GIVEN[kind]).decode()} for kind in kinds]
+    content = [*parts, {"type": "text", "text": "what?"}]
+    record = maker.of_record({"messages": [{"role": "user", "content": content}]})
     assert [*b"<|user|>\n", *given.prefix.tokens.tolist(), *HEADER] == record.prefix.tokens.tolist()
     assert len(given.prefix.units) == sum(1 if kind == "image" else 12 for kind in kinds)
     for found, expected in zip(prompt_pixels([given], TINY), prompt_pixels([record], TINY), strict=True):
