@@ -1,8 +1,8 @@
 """Run a function on 2, 4 or 8 gloo ranks inside a test, with processes kept alive between tests.
 
-Key property: the pool is the one the tools use (`megacp.verify.spawn`). A raise or a hang in one rank is one
-failure with that rank's traceback; the next test then gets a fresh pool. Ranks are forked with the tests' modules
-already imported, so a fresh pool costs tenths of a second. Rejected: torchrun per test (5 s and 1.2 GB for 8 ranks).
+The pool is the one the tools use (`megacp.verify.spawn`). A raise or a hang in one rank is one failure with that rank's
+traceback; the next test then gets a fresh pool. Ranks are forked with the tests' modules already imported, so a fresh
+pool costs tenths of a second.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def grid(tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1) -> Any:
     return build_grid(GridShape(tp=tp, cp=cp, dp=dp, pp=pp), rank)
 
 
-POOLS, THREADS = 2, 300
+POOLS, THREADS = 2, 450
 """Pools kept alive, and threads of a rank from which on its pool is made anew.
 
-Every gloo group has two, and grids of earlier tests leave tens of them. Ranks that have nothing to do are stopped: the
-world's group has one more, which wakes up a hundred times a second.
+Every gloo group has three, one of which wakes up a hundred times a second, and grids of earlier tests leave tens of
+them: ranks that have nothing to do are stopped.
 """
 
 _pools: dict[int, RankPool] = {}  # the one used last stands last
@@ -78,16 +78,9 @@ def _signal(pool: RankPool, number: signal.Signals) -> None:
             os.kill(process.pid or 0, number)
 
 
-def _threads(pool: RankPool) -> int:
-    """Threads of the pool's first rank; 0 where the system does not say."""
-    tasks = Path(f"/proc/{pool.processes[0].pid}/task")
-    return len(list(tasks.iterdir())) if tasks.is_dir() else 0
-
-
 @functools.cache
 def preload() -> None:
-    """Start the process that ranks are forked from, with the tests' modules that this process has imported and that
-    use ranks.
+    """Start the process that ranks are forked from, with the tests' modules that this one has imported and use ranks.
 
     hypothesis alone costs each rank half a second, transformers another one. None of them starts a thread.
     """
@@ -113,7 +106,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         sys.path.insert(0, root)
     preload()
     pool = _pools.pop(world_size, None)
-    if pool is not None and _threads(pool) > THREADS:
+    if pool is not None and len(list(Path("/proc").glob(f"{pool.processes[0].pid}/task/*"))) > THREADS:
         pool.close()
         pool = None
     while len(_pools) >= POOLS:
