@@ -28,8 +28,7 @@ from megacp.core.models.costs import run_parameters
 from megacp.core.storage.wording import human_count
 from megacp.core.training.rows import Rows
 from megacp.core.training.sources import open_sources
-from megacp.verify.parity import TOLERANCE, compare, microbatches, train_rank
-from megacp.verify.parity_config import MODELS, ParitySetup, prepare
+from megacp.verify.parity import MODELS, TOLERANCE, ParitySetup, compare, microbatches, prepare, train_rank
 from megacp.verify.spawn import RankFailure, run_ranks
 
 

@@ -7,19 +7,26 @@ small as the learning rate: so what each step added to them is compared too.
 
 Differences are relative: largest error of a tensor over its largest value. Tensors below a thousandth of the model's
 largest take that thousandth instead, since their noise comes from the large ones.
+
+`prepare` makes any run's config small enough for one process. The layout under test (grid, virtual stages, transport,
+layout of tokens, recomputation, micro batch) is never touched. Rows, batch and precision shrink, and a large model
+loses width, depth and vocabulary; it keeps its heads, groups, options, ties and at least one layer a stage.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megacp.core.checkpoint.names import boxes_of_slice
-from megacp.core.config.run import RunConfig
+from megacp.core.config.blend import shown_path
+from megacp.core.config.checks import require
+from megacp.core.config.parallel import ParallelConfig
+from megacp.core.config.run import ON_CPU, RunConfig, Value, fields, flag, flatten, with_values
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.images import ImageLoading
 from megacp.core.data.loader import step_batches
@@ -27,12 +34,189 @@ from megacp.core.data.mock import MockDecoder, MockRules, mock_batch
 from megacp.core.data_parallel.layout import ParameterSlice
 from megacp.core.distributed.grid import build_grid
 from megacp.core.models.build import grid_shape
+from megacp.core.models.costs import run_parameters
+from megacp.core.ops.kernels import kernel_problem
 from megacp.core.optim.lr_schedule import learning_rate
-from megacp.core.training.images import image_loading
+from megacp.core.training.images import image_loading, mock_images
 from megacp.core.training.loss import agree
 from megacp.core.training.rows import Rows
 from megacp.core.training.sources import Sources, loader_options, open_sources
 from megacp.core.training.step import ParallelModel
+
+MAX_PARAMETERS = 20_000_000
+"""One process holds the whole model in float64 with its optimizer, and all gradients are collected and compared."""
+MOST_ROW_TOKENS = 4096
+"""Tokens of a stored row: one process holds heads x T x T scores of it in float64, 1 GiB at 8 heads."""
+_PRECISION: dict[str, Value] = {
+    "dtype": "float64",
+    "adam_eps": 1e-4,  # with 1e-8 the first update is the gradient's sign, also of one that is all rounding
+    "lr": 1e-2,
+    "min_lr": 0.0,
+    "lr_decay_style": "constant",
+    "lr_warmup_iters": 0,  # a run's first updates may be smaller than rounding
+    "lr_decay_iters": None,
+    "lr_wsd_decay_iters": None,
+}
+"""Replaced also where they stand as flags: updates are to be far above the rounding of float64."""
+_SET_ASIDE = ("valid_data_path", "eval_interval", "exit_duration", "dry_run", "world_size")
+"""Flags that are no part of a step, besides those of `checkpoint` and `log`."""
+_SIZES: dict[str, int] = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "ffn_hidden_size": 96,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "kv_channels": 8,
+    "vocab_size": 211,
+}
+_TOWER: dict[str, Value] = {
+    "init_method_std": 0.15,  # with 0.02 the tower's gradients are lost in the rounding of the text's
+    "vision_num_layers": 3,
+    "vision_hidden_size": 32,
+    "vision_ffn_hidden_size": 48,
+    "vision_num_attention_heads": 8,
+    "vision_patch_size": 4,
+    "vision_image_size": 16,
+    "vision_feature_layers": (-1, -2),
+    "connector_ffn_hidden_size": 48,
+}
+_UNTIED: dict[str, Value] = {**_SIZES, "untie_embeddings_and_output_weights": True}
+_BIASES: dict[str, Value] = {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True}
+_LLAMA3: dict[str, Value] = {"rope_scaling": "llama3", "rope_scaling_factor": 8.0, "rope_original_max_positions": 64}
+_YARN: dict[str, Value] = {"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_max_positions": 16}
+MODELS: dict[str, dict[str, Value]] = {
+    "tiny_llm": {**_SIZES},
+    "tiny_llama": {**_UNTIED, **_LLAMA3},
+    "tiny_olmo2": {**_UNTIED, "norm_position": "after", "qk_layernorm": "all_heads"},
+    "tiny_smollm3": {**_SIZES, **_YARN, "no_rope_freq": "2"},
+    "tiny_biased": {**_SIZES, **_BIASES, "qk_layernorm": "head", "hidden_dropout": 0.1},
+    "tiny_vlm": {**_UNTIED, **_TOWER, "additional_vocab_size": 8},
+}
+"""The plain decoder (tied, grouped queries), options of Llama, OLMo2 and SmolLM3, every bias, and a vision tower."""
+_FIXED_BY_PACKS = {"vocab_size", "vision_patch_size", "vision_image_size", "seq_length"}
+ONE_PROCESS: dict[str, Value] = {
+    "cp_comm_type": "p2p",
+    "cp_layout": "contiguous",
+    "vision_shards": "contiguous",
+    "recompute_granularity": "none",
+    "activation_offload": 0.0,
+    "mlp_chunk_tokens": 0,
+    "attention_kernel": "dense",
+}
+"""The twin has a dense mask and nothing recomputed, besides no parallelism."""
+
+
+@dataclass(frozen=True)
+class ParitySetup:
+    """A config to train beside one process on the same packs, and what was changed on the way."""
+
+    config: RunConfig
+    """Of the grid."""
+    rules: MockRules | None
+    """Of random packs; None takes those of --data-path."""
+    world_size: int
+    notes: tuple[str, ...]
+
+    @property
+    def reference(self) -> RunConfig:
+        """Of the one process, on the same rows: dynamic context parallelism joins the packs of dp ranks in one."""
+        dynamic = self.config.parallel.dynamic_context_parallel
+        joined = self.config.data_parallel_size(self.world_size) if dynamic else 1
+        packs = self.config.training.micro_batch_size * joined
+        alone = replace(self.config, parallel=ParallelConfig())
+        return with_values(alone, {**ONE_PROCESS, "micro_batch_size": packs})
+
+
+def prepare(
+    config: RunConfig,
+    given: Collection[str] = (),
+    has_config: bool = False,
+    model: str | None = None,
+    mask: str | None = None,
+    world_size: int | None = None,
+) -> ParitySetup:
+    """The setup of a check. ValueError lists all reasons against it.
+
+    `given`: fields that stood as flags. `has_config`: a YAML file was read, whose model is taken where `model`, a name
+    of `MODELS`, is None. `mask`: of random packs (`--attention-mask`). `world_size`: by default tp x pp x cp.
+    """
+    world_size = world_size or config.model_ranks
+    model = model or (None if has_config else "tiny_llm")
+    default = flatten(RunConfig())
+    unsaved = [info.name for info in fields().values() if info.room in ("checkpoint", "log")]
+    original = config = with_values(config, {name: default[name] for name in (*unsaved, *_SET_ASIDE)})
+    kernel = kernel_problem(config.training.attention_kernel, "cpu", "float64")
+    config = with_values(config, {n: value for n, value in ON_CPU.items() if kernel or n != "attention_kernel"})
+    notes, stored = [], "data_path" in given
+    if stored and (mask or config.data.seq_length > MOST_ROW_TOKENS):
+        wrong = f"--mask {mask}" if mask else f"--seq-length {config.data.seq_length} over {MOST_ROW_TOKENS}"
+        raise ValueError(f"--data-path and {wrong}: leave it out to check on random packs")
+    if config.data.data_path is not None and not stored:
+        notes.append(f"random packs are used, not those of --data-path {shown_path(config.data.data_path)}")
+        config = with_values(config, {"data_path": None})
+    kept = {*given, *(_FIXED_BY_PACKS if stored else ())}
+
+    def changed(values: dict[str, Value]) -> RunConfig:
+        return with_values(config, {name: value for name, value in values.items() if name not in kept})
+
+    if model is not None:
+        config = changed(_sizes(config, model))
+    if stored:
+        config, _ = open_sources(config)  # refuses what does not fit, before a process starts
+    elif config.model.vocab_size == 0:
+        config = with_values(config, {"vocab_size": _SIZES["vocab_size"]})
+    if run_parameters(config) > MAX_PARAMETERS:
+        config = changed(_sizes(config, None))
+    if (left := run_parameters(config)) > MAX_PARAMETERS:
+        raise ValueError(
+            f"the flags keep {left / 1e6:.1f} M parameters, one process takes at most {MAX_PARAMETERS / 1e6:.1f} M: "
+            "--model tiny_llm, or smaller --num-layers, --hidden-size, --ffn-hidden-size and --vocab-size"
+        )
+    p, t = config.parallel, config.training
+    step = 2 * p.context_parallel_size * p.tensor_model_parallel_size
+    tokens = min(256 if has_config else 64, config.data.seq_length)
+    # more microbatches than stages, and no multiple of them: warmup, steady state and drain all occur
+    replicas = t.micro_batch_size * max(1, config.data_parallel_size(world_size))
+    batch = replicas * max(2, p.pipeline_model_parallel_size + 1)
+    config = changed({"seq_length": -(-tokens // step) * step, "global_batch_size": batch})
+    config = with_values(config, {**_PRECISION, "weight_decay": max(t.weight_decay, 0.1)})
+    require(config, world_size)
+    rules = None
+    if not stored:
+        mask = mask or ("mixed" if config.vision.vision_num_layers else config.data.attention_mask)
+        seed, length = config.training.seed, config.data.seq_length
+        rules = MockRules(config.model.vocab_size, length, mask, True, seed, mock_images(config))
+    old, new = flatten(original), flatten(config)
+    told = [name for name in (new if has_config else given) if old[name] not in (new[name], "auto")]
+    notes += [f"{flag(n)} {new[n]} instead of {old[n]}" for n in told if n != "data_path"]
+    setup = ParitySetup(config, rules, world_size, tuple(notes))
+    require(setup.reference, 1)
+    return setup
+
+
+def _sizes(config: RunConfig, model: str | None) -> dict[str, Value]:
+    """Sizes of a model of `MODELS`, or small ones for the config's own; enough heads and layers for its tp and stages.
+
+    A tower of the config that the named model lacks is made small and kept, with its heads.
+    """
+    m, p, tower = config.model, config.parallel, config.vision.vision_num_layers > 0
+    tp, stages = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+    layers, ffn = max(4, stages * p.num_virtual_stages_per_pipeline_rank), math.lcm(96, tp)
+    if model is None:
+        layers = min(m.num_layers, layers)
+        sizes: dict[str, Value] = {name: min(getattr(m, name), _SIZES[name]) for name in ("hidden_size", "vocab_size")}
+        sizes |= {"kv_channels": min(m.head_dim, 8), "ffn_hidden_size": min(m.ffn_hidden_size, ffn)}
+    else:
+        groups = math.lcm(4, tp)
+        heads = {"num_query_groups": groups, "num_attention_heads": 2 * groups}
+        sizes = {**MODELS[model], **heads, "ffn_hidden_size": ffn}
+    if tower and "vision_num_layers" not in sizes:
+        sizes |= {name: value for name, value in _TOWER.items() if name != "vision_num_attention_heads"}
+    if tower or "vision_num_layers" in sizes:
+        sizes |= {name: math.lcm(48, tp) for name in ("vision_ffn_hidden_size", "connector_ffn_hidden_size")}
+    offloaded = min(config.training.activation_offload, float(max(1, layers // stages)))
+    return {**sizes, "num_layers": layers, "activation_offload": offloaded}
+
 
 TOLERANCE = 1e-10
 """Largest relative difference that is rounding: a sum in another order moves 1e-16 of its largest term, depth and

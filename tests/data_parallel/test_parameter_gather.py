@@ -16,7 +16,7 @@ from megacp.core.distributed.grid import single_axis
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach
 from megacp.core.models import build
 from megacp.core.training.step import ParallelModel
-from megacp.verify.parity_config import MODELS
+from megacp.verify.parity import MODELS
 from tests.ranks import grid, run_ranks
 from tests.tensor_parallel.test_fused_gradient import SIZES
 

@@ -14,7 +14,7 @@ from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.tensor_parallel.linear import gather_linear
 from megacp.core.tensor_parallel.weight_gradients import DeferredWeightGradients, WeightProduct
 from megacp.core.training.step import ParallelModel
-from megacp.verify.parity_config import MODELS
+from megacp.verify.parity import MODELS
 from tests.ranks import grid, run_ranks
 from tests.tensor_parallel.test_fused_gradient import SIZES as TINY
 

@@ -18,8 +18,7 @@ from megacp.core.optim import sharded
 from megacp.core.optim.adamw import FlatAdamW, SliceRule
 from megacp.verify import command as tool
 from megacp.verify import spawn
-from megacp.verify.parity import Box, StepTrace, compare, largest_difference, train_rank
-from megacp.verify.parity_config import MAX_PARAMETERS, prepare
+from megacp.verify.parity import MAX_PARAMETERS, Box, StepTrace, compare, largest_difference, prepare, train_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 TP, CP, PP = "--tensor-model-parallel-size", "--context-parallel-size", "--pipeline-model-parallel-size"

@@ -21,7 +21,7 @@ from megacp.core.training.step import ParallelModel
 from megacp.huggingface.convert import decoder
 from megacp.huggingface.convert.families import FAMILIES
 from megacp.huggingface.convert_command import main
-from megacp.verify.parity_config import MODELS as OURS
+from megacp.verify.parity import MODELS as OURS
 from tests.huggingface.convert.models import MODELS, save
 from tests.prepare.media.pictures import TINY
 from tests.ranks import grid, run_ranks

@@ -20,8 +20,7 @@ from megacp.core.training.loss import agree
 from megacp.core.training.step import ParallelModel
 from megacp.core.training.stopping import FAILED
 from megacp.train import main
-from megacp.verify.parity import microbatches
-from megacp.verify.parity_config import ParitySetup, prepare
+from megacp.verify.parity import ParitySetup, microbatches, prepare
 from tests.data.datasets import damage
 from tests.faults.sick_run import train_sick
 from tests.prepare.build.builds import run as build

@@ -16,8 +16,7 @@ from megacp.core.data.mock import MockDecoder, MockImages
 from megacp.core.training.images import image_loading, shard_strategies, without_bad_images
 from megacp.core.training.loss import agree
 from megacp.core.training.step import ParallelModel
-from megacp.verify.parity import microbatches
-from megacp.verify.parity_config import ParitySetup, prepare
+from megacp.verify.parity import ParitySetup, microbatches, prepare
 from tests.ranks import grid, run_ranks
 
 

@@ -23,7 +23,7 @@ from megacp.core.training.sources import loader_options, open_sources
 from megacp.core.training.step import ParallelModel
 from megacp.train import main
 from megacp.verify import command as parity
-from megacp.verify.parity_config import MODELS
+from megacp.verify.parity import MODELS
 from tests.data.datasets import damage
 from tests.prepare.build.builds import run as build
 from tests.prepare.media.pictures import TINY, encoded, noise, video

@@ -18,8 +18,7 @@ from megacp.core.data.loader import DataRank
 from megacp.core.data.mock import MockRules
 from megacp.core.distributed.grid import single_axis
 from megacp.core.training.rows import Rows
-from megacp.verify.parity import StepTrace, assemble, compare, microbatches, train_rank
-from megacp.verify.parity_config import ParitySetup, prepare
+from megacp.verify.parity import ParitySetup, StepTrace, assemble, compare, microbatches, prepare, train_rank
 from tests.ranks import run_ranks
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"

@@ -14,7 +14,7 @@ from megacp.core.models.build import build_chunks
 from megacp.huggingface.convert.decoder import LAYOUTS, RELEASED
 from megacp.huggingface.convert.families import FAMILIES, of_config, of_values
 from megacp.huggingface.convert.tensors import Cast, Info, Mapped, whole
-from megacp.verify.parity_config import MODELS
+from megacp.verify.parity import MODELS
 from tests.huggingface.convert.models import BANDS, rope
 from tests.huggingface.convert.models import MODELS as THEIRS
 

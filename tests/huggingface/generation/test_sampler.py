@@ -24,7 +24,7 @@ from megacp.huggingface.generation.prompt import Prompt, PromptMaker, prompt_pix
 from megacp.huggingface.generation.sampler import Generator, Sampling
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from megacp.train import main
-from megacp.verify.parity_config import MODELS
+from megacp.verify.parity import MODELS
 from tests.prepare.build.builds import run as build
 from tests.prepare.media.pictures import TINY
 from tests.training.test_vision_dataset import flags_of, image_part
