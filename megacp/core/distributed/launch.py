@@ -208,8 +208,8 @@ def join(
     device = pick_device(world_from_environment())
     timeout = datetime.timedelta(minutes=timeout_minutes)
     if meeting.size > 1 and not dist.is_initialized():
-        set_defaults(_FLIGHT_RECORDER)
         backend = "nccl" if device.type == "cuda" else "gloo"
+        set_defaults(_FLIGHT_RECORDER if backend == "nccl" else {})
         dist.init_process_group(backend, None, timeout, meeting.size, meeting.rank, meeting.store)
     patience = None if patience_minutes is None else datetime.timedelta(minutes=patience_minutes)
     grid = build_grid(shape, meeting.rank, device, timeout, patience)
