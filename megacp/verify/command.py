@@ -4,9 +4,8 @@
         --context-parallel-size 2 --mask mixed
     python tools/check_parity.py --config my_run.yaml --nproc 8
 
-Takes every flag and `--config` of megacp.train. A model too large for one process is made small, choices that need a
-GPU are replaced, and each change is told. With `--data-path` the stored packs are used. Exit status: 0 the same within
-rounding, 1 different, 2 refused with one message, 3 a rank failed.
+Takes every flag and `--config` of megacp.train. What is too large for one process is made small, which is told. With
+`--data-path` the stored packs are used. Exit status: 0 the same, 1 different, 2 refused, 3 a rank failed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The report of a GPU: comparisons with a CPU in float64, then the speed of training steps.
 
-Each part is a function of a device and of sizes, so a CPU runs the same lines with small ones, and runs alone, so one
-that fails is a line of the report and not its end. A comparison gives the largest difference beside the allowed one.
-Speeds are of the calls after the first ones, which compile; the device is waited for before the clock is read.
+Each part is a function of a device and of sizes, so a CPU runs the same lines with small ones. It runs alone, so one
+that fails is a line of the report. Speeds are of the calls after the first ones, which compile; the device is waited
+for before the clock is read.
 """
 
 from __future__ import annotations

@@ -43,10 +43,8 @@ from megacp.core.training.rows import Rows
 from megacp.core.training.sources import Sources, loader_options, open_sources
 from megacp.core.training.step import ParallelModel
 
-MAX_PARAMETERS = 20_000_000
-"""One process holds the whole model in float64 with its optimizer, and all gradients are collected and compared."""
-MOST_ROW_TOKENS = 4096
-"""Tokens of a stored row: one process holds heads x T x T scores of it in float64, 1 GiB at 8 heads."""
+MAX_PARAMETERS, MOST_ROW_TOKENS = 20_000_000, 4096
+"""One process holds the whole model in float64 with its optimizer, and heads x T x T scores of a stored row."""
 _PRECISION: dict[str, Value] = {
     "dtype": "float64",
     "adam_eps": 1e-4,  # with 1e-8 the first update is the gradient's sign, also of one that is all rounding
@@ -111,7 +109,6 @@ class ParitySetup:
     """A config to train beside one process on the same packs, and what was changed on the way."""
 
     config: RunConfig
-    """Of the grid."""
     rules: MockRules | None
     """Of random packs; None takes those of --data-path."""
     world_size: int
@@ -255,8 +252,7 @@ class StepComparison:
     """One step of the grid beside the same step of one process."""
 
     step: int
-    loss: float
-    """Of the one process, as is the norm."""
+    loss: float  # of the one process, as is the norm
     grad_norm: float
     differences: dict[str, float]
     """The largest relative one of all ranks by kind of value; for tensors the words name the worst one."""

@@ -11,13 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-Curves = dict[str, dict[int, float]]
-"""Losses by kind (`train`, `valid`) and step."""
 
-
-def read_curves(path: Path) -> Curves:
-    """The curves of a log. ValueError names the file and line that hold none."""
-    curves: Curves = {"train": {}, "valid": {}}
+def read_curves(path: Path) -> dict[str, dict[int, float]]:
+    """Losses of a log by kind (`train`, `valid`) and step. ValueError names the file and line that hold none."""
+    curves: dict[str, dict[int, float]] = {"train": {}, "valid": {}}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):  # of bytes: a text has further ends of lines
         try:
             row = json.loads(line)
@@ -54,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         axes.plot(list(curves[kind]), list(curves[kind].values()), style, linewidth=1, label=kind)
     for step in arguments.mark:
         axes.axvline(step, color="grey", linestyle="--", linewidth=1)
-    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)", title="Training loss")
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
     arguments.output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
 """Ranks started by a tool itself: a pool of gloo processes on this machine, kept alive between calls.
 
-A raise, a death or a hang in one rank becomes one `RankFailure` with that rank's number and traceback. The processes
-come from a forkserver that has done all imports. They meet through a file, so no port is taken.
+The processes come from a forkserver that has done all imports. They meet through a file, so no port is taken.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class RankFailure(RuntimeError):
 def preloaded() -> list[str]:
     """Modules that ranks find imported; none starts a thread or asks for a device: then no process could be forked.
 
-    torch._dynamo is what the first torch.optim optimizer of a process imports: 1.8 s of a core in every rank.
+    The first torch.optim optimizer of a process imports torch._dynamo: 1.8 s of a core in every rank.
     """
     return ["torch", "torch.distributed", "torch._dynamo", *sorted(n for n in sys.modules if n.startswith("megacp."))]
 
@@ -69,15 +68,13 @@ class RankPool(contextlib.AbstractContextManager):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(preloaded())
         self._folder = tempfile.mkdtemp(prefix="megacp_pool_")
-        self._pipes: list[Connection] = []
-        self.processes = []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
+        pairs = [context.Pipe() for _ in range(world_size)]
+        self._pipes, self.processes = [ours for ours, _ in pairs], []
+        for rank, (_, theirs) in enumerate(pairs):
             arguments = (rank, world_size, self._folder, threads, theirs)
             self.processes.append(context.Process(target=_serve, args=arguments, daemon=True))
             self.processes[-1].start()
             theirs.close()
-            self._pipes.append(ours)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Any]:
         """Results of `function(rank, world_size, *args)` in rank order; all of them can be pickled.
