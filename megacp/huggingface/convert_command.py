@@ -28,7 +28,7 @@ import torch
 
 from megacp.core.config.arguments import OneLineParser
 from megacp.core.distributed.grid import GridShape, single_axis
-from megacp.core.distributed.launch import start, stop, world_from_environment
+from megacp.core.distributed.launch import World, join, meet, stop, world_from_environment
 from megacp.huggingface.convert.chat import CHOICES
 from megacp.huggingface.convert.decoder import LAYOUTS
 from megacp.huggingface.convert.export import OtherModelError, Request, convert
@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the half-written folder goes
     try:
         with contextlib.redirect_stdout(silent if place.rank else sys.stdout):
-            status, words = _converted(request, place.size)
+            status, words = _converted(request, place)
     finally:
         signal.signal(signal.SIGTERM, before)
     if words and place.rank == 0:
@@ -176,10 +176,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _converted(request: Request, ranks: int) -> tuple[int, str]:
+def _converted(request: Request, place: World) -> tuple[int, str]:
     """Convert on this process, or with the other ranks that torchrun has started; status, and what went wrong."""
     try:
-        world = start(GridShape(dp=ranks), _MINUTES).world if ranks > 1 else single_axis("world")
+        world = single_axis("world")
+        if place.size > 1:
+            world = join(meet(place, 60.0 * _MINUTES), GridShape(dp=place.size), _MINUTES).world
         convert(request, world)
     except (ValueError, OSError) as error:
         # a full disk names no file; what is read has been named before

@@ -21,9 +21,9 @@ from megacp.core.distributed.launch import (
     World,
     device_type,
     fresh_store,
+    join,
     meet,
     pick_device,
-    start,
     stop,
     world_from_environment,
 )
@@ -165,10 +165,8 @@ def test_devices_and_threads_are_shared_by_the_ranks_of_a_machine(environment: p
     try:
         assert pick_device(World(0, 4096, 0, 4096)).type == "cpu"
         assert torch.get_num_threads() == 1
-        assert start(GridShape()).world.size == 1 and not dist.is_initialized()
+        assert join(meet(World(), 1.0), GridShape()).world.size == 1 and not dist.is_initialized()
         stop()
-        with pytest.raises(ValueError, match="needs 2 ranks, the world has 1"):
-            start(GridShape(tp=2))
     finally:
         torch.set_num_threads(threads)
 

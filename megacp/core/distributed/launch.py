@@ -218,14 +218,6 @@ def join(
     return grid
 
 
-def start(shape: GridShape, timeout_minutes: float = 10.0) -> ProcessGrid:
-    """Join the run: the other ranks, device, process group, grid. Raises ValueError on a wrong world size."""
-    world = world_from_environment()
-    if world.size < shape.world_size:
-        return build_grid(shape, world.rank)  # which refuses it
-    return join(meet(world, 60.0 * timeout_minutes), shape, timeout_minutes)
-
-
 def meet_in_file(file: str, rank: int, world_size: int) -> None:
     """Join a gloo process group of this machine's ranks over a file of their own; one rank needs none.
 
