@@ -3,11 +3,14 @@
 Tensors of both are compared bit by bit through the tables, so a row that no probe's token names is seen; then the
 fields of both configs. The library loads its folder, and its logits are held against ours in float32: they see a theta
 that is lost, or halves that were meant to be pairs, which reader and writer may get wrong alike.
+
+Rows of logits are one document of noise each, because the library has no mask of a pack: text; several images, and
+images beside a video, because on one image alone no plan sorts, and logits in a wrong order would agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +21,14 @@ import torch
 from megacp.core.config.run import RunConfig, flag, with_values
 from megacp.core.context_parallel.layout import select_layout
 from megacp.core.context_parallel.shard import shard_batch
-from megacp.core.data.batch import PackedBatch
+from megacp.core.data.batch import PackedBatch, VisionInputs
+from megacp.core.data.geometry import ImageRules, frame_layout, frame_patches, image_layout, image_patches
+from megacp.core.data.images import joined
 from megacp.core.distributed.grid import GridShape, build_grid
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.models.build import build_chunks
 from megacp.core.models.language import LanguageModelChunk
 from megacp.huggingface.convert.decoder import resolved
-from megacp.huggingface.convert.noise import rows_for
 from megacp.huggingface.convert.source import Loaded, listed
 from megacp.huggingface.convert.tensors import Source, in_dtype, whole
 from megacp.huggingface.convert.tokenizer import Given, refuse_difference
@@ -34,19 +38,62 @@ TOLERANCE = 1e-4
 """Of the largest logit, in float32: a wrong theta is above it, another order of sums far below."""
 Logits = Callable[[PackedBatch], torch.Tensor]
 """Logits `[T, vocab]` of a row."""
+_FRAME = (0, 0)
+"""Stands for a frame of a video where an image has its width and height in crops."""
+_MEDIA = {
+    "random images": ((2, 1), (1, 1), (1, 2)),
+    "random images and video": ((2, 1), *(_FRAME,) * 8, (1, 1)),
+}
+
+
+def rows_for(config: RunConfig, rules: ImageRules | None) -> dict[str, PackedBatch]:
+    """Random rows that use all of a model: text, and those of _MEDIA for one with a tower (which needs `rules`)."""
+    count = min(64, config.model.max_position_embeddings or config.data.seq_length)
+    rows = {"random text": _row(config, rules, count, ())}
+    if config.vision.vision_num_layers:
+        rows |= {name: _row(config, rules, 5, media) for name, media in _MEDIA.items()}
+    return rows
+
+
+def _row(config: RunConfig, rules: ImageRules | None, count: int, media: Sequence[tuple[int, int]]) -> PackedBatch:
+    """One document of noise: `media` with `count` random tokens before, between and behind them."""
+    rng = np.random.default_rng(0)
+    images = list(rules.token_ids.values()) if rules is not None else []
+    words = np.setdiff1d(np.arange(config.model.vocab_size), images)
+    tokens, span, layouts, pixels = [rng.choice(words, count)], [np.zeros(count, np.int32)], [], []
+    for size in media:
+        assert rules is not None, "a model with a tower is compared by image rules"
+        width, height = (rules.image_size * max(1, crops) for crops in size)
+        noise = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        layout = frame_layout(rules) if size == _FRAME else image_layout(width, height, rules)
+        layouts.append(layout)
+        pixels.append(((frame_patches if size == _FRAME else image_patches)(noise, rules), layout.pooling))
+        tokens += [layout.tokens, rng.choice(words, count)]
+        span += [np.ones(len(layout.tokens), np.int32), np.zeros(count, np.int32)]
+    row, vision = np.concatenate(tokens), None  # int64 [T]
+    if rules is not None and media:
+        vision = VisionInputs(
+            np.cumsum([layout.num_crops for layout in layouts]),
+            np.cumsum([layout.num_pooled for layout in layouts]),
+            np.flatnonzero(row == rules.token_ids["image_patch"]),
+            None,
+            0,
+            *joined(pixels, (rules.patches_per_crop, rules.patch_dim)),
+        )
+    zeros, weights = np.zeros(len(row), np.int32), np.ones(len(row), np.float32)
+    spans = np.concatenate(span)
+    return PackedBatch(row, np.zeros_like(row), weights, np.arange(len(row)), zeros, zeros, spans, (0,), vision)
 
 
 @dataclass(frozen=True)
 class LogitDifference:
     """How far logits `[T, vocab]` of two models are apart."""
 
-    name: str
     largest: float
     """Logit of the first."""
     difference: float
     agreement: float
     """Share of tokens with the same likeliest next one."""
-    tokens: int
 
     @property
     def is_small(self) -> bool:
@@ -55,8 +102,8 @@ class LogitDifference:
 
     def __str__(self) -> str:
         return (
-            f"{self.name}: {self.tokens} tokens, largest logit {self.largest:.4g}, max difference "
-            f"{self.difference:.3g} ({self.difference / max(self.largest, 1e-30):.2g} of it), "
+            f"largest logit {self.largest:.4g}, max difference {self.difference:.3g} "
+            f"({self.difference / max(self.largest, 1e-30):.2g} of it), "
             f"same likeliest token at {100 * self.agreement:.2f} %"
         )
 
@@ -115,11 +162,9 @@ def library_logits(folder: Path, cls: str, rounded_to: torch.dtype | None = None
     model, info = getattr(transformers, cls).from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, output_loading_info=True, attn_implementation="eager"
     )
-    wrong = {kind: sorted(map(str, info.get(kind) or ())) for kind in ("missing_keys", "unexpected_keys")}
-    wrong["mismatched_keys"] = sorted(map(str, info.get("mismatched_keys") or ()))
-    found = [f"{kind.replace('_', ' ')}: {', '.join(names[:10])}" for kind, names in wrong.items() if names]
-    if found:
-        raise ValueError(f"the transformers library reads {folder} with {'; '.join(found)}")
+    kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
+    if wrong := [f"{kind}: {listed(sorted(map(str, info[kind])))}" for kind in kinds if info.get(kind)]:
+        raise ValueError(f"the transformers library reads {folder} with {'; '.join(wrong)}")
     for parameter in model.parameters() if rounded_to is not None else ():
         parameter.data = parameter.data.to(rounded_to).float()
     model.eval()
@@ -148,15 +193,12 @@ def logits_of(loaded: Loaded, dtype: torch.dtype | None = None) -> Logits:
     return library_logits(loaded.folder, loaded.family.cls, dtype)
 
 
-def compare(first: Logits, second: Logits, rows: Mapping[str, PackedBatch]) -> list[LogitDifference]:
-    """The difference of two models on each of some rows."""
-    found = []
-    for name, row in rows.items():
-        expected, other = first(row).double(), second(row).double()
-        agreement = float((expected.argmax(-1) == other.argmax(-1)).double().mean())
-        gap = float((expected - other).abs().nan_to_num(nan=torch.inf).max())
-        found.append(LogitDifference(name, float(expected.abs().max()), gap, agreement, len(row.tokens)))
-    return found
+def compare(first: Logits, second: Logits, row: PackedBatch) -> LogitDifference:
+    """The difference of two models on a row."""
+    expected, other = first(row).double(), second(row).double()
+    agreement = float((expected.argmax(-1) == other.argmax(-1)).double().mean())
+    gap = float((expected - other).abs().nan_to_num(nan=torch.inf).max())
+    return LogitDifference(float(expected.abs().max()), gap, agreement)
 
 
 def verify(before: Loaded, after: Loaded, dtype: torch.dtype | None, tokenizer: Given | None) -> bool:
@@ -174,13 +216,14 @@ def verify(before: Loaded, after: Loaded, dtype: torch.dtype | None, tokenizer: 
     if wrong or fields:
         return False
     rows = rows_for(before.config, before.probe_rules if before.config.vision.vision_num_layers else None)
-    found = compare(logits_of(before, dtype), logits_of(after), rows)
-    for difference in found:
-        print(f"verify: {difference}")
+    models = logits_of(before, dtype), logits_of(after)
+    found = {name: compare(*models, row) for name, row in rows.items()}
+    for name, difference in found.items():
+        print(f"verify: {name}: {difference}")
     if tokenizer is not None:
         from transformers import AutoTokenizer
 
         library = AutoTokenizer.from_pretrained(after.folder, local_files_only=True, model_max_length=1 << 30)
         refuse_difference(tokenizer, lambda text: library.encode(text, add_special_tokens=False), PROBE)
         print(f"verify: {len(PROBE)} texts get the ids of --tokenizer from the library's AutoTokenizer")
-    return all(difference.is_small for difference in found)
+    return all(difference.is_small for difference in found.values())

@@ -175,7 +175,6 @@ def _block_of_inputs(
         documents = documents_of(inputs["position_ids"], inputs.get("attention_mask"))
     _refuse_other_rows(axis, [x for x in inputs.values() if isinstance(x, torch.Tensor)])
     if labels is not None:
-        inputs["labels"] = labels.clone()  # the loader's stay whole
         inputs.setdefault("shift_labels", shift_labels(labels))  # documents of packed rows begin without a label
     names = [name for name in (("labels", "shift_labels") if towers else _PAD) if name in inputs]
     buffers = [inputs[name] for name in names]
@@ -202,12 +201,11 @@ def _documents_with_images(model: torch.nn.Module, inputs: Mapping[str, Any]) ->
     found = documents_of(positions, torch.ones_like(ids) if positions is None and mask is None else mask)
     if kinds is None:
         return found
-    document = np.broadcast_to(found.cpu().numpy(), ids.shape)
+    document = np.broadcast_to(found.cpu().numpy(), ids.shape).reshape(-1)
     image = (kinds == 1).cpu().numpy()
     begins = np.diff(image, axis=1, prepend=False) & image  # [B, S]
     number = (begins.cumsum() * image.reshape(-1)).astype(np.int64)
-    flat = np.where(document < 0, document, document + np.arange(len(ids))[:, None] * ids.shape[1]).reshape(-1)
-    return Metadata(flat, np.zeros_like(flat), number, np.arange(len(flat)))
+    return Metadata(document, np.zeros_like(document), number, np.arange(len(document)))
 
 
 def _shard_trainer(trainer: Any, axis: Axis, block: _Block) -> None:

@@ -65,8 +65,8 @@ class BatchMask:
         document, branch, span = (np.broadcast_to(x, shape) for x in (self.document, self.branch, self.span))
         number, real = np.arange(batch)[:, None], document >= 0  # [batch, 1], [batch, S]
         document = np.where(real, document + number * (self.document.max() + 1), PADDING)  # no number in two rows
-        # a span is what sees itself both ways: not causal, every document is one
-        span = np.where(span != 0, span + number * (self.span.max() + 1), 0) if causal else document + 1
+        # a span is what sees itself both ways, within a document: not causal, every document is one
+        span = span if causal else document + 1
         flat = Metadata(document.reshape(-1), branch.reshape(-1), span.reshape(-1), np.arange(document.size))
         return AttentionPlan(in_batch(places, batch, self.length), flat, cp_rank)
 
