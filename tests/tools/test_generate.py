@@ -34,10 +34,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}.png").write_bytes(encoded(noise(16, 16, ord(name))))
     lines = [json.dumps(question(f"{name}.png", f"it is {name}")) + "\n" for name in ("a", "b")]
     (folder / "records.jsonl").write_text("".join(lines))
-    common = {"seq_length": 256, "cp_degrees": (1,)}
-    build([folder / "records.jsonl"], folder / "packed", image_rules=TINY, image_root=str(folder), **common)
+    build([folder / "records.jsonl"], folder / "packed", image_rules=TINY, image_root=str(folder), seq_length=256)
     (folder / "text.jsonl").write_text('{"text": "some words"}\n')
-    build([folder / "text.jsonl"], folder / "text", **common)
+    build([folder / "text.jsonl"], folder / "text", seq_length=256)
     for name, data, more in (("seeing", "packed", VISION), ("reading", "text", "")):
         assert train(f"{SIZES} {more} --data-path {folder / data} --save {folder / name}".split()) == 0
     return folder
@@ -112,25 +111,25 @@ def test_what_cannot_be_answered_ends_with_one_message(
 ) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text(json.dumps(question("a.png", "yes")) + "\n" + json.dumps(question("c.png", "!")) + "\n")
-    here, output = ["--image-root", folder], ["--output", tmp_path / "o.jsonl"]
-    picture = ["--image", folder / "a.png"]
+    more_of_input = ["--image-root", folder, "--output", tmp_path / "o.jsonl"]
     (tmp_path / "broken.png").write_bytes(b"nothing")
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "long").write_text("\n" + json.dumps({"text": "a" * 300, "branches": ["b"]}) + "\n")
     for checkpoint, more, named in [
-        ("seeing", ["--input", bad, *output, *here], "bad.jsonl:2: `messages[0].content[0].path` 'c.png'"),
-        ("reading", ["--input", bad, *output, *here], "bad.jsonl:1: `messages[0].content[0].path`"),
+        ("seeing", ["--input", bad], "bad.jsonl:2: `messages[0].content[0].path` 'c.png'"),
+        ("reading", ["--input", bad], "bad.jsonl:1: `messages[0].content[0].path`"),
+        ("seeing", ["--input", tmp_path / "none"], f"--input {tmp_path}/none: "),
+        ("seeing", ["--input", tmp_path / "empty"], f"--input {tmp_path}/empty "),
+        ("seeing", ["--input", tmp_path / "long"], f"--input {tmp_path}/long:2: 3"),
         ("none", ["--prompt", "a"], f"--checkpoint {folder / 'none'}: "),
+        ("seeing", ["--prompt", ""], "--prompt '': "),
         ("seeing", ["--prompt", "a", "--image", tmp_path / "none.png"], f"--image {tmp_path}/none.png: "),
         ("seeing", ["--prompt", "a", "--image", "/dev/zero"], "--image /dev/zero "),
         ("seeing", ["--prompt", "a", "--image", tmp_path / "broken.png"], f"--image {tmp_path}/broken.png`: "),
-        ("seeing", ["--prompt", ""], "--prompt '': "),
-        ("seeing", ["--prompt", "a" * 300, *picture], "aaa': 3"),
-        ("seeing", ["--input", tmp_path / "none", *here, *output], f"--input {tmp_path}/none: "),
-        ("seeing", ["--input", tmp_path / "empty", *here, *output], f"--input {tmp_path}/empty "),
-        ("seeing", ["--input", tmp_path / "long", *here, *output], f"--input {tmp_path}/long:2: 3"),
-        ("seeing", ["--prompt", "a", *picture, "--data-path", folder / "text"], "--data-path"),
+        ("seeing", ["--prompt", "a" * 300, "--image", folder / "a.png"], "aaa': 3"),
+        ("seeing", ["--prompt", "a", "--image", folder / "a.png", "--data-path", folder / "text"], "--data-path"),
     ]:
+        more = more + more_of_input if more[0] == "--input" else more
         assert asked(folder, checkpoint, *more) == 2
         said = capsys.readouterr().err
         assert said.startswith("error: ") and named in said and said.count("\n") == 1, said
