@@ -136,11 +136,13 @@ def test_rows_of_q_and_k_are_rotated_by_halves_and_another_order_is_seen(
     tensors[name] = tensors[name].view(4, 2, 6, 48).transpose(1, 2).reshape(48, 48).contiguous()
     safetensors.save_file(tensors, path, {"format": "pt"})
     from megacp.huggingface.convert.source import read_checkpoint, read_hf
-    from megacp.huggingface.convert.verify import compare, logits_of, rows_for
+    from megacp.huggingface.convert.verify import compare, logits_of, rows_for, tensor_differences
 
     ours, theirs = read_checkpoint(tmp_path / "b", single_axis("world")), read_hf(tmp_path / "a")
     found = compare(logits_of(ours), logits_of(theirs), rows_for(ours.config, None)["random text"])
     assert not found.is_small and found.difference > 1e-2 * found.largest
+    (told,) = tensor_differences(ours.source, theirs.source)
+    assert told.endswith(" has other bits")
 
 
 def test_a_difference_ends_verify_with_status_1_and_no_folder(
