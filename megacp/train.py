@@ -29,7 +29,6 @@ from megacp.core.config.checks import require
 from megacp.core.config.cli import given_names, parse
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.distributed import launch
-from megacp.core.distributed.failure import report_failure
 from megacp.core.distributed.grid import GridShape, ProcessGrid
 from megacp.core.models.build import grid_shape, stage_layers
 from megacp.core.monitor.console import ends_with_its_reader
@@ -188,10 +187,10 @@ def _train(plan: Plan, meeting: launch.Meeting, world: launch.World) -> int:
     try:
         trainer = trainer_of(plan, grid)
     except ValueError as error:
-        report_failure(error, "the start", grid.world)  # left for ranks that see no reason of their own
+        launch.report_failure(error, "the start", grid.world)  # left for ranks that see no reason of their own
         return _refused(str(error), world, alike=False)
     except Exception as error:
-        error.add_note(report_failure(error, "the start", grid.world))
+        error.add_note(launch.report_failure(error, "the start", grid.world))
         raise
     return trainer.run()
 

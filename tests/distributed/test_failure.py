@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from unittest import mock
 
-from megacp.core.distributed import failure
+from megacp.core.distributed import launch
 from megacp.core.distributed.collectives import barrier
-from megacp.core.distributed.failure import named, report_failure, run_store
+from megacp.core.distributed.launch import named, report_failure, run_store
 from tests.ranks import grid, run_ranks
 
 
@@ -40,7 +40,7 @@ def test_a_rank_that_says_nothing_is_named() -> None:
 
 
 def _of_a_frozen_store(rank: int, world_size: int) -> str:
-    with mock.patch.object(failure, "run_store", lambda: time.sleep(30)):
+    with mock.patch.object(launch, "run_store", lambda: time.sleep(30)):
         return report_failure(ValueError("bad input"), "step 1", grid(dp=world_size).world, 0.1)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megacp.core.config.cli import parse
 from megacp.core.config.run import RunConfig
-from megacp.core.distributed.failure import run_store
+from megacp.core.distributed.launch import run_store
 from megacp.core.models.build import grid_shape
 from megacp.core.training.state import RunState, begin_save
 from megacp.core.training.step import ParallelModel

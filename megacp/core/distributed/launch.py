@@ -1,7 +1,10 @@
-"""Where a process learns its rank and meets the others: torchrun's environment, its store, device and process group.
+"""Where a process learns its rank, meets the others, makes the grid with them, and tells them why it failed.
 
 This file alone reads or writes `os.environ`, so everything else is a function of its arguments. One process needs no
 process group and no torchrun.
+
+A rank that fails leaves its reason in the run's store, which is no part of a collective, so it mostly answers when none
+does. A rank that was only hit names the others; one that was stopped, killed or hangs is found by its silence.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import os
 import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,9 +26,9 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megacp.core.distributed.failure import named
-from megacp.core.distributed.grid import GridShape, ProcessGrid, build_grid, connect
+from megacp.core.distributed.grid import Axis, GridShape, ProcessGrid, build_grid, connect
 from megacp.core.large_blocks import BLOCKS, LARGE
+from megacp.core.storage.wording import listed
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _FREE_TOP = -1, -3, 64 << 20
 """glibc's names of two options (malloc.h): free bytes at the heap's end, and those that get a map of their own."""
@@ -226,6 +230,63 @@ def meet_in_file(file: str, rank: int, world_size: int) -> None:
     if world_size > 1:
         hours = datetime.timedelta(hours=12)
         dist.init_process_group("gloo", f"file://{file}", hours, world_size, rank)
+
+
+def report_failure(error: BaseException, place: str, world: Axis, wait_seconds: float = 5.0) -> str:
+    """Leave this rank's reason for the others; what is known of the failure in words, at `place` (`step 12`).
+
+    A RuntimeError may come from a collective that a peer broke: then up to `wait_seconds` are spent to hear from the
+    others, and those that say nothing are named. Never raises.
+    """
+    mine = f"rank {world.rank} failed in {place}: {type(error).__name__}: {_first_line(error)}"
+    if world.size == 1 or not dist.is_initialized():
+        return mine
+    said: list[str] = []
+
+    def exchange() -> None:
+        with contextlib.suppress(Exception):  # the store went with the rank or machine that held it
+            said.append(_exchanged(mine, error, place, world, wait_seconds))
+
+    # a frozen machine's store answers no request, and torch's own timeouts do not cover `check` and `set`
+    thread = threading.Thread(target=exchange, daemon=True)
+    thread.start()
+    thread.join(3.0 * wait_seconds)
+    return said[0] if said else f"{mine}\nthe run's store does not answer"
+
+
+def _exchanged(mine: str, error: BaseException, place: str, world: Axis, seconds: float) -> str:
+    """This rank's words and those of the others."""
+    store = run_store()
+    store.set(f"megacp_failure/{world.rank}", mine)
+    if not (type(error) is RuntimeError or isinstance(error, dist.DistError)):  # no collective raises it
+        return mine
+    others = [rank for rank in range(world.size) if rank != world.rank]
+    heard: dict[int, str] = {}
+    deadline = time.monotonic() + seconds
+    while len(heard) < len(others) and time.monotonic() < deadline:
+        spoken = [rank for rank in others if rank not in heard and store.check([f"megacp_failure/{rank}"])]
+        heard |= {rank: store.get(f"megacp_failure/{rank}").decode() for rank in spoken}
+        time.sleep(0.05)
+    lines = [mine, *(text for _, text in sorted(heard.items()))]
+    if silent := [rank for rank in others if rank not in heard]:
+        lines.append(f"no word from {named(silent)} in {place}: stopped, dead, or still computing")
+    if world.rank == 0:
+        time.sleep(min(1.0, seconds))  # it may hold the store: the others read it
+    return "\n".join(lines)
+
+
+def run_store() -> dist.Store:
+    """The store in which all ranks of the process group meet."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def named(ranks: list[int]) -> str:
+    """`rank 3`, or `ranks 0, 2, 3`; of many the first ones and how many more."""
+    return f"rank{'s' if len(ranks) != 1 else ''} {listed(ranks, 16)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:500]
 
 
 def stop() -> None:

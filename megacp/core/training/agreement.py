@@ -21,8 +21,7 @@ import torch
 import megacp
 from megacp.core.checkpoint.directory import LATEST_FILE, temporary
 from megacp.core.config.run import RunConfig, flag, flatten
-from megacp.core.distributed.failure import named
-from megacp.core.distributed.launch import Meeting
+from megacp.core.distributed.launch import Meeting, named
 from megacp.core.storage.files import seen, source_digest
 from megacp.core.storage.place import Place, place_of, read_content, write_content
 from megacp.core.storage.wording import listed

@@ -17,9 +17,8 @@ from megacp.core.data.batch import PackedBatch
 from megacp.core.data.blend import PackBlend
 from megacp.core.data.loader import PackedLoader, validation_steps
 from megacp.core.distributed.collectives import gather_objects
-from megacp.core.distributed.failure import report_failure
 from megacp.core.distributed.grid import ProcessGrid
-from megacp.core.distributed.launch import trim_heap
+from megacp.core.distributed.launch import report_failure, trim_heap
 from megacp.core.monitor.flops import cuda_peak, peak_bytes, utilisation
 from megacp.core.monitor.log import StepRecord
 from megacp.core.monitor.timers import EventClock, Pace, Timers

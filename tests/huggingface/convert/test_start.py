@@ -14,8 +14,8 @@ from megacp.core.checkpoint import weights as reading
 from megacp.core.checkpoint.commit import load_checkpoint
 from megacp.core.checkpoint.names import TensorBox
 from megacp.core.distributed import launch
-from megacp.core.distributed.failure import run_store
 from megacp.core.distributed.grid import GridShape, build_grid
+from megacp.core.distributed.launch import run_store
 from megacp.huggingface.convert.source import CheckpointSource, read_hf
 from megacp.huggingface.convert.tensors import whole
 from megacp.huggingface.convert.tokenizer import write_tokenizer
